@@ -1,0 +1,105 @@
+# The few array operations that communication needs, for numpy and torch alike. Imports numpy; never torch itself.
+# A torch tensor is recognised by a method that numpy arrays lack, so that summa3d.gemm works where torch is not installed.
+# Next: transport.py, which hands the bytes to MPI.
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = Any
+"""A numpy array or a torch tensor on the CPU, C-contiguous where it is communicated."""
+
+
+def is_torch(array: Array) -> bool:
+    return hasattr(type(array), "data_ptr")
+
+
+def empty(shape: Sequence[int], like: Array) -> Array:
+    """An uninitialised C-ordered array of `like`'s kind, dtype and device."""
+    if is_torch(like):
+        return like.new_empty(tuple(shape))
+    return np.empty(tuple(shape), like.dtype)
+
+
+def contiguous(array: Array) -> Array:
+    """`array` itself if it is C-contiguous, else a C-ordered copy."""
+    return array.contiguous() if is_torch(array) else np.ascontiguousarray(array)
+
+
+def is_contiguous(array: Array) -> bool:
+    return array.is_contiguous() if is_torch(array) else array.flags.c_contiguous
+
+
+def swap_front(array: Array, dim: int) -> Array:
+    """A view with `dim` moved to the front."""
+    return array.movedim(dim, 0) if is_torch(array) else np.moveaxis(array, dim, 0)
+
+
+def restore_front(array: Array, dim: int) -> Array:
+    """The inverse of `swap_front`."""
+    return array.movedim(0, dim) if is_torch(array) else np.moveaxis(array, 0, dim)
+
+
+def copy_into(out: Array, source: Array) -> Array:
+    """Copy `source` into `out`, in place; returns `out`."""
+    if is_torch(out):
+        out.copy_(source)
+    else:
+        np.copyto(out, source)
+    return out
+
+
+def cast(array: Array, like: Array) -> Array:
+    """`array` in the dtype of `like`."""
+    return array.to(like.dtype) if is_torch(array) else array.astype(like.dtype)
+
+
+def widen(array: Array) -> Array:
+    """A 16-bit float array in float32."""
+    return array.float() if is_torch(array) else array.astype(np.float32)
+
+
+def dtype_name(array: Array) -> str:
+    """``float32``, ``bfloat16``, ``int64``, … for numpy and torch alike."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def is_half(array: Array) -> bool:
+    """True for the 16-bit floats, whose sums are accumulated in float32."""
+    return dtype_name(array) in ("float16", "bfloat16")
+
+
+def sum_parts(parts: Array, out: Array) -> Array:
+    """out = Σ parts over their first dim, always in the order 0, 1, …, so that a sum is the same in every run.
+
+    16-bit floats are accumulated in float32 and rounded once.
+    """
+    if is_half(parts):
+        total = widen(parts[0])
+        for part in parts[1:]:
+            total += widen(part)
+        return copy_into(out, total)
+    if len(parts) == 1:
+        return copy_into(out, parts[0])
+    if is_torch(parts):
+        import torch
+
+        torch.add(parts[0], parts[1], out=out)
+    else:
+        np.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out += part
+    return out
+
+
+def raw(array: Array) -> np.ndarray:
+    """The memory of a C-contiguous array as a flat numpy array; 16-bit floats as uint16, which MPI can carry."""
+    if is_torch(array):
+        import torch
+
+        flat = array.detach().reshape(-1)
+        return flat.view(torch.uint16).numpy() if is_half(array) else flat.numpy()
+    flat = array.reshape(-1)
+    return flat.view(np.uint16) if is_half(array) else flat

@@ -1,0 +1,199 @@
+# The process grid: named axes of any sizes over the ranks of a communicator, and where ranks are placed.
+# Imports collectives, ledger, errors.
+# Next: layout/layout.py, which says what each axis splits.
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from math import log, prod
+from types import TracebackType
+
+from mpi4py import MPI
+
+from ..errors import GridError
+from .collectives import Axis
+from .ledger import Ledger
+
+DEFAULT_ORDER = ("z", "y", "x", "d")
+
+
+class Grid:
+    """Ranks as points of a grid with named axes.
+
+    Parameters
+    ----------
+    comm : the communicator whose ranks fill the grid.
+    axes : axis name → size ≥ 1; the product must be the number of ranks.
+    order : axis names, fastest first: consecutive ranks differ in the first. A string names one-letter axes. Axes left out
+        follow, in the order of `axes`. The default puts z, then y, fastest: in a transformer block z carries 12 of every
+        16 units of activation traffic, y 4, and x only weights, so z belongs inside a node.
+    tile : axis name → how many of its indices lie in one tile of consecutive ranks, so that a node holds a tile of the
+        grid (the "bunched" arrangement of the 2-D paper). Must divide the axis.
+    check : compare operation, shapes and dtypes over the ranks before every collective (debugging; costs a message each).
+
+    ``grid["y"]`` is an axis, ``grid["x", "y"]`` the plane of both (index = ix·Y + iy), ``grid.world`` all ranks.
+    Creating a grid is collective over `comm`; so is the first use of each plane over its members.
+    Raises GridError, on every rank and before any communication, where axes, order or tile do not fit.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        axes: Mapping[str, int],
+        order: str | Sequence[str] | None = None,
+        tile: Mapping[str, int] | None = None,
+        check: bool = False,
+    ) -> None:
+        self.comm, self.check = comm, check
+        self.shape = dict(axes)
+        self.rank, self.size = comm.rank, comm.size
+        self.order = _checked_order(self.shape, order)
+        self.tile = _checked_tile(self.shape, tile)
+        if prod(self.shape.values()) != self.size:
+            raise GridError(_misfit(self.shape, self.size))
+        self.coordinates = self.coordinates_of(self.rank)
+        self.ledger = Ledger()
+        self._axes: dict[tuple[str, ...], Axis] = {}
+        self._node = _node_of_each_rank(comm)
+        for name in self.shape:
+            self._axis((name,))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.shape)
+
+    def __getitem__(self, key: str | tuple[str, ...]) -> Axis:
+        names = (key,) if isinstance(key, str) else tuple(key)
+        for name in names:
+            if name not in self.shape:
+                raise GridError(f"The grid has no axis {name!r}. Its axes: {', '.join(self.shape)}.")
+        return self._axis(names)
+
+    @property
+    def world(self) -> Axis:
+        """All ranks as one axis."""
+        return self._axis(self.names)
+
+    def __repr__(self) -> str:
+        return f"Grid({', '.join(f'{name}={size}' for name, size in self.shape.items())}, order={','.join(self.order)})"
+
+    def coordinates_of(self, rank: int) -> dict[str, int]:
+        """Axis name → index of `rank`: the digits of the rank, tile digits first, in `order`."""
+        inner, outer = dict.fromkeys(self.shape, 0), dict.fromkeys(self.shape, 0)
+        for name in self.order:
+            rank, inner[name] = divmod(rank, self.tile[name])
+        for name in self.order:
+            rank, outer[name] = divmod(rank, self.shape[name] // self.tile[name])
+        return {name: outer[name] * self.tile[name] + inner[name] for name in self.shape}
+
+    def rank_of(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at `coordinates`; the inverse of `coordinates_of`."""
+        rank, stride = 0, 1
+        for name in self.order:
+            rank, stride = rank + coordinates[name] % self.tile[name] * stride, stride * self.tile[name]
+        for name in self.order:
+            rank += coordinates[name] // self.tile[name] * stride
+            stride *= self.shape[name] // self.tile[name]
+        return rank
+
+    @property
+    def nodes(self) -> list[int]:
+        """The node of each rank, numbered from 0."""
+        return self._node
+
+    def within_node(self, name: str) -> bool:
+        """Whether every line of ranks along this axis lies inside one node."""
+        lines: dict[tuple[int, ...], set[int]] = {}
+        for rank in range(self.size):
+            point = self.coordinates_of(rank)
+            lines.setdefault(tuple(point[axis] for axis in self.shape if axis != name), set()).add(self._node[rank])
+        return all(len(nodes) == 1 for nodes in lines.values())
+
+    def free(self) -> None:
+        """Release the axes' communicators (collective). The grid cannot be used afterwards."""
+        for axis in self._axes.values():
+            if axis.comm is not None and axis.comm != self.comm:
+                axis.comm.Free()
+        self._axes.clear()
+
+    def __enter__(self) -> Grid:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.free()
+
+    def _axis(self, names: tuple[str, ...]) -> Axis:
+        if names not in self._axes:
+            members = self._members(names)
+            size, index = len(members), members.index(self.rank)
+            comm = None
+            if size > 1:
+                whole = members == list(range(self.size))
+                comm = self.comm if whole else self.comm.Create_group(self.comm.group.Incl(members))
+            self._axes[names] = Axis(names, size, index, comm, self.ledger, self.check)
+        return self._axes[names]
+
+    def _members(self, names: tuple[str, ...]) -> list[int]:
+        """The ranks that share this rank's coordinates on all other axes, in plane order."""
+        points = itertools.product(*(range(self.shape[name]) for name in names))
+        return [self.rank_of({**self.coordinates, **dict(zip(names, point, strict=True))}) for point in points]
+
+
+def grids_of(ranks: int, names: Sequence[str]) -> list[dict[str, int]]:
+    """Every grid of `ranks` ranks with these axes."""
+    if len(names) == 1:
+        return [{names[0]: ranks}]
+    return [
+        {names[0]: size, **rest} for size in range(1, ranks + 1) if ranks % size == 0 for rest in grids_of(ranks // size, names[1:])
+    ]
+
+
+def describe(shape: Mapping[str, int]) -> str:
+    """x=2,y=2,z=1"""
+    return ",".join(f"{name}={size}" for name, size in shape.items())
+
+
+def _misfit(shape: Mapping[str, int], ranks: int) -> str:
+    def distance(candidate: Mapping[str, int]) -> float:
+        return sum(abs(log(candidate[name] / max(shape[name], 1))) for name in shape)
+
+    fits = sorted(grids_of(ranks, list(shape)), key=distance)[:6]
+    return (
+        f"Grid {describe(shape)} has {prod(shape.values())} places, but there are {ranks} ranks.\n"
+        f"  Start {prod(shape.values())} ranks, or choose a grid of {ranks}: {' · '.join(describe(fit) for fit in fits)}."
+    )
+
+
+def _checked_order(shape: Mapping[str, int], order: str | Sequence[str] | None) -> tuple[str, ...]:
+    if not shape:
+        raise GridError("A grid needs at least one axis, such as x=1.")
+    for name, size in shape.items():
+        if not isinstance(size, int) or size < 1:
+            raise GridError(f"Axis {name} has size {size!r}; sizes are whole numbers ≥ 1.")
+    named = [name for name in DEFAULT_ORDER if name in shape] if order is None else list(order)
+    for name in named:
+        if name not in shape or named.count(name) > 1:
+            raise GridError(f"order {''.join(named)!r} must name each axis at most once; the axes are {', '.join(shape)}.")
+    return tuple(named + [name for name in shape if name not in named])
+
+
+def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> dict[str, int]:
+    for name, size in (tile or {}).items():
+        if name not in shape:
+            raise GridError(f"tile names axis {name!r}; the axes are {', '.join(shape)}.")
+        if size < 1 or shape[name] % size:
+            fits = ", ".join(str(part) for part in range(1, shape[name] + 1) if shape[name] % part == 0)
+            raise GridError(f"tile {name}={size} does not divide axis {name} = {shape[name]}. Tiles that fit: {fits}.")
+    return {name: (tile or {}).get(name, 1) for name in shape}
+
+
+def _node_of_each_rank(comm: MPI.Comm) -> list[int]:
+    if comm.size == 1:
+        return [0]
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    leader = node.bcast(comm.rank)
+    node.Free()
+    leaders = comm.allgather(leader)
+    numbers = {leader: number for number, leader in enumerate(sorted(set(leaders)))}
+    return [numbers[leader] for leader in leaders]

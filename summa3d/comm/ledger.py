@@ -1,0 +1,122 @@
+# What was moved: calls, words, messages, bytes and seconds per collective, axis and phase, and the workspace in use.
+# Imports the standard library only.
+# Next: collectives.py, which writes every line of it; gemm/volume.py, the closed forms it must equal.
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+PHASES = ("forward", "backward", "optimizer", "other")
+
+
+@dataclass
+class Amounts:
+    """Amounts moved by one rank: words and bytes are those *received* (DESIGN §1).
+
+    seconds is wall time inside the calls, cpu_seconds the thread's processor time inside them.
+    """
+
+    calls: int = 0
+    words: int = 0
+    messages: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    def add(self, other: Amounts) -> None:
+        for field in fields(Amounts):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def minus(self, other: Amounts) -> Amounts:
+        return Amounts(**{field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(Amounts)})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the ledger."""
+
+    collective: str
+    axis: str
+    phase: str
+    amounts: Amounts
+
+
+class Watched(Amounts):
+    """What a `with ledger.watch()` block moved; filled when the block ends. `rows` holds the same per line."""
+
+    rows: list[Row]
+
+
+class Ledger:
+    """The account of one rank of one grid.
+
+    `phase` names what the job is doing, so that forward, backward and optimizer are counted apart. `track` counts the
+    bytes of a workspace array until it is freed, for the peak.
+    """
+
+    def __init__(self) -> None:
+        self.current_phase = "other"
+        self.workspace_bytes = 0
+        self.workspace_peak = 0
+        self._lines: dict[tuple[str, str, str], Amounts] = {}
+
+    def record(self, collective: str, axis: str, amounts: Amounts) -> None:
+        """Add `amounts` to the line of this collective and axis in the current phase."""
+        self._lines.setdefault((collective, axis, self.current_phase), Amounts()).add(amounts)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what the block moves under phase `name`."""
+        if name not in PHASES:
+            raise ValueError(f"phase {name!r} is not one of {', '.join(PHASES)}")
+        before, self.current_phase = self.current_phase, name
+        try:
+            yield
+        finally:
+            self.current_phase = before
+
+    def track(self, array: Any) -> Any:
+        """Count the bytes of a workspace array while it lives; returns the array."""
+        self.workspace_bytes += array.nbytes
+        self.workspace_peak = max(self.workspace_peak, self.workspace_bytes)
+        weakref.finalize(array, self._release, array.nbytes)
+        return array
+
+    def _release(self, nbytes: int) -> None:
+        self.workspace_bytes -= nbytes
+
+    def reset_peak(self) -> None:
+        """Forget the workspace peak so far."""
+        self.workspace_peak = self.workspace_bytes
+
+    def rows(self) -> list[Row]:
+        """Every line, in the order in which it first appeared."""
+        return [Row(*key, _copy(amounts)) for key, amounts in self._lines.items()]
+
+    def total(self, phase: str | None = None, axis: str | None = None) -> Amounts:
+        """The sum over the lines of `phase` and `axis`; None takes all."""
+        result = Amounts()
+        for (_, line_axis, line_phase), amounts in self._lines.items():
+            if phase in (None, line_phase) and axis in (None, line_axis):
+                result.add(amounts)
+        return result
+
+    @contextmanager
+    def watch(self) -> Iterator[Watched]:
+        """Yield an account that, once the block has ended, holds what the block moved."""
+        before = {key: _copy(amounts) for key, amounts in self._lines.items()}
+        moved = Watched()
+        moved.rows = []
+        yield moved
+        for key, amounts in self._lines.items():
+            delta = amounts.minus(before.get(key, Amounts()))
+            if delta.calls:
+                moved.rows.append(Row(*key, delta))
+                moved.add(delta)
+
+
+def _copy(amounts: Amounts) -> Amounts:
+    return amounts.minus(Amounts())

@@ -1,0 +1,28 @@
+# Point-to-point messages under the collectives: arrays cut into pieces that an MPI count can hold. Imports mpi4py only.
+# Next: transport.py, which falls back on `exchange` where a collective cannot address an array.
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+EXCHANGE_TAG = 7
+
+
+def pieces(n: int, limit: int) -> list[slice]:
+    """Consecutive slices of at most `limit` elements that cover n; one empty slice for n = 0."""
+    return [slice(start, min(start + limit, n)) for start in range(0, max(n, 1), limit)]
+
+
+def exchange(
+    comm: MPI.Comm, sends: Sequence[np.ndarray], receives: Sequence[np.ndarray], kind: MPI.Datatype, limit: int
+) -> list[MPI.Request]:
+    """Start sending sends[i] to member i and receiving receives[i] from it, for all members but this one."""
+    others = [member for member in range(comm.size) if member != comm.rank]
+    requests = []
+    for source in others:
+        requests += [comm.Irecv([receives[source][part], kind], source, EXCHANGE_TAG) for part in pieces(len(receives[source]), limit)]
+    for target in others:
+        requests += [comm.Isend([sends[target][part], kind], target, EXCHANGE_TAG) for part in pieces(len(sends[target]), limit)]
+    return requests

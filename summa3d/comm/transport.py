@@ -1,0 +1,147 @@
+# How bytes travel: the one place that knows about MPI datatypes and, later, about devices. Imports arrays, p2p.
+# A transport offers the same few calls for every kind of memory; collectives.py picks one per communicator and knows no other difference.
+# Next: collectives.py, which gives these calls dims, uneven blocks and an account.
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from mpi4py import MPI
+
+from ..errors import ShapeError
+from .arrays import Array, dtype_name, raw
+from .p2p import exchange, pieces
+
+DATATYPES = {
+    "bool": MPI.C_BOOL,
+    "int32": MPI.INT32_T,
+    "int64": MPI.INT64_T,
+    "float16": MPI.UINT16_T,
+    "bfloat16": MPI.UINT16_T,
+    "float32": MPI.FLOAT,
+    "float64": MPI.DOUBLE,
+    "complex64": MPI.C_FLOAT_COMPLEX,
+    "complex128": MPI.C_DOUBLE_COMPLEX,
+}
+OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+BOOL_OPERATIONS = {"max": MPI.LOR, "min": MPI.LAND}
+
+Requests = list[MPI.Request]
+
+
+class HostTransport:
+    """MPI on host memory: numpy arrays and torch CPU tensors, C-contiguous.
+
+    `limit` is the largest element count handed to one MPI call. MPI 4 has 64-bit counts; an older MPI is given larger
+    arrays in pieces, by point-to-point messages where a collective could not address them.
+
+    Every call either completes (blocking) and returns no requests, or returns the requests to wait for; the caller keeps
+    the arrays alive until then.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit or (2**62 if MPI.VERSION >= 4 else 2**31 - 1)
+
+    def datatype(self, array: Array) -> MPI.Datatype:
+        """The MPI datatype of an array's elements. Raises ShapeError for a dtype that cannot be communicated."""
+        name = dtype_name(array)
+        if name not in DATATYPES:
+            raise ShapeError(f"dtype {name} cannot be communicated. Those that can: {', '.join(DATATYPES)}.")
+        return DATATYPES[name]
+
+    def operation(self, array: Array, op: str) -> MPI.Op:
+        """The MPI reduction `op` for an array's dtype."""
+        table = BOOL_OPERATIONS if dtype_name(array) == "bool" else OPERATIONS
+        if op not in table:
+            raise ShapeError(f"Reduction {op!r} is not defined for dtype {dtype_name(array)}. Defined: {', '.join(table)}.")
+        return table[op]
+
+    def all_gather(self, comm: MPI.Comm, block: Array, out: Array, counts: Sequence[int], blocking: bool) -> Requests:
+        """out = the blocks of all members, `counts` elements each, one after the other."""
+        kind, send, receive = self.datatype(block), raw(block), raw(out)
+        if sum(counts) > self.limit:
+            parts = _parts(receive, counts)
+            requests = exchange(comm, [send] * comm.size, parts, kind, self.limit)
+            np.copyto(parts[comm.rank], send)
+            return _finish(requests, blocking)
+        if len(set(counts)) == 1:
+            call = comm.Allgather if blocking else comm.Iallgather
+            return _started(call([send, counts[0], kind], [receive, counts[0], kind]))
+        vcall = comm.Allgatherv if blocking else comm.Iallgatherv
+        return _started(vcall([send, counts[comm.rank], kind], [receive, counts, _offsets(counts), kind]))
+
+    def all_to_all(
+        self, comm: MPI.Comm, array: Array, counts: Sequence[int], out: Array, out_counts: Sequence[int], blocking: bool
+    ) -> Requests:
+        """Piece i of `array` goes to member i; out = the pieces received, one after the other."""
+        kind, send, receive = self.datatype(array), raw(array), raw(out)
+        if max(sum(counts), sum(out_counts)) > self.limit:
+            sends, receives = _parts(send, counts), _parts(receive, out_counts)
+            requests = exchange(comm, sends, receives, kind, self.limit)
+            np.copyto(receives[comm.rank], sends[comm.rank])
+            return _finish(requests, blocking)
+        if len(set(counts)) == 1 and list(counts) == list(out_counts):
+            call = comm.Alltoall if blocking else comm.Ialltoall
+            return _started(call([send, counts[0], kind], [receive, counts[0], kind]))
+        vcall = comm.Alltoallv if blocking else comm.Ialltoallv
+        return _started(vcall([send, counts, _offsets(counts), kind], [receive, out_counts, _offsets(out_counts), kind]))
+
+    def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, op: str, blocking: bool) -> Requests:
+        """out = the reduction of all members' arrays; `out` may be `array` itself."""
+        kind, operation, send, receive = self.datatype(array), self.operation(array, op), raw(array), raw(out)
+        call = comm.Allreduce if blocking else comm.Iallreduce
+        requests: Requests = []
+        for part in pieces(len(send), self.limit):
+            source = MPI.IN_PLACE if array is out else [send[part], kind]
+            requests += _started(call(source, [receive[part], kind], operation))
+        return requests
+
+    def broadcast(self, comm: MPI.Comm, array: Array, root: int, blocking: bool) -> Requests:
+        """Every member's `array` becomes the root's, in place."""
+        kind, flat = self.datatype(array), raw(array)
+        call = comm.Bcast if blocking else comm.Ibcast
+        requests: Requests = []
+        for part in pieces(len(flat), self.limit):
+            requests += _started(call([flat[part], kind], root))
+        return requests
+
+    def reduce(self, comm: MPI.Comm, array: Array, out: Array | None, op: str, root: int, blocking: bool) -> Requests:
+        """At the root, out = the reduction of all members' arrays; elsewhere `out` is None."""
+        kind, operation, send = self.datatype(array), self.operation(array, op), raw(array)
+        receive = None if out is None else raw(out)
+        call = comm.Reduce if blocking else comm.Ireduce
+        requests: Requests = []
+        for part in pieces(len(send), self.limit):
+            target = None if receive is None else [receive[part], kind]
+            requests += _started(call([send[part], kind], target, operation, root))
+        return requests
+
+    def send(self, comm: MPI.Comm, array: Array, to: int, tag: int) -> Requests:
+        """Start sending `array` to member `to`."""
+        kind, flat = self.datatype(array), raw(array)
+        return [comm.Isend([flat[part], kind], to, tag) for part in pieces(len(flat), self.limit)]
+
+    def receive(self, comm: MPI.Comm, array: Array, source: int, tag: int) -> Requests:
+        """Start receiving `array` from member `source`, in place."""
+        kind, flat = self.datatype(array), raw(array)
+        return [comm.Irecv([flat[part], kind], source, tag) for part in pieces(len(flat), self.limit)]
+
+
+def _offsets(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts)][:-1]
+
+
+def _parts(flat: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    return [flat[start : start + count] for start, count in zip(_offsets(counts), counts, strict=True)]
+
+
+def _started(request: MPI.Request | None) -> Requests:
+    return [] if request is None else [request]
+
+
+def _finish(requests: Requests, blocking: bool) -> Requests:
+    if not blocking:
+        return requests
+    MPI.Request.Waitall(requests)
+    return []

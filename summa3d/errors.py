@@ -1,0 +1,39 @@
+# The errors users see. Imports nothing; every other module may import it.
+# Raise them on every rank alike and before any communication: what is wrong, the values, why, what would work.
+# Next: comm/failure.py, which prints one of them once and ends the whole job.
+
+
+class Summa3dError(Exception):
+    """Base of every error a user can cause and mend; the command line prints its message alone, without a traceback."""
+
+
+class GridError(Summa3dError):
+    """A process grid that does not fit the ranks, or an axis that it does not have."""
+
+
+class LayoutError(Summa3dError):
+    """A tensor dim that the grid axes asked for cannot split."""
+
+
+class ShapeError(Summa3dError):
+    """An array that is not the block, or not the dtype, that an operation expects."""
+
+
+class AgreementError(Summa3dError):
+    """Ranks that called a collective with different operations, shapes or dtypes (debug mode)."""
+
+
+class ConfigError(Summa3dError):
+    """A configuration key or value that cannot be used."""
+
+
+class DataError(Summa3dError):
+    """A corpus or token file that is missing, empty or damaged."""
+
+
+class CheckpointError(Summa3dError):
+    """A checkpoint that is incomplete, altered, or of another model."""
+
+
+class LaunchError(Summa3dError):
+    """An MPI launcher that does not belong to the MPI library of the running interpreter."""

@@ -1,0 +1,52 @@
+# A global array on every rank ↔ the blocks of a layout. Imports layout, comm.
+# Next: gemm/matrix.py, a block that knows its layout.
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from ..comm.arrays import Array, contiguous, copy_into, empty
+from ..comm.grid import Grid
+from ..errors import ShapeError
+from .layout import Layout, Sharding
+
+
+def distribute(whole: Array, grid: Grid, layout: Layout) -> Array:
+    """This rank's block of a global array that every rank holds: a C-ordered copy. Moves nothing.
+
+    Raises LayoutError where the layout has another number of dims, or an axis that the grid lacks.
+    """
+    part = whole[layout.slices(whole.shape, grid.shape, grid.coordinates)]
+    return copy_into(empty(part.shape, part), part)
+
+
+def collect(block: Array, grid: Grid, layout: Layout, shape: Sequence[int]) -> Array:
+    """The global array of `shape` from its blocks, on every rank.
+
+    Each block travels once, from the rank that owns it (index 0 on the axes that only copy it). Moves, per rank, the words
+    it does not own; needs the global array once more as workspace. Raises ShapeError where `block` is not this rank's block.
+    """
+    sharding = Sharding(layout, tuple(shape))
+    expected = sharding.local_shape(grid)
+    if tuple(block.shape) != expected:
+        raise ShapeError(f"Rank {grid.rank} holds a block of shape {tuple(block.shape)}; {layout} of {tuple(shape)} on {grid} gives {expected}.")
+    owners = {
+        grid.rank_of(coordinates): slices
+        for coordinates, slices in layout.blocks(shape, grid.shape)
+        if all(coordinates[axis] == 0 for axis in grid.shape if axis not in layout.axes)
+    }
+    world = [owners.get(rank) for rank in world_ranks(grid)]
+    sizes = [0 if slices is None else prod(part.stop - part.start for part in slices) for slices in world]
+    flat = contiguous(block).reshape(-1) if sharding.owned(grid) else empty((0,), block)
+    gathered = grid.world.all_gather(flat, sizes=sizes)
+    whole, start = empty(shape, block), 0
+    for slices, size in zip(world, sizes, strict=True):
+        if slices is not None:
+            whole[slices] = gathered[start : start + size].reshape([part.stop - part.start for part in slices])
+            start += size
+    return whole
+
+
+def world_ranks(grid: Grid) -> list[int]:
+    """The ranks in the order of `grid.world`: coordinates counted in the order of the axes, the last fastest."""
+    return [grid.rank_of(coordinates) for coordinates, _ in Layout().blocks((), grid.shape)]

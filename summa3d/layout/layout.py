@@ -1,0 +1,119 @@
+# Which grid axes split which dim of a tensor: pure functions of (shape, grid shape, coordinates), no communication.
+# Imports errors only, so that every rule of ownership can be tested without MPI.
+# Next: distribute.py, which moves blocks by these slices; gemm/cuboid.py, whose products are chosen by them.
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from ..errors import LayoutError
+
+if TYPE_CHECKING:
+    from ..comm.grid import Grid
+
+Coordinates = Mapping[str, int]
+
+
+def split_sizes(n: int, parts: int) -> list[int]:
+    """Sizes of the balanced split of `n` into `parts`: they differ by at most one, larger first. Used everywhere."""
+    quotient, remainder = divmod(n, parts)
+    return [quotient + 1] * remainder + [quotient] * (parts - remainder)
+
+
+def split_range(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and stop of part `index` of the balanced split of start:stop."""
+    quotient, remainder = divmod(stop - start, parts)
+    begin = start + index * quotient + min(index, remainder)
+    return begin, begin + quotient + (index < remainder)
+
+
+class Layout:
+    """For each dim of a tensor, the grid axes that split it, coarse first.
+
+    ``Layout(("x", "y"), (), ("z",))``: dim 0 split by x, each part then by y; dim 1 whole; dim 2 split by z. An axis that
+    appears nowhere holds equal copies. Splits nest and are balanced at each level (`split_sizes`).
+    Raises LayoutError where an axis appears twice.
+    """
+
+    __slots__ = ("dims",)
+    dims: tuple[tuple[str, ...], ...]
+
+    def __init__(self, *dims: Sequence[str]) -> None:
+        object.__setattr__(self, "dims", tuple(tuple(axes) for axes in dims))
+        seen: set[str] = set()
+        for axis in itertools.chain.from_iterable(self.dims):
+            if axis in seen:
+                raise LayoutError(f"Axis {axis!r} splits two dims, or one dim twice, in {self}. Each axis can split one dim once.")
+            seen.add(axis)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Layout is immutable")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.dims == other.dims
+
+    def __hash__(self) -> int:
+        return hash(self.dims)
+
+    def __repr__(self) -> str:
+        return f"Layout({', '.join('(' + ','.join(axes) + ')' for axes in self.dims)})"
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that split some dim."""
+        return frozenset(itertools.chain.from_iterable(self.dims))
+
+    def slices(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[slice, ...]:
+        """The part of a global tensor of `shape` that the rank at `coordinates` holds, one slice per dim."""
+        if len(shape) != len(self.dims):
+            raise LayoutError(f"{self} describes {len(self.dims)} dims; a tensor of shape {tuple(shape)} has {len(shape)}.")
+        result = []
+        for n, axes in zip(shape, self.dims, strict=True):
+            start, stop = 0, n
+            for axis in axes:
+                if axis not in grid_shape:
+                    raise LayoutError(f"{self} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
+                start, stop = split_range(start, stop, grid_shape[axis], coordinates[axis])
+            result.append(slice(start, stop))
+        return tuple(result)
+
+    def local_shape(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[int, ...]:
+        """Shape of the block that the rank at `coordinates` holds."""
+        return tuple(part.stop - part.start for part in self.slices(shape, grid_shape, coordinates))
+
+    def blocks(self, shape: Sequence[int], grid_shape: Mapping[str, int]) -> Iterator[tuple[dict[str, int], tuple[slice, ...]]]:
+        """Coordinates and slices of every rank of the grid, copies included."""
+        for index in itertools.product(*(range(size) for size in grid_shape.values())):
+            coordinates = dict(zip(grid_shape, index, strict=True))
+            yield coordinates, self.slices(shape, grid_shape, coordinates)
+
+    def transposed(self) -> Layout:
+        """The layout of the transpose: dims in reverse order."""
+        return Layout(*reversed(self.dims))
+
+    def ways(self, dim: int, grid_shape: Mapping[str, int]) -> int:
+        """Into how many parts `dim` is split."""
+        return prod(grid_shape[axis] for axis in self.dims[dim])
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A layout together with the global shape it splits: what a block needs to know of the whole."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+
+    def slices(self, grid: Grid) -> tuple[slice, ...]:
+        """The part of the global tensor that this rank holds."""
+        return self.layout.slices(self.shape, grid.shape, grid.coordinates)
+
+    def local_shape(self, grid: Grid) -> tuple[int, ...]:
+        """Shape of this rank's block."""
+        return self.layout.local_shape(self.shape, grid.shape, grid.coordinates)
+
+    def owned(self, grid: Grid) -> bool:
+        """True on exactly one of the ranks that hold a copy of this rank's block: index 0 on every axis that only copies it."""
+        return all(grid.coordinates[axis] == 0 for axis in grid.shape if axis not in self.layout.axes)

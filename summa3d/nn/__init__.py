@@ -1,0 +1,31 @@
+# Transformer layers, each written once for every tensor-parallel scheme. May import comm, layout, gemm, autograd; needs torch.
+# Next: scheme.py (the layouts), linear.py (the product), block.py, gpt.py.
+from .block import Block
+from .config import ModelConfig
+from .dropout import Batch, Dropout
+from .embedding import Embedding, Positions
+from .gpt import GPT
+from .linear import Linear
+from .loss import cross_entropy
+from .mlp import MLP
+from .norm import LayerNorm
+from .parameter import ShardedParameter, initialise
+from .scheme import Scheme, scheme
+
+__all__ = [
+    "GPT",
+    "MLP",
+    "Batch",
+    "Block",
+    "Dropout",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "ModelConfig",
+    "Positions",
+    "Scheme",
+    "ShardedParameter",
+    "cross_entropy",
+    "initialise",
+    "scheme",
+]

@@ -1,0 +1,63 @@
+# A linear layer, written once for every scheme. Imports scheme, parameter, autograd.
+# Next: norm.py, mlp.py, attention.py.
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd.matmul import Product, matmul
+from ..errors import ShapeError
+from ..layout.layout import Layout
+from .parameter import new_parameter
+from .scheme import Scheme
+
+
+class Linear(nn.Module):
+    """Y = X·W + b with X [b, s, k] in `layout` and W [k, n] in the scheme's weight layout; b along Y's last dim.
+
+    Parameters
+    ----------
+    k, n : global input and output features
+    scheme : how tensors are split
+    layout : the layout of X; default the residual stream. Y's is `output_layout`; give it to the layer that follows.
+    bias : whether to add b
+    std : deviation of W's first values
+
+    ``forward(x)`` takes this rank's block of X and returns its block of Y, [b/(XY), s, k/Z] → [b/(XZ), s, n/Y] in the
+    cuboid. Gradients need no further step: W's is complete on each rank, b's is summed over the axes that split rows.
+    Call `initialise(module, scheme, seed)` once before use. Words: `gemm.volume.of_plan` and `gradients`.
+    Raises ShapeError where x is not the block of a batch that the scheme can split.
+    """
+
+    def __init__(
+        self,
+        k: int,
+        n: int,
+        scheme: Scheme,
+        layout: Layout | None = None,
+        bias: bool = True,
+        std: float = 0.02,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.k, self.n, self.scheme = k, n, scheme
+        self.input_layout = layout or scheme.stream
+        self.output_layout = scheme.after_linear(self.input_layout)
+        self.weight = new_parameter(scheme, scheme.weight(self.input_layout), (k, n), ("normal", std), dtype, decay=True)
+        self.bias = new_parameter(scheme, scheme.vector(self.output_layout), (n,), ("constant", 0.0), dtype, decay=False) if bias else None
+        self._ways = self.input_layout.ways(0, scheme.grid.shape)
+        self._product = lru_cache(maxsize=8)(self._new_product)
+
+    def _new_product(self, rows: int) -> Product:
+        return self.scheme.product(self.input_layout, "nn", rows, self.n, self.k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() < 2:
+            raise ShapeError(f"Linear takes a block [rows…, {self.k}] with at least 2 dims; it was given {tuple(x.shape)}.")
+        rows = x.shape[:-1].numel() * self._ways
+        return matmul(x, self.weight, self._product(rows), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.k} → {self.n}, {self.input_layout} → {self.output_layout}, bias={self.bias is not None}"

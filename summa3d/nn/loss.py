@@ -1,0 +1,52 @@
+# Cross entropy over logits whose vocabulary a grid axis may split. Imports scheme, kernels.reference.
+# Next: gpt.py.
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from summa3d.kernels import reference as kernel
+
+from ..comm.collectives import Axis
+from ..layout.layout import Layout
+from .scheme import Scheme
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, columns: Axis, rows: Axis, first: int, count: int) -> Tensor:
+        local = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
+        maximum = columns.all_reduce(local, "max")
+        probabilities, sums = kernel.cross_entropy_sums(logits, maximum, labels, first)
+        total, picked = columns.all_reduce(sums).unbind(1)
+        scale = (labels >= 0).to(logits.dtype) / count
+        loss = rows.all_reduce(((total.log() - picked) * scale).sum(dtype=torch.float64))
+        ctx.save_for_backward(probabilities.div_(total[:, None]), labels, scale)
+        ctx.first = first
+        return loss.to(logits.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, labels, scale = ctx.saved_tensors
+        return kernel.cross_entropy_gradient(probabilities.clone(), labels, ctx.first, scale * grad), None, None, None, None, None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, scheme: Scheme, layout: Layout, vocabulary: int, count: int) -> Tensor:
+    """The sum over all labels of −log softmax(logits)[label], divided by `count`: one number, the same on every rank.
+
+    Parameters
+    ----------
+    logits : this rank's block [b/(XZ), s, v/Y] in `layout`
+    labels : the labels of those rows [b/(XZ), s], global ids; a negative label is not counted
+    count : the global number of labels of the whole step, so that the loss is scaled once
+
+    Moves, along the axis that splits v, a maximum and 2 words a row; then 1 word over the axes that split rows. Backward
+    moves nothing. Saved: the softmax block.
+    """
+    flat = logits.flatten(0, -2)
+    first = Layout(layout.dims[-1]).slices((vocabulary,), scheme.grid.shape, scheme.grid.coordinates)[0].start
+    return _CrossEntropy.apply(flat, labels.flatten(), scheme.columns(layout), scheme.rows(layout), first, count)

@@ -1,0 +1,62 @@
+# Layer normalisation over a dim that grid axes may split. Imports scheme, parameter, kernels.reference.
+# Next: block.py.
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from summa3d.kernels import reference as kernel
+
+from ..comm.collectives import Axis
+from ..layout.layout import Layout
+from .parameter import new_parameter
+from .scheme import Scheme
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, columns: Axis, rows: Axis, n: int, eps: float) -> Tensor:
+        sums = columns.all_reduce(kernel.norm_sums(x))
+        mean, inverse = kernel.norm_statistics(sums, n, eps, x.dtype)
+        ctx.save_for_backward(x, gamma, mean, inverse)
+        ctx.columns, ctx.rows, ctx.n = columns, rows, n
+        return torch.addcmul(beta, kernel.normalise(x, mean, inverse), gamma)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, mean, inverse = ctx.saved_tensors
+        normal = kernel.normalise(x, mean, inverse)
+        scaled = grad * gamma
+        sums = ctx.columns.start_all_reduce(kernel.norm_gradient_sums(scaled, normal))
+        lead = tuple(range(grad.dim() - 1))
+        vectors = ctx.rows.start_all_reduce(torch.stack(((grad * normal).sum(lead), grad.sum(lead))))
+        grad_x = kernel.norm_gradient(scaled, normal, inverse, sums.wait(), ctx.n)
+        grad_gamma, grad_beta = vectors.wait().unbind()
+        return grad_x, grad_gamma, grad_beta, None, None, None, None
+
+
+class LayerNorm(nn.Module):
+    """y = γ·(x − mean)/√(variance + eps) + β over the last dim, for x in `layout` (default: the residual stream).
+
+    One all-reduce of 2 words a row over the axes that split the last dim, forward and backward; γ's and β's gradients are
+    one all-reduce over the axes that split the rows. Saved: x and 2 words a row.
+    """
+
+    def __init__(self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.n, self.eps = n, eps
+        self.layout = layout or scheme.stream
+        self.columns, self.rows = scheme.columns(self.layout), scheme.rows(self.layout)
+        vector = scheme.vector(self.layout)
+        self.weight = new_parameter(scheme, vector, (n,), ("constant", 1.0), dtype, decay=False)
+        self.bias = new_parameter(scheme, vector, (n,), ("constant", 0.0), dtype, decay=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _LayerNorm.apply(x, self.weight, self.bias, self.columns, self.rows, self.n, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.n}, eps={self.eps}, {self.layout}"
