@@ -10,10 +10,13 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from ..errors import ConfigError
+from .runtime import usable_cores
 
 DTYPES = ("float64", "float32", "float16")
+NAP = 0.02  # seconds between a sleeping rank's looks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,16 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alpha", type=float, default=1.0)
     parser.add_argument("--beta", type=float, default=0.0)
     parser.add_argument("--repeat", type=int, default=5, help="timed runs, after one that is not counted")
-    parser.add_argument("--check", action="store_true", help="compare with a serial product on rank 0, and time that too")
+    parser.add_argument("--check", action="store_true", help="compare with a serial product on rank 0, timed on all cores")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
 
 
 def parse_grid(text: str) -> dict[str, int]:
     """``x=2,y=2,z=2`` → {"x": 2, "y": 2, "z": 2}"""
+    grid: dict[str, int] = {}
     try:
-        return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+        for name, size in (part.split("=") for part in text.split(",")):
+            if name.strip() in grid:
+                raise ValueError(name)
+            grid[name.strip()] = int(size)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a grid; write it as x=2,y=2,z=2") from None
+    return grid
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,22 +113,41 @@ def measure(args: argparse.Namespace, grid: Any) -> dict[str, Any]:
 
 
 def relative_error(args: argparse.Namespace, plan: Any, c: Any, serial_seconds: list[float]) -> float:
-    """‖C − C_serial‖ / ‖C_serial‖ (Frobenius), the serial product taken by numpy on rank 0 in at least float32; times it too."""
-    whole = c.to_global()
-    if c.grid.rank:
-        error = 0.0
-    else:
+    """‖C − C_serial‖ / ‖C_serial‖ (Frobenius) on rank 0, 0 elsewhere; times the serial product, which has all cores to itself."""
+    whole, error = c.to_global(), 0.0
+    if c.grid.rank == 0:
         wide = np.float64 if args.dtype == "float64" else np.float32
-        a, b, old = (element(np.arange(rows)[:, None], np.arange(columns)[None, :]) for rows, columns in (plan.a_shape, plan.b_shape, plan.c_shape))
-        a, b = a.astype(args.dtype).astype(wide), b.astype(args.dtype).astype(wide)
-        left, right = a.T if args.form[0] == "t" else a, b.T if args.form[1] == "t" else b
-        for _ in range(args.repeat):
+        shapes = (plan.a_shape, plan.b_shape, plan.c_shape)
+        a, b, old = (whole_operand(*shape).astype(args.dtype).astype(wide) for shape in shapes)
+        product = serial_product(a.T if args.form[0] == "t" else a, b.T if args.form[1] == "t" else b, args.repeat, serial_seconds)
+        want = args.alpha * product + args.beta * old
+        error = float(np.linalg.norm(whole.astype(wide) - want) / (np.linalg.norm(want) or 1.0))
+    _sleep_until_all_are_here(c.grid.comm)
+    return error
+
+
+def whole_operand(rows: int, columns: int) -> np.ndarray:
+    """What `element` gives for every index."""
+    return element(np.arange(rows)[:, None], np.arange(columns)[None, :])
+
+
+def serial_product(left: np.ndarray, right: np.ndarray, repeat: int, seconds: list[float]) -> np.ndarray:
+    """left·right by numpy with as many threads as this process has cores; appends the time of each of `repeat` runs after a first."""
+    product = np.empty((left.shape[0], right.shape[1]), left.dtype)
+    with threadpool_limits(limits=usable_cores(), user_api="blas"):
+        for _ in range(repeat + 1):
             start = time.perf_counter()
-            product = left @ right
-            serial_seconds.append(time.perf_counter() - start)
-        want = args.alpha * product + args.beta * old.astype(args.dtype).astype(wide)
-        error = float(np.linalg.norm(whole.astype(wide) - want) / np.linalg.norm(want))
-    return c.grid.comm.bcast(error)
+            np.matmul(left, right, out=product)
+            seconds.append(time.perf_counter() - start)
+    del seconds[0]
+    return product
+
+
+def _sleep_until_all_are_here(comm: Any) -> None:
+    """A barrier whose waiting ranks leave their cores alone."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(NAP)
 
 
 def _timed(grid: Any, call: Any) -> float:

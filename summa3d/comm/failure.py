@@ -22,6 +22,7 @@ WAIT_FOR_RANK_ZERO = 0.3  # seconds a rank leaves to rank 0 to speak first, wher
 WAIT_PER_RANK = 0.02  # more of it, so that the ranks of several nodes do not speak at once
 LONGEST_WAIT = 2.0
 WAIT_FOR_THE_END = 5.0  # seconds that a silent rank, or an abort that does not return, waits before the process ends itself
+STDERR = 2  # the file descriptor
 INTERRUPTED = 130  # the shell's exit status for SIGINT
 _spoken_for: list[socket.socket] = []  # holds this node's claim until the process ends
 
@@ -78,7 +79,9 @@ def end_job(status: int) -> None:
     """End every rank with `status` where this one alone asks to exit (``sys.exit(3)`` in the middle of a run)."""
     if _has_peers() and status != 0:
         if _may_speak():
-            sys.stderr.write(f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} exits with status {status}, and so the job ends\n")
+            sys.stderr.write(
+                f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} exits with status {status}, and so the job ends\n"
+            )
         abort(status)
 
 
@@ -136,8 +139,8 @@ class Watchdog:
     GRACE = 2.0
     REARM_EVERY = 1.0  # seconds between re-armings of faulthandler: `touch` itself costs a clock reading
 
-    def __init__(self, seconds: float, what: str = "no progress") -> None:
-        self.seconds, self.what = seconds, what
+    def __init__(self, seconds: float, what: str = "no progress", output: int = STDERR) -> None:
+        self.seconds, self.what, self.output = seconds, what, output
         self._stopped = threading.Event()
         self._arm()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -164,13 +167,13 @@ class Watchdog:
         self._armed = time.monotonic()
         self._deadline = self._armed + self.seconds
         backstop = self.seconds + self.REARM_EVERY + 2 * self.GRACE
-        faulthandler.dump_traceback_later(backstop, exit=True, file=sys.__stderr__ or 2)
+        faulthandler.dump_traceback_later(backstop, exit=True, file=self.output)
 
     def _watch(self) -> None:
         while (left := self._deadline - time.monotonic()) > 0:
             if self._stopped.wait(left):
                 return
-        os.write(2, self._stacks().encode(errors="replace"))
+        os.write(self.output, self._stacks().encode(errors="replace"))
         if not self._stopped.wait(self.GRACE):
             os._exit(1)
 

@@ -39,7 +39,9 @@ class ModelConfig:
                 f"Head counts that fit hidden {self.hidden}: {', '.join(map(str, fits))}."
             )
         if self.kv_heads not in (None, self.heads):
-            raise ConfigError(f"model.kv_heads {self.kv_heads} differs from model.heads {self.heads}; gpt2 has one k and v per head.")
+            raise ConfigError(
+                f"model.kv_heads {self.kv_heads} differs from model.heads {self.heads}; gpt2 has one k and v per head."
+            )
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} is {getattr(self, name)}; it must lie in [0, 1).")

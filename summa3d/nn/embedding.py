@@ -24,7 +24,9 @@ class Embedding(nn.Module):
     ``head(x)`` is the NT product X·Wᵀ: [b/(XY), s, h/Z] → logits [b/(XZ), s, v/Y].
     """
 
-    def __init__(self, vocabulary: int, hidden: int, scheme: Scheme, std: float = 0.02, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, vocabulary: int, hidden: int, scheme: Scheme, std: float = 0.02, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.vocabulary, self.hidden, self.scheme = vocabulary, hidden, scheme
         x, y, _ = scheme.roles(scheme.stream)

@@ -36,7 +36,9 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
         super().__init__()
         self.config, self.scheme, self.seed = config, scheme, seed
-        scheme.check(config, scheme.stream.ways(0, scheme.grid.shape) * scheme.after_linear(scheme.stream).ways(0, scheme.grid.shape))
+        scheme.check(
+            config, scheme.stream.ways(0, scheme.grid.shape) * scheme.after_linear(scheme.stream).ways(0, scheme.grid.shape)
+        )
         self.embedding = Embedding(config.vocabulary, config.hidden, scheme, dtype=dtype)
         self.positions = Positions(config.sequence, config.hidden, scheme, dtype=dtype)
         self.dropout = Dropout(config.dropout, "embedding", scheme, scheme.stream)

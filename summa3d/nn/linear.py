@@ -46,7 +46,11 @@ class Linear(nn.Module):
         self.input_layout = layout or scheme.stream
         self.output_layout = scheme.after_linear(self.input_layout)
         self.weight = new_parameter(scheme, scheme.weight(self.input_layout), (k, n), ("normal", std), dtype, decay=True)
-        self.bias = new_parameter(scheme, scheme.vector(self.output_layout), (n,), ("constant", 0.0), dtype, decay=False) if bias else None
+        self.bias = (
+            new_parameter(scheme, scheme.vector(self.output_layout), (n,), ("constant", 0.0), dtype, decay=False)
+            if bias
+            else None
+        )
         self._ways = self.input_layout.ways(0, scheme.grid.shape)
         self._product = lru_cache(maxsize=8)(self._new_product)
 

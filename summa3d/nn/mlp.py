@@ -13,7 +13,13 @@ class MLP(nn.Module):
     """Y = GELU(X·W1 + b1)·W2 + b2: [b/(XY), s, h/Z] → [b/(XZ), s, f/Y] → back. GELU in its tanh form, as in GPT-2; local."""
 
     def __init__(
-        self, hidden: int, width: int, scheme: Scheme, std: float = 0.02, out_std: float = 0.02, dtype: torch.dtype = torch.float32
+        self,
+        hidden: int,
+        width: int,
+        scheme: Scheme,
+        std: float = 0.02,
+        out_std: float = 0.02,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.up = Linear(hidden, width, scheme, std=std, dtype=dtype)

@@ -46,7 +46,9 @@ class LayerNorm(nn.Module):
     one all-reduce over the axes that split the rows. Saved: x and 2 words a row.
     """
 
-    def __init__(self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.n, self.eps = n, eps
         self.layout = layout or scheme.stream

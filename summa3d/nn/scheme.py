@@ -131,7 +131,9 @@ class _Need:
 def _cuboid(grid: Grid, regather: bool) -> Scheme:
     missing = [axis for axis in ("x", "y", "z") if axis not in grid.shape]
     if missing:
-        raise GridError(f"The cuboid scheme needs the axes x, y, z; the grid has {', '.join(grid.shape)}. Give {missing[0]} size 1.")
+        raise GridError(
+            f"The cuboid scheme needs the axes x, y, z; the grid has {', '.join(grid.shape)}. Give {missing[0]} size 1."
+        )
     return Scheme("cuboid", grid, Layout(("x", "y"), (), ("z",)), regather)
 
 

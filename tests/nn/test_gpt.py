@@ -47,7 +47,9 @@ def global_weights(model: GPT) -> dict[str, Tensor]:
     return whole
 
 
-def check_against_plain_torch(grid: Any, shape: tuple[int, int, int], regather: bool, dtype: torch.dtype, tolerance: float) -> None:
+def check_against_plain_torch(
+    grid: Any, shape: tuple[int, int, int], regather: bool, dtype: torch.dtype, tolerance: float
+) -> None:
     model = GPT(CONFIG, scheme("cuboid", grid, regather), dtype, seed=3)
     plain = PlainGPT(CONFIG, global_weights(model), seed=3)
     tokens, labels = batch_for(*shape)
@@ -116,10 +118,15 @@ def test_a_blocks_linears_move_the_mean_words_of_the_design(make_grid, world_siz
     totals = [0, 0, 0]
     for i in range(x):
         for j in range(y):
-            for l in range(z):
-                at = {"x": i, "y": j, "z": l}
+            for k_index in range(z):
+                at = {"x": i, "y": j, "z": k_index}
                 kept, regathered = (GPTVolume(config, b, s, shape, at, regather) for regather in (False, True))
-                roles = [(("x", "y", "z"), h, 3 * h), (("x", "z", "y"), h, h), (("x", "y", "z"), h, 4 * h), (("x", "z", "y"), 4 * h, h)]
+                roles = [
+                    (("x", "y", "z"), h, 3 * h),
+                    (("x", "z", "y"), h, h),
+                    (("x", "y", "z"), h, 4 * h),
+                    (("x", "z", "y"), 4 * h, h),
+                ]
                 for role, k, n in roles:
                     totals[0] += kept.linear(k, n, role, bias=False).forward.words
                     totals[1] += kept.linear(k, n, role, bias=False).backward.words

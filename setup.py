@@ -1,0 +1,50 @@
+# How summa3d is built and installed. Imports setuptools only.
+# Next: constraints.txt (the versions that are tested), Makefile (the commands), README.md.
+"""Install with ``pip install -e .[mpi,train,plot]``; without extras (numpy, mpi4py) against a cluster's own MPI.
+
+The GPU and reference kernels live in kernels/ at the top of the tree, and are installed as the package summa3d.kernels.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "summa3d" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
+README = HERE / "README.md"
+
+TORCH = ["torch>=2.4"]
+PLOT = ["matplotlib>=3.8"]
+TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0", "tomli>=2.0; python_version < '3.11'"]
+MPI = ["mpich>=4.2"]
+TEST = ["pytest>=8.2", "hypothesis>=6.100"]
+DEV = [*TEST, "mypy>=1.10", "ruff>=0.6"]
+
+kernels = ["summa3d.kernels"] + [f"summa3d.kernels.{name}" for name in find_packages("kernels")]
+
+setup(
+    name="summa3d",
+    version=VERSION.group(1) if VERSION else "0",
+    description="Distributed matrix multiplication and transformer training, where ownership is data",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["summa3d", "summa3d.*"]), *kernels],
+    package_dir={"summa3d": "summa3d", "summa3d.kernels": "kernels"},
+    package_data={"summa3d.train": ["configs/*.toml"], "summa3d.kernels": ["*.cu", "*.cuh", "*/*.cu", "*/*.cuh"]},
+    install_requires=["numpy>=1.26", "mpi4py>=4.0", "threadpoolctl>=3.2"],
+    extras_require={
+        "torch": TORCH,
+        "train": TRAIN,
+        "bpe": ["tokenizers>=0.15"],
+        "mpi": MPI,
+        "gpu": ["cupy-cuda13x>=13"],
+        "plot": PLOT,
+        "test": TEST,
+        "dev": DEV,
+    },
+    entry_points={"console_scripts": ["summa3d = summa3d.cli.main:main"]},
+)

@@ -1,0 +1,157 @@
+# `summa3d doctor [--json]`: what this installation runs on, and what on this machine may go wrong.
+# May import errors and cli.runtime; loads numpy, and asks for torch's version without importing it. Calls no MPI_Init.
+# Next: runtime.py (the library and its launcher).
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from ..errors import LaunchError
+from .runtime import Runtime, find_launcher, loaded_runtime, usable_cores
+
+PACKAGES = ("numpy", "mpi4py", "torch", "safetensors", "tokenizers", "matplotlib", "cupy")
+SHM_PER_RANK = 5 << 20  # bytes: MPICH's 8 ranks were measured to need 40 MB of /dev/shm, 64 ranks 330 MB
+SHM_RANKS = 27  # the largest world of the tests
+BLAS_OVERRIDES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+NODE_VARIABLES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "OMPI_MCA_orte_num_nodes")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; exit status 1 where MPI jobs cannot be started."""
+    found = examine()
+    if args.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            if name != "warnings":
+                print(f"{name:<10} {_in_words(value)}")
+        for warning in found["warnings"]:  # type: ignore[attr-defined]
+            print(f"warning: {warning}")
+    return 0 if found["launcher"] else 1
+
+
+def examine() -> dict[str, object]:
+    """Everything the command reports, by name; `warnings` is a list of sentences."""
+    warnings: list[str] = []
+    runtime = launcher = None
+    try:
+        runtime = loaded_runtime()
+        launcher = find_launcher(runtime)
+    except LaunchError as error:
+        warnings.append(" ".join(str(error).split()))
+    return {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "packages": {name: _package_version(name) for name in PACKAGES},
+        "blas": _blas(),
+        "mpi": runtime and {"library": runtime.name, "file": str(runtime.library) if runtime.library else None},
+        "launcher": launcher and list(launcher.command),
+        "cores": usable_cores(),
+        "nodes": next((int(os.environ[name]) for name in NODE_VARIABLES if os.environ.get(name, "").isdigit()), 1),
+        "gpu": _gpu(),
+        "warnings": warnings + _warnings(runtime),
+    }
+
+
+def _package_version(name: str) -> str | None:
+    names = [name] if name != "cupy" else [f"cupy-cuda{major}x" for major in (13, 12, 11)] + [name]
+    for one in names:
+        try:
+            return importlib.metadata.version(one)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _blas() -> dict[str, str | None]:
+    """Return numpy's BLAS, and the core type that an OpenBLAS chose at run time: its last bits depend on it."""
+    import numpy
+
+    build = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return {"name": build.get("name"), "version": build.get("version"), "core_type": _openblas_core_type()}
+
+
+def _openblas_core_type() -> str | None:
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    files = {line.split(maxsplit=5)[5] for line in lines if "openblas" in line and "/" in line}
+    for file in sorted(files):
+        library = ctypes.CDLL(file)
+        for name in (
+            "openblas_get_corename",
+            "scipy_openblas_get_corename64_",
+            "scipy_openblas_get_corename",
+            "openblas_get_corename64_",
+        ):
+            if hasattr(library, name):
+                ask = getattr(library, name)
+                ask.restype = ctypes.c_char_p
+                answer: bytes = ask()
+                return answer.decode()
+    return None
+
+
+def _gpu() -> str:
+    cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else []
+    if cards:
+        return f"{len(cards)} NVIDIA GPU{'s' if len(cards) > 1 else ''}"
+    return "no GPU: everything runs on the CPU"
+
+
+def _warnings(runtime: Runtime | None) -> list[str]:
+    found = [
+        f"{name}={os.environ[name]} is exported: OpenBLAS does not choose its kernels by this processor, and may be slow"
+        for name in BLAS_OVERRIDES
+        if name in os.environ
+    ]
+    return found + _shm_warnings() + (_shadow_warnings(runtime) if runtime else [])
+
+
+def _shm_warnings(folder: str = "/dev/shm") -> list[str]:
+    if not os.path.isdir(folder):
+        return []
+    free = shutil.disk_usage(folder).free
+    if free >= SHM_PER_RANK * SHM_RANKS:
+        return []
+    return [
+        f"{folder} has {free >> 20} MiB free: enough for about {free // SHM_PER_RANK} ranks of MPICH (5 MiB each). "
+        "In a container, give it more (docker run --shm-size=1g)"
+    ]
+
+
+def _shadow_warnings(runtime: Runtime) -> list[str]:
+    """LD_LIBRARY_PATH comes before the places a wheel's libraries name: it can replace the MPI that was installed here."""
+    own = Path(sys.prefix) / "lib"
+    installed = sorted(own.glob("libmpi.so*"))
+    warnings = []
+    if installed and runtime.library is not None and own not in runtime.library.parents and "MPI4PY_LIBMPI" not in os.environ:
+        warnings.append(f"this environment holds {installed[0]}, but mpi4py loads {runtime.library} ({runtime.name})")
+    for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)):
+        hides = sorted(
+            {
+                path.name.split(".so")[0]
+                for pattern in ("libmpi.so*", "libfabric.so*", "libuc[pst].so*")
+                for path in Path(folder).glob(pattern)
+            }
+        )
+        if hides and (runtime.library is None or Path(folder).resolve() != runtime.library.resolve().parent):
+            warnings.append(f"LD_LIBRARY_PATH names {folder}, whose {', '.join(hides)} come before those of {runtime.name}")
+    return warnings
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items() if one is not None)
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "none" if value is None else str(value)

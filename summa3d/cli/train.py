@@ -1,0 +1,77 @@
+# `summa3d train`: train a model from a configuration. Imports torch only after the configuration has been read.
+# Next: train/config.py (the keys), train/loop.py (the run).
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+MEBI = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train a transformer on a grid of MPI ranks."
+    parser.add_argument(
+        "config",
+        nargs="?",
+        help="a configuration shipped with summa3d (demo), or a TOML file; with --resume, by default the run's own",
+    )
+    parser.add_argument(
+        "--run", type=Path, required=True, metavar="DIR", help="folder for config.toml, metrics.jsonl, checkpoints/, loss.png"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="assignments",
+        metavar="KEY=VALUE",
+        help="change a key, as in train.steps=20; repeatable",
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint in DIR")
+    parser.add_argument("--overwrite", action="store_true", help="start again although DIR holds checkpoints; they are deleted")
+    parser.add_argument("--json", action="store_true", help="print the summary as one JSON line")
+
+
+def run(args: argparse.Namespace) -> int:
+    from mpi4py import MPI
+
+    from ..train import config as configuration
+
+    if args.resume and args.overwrite:
+        raise ConfigError("--resume goes on with the checkpoints that --overwrite deletes. Give one of them.")
+    if args.config is None and not args.resume:
+        raise ConfigError(
+            "Name a configuration: `summa3d train demo --run DIR`, or a TOML file. Only --resume takes it from the run."
+        )
+    config = configuration.load(args.config or str(args.run / "config.toml"), args.assignments)
+
+    from ..train.loop import train
+
+    summary = train(config, MPI.COMM_WORLD, args.run, resume=args.resume, overwrite=args.overwrite)
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(summary) if args.json else report(summary), flush=True)
+    return 0
+
+
+def report(summary: dict[str, Any]) -> str:
+    """The summary as text."""
+    memory = summary["peak_memory_bytes"] / MEBI
+    lines = [
+        f"step {summary['step']} · loss {_number(summary['loss'], '.4f')} · "
+        f"validation loss {_number(summary['validation_loss'], '.4f')}",
+        f"{summary['training_seconds']:.1f} s of training · {_number(summary['tokens_per_second'], ',.0f')} tokens/s · "
+        f"{summary['words_per_rank']:,} words moved per rank and step",
+        f"arithmetic {summary['arithmetic_share']:.0%} of {summary['cores']} cores · peak memory of all ranks {memory:,.0f} MiB",
+    ]
+    if summary["sample"] is not None:
+        lines = ["sample:", *("  " + line for line in summary["sample"].splitlines()), "", *lines]
+    if summary["plot"] is not None:
+        lines.append(f"plot: {summary['plot']}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

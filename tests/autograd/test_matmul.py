@@ -1,0 +1,125 @@
+# The products' gradients, in all four forms and with permuted roles, are those of torch on one process; so are their words.
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+
+from summa3d.autograd import Product, all_gather, matmul, reduce_scatter, sum_gradient
+from summa3d.gemm import Cuboid, CuboidPlan, volume
+from summa3d.layout import Layout, collect, distribute, split_sizes
+
+M, N, K = 29, 23, 31
+ROLES = [("x", "y", "z"), ("x", "z", "y"), ("z", "x", "y")]
+GRIDS = {1: (1, 1, 1), 2: (1, 1, 2), 3: (3, 1, 1), 4: (2, 2, 1), 6: (1, 3, 2), 8: (2, 2, 2), 12: (3, 2, 2)}
+
+
+def operands(plan):
+    generator = torch.Generator().manual_seed(11)
+    a, b, bias, dc = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in (plan.a_shape, plan.b_shape, (plan.n,), plan.c_shape)
+    )
+    return a.requires_grad_(), b.requires_grad_(), bias.requires_grad_(), dc
+
+
+def close(block, grid, layout, want):
+    return (collect(block.detach(), grid, layout, want.shape) - want).norm() <= 1e-13 * want.norm()
+
+
+@pytest.mark.mpi(sizes=tuple(GRIDS))
+@pytest.mark.parametrize("form", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("regather", [True, False], ids=["regather", "keep"])
+def test_gradients_equal_torch_and_move_the_words_of_their_formula(make_grid, world_size, form, regather):
+    grid = make_grid(**dict(zip("xyz", GRIDS[world_size], strict=True)))
+    for roles in ROLES:
+        plan = CuboidPlan(form, M, N, K, *roles)
+        a, b, bias, dc = operands(plan)
+        want = (a.T if form[0] == "t" else a) @ (b.T if form[1] == "t" else b) + bias
+        want.backward(dc)
+        local_a, local_b, local_bias = (
+            distribute(value.detach(), grid, layout).requires_grad_()
+            for value, layout in ((a, plan.a_layout), (b, plan.b_layout), (bias, Layout((plan.y,))))
+        )
+        product = Product(Cuboid(plan, grid), regather, grid[plan.x, plan.z])
+        with grid.ledger.watch() as forward:
+            c = matmul(local_a, local_b, product, local_bias)
+        with grid.ledger.watch() as backward:
+            c.backward(distribute(dc, grid, plan.c_layout))
+        assert close(c, grid, plan.c_layout, want.detach())
+        assert close(local_a.grad, grid, plan.a_layout, a.grad)
+        assert close(local_b.grad, grid, plan.b_layout, b.grad)
+        assert close(local_bias.grad, grid, Layout((plan.y,)), bias.grad)
+        at = grid.coordinates
+        assert forward.words == volume.of_plan(plan, grid.shape).words_of(at)
+        bias_words = volume.all_reduce(len(local_bias), (plan.x, plan.z), grid.shape, at).words
+        assert backward.words == volume.gradients(plan, grid.shape, regather).words_of(at) + bias_words
+
+
+@pytest.mark.mpi(sizes=(8,))
+def test_a_gradient_that_is_not_asked_for_is_not_computed(make_grid):
+    grid = make_grid(x=2, y=2, z=2)
+    plan = CuboidPlan("nn", M, N, K)
+    a, b, _, dc = operands(plan)
+    for need_a, need_b in ((True, False), (False, True)):
+        local_a = distribute(a.detach(), grid, plan.a_layout).requires_grad_(need_a)
+        local_b = distribute(b.detach(), grid, plan.b_layout).requires_grad_(need_b)
+        c = matmul(local_a, local_b, Product(Cuboid(plan, grid)))
+        with grid.ledger.watch() as moved:
+            c.backward(distribute(dc, grid, plan.c_layout))
+        assert (local_a.grad is None, local_b.grad is None) == (not need_a, not need_b)
+        assert moved.words == volume.gradients(plan, grid.shape, True, need_a, need_b).words_of(grid.coordinates)
+
+
+@pytest.mark.mpi(sizes=(8,))
+def test_the_scatter_of_da_is_in_flight_while_db_is_computed(make_grid, monkeypatch):
+    grid = make_grid(x=2, y=2, z=2)
+    plan = CuboidPlan("nn", M, N, K)
+    a, b, _, dc = operands(plan)
+    events = []
+    cuboid = Cuboid(plan, grid)
+    start = type(grid["y"]).start_reduce_scatter
+
+    def started(axis, *args, **kwargs):
+        pending = start(axis, *args, **kwargs)
+        events.append(f"start {axis.label}")
+        wait = pending.wait
+        pending.wait = lambda: (events.append(f"wait {axis.label}"), wait())[1]
+        return pending
+
+    module = import_module("summa3d.autograd.matmul")
+    local_product = module.multiply
+    monkeypatch.setattr(type(grid["y"]), "start_reduce_scatter", started)
+    monkeypatch.setattr(module, "multiply", lambda *args: (events.append("product"), local_product(*args))[1])
+    local_a = distribute(a.detach(), grid, plan.a_layout).requires_grad_()
+    local_b = distribute(b.detach(), grid, plan.b_layout).requires_grad_()
+    matmul(local_a, local_b, Product(cuboid)).backward(distribute(dc, grid, plan.c_layout))
+    assert events == ["product", "start y", "product", "start x", "wait y", "wait x"]
+
+
+@pytest.mark.mpi(sizes=(3, 4))
+def test_conjugate_collectives_have_each_others_gradients(make_grid, world_size):
+    grid = make_grid(y=world_size)
+    axis, n = grid["y"], 11
+    sizes = split_sizes(n, world_size)
+    generator = torch.Generator().manual_seed(3)
+    whole, seeds = torch.randn(2, world_size, n, 5, generator=generator, dtype=torch.float64)
+    start = sum(sizes[: axis.index])
+    mine = slice(start, start + sizes[axis.index])
+
+    block = whole[0, mine].clone().requires_grad_()
+    gathered = all_gather(block, axis, 0, sizes)
+    gathered.backward(seeds[axis.index])
+    assert torch.equal(gathered.detach(), whole[0])
+    assert torch.allclose(block.grad, seeds.sum(0)[mine], rtol=1e-14)
+
+    partial = whole[axis.index].clone().requires_grad_()
+    scattered = reduce_scatter(partial, axis, 0, sizes)
+    scattered.backward(seeds[0, mine])
+    assert torch.allclose(scattered.detach(), whole.sum(0)[mine], rtol=1e-14)
+    assert torch.equal(partial.grad, seeds[0])
+
+    copied = whole[0].clone().requires_grad_()
+    sum_gradient(copied, axis).backward(seeds[axis.index])
+    assert torch.allclose(copied.grad, seeds.sum(0), rtol=1e-14)

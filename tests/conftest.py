@@ -1,0 +1,27 @@
+# Fixtures of all tests. The plugin mpiworlds brings `comm`, `world_size` and `shared_tmp_path`.
+# May import summa3d, lazily: tests of gemm must not pull in torch through here.
+# Next: mpiworlds.py.
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest_plugins = ("mpiworlds",)
+
+
+@pytest.fixture
+def make_grid(comm: Any) -> Iterator[Callable[..., Any]]:
+    """``make_grid(x=2, y=2, z=2)`` → a Grid on `comm`, its agreement checks on, freed at the end of the test."""
+    grids = []
+
+    def make(order: Any = None, tile: Any = None, check: bool = True, **axes: int) -> Any:
+        from summa3d.comm.grid import Grid
+
+        grids.append(Grid(comm, axes, order=order, tile=tile, check=check))
+        return grids[-1]
+
+    yield make
+    for grid in grids:
+        grid.free()

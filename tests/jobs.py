@@ -1,0 +1,81 @@
+# Starting real MPI jobs from tests that use no MPI themselves: a Python program, or `summa3d ARGS…`, on several ranks.
+# May import summa3d.cli, which finds the launcher.
+# Next: comm/test_failure.py and cli/test_launch.py, which use it.
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from summa3d.cli.launch import mpi_command
+
+Variables = Mapping[str, str] | None
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def environment(extra: Variables = None) -> dict[str, str]:
+    """The environment of a job: this process's, able to import this checkout."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path, **(extra or {})}
+
+
+def start(
+    arguments: list[str], ranks: int, cwd: Path | None = None, extra: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start `python ARGUMENTS…` on `ranks` ranks."""
+    command, environ, _ = mpi_command(ranks, arguments, environment(extra))
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+
+
+def finish(job: subprocess.Popen[str], timeout: float = 100) -> Ended:
+    """Wait for a job's end; one that does not end is killed, and its output raised."""
+    began = time.monotonic()
+    try:
+        stdout, stderr = job.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        stdout, stderr = job.communicate(timeout=10)
+        raise AssertionError(f"the job did not end within {timeout:g} s\n{stdout}\n{stderr}") from None
+    return Ended(job.returncode, stdout, stderr, time.monotonic() - began)
+
+
+def run(
+    arguments: list[str], ranks: int, cwd: Path | None = None, timeout: float = 100, extra: Mapping[str, str] | None = None
+) -> Ended:
+    """Run `python ARGUMENTS…` on `ranks` ranks to its end."""
+    return finish(start(arguments, ranks, cwd, extra), timeout)
+
+
+def run_serial(
+    arguments: list[str], extra: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 100
+) -> Ended:
+    """Run `python ARGUMENTS…` without a launcher."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment(extra),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - began)

@@ -1,0 +1,196 @@
+# A pytest plugin: `@pytest.mark.mpi(sizes=(1, 2, 8), timeout=100)` runs a test on that many MPI ranks, from one plain pytest.
+# May import pytest, mpi4py (inside ranks only) and summa3d.comm.failure.
+# Next: mpiworlds_parent.py, the outer pytest that starts the ranks and reports for them; conftest.py.
+"""One pytest, three roles.
+
+*parent*   ``python -m pytest``: collects, starts ONE mpiexec per world size, merges what its ranks report (mpiworlds_parent.py).
+*rank*     the pytest that mpiexec runs on every rank of such a world: runs the tests, writes its reports to a file.
+*guest*    ``mpiexec -n N python -m pytest --with-mpi``, started by a user: tests of up to N ranks run on the first ones,
+           larger ones are skipped; rank 0 reports, the others speak only of failures, at once.
+
+A test asks for the fixture ``comm``, a communicator of exactly its world size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER_VARIABLE = "MPIWORLDS_FOLDER"  # set by the parent for the ranks it starts
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+DEFAULT_TIMEOUT = 100.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--worlds", default="", metavar="SIZES", help="run mpi tests at these world sizes only: --worlds 1,4")
+    parser.addoption("--world-timeout", type=float, default=DEFAULT_TIMEOUT, help="seconds for an mpi test that names no timeout")
+    with contextlib.suppress(ValueError):  # pytest-mpi is installed, and has it already
+        parser.addoption("--with-mpi", action="store_true", help="these pytests were started by your own mpiexec")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "mpi(sizes=(2,), timeout=100): run on that many MPI ranks, one mpiexec per size")
+    if FOLDER_VARIABLE in os.environ:
+        config.pluginmanager.register(Rank(config, Path(os.environ[FOLDER_VARIABLE])), "mpiworlds-rank")
+    elif config.getoption("--with-mpi") or launched_rank() is not None:
+        config.pluginmanager.register(Guest(config), "mpiworlds-guest")
+    else:
+        from mpiworlds_parent import Parent
+
+        config.pluginmanager.register(Parent(config), "mpiworlds-parent")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("mpi")
+    if marker is None:
+        return
+    wanted = [int(size) for size in metafunc.config.getoption("--worlds").split(",") if size]
+    sizes = [size for size in marker.kwargs.get("sizes", (2,)) if not wanted or size in wanted]
+    if "world_size" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("world_size")
+    metafunc.parametrize("world_size", sizes, ids=[f"w{size}" for size in sizes], indirect=True)
+
+
+@pytest.fixture
+def world_size(request: pytest.FixtureRequest) -> int:
+    """How many ranks this test runs on."""
+    size: int = request.param
+    return size
+
+
+@pytest.fixture
+def comm(world_size: int) -> Iterator[Any]:
+    """A communicator of exactly the test's world size, its own: nothing that a failed test left in flight reaches the next."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if world.rank >= world_size or world.size < world_size:
+        pytest.skip(f"needs {world_size} ranks; this is rank {world.rank} of {world.size}")
+    own = world.Create_group(world.group.Incl(range(world_size)))
+    yield own
+    own.Free()
+
+
+@pytest.fixture
+def shared_tmp_path(comm: Any, tmp_path: Path) -> Path:
+    """One temporary folder, the same on all ranks (`tmp_path` is each rank's own)."""
+    folder: Path = comm.bcast(tmp_path)
+    return folder
+
+
+def world_size_of(item: pytest.Item) -> int:
+    """Return the world size of a collected test, 0 for one that uses no MPI."""
+    if item.get_closest_marker("mpi") is None:
+        return 0
+    size: int = item.callspec.params["world_size"]  # type: ignore[attr-defined]
+    return size
+
+
+def timeout_of(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("mpi")
+    assert marker is not None
+    return float(marker.kwargs.get("timeout", item.config.getoption("--world-timeout")))
+
+
+def launched_rank() -> int | None:
+    """Return the rank that a launcher gave this process, without asking MPI; None where there was no launcher."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), None)
+
+
+class Rank:
+    """One rank of a world that the parent started. It writes a line of JSON for every event, and never runs ahead of a failure.
+
+    A rank whose test failed waits, on a file rather than in MPI, until the parent has seen every rank leave that test:
+    otherwise it would meet the others' collectives with those of the next test.
+    """
+
+    def __init__(self, config: pytest.Config, folder: Path) -> None:
+        rank = launched_rank() or 0
+        config.option.basetemp = str(folder / f"tmp{rank}")
+        self.folder = folder
+        self.events = open(folder / f"rank{rank}.jsonl", "a", buffering=1)  # noqa: SIM115  (open until the process ends)
+        self.stack = open(folder / f"stack{rank}.txt", "w")  # noqa: SIM115
+        faulthandler.enable(self.stack)
+        faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True)
+        self.tests = 0
+        self.failed = False
+        self.emit(event="born", pid=os.getpid())
+
+    def emit(self, **facts: object) -> None:
+        self.events.write(json.dumps(facts) + "\n")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.failed = False
+        self.emit(event="start", test=item.nodeid, at=time.time())
+        outcome = yield
+        self.emit(event="done", test=item.nodeid)
+        while self.failed and not (self.folder / f"go{self.tests}").exists():
+            time.sleep(0.02)
+        self.tests += 1
+        return outcome
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed |= report.failed
+        self.emit(
+            event="report",
+            test=report.nodeid,
+            when=report.when,
+            outcome=report.outcome,
+            duration=report.duration,
+            text=_text_of(report),
+            sections=report.sections if report.failed else [],
+            wasxfail=getattr(report, "wasxfail", None),
+        )
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.emit(event="collect", text=report.longreprtext)
+
+
+def _text_of(report: pytest.TestReport) -> str:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        return report.longrepr[2]
+    return report.longreprtext if report.failed else ""
+
+
+class Guest:
+    """One rank under the user's own mpiexec. Only rank 0 keeps pytest's terminal; any rank prints its failures at once."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.rank = launched_rank() or 0
+        self.stderr = os.dup(2)  # the real one: pytest captures the descriptor while a test runs
+        if self.rank != 0:
+            config.option.basetemp = tempfile.mkdtemp(prefix=f"mpiworlds-rank{self.rank}-")
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (what pytest's terminal, made after this, will write to)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        alone = pytest.mark.skip(reason="uses no MPI; runs under a plain `python -m pytest`")
+        for item in items:
+            if world_size_of(item) == 0:
+                item.add_marker(alone)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        if world_size_of(item) == 0:
+            return (yield)
+        from summa3d.comm.failure import Watchdog
+
+        with Watchdog(timeout_of(item), what=f"{item.nodeid} has not finished", output=self.stderr):
+            return (yield)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            text = f"\n--- rank {self.rank}: {report.nodeid} ({report.when}) failed\n{report.longreprtext}\n"
+            os.write(self.stderr, text.encode(errors="replace"))

@@ -1,0 +1,108 @@
+# The one direction of imports, and what importing summa3d must not load.
+# May import nothing of summa3d: it reads the sources.
+# Next: DESIGN's tree, in README.md; ../summa3d/__init__.py.
+from __future__ import annotations
+
+import ast
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Each part may import itself and those to its left; errors and kernels stand before all others.
+ORDER = ("errors", "kernels", "comm", "layout", "gemm", "autograd", "nn", "parallel", "train", "plan", "cli")
+HEAVY = ("torch", "cupy")
+
+
+def sources() -> dict[str, Path]:
+    """Dotted module name → file, of everything installed as summa3d."""
+    found = {}
+    for folder, package in (("summa3d", ("summa3d",)), ("kernels", ("summa3d", "kernels"))):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            parts = (*package, *file.relative_to(ROOT / folder).with_suffix("").parts)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imports_of(module: str, file: Path) -> Iterator[str]:
+    """Dotted names that a module's file imports anywhere, relative ones resolved; type-checking imports count too."""
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def part_of(name: str) -> str | None:
+    """The part of summa3d that a dotted name belongs to; None for other packages and for summa3d itself."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "summa3d" and len(parts) > 1 and parts[1] in ORDER else None
+
+
+def back_edges(modules: dict[str, Path]) -> list[str]:
+    return [
+        f"{module} imports {name}"
+        for module, file in modules.items()
+        for name in imports_of(module, file)
+        if (own := part_of(module)) and (other := part_of(name)) and ORDER.index(other) > ORDER.index(own)
+    ]
+
+
+def test_imports_go_one_way() -> None:
+    modules = sources()
+    assert {part_of(module) for module in modules} >= {"errors", "comm", "layout", "gemm", "cli"}
+    assert back_edges(modules) == []
+
+
+def test_every_part_has_its_place_in_the_order() -> None:
+    parts = {module.split(".")[1] for module in sources() if "." in module} - {"__main__"}
+    assert parts <= set(ORDER)
+
+
+@pytest.mark.parametrize("line", ["from ..train import loop", "import summa3d.cli.main", "def f():\n    from .. import nn"])
+def test_a_back_edge_is_found_wherever_it_hides(tmp_path: Path, line: str) -> None:
+    (tmp_path / "grid.py").write_text(line + "\n")
+    assert len(back_edges({"summa3d.comm.grid": tmp_path / "grid.py"})) == 1
+
+
+@pytest.mark.parametrize("module", ["summa3d", "summa3d.gemm", "summa3d.comm", "summa3d.layout", "summa3d.cli.main"])
+def test_importing_loads_neither_torch_nor_cupy(module: str) -> None:
+    program = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_importing_summa3d_starts_no_mpi() -> None:
+    program = "import sys, summa3d, summa3d.cli.main; print('mpi4py.MPI' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_public_names_load_on_demand() -> None:
+    program = "import summa3d; print(all(hasattr(summa3d, name) for name in [*summa3d.__all__, 'gemm', 'layout', 'errors']))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "True", done.stderr
+    program = "import summa3d; summa3d.nothing"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "has no attribute 'nothing'" in done.stderr
+
+
+def test_kernels_are_installed_as_a_part_of_summa3d(tmp_path: Path) -> None:
+    program = "import importlib.util; print(importlib.util.find_spec('summa3d.kernels').origin)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert Path(done.stdout.strip()).parent.name == "kernels", done.stderr
+
+
+def test_files_say_what_lives_there_and_what_to_read_next_and_stay_short() -> None:
+    for module, file in sources().items():
+        lines = file.read_text(encoding="utf-8").splitlines()
+        head = "".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
+        assert len(lines) <= 400, f"{module} has {len(lines)} lines"
+        assert "Next" in head, f"{module} does not open by saying what lives there and what to read next"

@@ -1,0 +1,223 @@
+# What the mpiworlds plugin promises, on a file of tests that fail in every way: each is named, with its ranks, in time.
+# May import pytest only; runs pytest as a subprocess.
+# Next: mpiworlds.py, mpiworlds_parent.py.
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+BAD = """
+import os, signal, time
+import pytest
+from mpi4py import MPI
+
+four = pytest.mark.mpi(sizes=(4,), timeout=30)
+
+def test_serial():
+    assert not MPI.COMM_WORLD.size > 1
+
+@pytest.mark.mpi(sizes=(1, 4))
+def test_good_first(comm, world_size, tmp_path, shared_tmp_path):
+    assert comm.size == world_size
+    assert comm.allreduce(1) == world_size
+    folders = comm.allgather(str(tmp_path))
+    assert len(set(folders)) == world_size and str(shared_tmp_path) == folders[0]
+
+@four
+def test_one_rank_fails(comm):
+    assert comm.rank != 1, "only rank one"
+
+@four
+def test_all_ranks_fail(comm):
+    assert object() is None, "every rank"
+
+@four
+def test_good_between(comm):
+    assert comm.allreduce(1) == 4
+
+@four
+def test_raises_before_barrier(comm):
+    if comm.rank == 2:
+        raise ValueError("left early")
+    comm.Barrier()
+
+@pytest.mark.mpi(sizes=(4,), timeout=3)
+def test_deadlock(comm):
+    if comm.rank != 3:
+        comm.Barrier()
+    else:
+        while True:
+            time.sleep(1)
+
+@four
+def test_leaves_by_exit(comm):
+    if comm.rank == 1:
+        os._exit(7)
+    comm.Barrier()
+
+@four
+def test_segfault(comm):
+    if comm.rank == 1:
+        import ctypes
+        ctypes.string_at(0)
+    comm.Barrier()
+
+@four
+def test_mpi_error(comm):
+    comm.send(1, dest=99)
+
+@four
+@pytest.mark.xfail(reason="known", strict=True)
+def test_expected_failure(comm):
+    assert False
+
+@four
+def test_skips(comm):
+    pytest.skip("not today")
+
+@four
+def test_good_last(comm):
+    assert comm.allreduce(1) == 4
+"""
+
+
+def run_pytest(folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> tuple[str, int]:
+    (folder / "conftest.py").write_text('pytest_plugins = ("mpiworlds",)\n')
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
+    command = [*launcher, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, cwd=folder, env=environ, text=True, timeout=300, **quiet)
+    return done.stdout, done.returncode
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "test_bad.py").write_text(BAD)
+    output, status = run_pytest(folder, "-rA")
+    assert status == 1, output
+    return output
+
+
+def section(report: str, test: str) -> str:
+    """The part of pytest's report that belongs to one failed test."""
+    start = report.index(f"_ {test}[w4] _")
+    end = report.find("\n_____", start)
+    return report[start : end if end > 0 else None]
+
+
+def test_every_test_has_its_own_outcome(report: str) -> None:
+    for test in ("test_good_first[w1]", "test_good_first[w4]", "test_good_between[w4]", "test_good_last[w4]", "test_serial"):
+        assert f"PASSED test_bad.py::{test}" in report, report
+    assert "7 failed, 5 passed, 1 skipped, 1 xfailed" in report, report
+
+
+def test_a_failure_names_its_rank(report: str) -> None:
+    text = section(report, "test_one_rank_fails")
+    assert "--- rank 1 of 4 ---" in text
+    assert "only rank one" in text
+    assert text.count("AssertionError: only rank one") == 1
+
+
+def test_equal_failures_of_all_ranks_are_told_once(report: str) -> None:
+    text = section(report, "test_all_ranks_fail")
+    assert "--- ranks 0, 1, 2, 3 of 4 ---" in text
+    assert text.count("AssertionError: every rank") == 1
+
+
+def test_a_rank_that_raises_before_a_barrier_is_told_with_the_stacks_of_the_others(report: str) -> None:
+    text = section(report, "test_raises_before_barrier")
+    assert "ValueError: left early" in text
+    assert "ranks 0, 1, 3 of 4 had not finished" in text
+    assert 'test_bad.py", line' in text and "in test_raises_before_barrier" in text
+
+
+def test_a_deadlock_fails_by_its_timeout_with_every_stack(report: str) -> None:
+    text = section(report, "test_deadlock")
+    assert "timeout: after 3 s" in text
+    assert "ranks 0, 1, 2 of 4 had not finished" in text and "rank 3 of 4 had not finished" in text
+    assert text.count("in test_deadlock") == 2
+
+
+@pytest.mark.parametrize("test", ["test_leaves_by_exit", "test_segfault"])
+def test_a_rank_that_dies_fails_the_test_it_was_in(report: str, test: str) -> None:
+    assert "the job ended in this test" in section(report, test)
+
+
+def test_a_crash_shows_the_stack_of_the_rank_that_crashed(report: str) -> None:
+    assert "Segmentation fault" in section(report, "test_segfault")
+
+
+def test_an_mpi_error_is_an_exception(report: str) -> None:
+    assert "invalid rank" in section(report, "test_mpi_error").lower()
+
+
+def test_worlds_and_keywords_select(tmp_path: Path) -> None:
+    (tmp_path / "test_bad.py").write_text(BAD)
+    output, status = run_pytest(tmp_path, "--worlds", "1", "-k", "good_first", "-v")
+    assert status == 0, output
+    assert "test_good_first[w1] PASSED" in output and "1 passed" in output, output
+
+
+def test_it_leaves_no_shared_memory_behind(tmp_path: Path) -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("no /dev/shm")
+    began = time.time()
+    (tmp_path / "test_bad.py").write_text(BAD)
+    run_pytest(tmp_path, "-k", "deadlock")
+    left = [file for file in shared.iterdir() if file.stat().st_ctime >= began and is_unmapped(file)]
+    assert not left
+
+
+def is_unmapped(file: Path) -> bool:
+    """Whether no process maps the file: other jobs of this machine have their own."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if str(file) in maps.read_text(errors="replace"):
+                return False
+        except OSError:
+            continue
+    return True
+
+
+def guest_launcher(ranks: int) -> tuple[str, ...]:
+    from summa3d.cli.runtime import find_launcher, loaded_runtime
+
+    return (*find_launcher(loaded_runtime()).command, "-n", str(ranks))
+
+
+@pytest.fixture
+def oversubscribed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from summa3d.cli.runtime import loaded_runtime, rank_environment
+
+    for name, value in rank_environment(loaded_runtime().vendor, 5, 1)[0].items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("oversubscribed")
+def test_a_users_own_mpiexec_runs_what_fits_and_reports_other_ranks_failures(tmp_path: Path) -> None:
+    (tmp_path / "test_bad.py").write_text(BAD)
+    output, status = run_pytest(tmp_path, "--with-mpi", "-k", "good or one_rank or serial", launcher=guest_launcher(5))
+    assert status != 0
+    assert output.count("test session starts") == 1, output
+    assert "--- rank 1: test_bad.py::test_one_rank_fails[w4] (call) failed" in output, output
+    assert "5 passed, 1 skipped" in output, output  # rank 0's own count: the serial test is left to a plain pytest
+
+
+@pytest.mark.usefixtures("oversubscribed")
+def test_a_deadlock_under_a_users_own_mpiexec_ends_with_stacks(tmp_path: Path) -> None:
+    (tmp_path / "test_bad.py").write_text(BAD)
+    began = time.monotonic()
+    output, status = run_pytest(tmp_path, "--with-mpi", "-k", "deadlock", launcher=guest_launcher(4))
+    assert status != 0
+    assert time.monotonic() - began < 30
+    assert output.count("test_deadlock[w4] has not finished for 3 s") == 4, output
