@@ -1,0 +1,223 @@
+# Checkpoints: folders step-N of global tensors in pieces with an index; complete, or not there at all.
+# Imports comm.failure, pieces, optimizer, together, config, errors. Nothing in a checkpoint depends on the grid that wrote it.
+# Next: pieces.py (the files), loop.py (when they are written and read).
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..comm.failure import agree_on_error
+from ..errors import CheckpointError
+from ..nn.config import ModelConfig
+from . import pieces, tables
+from .config import Config
+from .optimizer import AdamW, named_parameters
+from .together import on_root
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+    from ..comm.grid import Grid
+
+FORMAT = "summa3d-checkpoint"
+VERSION = 1
+FREE_KEYS = ("dropout", "attention_dropout")
+"""Keys of a model that may change when a run goes on: no weight depends on them."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint folder and its index."""
+
+    path: Path
+    index: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.index["step"]
+
+    def check_model(self, config: Config) -> None:
+        """Raise CheckpointError, naming the keys that differ, unless it is a checkpoint of this very model."""
+        model = tables.build(ModelConfig, self.index["model"], "model.")
+        have = {**identity(model), "dtype": self.index["dtype"]}
+        want = {**identity(config.model), "dtype": config.dtype}
+        differing = [f"{key}: checkpoint {have[key]}, this run {want[key]}" for key in want if have[key] != want[key]]
+        if differing:
+            raise CheckpointError(f"{self.path} is a checkpoint of another model.\n  " + "\n  ".join(differing))
+
+    def verify(self, comm: MPI.Intracomm) -> None:
+        """Compare every file with its size and checksum in the index, the work split over the ranks.
+
+        Raises CheckpointError, on every rank alike, naming the file that is missing, truncated or altered.
+        """
+        error = None
+        try:
+            for name in sorted(self.index["files"])[comm.rank :: comm.size]:
+                self._verify_file(name, self.index["files"][name])
+        except CheckpointError as caught:
+            error = caught
+        agree_on_error(comm, error)
+
+    def load(self, blocks: Sequence[pieces.Block], grid: Grid) -> None:
+        """Fill this rank's blocks, whatever grid wrote the checkpoint. The files must have been verified."""
+        error = None
+        try:
+            with pieces.Reader(self.path, self.index["tensors"]) as reader:
+                for block in blocks:
+                    reader.read(block, grid)
+        except CheckpointError as caught:
+            error = caught
+        agree_on_error(grid.comm, error)
+
+    def _verify_file(self, name: str, entry: dict[str, Any]) -> None:
+        path = self.path / name
+        if not path.is_file():
+            raise CheckpointError(f"The checkpoint file {path} is missing. {self._advice()}")
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            change = "truncated" if size < entry["bytes"] else "altered"
+            raise CheckpointError(
+                f"The checkpoint file {path} is {change}: {size} bytes instead of {entry['bytes']}. {self._advice()}"
+            )
+        if pieces.checksum(path) != entry["sha256"]:
+            raise CheckpointError(f"The checkpoint file {path} is altered: its checksum differs from the index. {self._advice()}")
+
+    def _advice(self) -> str:
+        return f"Delete {self.path} to resume from an older checkpoint."
+
+
+def identity(model: ModelConfig) -> dict[str, Any]:
+    """What makes a model another model: every key that decides the weights, defaults filled in."""
+    table = {**tables.dump(model), "kv_heads": model.kv_heads or model.heads, "ffn": model.width}
+    return {f"model.{key}": table[key] for key in sorted(table) if key not in FREE_KEYS}
+
+
+def model_blocks(model: torch.nn.Module) -> list[pieces.Block]:
+    """The model's parameters as blocks of global tensors."""
+    return [pieces.Block(f"model.{name}", p.data, p.sharding) for name, p in named_parameters(model)]
+
+
+def optimizer_blocks(optimizer: AdamW) -> list[pieces.Block]:
+    """The optimizer's moments, laid out as the parameters they belong to."""
+    return [
+        pieces.Block(f"optimizer.{moment}.{name}", tensor, optimizer.parameters[name].sharding)
+        for moment, tensors in optimizer.moments.items()
+        for name, tensor in tensors.items()
+    ]
+
+
+def save(folder: Path, step: int, blocks: Sequence[pieces.Block], grid: Grid, config: Config) -> Path:
+    """Write checkpoint step-N under `folder`; collective. Each rank writes its file, rank 0 the index, last, then renames.
+
+    Raises CheckpointError, on every rank alike, where a file cannot be written.
+    """
+    temporary, final = folder / f".tmp-step-{step}", folder / f"step-{step}"
+    on_root(grid.comm, lambda: _fresh(temporary), CheckpointError)
+    entry: dict[str, Any] | None = None
+    error: Exception | None = None
+    try:
+        entry = pieces.write(temporary / f"rank-{grid.rank}.safetensors", blocks, grid)
+    except CheckpointError as caught:
+        error = caught
+    agree_on_error(grid.comm, error)
+    entries = grid.comm.gather(entry)
+    keep = config.train.keep
+    on_root(grid.comm, lambda: _publish(temporary, final, index_of(step, blocks, entries or [], config), keep), CheckpointError)
+    return final
+
+
+def index_of(step: int, blocks: Sequence[pieces.Block], entries: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
+    """The index: what the run was, and where every slice of every global tensor is.
+
+    The random state is the seed and the step: weights, windows and dropout masks are functions of them.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "random": {"seed": config.train.seed, "step": step},
+        "dtype": config.dtype,
+        "model": tables.dump(config.model),
+        "train": tables.dump(config.train),
+        "written_on": {"scheme": config.scheme, "grid": config.grid.axes},
+        "files": {entry["file"]: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for entry in entries},
+        "tensors": pieces.tensor_table(blocks, entries),
+    }
+
+
+def newest(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step, or None. A folder without its final name or its index is not complete."""
+    complete = steps(folder)
+    return complete[max(complete)] if complete else None
+
+
+def steps(folder: Path) -> dict[int, Path]:
+    """Step → folder of every complete checkpoint."""
+    found = {}
+    for path in folder.glob("step-*"):
+        match = re.fullmatch(r"step-(\d+)", path.name)
+        if match and (path / "index.json").is_file():
+            found[int(match[1])] = path
+    return found
+
+
+def read(path: Path, comm: MPI.Intracomm) -> Checkpoint:
+    """Read and check the index of the checkpoint at `path`; collective. Raises CheckpointError where it is damaged."""
+    return Checkpoint(path, on_root(comm, lambda: _read_index(path / "index.json"), CheckpointError))
+
+
+def clean(folder: Path) -> None:
+    """Remove what an interrupted writing or deletion left behind."""
+    for pattern in (".tmp-step-*", ".old-step-*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _fresh(temporary: Path) -> None:
+    clean(temporary.parent)
+    temporary.mkdir(parents=True)
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        checksum = index.pop("sha256")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"Cannot read the checkpoint index {path}: it is damaged ({error}).") from error
+    if checksum != _digest(index):
+        raise CheckpointError(f"The checkpoint index {path} is altered. Delete {path.parent} to resume from an older checkpoint.")
+    if (index["format"], index["version"]) != (FORMAT, VERSION):
+        raise CheckpointError(f"{path} has format {index['format']} {index['version']}; this version reads {FORMAT} {VERSION}.")
+    return index
+
+
+def _digest(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def _publish(temporary: Path, final: Path, index: dict[str, Any], keep: int) -> None:
+    path = temporary / "index.json"
+    path.write_text(json.dumps({**index, "sha256": _digest(index)}), encoding="utf-8")
+    pieces.sync(path)
+    pieces.sync(temporary)
+    if final.exists():
+        _delete(final)
+    os.rename(temporary, final)
+    pieces.sync(final.parent)
+    for old in sorted(steps(final.parent).items())[:-keep]:
+        _delete(old[1])
+
+
+def _delete(path: Path) -> None:
+    """Take the name away first, so that a half-deleted checkpoint is never taken for a complete one."""
+    old = path.with_name(f".old-{path.name}")
+    os.rename(path, old)
+    shutil.rmtree(old)

@@ -1,0 +1,201 @@
+# The configuration of a run: frozen dataclasses for the keys of DESIGN §8, read from one TOML file and `--set` overrides.
+# Imports nn.config and errors; never torch, so that a configuration is checked in milliseconds.
+# Next: tables.py (TOML ↔ dataclass), tokens.py (what data.* means), loop.py (what train.* means).
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..nn.config import ModelConfig
+from . import tables
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SCHEMES = ("cuboid", "serial")
+DTYPES = ("float32", "float64")
+NAMED_CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class GridConfig:
+    """Sizes of the grid axes; `order` lists them fastest first; `tile` packs a tile of the grid per node."""
+
+    x: int = 1
+    y: int = 1
+    z: int = 1
+    d: int = 1
+    order: str = "zyx"
+    tile: dict[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("x", "y", "z", "d"):
+            at_least(f"grid.{name}", getattr(self, name), 1)
+        if self.d != 1:
+            raise ConfigError(f"grid.d is {self.d}; the schemes {' and '.join(SCHEMES)} have no axis d. Leave it at 1.")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of the process grid, by name."""
+        return {"x": self.x, "y": self.y, "z": self.z}
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes.items())
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train. `batch` counts the rows of one optimizer step on the whole grid, taken in `accumulate` equal parts.
+
+    The learning rate rises over `warmup` steps, then falls along a cosine to `decay_to` times itself. A period of 0 means
+    only at the end; a `clip` or `watchdog` of 0, never. `keep` is the number of checkpoints kept; 0 writes none.
+    """
+
+    steps: int = 300
+    batch: int = 16
+    accumulate: int = 1
+    seed: int = 1
+    learning_rate: float = 1e-3
+    decay_to: float = 0.1
+    warmup: int = 20
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    clip: float = 1.0
+    evaluate_every: int = 0
+    evaluate_batches: int = 8
+    checkpoint_every: int = 0
+    keep: int = 2
+    sample_tokens: int = 0
+    sample_prompt: str = "def "
+    watchdog: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulate", "evaluate_batches"):
+            at_least(f"train.{name}", getattr(self, name), 1)
+        for name in ("seed", "warmup", "evaluate_every", "checkpoint_every", "keep", "sample_tokens", "watchdog"):
+            at_least(f"train.{name}", getattr(self, name), 0)
+        for name in ("learning_rate", "weight_decay", "clip"):
+            at_least(f"train.{name}", getattr(self, name), 0)
+        if self.batch % self.accumulate:
+            fits = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
+            raise ConfigError(
+                f"train.batch {self.batch} cannot be divided into train.accumulate = {self.accumulate} equal micro-batches.\n"
+                f"  Values of train.accumulate that fit batch {self.batch}: {', '.join(map(str, fits))}."
+            )
+        if not 0 <= self.decay_to <= 1:
+            raise ConfigError(f"train.decay_to = {self.decay_to}; it is a part of train.learning_rate, in [0, 1].")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"train.betas = {list(self.betas)}; both must lie in [0, 1).")
+        if self.epsilon <= 0:
+            raise ConfigError(f"train.epsilon = {self.epsilon}; it must be positive.")
+        if not self.sample_prompt:
+            raise ConfigError("train.sample_prompt is empty; a sample continues at least one character.")
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows that go through the model at once."""
+        return self.batch // self.accumulate
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The corpus: `stdlib` (the running interpreter's own library), a file, or a folder of text files.
+
+    `tokenizer` is `bytes`, or `bpe:N` for a byte-pair encoding of N tokens trained on the corpus itself. `held_out` is the
+    part kept for validation.
+    """
+
+    path: str = "stdlib"
+    tokenizer: str = "bytes"
+    held_out: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1:
+            raise ConfigError(f"data.held_out = {self.held_out}; it must lie between 0 and 1.")
+        name, _, size = self.tokenizer.partition(":")
+        if self.tokenizer != "bytes" and not (name == "bpe" and size.isdigit() and int(size) >= 256):
+            raise ConfigError(f"data.tokenizer = {self.tokenizer!r} is not known. Use 'bytes', or 'bpe:N' with N ≥ 256.")
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token numbers the tokenizer may give."""
+        return 256 if self.tokenizer == "bytes" else int(self.tokenizer.partition(":")[2])
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run."""
+
+    scheme: str = "cuboid"
+    dtype: str = "float32"
+    regather: bool = True
+    grid: GridConfig = field(default_factory=GridConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("scheme", self.scheme, SCHEMES), ("dtype", self.dtype, DTYPES)):
+            if value not in known:
+                raise ConfigError(
+                    f"{name} = {value!r} is not known. Nearest: {tables.nearest(value, known)!r}. All: {', '.join(known)}."
+                )
+        if self.model.vocabulary < self.data.vocabulary:
+            raise ConfigError(
+                f"model.vocabulary {self.model.vocabulary} is smaller than the {self.data.vocabulary} tokens of "
+                f"data.tokenizer = {self.data.tokenizer!r}. Set model.vocabulary to {self.data.vocabulary} or more."
+            )
+
+
+def at_least(key: str, value: float, minimum: int) -> None:
+    if value < minimum:
+        raise ConfigError(f"{key} is {value}; it must be at least {minimum}.")
+
+
+def load(source: str, assignments: Sequence[str] = ()) -> Config:
+    """The configuration named `source` (shipped with the package) or in the TOML file `source`, with ``a.b=c`` overrides.
+
+    Raises ConfigError for a missing or unreadable file, an unknown key (naming the nearest known one), a value of a wrong
+    type, and for values that no run can have.
+    """
+    table = read_table(source)
+    tables.override(Config, table, assignments)
+    return from_table(table)
+
+
+def from_table(table: dict[str, Any]) -> Config:
+    """A configuration from its TOML table."""
+    return tables.build(Config, table)
+
+
+def to_table(config: Config) -> dict[str, Any]:
+    """The TOML table of a configuration."""
+    return tables.dump(config)
+
+
+def read_table(source: str) -> dict[str, Any]:
+    """The TOML table of a named configuration or a file."""
+    path = Path(source)
+    if path.suffix != ".toml" and path.name == source:
+        path = NAMED_CONFIGS / f"{source}.toml"
+    if not path.is_file():
+        shipped = sorted(file.stem for file in NAMED_CONFIGS.glob("*.toml"))
+        raise ConfigError(f"No configuration {source!r}: neither a TOML file nor one of those shipped: {', '.join(shipped)}.")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"Cannot read the configuration {path}: {error}") from error
+
+
+def write(config: Config, path: Path) -> None:
+    """Write `config` as TOML, so that `load` gives it back."""
+    import tomli_w
+
+    path.write_text(tomli_w.dumps(to_table(config)), encoding="utf-8")

@@ -1,0 +1,197 @@
+# The training loop: steps, evaluation, checkpoints, and the account at the end.
+# Imports comm.failure, nn, and this folder; reads as the story of a run.
+# Next: prepare.py (what comes before), generate.py (the sample at the end).
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import nullcontext
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from ..comm.failure import Watchdog
+from ..errors import CheckpointError, Summa3dError
+from . import checkpoint, metrics
+from .config import Config
+from .generate import load, sample
+from .metrics import Recorder, Step, Stopwatch
+from .optimizer import clip_gradients, global_gradient_norm, named_parameters
+from .plot import draw_loss
+from .prepare import Run, prepare
+from .progress import Progress
+from .schedule import learning_rate
+from .together import on_root
+
+ONE_RANK_PARAMETERS = 100_000_000
+"""Below this many parameters one rank samples faster alone than all ranks do with a message round per layer and token."""
+
+
+def train(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
+    """Train what `config` describes on the ranks of `comm`; returns the account of the run, the same on every rank.
+
+    `folder` receives config.toml, metrics.jsonl, checkpoints/step-N/, loss.png and summary.json. With `resume` the run goes
+    on from its newest complete checkpoint, on whatever grid it is started now; without, a folder that holds a checkpoint is
+    refused unless `overwrite`.
+    """
+    run = prepare(config, comm, folder, resume, overwrite)
+    recorder = Recorder(run.metrics, comm, run.done)
+    began = time.perf_counter()
+    with Progress(config.train.steps, speak=comm.rank == 0) as progress:
+        progress.say(_opening(run))
+        with _watchdog(config.train.watchdog) as watchdog, torch.autograd.set_multithreading_enabled(False):
+            run_steps(run, recorder, progress, watchdog)
+    recorder.close()
+    summary = finish(run, recorder, time.perf_counter() - began)
+    run.grid.free()
+    return summary
+
+
+def run_steps(run: Run, recorder: Recorder, progress: Progress, watchdog: Watchdog | None) -> None:
+    """Take the steps that are left, evaluating and saving where they are due; the last step is always both."""
+    settings = run.config.train
+    for number in range(run.done + 1, settings.steps + 1):
+        step = take_step(run, number)
+        if _due(number, settings.evaluate_every, settings.steps):
+            step.validation_loss = evaluate(run)
+        recorder.post(step)
+        progress.step(step, recorder.communication_share)
+        if settings.keep and _due(number, settings.checkpoint_every, settings.steps):
+            recorder.flush()
+            checkpoint.save(run.checkpoints, number, run.blocks(), run.grid, run.config)
+        run.done = number
+        if watchdog is not None:
+            watchdog.touch()
+
+
+def take_step(run: Run, number: int) -> Step:
+    """One optimizer step, the `number`-th of the run: accumulate gradients, clip them by their global norm, update."""
+    settings, ledger = run.config.train, run.grid.ledger
+    stopwatch = Stopwatch(ledger, torch.get_num_threads())
+    parameters = [p for _, p in named_parameters(run.model)]
+    run.model.zero_grad(set_to_none=True)
+    loss = sum(accumulate(run, number, part * settings.micro_batch) for part in range(settings.accumulate))
+    with ledger.phase("optimizer"):
+        norm = global_gradient_norm(parameters, run.grid)
+        _check_finite(number, loss, norm)
+        clip_gradients(parameters, norm, settings.clip)
+        rate = learning_rate(number, settings)
+        run.optimizer.step(rate)
+    step = Step(number, loss, norm, rate, tokens=settings.batch * run.config.model.sequence)
+    stopwatch.stop(step)
+    return step
+
+
+def accumulate(run: Run, number: int, first_row: int) -> float:
+    """Forward and backward of one micro-batch; returns its part of the step's loss. Random numbers count steps from 0."""
+    settings, ledger = run.config.train, run.grid.ledger
+    windows = torch.from_numpy(run.tokens.batch(settings.seed, number - 1, first_row, settings.micro_batch))  # [b, s + 1]
+    count = settings.batch * run.config.model.sequence
+    with ledger.phase("forward"):
+        loss = run.model(windows[:, :-1], windows[:, 1:], step=number - 1, first_row=first_row, count=count)
+    with ledger.phase("backward"):
+        loss.backward()
+    return loss.item()
+
+
+def evaluate(run: Run) -> float:
+    """Mean loss on the held-out windows, which are always the same."""
+    settings = run.config.train
+    windows = torch.from_numpy(run.tokens.held_out(settings.evaluate_batches * settings.batch))
+    run.model.eval()
+    with torch.no_grad(), run.grid.ledger.phase("other"):
+        parts = windows.split(settings.micro_batch)
+        total = sum(run.model(part[:, :-1], part[:, 1:]).item() for part in parts)
+    run.model.train()
+    return total / len(parts)
+
+
+def finish(run: Run, recorder: Recorder, seconds: float) -> dict[str, Any]:
+    """Draw the plot, continue the sample prompt, and write summary.json; returns the summary on every rank."""
+    comm = run.grid.comm
+    text = continue_prompt(run) if run.config.train.sample_tokens else None
+    entries = metrics.read(run.metrics) if comm.rank == 0 else []
+    plot = _draw(run, entries) if comm.rank == 0 else None
+    peak = comm.allreduce(metrics.peak_memory())
+    summary = _account(run, recorder.account, entries, seconds)
+    summary |= {"peak_memory_bytes": peak, "plot": plot, "sample": text}
+    if comm.rank == 0:
+        (run.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return comm.bcast(summary)
+
+
+def continue_prompt(run: Run) -> str:
+    """The sample at the end: by rank 0 alone, from the checkpoint, where the whole model is small; else on the grid."""
+    settings = run.config.train
+    if settings.keep and _parameters(run) < ONE_RANK_PARAMETERS:
+
+        def alone() -> str:
+            model, plan, config, tokenizer = load(run.folder, MPI.COMM_SELF)
+            return sample(model, plan, config.model, tokenizer, settings.sample_prompt, settings.sample_tokens)
+
+        return on_root(run.grid.comm, alone, CheckpointError)
+    return sample(run.model, run.scheme, run.config.model, run.tokens.tokenizer, settings.sample_prompt, settings.sample_tokens)
+
+
+def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    validated = [entry["validation_loss"] for entry in entries if "validation_loss" in entry]
+    return {
+        "run": os.fspath(run.folder),
+        "ranks": run.grid.size,
+        "scheme": run.config.scheme,
+        "grid": run.config.grid.axes,
+        "step": run.done,
+        "steps_taken": account.steps,
+        "loss": entries[-1]["loss"] if entries else None,
+        "validation_loss": validated[-1] if validated else None,
+        "training_seconds": seconds,
+        "step_seconds": account.seconds,
+        "tokens_per_second": account.tokens / account.seconds if account.seconds else None,
+        "words_per_rank": account.words,
+        "cores": account.cores,
+        "arithmetic_share": account.arithmetic_share,
+        "communication_share": 1 - account.arithmetic_share,
+    }
+
+
+def _draw(run: Run, entries: list[dict[str, Any]]) -> str | None:
+    path = run.folder / "loss.png"
+    try:
+        draw_loss(entries, path)
+    except ImportError as error:
+        print(f"No {path.name}: {error}. Install summa3d[plot]; {run.metrics} holds the numbers.", file=sys.stderr)
+        return None
+    return os.fspath(path)
+
+
+def _opening(run: Run) -> str:
+    start = f"resumed after step {run.done}" if run.done else "from the start"
+    return (
+        f"{_parameters(run):,} parameters on {run.grid.size} rank(s), grid {run.config.grid}, {run.config.dtype}; "
+        f"{len(run.tokens.train):,} training and {len(run.tokens.validation):,} validation tokens; {start}"
+    )
+
+
+def _parameters(run: Run) -> int:
+    return sum(prod(p.sharding.shape) for _, p in named_parameters(run.model))
+
+
+def _due(number: int, period: int, last: int) -> bool:
+    return number == last or (period > 0 and number % period == 0)
+
+
+def _watchdog(seconds: float) -> Any:
+    return Watchdog(seconds, "no training step completed") if seconds else nullcontext()
+
+
+def _check_finite(number: int, loss: float, norm: float) -> None:
+    if not (isfinite(loss) and isfinite(norm)):
+        raise Summa3dError(
+            f"Training diverged at step {number}: loss {loss}, gradient norm {norm}.\n"
+            "  A lower train.learning_rate or a longer train.warmup helps; --resume goes on from the newest checkpoint."
+        )

@@ -1,0 +1,30 @@
+# loss.png: training and validation loss over the steps. Imports matplotlib, and only when a plot is drawn.
+# Next: metrics.py, whose lines it draws.
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def draw_loss(entries: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the loss curves of the metrics lines `entries` into the PNG file `path`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot([entry["step"] for entry in entries], [entry["loss"] for entry in entries], linewidth=1, label="training")
+    validated = [entry for entry in entries if "validation_loss" in entry]
+    axes.plot(
+        [entry["step"] for entry in validated],
+        [entry["validation_loss"] for entry in validated],
+        "o-",
+        linewidth=1.5,
+        label="validation",
+    )
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,106 @@
+# Everything that can be wrong with a run, found before its first step and on every rank alike; then the run, ready to go on.
+# Imports comm, nn and this folder.
+# Next: loop.py, which takes the steps.
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..comm.grid import Grid
+from ..errors import CheckpointError, ConfigError
+from ..nn.gpt import GPT
+from ..nn.scheme import Scheme, scheme
+from . import checkpoint, tokens
+from . import config as configuration
+from .config import Config
+from .optimizer import AdamW
+from .together import on_root
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass
+class Run:
+    """A run in its folder: model and optimizer after `done` steps, on a grid."""
+
+    config: Config
+    folder: Path
+    grid: Grid
+    scheme: Scheme
+    tokens: tokens.Tokens
+    model: GPT
+    optimizer: AdamW
+    done: int = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def blocks(self) -> list[checkpoint.pieces.Block]:
+        """Everything that a checkpoint holds."""
+        return checkpoint.model_blocks(self.model) + checkpoint.optimizer_blocks(self.optimizer)
+
+
+def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = False, overwrite: bool = False) -> Run:
+    """Check grid, sizes, folder, checkpoint and corpus, in this order; then build the model and load what there is to resume.
+
+    Raises the error of the first check that fails (GridError, LayoutError, ConfigError, CheckpointError, DataError), on every
+    rank alike.
+    """
+    grid, plan = open_grid(config, comm)
+    plan.check(config.model, config.train.micro_batch)
+    on_root(comm, lambda: open_folder(folder, resume, overwrite), ConfigError)
+    saved = open_checkpoint(config, comm, folder) if resume else None
+    corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm)
+    model = GPT(config.model, scheme=plan, dtype=getattr(torch, config.dtype), seed=config.train.seed)
+    run = Run(config, folder, grid, plan, corpus, model, AdamW(model, config.train))
+    if saved is not None:
+        run.optimizer.start_at(saved.step)
+        saved.load(run.blocks(), grid)
+        run.done = saved.step
+    on_root(comm, lambda: configuration.write(config, folder / "config.toml"), ConfigError)
+    return run
+
+
+def open_grid(config: Config, comm: MPI.Intracomm) -> tuple[Grid, Scheme]:
+    """The grid and the scheme that the configuration names, on the ranks of `comm`."""
+    grid = Grid(comm, config.grid.axes, order=config.grid.order, tile=config.grid.tile)
+    return grid, scheme(config.scheme, grid, regather=config.regather)
+
+
+def open_checkpoint(config: Config, comm: MPI.Intracomm, folder: Path) -> checkpoint.Checkpoint | None:
+    """The newest complete checkpoint of a run folder, checked and verified; None if there is none."""
+    path = on_root(comm, lambda: checkpoint.newest(folder / "checkpoints"), CheckpointError)
+    if path is None:
+        return None
+    saved = checkpoint.read(path, comm)
+    saved.check_model(config)
+    saved.verify(comm)
+    return saved
+
+
+def open_folder(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Make the run folder. Raises ConfigError where it cannot be one, or where a new run would hide an older one in it."""
+    checkpoints = folder / "checkpoints"
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run {folder} cannot be made a run folder: {error.strerror}.") from error
+    newest = checkpoint.newest(checkpoints)
+    if overwrite:
+        shutil.rmtree(checkpoints)
+        checkpoints.mkdir()
+    elif newest is not None and not resume:
+        raise ConfigError(
+            f"--run {folder} already holds a run, with {newest.name} as its newest checkpoint.\n"
+            "  Continue it with --resume, start again with --overwrite, or choose another folder."
+        )

@@ -1,0 +1,75 @@
+# What a run says while it runs, on rank 0 and on stderr: one live line on a terminal, plain lines now and then elsewhere.
+# Imports metrics for its types; rich.
+# Next: loop.py, which reports to it.
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .metrics import Step
+
+PLAIN_EVERY = 10.0
+"""Seconds between two plain lines."""
+
+
+class Progress:
+    """Reports steps and messages; `speak` is False on every rank but 0, where it does nothing."""
+
+    def __init__(self, steps: int, speak: bool) -> None:
+        self.steps, self.speak = steps, speak
+        self._live = _live_line() if speak and sys.stderr.isatty() else None
+        self._last_plain = float("-inf")
+        self._validation_loss: float | None = None
+
+    def step(self, step: Step, communication_share: float | None) -> None:
+        """Show a step; the share of time in communication is the latest known."""
+        if not self.speak:
+            return
+        if step.validation_loss is not None:
+            self._validation_loss = step.validation_loss
+        text = self._describe(step, communication_share)
+        if self._live is not None:
+            self._live.update(text, refresh=True)
+        elif time.monotonic() - self._last_plain >= PLAIN_EVERY or step.validation_loss is not None or step.step == self.steps:
+            self._last_plain = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """Print a line of its own."""
+        if not self.speak:
+            return
+        if self._live is not None:
+            self._live.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _describe(self, step: Step, communication_share: float | None) -> str:
+        parts = [f"step {step.step}/{self.steps}", f"loss {step.loss:.4f}"]
+        if self._validation_loss is not None:
+            parts.append(f"validation {self._validation_loss:.4f}")
+        parts += [f"{step.tokens / step.seconds:,.0f} tokens/s", f"{step.words:,} words moved"]
+        if communication_share is not None:
+            parts.append(f"communication {communication_share:.0%}")
+        return " · ".join(parts)
+
+
+def _live_line():  # type: ignore[no-untyped-def]
+    """A line that is redrawn at every step, by this thread: no second thread takes CPU time from the ranks."""
+    from rich.console import Console
+    from rich.live import Live
+
+    return Live(console=Console(stderr=True), auto_refresh=False)

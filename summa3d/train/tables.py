@@ -1,0 +1,178 @@
+# TOML tables to frozen dataclasses and back: types checked, unknown keys answered with the nearest known one.
+# Imports errors only; knows nothing of what the keys mean.
+# Next: config.py, the dataclasses themselves.
+from __future__ import annotations
+
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+from ..errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Settings = TypeVar("Settings")
+
+
+def build(cls: type[Settings], table: Mapping[str, Any], prefix: str = "", known: Sequence[str] = ()) -> Settings:
+    """An instance of the dataclass `cls` from a TOML table; nested dataclasses are nested tables.
+
+    Raises ConfigError for a key that `cls` does not have and for a value of another type than the field's.
+    """
+    hints, known = field_types(cls), known or list(leaves(cls))
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        key = prefix + name
+        if name not in hints:
+            raise unknown_key(key, known)
+        if is_dataclass(hints[name]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{key} = {value!r} is a value; {key} is a table. Its keys: {', '.join(leaves(hints[name], key + '.'))}."
+                )
+            values[name] = build(typing.cast(type, hints[name]), value, key + ".", known)
+        else:
+            values[name] = convert(key, value, hints[name])
+    return cls(**values)
+
+
+def dump(settings: Any) -> dict[str, Any]:
+    """The TOML table of a dataclass: the inverse of `build`. Fields that are None are left out."""
+    table: dict[str, Any] = {}
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if is_dataclass(value):
+            table[field.name] = dump(value)
+        elif isinstance(value, tuple):
+            table[field.name] = list(value)
+        elif value is not None:
+            table[field.name] = dict(value) if isinstance(value, Mapping) else value
+    return table
+
+
+def override(cls: type, table: dict[str, Any], assignments: Sequence[str]) -> None:
+    """Apply ``a.b=c`` assignments to a TOML table of `cls`, in place. Text needs no quotes; `none` unsets an optional key."""
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigError(f"--set {assignment!r} is not of the form key=value, as in --set train.steps=20.")
+        kind = type_of(cls, key)
+        *path, name = key.split(".")
+        target = table
+        for part in path:
+            target = target.setdefault(part, {})
+            if not isinstance(target, dict):
+                raise ConfigError(f"--set {key}: {part} is a value in the configuration file, not a table.")
+        value = parse(text.strip(), kind)
+        if value is None:
+            target.pop(name, None)
+        else:
+            target[name] = value
+
+
+def parse(text: str, kind: Any) -> Any:
+    """The value written as `text` on a command line, for a field of type `kind`; a text that is no TOML stays text."""
+    kinds = alternatives(kind)
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    if dict in (typing.get_origin(one) for one in kinds) and not text.startswith("{"):
+        text = "{" + text + "}"
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return text if str in kinds and not isinstance(value, str) else value
+
+
+def type_of(cls: type, key: str) -> Any:
+    """Type of the field that the dotted `key` names."""
+    kind: Any = cls
+    for part in key.split("."):
+        hints = field_types(kind) if is_dataclass(kind) else {}
+        if part not in hints:
+            raise unknown_key(key, list(leaves(cls)))
+        kind = hints[part]
+    if is_dataclass(kind):
+        raise ConfigError(f"{key} is a table; set one of its keys: {', '.join(leaves(typing.cast(type, kind), key + '.'))}.")
+    return kind
+
+
+def convert(key: str, value: Any, kind: Any) -> Any:
+    """`value` as type `kind`: an integer is taken for a number, a list for a tuple; anything else must match."""
+    for one in alternatives(kind):
+        origin, inner = typing.get_origin(one), typing.get_args(one)
+        if one is float and type(value) is int:
+            return float(value)
+        if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(inner):
+            return tuple(convert(key, item, part) for item, part in zip(value, inner, strict=True))
+        if origin is dict and isinstance(value, Mapping):
+            return {name: convert(f"{key}.{name}", item, inner[1]) for name, item in value.items()}
+        if type(value) is one:
+            return value
+    raise ConfigError(f"{key} = {value!r} is {describe_value(value)}; {key} takes {describe(kind)}.")
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type alone."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def describe(kind: Any) -> str:
+    """A type in words."""
+    words = []
+    for one in alternatives(kind):
+        origin, inner = typing.get_origin(one), typing.get_args(one)
+        if origin is tuple:
+            words.append(f"a list of {len(inner)} numbers")
+        elif origin is dict:
+            words.append("a table of integers, as in {x = 2, y = 2}")
+        elif one is not type(None):
+            words.append({int: "an integer", float: "a number", bool: "true or false", str: "text"}[one])
+    return " or ".join(words)
+
+
+def describe_value(value: Any) -> str:
+    """The type of a TOML value in words."""
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a table"}
+    return names.get(type(value), type(value).__name__)
+
+
+def field_types(cls: Any) -> dict[str, Any]:
+    """Field name → type of a dataclass, with the annotations resolved."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def leaves(cls: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a dataclass of dataclasses."""
+    for name, kind in field_types(cls).items():
+        if is_dataclass(kind):
+            yield from leaves(typing.cast(type, kind), f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """The known key most like `key`: as a whole, in its last part, or by its initials (`lr`)."""
+
+    def likeness(candidate: str) -> float:
+        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
+        part, name = key.rpartition(".")[2], candidate.rpartition(".")[2]
+        initials = "".join(word[0] for word in name.split("_"))
+        last = difflib.SequenceMatcher(None, part, name).ratio()
+        return max(whole, last, len(part) > 1 and part == initials) + whole / 100
+
+    return max(known, key=likeness)
+
+
+def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
+    """The error for a key that is not among the known ones."""
+    return ConfigError(f"Unknown configuration key {key!r}. The nearest known key is {nearest(key, known)!r}.")

@@ -1,0 +1,85 @@
+# `summa3d doctor` reports what an installation runs on and warns of what slows or breaks it.
+# May import summa3d.cli.
+# Next: ../../summa3d/cli/doctor.py.
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import jobs
+import numpy
+import pytest
+
+from summa3d.cli import doctor
+from summa3d.cli.runtime import Runtime, find_launcher, loaded_runtime, usable_cores
+
+Disk = namedtuple("Disk", "total used free")
+
+
+def examined(extra: dict[str, str] | None = None) -> dict[str, object]:
+    ended = jobs.run_serial(["-m", "summa3d", "doctor", "--json"], extra=extra)
+    assert ended.status == 0, ended.stderr
+    found: dict[str, object] = json.loads(ended.stdout)
+    return found
+
+
+def test_it_reports_the_versions_and_the_launcher_in_use() -> None:
+    found = examined()
+    runtime = loaded_runtime()
+    assert str(found["python"]).startswith(platform.python_version())
+    assert found["packages"]["numpy"] == numpy.__version__  # type: ignore[index]
+    assert found["mpi"] == {"library": runtime.name, "file": str(runtime.library)}
+    assert found["launcher"] == list(find_launcher(runtime).command)
+    assert found["cores"] == usable_cores()
+
+
+def test_it_names_the_kernels_that_openblas_chose() -> None:
+    found = examined()
+    blas = found["blas"]
+    assert isinstance(blas, dict)
+    if "openblas" not in str(blas["name"]):
+        pytest.skip("numpy was built with another BLAS")
+    assert blas["core_type"]
+
+
+def test_it_says_plainly_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_dir", lambda self: False)
+    assert doctor._gpu().startswith("no GPU")
+
+
+def test_it_warns_of_an_exported_core_type() -> None:
+    clean, forced = examined(), examined({"OPENBLAS_CORETYPE": "Haswell"})
+    assert not any("OPENBLAS_CORETYPE" in warning for warning in clean["warnings"])  # type: ignore[attr-defined]
+    assert any("OPENBLAS_CORETYPE=Haswell" in warning for warning in forced["warnings"])  # type: ignore[attr-defined]
+
+
+def test_it_warns_of_a_small_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(64 << 20, 0, 64 << 20))
+    (warning,) = doctor._shm_warnings(str(tmp_path))
+    assert "64 MiB free" in warning and "12 ranks" in warning
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(1 << 30, 0, 1 << 30))
+    assert doctor._shm_warnings(str(tmp_path)) == []
+
+
+def test_it_warns_of_a_library_path_that_hides_the_mpi_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "libmpi.so.12").touch()
+    (tmp_path / "libfabric.so.1").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    warnings = doctor._shadow_warnings(Runtime("mpich", "5.0.2", Path("/elsewhere/lib/libmpi.so.12")))
+    assert any(str(tmp_path) in warning and "libfabric, libmpi" in warning for warning in warnings)
+
+
+def test_without_json_it_prints_one_fact_a_line() -> None:
+    ended = jobs.run_serial(["-m", "summa3d", "doctor"])
+    names = [line.split()[0] for line in ended.stdout.splitlines() if not line.startswith("warning: ")]
+    assert names == ["python", "packages", "blas", "mpi", "launcher", "cores", "nodes", "gpu"]
+
+
+def test_a_library_that_cannot_be_loaded_is_reported_and_fails() -> None:
+    ended = jobs.run_serial(["-m", "summa3d", "doctor"], extra={"MPI4PY_LIBMPI": "/nowhere/libmpi.so.12"})
+    assert ended.status == 1
+    assert "mpi4py cannot load an MPI library" in ended.stdout
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,89 @@
+# `summa3d gemm` from outside: its JSON, its table, and what it says where the grid does not fit.
+# May import the standard library and summa3d.gemm.volume. Next: gemm/test_cuboid.py.
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+
+from summa3d.gemm import CuboidPlan, volume
+
+FIELDS = {
+    *("algorithm", "form", "grid", "m", "n", "k", "dtype", "seconds", "gflops", "words_per_rank", "words_per_rank_formula", "words_mean"),
+    *("messages_per_rank", "workspace_bytes", "workspace_bytes_formula", "relative_error"),
+}
+BYTES = {"float64": 8, "float32": 4, "float16": 2}
+
+
+def gemm(ranks, *arguments, timeout=100):
+    command = [sys.executable, "-m", "summa3d", "launch", "-n", str(ranks), "gemm", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+
+
+def result(ranks, m, n, k, grid, *arguments):
+    x, y, z = grid
+    sizes = ["--m", str(m), "--n", str(n), "--k", str(k), "--grid", f"x={x},y={y},z={z}"]
+    done = gemm(ranks, *sizes, "--json", "--check", *arguments)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1, done.stdout
+    return json.loads(lines[0])
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "grid", "extra"),
+    [
+        ("nn", "float64", (2, 2, 2), ["--repeat", "3"]),
+        ("nt", "float64", (3, 2, 2), ["--alpha", "-1.5", "--beta", "0.5"]),
+        ("tn", "float32", (1, 2, 4), ["--repeat", "1"]),
+        ("tt", "float16", (2, 1, 1), ["--repeat", "2", "--algorithm", "cuboid"]),
+    ],
+)
+def test_the_json_has_every_field_and_what_moved_equals_the_formulas(form, dtype, grid, extra):
+    m, n, k = 131, 67, 101
+    x, y, z = grid
+    found = result(x * y * z, m, n, k, grid, "--form", form, "--dtype", dtype, *extra)
+    assert found.keys() >= FIELDS
+    assert [found[name] for name in ("algorithm", "form", "m", "n", "k", "dtype")] == ["cuboid", form, m, n, k, dtype]
+    assert found["grid"] == {"x": x, "y": y, "z": z}
+    cost = volume.of_plan(CuboidPlan(form, m, n, k), found["grid"])
+    assert found["words_per_rank"] == found["words_per_rank_formula"] == cost.max_words
+    mean = Fraction((y - 1) * m * k + (x - 1) * k * n + (z - 1) * m * n, x * y * z)
+    assert found["words_mean"] == pytest.approx(float(mean), rel=1e-14)
+    assert found["messages_per_rank"] == x + y + z - 3
+    assert found["workspace_bytes"] == found["workspace_bytes_formula"] == max(c.workspace for c in cost.costs()) * BYTES[dtype]
+    assert found["relative_error"] < {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2}[dtype]
+    seconds = found["seconds"]
+    assert 0 < seconds["min"] <= seconds["median"] <= seconds["max"]
+    assert found["gflops"] == pytest.approx(2 * m * n * k / seconds["median"] / 1e9)
+    assert found["serial_seconds"] > 0
+
+
+def test_people_get_a_table_and_no_check_costs_nothing():
+    done = gemm(1, "--m", "5", "--n", "3", "--k", "2", "--grid", "x=1", "--repeat", "1")
+    assert done.returncode == 0 and "5×3×2 float64" in done.stdout and "words     0 per rank (formula 0)" in done.stdout
+    assert "serial" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "message"),
+    [
+        (4, ["--grid", "x=2,y=2,z=2"], "GridError: Grid x=2,y=2,z=2 has 8 places, but there are 4 ranks."),
+        (2, ["--grid", "x=2,w=1"], "ConfigError: --grid names axis 'w'; the cuboid's axes are x, y, z."),
+        (2, ["--grid", "x=2", "--m", "0"], "ConfigError: --m is 0; it must be at least 1."),
+        (1, ["--grid", "x=1,y=0"], "GridError: Axis y has size 0"),
+        (2, ["--grid", "two"], "'two' is not a grid; write it as x=2,y=2,z=2"),
+        (2, ["--grid", "x=2,x=1"], "'x=2,x=1' is not a grid"),
+        (2, ["--grid", "x=2", "--dtype", "int4"], "invalid choice: 'int4'"),
+    ],
+)
+def test_bad_input_is_one_message_and_a_non_zero_status(ranks, arguments, message):
+    done = gemm(ranks, "--m", "4", "--n", "4", "--k", "4", *arguments)
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.count(message) == 1, done.stderr
+    assert "Traceback" not in done.stderr

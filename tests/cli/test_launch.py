@@ -1,0 +1,167 @@
+# `summa3d launch` starts the ranks with the launcher of this interpreter's MPI, and a crossed launcher is refused by name.
+# May import summa3d.cli.
+# Next: ../../summa3d/cli/runtime.py.
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+
+import jobs
+import pytest
+
+from summa3d.cli import main as entry
+from summa3d.cli.runtime import (
+    THREAD_VARIABLES,
+    Runtime,
+    find_launcher,
+    launched_as,
+    launcher_vendor,
+    loaded_runtime,
+    rank_environment,
+    vendor_of,
+)
+from summa3d.errors import LaunchError
+
+HYDRA = "HYDRA build details:\n    Version: 5.0.2"
+OPEN_MPI = "mpirun (Open MPI) 4.1.4"
+
+
+def program(path: Path, says: str) -> Path:
+    """An executable that answers anything with `says`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "vendor"),
+    [
+        ("MPICH Version:      5.0.2\nMPICH Release date", "mpich"),
+        (HYDRA, "mpich"),
+        ("Open MPI v4.1.4, package: Debian OpenMPI", "openmpi"),
+        ("mpiexec (OpenRTE) 4.1.4", "openmpi"),
+        ("prterun (PRRTE) 3.0", "openmpi"),
+        ("Intel(R) MPI Library 2021.12 for Linux* OS, based on MPICH", "intel"),
+        ("slurm 22.05.8", "slurm"),
+        ("something else", "unknown"),
+    ],
+)
+def test_vendors_are_read_from_what_libraries_and_launchers_say(text: str, vendor: str) -> None:
+    assert vendor_of(text) == vendor
+
+
+def test_the_launcher_beside_the_library_is_taken_before_one_on_path(tmp_path: Path) -> None:
+    other = program(tmp_path / "other" / "mpiexec", HYDRA)
+    beside = program(tmp_path / "mpi" / "bin" / "mpiexec", HYDRA)
+    (tmp_path / "mpi" / "lib" / "here").mkdir(parents=True)
+    runtime = Runtime("mpich", "5.0.2", tmp_path / "mpi" / "lib" / "here" / "libmpi.so.12")
+    assert find_launcher(runtime, {"PATH": str(other.parent)}).command == (str(beside),)
+
+
+def test_a_launcher_of_another_mpi_is_passed_over(tmp_path: Path) -> None:
+    program(tmp_path / "mpi" / "bin" / "mpiexec", HYDRA)
+    right = program(tmp_path / "path" / "mpirun", OPEN_MPI)
+    (tmp_path / "mpi" / "lib").mkdir()
+    runtime = Runtime("openmpi", "4.1.4", tmp_path / "mpi" / "lib" / "libmpi.so.40")
+    assert find_launcher(runtime, {"PATH": str(right.parent)}).command[0].endswith(("mpirun", "mpiexec"))
+    assert launcher_vendor(find_launcher(runtime, {"PATH": str(right.parent)}).command) == "openmpi"
+
+
+def test_no_fitting_launcher_is_an_error_that_names_those_it_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "empty"))
+    wrong = program(tmp_path / "path" / "mpiexec", OPEN_MPI)
+    runtime = Runtime("mpich", "5.0.2", None)
+    with pytest.raises(LaunchError) as caught:
+        find_launcher(runtime, {"PATH": str(wrong.parent)})
+    assert "MPICH 5.0.2" in str(caught.value)
+    assert f"{wrong} (Open MPI)" in str(caught.value)
+    assert "SUMMA3D_MPIEXEC" in str(caught.value)
+
+
+def test_the_users_choice_wins_unless_it_belongs_to_another_mpi(tmp_path: Path) -> None:
+    runtime = Runtime("mpich", "5.0.2", None)
+    slurm = program(tmp_path / "srun", "slurm 22.05.8")
+    assert find_launcher(runtime, {"SUMMA3D_MPIEXEC": f"{slurm} --mpi=pmi2"}).command == (str(slurm), "--mpi=pmi2")
+    wrong = program(tmp_path / "mpirun", OPEN_MPI)
+    with pytest.raises(LaunchError, match=r"launcher of Open MPI.*loads MPICH 5\.0\.2"):
+        find_launcher(runtime, {"SUMMA3D_MPIEXEC": str(wrong)})
+
+
+@pytest.mark.parametrize("vendor", ["mpich", "openmpi"])
+def test_ranks_share_the_cores_and_yield_only_where_they_outnumber_them(vendor: str) -> None:
+    crowded, words = rank_environment(vendor, ranks=8, cores=2, environ={})
+    roomy, _ = rank_environment(vendor, ranks=2, cores=8, environ={})
+    waiting = {"mpich": "MPIR_CVAR_POLLS_BEFORE_YIELD", "openmpi": "OMPI_MCA_mpi_yield_when_idle"}[vendor]
+    assert all(crowded[name] == "1" and roomy[name] == "4" for name in THREAD_VARIABLES)
+    assert waiting in crowded and waiting not in roomy
+    assert words == "1 BLAS thread per rank, waiting ranks yield"
+
+
+def test_what_the_user_has_set_stays() -> None:
+    mine = {"OMP_NUM_THREADS": "3", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+    assert rank_environment("mpich", ranks=8, cores=2, environ=mine) == ({}, "")
+
+
+def test_a_serial_process_inside_a_slurm_allocation_was_not_launched() -> None:
+    assert launched_as({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) is None
+    assert launched_as({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}) == (8, 3, "srun")
+    assert launched_as({"PMI_SIZE": "4", "PMI_RANK": "1"}) is not None
+    assert launched_as({}) is None
+
+
+def test_launch_runs_the_command_on_every_rank_and_says_how_in_one_line() -> None:
+    product = ["gemm", "--m", "33", "--n", "20", "--k", "17", "--grid", "x=2,y=2,z=2", "--json"]
+    ended = jobs.run_serial(["-m", "summa3d", "launch", "-n", "8", *product])
+    assert ended.status == 0, ended.stderr
+    assert ended.stdout.count("\n") == 1 and '"grid"' in ended.stdout
+    lines = ended.stderr.splitlines()
+    assert [line for line in lines if line.startswith("summa3d launch: 8 ranks on ")] == lines, ended.stderr
+    assert loaded_runtime().name in lines[0]
+
+
+def test_bad_arguments_are_told_once_by_all_ranks_together() -> None:
+    ended = jobs.run_serial(["-m", "summa3d", "launch", "-n", "4", "gemm", "--bogus"])
+    assert ended.status == entry.USAGE_STATUS
+    assert ended.stderr.count("summa3d gemm: error:") == 1, ended.stderr
+
+
+def test_launch_without_a_command_is_an_error_with_an_example() -> None:
+    ended = jobs.run_serial(["-m", "summa3d", "launch", "-n", "4"])
+    assert ended.status == 1
+    assert ended.stderr.startswith("LaunchError: ") and "for example" in ended.stderr.lower()
+    assert "Traceback" not in ended.stderr
+
+
+def test_several_launched_but_a_world_of_one_is_an_error_that_names_both() -> None:
+    """A launcher of another MPI, as its variables show it: this process is one of 8, but MPI sees a single rank."""
+    vendor = loaded_runtime().vendor
+    name = "PMI" if vendor == "openmpi" else "OMPI_COMM_WORLD"
+    crossed = {f"{name}_SIZE": "8", f"{name}_RANK": "0"}
+    arguments = ["-m", "summa3d", "gemm", "--m", "8", "--n", "8", "--k", "8", "--grid", "x=1,y=1,z=1"]
+    ended = jobs.run_serial(arguments, extra=crossed)
+    assert ended.status == 1
+    assert ended.stderr.startswith("LaunchError: "), ended.stderr
+    assert loaded_runtime().name in ended.stderr
+    assert ("PMI launcher" if vendor == "openmpi" else "Open MPI's launcher") in ended.stderr
+    assert "Traceback" not in ended.stderr
+    other = jobs.run_serial(arguments, extra={**crossed, f"{name}_RANK": "1"})
+    assert other.status == 1 and other.stderr == ""
+
+
+def test_asking_for_the_library_leaves_this_process_without_mpi() -> None:
+    program = "import sys; from summa3d.cli.runtime import loaded_runtime; loaded_runtime(); print('mpi4py.MPI' in sys.modules)"
+    assert jobs.run_serial(["-c", program]).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(("word", "nearest"), [("gem", "gemm"), ("trian", "train")])
+def test_an_unknown_command_names_the_nearest(word: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main([word]) == entry.USAGE_STATUS
+    assert f"did you mean {nearest!r}?" in capsys.readouterr().err
+
+
+def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["--help"]) == 0
+    listing = capsys.readouterr().out
+    assert all(f"  {command} " in listing for command in entry.COMMANDS)

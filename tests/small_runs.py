@@ -1,0 +1,69 @@
+# A run small enough for a test: its configuration, its corpus, and how to start it.
+# Imports summa3d.train; used by tests/train and tests/cli.
+# Next: train/test_resume.py.
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+SMALL = {
+    "dtype": "float64",
+    "grid.order": "zyx",
+    "model.layers": 1,
+    "model.hidden": 24,
+    "model.heads": 6,
+    "model.sequence": 16,
+    "model.dropout": 0.1,
+    "train.steps": 6,
+    "train.batch": 12,
+    "train.warmup": 2,
+    "train.learning_rate": 0.01,
+    "train.evaluate_every": 3,
+    "train.evaluate_batches": 2,
+    "train.checkpoint_every": 2,
+    "train.sample_tokens": 0,
+}
+
+
+def write_corpus(path: Path, words: int = 4000) -> Path:
+    """A text file of random words, the same every time."""
+    chooser = random.Random(7)
+    lexicon = ["".join(chooser.choices("abcdefgh", k=chooser.randint(1, 6))) for _ in range(50)]
+    path.write_text(" ".join(chooser.choices(lexicon, k=words)))
+    return path
+
+
+def assignments(corpus: Path | str, **changes: object) -> list[str]:
+    """``key=value`` texts for the small run, with `changes` (a dot in a key is written as two underscores)."""
+    settings = {**SMALL, "data.path": corpus, **{key.replace("__", "."): value for key, value in changes.items()}}
+    return [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in settings.items()]
+
+
+def small_config(corpus: Path | str, **changes: object) -> Any:
+    """The configuration of the small run."""
+    from summa3d.train import config
+
+    return config.load("demo", assignments(corpus, **changes))
+
+
+def shared_corpus(comm: Any, folder: Path) -> Path:
+    """The corpus in `folder`, written once for all ranks."""
+    path = folder / "corpus.txt"
+    if comm.rank == 0 and not path.exists():
+        write_corpus(path)
+    comm.Barrier()
+    return path
+
+
+def train_small(comm: Any, folder: Path, resume: bool = False, **changes: object) -> dict[str, Any]:
+    """Train the small run in `folder`/run on `comm`; returns its summary."""
+    from summa3d.train.loop import train
+
+    return train(small_config(shared_corpus(comm, folder), **changes), comm, folder / "run", resume=resume)
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The metrics lines of the run in `folder`/run."""
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

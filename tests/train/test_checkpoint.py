@@ -1,0 +1,178 @@
+# Checkpoints: pieces written on one grid and read on another, damage found by every rank, old ones removed.
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from summa3d.comm.grid import Grid
+from summa3d.errors import CheckpointError
+from summa3d.layout.layout import Layout, Sharding
+from summa3d.train import checkpoint, config
+from summa3d.train.pieces import Block
+
+LAYOUTS = {
+    "w": Layout(("z", "x"), ("y",)),
+    "table": Layout(("y", "x"), ("z",)),
+    "copies": Layout(("y",), ()),
+    "whole": Layout((), ()),
+}
+SHAPES = {"w": (13, 7), "table": (11, 5), "copies": (3, 2), "whole": (4, 4)}
+GRID = {1: {"x": 1, "y": 1, "z": 1}, 2: {"x": 1, "y": 2, "z": 1}, 6: {"x": 1, "y": 3, "z": 2}, 8: {"x": 2, "y": 2, "z": 2}}
+
+
+def whole(name: str, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randn(SHAPES[name], dtype=torch.float64, generator=torch.Generator().manual_seed(len(name)))
+    return values.to(dtype)
+
+
+def blocks(grid: Any, filled: bool, dtype: torch.dtype = torch.float64) -> list[Block]:
+    """This rank's blocks of four tensors in four layouts; filled, or NaN to be filled."""
+    made = []
+    for name, layout in LAYOUTS.items():
+        sharding = Sharding(layout, SHAPES[name])
+        block = whole(name, dtype)[sharding.slices(grid)].clone()
+        made.append(Block(name, block if filled else torch.full_like(block, torch.nan), sharding))
+    return made
+
+
+def save(grid: Any, folder: Path, step: int, keep: int = 2, dtype: torch.dtype = torch.float64) -> Path:
+    settings = config.load("demo", [f"train.keep={keep}", "dtype=float64"])
+    return checkpoint.save(folder, step, blocks(grid, True, dtype), grid, settings)
+
+
+def load(grid: Any, path: Path, comm: Any, dtype: torch.dtype = torch.float64) -> list[Block]:
+    found = checkpoint.read(path, comm)
+    found.verify(comm)
+    wanted = blocks(grid, False, dtype)
+    found.load(wanted, grid)
+    return wanted
+
+
+def assert_filled(found: list[Block], grid: Any, dtype: torch.dtype = torch.float64) -> None:
+    for block in found:
+        assert block.tensor.dtype == dtype
+        torch.testing.assert_close(block.tensor, whole(block.name, dtype)[block.sharding.slices(grid)], rtol=0, atol=0)
+
+
+@pytest.mark.mpi(sizes=(1, 2, 6, 8))
+def test_any_grid_reads_what_any_grid_wrote(comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path) -> None:
+    grid = make_grid(**GRID[comm.size])
+    path = save(grid, shared_tmp_path, 3)
+    assert_filled(load(grid, path, comm), grid)
+    turned = make_grid(**dict(zip("xyz", reversed(GRID[comm.size].values()), strict=True)))
+    assert_filled(load(turned, path, comm), turned)
+    if comm.rank == 0:
+        with Grid(MPI.COMM_SELF, {"x": 1, "y": 1, "z": 1}) as alone:
+            assert_filled(load(alone, path, MPI.COMM_SELF), alone)
+            save(alone, shared_tmp_path, 4)
+    comm.Barrier()
+    assert_filled(load(grid, shared_tmp_path / "step-4", comm), grid)
+
+
+@pytest.mark.mpi(sizes=(8,))
+def test_each_element_is_stored_once(comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path) -> None:
+    path = save(make_grid(**GRID[8]), shared_tmp_path, 1)
+    index = json.loads((path / "index.json").read_text())
+    for name, shape in SHAPES.items():
+        covered = torch.zeros(shape, dtype=torch.int64)
+        for piece in index["tensors"][name]["pieces"]:
+            covered[tuple(slice(*part) for part in piece["slices"])] += 1
+        assert bool((covered == 1).all()), name
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_dtypes_are_kept(comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path) -> None:
+    grid = make_grid(**GRID[2])
+    path = save(grid, shared_tmp_path, 1, dtype=torch.bfloat16)
+    assert_filled(load(grid, path, comm, torch.bfloat16), grid, torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"w in .*bfloat16 \(13, 7\); this run's is float64"):
+        load(grid, path, comm)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def alter(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.mpi(sizes=(1, 2))
+@pytest.mark.parametrize(("damage", "words"), [(truncate, "is truncated"), (alter, "is altered"), (Path.unlink, "is missing")])
+@pytest.mark.parametrize("victim", ["first", "last"])
+def test_a_damaged_file_is_named_and_refused_by_every_rank(
+    comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path, damage: Callable[[Path], None], words: str, victim: str
+) -> None:
+    grid = make_grid(**GRID[comm.size])
+    path = save(grid, shared_tmp_path, 5)
+    name = f"rank-{0 if victim == 'first' else comm.size - 1}.safetensors"
+    if comm.rank == 0:
+        damage(path / name)
+    comm.Barrier()
+    with pytest.raises(CheckpointError, match=words) as raised:
+        load(grid, path, comm)
+    assert str(path / name) in str(raised.value)
+    assert len(set(comm.allgather(str(raised.value)))) == 1
+
+
+@pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [('"step": 5', '"step": 6', "is altered"), ('"step"', '"step', "is damaged"), ("{", "[]{", "is damaged")],
+)
+def test_a_damaged_index_is_named_and_refused(
+    comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    path = save(make_grid(**GRID[2]), shared_tmp_path, 5)
+    if comm.rank == 0:
+        index = path / "index.json"
+        index.write_text(index.read_text().replace(old, new, 1))
+    with pytest.raises(CheckpointError, match=words) as raised:
+        checkpoint.read(path, comm)
+    assert str(path / "index.json") in str(raised.value)
+
+
+@pytest.mark.mpi(sizes=(1,))
+def test_the_last_are_kept_and_left_overs_removed(comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path) -> None:
+    grid = make_grid(**GRID[1])
+    (shared_tmp_path / ".tmp-step-9").mkdir()
+    (shared_tmp_path / ".old-step-1").mkdir()
+    (shared_tmp_path / "step-99").mkdir()  # has no index: not complete
+    for step in (2, 4, 6, 10):
+        save(grid, shared_tmp_path, step, keep=2)
+    assert sorted(path.name for path in shared_tmp_path.iterdir()) == ["step-10", "step-6", "step-99"]
+    assert checkpoint.newest(shared_tmp_path) == shared_tmp_path / "step-10"
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_checkpoint_of_another_model_is_refused_with_the_differing_keys(
+    comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path
+) -> None:
+    found = checkpoint.read(save(make_grid(**GRID[2]), shared_tmp_path, 1), comm)
+    found.check_model(config.load("demo", ["dtype=float64", "model.dropout=0.3", "model.ffn=1024", "model.kv_heads=8"]))
+    with pytest.raises(CheckpointError, match="another model") as raised:
+        found.check_model(config.load("demo", ["dtype=float32", "model.hidden=128", "model.ffn=1024"]))
+    lines = str(raised.value).splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == ["model.hidden", "dtype"]
+    assert "checkpoint 256, this run 128" in lines[0]
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_folder_that_cannot_be_written_fails_on_every_rank(
+    comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path
+) -> None:
+    blocked = shared_tmp_path / "file"
+    if comm.rank == 0:
+        blocked.write_text("in the way")
+    comm.Barrier()
+    with pytest.raises(CheckpointError, match="file"):
+        save(make_grid(**GRID[2]), blocked, 1)

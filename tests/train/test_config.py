@@ -1,0 +1,102 @@
+# Configurations: what is accepted, and what is answered to what is not. No MPI, no training.
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from summa3d.errors import ConfigError
+from summa3d.train import config
+
+
+def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
+    settings = ["grid.tile=x=2,y=2", "grid.x=2", "model.ffn=100", "train.betas=[0.8, 0.99]", "regather=false", "data.path=a b"]
+    written = config.load("demo", settings)
+    config.write(written, tmp_path / "config.toml")
+    assert config.load(str(tmp_path / "config.toml")) == written
+    assert (written.grid.tile, written.model.ffn, written.train.betas, written.regather) == (
+        {"x": 2, "y": 2},
+        100,
+        (0.8, 0.99),
+        False,
+    )
+
+
+def test_an_override_wins_over_the_file_and_none_unsets(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[model]\nffn = 100\nhidden = 64\n")
+    read = config.load(str(tmp_path / "run.toml"), ["model.ffn=none", "train.steps=7"])
+    assert (read.model.ffn, read.model.hidden, read.train.steps) == (None, 64, 7)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("train.step", "train.steps"),
+        ("model.hiden", "model.hidden"),
+        ("lr", "train.learning_rate"),
+        ("steps", "train.steps"),
+        ("shceme", "scheme"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_known_one(wrong: str, nearest: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config.load("demo", [f"{wrong}=3"])
+    assert repr(wrong) in str(raised.value) and repr(nearest) in str(raised.value)
+
+
+def test_an_unknown_key_in_a_file_is_found_too(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nbatches = 4\n")
+    with pytest.raises(ConfigError, match=r"'train\.batches'.*'train\.batch'"):
+        config.load(str(tmp_path / "run.toml"))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("train.steps=many", ["train.steps", "'many'", "an integer"]),
+        ("train.steps=1.5", ["train.steps", "1.5", "an integer"]),
+        ("train.steps=true", ["train.steps", "True", "an integer"]),
+        ("train.clip=x", ["train.clip", "a number"]),
+        ("regather=1", ["regather", "true or false"]),
+        ("grid.tile=3", ["grid.tile", "a table of integers"]),
+        ("train.betas=[0.9]", ["train.betas", "a list of 2 numbers"]),
+        ("train=3", ["train is a table", "train.steps"]),
+        ("train.steps", ["--set", "key=value"]),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_key_value_and_type(assignment: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config.load("demo", [assignment])
+    assert all(word in str(raised.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "words"),
+    [
+        (["train.accumulate=3"], ["batch 16", "accumulate = 3", "1, 2, 4, 8, 16"]),
+        (["train.steps=0"], ["train.steps is 0", "at least 1"]),
+        (["train.seed=-1"], ["train.seed is -1", "at least 0"]),
+        (["scheme=cubiod"], ["'cubiod'", "'cuboid'"]),
+        (["dtype=bfloat16"], ["bfloat16", "float32, float64"]),
+        (["model.heads=7"], ["hidden 256", "heads 7", "8"]),
+        (["data.tokenizer=words"], ["'words'", "bpe:N"]),
+        (["data.tokenizer=bpe:500"], ["model.vocabulary 256", "500"]),
+        (["grid.d=2"], ["grid.d is 2"]),
+    ],
+)
+def test_a_value_that_no_run_can_have_is_refused(assignments: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config.load("demo", assignments)
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'dmeo'.*demo"):
+        config.load("dmeo")
+    (tmp_path / "broken.toml").write_text("[train\nsteps = 3")
+    with pytest.raises(ConfigError, match=r"broken\.toml"):
+        config.load(str(tmp_path / "broken.toml"))
+
+
+def test_a_number_may_be_written_as_an_integer() -> None:
+    assert config.load("demo", ["train.clip=2"]).train.clip == 2.0

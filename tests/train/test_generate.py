@@ -1,0 +1,79 @@
+# Generation: the choice of a token, and the same text from every grid.
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from small_runs import train_small
+
+from summa3d.errors import CheckpointError, ConfigError, GridError
+from summa3d.train import generate
+
+LOGITS = np.log([0.1, 0.6, 0.05, 0.25])
+
+
+def test_a_token_is_chosen_as_often_as_its_probability_says() -> None:
+    numbers = (np.arange(1000) + 0.5) / 1000
+    counts = np.bincount([generate.choose(LOGITS, 1.0, 0, number) for number in numbers], minlength=4)
+    assert counts.tolist() == [100, 600, 50, 250]
+
+
+def test_temperature_sharpens_and_zero_takes_the_likeliest() -> None:
+    numbers = (np.arange(1000) + 0.5) / 1000
+    cold = np.bincount([generate.choose(LOGITS, 0.5, 0, number) for number in numbers], minlength=4)
+    assert cold[1] == pytest.approx(1000 * 0.36 / (0.01 + 0.36 + 0.0025 + 0.0625), abs=1)
+    assert {generate.choose(LOGITS, 0.0, 0, number) for number in numbers} == {1}
+
+
+def test_top_k_chooses_among_the_k_likeliest() -> None:
+    assert {generate.choose(LOGITS, 1.0, 2, number) for number in np.linspace(0, 1, 200)} == {1, 3}
+    assert {generate.choose(LOGITS, 1.0, 9, number) for number in np.linspace(0, 1, 200)} == {0, 1, 2, 3}
+
+
+def test_the_random_number_depends_on_seed_and_position() -> None:
+    drawn = {generate.uniform(seed, position) for seed in (1, 2) for position in range(50)}
+    assert len(drawn) == 100 and all(0 <= number < 1 for number in drawn)
+    assert generate.uniform(1, 3) == generate.uniform(1, 3)
+
+
+def continued(folder: Path, comm: Any, **options: Any) -> str:
+    model, plan, settings, tokenizer = generate.load(folder, comm)
+    text = generate.sample(model, plan, settings.model, tokenizer, "abc d", 30, **options)
+    plan.grid.free()
+    return text
+
+
+@pytest.mark.mpi(sizes=(8,))
+def test_the_grid_of_a_run_continues_a_prompt_as_one_rank_does(comm: Any, shared_tmp_path: Path) -> None:
+    train_small(comm, shared_tmp_path, grid__x=2, grid__y=2, grid__z=2, train__steps=15)
+    folder = shared_tmp_path / "run"
+    for options in ({"seed": 5}, {"seed": 6}, {"temperature": 0.0}, {"top_k": 3, "temperature": 1.5}):
+        text = continued(folder, comm, **options)
+        assert comm.allgather(text) == [text] * comm.size
+        assert text.startswith("abc d") and len(text.encode(errors="replace")) >= 35
+        if comm.rank == 0:
+            assert continued(folder, MPI.COMM_SELF, **options) == text
+    assert continued(folder, comm, seed=5) != continued(folder, comm, seed=6)
+
+    part = comm.Split(color=0 if comm.rank < 2 else MPI.UNDEFINED)
+    if part != MPI.COMM_NULL:
+        with pytest.raises(GridError, match=r"x=2,y=2,z=2 has 8 places, but there are 2 ranks"):
+            generate.load(folder, part)
+        part.Free()
+    comm.Barrier()
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_run_without_a_checkpoint_is_refused(comm: Any, shared_tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not a run folder"):
+        generate.load(shared_tmp_path, comm)
+    train_small(comm, shared_tmp_path, grid__y=2, train__steps=1)
+    if comm.rank == 0:
+        shutil.rmtree(shared_tmp_path / "run" / "checkpoints")
+    comm.Barrier()
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        generate.load(shared_tmp_path / "run", comm)

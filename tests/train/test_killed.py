@@ -1,0 +1,115 @@
+# A rank is killed, in a step or in the middle of writing a checkpoint: the job ends, and --resume brings the same end.
+# Starts real jobs with `summa3d launch`; see killed_rank.py for those that kill themselves.
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import assignments, metrics_of, write_corpus
+
+from summa3d.cli.launch import mpi_command
+
+RANKS = 2
+ENDS_WITHIN = 10.0
+PATIENCE = 120.0
+MEASURED = ("tokens_per_second", "seconds", "words_per_rank")
+
+
+def train_arguments(folder: Path, *more: str, **changes: object) -> list[str]:
+    settings = assignments(folder / "corpus.txt", grid__y=RANKS, dtype="float32", **changes)
+    return ["train", "demo", "--run", str(folder / "run"), *[part for one in settings for part in ("--set", one)], *more]
+
+
+def launch(arguments: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "summa3d", "launch", "-n", str(RANKS), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in metrics_of(folder)]
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir() if path.name.startswith("step-"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The numbers of the run that nobody kills."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    write_corpus(folder / "corpus.txt")
+    job = launch(train_arguments(folder))
+    output, _ = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 0, output
+    return numbers(folder)
+
+
+def resume(folder: Path, from_step: str) -> None:
+    job = launch(train_arguments(folder, "--resume"))
+    output, _ = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 0, output
+    assert f"resumed after step {from_step}" in output
+
+
+@pytest.mark.parametrize("killed", ["1 file", "0 rename"])
+def test_a_rank_killed_while_a_checkpoint_is_written(tmp_path: Path, uninterrupted: list[dict[str, Any]], killed: str) -> None:
+    write_corpus(tmp_path / "corpus.txt")
+    program = str(Path(__file__).with_name("killed_rank.py"))
+    command, environment, _ = mpi_command(RANKS, [program, *train_arguments(tmp_path)])
+    job = subprocess.run(command, env={**environment, "KILLED": killed}, capture_output=True, timeout=PATIENCE)
+    assert job.returncode != 0
+    assert saved(tmp_path) == ["step-2"]
+    assert (tmp_path / "run" / "checkpoints" / ".tmp-step-4").is_dir(), "it was not killed while writing"
+
+    resume(tmp_path, from_step="2")
+    assert numbers(tmp_path) == uninterrupted
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-4", "step-6"]
+
+
+def test_a_rank_killed_in_a_step_ends_the_job_soon(tmp_path: Path, uninterrupted: list[dict[str, Any]]) -> None:
+    write_corpus(tmp_path / "corpus.txt")
+    endless = launch(train_arguments(tmp_path, train__steps=100_000, train__keep=1))
+    try:
+        wait_for(lambda: (tmp_path / "run" / "checkpoints" / "step-10").is_dir())
+        os.kill(rank_process(tmp_path / "run", 1), signal.SIGKILL)
+        began = time.monotonic()
+        endless.communicate(timeout=PATIENCE)
+    finally:
+        endless.kill()
+    assert time.monotonic() - began < ENDS_WITHIN
+    assert endless.returncode != 0
+    assert not list(rank_processes(tmp_path / "run"))
+    assert numbers(tmp_path)[0]["loss"] == uninterrupted[0]["loss"]
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "the job did not get there"
+        time.sleep(0.01)
+
+
+def rank_processes(run: Path) -> Iterator[tuple[int, int]]:
+    """(rank, process id) of every rank that trains in this run folder."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+            environment = dict(part.split(b"=", 1) for part in (entry / "environ").read_bytes().split(b"\0") if b"=" in part)
+        except OSError:
+            continue
+        rank = environment.get(b"PMI_RANK", environment.get(b"OMPI_COMM_WORLD_RANK"))
+        if rank is not None and str(run).encode() in arguments and b"launch" not in arguments:
+            yield int(rank), int(entry.name)
+
+
+def rank_process(run: Path, rank: int) -> int:
+    return dict(rank_processes(run))[rank]

@@ -1,0 +1,84 @@
+# Metrics: the lines, the account over ranks, what a resumed run keeps, and the plot.
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from summa3d.comm.ledger import Amounts, Ledger
+from summa3d.train import metrics
+from summa3d.train.metrics import Recorder, Step, Stopwatch
+from summa3d.train.plot import draw_loss
+
+KEYS = ["step", "loss", "grad_norm", "lr", "tokens_per_second", "seconds", "words_per_rank"]
+
+
+def step(number: int, **changes: Any) -> Step:
+    return Step(
+        **{"step": number, "loss": 1 / 3, "grad_norm": 0.1, "lr": 1e-3, "tokens": 64, "seconds": 2.0, "words": 5, **changes}
+    )
+
+
+@pytest.mark.mpi(sizes=(1, 3))
+def test_a_line_holds_the_largest_words_and_floats_in_full(comm: Any, shared_tmp_path: Path) -> None:
+    recorder = Recorder(shared_tmp_path / "metrics.jsonl", comm, resumed_at=0)
+    recorder.post(step(1, words=10 + comm.rank, arithmetic_seconds=0.25))
+    recorder.post(step(2, words=10 - comm.rank, arithmetic_seconds=0.25, validation_loss=2 / 3))
+    recorder.close()
+    comm.Barrier()
+    lines = [json.loads(text) for text in (shared_tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [list(line) for line in lines] == [KEYS, [*KEYS, "validation_loss"]]
+    assert [line["words_per_rank"] for line in lines] == [10 + comm.size - 1, 10]
+    assert (lines[0]["loss"], lines[1]["validation_loss"], lines[0]["tokens_per_second"]) == (1 / 3, 2 / 3, 32.0)
+    if comm.rank == 0:
+        cores = len(os.sched_getaffinity(0))
+        assert recorder.account.cores == cores
+        assert recorder.account.arithmetic_share == pytest.approx(comm.size * 0.5 / (cores * 4.0))
+        assert recorder.communication_share == pytest.approx(1 - comm.size * 0.25 / (cores * 2.0))
+
+
+def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": number}) + "\n" for number in (1, 2, 3)) + '{"step": 4, "lo')
+    metrics.open_at(path, 2).close()
+    assert metrics.read(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_the_stopwatch_leaves_communication_out_of_arithmetic() -> None:
+    ledger = Ledger()
+    ledger.record("all_gather", "x", Amounts(words=7, cpu_seconds=9.0))
+    stopwatch, done = Stopwatch(ledger, threads=1), step(1)
+    busy_until = time.thread_time() + 0.1
+    while time.thread_time() < busy_until:
+        pass
+    ledger.record("all_gather", "x", Amounts(words=3, cpu_seconds=0.06))
+    stopwatch.stop(done)
+    assert done.words == 3
+    assert 0.03 < done.arithmetic_seconds < 0.06
+    assert done.seconds >= 0.1
+
+
+def test_peak_memory_is_at_least_what_was_held_and_of_its_order() -> None:
+    size = 200 << 20
+    block = bytearray(os.urandom(1)) * size
+    assert size < metrics.peak_memory() < 40 * size
+    del block
+    assert metrics.peak_memory() > size
+
+
+def test_cores_are_those_the_process_may_use() -> None:
+    assert metrics.usable_cores(MPI.COMM_SELF) == len(os.sched_getaffinity(0))
+
+
+def test_the_plot_is_a_png_with_both_curves(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    entries = [{"step": number, "loss": 5 / number} for number in range(1, 9)]
+    draw_loss(entries, tmp_path / "without.png")
+    draw_loss([*entries[:-1], {**entries[-1], "validation_loss": 2.0}], tmp_path / "with.png")
+    assert (tmp_path / "with.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()

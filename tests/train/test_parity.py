@@ -1,0 +1,58 @@
+# The promise of the whole stack: the first 20 steps are the serial run's, on every grid, dropout on, and cost what was foretold.
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from summa3d.comm.grid import describe
+from summa3d.nn.config import ModelConfig
+from summa3d.nn.volume import GPTVolume
+from summa3d.train import metrics
+from summa3d.train.config import Config, DataConfig, GridConfig, TrainConfig
+from summa3d.train.loop import train
+
+# 12 rows, 6 heads and h = 24 are what the nine grids need; f, s and v split unevenly.
+MODEL = ModelConfig(layers=2, hidden=24, heads=6, ffn=37, sequence=13, vocabulary=257, dropout=0.1, attention_dropout=0.05)
+TRAINING = TrainConfig(
+    steps=20, batch=24, accumulate=2, seed=3, learning_rate=3e-3, warmup=4, clip=0.5, keep=0, evaluate_batches=1
+)
+GRIDS = {
+    2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
+    3: [(1, 3, 1), (3, 1, 1)],
+    4: [(2, 2, 1)],
+    8: [(2, 2, 2), (1, 2, 4)],
+    12: [(2, 3, 2)],
+}
+TEXT = "".join(f"def f{i}(x):\n    return x * {i * i % 97} + {i}\n" for i in range(400))
+
+
+def run(config: Config, comm: MPI.Comm, folder: Any) -> list[dict[str, Any]]:
+    train(config, comm, folder)
+    return metrics.read(folder / "metrics.jsonl")
+
+
+@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=110)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 2e-4)])
+def test_loss_and_gradient_norm_of_20_steps_equal_the_serial_runs(comm, world_size, shared_tmp_path, dtype, tolerance):
+    corpus = shared_tmp_path / "corpus.py"
+    if comm.rank == 0:
+        corpus.write_text(TEXT)
+    comm.Barrier()
+    config = Config("serial", dtype, model=MODEL, train=TRAINING, data=DataConfig(str(corpus)))
+    want = run(config, MPI.COMM_SELF, shared_tmp_path / "serial") if comm.rank == 0 else None
+    want = comm.bcast(want)
+    for x, y, z in GRIDS[world_size]:
+        grid = GridConfig(x, y, z)
+        got = comm.bcast(run(replace(config, scheme="cuboid", grid=grid), comm, shared_tmp_path / str(grid)))
+        assert len(got) == len(want) == 20
+        for ours, theirs in zip(got, want, strict=True):
+            for number in ("loss", "grad_norm"):
+                assert abs(ours[number] - theirs[number]) <= tolerance * abs(theirs[number]), (grid, ours["step"], number)
+        words = max(
+            GPTVolume(MODEL, TRAINING.micro_batch, MODEL.sequence, grid.axes, at).step(TRAINING.accumulate).words
+            for at in ({"x": i, "y": j, "z": l} for i in range(x) for j in range(y) for l in range(z))  # noqa: E741
+        )
+        assert {entry["words_per_rank"] for entry in got} == {words}, describe(grid.axes)
