@@ -43,7 +43,11 @@ class PlainGPT:
             q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))
             scores = (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).masked_fill(future, -torch.inf)
             context = drop(scores.softmax(-1), f"{name}.attention", config.attention_dropout) @ v
-            x = x + drop(linear(context.transpose(1, 2).reshape(b, s, h), f"{name}.attention.out"), f"{name}.attention_branch", config.dropout)
+            x = x + drop(
+                linear(context.transpose(1, 2).reshape(b, s, h), f"{name}.attention.out"),
+                f"{name}.attention_branch",
+                config.dropout,
+            )
             inner = functional.gelu(linear(norm(x, f"{name}.mlp_norm"), f"{name}.mlp.up"), approximate="tanh")
             x = x + drop(linear(inner, f"{name}.mlp.down"), f"{name}.mlp_branch", config.dropout)
         logits = norm(x, "norm") @ w["embedding.weight"].T

@@ -25,11 +25,16 @@ def empty(shape: Sequence[int], like: Array) -> Array:
 
 def contiguous(array: Array) -> Array:
     """`array` itself if it is C-contiguous, else a C-ordered copy."""
-    return array.contiguous() if is_torch(array) else np.ascontiguousarray(array)
+    if not is_torch(array):
+        return np.asarray(array, order="C")
+    return array if is_contiguous(array) else array.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def is_contiguous(array: Array) -> bool:
-    return array.is_contiguous() if is_torch(array) else array.flags.c_contiguous
+    """Whether the memory holds the elements in C order, as they are (torch may leave a conjugation or a sign to its readers)."""
+    if not is_torch(array):
+        return bool(array.flags.c_contiguous)
+    return array.is_contiguous() and not array.is_conj() and not array.is_neg()
 
 
 def swap_front(array: Array, dim: int) -> Array:
@@ -58,7 +63,7 @@ def cast(array: Array, like: Array) -> Array:
 
 def widen(array: Array) -> Array:
     """A 16-bit float array in float32."""
-    return array.float() if is_torch(array) else array.astype(np.float32)
+    return array.detach().float() if is_torch(array) else array.astype(np.float32)
 
 
 def dtype_name(array: Array) -> str:

@@ -51,7 +51,7 @@ class Axis:
     uncopied, and costs nothing. Words are counted as DESIGN §1 defines them; n is the whole, n_r this rank's part.
     """
 
-    def __init__(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Comm | None, ledger: Ledger, check: bool = False):
+    def __init__(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Comm, ledger: Ledger, check: bool = False):
         self.names, self.size, self.index, self.comm, self.ledger, self.check = names, size, index, comm, ledger, check
         self.label = "·".join(names)
         self.transport = HostTransport()
@@ -81,9 +81,9 @@ class Axis:
         """Overwrite every member's `array` by the root's. Words n (root 0), messages 1 (root 0)."""
         return self._broadcast(array, root, True).wait()
 
-    def reduce(self, array: Array, root: int = 0, op: str = "sum") -> Array | None:
-        """Reduce onto the root; None elsewhere. Words (g−1)·n_r, messages g−1."""
-        return self._reduce(array, root, op, True).wait()
+    def reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Array | None:
+        """Reduce onto the root; None elsewhere. `into`, read at the root only, may be `array` itself. Words (g−1)·n_r, messages g−1."""
+        return self._reduce(array, root, op, True, into).wait()
 
     def all_to_all(self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None) -> Array:
         """Send piece i along `dim` to member i and concatenate what arrives. Words received from others, messages g−1."""
@@ -115,9 +115,9 @@ class Axis:
         """`broadcast`, in flight."""
         return self._broadcast(array, root, False)
 
-    def start_reduce(self, array: Array, root: int = 0, op: str = "sum") -> Pending:
+    def start_reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Pending:
         """`reduce`, in flight."""
-        return self._reduce(array, root, op, False)
+        return self._reduce(array, root, op, False, into)
 
     def start_all_to_all(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
@@ -144,11 +144,11 @@ class Axis:
     def _all_gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool) -> Pending:
         if self.size == 1:
             return _ready(block if into is None else copy_into(into, block))
-        sizes = self._agreed("all_gather", block, dim, sizes or [block.shape[dim]] * self.size, block.shape[dim])
+        dim, sizes = self._settled("all_gather", block, dim, sizes, False, into)
         wall, cpu = time.perf_counter(), time.thread_time()
         front = contiguous(swap_front(block, dim))
         shape = (sum(sizes), *front.shape[1:])
-        rest = _count(front) // sizes[self.index] if sizes[self.index] else _product(front.shape[1:])
+        rest = _product(front.shape[1:])
         direct = into is not None and dim == 0 and is_contiguous(into)
         out = into if direct else empty(shape, block)
         requests = self.transport.all_gather(self.comm, front, out, [size * rest for size in sizes], blocking)
@@ -162,14 +162,18 @@ class Axis:
     def _reduce_scatter(self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool) -> Pending:
         if self.size == 1:
             return _ready(array if into is None else copy_into(into, array))
-        sizes = self._agreed("reduce_scatter", array, dim, sizes or self._equal_parts("reduce_scatter", array, dim), None)
+        dim, sizes = self._settled("reduce_scatter", array, dim, sizes, True, into)
+        self.transport.operation(array, "sum")
         wall, cpu = time.perf_counter(), time.thread_time()
         front = contiguous(swap_front(array, dim))
         own = sizes[self.index]
         rest = _product(front.shape[1:])
         parts = self.ledger.track(empty((self.size, own, *front.shape[1:]), array))
         counts = [size * rest for size in sizes]
-        requests = self.transport.all_to_all(self.comm, front, counts, parts, [own * rest] * self.size, blocking)
+        largest = max(_count(front), self.size * max(sizes) * rest)
+        requests = self.transport.all_to_all(
+            self.comm, front, counts, parts, [own * rest] * self.size, blocking, equal=len(set(sizes)) == 1, largest=largest
+        )
         direct = into is not None and dim == 0
 
         def finish() -> Array:
@@ -182,7 +186,7 @@ class Axis:
     def _all_reduce(self, array: Array, op: str, into: Array | None, blocking: bool) -> Pending:
         if self.size == 1:
             return _ready(array if into is None or into is array else copy_into(into, array))
-        self._check("all_reduce", array, {"shape": tuple(array.shape), "op": op})
+        self._check("all_reduce", array, {"shape": tuple(array.shape), "op": op}, _into_problem(into, array, array.shape))
         wall, cpu = time.perf_counter(), time.thread_time()
         send = contiguous(array)
         n, own = _count(array), _share(_count(array), self.size, self.index)
@@ -207,7 +211,7 @@ class Axis:
     def _broadcast(self, array: Array, root: int, blocking: bool) -> Pending:
         if self.size == 1:
             return _ready(array)
-        self._check("broadcast", array, {"shape": tuple(array.shape), "root": root})
+        self._check("broadcast", array, {"shape": tuple(array.shape), "root": root}, self._root_problem(root))
         wall, cpu = time.perf_counter(), time.thread_time()
         buffer = contiguous(array)
         requests = self.transport.broadcast(self.comm, buffer, root, blocking)
@@ -219,18 +223,22 @@ class Axis:
         words = _count(array) if received else 0
         return self._pending("broadcast", words, int(received), array, requests, finish, wall, cpu, keep=buffer)
 
-    def _reduce(self, array: Array, root: int, op: str, blocking: bool) -> Pending:
+    def _reduce(self, array: Array, root: int, op: str, blocking: bool, into: Array | None = None) -> Pending:
         if self.size == 1:
-            return _ready(array)
-        self._check("reduce", array, {"shape": tuple(array.shape), "root": root, "op": op})
+            return _ready(array if into is None or into is array else copy_into(into, array))
+        problem = self._root_problem(root) or (_into_problem(into, array, array.shape) if self.index == root else None)
+        self._check("reduce", array, {"shape": tuple(array.shape), "root": root, "op": op}, problem)
         wall, cpu = time.perf_counter(), time.thread_time()
         send = widen(array) if is_half(array) else contiguous(array)
-        out = empty(send.shape, send) if self.index == root else None
+        direct = into is not None and not is_half(array) and is_contiguous(into)
+        out = None if self.index != root else into if direct else empty(send.shape, send)
         requests = self.transport.reduce(self.comm, send, out, op, root, blocking)
         words = (self.size - 1) * _share(_count(array), self.size, self.index)
 
         def finish() -> Array | None:
-            return cast(out, array) if out is not None and is_half(array) else out
+            if out is None or out is into:
+                return out
+            return copy_into(into, out) if into is not None else cast(out, array) if is_half(array) else out
 
         return self._pending("reduce", words, self.size - 1, send, requests, finish, wall, cpu, keep=send)
 
@@ -239,17 +247,17 @@ class Axis:
     ) -> Pending:
         if self.size == 1:
             return _ready(array)
-        sizes = sizes or self._equal_parts("all_to_all", array, dim)
-        receive_sizes = receive_sizes or sizes
-        self._check("all_to_all", array, {"dim": dim, "other dims": _other_dims(array, dim)})
-        if sum(sizes) != array.shape[dim]:
-            raise ShapeError(f"all_to_all over {self.label} was given sizes {list(sizes)} for dim {dim} of size {array.shape[dim]}.")
+        equal = sizes is None and receive_sizes is None
+        if (sizes is None) != (receive_sizes is None):
+            raise ShapeError(f"all_to_all over {self.label} takes sizes and receive_sizes together, or neither for equal pieces.")
+        dim, sizes = self._settled("all_to_all", array, dim, sizes, True)
+        receive_sizes = self._awaited(array, sizes, sizes if receive_sizes is None else receive_sizes)
         wall, cpu = time.perf_counter(), time.thread_time()
         front = contiguous(swap_front(array, dim))
         rest = _product(front.shape[1:])
         out = empty((sum(receive_sizes), *front.shape[1:]), array)
         requests = self.transport.all_to_all(
-            self.comm, front, [size * rest for size in sizes], out, [size * rest for size in receive_sizes], blocking
+            self.comm, front, [size * rest for size in sizes], out, [size * rest for size in receive_sizes], blocking, equal
         )
         words = (sum(receive_sizes) - receive_sizes[self.index]) * rest
         return self._pending(
@@ -271,33 +279,59 @@ class Axis:
 
         return Pending(requests, finish, account, keep)
 
-    def _agreed(self, name: str, array: Array, dim: int, sizes: Sequence[int], own: int | None) -> list[int]:
-        """Check `sizes` against the array: their number, and their sum, or this rank's own entry where only that is held."""
-        self._check(name, array, {"dim": dim, "other dims": _other_dims(array, dim), "sizes": list(sizes)})
-        extent = array.shape[dim]
-        held = sum(sizes) if own is None else sizes[self.index] if len(sizes) == self.size else None
-        if len(sizes) != self.size or held != extent:
-            raise ShapeError(
-                f"{name} over {self.label} = {self.size} was given sizes {list(sizes)} for dim {dim} of size {extent} "
-                f"on member {self.index}. Pass one size per member that {'sum to it' if own is None else 'equals its block'}."
+    def _settled(
+        self, name: str, array: Array, dim: int, sizes: Sequence[int] | None, whole: bool, into: Array | None = None
+    ) -> tuple[int, list[int]]:
+        """`dim` counted from the front, and one size per member: `array` holds all of them along `dim` (whole), or this member's."""
+        shape, problem = list(array.shape), None
+        if not -len(shape) <= dim < len(shape):
+            self._check(name, array, {"dim": dim}, f"{name} over {self.label}: an array of shape {tuple(shape)} has no dim {dim}.")
+        dim %= len(shape)
+        extent = shape[dim]
+        if sizes is None:
+            problem = self._parts_problem(name, dim, extent) if whole else None
+            sizes = [extent // self.size if whole else extent] * self.size
+        elif len(sizes) != self.size or (sum(sizes) if whole else sizes[self.index]) != extent:
+            problem = (
+                f"{name} over {self.label} = {self.size} was given sizes {list(sizes)} for dim {dim} of size {extent}. "
+                f"Pass one size per member that {'sum to it' if whole else 'equals its block'}."
             )
-        return list(sizes)
+        if problem is None:
+            result = [*shape[:dim], sizes[self.index] if whole else sum(sizes), *shape[dim + 1 :]]
+            problem = _into_problem(into, array, result)
+        facts: dict[str, Any] = {"dim": dim, "other dims": (*shape[:dim], *shape[dim + 1 :])}
+        if name != "all_to_all":  # whose members may each send other sizes
+            facts |= {"sizes": list(sizes), "extent": extent if whole else sum(sizes)}
+        self._check(name, array, facts, problem)
+        return dim, list(sizes)
 
-    def _equal_parts(self, name: str, array: Array, dim: int) -> list[int]:
-        extent = array.shape[dim]
-        if extent % self.size:
-            raise ShapeError(
-                f"{name}: dim {dim} of size {extent} has no equal parts over {self.label} = {self.size}. "
-                f"Pass sizes, or a multiple of {self.size}: {extent - extent % self.size}, {extent + self.size - extent % self.size}."
-            )
-        return [extent // self.size] * self.size
+    def _awaited(self, array: Array, sizes: Sequence[int], receive_sizes: Sequence[int]) -> list[int]:
+        """`receive_sizes`; in debug mode compared with what the others send."""
+        if self.check:
+            sent = self.comm.alltoall(list(sizes)) if len(receive_sizes) == self.size else None
+            problem = None if sent == list(receive_sizes) else f"Member {self.index} awaits pieces {list(receive_sizes)} but is sent {sent}."
+            self._check("all_to_all", array, {}, problem)
+        return list(receive_sizes)
 
-    def _check(self, name: str, array: Array, facts: dict[str, Any]) -> None:
-        if self.check and self.comm is not None:
-            check_agreement(self.comm, f"{name} over {self.label}", {"dtype": dtype_name(array), **facts})
+    def _parts_problem(self, name: str, dim: int, extent: int) -> str | None:
+        below = extent - extent % self.size
+        return None if below == extent else (
+            f"{name}: dim {dim} of size {extent} has no equal parts over {self.label} = {self.size}. "
+            f"Pass sizes, or a multiple of {self.size}: {below}, {below + self.size}."
+        )
+
+    def _root_problem(self, root: int) -> str | None:
+        return None if 0 <= root < self.size else f"There is no root {root} on axis {self.label}; its members are 0 to {self.size - 1}."
+
+    def _check(self, name: str, array: Array, facts: dict[str, Any], problem: str | None = None) -> None:
+        """Raise ShapeError for a `problem` with this member's call; in debug mode an error on all members if they differ in anything."""
+        if self.check:
+            check_agreement(self.comm, f"{name} over {self.label}", {"dtype": dtype_name(array), **facts, "problem": problem})
+        if problem is not None:
+            raise ShapeError(problem)
 
     def _peer_comm(self, name: str, peer: int) -> MPI.Comm:
-        if self.comm is None or not 0 <= peer < self.size or peer == self.index:
+        if not 0 <= peer < self.size or peer == self.index:
             others = ", ".join(str(member) for member in range(self.size) if member != self.index) or "none"
             raise ShapeError(f"{name} on axis {self.label}: member {self.index} has no peer {peer}. Peers: {others}.")
         return self.comm
@@ -307,6 +341,13 @@ def _delivered(out: Array, dim: int, into: Array | None) -> Array:
     """`out`, gathered with its dim in front, in the caller's order of dims."""
     result = restore_front(out, dim)
     return contiguous(result) if into is None else copy_into(into, result)
+
+
+def _into_problem(into: Array | None, array: Array, shape: Sequence[int]) -> str | None:
+    """Why `into` cannot take a result of `shape` and of the dtype of `array`."""
+    if into is None or (tuple(into.shape) == tuple(shape) and into.dtype == array.dtype):
+        return None
+    return f"into is {tuple(into.shape)} {dtype_name(into)}; the result is {tuple(shape)} {dtype_name(array)}."
 
 
 def _product(shape: Sequence[int]) -> int:
@@ -323,7 +364,3 @@ def _count(array: Array) -> int:
 def _share(n: int, parts: int, index: int) -> int:
     """This rank's part of the balanced split of n."""
     return n // parts + (index < n % parts)
-
-
-def _other_dims(array: Array, dim: int) -> tuple[int, ...]:
-    return tuple(extent for position, extent in enumerate(array.shape) if position != dim)

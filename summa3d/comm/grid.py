@@ -38,7 +38,7 @@ class Grid:
 
     def __init__(
         self,
-        comm: MPI.Comm,
+        comm: MPI.Intracomm,
         axes: Mapping[str, int],
         order: str | Sequence[str] | None = None,
         tile: Mapping[str, int] | None = None,
@@ -67,6 +67,8 @@ class Grid:
         for name in names:
             if name not in self.shape:
                 raise GridError(f"The grid has no axis {name!r}. Its axes: {', '.join(self.shape)}.")
+            if names.count(name) > 1:
+                raise GridError(f"A plane of axes {', '.join(names)} names axis {name!r} twice.")
         return self._axis(names)
 
     @property
@@ -112,7 +114,7 @@ class Grid:
     def free(self) -> None:
         """Release the axes' communicators (collective). The grid cannot be used afterwards."""
         for axis in self._axes.values():
-            if axis.comm is not None and axis.comm != self.comm:
+            if axis.comm not in (self.comm, MPI.COMM_SELF):
                 axis.comm.Free()
         self._axes.clear()
 
@@ -127,12 +129,20 @@ class Grid:
         if names not in self._axes:
             members = self._members(names)
             size, index = len(members), members.index(self.rank)
-            comm = None
-            if size > 1:
-                whole = members == list(range(self.size))
-                comm = self.comm if whole else self.comm.Create_group(self.comm.group.Incl(members))
-            self._axes[names] = Axis(names, size, index, comm, self.ledger, self.check)
+            self._axes[names] = Axis(names, size, index, self._comm_of(members), self.ledger, self.check)
         return self._axes[names]
+
+    def _comm_of(self, members: list[int]) -> MPI.Comm:
+        if len(members) == 1:
+            return MPI.COMM_SELF
+        if members == list(range(self.size)):
+            return self.comm
+        everyone = self.comm.Get_group()
+        group = everyone.Incl(members)
+        comm = self.comm.Create_group(group)
+        group.Free()
+        everyone.Free()
+        return comm
 
     def _members(self, names: tuple[str, ...]) -> list[int]:
         """The ranks that share this rank's coordinates on all other axes, in plane order."""
@@ -188,7 +198,7 @@ def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> d
     return {name: (tile or {}).get(name, 1) for name in shape}
 
 
-def _node_of_each_rank(comm: MPI.Comm) -> list[int]:
+def _node_of_each_rank(comm: MPI.Intracomm) -> list[int]:
     if comm.size == 1:
         return [0]
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)

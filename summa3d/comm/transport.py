@@ -26,6 +26,8 @@ DATATYPES = {
 }
 OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 BOOL_OPERATIONS = {"max": MPI.LOR, "min": MPI.LAND}
+COMPLEX_OPERATIONS = {"sum": MPI.SUM}
+LARGE = 2**62  # more elements than any array has
 
 Requests = list[MPI.Request]
 
@@ -41,7 +43,7 @@ class HostTransport:
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit = limit or (2**62 if MPI.VERSION >= 4 else 2**31 - 1)
+        self.limit = limit or (LARGE if MPI.VERSION >= 4 else 2**31 - 1)
 
     def datatype(self, array: Array) -> MPI.Datatype:
         """The MPI datatype of an array's elements. Raises ShapeError for a dtype that cannot be communicated."""
@@ -52,9 +54,10 @@ class HostTransport:
 
     def operation(self, array: Array, op: str) -> MPI.Op:
         """The MPI reduction `op` for an array's dtype."""
-        table = BOOL_OPERATIONS if dtype_name(array) == "bool" else OPERATIONS
+        name = dtype_name(array)
+        table = BOOL_OPERATIONS if name == "bool" else COMPLEX_OPERATIONS if name.startswith("complex") else OPERATIONS
         if op not in table:
-            raise ShapeError(f"Reduction {op!r} is not defined for dtype {dtype_name(array)}. Defined: {', '.join(table)}.")
+            raise ShapeError(f"Reduction {op!r} is not defined for dtype {name}. Defined: {', '.join(table)}.")
         return table[op]
 
     def all_gather(self, comm: MPI.Comm, block: Array, out: Array, counts: Sequence[int], blocking: bool) -> Requests:
@@ -72,16 +75,29 @@ class HostTransport:
         return _started(vcall([send, counts[comm.rank], kind], [receive, counts, _offsets(counts), kind]))
 
     def all_to_all(
-        self, comm: MPI.Comm, array: Array, counts: Sequence[int], out: Array, out_counts: Sequence[int], blocking: bool
+        self,
+        comm: MPI.Comm,
+        array: Array,
+        counts: Sequence[int],
+        out: Array,
+        out_counts: Sequence[int],
+        blocking: bool,
+        equal: bool = False,
+        largest: int | None = None,
     ) -> Requests:
-        """Piece i of `array` goes to member i; out = the pieces received, one after the other."""
+        """Piece i of `array` goes to member i; out = the pieces received, one after the other.
+
+        `equal` says that all pieces of all members have one size, `largest` how many elements any member sends or receives at
+        most (None: not known). All members must take the same way, so neither can be read off one member's counts.
+        """
         kind, send, receive = self.datatype(array), raw(array), raw(out)
-        if max(sum(counts), sum(out_counts)) > self.limit:
+        largest = sum(counts) if equal else largest
+        if self.limit < LARGE and (largest is None or largest > self.limit):
             sends, receives = _parts(send, counts), _parts(receive, out_counts)
             requests = exchange(comm, sends, receives, kind, self.limit)
             np.copyto(receives[comm.rank], sends[comm.rank])
             return _finish(requests, blocking)
-        if len(set(counts)) == 1 and list(counts) == list(out_counts):
+        if equal:
             call = comm.Alltoall if blocking else comm.Ialltoall
             return _started(call([send, counts[0], kind], [receive, counts[0], kind]))
         vcall = comm.Alltoallv if blocking else comm.Ialltoallv
@@ -107,14 +123,15 @@ class HostTransport:
         return requests
 
     def reduce(self, comm: MPI.Comm, array: Array, out: Array | None, op: str, root: int, blocking: bool) -> Requests:
-        """At the root, out = the reduction of all members' arrays; elsewhere `out` is None."""
+        """At the root, out = the reduction of all members' arrays, `out` may be `array` itself; elsewhere `out` is None."""
         kind, operation, send = self.datatype(array), self.operation(array, op), raw(array)
         receive = None if out is None else raw(out)
         call = comm.Reduce if blocking else comm.Ireduce
         requests: Requests = []
         for part in pieces(len(send), self.limit):
             target = None if receive is None else [receive[part], kind]
-            requests += _started(call([send[part], kind], target, operation, root))
+            source = MPI.IN_PLACE if array is out else [send[part], kind]
+            requests += _started(call(source, target, operation, root))
         return requests
 
     def send(self, comm: MPI.Comm, array: Array, to: int, tag: int) -> Requests:

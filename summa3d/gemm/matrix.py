@@ -33,7 +33,7 @@ class DistMatrix:
     @classmethod
     def from_global(cls, whole: Array, grid: Grid, layout: Layout) -> DistMatrix:
         """The part that this rank holds of a matrix that every rank holds; a copy. Moves nothing."""
-        return cls(distribute(whole, grid, layout), layout, grid, tuple(whole.shape))
+        return cls(distribute(whole, grid, layout), layout, grid, (whole.shape[0], whole.shape[1]))
 
     @classmethod
     def from_function(
@@ -46,14 +46,16 @@ class DistMatrix:
         rows, columns = Sharding(layout, shape).slices(grid)
         block = function(np.arange(rows.start, rows.stop)[:, None], np.arange(columns.start, columns.stop)[None, :])
         extent = (rows.stop - rows.start, columns.stop - columns.start)
-        return cls(np.ascontiguousarray(np.broadcast_to(np.asarray(block, dtype), extent)), layout, grid, tuple(shape))
+        return cls(np.ascontiguousarray(np.broadcast_to(np.asarray(block, dtype), extent)), layout, grid, (shape[0], shape[1]))
 
     def to_global(self) -> Array:
         """The whole matrix, on every rank. Moves, per rank, the words it does not own."""
         return collect(self.block, self.grid, self.layout, self.shape)
 
     def __repr__(self) -> str:
-        return f"DistMatrix({self.shape[0]}×{self.shape[1]} {self.block.dtype}, {self.layout} on {self.grid}, block {tuple(self.block.shape)} here)"
+        rows, columns = Sharding(self.layout, self.shape).slices(self.grid)
+        here = f"rows {rows.start}:{rows.stop}, columns {columns.start}:{columns.stop} here"
+        return f"DistMatrix({self.shape[0]}×{self.shape[1]} {self.block.dtype}, {self.layout} on {self.grid}, {here})"
 
 
 def matmul(
@@ -97,7 +99,8 @@ def plan_for(a: DistMatrix, b: DistMatrix, form: str) -> CuboidPlan:
         plan = CuboidPlan(form, m, n, k, x, y, z)
         if plan.a_layout == a.layout and plan.b_layout == b.layout:
             return plan
-    expected = CuboidPlan(form, m, n, k, *(a.grid.names + ("x", "y", "z"))[:3])
+    roles = [*a.grid.names, *(name for name in ("x", "y", "z") if name not in a.grid.names)]
+    expected = CuboidPlan(form, m, n, k, *roles[:3])
     raise LayoutError(
         f"A in {a.layout} and B in {b.layout} are not the operands of a cuboid product of form {form}.\n"
         f"  On this grid one would be A in {expected.a_layout}, B in {expected.b_layout}; any axes may take these places, alike in both."

@@ -34,17 +34,19 @@ class Layout:
     """For each dim of a tensor, the grid axes that split it, coarse first.
 
     ``Layout(("x", "y"), (), ("z",))``: dim 0 split by x, each part then by y; dim 1 whole; dim 2 split by z. An axis that
-    appears nowhere holds equal copies. Splits nest and are balanced at each level (`split_sizes`).
-    Raises LayoutError where an axis appears twice.
+    appears nowhere holds equal copies, unless it is `hosted`: then index 0 holds the block and all others an empty one.
+    Splits nest and are balanced at each level (`split_sizes`). Raises LayoutError where an axis appears twice.
     """
 
-    __slots__ = ("dims",)
+    __slots__ = ("dims", "hosted")
     dims: tuple[tuple[str, ...], ...]
+    hosted: tuple[str, ...]
 
-    def __init__(self, *dims: Sequence[str]) -> None:
+    def __init__(self, *dims: Sequence[str], hosted: Sequence[str] = ()) -> None:
         object.__setattr__(self, "dims", tuple(tuple(axes) for axes in dims))
+        object.__setattr__(self, "hosted", tuple(hosted))
         seen: set[str] = set()
-        for axis in itertools.chain.from_iterable(self.dims):
+        for axis in itertools.chain(*self.dims, self.hosted):
             if axis in seen:
                 raise LayoutError(f"Axis {axis!r} splits two dims, or one dim twice, in {self}. Each axis can split one dim once.")
             seen.add(axis)
@@ -52,14 +54,18 @@ class Layout:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Layout is immutable")
 
+    def __reduce__(self) -> tuple[type[Layout], tuple[tuple[str, ...], ...]]:
+        return Layout, self.dims
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self.dims == other.dims
+        return isinstance(other, Layout) and (self.dims, self.hosted) == (other.dims, other.hosted)
 
     def __hash__(self) -> int:
-        return hash(self.dims)
+        return hash((self.dims, self.hosted))
 
     def __repr__(self) -> str:
-        return f"Layout({', '.join('(' + ','.join(axes) + ')' for axes in self.dims)})"
+        hosted = f", hosted=({','.join(self.hosted)})" if self.hosted else ""
+        return f"Layout({', '.join('(' + ','.join(axes) + ')' for axes in self.dims)}{hosted})"
 
     @property
     def axes(self) -> frozenset[str]:
@@ -78,7 +84,15 @@ class Layout:
                     raise LayoutError(f"{self} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
                 start, stop = split_range(start, stop, grid_shape[axis], coordinates[axis])
             result.append(slice(start, stop))
+        if any(coordinates[axis] for axis in self.hosted):
+            return tuple(slice(part.start, part.start) for part in result)
         return tuple(result)
+
+    def runs(
+        self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates
+    ) -> tuple[tuple[slice, ...], ...]:
+        """`slices` in the form that every ownership offers: per dim, the ranges that the rank holds, here one."""
+        return tuple((part,) for part in self.slices(shape, grid_shape, coordinates))
 
     def local_shape(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[int, ...]:
         """Shape of the block that the rank at `coordinates` holds."""
@@ -92,7 +106,7 @@ class Layout:
 
     def transposed(self) -> Layout:
         """The layout of the transpose: dims in reverse order."""
-        return Layout(*reversed(self.dims))
+        return Layout(*reversed(self.dims), hosted=self.hosted)
 
     def ways(self, dim: int, grid_shape: Mapping[str, int]) -> int:
         """Into how many parts `dim` is split."""

@@ -1,0 +1,75 @@
+# Blocks of one axis in one stretch of node-shared memory, so that a gather is a view and costs no copy. Imports mpi4py, numpy.
+# Next: collectives.py, which recognises such a block by its address; gemm/matrix.py, which allocates them.
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+from mpi4py import MPI
+
+from ..errors import GridError
+
+
+class SharedBlocks:
+    """The blocks of an axis's members, one after the other along dim 0, in an MPI shared-memory window.
+
+    `block` is this rank's part, `whole` all of them: the all-gather of `block`, without moving anything. Who reads `whole`
+    calls `ready` before (all members have written) and `done` after (all have read), each a barrier of the axis.
+    Creating and freeing are collective over the axis, whose members must share a node.
+    Raises GridError where they do not, or where the node has too little shared memory.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, label: str, sizes: Sequence[int], rest: Sequence[int], dtype: np.typing.DTypeLike) -> None:
+        self.comm, self.dtype = comm, np.dtype(dtype)
+        _check_one_node(comm, label)
+        row = prod(rest) * self.dtype.itemsize
+        self.window = _allocated(comm, label, sizes, row, self.dtype.itemsize)
+        segment, _ = self.window.Shared_query(next((member for member, size in enumerate(sizes) if size * row), 0))
+        memory = MPI.memory.fromaddress(segment.address, sum(sizes) * row) if sum(sizes) * row else bytearray()
+        self.whole: np.ndarray = np.frombuffer(memory, self.dtype).reshape(sum(sizes), *rest)
+        start = sum(sizes[: comm.rank])
+        self.block: np.ndarray = self.whole[start : start + sizes[comm.rank]]
+        self.window.Lock_all(MPI.MODE_NOCHECK)
+
+    @property
+    def address(self) -> int:
+        """Where this rank's block begins: how a collective recognises it."""
+        return int(self.block.__array_interface__["data"][0])
+
+    def ready(self) -> np.ndarray:
+        """`whole`, once every member has written its block."""
+        self.window.Sync()
+        self.comm.Barrier()
+        self.window.Sync()
+        return self.whole
+
+    def done(self) -> None:
+        """Return once every member has read what it needs: only then may blocks be overwritten."""
+        self.comm.Barrier()
+
+    def free(self) -> None:
+        """Give the memory back. `block` and `whole` must not be used afterwards."""
+        self.window.Unlock_all()
+        self.window.Free()
+
+
+def _check_one_node(comm: MPI.Intracomm, label: str) -> None:
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    inside = node.size
+    node.Free()
+    if comm.allreduce(inside, MPI.MIN) < comm.size:
+        raise GridError(
+            f"Axis {label} = {comm.size} does not lie inside one node, so its blocks cannot share memory. "
+            "Use memory that is not shared, or an order of axes that keeps this one inside a node."
+        )
+
+
+def _allocated(comm: MPI.Intracomm, label: str, sizes: Sequence[int], row: int, itemsize: int) -> MPI.Win:
+    try:
+        return MPI.Win.Allocate_shared(sizes[comm.rank] * row, itemsize, comm=comm)
+    except MPI.Exception as error:
+        raise GridError(
+            f"Axis {label} could not be given {sum(sizes) * row:,} bytes of node-shared memory ({error}). "
+            "Use memory that is not shared, or raise the size of the node's shared-memory file system."
+        ) from error

@@ -1,0 +1,111 @@
+# 2-D block-cyclic ownership, as ScaLAPACK has it: pure functions of (global shape, grid shape, coordinates), no communication.
+# Imports errors only. Offers what a Layout offers (dims, hosted, axes, runs, local_shape, …); redistribute.py takes either.
+# Next: redistribute.py, which carries a matrix from one to the other.
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ..errors import LayoutError, ShapeError
+
+Coordinates = Mapping[str, int]
+Runs = tuple[slice, ...]
+
+
+def numroc(n: int, block: int, index: int, processes: int) -> int:
+    """How many of n rows, dealt out in blocks, go to process `index` (ScaLAPACK's NUMROC with source 0)."""
+    whole, rest = divmod(n, block)
+    rounds, extra = divmod(whole, processes)
+    return rounds * block + (block if index < extra else rest if index == extra else 0)
+
+
+@dataclass(frozen=True)
+class BlockCyclic:
+    """Rows and columns dealt out in blocks, in turn, over the axes of a grid; the first block lies at index 0.
+
+    ``BlockCyclic(rows=("x", 64), columns=("y", 64))``: row block i on x = i mod X, column block j on y = j mod Y. In place of
+    an axis name stands a tuple of names for a plane (coarse first, as in ``grid["x", "z"]``), or () where the dim is not split.
+    Axes in neither hold equal copies. A rank stores its rows and columns in ascending order, which is ScaLAPACK's local
+    order; ScaLAPACK stores them by columns (F-ordered), and arrays of either order are taken everywhere.
+
+    BLACS numbers a process grid by rows ("R") as ``Grid(comm, {"x": rows, "y": columns})`` does, by columns ("C") with
+    order="xy".
+    """
+
+    rows: tuple[str | tuple[str, ...], int]
+    columns: tuple[str | tuple[str, ...], int]
+
+    def __post_init__(self) -> None:
+        for _, block in (self.rows, self.columns):
+            if block < 1:
+                raise LayoutError(f"{self} has a block of {block}; the sizes of blocks are whole numbers ≥ 1.")
+        named = [*self.dims[0], *self.dims[1]]
+        if len(set(named)) < len(named):
+            raise LayoutError(f"An axis splits both rows and columns, or one twice, in {self}. Each axis can split one dim once.")
+
+    def __repr__(self) -> str:
+        (row_axes, column_axes), (rows, columns) = self.dims, self.block
+        return f"BlockCyclic(({','.join(row_axes)}) by {rows}, ({','.join(column_axes)}) by {columns})"
+
+    @property
+    def dims(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes that split each dim, coarse first."""
+        return _names(self.rows[0]), _names(self.columns[0])
+
+    @property
+    def hosted(self) -> tuple[str, ...]:
+        """No axis: what does not split holds copies."""
+        return ()
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of one block: MB and NB."""
+        return self.rows[1], self.columns[1]
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that split some dim."""
+        return frozenset(self.dims[0] + self.dims[1])
+
+    def runs(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[Runs, ...]:
+        """Per dim, the ranges of global indices that the rank at `coordinates` holds, in the order in which it stores them."""
+        return tuple(
+            tuple(slice(start, min(start + block, n)) for start in range(index * block, n, block * processes))
+            for n, block, index, processes in self._dealt(shape, grid_shape, coordinates)
+        )
+
+    def local_shape(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[int, ...]:
+        """Shape of the block that the rank at `coordinates` holds: NUMROC of rows and columns."""
+        return tuple(numroc(*dealt) for dealt in self._dealt(shape, grid_shape, coordinates))
+
+    def transposed(self) -> BlockCyclic:
+        """The ownership of the transpose."""
+        return BlockCyclic(rows=self.columns, columns=self.rows)
+
+    def descriptor(
+        self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates, context: int = 0
+    ) -> tuple[int, ...]:
+        """ScaLAPACK's array descriptor of this rank's F-ordered block: (1, context, M, N, MB, NB, 0, 0, LLD)."""
+        local_rows = self.local_shape(shape, grid_shape, coordinates)[0]
+        return (1, context, shape[0], shape[1], *self.block, 0, 0, max(1, local_rows))
+
+    def _dealt(
+        self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates
+    ) -> list[tuple[int, int, int, int]]:
+        """Per dim: its size, the size of a block, this rank's index among the processes, their number."""
+        if len(shape) != 2:
+            raise ShapeError(f"{self} describes matrices; a tensor of shape {tuple(shape)} has {len(shape)} dims.")
+        result = []
+        for n, axes, block in zip(shape, self.dims, self.block, strict=True):
+            index = 0
+            for axis in axes:
+                if axis not in grid_shape:
+                    raise LayoutError(f"{self} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
+                index = index * grid_shape[axis] + coordinates[axis]
+            result.append((n, block, index, prod(grid_shape[axis] for axis in axes)))
+        return result
+
+
+def _names(axes: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)

@@ -1,0 +1,321 @@
+# From any ownership of a tensor to any other over the same ranks: who sends what to whom (pure data), and one all-to-all.
+# Imports layout, cyclic, distribute, comm. Any number of dims, uneven and empty blocks, copies, block-cyclic on either side.
+# Next: gemm/matrix.py, whose `redistribute` it is.
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..comm.arrays import Array, empty, is_torch
+from ..errors import LayoutError, ShapeError
+from .cyclic import BlockCyclic, Runs
+from .layout import Coordinates, Layout
+
+if TYPE_CHECKING:
+    from ..comm.grid import Grid
+
+Ownership = Layout | BlockCyclic
+Key = tuple[tuple[int, ...], ...]
+"""Which part of a tensor a rank holds: per dim, its coordinates on the axes that split it. Equal keys are copies."""
+
+SHORT_RUN = 128
+"""Elements; below this many per run, one fancy-indexed copy is quicker than a slice per run (a slice costs ~0.5 µs)."""
+
+
+class Placement:
+    """An ownership together with the coordinates of every rank: where each element of a tensor is, and its copies."""
+
+    def __init__(self, layout: Ownership, grid_shape: Mapping[str, int], points: Sequence[Coordinates]) -> None:
+        for axis in sorted(layout.axes.union(layout.hosted)):
+            if axis not in grid_shape:
+                raise LayoutError(f"{layout} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
+        self.layout: Ownership = layout
+        self.grid_shape, self.points = grid_shape, points
+        self.keys = [self._key(point) for point in points]
+        self.holders: dict[Key, list[int]] = {}
+        for rank, key in enumerate(self.keys):
+            if key is not None:
+                self.holders.setdefault(key, []).append(rank)
+
+    @classmethod
+    def on(cls, grid: Grid, layout: Ownership) -> Placement:
+        """The placement of `layout` on a grid."""
+        return cls(layout, grid.shape, [grid.coordinates_of(rank) for rank in range(grid.size)])
+
+    def _key(self, point: Coordinates) -> Key | None:
+        if self.layout.dims and any(point[axis] for axis in self.layout.hosted):
+            return None
+        return tuple(tuple(point[axis] for axis in axes) for axes in self.layout.dims)
+
+    def runs(self, shape: Sequence[int], rank: int) -> tuple[Runs, ...]:
+        """Per dim, the ranges of global indices that `rank` holds, in the order in which it stores them."""
+        return self.layout.runs(shape, self.grid_shape, self.points[rank])
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Shape of the block that `rank` holds."""
+        return self.layout.local_shape(shape, self.grid_shape, self.points[rank])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of elements that one rank gives another: per dim, where it lies in the giver's block and in the taker's."""
+
+    giver: int
+    taker: int
+    take: tuple[Runs, ...]
+    put: tuple[Runs, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(sum(run.stop - run.start for run in runs) for runs in self.take)
+
+    @property
+    def words(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass
+class Redistribution:
+    """Who sends what to whom when a tensor of `shape` goes from one placement to another over the same ranks. Plain data.
+
+    Each rank receives each element of its new block once: from itself where it holds it; else from the one rank that holds
+    it; else, of several that hold copies, the takers of a part take turns over its holders. Every rank computes the same plan.
+    """
+
+    shape: tuple[int, ...]
+    source: Placement
+    target: Placement
+    _overlaps: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[Runs, Runs]] = field(default_factory=dict, repr=False)
+    _takers: dict[Key, list[int]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.source.points) != len(self.target.points):
+            before, after = len(self.source.points), len(self.target.points)
+            raise LayoutError(f"A tensor on {before} ranks cannot go to {after}: both grids must fill the same ranks.")
+
+    def words_of(self, rank: int) -> int:
+        """Words that `rank` receives: its new block less what it holds of it already."""
+        wanted = prod(self.target.local_shape(self.shape, rank))
+        return wanted - self._common(self.source.keys[rank], rank)
+
+    def moves(self) -> bool:
+        """Whether any rank receives anything."""
+        return any(self.words_of(rank) for rank in range(len(self.target.points)))
+
+    def messages_of(self, rank: int) -> int:
+        """Messages that `rank` receives: those of one all-to-all, or none where nothing moves."""
+        return len(self.target.points) - 1 if self.moves() else 0
+
+    def kept_by(self, rank: int) -> Piece | None:
+        """What `rank` holds before and after."""
+        return self._piece(rank, rank) if self._common(self.source.keys[rank], rank) else None
+
+    def sent_by(self, rank: int) -> list[Piece]:
+        """What `rank` gives to others, by ascending taker."""
+        part = self.source.keys[rank]
+        if part is None:
+            return []
+        holders = self.source.holders[part]
+        takers = enumerate(self._takers_of(part))
+        return [self._piece(rank, taker) for turn, taker in takers if holders[turn % len(holders)] == rank]
+
+    def received_by(self, rank: int) -> list[Piece]:
+        """What others give to `rank`, by ascending giver."""
+        givers = []
+        for part in self._parts_of(rank):
+            holders = self.source.holders[part]
+            if part != self.source.keys[rank]:
+                turn = self._takers_of(part).index(rank) if len(holders) > 1 else 0
+                givers.append(holders[turn % len(holders)])
+        return [self._piece(giver, rank) for giver in sorted(givers)]
+
+    def _overlap(self, dim: int, source: tuple[int, ...], target: tuple[int, ...], giver: int, taker: int) -> tuple[Runs, Runs]:
+        """Where the indices of `dim` that both hold lie in the giver's block and in the taker's; the keys serve as a memory."""
+        key = (dim, source, target)
+        if key not in self._overlaps:
+            given, taken = self.source.runs(self.shape, giver)[dim], self.target.runs(self.shape, taker)[dim]
+            self._overlaps[key] = common_runs(given, taken)
+        return self._overlaps[key]
+
+    def _piece(self, giver: int, taker: int) -> Piece:
+        pairs = self._overlaps_of(self.source.keys[giver] or (), self.target.keys[taker] or (), giver, taker)
+        return Piece(giver, taker, tuple(take for take, _ in pairs), tuple(put for _, put in pairs))
+
+    def _overlaps_of(self, part: Key, wanted: Key, giver: int, taker: int) -> list[tuple[Runs, Runs]]:
+        return [self._overlap(dim, *keys, giver, taker) for dim, keys in enumerate(zip(part, wanted, strict=True))]
+
+    def _common(self, part: Key | None, taker: int) -> int:
+        """Elements of `part` that the taker's new block needs."""
+        wanted = self.target.keys[taker]
+        if part is None or wanted is None:
+            return 0
+        pairs = self._overlaps_of(part, wanted, self.source.holders[part][0], taker)
+        return prod(sum(run.stop - run.start for run in take) for take, _ in pairs)
+
+    def _parts_of(self, taker: int) -> Iterator[Key]:
+        """The parts of the source that hold elements of the taker's new block."""
+        return (part for part in self.source.holders if self._common(part, taker))
+
+    def _takers_of(self, part: Key) -> list[int]:
+        """The ranks that need something of `part` and do not hold it."""
+        if part not in self._takers:
+            ranks = range(len(self.target.points))
+            self._takers[part] = [rank for rank in ranks if self.source.keys[rank] != part and self._common(part, rank)]
+        return self._takers[part]
+
+
+def common_runs(given: Runs, taken: Runs) -> tuple[Runs, Runs]:
+    """Where the indices in both lists of ascending ranges lie in the storage of each: two lists of ranges of equal total."""
+    in_given: list[slice] = []
+    in_taken: list[slice] = []
+    i = j = given_start = taken_start = 0
+    while i < len(given) and j < len(taken):
+        start, stop = max(given[i].start, taken[j].start), min(given[i].stop, taken[j].stop)
+        if start < stop:
+            _append(in_given, given_start + start - given[i].start, stop - start)
+            _append(in_taken, taken_start + start - taken[j].start, stop - start)
+        if given[i].stop <= taken[j].stop:
+            given_start += given[i].stop - given[i].start
+            i += 1
+        else:
+            taken_start += taken[j].stop - taken[j].start
+            j += 1
+    return tuple(in_given), tuple(in_taken)
+
+
+def _append(runs: list[slice], start: int, length: int) -> None:
+    """Append a range, joined to the last one where it follows it."""
+    if runs and runs[-1].stop == start:
+        start, length = runs[-1].start, length + start - runs.pop().start
+    runs.append(slice(start, start + length))
+
+
+def redistribute(
+    block: Array,
+    shape: Sequence[int],
+    grid: Grid,
+    layout: Ownership,
+    to: Ownership,
+    to_grid: Grid | None = None,
+    order: str = "C",
+) -> Array:
+    """This rank's block of a tensor of global `shape` in the ownership `to`, from its block in `layout`.
+
+    Parameters
+    ----------
+    block : this rank's block under `layout` on `grid`, in any memory order
+    to, to_grid : the new ownership and its grid, over the same ranks in the same order; None is the same grid
+    order : "C", or "F" for a numpy array stored by columns, as ScaLAPACK wants it
+
+    Returns a new array. Moves, per rank, the words of its new block that it does not hold (`Redistribution.words_of`) in one
+    all-to-all over all ranks, counted in `grid`'s ledger; nothing, and no message, where no rank lacks anything. Needs what is
+    sent and what is received once more as workspace.
+    Raises LayoutError or ShapeError, before any communication, where the grids have other ranks or `block` is not this rank's.
+    """
+    to_grid = to_grid or grid
+    check_same_ranks(grid, to_grid)
+    plan = Redistribution(tuple(shape), Placement.on(grid, layout), Placement.on(to_grid, to))
+    expected = plan.source.local_shape(shape, grid.rank)
+    if tuple(block.shape) != expected:
+        raise ShapeError(
+            f"Rank {grid.rank} holds a block of shape {tuple(block.shape)}; "
+            f"{layout} of {tuple(shape)} on {grid} gives {expected}."
+        )
+    out = _new_block(plan.target.local_shape(shape, grid.rank), block, order)
+    kept = plan.kept_by(grid.rank)
+    if kept:
+        put(out, kept.put, taken(block, kept.take))
+    if plan.moves():
+        _exchange(plan, block, out, grid)
+    return out
+
+
+def check_same_ranks(grid: Grid, other: Grid) -> None:
+    """Raise LayoutError unless both grids place the same processes under the same rank numbers. Local."""
+    from mpi4py import MPI
+
+    if grid is not other and MPI.Comm.Compare(grid.comm, other.comm) not in (MPI.IDENT, MPI.CONGRUENT):
+        raise LayoutError(f"{grid} and {other} are not grids of the same ranks. Build both on one communicator.")
+
+
+def _exchange(plan: Redistribution, block: Array, out: Array, grid: Grid) -> None:
+    """Pack what this rank gives, exchange it, and put what arrives in its place in `out`."""
+    from .distribute import world_ranks
+
+    gives = {piece.taker: piece for piece in plan.sent_by(grid.rank)}
+    takes = {piece.giver: piece for piece in plan.received_by(grid.rank)}
+    members = world_ranks(grid)
+    sizes = [gives[rank].words if rank in gives else 0 for rank in members]
+    receive_sizes = [takes[rank].words if rank in takes else 0 for rank in members]
+    packed, start = grid.ledger.track(empty((sum(sizes),), block)), 0
+    for rank, size in zip(members, sizes, strict=True):
+        if size:
+            packed[start : start + size] = taken(block, gives[rank].take).reshape(-1)
+            start += size
+    arrived, start = grid.ledger.track(grid.world.all_to_all(packed, sizes=sizes, receive_sizes=receive_sizes)), 0
+    for rank, size in zip(members, receive_sizes, strict=True):
+        if size:
+            put(out, takes[rank].put, arrived[start : start + size].reshape(takes[rank].shape))
+            start += size
+
+
+def taken(block: Array, runs: tuple[Runs, ...]) -> Array:
+    """The elements of `block` in the ranges of each dim: a view where each dim has one range, else a copy."""
+    if _single(runs):
+        return block[tuple(part[0] for part in runs)]
+    if _short(runs):
+        return block[_open_mesh(runs)]
+    result = empty([sum(run.stop - run.start for run in part) for part in runs], block)
+    for inside, outside in _boxes(runs):
+        result[inside] = block[outside]
+    return result
+
+
+def put(out: Array, runs: tuple[Runs, ...], piece: Array) -> None:
+    """Overwrite the elements of `out` in the ranges of each dim by `piece`; the inverse of `taken`."""
+    if _single(runs):
+        out[tuple(part[0] for part in runs)] = piece
+    elif _short(runs):
+        out[_open_mesh(runs)] = piece
+    else:
+        for inside, outside in _boxes(runs):
+            out[outside] = piece[inside]
+
+
+def _single(runs: tuple[Runs, ...]) -> bool:
+    return all(len(part) == 1 for part in runs)
+
+
+def _short(runs: tuple[Runs, ...]) -> bool:
+    count = prod(len(part) for part in runs)
+    return prod(sum(run.stop - run.start for run in part) for part in runs) < SHORT_RUN * count
+
+
+def _open_mesh(runs: tuple[Runs, ...]) -> tuple[np.ndarray, ...]:
+    return np.ix_(*(np.concatenate([np.arange(run.start, run.stop) for run in part] or [np.arange(0)]) for part in runs))
+
+
+def _boxes(runs: tuple[Runs, ...]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Each box of ranges: where it lies when the ranges are stored one after the other, and where in the block."""
+    ends = [list(itertools.accumulate(run.stop - run.start for run in part)) for part in runs]
+    pairs = [
+        [(slice(end - (run.stop - run.start), end), run) for end, run in zip(part_ends, part, strict=True)]
+        for part_ends, part in zip(ends, runs, strict=True)
+    ]
+    for box in itertools.product(*pairs):
+        yield tuple(inside for inside, _ in box), tuple(outside for _, outside in box)
+
+
+def _new_block(shape: tuple[int, ...], like: Array, order: str) -> Array:
+    if order not in ("C", "F"):
+        raise ShapeError(f"order {order!r} is neither 'C' (by rows) nor 'F' (by columns).")
+    if order == "C":
+        return empty(shape, like)
+    if is_torch(like):
+        return empty(shape[::-1], like).permute(*reversed(range(len(shape))))
+    return np.empty(shape, like.dtype, order="F")

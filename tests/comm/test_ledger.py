@@ -1,0 +1,106 @@
+# The ledger: lines by collective, axis and phase; watching a block of code; the workspace in use and its peak.
+# May import summa3d.comm. Next: test_collectives.py, where each collective's words are checked.
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from summa3d.comm.ledger import Amounts, Ledger
+
+
+def line(words):
+    return Amounts(calls=1, words=words, messages=1, bytes=8 * words, seconds=0.5, cpu_seconds=0.25)
+
+
+def test_lines_are_kept_apart_by_collective_axis_and_phase():
+    ledger = Ledger()
+    ledger.record("all_gather", "x", line(1))
+    with ledger.phase("forward"):
+        ledger.record("all_gather", "x", line(2))
+        with ledger.phase("backward"):
+            ledger.record("all_gather", "y", line(4))
+        ledger.record("reduce", "x", line(8))
+        ledger.record("all_gather", "x", line(16))
+    ledger.record("all_gather", "x", line(32))
+    assert [(row.collective, row.axis, row.phase, row.amounts.words, row.amounts.calls) for row in ledger.rows()] == [
+        ("all_gather", "x", "other", 33, 2),
+        ("all_gather", "x", "forward", 18, 2),
+        ("all_gather", "y", "backward", 4, 1),
+        ("reduce", "x", "forward", 8, 1),
+    ]
+    assert ledger.total().words == 63
+    assert ledger.total("forward") == Amounts(3, 26, 3, 208, 1.5, 0.75)
+    assert ledger.total(axis="x").words == 59
+    assert ledger.total("forward", "y") == Amounts()
+
+
+def test_the_phase_returns_to_what_it_was_after_an_error_and_unknown_phases_are_refused():
+    ledger = Ledger()
+    with pytest.raises(ZeroDivisionError), ledger.phase("optimizer"):
+        raise ZeroDivisionError
+    assert ledger.current_phase == "other"
+    with pytest.raises(ValueError, match="'sideways' is not one of forward, backward, optimizer, other"), ledger.phase("sideways"):
+        pass
+
+
+def test_watching_holds_what_the_block_moved_and_nests():
+    ledger = Ledger()
+    ledger.record("all_gather", "x", line(1))
+    with ledger.watch() as outer:
+        ledger.record("all_gather", "x", line(2))
+        with ledger.watch() as inner:
+            ledger.record("reduce", "y", line(4))
+        ledger.record("all_gather", "x", line(8))
+    ledger.record("reduce", "y", line(16))
+    assert (inner.words, inner.calls, [row.axis for row in inner.rows]) == (4, 1, ["y"])
+    assert (outer.words, outer.calls, outer.bytes, outer.messages, outer.seconds) == (14, 3, 112, 3, 1.5)
+    assert {(row.collective, row.amounts.words) for row in outer.rows} == {("all_gather", 10), ("reduce", 4)}
+    outer.rows[0].amounts.words = 99
+    assert ledger.total().words == 31
+
+
+def test_workspace_is_counted_until_it_is_freed():
+    ledger = Ledger()
+    first = ledger.track(np.zeros(100))
+    second = ledger.track(np.zeros(50, np.float32))
+    assert (ledger.workspace_bytes, ledger.workspace_peak) == (1000, 1000)
+    del first
+    assert (ledger.workspace_bytes, ledger.workspace_peak) == (200, 1000)
+    ledger.reset_peak()
+    assert ledger.workspace_peak == 200
+    del second
+    assert (ledger.workspace_bytes, ledger.workspace_peak) == (0, 200)
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_started_call_is_counted_once_in_the_phase_that_started_it(comm, make_grid):
+    grid = make_grid(x=2, check=False)
+    if comm.rank == 0:
+        time.sleep(0.2)
+    with grid.ledger.phase("backward"):
+        pending = grid["x"].start_all_reduce(np.ones(10))
+    started = grid.ledger.total("backward")
+    assert (started.calls, started.words) == (1, 10)
+    with grid.ledger.phase("forward"):
+        pending.wait()
+        pending.wait()
+    assert [(row.phase, row.amounts.calls) for row in grid.ledger.rows()] == [("backward", 1)]
+    waited = comm.allgather(grid.ledger.total("backward").seconds)
+    assert waited[1] > 0.1 > waited[0]
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_waiting_costs_wall_time_and_work_costs_processor_time(comm, make_grid):
+    """Seconds are those inside the calls only; a rank that computes between two calls is not charged for it."""
+    grid = make_grid(x=2, check=False)
+    with grid.ledger.watch() as moved:
+        if comm.rank == 0:
+            time.sleep(0.3)
+        grid["x"].all_reduce(np.ones(3))
+    if comm.rank == 0:
+        assert moved.seconds < 0.2
+    else:
+        assert moved.seconds > 0.2
+    assert 0 <= moved.cpu_seconds < moved.seconds + 0.05

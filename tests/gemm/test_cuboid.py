@@ -1,0 +1,139 @@
+# The cuboid product against numpy on one process, and its words, messages and workspace against the closed forms, rank by rank.
+# May import summa3d.gemm and kinds; torch only in the tests named so (worlds of 12 and 27 stay on numpy).
+# Next: test_matrix.py, which picks the roles from the layouts.
+from __future__ import annotations
+
+import gc
+from math import sqrt
+
+import numpy as np
+import pytest
+from kinds import array, plain
+
+from summa3d.errors import ShapeError
+from summa3d.gemm import Cuboid, CuboidPlan, volume
+from summa3d.layout import collect, distribute
+
+GRIDS = {
+    1: [(1, 1, 1)],
+    2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
+    3: [(3, 1, 1), (1, 3, 1), (1, 1, 3)],
+    4: [(2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 4, 1)],
+    6: [(2, 1, 3), (1, 3, 2), (3, 2, 1)],
+    8: [(2, 2, 2), (1, 2, 4), (1, 1, 8), (4, 2, 1)],
+    12: [(3, 2, 2), (2, 1, 6)],
+    27: [(3, 3, 3)],
+}
+FORMS = ("nn", "nt", "tn", "tt")
+RAGGED = [(67, 41, 101), (13, 11, 2), (1, 5, 1), (3, 1, 29)]  # k < Z, m < X·Y, n < Y·X on most grids
+UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "complex128": 2.0**-53}
+
+
+def wholes(plan, kind, dtype):
+    """Global A, B, C of a plan in `dtype`, the same on every rank, and op(A), op(B), C as float64 numpy."""
+    random = np.random.default_rng(7)
+    made = []
+    for shape in (plan.a_shape, plan.b_shape, plan.c_shape):
+        values = random.standard_normal(shape)
+        made.append(array(kind, dtype, values + 1j * random.standard_normal(shape) if dtype.startswith("complex") else values))
+    a, b, c = (plain(whole) for whole in made)
+    return made, a.T if plan.form[0] == "t" else a, b.T if plan.form[1] == "t" else b, c
+
+
+def relative_error(got, want):
+    return np.linalg.norm(plain(got) - want) / np.linalg.norm(want)
+
+
+def check_product(grid, plan, kind, dtype, alpha, beta, given):
+    (a, b, c), left, right, old = wholes(plan, kind, dtype)
+    blocks = distribute(a, grid, plan.a_layout), distribute(b, grid, plan.b_layout)
+    out = distribute(c, grid, plan.c_layout) if given else None
+    if given and beta == 0:
+        out[...] = float("nan")  # never read
+    cuboid = Cuboid(plan, grid)
+    gc.collect()
+    grid.ledger.reset_peak()
+    before = grid.ledger.workspace_bytes
+    with grid.ledger.watch() as moved:
+        block = cuboid.run(*blocks, out, alpha, beta)
+    case = (plan, dict(grid.shape), kind, dtype, alpha, beta, given)
+    assert out is None or block is out, case
+    bound = 8 * UNIT[dtype] * sqrt(plan.k)
+    assert relative_error(collect(block, grid, plan.c_layout, plan.c_shape), alpha * left @ right + beta * old) <= bound, case
+    cost = volume.of_plan(plan, grid.shape).cost_of(grid.coordinates)
+    assert (moved.words, moved.messages, moved.bytes) == (cost.words, cost.messages, cost.words * a.itemsize), case
+    assert {row.axis for row in moved.rows} == {role for role in (plan.x, plan.y, plan.z) if grid.shape[role] > 1}, case
+    assert grid.ledger.workspace_peak - before == cost.workspace * a.itemsize, case
+    assert grid.ledger.workspace_bytes == before, case
+    assert np.array_equal(plain(blocks[0]), plain(distribute(a, grid, plan.a_layout))), case
+
+
+@pytest.mark.mpi(sizes=(1, 2, 3, 4, 6, 8, 12, 27))
+def test_every_form_on_every_grid_is_right_and_costs_its_formula(comm, make_grid):
+    """alpha, beta and out take turns over forms and sizes."""
+    turns = [(1, 0, False), (-1.5, 0, True), (1, 1, True), (0.5, -2, True), (2, 0, False)]
+    for turn, (x, y, z) in enumerate(GRIDS[comm.size]):
+        grid = make_grid(x=x, y=y, z=z, check=comm.size <= 4)
+        for form in FORMS:
+            for m, n, k in RAGGED:
+                check_product(grid, CuboidPlan(form, m, n, k), "numpy", "float64", *turns[turn % len(turns)])
+                turn += 1
+
+
+@pytest.mark.mpi(sizes=(1, 4, 12))
+@pytest.mark.parametrize("dtype", ["float32", "float16", "complex128"])
+def test_numpy_dtypes(comm, make_grid, dtype):
+    grid = make_grid(**dict(zip("xyz", GRIDS[comm.size][-1 if comm.size == 1 else 0], strict=True)), check=False)
+    other = make_grid(x=1, y=1, z=comm.size, check=False)
+    for form in FORMS:
+        check_product(grid, CuboidPlan(form, 23, 19, 37), "numpy", dtype, 1, 0, False)
+        check_product(other, CuboidPlan(form, 23, 19, 37), "numpy", dtype, 0.5, 2, True)
+
+
+@pytest.mark.mpi(sizes=(1, 4))
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "complex128"])
+def test_torch_dtypes(comm, make_grid, dtype):
+    for shape in GRIDS[comm.size]:
+        grid = make_grid(**dict(zip("xyz", shape, strict=True)), check=False)
+        for form in FORMS:
+            check_product(grid, CuboidPlan(form, 23, 19, 37), "torch", dtype, 1, 0, False)
+        check_product(grid, CuboidPlan("nt", 23, 19, 37), "torch", dtype, -1.5, 0, True)
+        check_product(grid, CuboidPlan("tn", 23, 19, 37), "torch", dtype, 0.5, 2, True)
+
+
+@pytest.mark.mpi(sizes=(6, 12))
+def test_any_axes_may_take_the_roles(comm, make_grid):
+    grid = make_grid(**dict(zip("xyz", GRIDS[comm.size][0], strict=True)), check=False)
+    for x, y, z in ("xyz", "xzy", "zyx", "yxz", "yzx", "zxy"):
+        for form in FORMS:
+            check_product(grid, CuboidPlan(form, 29, 31, 17, x, y, z), "numpy", "float64", 1, 0, False)
+
+
+@pytest.mark.mpi(sizes=(8,))
+def test_a_grid_may_have_more_axes_than_the_product_uses(comm, make_grid):
+    """Each copy along d multiplies for itself."""
+    grid = make_grid(d=2, x=2, y=1, z=2)
+    check_product(grid, CuboidPlan("nn", 11, 7, 13), "numpy", "float64", 1, 1, True)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_blocks_that_are_not_the_plans_are_refused_before_anything_moves(comm, make_grid):
+    grid = make_grid(x=2, y=1, z=2)
+    plan = CuboidPlan("nn", 8, 6, 4)
+    cuboid = Cuboid(plan, grid)
+    a, b, c = np.zeros((4, 2)), np.zeros((1, 6)), np.zeros((2, 6))
+    assert cuboid.run(a, b, c) is c
+    with grid.ledger.watch() as moved:
+        for blocks, message in (
+            ((a.T, b), r"block of A has shape \(2, 4\); .* expects \(4, 2\)"),
+            ((a, np.zeros((2, 6))), r"block of B has shape \(2, 6\)"),
+            ((a, b, np.zeros((6, 2))), r"block of C has shape \(6, 2\)"),
+            ((a, b.astype(np.float32)), "B has dtype float32, A has float64"),
+            ((a, b, c.astype(np.float16)), "C has dtype float16, A has float64"),
+            ((a, b, None, 1, 2.0), "beta = 2.0 needs the block of C"),
+        ):
+            with pytest.raises(ShapeError, match=message):
+                cuboid.run(*blocks)
+    assert moved.calls == 0
+    with pytest.raises(ShapeError, match="form 'cn' is not one of nn, nt, tn, tt"):
+        CuboidPlan("cn", 1, 1, 1)

@@ -1,0 +1,74 @@
+# One product on one process: forms, alpha, beta, out, dtypes, views, empty sizes, for numpy and torch.
+# May import summa3d.gemm and kinds. Next: test_cuboid.py.
+from __future__ import annotations
+
+from math import sqrt
+
+import numpy as np
+import pytest
+from kinds import array, plain
+
+from summa3d.gemm.local import FORMS, combine, multiply
+
+UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "complex64": 2.0**-24, "complex128": 2.0**-53}
+KINDS = [("numpy", name) for name in UNIT if name != "bfloat16"] + [("torch", name) for name in UNIT]
+
+
+def operands(kind, dtype, form, m, n, k):
+    """Operands as stored for `form`, and op(A), op(B) as numpy holds them."""
+    random = np.random.default_rng(3)
+    left, right = random.standard_normal((m, k)), random.standard_normal((k, n))
+    if dtype.startswith("complex"):
+        left, right = left + 1j * random.standard_normal((m, k)), right - 1j * random.standard_normal((k, n))
+    a = array(kind, dtype, left.T if form[0] == "t" else left)
+    b = array(kind, dtype, right.T if form[1] == "t" else right)
+    return a, b, plain(a).T if form[0] == "t" else plain(a), plain(b).T if form[1] == "t" else plain(b)
+
+
+def assert_close(got, want, dtype, k):
+    assert plain(got).shape == want.shape
+    assert np.linalg.norm(plain(got) - want) <= 8 * UNIT[dtype] * sqrt(max(k, 1)) * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_with_alpha_beta_and_out(kind, dtype, form):
+    a, b, left, right = operands(kind, dtype, form, 13, 7, 29)
+    want = left @ right
+    assert_close(multiply(a, b, form), want, dtype, 29)
+    assert_close(multiply(a, b, form, alpha=-1.5), -1.5 * want, dtype, 29)
+    poison = array(kind, dtype, np.full((13, 7), np.nan))
+    for alpha in (1, 0.5):
+        assert multiply(a, b, form, out=poison, alpha=alpha) is poison
+        assert_close(poison, alpha * want, dtype, 29)  # what it held was never read
+        poison[...] = float("nan")
+    before = array(kind, dtype, np.arange(91.0).reshape(13, 7) % 5)
+    for alpha, beta in ((1, 1), (2, -0.5)):
+        out = array(kind, dtype, plain(before))
+        assert multiply(a, b, form, out=out, alpha=alpha, beta=beta) is out
+        assert_close(out, alpha * want + beta * plain(before), dtype, 29)
+    assert str(multiply(a, b, form).dtype).removeprefix("torch.") == dtype
+    assert np.array_equal(plain(a), left.T if form[0] == "t" else left)  # operands are only read
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("form", FORMS)
+def test_empty_sizes_give_empty_or_zero_products(kind, form):
+    for m, n, k in ((0, 3, 4), (3, 0, 4), (3, 4, 0)):
+        a, b, _, _ = operands(kind, "float64", form, m, n, k)
+        assert np.array_equal(plain(multiply(a, b, form)), np.zeros((m, n)))
+        out = array(kind, "float64", np.full((m, n), 2.0))
+        assert np.array_equal(plain(multiply(a, b, form, out=out, alpha=2, beta=3)), np.full((m, n), 6.0))
+
+
+def test_float16_sums_are_taken_in_float32():
+    """2048 + 1 is 2048 in float16: adding 4096 ones to it in 16 bits would give 2048."""
+    a, b = np.ones((1, 4097), np.float16), np.ones((4097, 1), np.float16)
+    a[0, 0] = 2048
+    assert multiply(a, b, "nn")[0, 0] == 6144
+
+
+def test_combine_never_reads_out_where_beta_is_zero():
+    out = np.full(3, np.inf)
+    assert combine(np.ones(3), out, 0) is out and out.tolist() == [1, 1, 1]
+    assert combine(np.ones(3), out, -2).tolist() == [-1, -1, -1]

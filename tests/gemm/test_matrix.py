@@ -1,0 +1,137 @@
+# Distributed matrices: making them, collecting them, and products whose algorithm and roles are read off the layouts.
+# May import summa3d.gemm; torch only in the test named so. Next: cli/test_gemm.py.
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from summa3d.errors import LayoutError, ShapeError, Summa3dError
+from summa3d.gemm import CuboidPlan, DistMatrix, matmul, volume
+from summa3d.layout import Layout
+
+GRIDS = {1: (1, 1, 1), 4: (2, 1, 2), 6: (1, 3, 2), 8: (2, 2, 2), 12: (3, 2, 2)}
+
+
+def grid_of(comm, make_grid):
+    return make_grid(**dict(zip("xyz", GRIDS[comm.size], strict=True)))
+
+
+def random(shape, seed):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+@pytest.mark.mpi(sizes=(1, 6, 8))
+def test_a_matrix_given_by_a_function_or_as_a_whole_is_the_same_matrix(comm, make_grid):
+    grid = grid_of(comm, make_grid)
+    for layout in (Layout(("x", "y"), ("z",)), Layout((), ("z", "x")), Layout((), ())):
+        whole = np.arange(7)[:, None] * 100.0 + np.arange(5)
+        one = DistMatrix.from_function(lambda rows, columns: rows * 100.0 + columns, (7, 5), grid, layout)
+        two = DistMatrix.from_global(whole, grid, layout)
+        assert one.shape == two.shape == (7, 5) and one.block.dtype == np.float64
+        assert np.array_equal(one.block, two.block) and one.block.flags.c_contiguous
+        assert np.array_equal(one.to_global(), whole) and np.array_equal(two.to_global(), whole)
+        ones = DistMatrix.from_function(lambda rows, columns: 1, (7, 5), grid, layout, "float32")
+        assert ones.block.dtype == np.float32 and np.array_equal(ones.to_global(), np.ones((7, 5)))
+
+
+@pytest.mark.mpi(sizes=(6,))
+def test_its_repr_says_who_owns_what(comm, make_grid):
+    grid = grid_of(comm, make_grid)
+    matrix = DistMatrix.from_global(np.zeros((7, 5)), grid, Layout(("x", "y"), ("z",)))
+    rows, columns = matrix.layout.slices((7, 5), grid.shape, grid.coordinates)
+    for words in ("7×5 float64", "Layout((x,y), (z))", "x=1, y=3, z=2", f"rows {rows.start}:{rows.stop}", f"columns {columns.start}:{columns.stop}"):
+        assert words in repr(matrix)
+
+
+@pytest.mark.mpi(sizes=(1, 4, 6, 8, 12))
+@pytest.mark.parametrize("form", ["nn", "nt", "tn", "tt"])
+def test_roles_are_read_off_the_layouts_and_words_are_the_formulas(comm, make_grid, form):
+    grid = grid_of(comm, make_grid)
+    for roles in ("xyz", "xzy", "yxz", "zxy"):
+        plan = CuboidPlan(form, 23, 19, 31, *roles)
+        a, b = random(plan.a_shape, 1), random(plan.b_shape, 2)
+        left, right = DistMatrix.from_global(a, grid, plan.a_layout), DistMatrix.from_global(b, grid, plan.b_layout)
+        with grid.ledger.watch() as moved:
+            c = matmul(left, right, form)
+        assert c.layout == plan.c_layout and c.shape == (23, 19)
+        want = (a.T if form[0] == "t" else a) @ (b.T if form[1] == "t" else b)
+        assert np.allclose(c.to_global(), want, rtol=0, atol=1e-12)
+        assert moved.words == volume.of_plan(plan, grid.shape).words_of(grid.coordinates)
+
+
+@pytest.mark.mpi(sizes=(8, 12))
+def test_two_products_in_a_row_return_to_the_layout_they_began_with(comm, make_grid):
+    """After each product y and z change places, as in the two linear layers of a transformer's MLP."""
+    grid = grid_of(comm, make_grid)
+    a, w1, w2 = random((17, 11), 1), random((11, 29), 2), random((29, 11), 3)
+    start = DistMatrix.from_global(a, grid, Layout(("x", "y"), ("z",)))
+    first = matmul(start, DistMatrix.from_global(w1, grid, Layout(("z", "x"), ("y",))))
+    assert first.layout == Layout(("x", "z"), ("y",))
+    second = matmul(first, DistMatrix.from_global(w2, grid, Layout(("y", "x"), ("z",))))
+    assert second.layout == start.layout
+    assert np.allclose(second.to_global(), a @ w1 @ w2, rtol=0, atol=1e-11)
+
+
+@pytest.mark.mpi(sizes=(8,))
+def test_alpha_beta_and_out(comm, make_grid):
+    grid = grid_of(comm, make_grid)
+    plan = CuboidPlan("tn", 13, 11, 17)
+    a, b, old = random(plan.a_shape, 1), random(plan.b_shape, 2), random(plan.c_shape, 3)
+    left, right = DistMatrix.from_global(a, grid, plan.a_layout), DistMatrix.from_global(b, grid, plan.b_layout)
+    out = DistMatrix.from_global(old, grid, plan.c_layout)
+    block = out.block
+    assert matmul(left, right, "tn", algorithm="cuboid", alpha=-2, beta=0.5, out=out) is out and out.block is block
+    assert np.allclose(out.to_global(), -2 * a.T @ b + 0.5 * old, rtol=0, atol=1e-12)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_torch_matrices(comm, make_grid):
+    import torch
+
+    grid = grid_of(comm, make_grid)
+    plan = CuboidPlan("nt", 13, 11, 17)
+    a, b = torch.from_numpy(random(plan.a_shape, 1)), torch.from_numpy(random(plan.b_shape, 2))
+    c = matmul(DistMatrix.from_global(a, grid, plan.a_layout), DistMatrix.from_global(b, grid, plan.b_layout), "nt")
+    assert isinstance(c.block, torch.Tensor) and "float64" in repr(c)
+    assert torch.allclose(c.to_global(), a @ b.T, rtol=0, atol=1e-12)
+    with pytest.raises(ShapeError, match="dtype"):
+        matmul(DistMatrix.from_global(a, grid, plan.a_layout), DistMatrix.from_global(b.numpy(), grid, plan.b_layout), "nt")
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_what_cannot_be_multiplied_is_refused_on_every_rank_before_anything_moves(comm, make_grid):
+    grid, other = grid_of(comm, make_grid), make_grid(x=1, y=2, z=2)
+    plan = CuboidPlan("nn", 8, 6, 4)
+    a = DistMatrix.from_global(np.ones((8, 4)), grid, plan.a_layout)
+    b = DistMatrix.from_global(np.ones((4, 6)), grid, plan.b_layout)
+    c = DistMatrix.from_global(np.ones((8, 6)), grid, plan.c_layout)
+    refused = [
+        (lambda: matmul(a, DistMatrix.from_global(np.ones((5, 6)), grid, plan.b_layout)), ShapeError, "8×4 and op(B) is 5×6 (form nn)"),
+        (lambda: matmul(a, b, "tn"), ShapeError, "op(A) is 4×8 and op(B) is 4×6 (form tn): the inner sizes 8 and 4"),
+        (lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6), np.float32), grid, plan.b_layout)), ShapeError, "float64 and B float32"),
+        (lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), other, plan.b_layout)), LayoutError, "another grid"),
+        (lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), grid, plan.a_layout)), LayoutError, "B in Layout((z,x), (y))"),
+        (lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), grid, Layout((), ()))), LayoutError, "cuboid product of form nn"),
+        (lambda: matmul(a, b, "xy"), ShapeError, "form 'xy' is not one of nn, nt, tn, tt"),
+        (lambda: matmul(a, b, algorithm="strassen"), LayoutError, "'strassen' is not known"),
+        (lambda: matmul(a, b, beta=1), ShapeError, "beta = 1 needs the block of C"),
+        (lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((8, 6)), grid, plan.a_layout)), LayoutError, "the product is 8×6 in Layout((x,z), (y))"),
+        (lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((6, 8)), grid, plan.c_layout)), LayoutError, "out is"),
+        (lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((8, 6), np.float32), grid, plan.c_layout)), ShapeError, "C has dtype float32"),
+        (lambda: DistMatrix(a.block, plan.b_layout, grid, (9, 9)), ShapeError, "gives blocks"),
+    ]
+    with grid.ledger.watch() as moved:
+        for attempt, kind, words in refused:
+            with pytest.raises(Summa3dError) as caught:
+                attempt()
+            assert isinstance(caught.value, kind) and words in str(caught.value), str(caught.value)
+    assert moved.calls == 0
+    assert np.array_equal(matmul(a, b, out=c).to_global(), np.full((8, 6), 4))
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_grid_with_fewer_axes_than_roles_is_told_so(comm, make_grid):
+    grid = make_grid(y=2)
+    a = DistMatrix.from_global(np.ones((4, 4)), grid, Layout(("y",), ()))
+    with pytest.raises(LayoutError, match="not the operands of a cuboid product"):
+        matmul(a, a)
