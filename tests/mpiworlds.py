@@ -30,6 +30,7 @@ import pytest
 FOLDER_VARIABLE = "MPIWORLDS_FOLDER"  # set by the parent for the ranks it starts
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 DEFAULT_TIMEOUT = 100.0
+BACKSTOP = 60.0  # seconds after a test's timeout at which a rank ends itself: only where the parent has died
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -93,8 +94,8 @@ def world_size_of(item: pytest.Item) -> int:
     """Return the world size of a collected test, 0 for one that uses no MPI."""
     if item.get_closest_marker("mpi") is None:
         return 0
-    size: int = item.callspec.params["world_size"]  # type: ignore[attr-defined]
-    return size
+    size = item.callspec.params["world_size"]  # type: ignore[attr-defined]
+    return size if isinstance(size, int) else 0  # --worlds left none of its sizes: pytest skips it
 
 
 def timeout_of(item: pytest.Item) -> float:
@@ -133,12 +134,14 @@ class Rank:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.failed = False
+        faulthandler.dump_traceback_later(timeout_of(item) + BACKSTOP, exit=True, file=self.stack)
         self.emit(event="start", test=item.nodeid, at=time.time())
         outcome = yield
         self.emit(event="done", test=item.nodeid)
         while self.failed and not (self.folder / f"go{self.tests}").exists():
             time.sleep(0.02)
         self.tests += 1
+        faulthandler.cancel_dump_traceback_later()
         return outcome
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

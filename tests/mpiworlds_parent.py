@@ -177,6 +177,7 @@ class Parent:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.began = time.time()
+        signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("terminated", 128 + number))  # ends the world too
         self.world: World | None = None
 
     @pytest.hookimpl(trylast=True)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..comm.collectives import Axis, Pending
+from ..comm.collectives import Axis
+from ..comm.pending import Pending
+from ..errors import ShapeError
 from ..gemm.cuboid import Cuboid
 from ..gemm.local import multiply
 
@@ -34,6 +36,10 @@ class Product:
     cuboid: Cuboid
     regather: bool = True
     rows: Axis | None = None
+
+    def __post_init__(self) -> None:
+        if self.cuboid.plan.form not in GRADIENTS:
+            raise ShapeError(f"form {self.cuboid.plan.form!r} has no gradient here. Forms that have: {', '.join(GRADIENTS)}.")
 
     def forward(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """C's block [m/(XZ), n/Y], and the operands to keep for the gradients."""

@@ -1,11 +1,12 @@
-# `summa3d gemm`: one distributed product, timed, counted and checked. Imports gemm, and torch only when a dtype needs it.
-# Next: gemm/matrix.py.
+# `summa3d gemm`: one distributed product, timed, counted and checked. Imports gemm; never torch.
+# Next: contest.py, which races several; gemm/choose.py, which decides where the command line does not.
 from __future__ import annotations
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -15,84 +16,119 @@ from threadpoolctl import threadpool_limits
 from ..errors import ConfigError
 from .runtime import usable_cores
 
-DTYPES = ("float64", "float32", "float16")
-NAP = 0.02  # seconds between a sleeping rank's looks
+DTYPES = ("float64", "float32", "float16", "complex64", "complex128", "int32")
+FORMS = tuple(first + second for first in "ntc" for second in "ntc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from ..gemm.algorithms import ALGORITHMS, ALIASES
+
     parser.description = "Multiply C = alpha·op(A)·op(B) + beta·C on a grid of MPI ranks; print time, words moved and error."
     for size in ("m", "n", "k"):
         parser.add_argument(f"--{size}", type=int, required=True, help=f"size {size} of C (m×n) = op(A) (m×k) · op(B) (k×n)")
-    parser.add_argument("--algorithm", choices=("cuboid",), default="cuboid")
-    parser.add_argument("--grid", type=parse_grid, required=True, metavar="x=X,y=Y,z=Z", help="axis sizes; their product is the number of ranks")
-    parser.add_argument("--form", choices=("nn", "nt", "tn", "tt"), default="nn")
+    parser.add_argument("--algorithm", choices=[*ALGORITHMS, *ALIASES], help="default: what gemm.choose takes")
+    parser.add_argument(
+        "--grid", type=parse_grid, metavar="x=X,y=Y,z=Z", help="axis sizes; their product is the number of ranks. Default: chosen"
+    )
+    parser.add_argument("--form", choices=FORMS, default="nn", help="op of A and B: n as is, t transpose, c conjugate transpose")
     parser.add_argument("--dtype", choices=DTYPES, default="float64")
+    parser.add_argument("--panel", type=int, help="panel width of summa, tesseract and ca25d; default: uncut")
     parser.add_argument("--alpha", type=float, default=1.0)
     parser.add_argument("--beta", type=float, default=0.0)
     parser.add_argument("--repeat", type=int, default=5, help="timed runs, after one that is not counted")
-    parser.add_argument("--check", action="store_true", help="compare with a serial product on rank 0, timed on all cores")
+    parser.add_argument("--check", action="store_true", help="compare with a serial product on rank 0, and time that too")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
 
 
 def parse_grid(text: str) -> dict[str, int]:
     """``x=2,y=2,z=2`` → {"x": 2, "y": 2, "z": 2}"""
-    grid: dict[str, int] = {}
     try:
-        for name, size in (part.split("=") for part in text.split(",")):
-            if name.strip() in grid:
-                raise ValueError(name)
-            grid[name.strip()] = int(size)
+        return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a grid; write it as x=2,y=2,z=2") from None
-    return grid
 
 
 def run(args: argparse.Namespace) -> int:
     from mpi4py import MPI
 
-    from ..comm.grid import Grid
-
-    unknown = [axis for axis in args.grid if axis not in ("x", "y", "z")]
-    if unknown:
-        raise ConfigError(f"--grid names axis {unknown[0]!r}; the cuboid's axes are x, y, z.")
     for name in ("m", "n", "k", "repeat"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
-    grid = Grid(MPI.COMM_WORLD, {axis: args.grid.get(axis, 1) for axis in ("x", "y", "z")})
-    result = measure(args, grid)
-    if grid.rank == 0:
+    algorithm, plan, shape = decided(args, MPI.COMM_WORLD)
+    result = measure(args, algorithm, plan, shape, MPI.COMM_WORLD)
+    if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(result) if args.json else table(result), file=sys.stdout, flush=True)
     return 0
 
 
-def element(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """A well-scaled matrix given by its indices, so that every rank makes its own block of the same operand."""
-    return np.sin(0.37 * rows + 1.3) * np.cos(0.11 * columns) + 0.1 * np.sin((rows * 7 + columns * 3) % 101)
+def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, int]]:
+    """The algorithm, its plan and its grid: what the command line says, and what it leaves open by the chooser."""
+    from ..gemm.algorithms import ALGORITHMS
+    from ..gemm.algorithms import algorithm as named
+    from ..gemm.choose import choose
+
+    if args.grid is None:
+        if args.panel is not None and args.algorithm is None:
+            raise ConfigError("--panel cuts the panels of an algorithm: name it with --algorithm summa, tesseract or ca25d.")
+        name = None if args.algorithm is None else named(args.algorithm, comm.size).name
+        choice = choose(args.m, args.n, args.k, comm.size, args.dtype, algorithm=name, form=args.form)
+        algorithm, shape = ALGORITHMS[choice.algorithm], dict(choice.grid)
+        if comm.rank == 0:
+            print(choice, file=sys.stderr, flush=True)
+    else:
+        algorithm, shape = named(args.algorithm or "cuboid"), dict(args.grid)
+        unknown = [axis for axis in shape if axis not in algorithm.axes]
+        if unknown:
+            raise ConfigError(f"--grid names axis {unknown[0]!r}; the axes of {algorithm.name} are {', '.join(algorithm.axes)}.")
+        shape = {axis: shape.get(axis, 1) for axis in algorithm.axes}
+    options = {} if args.panel is None else {"panel": args.panel}
+    if not set(options) <= set(algorithm.options):
+        raise ConfigError(f"--panel means nothing to {algorithm.name}. It cuts the panels of summa, tesseract and ca25d.")
+    return algorithm, algorithm.plan(args.form, args.m, args.n, args.k, **options), shape
 
 
-def measure(args: argparse.Namespace, grid: Any) -> dict[str, Any]:
-    """Run the product and return the fields of DESIGN §8."""
-    from ..gemm import CuboidPlan, DistMatrix, matmul, volume
+def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str, int], world: Any) -> dict[str, Any]:
+    """Run the product and return the fields of DESIGN §8, on rank 0. Ranks beyond the grid sleep."""
+    from ..comm.grid import Grid
+    from ..gemm.matrix import DistMatrix
 
-    plan = CuboidPlan(args.form, args.m, args.n, args.k)
-    a = DistMatrix.from_function(element, plan.a_shape, grid, plan.a_layout, args.dtype)
-    b = DistMatrix.from_function(element, plan.b_shape, grid, plan.b_layout, args.dtype)
-    c = DistMatrix.from_function(element, plan.c_shape, grid, plan.c_layout, args.dtype)
-    seconds, serial_seconds = [], []
-    for _ in range(args.repeat + 1):
-        c.block[...] = 0
-        seconds.append(_timed(grid, lambda: matmul(a, b, args.form, alpha=args.alpha, beta=args.beta, out=c)))
+    used = 1
+    for size in shape.values():
+        used *= size
+    idle = args.grid is None and used < world.size
+    comm = world if not idle else world.Split(int(world.rank >= used), world.rank)
+    result: dict[str, Any] = {}
+    if not idle or world.rank < used:
+        with Grid(comm, shape) as grid:
+            a, b = (
+                DistMatrix.from_function(element(args.dtype), extent, grid, layout, args.dtype)
+                for extent, layout in ((plan.a_shape, plan.a_layout), (plan.b_shape, plan.b_layout))
+            )
+            c = DistMatrix.from_function(element(args.dtype), plan.c_shape, grid, plan.c_layout, args.dtype)
+            result = timed_and_counted(args, algorithm, plan, a, b, c)
+    sleep_until_all_are_here(world)
+    return result
+
+
+def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any) -> dict[str, Any]:
+    """Time a reused executor; count its words, messages and workspace; check its result if asked."""
+    grid, old, factors = a.grid, c.block.copy(), (scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype))
     grid.ledger.reset_peak()
-    c = DistMatrix.from_function(element, plan.c_shape, grid, plan.c_layout, args.dtype)
-    with grid.ledger.watch() as moved:
-        matmul(a, b, args.form, alpha=args.alpha, beta=args.beta, out=c)
+    executor = algorithm.executor(plan, grid)
+    seconds = []
+    for _ in range(args.repeat + 1):
+        c.block[...] = old
+        with grid.ledger.watch() as moved:
+            seconds.append(_timed(grid, lambda: executor.run(a.block, b.block, c.block, *factors)))
     peak = grid.ledger.workspace_peak
-    costs = volume.of_plan(plan, grid.shape)
+    costs = algorithm.volume(plan, grid.shape, args.dtype)
     words, messages, workspace = (grid.comm.allgather(value) for value in (moved.words, moved.messages, peak))
+    serial_seconds: list[float] = []
     error = relative_error(args, plan, c, serial_seconds) if args.check else None
     times = {"min": min(seconds[1:]), "median": median(seconds[1:]), "max": max(seconds[1:])}
+    flops = (8 if args.dtype.startswith("complex") else 2) * args.m * args.n * args.k
     return {
-        "algorithm": args.algorithm,
+        "algorithm": algorithm.name,
         "form": args.form,
         "grid": grid.shape,
         "m": args.m,
@@ -100,7 +136,7 @@ def measure(args: argparse.Namespace, grid: Any) -> dict[str, Any]:
         "k": args.k,
         "dtype": args.dtype,
         "seconds": times,
-        "gflops": 2 * args.m * args.n * args.k / times["median"] / 1e9,
+        "gflops": flops / times["median"] / 1e9,
         "words_per_rank": max(words),
         "words_per_rank_formula": costs.max_words,
         "words_mean": sum(words) / len(words),
@@ -112,27 +148,49 @@ def measure(args: argparse.Namespace, grid: Any) -> dict[str, Any]:
     }
 
 
+def scalar(value: float, dtype: str) -> float | int:
+    """α or β as the dtype takes it: integers want whole numbers."""
+    return int(value) if dtype.startswith("int") and value == int(value) else value
+
+
 def relative_error(args: argparse.Namespace, plan: Any, c: Any, serial_seconds: list[float]) -> float:
     """‖C − C_serial‖ / ‖C_serial‖ (Frobenius) on rank 0, 0 elsewhere; times the serial product, which has all cores to itself."""
     whole, error = c.to_global(), 0.0
     if c.grid.rank == 0:
-        wide = np.float64 if args.dtype == "float64" else np.float32
+        wide = np.float32 if args.dtype == "float16" else np.dtype(args.dtype).type
         shapes = (plan.a_shape, plan.b_shape, plan.c_shape)
-        a, b, old = (whole_operand(*shape).astype(args.dtype).astype(wide) for shape in shapes)
-        product = serial_product(a.T if args.form[0] == "t" else a, b.T if args.form[1] == "t" else b, args.repeat, serial_seconds)
+        a, b, old = (whole_operand(*shape, dtype=args.dtype).astype(wide) for shape in shapes)
+        product = serial_product(turned(a, args.form[0]), turned(b, args.form[1]), args.repeat, serial_seconds)
         want = args.alpha * product + args.beta * old
-        error = float(np.linalg.norm(whole.astype(wide) - want) / (np.linalg.norm(want) or 1.0))
-    _sleep_until_all_are_here(c.grid.comm)
+        error = float(np.linalg.norm(whole.astype(want.dtype) - want) / (np.linalg.norm(want) or 1.0))
+    sleep_until_all_are_here(c.grid.comm)
     return error
 
 
-def whole_operand(rows: int, columns: int) -> np.ndarray:
+def turned(array: np.ndarray, letter: str) -> np.ndarray:
+    """op of an operand."""
+    return array if letter == "n" else array.T if letter == "t" else array.T.conj()
+
+
+def element(dtype: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """A matrix given by its indices, so that every rank makes its own block of the same operand; whole numbers for integers."""
+
+    def value(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        real = np.sin(0.37 * rows + 1.3) * np.cos(0.11 * columns) + 0.1 * np.sin((rows * 7 + columns * 3) % 101)
+        if dtype.startswith("complex"):
+            return real + 1j * np.cos(0.23 * rows - 0.29 * columns)
+        return np.rint(9 * real) if dtype.startswith("int") else real
+
+    return value
+
+
+def whole_operand(rows: int, columns: int, dtype: str) -> np.ndarray:
     """What `element` gives for every index."""
-    return element(np.arange(rows)[:, None], np.arange(columns)[None, :])
+    return element(dtype)(np.arange(rows)[:, None], np.arange(columns)[None, :]).astype(dtype)
 
 
 def serial_product(left: np.ndarray, right: np.ndarray, repeat: int, seconds: list[float]) -> np.ndarray:
-    """left·right by numpy with as many threads as this process has cores; appends the time of each of `repeat` runs after a first."""
+    """left·right by numpy with a thread for each core; appends the time of each of `repeat` runs after a first."""
     product = np.empty((left.shape[0], right.shape[1]), left.dtype)
     with threadpool_limits(limits=usable_cores(), user_api="blas"):
         for _ in range(repeat + 1):
@@ -143,11 +201,11 @@ def serial_product(left: np.ndarray, right: np.ndarray, repeat: int, seconds: li
     return product
 
 
-def _sleep_until_all_are_here(comm: Any) -> None:
-    """A barrier whose waiting ranks leave their cores alone."""
+def sleep_until_all_are_here(comm: Any) -> None:
+    """A barrier whose waiting ranks sleep and leave the cores to those that still compute."""
     request = comm.Ibarrier()
     while not request.Test():
-        time.sleep(NAP)
+        time.sleep(0.005)
 
 
 def _timed(grid: Any, call: Any) -> float:
@@ -161,14 +219,16 @@ def _timed(grid: Any, call: Any) -> float:
 
 def table(result: dict[str, Any]) -> str:
     """The result for people."""
-    seconds = result["seconds"]
+    low, middle, high = (1e3 * result["seconds"][name] for name in ("min", "median", "max"))
+    formula = result["words_per_rank_formula"]
     lines = [
         f"{result['algorithm']} {result['form']} {result['m']}×{result['n']}×{result['k']} {result['dtype']} on {result['grid']}",
-        f"time      {seconds['median'] * 1e3:.2f} ms (min {seconds['min'] * 1e3:.2f}, max {seconds['max'] * 1e3:.2f}), {result['gflops']:.1f} Gflop/s",
-        f"words     {result['words_per_rank']:,} per rank (formula {result['words_per_rank_formula']:,}), mean {result['words_mean']:,.1f}",
+        f"time      {middle:.2f} ms (min {low:.2f}, max {high:.2f}), {result['gflops']:.1f} Gflop/s",
+        f"words     {result['words_per_rank']:,} per rank (formula {formula:,}), mean {result['words_mean']:,.1f}",
         f"messages  {result['messages_per_rank']} per rank",
         f"workspace {result['workspace_bytes']:,} bytes per rank (formula {result['workspace_bytes_formula']:,})",
     ]
     if result["relative_error"] is not None:
-        lines.append(f"error     {result['relative_error']:.2e} against a serial product ({result['serial_seconds'] * 1e3:.2f} ms)")
+        serial = 1e3 * result["serial_seconds"]
+        lines.append(f"error     {result['relative_error']:.2e} against a serial product ({serial:.2f} ms)")
     return "\n".join(lines)

@@ -25,9 +25,11 @@ COMMANDS = {
     "gemm": "multiply two distributed matrices; report time, words moved and error",
     "train": "train a transformer from a configuration",
     "generate": "continue a prompt with a trained model",
+    "bench": "time products against each other: algorithms side by side, strong and weak scaling",
+    "report": "show tables and plots of what bench measured",
     "doctor": "report what this installation runs on, and what may go wrong",
 }
-WITHOUT_MPI = ("launch", "doctor")
+WITHOUT_MPI = ("launch", "report", "doctor")
 USAGE_STATUS = 2
 TIME_TO_SPEAK = 1.0  # seconds the other ranks leave to rank 0 where MPI cannot order them
 
@@ -133,8 +135,10 @@ def start_mpi() -> None:
     _share_cores(node)
     node.Free()
     from ..comm.failure import install_abort_hook
+    from ..comm.memory import keep_freed_memory
 
     install_abort_hook()
+    keep_freed_memory()
 
 
 def _check_launcher(version: str, size: int | None) -> None:

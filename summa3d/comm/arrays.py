@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,11 @@ Array = Any
 
 def is_torch(array: Array) -> bool:
     return hasattr(type(array), "data_ptr")
+
+
+def address(array: Array) -> int:
+    """Where the first element lies."""
+    return int(array.data_ptr() if is_torch(array) else array.__array_interface__["data"][0])
 
 
 def empty(shape: Sequence[int], like: Array) -> Array:
@@ -108,3 +114,26 @@ def raw(array: Array) -> np.ndarray:
         return flat.view(torch.uint16).numpy() if is_half(array) else flat.numpy()
     flat = array.reshape(-1)
     return flat.view(np.uint16) if is_half(array) else flat
+
+
+def delivered(out: Array, dim: int, into: Array | None) -> Array:
+    """`out`, gathered with its dim in front, in the caller's order of dims."""
+    result = restore_front(out, dim)
+    return contiguous(result) if into is None else copy_into(into, result)
+
+
+def into_problem(into: Array | None, array: Array, shape: Sequence[int]) -> str | None:
+    """Why `into` cannot take a result of `shape` and of the dtype of `array`."""
+    if into is None or (tuple(into.shape) == tuple(shape) and into.dtype == array.dtype):
+        return None
+    return f"into is {tuple(into.shape)} {dtype_name(into)}; the result is {tuple(shape)} {dtype_name(array)}."
+
+
+def count(array: Array) -> int:
+    """Its elements."""
+    return prod(array.shape)
+
+
+def share(n: int, parts: int, index: int) -> int:
+    """This rank's part of the balanced split of n."""
+    return n // parts + (index < n % parts)

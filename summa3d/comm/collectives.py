@@ -5,45 +5,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from mpi4py import MPI
 
 from ..errors import ShapeError
-from .arrays import Array, cast, contiguous, copy_into, dtype_name, empty, is_contiguous, is_half, restore_front, sum_parts, swap_front, widen
+from .arrays import (
+    Array,
+    cast,
+    contiguous,
+    copy_into,
+    count,
+    delivered,
+    dtype_name,
+    empty,
+    into_problem,
+    is_contiguous,
+    is_half,
+    share,
+    sum_parts,
+    swap_front,
+    widen,
+)
 from .failure import check_agreement
 from .ledger import Amounts, Ledger
+from .pending import Pending, completed
+from .shared import SharedViews
 from .transport import HostTransport, Requests
 
 
-class Pending:
-    """A communication in flight. `wait()` completes it and returns its result; a second call returns the same result.
-
-    It keeps every buffer alive until then.
-    """
-
-    def __init__(self, requests: Requests, finish: Callable[[], Array], account: Callable[[float, float], None], keep: Any = None):
-        self._requests, self._finish, self._account, self._keep = requests, finish, account, keep
-        self._done = False
-        self._result: Array = None
-
-    def wait(self) -> Array:
-        if not self._done:
-            wall, cpu = time.perf_counter(), time.thread_time()
-            if self._requests:
-                MPI.Request.Waitall(self._requests)
-            self._result = self._finish()
-            self._done = True
-            self._account(time.perf_counter() - wall, time.thread_time() - cpu)
-            del self._requests, self._finish, self._account, self._keep
-        return self._result
-
-
-def _ready(result: Array) -> Pending:
-    return Pending([], lambda: result, lambda wall, cpu: None)
-
-
-class Axis:
+class Axis(SharedViews):
     """One axis of a grid, or a plane of several, seen from this rank: its size, this rank's index, and its collectives.
 
     Arrays are numpy arrays or torch CPU tensors. `sizes` are the members' extents along `dim`; without it they are equal.
@@ -51,10 +43,11 @@ class Axis:
     uncopied, and costs nothing. Words are counted as DESIGN §1 defines them; n is the whole, n_r this rank's part.
     """
 
-    def __init__(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Comm, ledger: Ledger, check: bool = False):
+    def __init__(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Intracomm, ledger: Ledger, check: bool = False):
         self.names, self.size, self.index, self.comm, self.ledger, self.check = names, size, index, comm, ledger, check
         self.label = "·".join(names)
         self.transport = HostTransport()
+        self._shared = {}
 
     def __repr__(self) -> str:
         return f"Axis({self.label}: {self.index} of {self.size})"
@@ -65,13 +58,20 @@ class Axis:
         """Concatenate the members' blocks along `dim`. Words n − n_r, messages g−1."""
         return self._all_gather(block, dim, sizes, into, True).wait()
 
-    def reduce_scatter(self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None) -> Array:
+    def reduce_scatter(
+        self,
+        array: Array,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        into: Array | None = None,
+        parts: Array | None = None,
+    ) -> Array:
         """Sum the members' arrays and keep this rank's part along `dim`. Words (g−1)·n_r, messages g−1.
 
         The parts are added in the members' order, so that the result never depends on the MPI library; needs g·n_r words
-        of workspace. 16-bit floats are accumulated in float32 and rounded once.
+        of workspace, `parts`, allocated here unless it is given. 16-bit floats are accumulated in float32 and rounded once.
         """
-        return self._reduce_scatter(array, dim, sizes, into, True).wait()
+        return self._reduce_scatter(array, dim, sizes, into, True, parts).wait()
 
     def all_reduce(self, array: Array, op: str = "sum", into: Array | None = None) -> Array:
         """Reduce the members' arrays by `op` (sum, max, min) on all of them. Words n + (g−2)·n_r, messages 2(g−1)."""
@@ -82,10 +82,12 @@ class Axis:
         return self._broadcast(array, root, True).wait()
 
     def reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Array | None:
-        """Reduce onto the root; None elsewhere. `into`, read at the root only, may be `array` itself. Words (g−1)·n_r, messages g−1."""
+        """Reduce onto the root; None elsewhere. `into`, for the root, may be `array` itself. Words (g−1)·n_r, messages g−1."""
         return self._reduce(array, root, op, True, into).wait()
 
-    def all_to_all(self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None) -> Array:
+    def all_to_all(
+        self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
+    ) -> Array:
         """Send piece i along `dim` to member i and concatenate what arrives. Words received from others, messages g−1."""
         return self._all_to_all(array, dim, sizes, receive_sizes, True).wait()
 
@@ -99,11 +101,15 @@ class Axis:
 
     # -- started: return a Pending ---------------------------------------------------------------------------------------
 
-    def start_all_gather(self, block: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None) -> Pending:
+    def start_all_gather(
+        self, block: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None
+    ) -> Pending:
         """`all_gather`, in flight."""
         return self._all_gather(block, dim, sizes, into, False)
 
-    def start_reduce_scatter(self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None) -> Pending:
+    def start_reduce_scatter(
+        self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None
+    ) -> Pending:
         """`reduce_scatter`, in flight."""
         return self._reduce_scatter(array, dim, sizes, into, False)
 
@@ -137,59 +143,62 @@ class Axis:
             raise ShapeError("receive overwrites its array in place, so the array must be C-contiguous.")
         wall, cpu = time.perf_counter(), time.thread_time()
         requests = self.transport.receive(self._peer_comm("receive", source), array, source, tag)
-        return self._pending("receive", _count(array), 1, array, requests, lambda: array, wall, cpu)
+        return self._pending("receive", count(array), 1, array, requests, lambda: array, wall, cpu)
 
     # -- the work ---------------------------------------------------------------------------------------------------------
 
     def _all_gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool) -> Pending:
         if self.size == 1:
-            return _ready(block if into is None else copy_into(into, block))
+            return completed(block if into is None else copy_into(into, block))
         dim, sizes = self._settled("all_gather", block, dim, sizes, False, into)
         wall, cpu = time.perf_counter(), time.thread_time()
         front = contiguous(swap_front(block, dim))
         shape = (sum(sizes), *front.shape[1:])
-        rest = _product(front.shape[1:])
+        rest = prod(front.shape[1:])
         direct = into is not None and dim == 0 and is_contiguous(into)
         out = into if direct else empty(shape, block)
         requests = self.transport.all_gather(self.comm, front, out, [size * rest for size in sizes], blocking)
-        words = _count(out) - _count(front)
+        words = count(out) - count(front)
 
         def finish() -> Array:
-            return out if direct else _delivered(out, dim, into)
+            return out if direct else delivered(out, dim, into)
 
         return self._pending("all_gather", words, self.size - 1, block, requests, finish, wall, cpu, keep=(front, out))
 
-    def _reduce_scatter(self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool) -> Pending:
+    def _reduce_scatter(
+        self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool, parts: Array | None = None
+    ) -> Pending:
         if self.size == 1:
-            return _ready(array if into is None else copy_into(into, array))
+            return completed(array if into is None else copy_into(into, array))
         dim, sizes = self._settled("reduce_scatter", array, dim, sizes, True, into)
         self.transport.operation(array, "sum")
         wall, cpu = time.perf_counter(), time.thread_time()
         front = contiguous(swap_front(array, dim))
         own = sizes[self.index]
-        rest = _product(front.shape[1:])
-        parts = self.ledger.track(empty((self.size, own, *front.shape[1:]), array))
+        rest = prod(front.shape[1:])
+        shape = (self.size, own, *front.shape[1:])
+        room = self.ledger.track(empty(shape, array)) if parts is None else parts.reshape(shape)
         counts = [size * rest for size in sizes]
-        largest = max(_count(front), self.size * max(sizes) * rest)
+        largest = max(count(front), self.size * max(sizes) * rest)
         requests = self.transport.all_to_all(
-            self.comm, front, counts, parts, [own * rest] * self.size, blocking, equal=len(set(sizes)) == 1, largest=largest
+            self.comm, front, counts, room, [own * rest] * self.size, blocking, equal=len(set(sizes)) == 1, largest=largest
         )
         direct = into is not None and dim == 0
 
         def finish() -> Array:
-            out = sum_parts(parts, into if direct else empty(parts.shape[1:], parts))
-            return out if direct else _delivered(out, dim, into)
+            out = sum_parts(room, into if direct else empty(shape[1:], room))
+            return out if direct else delivered(out, dim, into)
 
         words = (self.size - 1) * own * rest
-        return self._pending("reduce_scatter", words, self.size - 1, array, requests, finish, wall, cpu, keep=(front, parts))
+        return self._pending("reduce_scatter", words, self.size - 1, array, requests, finish, wall, cpu, keep=(front, room))
 
     def _all_reduce(self, array: Array, op: str, into: Array | None, blocking: bool) -> Pending:
         if self.size == 1:
-            return _ready(array if into is None or into is array else copy_into(into, array))
-        self._check("all_reduce", array, {"shape": tuple(array.shape), "op": op}, _into_problem(into, array, array.shape))
+            return completed(array if into is None or into is array else copy_into(into, array))
+        self._check("all_reduce", array, {"shape": tuple(array.shape), "op": op}, into_problem(into, array, array.shape))
         wall, cpu = time.perf_counter(), time.thread_time()
         send = contiguous(array)
-        n, own = _count(array), _share(_count(array), self.size, self.index)
+        n, own = count(array), share(count(array), self.size, self.index)
         words, messages = n + (self.size - 2) * own, 2 * (self.size - 1)
         if is_half(array):
             wide = widen(send)
@@ -210,7 +219,7 @@ class Axis:
 
     def _broadcast(self, array: Array, root: int, blocking: bool) -> Pending:
         if self.size == 1:
-            return _ready(array)
+            return completed(array)
         self._check("broadcast", array, {"shape": tuple(array.shape), "root": root}, self._root_problem(root))
         wall, cpu = time.perf_counter(), time.thread_time()
         buffer = contiguous(array)
@@ -220,20 +229,20 @@ class Axis:
         def finish() -> Array:
             return array if buffer is array else copy_into(array, buffer)
 
-        words = _count(array) if received else 0
+        words = count(array) if received else 0
         return self._pending("broadcast", words, int(received), array, requests, finish, wall, cpu, keep=buffer)
 
     def _reduce(self, array: Array, root: int, op: str, blocking: bool, into: Array | None = None) -> Pending:
         if self.size == 1:
-            return _ready(array if into is None or into is array else copy_into(into, array))
-        problem = self._root_problem(root) or (_into_problem(into, array, array.shape) if self.index == root else None)
+            return completed(array if into is None or into is array else copy_into(into, array))
+        problem = self._root_problem(root) or (into_problem(into, array, array.shape) if self.index == root else None)
         self._check("reduce", array, {"shape": tuple(array.shape), "root": root, "op": op}, problem)
         wall, cpu = time.perf_counter(), time.thread_time()
-        send = widen(array) if is_half(array) else contiguous(array)
+        send = widen(contiguous(array)) if is_half(array) else contiguous(array)
         direct = into is not None and not is_half(array) and is_contiguous(into)
         out = None if self.index != root else into if direct else empty(send.shape, send)
         requests = self.transport.reduce(self.comm, send, out, op, root, blocking)
-        words = (self.size - 1) * _share(_count(array), self.size, self.index)
+        words = (self.size - 1) * share(count(array), self.size, self.index)
 
         def finish() -> Array | None:
             if out is None or out is into:
@@ -246,7 +255,7 @@ class Axis:
         self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None, blocking: bool
     ) -> Pending:
         if self.size == 1:
-            return _ready(array)
+            return completed(array)
         equal = sizes is None and receive_sizes is None
         if (sizes is None) != (receive_sizes is None):
             raise ShapeError(f"all_to_all over {self.label} takes sizes and receive_sizes together, or neither for equal pieces.")
@@ -254,20 +263,29 @@ class Axis:
         receive_sizes = self._awaited(array, sizes, sizes if receive_sizes is None else receive_sizes)
         wall, cpu = time.perf_counter(), time.thread_time()
         front = contiguous(swap_front(array, dim))
-        rest = _product(front.shape[1:])
+        rest = prod(front.shape[1:])
         out = empty((sum(receive_sizes), *front.shape[1:]), array)
         requests = self.transport.all_to_all(
             self.comm, front, [size * rest for size in sizes], out, [size * rest for size in receive_sizes], blocking, equal
         )
         words = (sum(receive_sizes) - receive_sizes[self.index]) * rest
         return self._pending(
-            "all_to_all", words, self.size - 1, array, requests, lambda: _delivered(out, dim, None), wall, cpu, keep=(front, out)
+            "all_to_all", words, self.size - 1, array, requests, lambda: delivered(out, dim, None), wall, cpu, keep=(front, out)
         )
 
     # -- checks and accounts ----------------------------------------------------------------------------------------------
 
     def _pending(
-        self, name: str, words: int, messages: int, array: Array, requests: Requests, finish: Callable[[], Any], wall: float, cpu: float, keep: Any = None
+        self,
+        name: str,
+        words: int,
+        messages: int,
+        array: Array,
+        requests: Requests,
+        finish: Callable[[], Any],
+        wall: float,
+        cpu: float,
+        keep: Any = None,
     ) -> Pending:
         amounts = Amounts(1, words, messages, words * array.itemsize, time.perf_counter() - wall, time.thread_time() - cpu)
         self.ledger.record(name, self.label, amounts)
@@ -282,10 +300,12 @@ class Axis:
     def _settled(
         self, name: str, array: Array, dim: int, sizes: Sequence[int] | None, whole: bool, into: Array | None = None
     ) -> tuple[int, list[int]]:
-        """`dim` counted from the front, and one size per member: `array` holds all of them along `dim` (whole), or this member's."""
+        """`dim` counted from the front, and one size per member: `array` holds all of them along it (whole), or this member's."""
         shape, problem = list(array.shape), None
         if not -len(shape) <= dim < len(shape):
-            self._check(name, array, {"dim": dim}, f"{name} over {self.label}: an array of shape {tuple(shape)} has no dim {dim}.")
+            self._check(
+                name, array, {"dim": dim}, f"{name} over {self.label}: an array of shape {tuple(shape)} has no dim {dim}."
+            )
         dim %= len(shape)
         extent = shape[dim]
         if sizes is None:
@@ -298,7 +318,7 @@ class Axis:
             )
         if problem is None:
             result = [*shape[:dim], sizes[self.index] if whole else sum(sizes), *shape[dim + 1 :]]
-            problem = _into_problem(into, array, result)
+            problem = into_problem(into, array, result)
         facts: dict[str, Any] = {"dim": dim, "other dims": (*shape[:dim], *shape[dim + 1 :])}
         if name != "all_to_all":  # whose members may each send other sizes
             facts |= {"sizes": list(sizes), "extent": extent if whole else sum(sizes)}
@@ -309,22 +329,34 @@ class Axis:
         """`receive_sizes`; in debug mode compared with what the others send."""
         if self.check:
             sent = self.comm.alltoall(list(sizes)) if len(receive_sizes) == self.size else None
-            problem = None if sent == list(receive_sizes) else f"Member {self.index} awaits pieces {list(receive_sizes)} but is sent {sent}."
+            problem = (
+                None
+                if sent == list(receive_sizes)
+                else f"Member {self.index} awaits pieces {list(receive_sizes)} but is sent {sent}."
+            )
             self._check("all_to_all", array, {}, problem)
         return list(receive_sizes)
 
     def _parts_problem(self, name: str, dim: int, extent: int) -> str | None:
         below = extent - extent % self.size
-        return None if below == extent else (
-            f"{name}: dim {dim} of size {extent} has no equal parts over {self.label} = {self.size}. "
-            f"Pass sizes, or a multiple of {self.size}: {below}, {below + self.size}."
+        return (
+            None
+            if below == extent
+            else (
+                f"{name}: dim {dim} of size {extent} has no equal parts over {self.label} = {self.size}. "
+                f"Pass sizes, or a multiple of {self.size}: {below}, {below + self.size}."
+            )
         )
 
     def _root_problem(self, root: int) -> str | None:
-        return None if 0 <= root < self.size else f"There is no root {root} on axis {self.label}; its members are 0 to {self.size - 1}."
+        return (
+            None
+            if 0 <= root < self.size
+            else f"There is no root {root} on axis {self.label}; its members are 0 to {self.size - 1}."
+        )
 
     def _check(self, name: str, array: Array, facts: dict[str, Any], problem: str | None = None) -> None:
-        """Raise ShapeError for a `problem` with this member's call; in debug mode an error on all members if they differ in anything."""
+        """Raise ShapeError for a `problem` with this call; in debug mode an error on all members if they differ in anything."""
         if self.check:
             check_agreement(self.comm, f"{name} over {self.label}", {"dtype": dtype_name(array), **facts, "problem": problem})
         if problem is not None:
@@ -335,32 +367,3 @@ class Axis:
             others = ", ".join(str(member) for member in range(self.size) if member != self.index) or "none"
             raise ShapeError(f"{name} on axis {self.label}: member {self.index} has no peer {peer}. Peers: {others}.")
         return self.comm
-
-
-def _delivered(out: Array, dim: int, into: Array | None) -> Array:
-    """`out`, gathered with its dim in front, in the caller's order of dims."""
-    result = restore_front(out, dim)
-    return contiguous(result) if into is None else copy_into(into, result)
-
-
-def _into_problem(into: Array | None, array: Array, shape: Sequence[int]) -> str | None:
-    """Why `into` cannot take a result of `shape` and of the dtype of `array`."""
-    if into is None or (tuple(into.shape) == tuple(shape) and into.dtype == array.dtype):
-        return None
-    return f"into is {tuple(into.shape)} {dtype_name(into)}; the result is {tuple(shape)} {dtype_name(array)}."
-
-
-def _product(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
-
-
-def _count(array: Array) -> int:
-    return _product(array.shape)
-
-
-def _share(n: int, parts: int, index: int) -> int:
-    """This rank's part of the balanced split of n."""
-    return n // parts + (index < n % parts)

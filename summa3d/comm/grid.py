@@ -114,6 +114,7 @@ class Grid:
     def free(self) -> None:
         """Release the axes' communicators (collective). The grid cannot be used afterwards."""
         for axis in self._axes.values():
+            axis.free()
             if axis.comm not in (self.comm, MPI.COMM_SELF):
                 axis.comm.Free()
         self._axes.clear()
@@ -132,7 +133,7 @@ class Grid:
             self._axes[names] = Axis(names, size, index, self._comm_of(members), self.ledger, self.check)
         return self._axes[names]
 
-    def _comm_of(self, members: list[int]) -> MPI.Comm:
+    def _comm_of(self, members: list[int]) -> MPI.Intracomm:
         if len(members) == 1:
             return MPI.COMM_SELF
         if members == list(range(self.size)):
@@ -155,7 +156,10 @@ def grids_of(ranks: int, names: Sequence[str]) -> list[dict[str, int]]:
     if len(names) == 1:
         return [{names[0]: ranks}]
     return [
-        {names[0]: size, **rest} for size in range(1, ranks + 1) if ranks % size == 0 for rest in grids_of(ranks // size, names[1:])
+        {names[0]: size, **rest}
+        for size in range(1, ranks + 1)
+        if ranks % size == 0
+        for rest in grids_of(ranks // size, names[1:])
     ]
 
 

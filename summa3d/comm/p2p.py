@@ -22,7 +22,9 @@ def exchange(
     others = [member for member in range(comm.size) if member != comm.rank]
     requests = []
     for source in others:
-        requests += [comm.Irecv([receives[source][part], kind], source, EXCHANGE_TAG) for part in pieces(len(receives[source]), limit)]
+        requests += [
+            comm.Irecv([receives[source][part], kind], source, EXCHANGE_TAG) for part in pieces(len(receives[source]), limit)
+        ]
     for target in others:
         requests += [comm.Isend([sends[target][part], kind], target, EXCHANGE_TAG) for part in pieces(len(sends[target]), limit)]
     return requests

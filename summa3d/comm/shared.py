@@ -2,13 +2,17 @@
 # Next: collectives.py, which recognises such a block by its address; gemm/matrix.py, which allocates them.
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from ..errors import GridError
+from .arrays import Array, address
+from .ledger import Amounts, Ledger
 
 
 class SharedBlocks:
@@ -20,13 +24,15 @@ class SharedBlocks:
     Raises GridError where they do not, or where the node has too little shared memory.
     """
 
-    def __init__(self, comm: MPI.Intracomm, label: str, sizes: Sequence[int], rest: Sequence[int], dtype: np.typing.DTypeLike) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, label: str, sizes: Sequence[int], rest: Sequence[int], dtype: np.typing.DTypeLike
+    ) -> None:
         self.comm, self.dtype = comm, np.dtype(dtype)
         _check_one_node(comm, label)
         row = prod(rest) * self.dtype.itemsize
         self.window = _allocated(comm, label, sizes, row, self.dtype.itemsize)
         segment, _ = self.window.Shared_query(next((member for member, size in enumerate(sizes) if size * row), 0))
-        memory = MPI.memory.fromaddress(segment.address, sum(sizes) * row) if sum(sizes) * row else bytearray()
+        memory: Any = MPI.memory.fromaddress(segment.address, sum(sizes) * row) if sum(sizes) * row else bytearray()
         self.whole: np.ndarray = np.frombuffer(memory, self.dtype).reshape(sum(sizes), *rest)
         start = sum(sizes[: comm.rank])
         self.block: np.ndarray = self.whole[start : start + sizes[comm.rank]]
@@ -52,6 +58,51 @@ class SharedBlocks:
         """Give the memory back. `block` and `whole` must not be used afterwards."""
         self.window.Unlock_all()
         self.window.Free()
+
+
+class SharedViews:
+    """The part of an axis that reads the members' shared blocks where they lie."""
+
+    size: int
+    label: str
+    ledger: Ledger
+    _shared: dict[int, SharedBlocks]
+
+    def adopt(self, blocks: SharedBlocks) -> Array:
+        """Recognise the members' shared blocks from now on; returns this member's."""
+        self._shared[blocks.address] = blocks
+        return blocks.block
+
+    def view_gathered(self, block: Array) -> Array | None:
+        """What `all_gather` along dim 0 would give, uncopied, if `block` is adopted; else None. Words as all_gather's.
+
+        The members may not overwrite their blocks until all have called `release`.
+        """
+        shared = self._shared.get(address(block)) if self._shared else None
+        return None if shared is None else self.view(shared, shared.whole.size - shared.block.size)
+
+    def view(self, shared: SharedBlocks, words: int) -> Array:
+        """All members' blocks, once they are written, `words` of which this member reads from others."""
+        wall, cpu = time.perf_counter(), time.thread_time()
+        whole = shared.ready()
+        seconds, cpu_seconds = time.perf_counter() - wall, time.thread_time() - cpu
+        nbytes = words * shared.dtype.itemsize
+        self.ledger.record("view", self.label, Amounts(1, words, self.size - 1, nbytes, seconds, cpu_seconds))
+        return whole
+
+    def release(self, block: Array) -> None:
+        """Return once all members have read what they need of an adopted block; of other blocks, at once."""
+        shared = self._shared.get(address(block)) if self._shared else None
+        if shared is not None:
+            wall, cpu = time.perf_counter(), time.thread_time()
+            shared.done()
+            self.ledger.record("view", self.label, Amounts(0, 0, 0, 0, time.perf_counter() - wall, time.thread_time() - cpu))
+
+    def free(self) -> None:
+        """Give back the shared memory of adopted blocks (collective)."""
+        for shared in self._shared.values():
+            shared.free()
+        self._shared.clear()
 
 
 def _check_one_node(comm: MPI.Intracomm, label: str) -> None:

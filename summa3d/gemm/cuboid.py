@@ -1,21 +1,26 @@
-# The load-balanced 3-D product on any X×Y×Z grid: the plan (who holds what) and its executor. Imports layout, comm, local.
+# The load-balanced 3-D product on any X×Y×Z grid: the plan (who holds what) and its executor. Imports layout, comm, plan, blas.
 # Roles, not letters: y gathers A, x gathers B, z reduces C. Any grid axes may take the roles, so the gradients of a product
 # are products of the same kind with permuted roles (dA: y↔z, dB: x↔z), and nothing is ever redistributed.
 # Next: volume.py (its closed forms), autograd/matmul.py (its gradients).
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ..comm.arrays import Array
-from ..comm.collectives import Pending
-from ..comm.grid import Grid
-from ..errors import ShapeError
+from ..comm.arrays import Array, sum_parts
+from ..comm.collectives import Axis
+from ..comm.grid import grids_of
+from ..comm.pending import Pending
+from ..comm.shared import SharedBlocks
 from ..layout.layout import Layout, split_sizes
-from .local import FORMS, combine, multiply
+from .blas import accumulate, add
+from .local import multiply
+from .plan import Product, ProductPlan
 
 
 @dataclass(frozen=True)
-class CuboidPlan:
+class CuboidPlan(ProductPlan):
     """C (m×n) = op(A)·op(B), op(A) m×k, with grid axes in the roles x, y, z. Plain data.
 
     | form | A | B | C |
@@ -25,92 +30,135 @@ class CuboidPlan:
     | tn | [k:(z,y), m:x] | [k:(z,x), n:y] | [m:(x,z), n:y] |
     | tt | [k:(z,y), m:x] | [n:(y,x), k:z] | [m:(x,z), n:y] |
 
-    Every fine split lies on dim 0, so that each gather and scatter is contiguous in memory.
+    Every fine split lies on dim 0, so that each gather and scatter is contiguous in memory. c splits as t does.
     """
 
-    form: str
-    m: int
-    n: int
-    k: int
     x: str = "x"
     y: str = "y"
     z: str = "z"
 
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ShapeError(f"form {self.form!r} is not one of {', '.join(FORMS)}.")
-
     @property
     def a_layout(self) -> Layout:
-        return Layout((self.z, self.y), (self.x,)) if self.form[0] == "t" else Layout((self.x, self.y), (self.z,))
+        return Layout((self.x, self.y), (self.z,)) if self.form[0] == "n" else Layout((self.z, self.y), (self.x,))
 
     @property
     def b_layout(self) -> Layout:
-        return Layout((self.y, self.x), (self.z,)) if self.form[1] == "t" else Layout((self.z, self.x), (self.y,))
+        return Layout((self.z, self.x), (self.y,)) if self.form[1] == "n" else Layout((self.y, self.x), (self.z,))
 
     @property
     def c_layout(self) -> Layout:
         return Layout((self.x, self.z), (self.y,))
 
-    @property
-    def a_shape(self) -> tuple[int, int]:
-        return (self.k, self.m) if self.form[0] == "t" else (self.m, self.k)
+    @staticmethod
+    def grids(ranks: int) -> list[dict[str, int]]:
+        """Every grid of these ranks."""
+        return grids_of(ranks, ("x", "y", "z"))
 
-    @property
-    def b_shape(self) -> tuple[int, int]:
-        return (self.n, self.k) if self.form[1] == "t" else (self.k, self.n)
-
-    @property
-    def c_shape(self) -> tuple[int, int]:
-        return (self.m, self.n)
+    def check_grid(self, grid_shape: Any) -> None:
+        """Any grid that has the three axes will do."""
+        self.check_axes(grid_shape)
 
 
-class Cuboid:
+class Cuboid(Product):
     """A plan bound to the axes of a grid: C = op(A)·op(B) by gathering A along y and B along x, and scatter-adding C along z.
 
-    The steps are separate, so that a gradient can share one gather between two products and overlap a scatter with the
-    next product. Source: Bian et al. 2021, Algorithm 1, on a cuboid instead of a cube and with B's fine split on rows.
+    `run` moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean) in (Y−1)+(X−1)+(Z−1) messages; its workspace, the
+    gathered A and B, the partial C and the Z parts to be summed, is allocated once. A block that lies in node-shared memory
+    (`SharedBlocks`, adopted by its axis) is gathered as a view, without copy or workspace; with `shared` the partial C lies
+    there too, and each rank sums its rows where the others left them.
+
+    The steps are there on their own as well, for gradients: they share one gather between two products and overlap a scatter
+    with the next product. Source: Bian et al. 2021, Algorithm 1, on a cuboid instead of a cube, with B's fine split on rows.
     """
 
-    def __init__(self, plan: CuboidPlan, grid: Grid) -> None:
-        self.plan, self.ledger = plan, grid.ledger
-        self.x, self.y, self.z = grid[plan.x], grid[plan.y], grid[plan.z]
-        self.a_block = plan.a_layout.local_shape(plan.a_shape, grid.shape, grid.coordinates)
-        self.b_block = plan.b_layout.local_shape(plan.b_shape, grid.shape, grid.coordinates)
-        self.c_block = plan.c_layout.local_shape(plan.c_shape, grid.shape, grid.coordinates)
-        coarse = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid.shape, grid.coordinates)
-        m, n, k = coarse
-        self.a_sizes = split_sizes(k if plan.form[0] == "t" else m, self.y.size)
-        self.b_sizes = split_sizes(n if plan.form[1] == "t" else k, self.x.size)
-        self.c_sizes = split_sizes(m, self.z.size)
+    plan: CuboidPlan
 
-    def check(self, a: Array, b: Array, out: Array | None = None) -> None:
-        """Raise ShapeError unless a, b and out are the blocks and the one dtype that the plan expects."""
-        for name, array, expected in (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block)):
-            if array is not None and tuple(array.shape) != expected:
-                raise ShapeError(f"The block of {name} has shape {tuple(array.shape)}; {self.plan} expects {expected} on this rank.")
-            if array is not None and array.dtype != a.dtype:
-                raise ShapeError(f"{name} has dtype {array.dtype}, A has {a.dtype}; a product takes one dtype.")
+    def _prepare(self) -> None:
+        plan, grid = self.plan, self.grid
+        self.ledger = grid.ledger
+        self.x, self.y, self.z = grid[plan.x], grid[plan.y], grid[plan.z]
+        coarse = Layout((plan.x,), (plan.y,), (plan.z,))
+        self.m, self.n, self.k = coarse.local_shape((plan.m, plan.n, plan.k), grid.shape, grid.coordinates)
+        self.a_sizes = split_sizes(self.m if plan.form[0] == "n" else self.k, self.y.size)
+        self.b_sizes = split_sizes(self.k if plan.form[1] == "n" else self.n, self.x.size)
+        self.c_sizes = split_sizes(self.m, self.z.size)
+        self._partial: SharedBlocks | None = None
+
+    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        a_gathered = self.workspace.widened("a", self._gathered(self.y, a, self.a_sizes, "a"))
+        b_gathered = self.workspace.widened("b", self._gathered(self.x, b, self.b_sizes, "b"))
+        if self.z.size == 1:
+            accumulate(
+                a_gathered, b_gathered, self.plan.form, out, alpha, beta, self.workspace.scratch(out) if beta != 0 else None
+            )
+            self._release(a, b)
+            return
+        partial = self._partial_like(out)
+        accumulate(a_gathered, b_gathered, self.plan.form, partial, alpha, 0)
+        self._release(a, b)
+        if self._partial is not None:
+            self._sum_shared(self._partial, out, beta)
+            return
+        parts = self.workspace.buffer("parts", (self.z.size, *out.shape), out)
+        summed = self.z.reduce_scatter(partial, sizes=self.c_sizes, into=out if beta == 0 else parts[0], parts=parts)
+        if beta != 0:
+            add(summed, out, beta)
+
+    def _gathered(self, axis: Axis, block: Array, sizes: Sequence[int], name: str) -> Array:
+        """`block` gathered along `axis`: a view where it is shared, else a copy in workspace."""
+        view = axis.view_gathered(block)
+        if view is not None or axis.size == 1:
+            return block if view is None else view
+        return axis.all_gather(block, sizes=sizes, into=self.workspace.buffer(name, (sum(sizes), *block.shape[1:]), block))
+
+    def _release(self, a: Array, b: Array) -> None:
+        """Let the owners of viewed blocks overwrite them."""
+        self.y.release(a)
+        self.x.release(b)
+
+    def _partial_like(self, out: Array) -> Array:
+        """Where this rank's summand of C[m:x, n:y] goes."""
+        if not self.shared:
+            return self.workspace.buffer("partial", (self.m, self.n), out)
+        if self._partial is None:
+            self._partial = SharedBlocks(self.z.comm, self.z.label, [self.m] * self.z.size, (self.n,), out.dtype)
+            self.z.adopt(self._partial)  # which gives its memory back with the grid's
+        return self._partial.block
+
+    def _sum_shared(self, partial: SharedBlocks, out: Array, beta: Any) -> None:
+        """out = β·out + this rank's rows of every member's summand, read where they lie."""
+        whole = self.z.view(partial, (self.z.size - 1) * out.size).reshape(self.z.size, self.m, self.n)
+        start = sum(self.c_sizes[: self.z.index])
+        parts = whole[:, start : start + len(out)]
+        if beta == 0:
+            sum_parts(parts, out)
+        else:
+            add(parts[0], out, beta)
+            for part in parts[1:]:
+                out += part
+        partial.done()
+
+    # -- the steps, for gradients ------------------------------------------------------------------------------------------
 
     def gather_a(self, a: Array) -> Array:
         """A gathered along y. Words: gathered − own."""
-        return self._workspace(self.y.size, self.y.all_gather(a, sizes=self.a_sizes))
+        return self._tracked(self.y, self.y.all_gather(a, sizes=self.a_sizes))
 
     def gather_b(self, b: Array) -> Array:
         """B gathered along x. Words: gathered − own."""
-        return self._workspace(self.x.size, self.x.all_gather(b, sizes=self.b_sizes))
+        return self._tracked(self.x, self.x.all_gather(b, sizes=self.b_sizes))
+
+    def gather_c(self, c: Array) -> Array:
+        """A gradient of C gathered along z: what both dA and dB are products of."""
+        return self._tracked(self.z, self.z.all_gather(c, sizes=self.c_sizes))
 
     def multiply(self, a_gathered: Array, b_gathered: Array) -> Array:
         """This rank's summand of C[m:x, n:y]."""
-        return self._workspace(self.z.size, multiply(a_gathered, b_gathered, self.plan.form))
+        return self._tracked(self.z, multiply(a_gathered, b_gathered, self.plan.form))
 
     def scatter_c(self, partial: Array) -> Array:
         """C summed along z and scattered to [m:(x,z), n:y]. Words: (Z−1)·own."""
         return self.z.reduce_scatter(partial, sizes=self.c_sizes)
-
-    def gather_c(self, c: Array) -> Array:
-        """A gradient of C gathered along z: what both dA and dB are products of."""
-        return self._workspace(self.z.size, self.z.all_gather(c, sizes=self.c_sizes))
 
     def start_scatter_a(self, partial: Array) -> Pending:
         """Start summing dA along y and scattering it to A's layout. Words: (Y−1)·own."""
@@ -120,32 +168,6 @@ class Cuboid:
         """Start summing dB along x and scattering it to B's layout. Words: (X−1)·own."""
         return self.x.start_reduce_scatter(partial, sizes=self.b_sizes)
 
-    def run(self, a: Array, b: Array, out: Array | None = None, alpha: float = 1, beta: float = 0) -> Array:
-        """C = α·op(A)·op(B) + β·C.
-
-        Parameters
-        ----------
-        a, b : this rank's blocks, layouts and shapes as the plan says
-        out : the block of C, optional, overwritten in place; needed for β ≠ 0
-
-        Returns the block of C [m/(XZ), n/Y].
-
-        Moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean) in (Y−1)+(X−1)+(Z−1) messages.
-        Workspace: the gathered A, B and the partial C, then the partial C and the Z parts to be summed (`volume.cuboid`).
-        Raises ShapeError where a, b or out is not what the plan expects, before any communication.
-        """
-        self.check(a, b, out)
-        if out is None and beta != 0:
-            raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
-        a_gathered, b_gathered = self.gather_a(a), self.gather_b(b)
-        if self.z.size == 1:
-            return multiply(a_gathered, b_gathered, self.plan.form, out, alpha, beta)
-        partial = self._workspace(self.z.size, multiply(a_gathered, b_gathered, self.plan.form, None, alpha))
-        del a_gathered, b_gathered
-        if out is None or beta == 0:
-            return self.z.reduce_scatter(partial, sizes=self.c_sizes, into=out)
-        return combine(self.z.reduce_scatter(partial, sizes=self.c_sizes), out, beta)
-
-    def _workspace(self, members: int, array: Array) -> Array:
+    def _tracked(self, axis: Axis, array: Array) -> Array:
         """Count `array` as workspace, unless the axis has one member and it is the caller's own block."""
-        return array if members == 1 else self.ledger.track(array)
+        return array if axis.size == 1 else self.ledger.track(array)

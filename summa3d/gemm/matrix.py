@@ -1,107 +1,251 @@
-# A distributed matrix: this rank's block, its layout, the grid, the global shape; and `matmul` on such matrices.
-# Imports layout, cuboid. Next: cuboid.py, the product underneath.
+# A distributed matrix: this rank's block, who owns what, the grid, the global shape; and `matmul` on such matrices.
+# Imports layout, dispatch; norms, files and picture where they are asked for.
+# Next: dispatch.py (which product), layout/redistribute.py (from any ownership to any other), norms.py, files.py.
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array
+from ..comm.arrays import Array, dtype_name, is_torch
 from ..comm.grid import Grid
 from ..errors import LayoutError, ShapeError
-from ..layout.distribute import collect, distribute
-from ..layout.layout import Layout, Sharding
-from .cuboid import Cuboid, CuboidPlan
+from ..layout.cyclic import BlockCyclic
+from ..layout.distribute import collect
+from ..layout.layout import Layout
+from ..layout.redistribute import Ownership, redistribute, taken
+from .dispatch import product_of
+from .shared import empty_shared
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class DistMatrix:
-    """A matrix split over a grid: `block` is this rank's part of the global matrix of `shape`, as `layout` says."""
+    """A matrix split over a grid: `block` is this rank's part of the global matrix of `shape`, as `layout` says.
+
+    `layout` is a Layout, or a BlockCyclic as ScaLAPACK has it. A block may have any memory order: `.T` is a view. Operations
+    on two matrices want both in one layout on one grid, and raise LayoutError or ShapeError on every rank alike, before
+    anything moves, where they are not; `redistribute` brings them there.
+    """
 
     block: Array
-    layout: Layout
+    layout: Ownership
     grid: Grid
     shape: tuple[int, int]
+    turned: bool = False
+    """Whether it is the .T of a matrix whose blocks are in C order, as far as that is known: alike on all ranks."""
+
+    __array_ufunc__ = None  # so that numpy's scalars leave 2 * matrix to the matrix
 
     def __post_init__(self) -> None:
         expected = self.layout.local_shape(self.shape, self.grid.shape, self.grid.coordinates)
         if tuple(self.block.shape) != expected:
-            raise ShapeError(f"{self.layout} of a {self.shape} matrix on {self.grid} gives blocks {expected} here, not {tuple(self.block.shape)}.")
+            here = tuple(self.block.shape)
+            raise ShapeError(f"{self.layout} of a {self.shape} matrix on {self.grid} gives blocks {expected} here, not {here}.")
+
+    # -- from and to ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_global(cls, whole: Array, grid: Grid, layout: Layout) -> DistMatrix:
+    def from_global(cls, whole: Array, grid: Grid, layout: Ownership) -> DistMatrix:
         """The part that this rank holds of a matrix that every rank holds; a copy. Moves nothing."""
-        return cls(distribute(whole, grid, layout), layout, grid, (whole.shape[0], whole.shape[1]))
+        runs = layout.runs(tuple(whole.shape), grid.shape, grid.coordinates)
+        return cls(_ordered_copy(taken(whole, runs)), layout, grid, (whole.shape[0], whole.shape[1]))
 
     @classmethod
     def from_function(
-        cls, function: Callable[[np.ndarray, np.ndarray], np.ndarray], shape: tuple[int, int], grid: Grid, layout: Layout, dtype: np.typing.DTypeLike = np.float64
+        cls,
+        function: Callable[[np.ndarray, np.ndarray], Any],
+        shape: tuple[int, int],
+        grid: Grid,
+        layout: Ownership,
+        dtype: np.typing.DTypeLike = np.float64,
+        shared: bool = False,
     ) -> DistMatrix:
         """A matrix given by its global indices, each rank computing its own block. Moves nothing.
 
         `function` is called once with the block's global row indices [r, 1] and column indices [1, c] and returns [r, c].
+        With `shared` (collective) the blocks of the axis that splits the rows last lie in one stretch of node-shared memory,
+        so that gathering them along it is a view; `grid.free()` gives the memory back. Raises GridError where that axis
+        leaves the node.
         """
-        rows, columns = Sharding(layout, shape).slices(grid)
-        block = function(np.arange(rows.start, rows.stop)[:, None], np.arange(columns.start, columns.stop)[None, :])
-        extent = (rows.stop - rows.start, columns.stop - columns.start)
-        return cls(np.ascontiguousarray(np.broadcast_to(np.asarray(block, dtype), extent)), layout, grid, (shape[0], shape[1]))
+        rows, columns = (_indices(runs) for runs in layout.runs(shape, grid.shape, grid.coordinates))
+        values = np.broadcast_to(function(rows[:, None], columns[None, :]), (len(rows), len(columns)))
+        block = empty_shared(shape, grid, layout, dtype) if shared else np.empty(values.shape, dtype)
+        block[...] = values
+        return cls(block, layout, grid, (shape[0], shape[1]))
+
+    @classmethod
+    def from_file(cls, path: str | Path, grid: Grid, layout: Ownership) -> DistMatrix:
+        """A matrix from a .npy file, each rank reading its own part. Raises DataError on all ranks."""
+        from .files import read
+
+        block, shape = read(path, grid, layout)
+        return cls(block, layout, grid, shape)
+
+    @classmethod
+    def from_scalapack(
+        cls,
+        local: Array,
+        shape: tuple[int, int],
+        grid: Grid,
+        rows: tuple[str | tuple[str, ...], int],
+        columns: tuple[str | tuple[str, ...], int],
+    ) -> DistMatrix:
+        """ScaLAPACK's local array of a matrix, uncopied: rows=(axis, MB), columns=(axis, NB), F- or C-ordered."""
+        return cls(local, BlockCyclic(rows, columns), grid, shape)
+
+    def to_scalapack(
+        self, rows: tuple[str | tuple[str, ...], int], columns: tuple[str | tuple[str, ...], int], grid: Grid | None = None
+    ) -> DistMatrix:
+        """The matrix dealt out in blocks, its block F-ordered; `layout.descriptor` describes it to ScaLAPACK."""
+        return self.redistribute(BlockCyclic(rows, columns), grid, order="F")
 
     def to_global(self) -> Array:
         """The whole matrix, on every rank. Moves, per rank, the words it does not own."""
-        return collect(self.block, self.grid, self.layout, self.shape)
+        if isinstance(self.layout, Layout):
+            return collect(self.block, self.grid, self.layout, self.shape)
+        return self.redistribute(Layout((), ())).block
+
+    def to_file(self, path: str | Path) -> None:
+        """Write a .npy file that all ranks can reach. Raises DataError on all ranks."""
+        from .files import write
+
+        write(self, path)
+
+    def redistribute(self, layout: Ownership, grid: Grid | None = None, order: str = "C") -> DistMatrix:
+        """The same matrix owned otherwise: a new one. One all-to-all; what a rank holds already does not move.
+
+        `grid` may be another grid over the same ranks; `order` is the new block's memory order, C or F.
+        """
+        block = redistribute(self.block, self.shape, self.grid, self.layout, layout, grid, order)
+        return DistMatrix(block, layout, grid or self.grid, self.shape, order == "F")
+
+    # -- algebra ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def T(self) -> DistMatrix:
+        """The transpose: the same memory seen the other way round. Moves and copies nothing."""
+        return DistMatrix(self.block.T, self.layout.transposed(), self.grid, (self.shape[1], self.shape[0]), not self.turned)
+
+    def __matmul__(self, other: DistMatrix) -> DistMatrix:
+        return matmul(self, other) if isinstance(other, DistMatrix) else NotImplemented
+
+    def __add__(self, other: DistMatrix) -> DistMatrix:
+        if not isinstance(other, DistMatrix):
+            return NotImplemented
+        return self._with(self.block + self._alike(other, "add").block, self.turned and other.turned)
+
+    def __sub__(self, other: DistMatrix) -> DistMatrix:
+        if not isinstance(other, DistMatrix):
+            return NotImplemented
+        return self._with(self.block - self._alike(other, "subtract").block, self.turned and other.turned)
+
+    def __mul__(self, factor: complex) -> DistMatrix:
+        return self._with(self.block * self._factor(factor), self.turned) if np.isscalar(factor) else NotImplemented
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: complex) -> DistMatrix:
+        return self * (1 / divisor) if np.isscalar(divisor) else NotImplemented
+
+    def __neg__(self) -> DistMatrix:
+        return self._with(-self.block, self.turned)
+
+    def norm(self, order: str | float = "fro") -> float:
+        """‖A‖: "fro" (Frobenius), "max" (largest magnitude), 1 (column sums), inf (row sums); the same on every rank."""
+        from .norms import norm
+
+        return norm(self, order)
 
     def __repr__(self) -> str:
-        rows, columns = Sharding(self.layout, self.shape).slices(self.grid)
-        here = f"rows {rows.start}:{rows.stop}, columns {columns.start}:{columns.stop} here"
-        return f"DistMatrix({self.shape[0]}×{self.shape[1]} {self.block.dtype}, {self.layout} on {self.grid}, {here})"
+        from .picture import picture
+
+        return "\n".join([self.summary, *picture(self)])
+
+    @property
+    def summary(self) -> str:
+        """One line: size, dtype, layout, grid, and this rank's part."""
+        from .picture import summary
+
+        return summary(self)
+
+    def _with(self, block: Array, turned: bool) -> DistMatrix:
+        return DistMatrix(block, self.layout, self.grid, self.shape, turned)
+
+    def _alike(self, other: DistMatrix, verb: str) -> DistMatrix:
+        """`other`, if its elements lie where this matrix has its own."""
+        check_kind(self, other, f"Cannot {verb}")
+        if self.shape != other.shape:
+            raise ShapeError(f"Cannot {verb} matrices of shapes {self.shape} and {other.shape}.")
+        if self.layout != other.layout:
+            wanted = f"bring the second there by redistribute({self.layout})"
+            raise LayoutError(f"Cannot {verb} a matrix in {self.layout} and one in {other.layout}: {wanted}.")
+        return other
+
+    def _factor(self, factor: Any) -> complex:
+        """A scalar as Python's own, so that it does not change the dtype; refused where the dtype cannot hold the result."""
+        value: complex = factor.item() if isinstance(factor, np.generic) else factor
+        name = dtype_name(self.block)
+        if isinstance(value, complex) and not name.startswith("complex"):
+            raise ShapeError(f"{value} times a {name} matrix is not {name}. Make the matrix complex, or take a real factor.")
+        if isinstance(value, float) and name.startswith("int"):
+            raise ShapeError(f"{value} times a {name} matrix is not {name}. Make the matrix float64, or take a whole factor.")
+        return value
+
+
+def check_kind(a: DistMatrix, b: DistMatrix, what: str) -> None:
+    """Raise LayoutError or ShapeError unless both matrices live on one grid and are of one dtype, of one library."""
+    if a.grid is not b.grid:
+        raise LayoutError(f"{what}: A lives on {a.grid} and B on another grid, {b.grid}. Both must live on one grid.")
+    if a.block.dtype != b.block.dtype:
+        raise ShapeError(f"{what}: A has dtype {a.block.dtype} and B {b.block.dtype}; both must have one dtype, of one library.")
+
+
+def _ordered_copy(part: Array) -> Array:
+    """A C-ordered copy of a part of another array."""
+    if is_torch(part):
+        import torch
+
+        return part.clone(memory_format=torch.contiguous_format)
+    return np.array(part, order="C")
+
+
+def _indices(runs: tuple[slice, ...]) -> np.ndarray:
+    return np.concatenate([np.arange(run.start, run.stop) for run in runs] or [np.arange(0)])
 
 
 def matmul(
-    a: DistMatrix, b: DistMatrix, form: str = "nn", algorithm: str | None = None, alpha: float = 1, beta: float = 0, out: DistMatrix | None = None
+    a: DistMatrix,
+    b: DistMatrix,
+    form: str = "nn",
+    algorithm: str | None = None,
+    alpha: complex = 1,
+    beta: complex = 0,
+    out: DistMatrix | None = None,
+    **options: Any,
 ) -> DistMatrix:
     """C = α·op(A)·op(B) + β·C, the algorithm and its axes' roles read off the operands' layouts.
 
     Parameters
     ----------
-    a, b : the operands, on one grid, of one dtype, in the layouts that `CuboidPlan` lists for `form` (any axes in the roles)
-    form : nn, nt, tn or tt: op is none (n) or the transpose (t)
-    algorithm : None or "cuboid"
+    a, b : the operands, on one grid, of one dtype, in the layouts that the algorithm's plan lists for `form` (any axes in the
+        roles), or the .T of what it lists for the form with the other op
+    form : nn, nt, tn or tt: op is none (n) or the transpose (t); with c, where the algorithm has it, the conjugate transpose
+    algorithm : a name from `algorithms.ALGORITHMS`; None takes the first whose layouts these are, the cuboid before all
     out : C, overwritten in place; needed for β ≠ 0
+    options : of the algorithm, such as panel=256 for summa
 
-    Returns C with layout m:(x,z) n:y, so that products chain: C has the layout of an A whose y and z change places.
-    Moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean).
-    Raises ShapeError (sizes, dtypes) or LayoutError (grids, layouts) on every rank alike, before any communication.
+    Returns C in the plan's layout. The cuboid's is m:(x,z) n:y, so that products chain: C has the layout of an A whose y and z
+    change places; it moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean).
+    Raises ShapeError (sizes, dtypes), LayoutError (grids, layouts), GridError (a grid that the algorithm cannot use) or
+    ConfigError (an unknown algorithm) on every rank alike, before any communication.
     """
-    if algorithm not in (None, "cuboid"):
-        raise LayoutError(f"Algorithm {algorithm!r} is not known. Algorithms: cuboid.")
-    plan = plan_for(a, b, form)
+    check_kind(a, b, f"No product of form {form}")
+    a, b, found, plan = product_of(a, b, form, algorithm, options)
     if out is not None and (out.grid is not a.grid or out.layout != plan.c_layout or tuple(out.shape) != plan.c_shape):
-        raise LayoutError(f"out is {out!r}; the product is {plan.c_shape[0]}×{plan.c_shape[1]} in {plan.c_layout} on {a.grid}.")
-    block = Cuboid(plan, a.grid).run(a.block, b.block, None if out is None else out.block, alpha, beta)
+        product = f"the product is {plan.c_shape[0]}×{plan.c_shape[1]} in {plan.c_layout} on {a.grid}"
+        raise LayoutError(f"out is {out.summary}; {product}.")
+    block = found.executor(plan, a.grid).run(a.block, b.block, None if out is None else out.block, alpha, beta)
     return DistMatrix(block, plan.c_layout, a.grid, plan.c_shape) if out is None else out
-
-
-def plan_for(a: DistMatrix, b: DistMatrix, form: str) -> CuboidPlan:
-    """The plan whose layouts the operands have."""
-    if a.grid is not b.grid:
-        raise LayoutError(f"A lives on {a.grid} and B on another grid, {b.grid}. Both operands must live on one grid.")
-    if a.block.dtype != b.block.dtype:
-        raise ShapeError(f"A has dtype {a.block.dtype} and B {b.block.dtype}; a product takes one dtype.")
-    m, k = reversed(a.shape) if form[:1] == "t" else a.shape
-    k_of_b, n = reversed(b.shape) if form[1:] == "t" else b.shape
-    if k != k_of_b:
-        raise ShapeError(f"op(A) is {m}×{k} and op(B) is {k_of_b}×{n} (form {form}): the inner sizes {k} and {k_of_b} must be equal.")
-    names = [name for name in a.grid.names if name in a.layout.axes | b.layout.axes]
-    spare = [name for name in a.grid.names if name not in names and a.grid.shape[name] == 1]
-    for x, y, z in itertools.permutations(names + spare, 3):
-        plan = CuboidPlan(form, m, n, k, x, y, z)
-        if plan.a_layout == a.layout and plan.b_layout == b.layout:
-            return plan
-    roles = [*a.grid.names, *(name for name in ("x", "y", "z") if name not in a.grid.names)]
-    expected = CuboidPlan(form, m, n, k, *roles[:3])
-    raise LayoutError(
-        f"A in {a.layout} and B in {b.layout} are not the operands of a cuboid product of form {form}.\n"
-        f"  On this grid one would be A in {expected.a_layout}, B in {expected.b_layout}; any axes may take these places, alike in both."
-    )

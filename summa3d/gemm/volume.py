@@ -103,17 +103,27 @@ def plan_steps(plan: CuboidPlan, grid_shape: Mapping[str, int], at: Coordinates)
     )
 
 
-def of_plan(plan: CuboidPlan, grid_shape: Mapping[str, int]) -> Volume:
-    """The cost of `Cuboid.run`: mean words [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ).
+def of_plan(plan: CuboidPlan, grid_shape: Mapping[str, int], dtype: str = "float64", shared: bool = False) -> Volume:
+    """The cost of `Cuboid.run`: mean words [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ); workspace in words of `dtype`.
 
-    Workspace: the larger of gathered A + gathered B + partial C, and partial C + the parts to be summed.
+    Workspace: the gathered A and B, the partial C and the Z parts to be summed; an axis of size 1 needs none of its own, and
+    with `shared` operands and C none is needed at all. 16-bit floats add A, B and C in float32; dtypes that no BLAS adds to C in
+    place, with β ≠ 0 and Z = 1, a product (not counted here, since it depends on β).
     """
+    half = dtype in ("float16", "bfloat16")
+    wide = 2 if half else 1
 
     def cost_of(at: Coordinates) -> Cost:
         a, b, c = plan_steps(plan, grid_shape, at)
-        partial = block_words(without(plan.c_layout, plan.z), plan.c_shape, grid_shape, at) if grid_shape[plan.z] > 1 else 0
-        workspace = max(a.workspace + b.workspace + partial, partial + c.workspace)
-        return Cost(a.words + b.words + c.words, a.messages + b.messages + c.messages, workspace)
+        words, messages = a.words + b.words + c.words, a.messages + b.messages + c.messages
+        m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
+        workspace = 0
+        if not shared:
+            partial = m * n if grid_shape[plan.z] > 1 else 0
+            workspace = a.workspace + b.workspace + wide * (partial + c.workspace)
+        if half:
+            workspace += wide * (m * k + k * n + block_words(plan.c_layout, plan.c_shape, grid_shape, at))
+        return Cost(words, messages, workspace)
 
     return Volume(grid_shape, cost_of)
 
@@ -123,7 +133,9 @@ def cuboid(m: int, n: int, k: int, grid_shape: Mapping[str, int], form: str = "n
     return of_plan(CuboidPlan(form, m, n, k), grid_shape)
 
 
-def gradients(plan: CuboidPlan, grid_shape: Mapping[str, int], regather: bool, need_a: bool = True, need_b: bool = True) -> Volume:
+def gradients(
+    plan: CuboidPlan, grid_shape: Mapping[str, int], regather: bool, need_a: bool = True, need_b: bool = True
+) -> Volume:
     """The cost of dA and dB together: dC gathered once for both, A and B gathered again or kept, dA and dB scattered."""
 
     def cost_of(at: Coordinates) -> Cost:

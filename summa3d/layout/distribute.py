@@ -29,7 +29,9 @@ def collect(block: Array, grid: Grid, layout: Layout, shape: Sequence[int]) -> A
     sharding = Sharding(layout, tuple(shape))
     expected = sharding.local_shape(grid)
     if tuple(block.shape) != expected:
-        raise ShapeError(f"Rank {grid.rank} holds a block of shape {tuple(block.shape)}; {layout} of {tuple(shape)} on {grid} gives {expected}.")
+        raise ShapeError(
+            f"Rank {grid.rank} holds a block of shape {tuple(block.shape)}; {layout} of {tuple(shape)} on {grid} gives {expected}."
+        )
     owners = {
         grid.rank_of(coordinates): slices
         for coordinates, slices in layout.blocks(shape, grid.shape)

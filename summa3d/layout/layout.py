@@ -48,7 +48,9 @@ class Layout:
         seen: set[str] = set()
         for axis in itertools.chain(*self.dims, self.hosted):
             if axis in seen:
-                raise LayoutError(f"Axis {axis!r} splits two dims, or one dim twice, in {self}. Each axis can split one dim once.")
+                raise LayoutError(
+                    f"Axis {axis!r} splits two dims, or one dim twice, in {self}. Each axis can split one dim once."
+                )
             seen.add(axis)
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -111,6 +111,10 @@ class Redistribution:
         """Messages that `rank` receives: those of one all-to-all, or none where nothing moves."""
         return len(self.target.points) - 1 if self.moves() else 0
 
+    def workspace_of(self, rank: int) -> int:
+        """Words of workspace: what `rank` sends and what it receives, packed."""
+        return sum(piece.words for piece in self.sent_by(rank)) + self.words_of(rank)
+
     def kept_by(self, rank: int) -> Piece | None:
         """What `rank` holds before and after."""
         return self._piece(rank, rank) if self._common(self.source.keys[rank], rank) else None
@@ -213,8 +217,8 @@ def redistribute(
     order : "C", or "F" for a numpy array stored by columns, as ScaLAPACK wants it
 
     Returns a new array. Moves, per rank, the words of its new block that it does not hold (`Redistribution.words_of`) in one
-    all-to-all over all ranks, counted in `grid`'s ledger; nothing, and no message, where no rank lacks anything. Needs what is
-    sent and what is received once more as workspace.
+    all-to-all over all ranks, counted in `grid`'s ledger; nothing, and no message, where no rank lacks anything. Needs
+    `Redistribution.workspace_of` words of workspace.
     Raises LayoutError or ShapeError, before any communication, where the grids have other ranks or `block` is not this rank's.
     """
     to_grid = to_grid or grid

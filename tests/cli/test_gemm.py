@@ -13,7 +13,20 @@ import pytest
 from summa3d.gemm import CuboidPlan, volume
 
 FIELDS = {
-    *("algorithm", "form", "grid", "m", "n", "k", "dtype", "seconds", "gflops", "words_per_rank", "words_per_rank_formula", "words_mean"),
+    *(
+        "algorithm",
+        "form",
+        "grid",
+        "m",
+        "n",
+        "k",
+        "dtype",
+        "seconds",
+        "gflops",
+        "words_per_rank",
+        "words_per_rank_formula",
+        "words_mean",
+    ),
     *("messages_per_rank", "workspace_bytes", "workspace_bytes_formula", "relative_error"),
 }
 BYTES = {"float64": 8, "float32": 4, "float16": 2}

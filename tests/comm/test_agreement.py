@@ -8,14 +8,23 @@ import pytest
 from summa3d.errors import AgreementError, Summa3dError
 
 PARAMETERS = {
-    "operation": (lambda axis, odd: axis.all_gather(np.zeros(3)) if odd else axis.all_reduce(np.zeros(3)), ["all_gather over x", "all_reduce over x"]),
+    "operation": (
+        lambda axis, odd: axis.all_gather(np.zeros(3)) if odd else axis.all_reduce(np.zeros(3)),
+        ["all_gather over x", "all_reduce over x"],
+    ),
     "all_gather without sizes": (lambda axis, odd: axis.all_gather(np.zeros(3 + odd)), ["sizes", "[4"]),
-    "all_gather sizes": (lambda axis, odd: axis.all_gather(np.zeros(2), sizes=[2, 2, 3] if odd else [2, 2, 2]), ["[2, 2, 3]", "[2, 2, 2]"]),
+    "all_gather sizes": (
+        lambda axis, odd: axis.all_gather(np.zeros(2), sizes=[2, 2, 3] if odd else [2, 2, 2]),
+        ["[2, 2, 3]", "[2, 2, 2]"],
+    ),
     "all_gather other dims": (lambda axis, odd: axis.all_gather(np.zeros((2, 5 + odd)), sizes=[2] * 3), ["(5,)", "(6,)"]),
     "all_gather dim": (lambda axis, odd: axis.all_gather(np.zeros((2, 2)), dim=int(odd)), ["dim"]),
     "dtype": (lambda axis, odd: axis.all_gather(np.zeros(2, np.float32 if odd else np.float64)), ["float32", "float64"]),
-    "reduce_scatter shape": (lambda axis, odd: axis.reduce_scatter(np.zeros(3 + odd)), ["extent: 3", "4 on rank"]),
-    "reduce_scatter sizes": (lambda axis, odd: axis.reduce_scatter(np.zeros(4), sizes=[2, 1, 1] if odd else [1, 1, 2]), ["[2, 1, 1]"]),
+    "reduce_scatter shape": (lambda axis, odd: axis.reduce_scatter(np.zeros(3 + odd)), ["extent: ", "3 on rank", "4 on rank"]),
+    "reduce_scatter sizes": (
+        lambda axis, odd: axis.reduce_scatter(np.zeros(4), sizes=[2, 1, 1] if odd else [1, 1, 2]),
+        ["[2, 1, 1]"],
+    ),
     "all_reduce shape": (lambda axis, odd: axis.all_reduce(np.zeros((2, 3) if odd else (3, 2))), ["(2, 3)", "(3, 2)"]),
     "all_reduce op": (lambda axis, odd: axis.start_all_reduce(np.zeros(3), op="max" if odd else "sum"), ["'max'", "'sum'"]),
     "broadcast root": (lambda axis, odd: axis.broadcast(np.zeros(3), root=int(odd)), ["root"]),
@@ -49,7 +58,9 @@ BLOCKS = {
     "all_to_all pieces that nobody awaits": lambda axis, odd: axis.all_to_all(
         np.zeros(3 + odd), sizes=[1, 1, 1 + odd], receive_sizes=[1, 1, 1]
     ),
-    "all_to_all sizes that do not sum": lambda axis, odd: axis.all_to_all(np.zeros(3), sizes=[1, 1, 1 + odd], receive_sizes=[1, 1, 1]),
+    "all_to_all sizes that do not sum": lambda axis, odd: axis.all_to_all(
+        np.zeros(3), sizes=[1, 1, 1 + odd], receive_sizes=[1, 1, 1]
+    ),
 }
 
 

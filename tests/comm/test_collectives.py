@@ -18,7 +18,13 @@ KINDS = pytest.mark.parametrize("kind", ["numpy", "torch"])
 
 def spreads(members):
     """Sizes of parts: equal, ragged, fewer rows than members, none at all, and a decreasing run that ends in 0."""
-    return [[2] * members, split_sizes(2 * members + 1, members), split_sizes(1, members), [0] * members, list(range(members))[::-1]]
+    return [
+        [2] * members,
+        split_sizes(2 * members + 1, members),
+        split_sizes(1, members),
+        [0] * members,
+        list(range(members))[::-1],
+    ]
 
 
 def cases(kind, members):
@@ -130,7 +136,9 @@ def test_reductions_over_members(comm, make_grid, kind, name):
         assert np.array_equal(plain(mine), parts[me]), case
         words = n + (comm.size - 2) * own if name == "all_reduce" else (comm.size - 1) * own
         messages = (comm.size - 1) * (2 if name == "all_reduce" else 1)
-        assert_moved(moved, name, words, messages, max(size_in_bytes(dtype), 4) if "float16" in dtype else size_in_bytes(dtype), case)
+        assert_moved(
+            moved, name, words, messages, max(size_in_bytes(dtype), 4) if "float16" in dtype else size_in_bytes(dtype), case
+        )
 
 
 @WORLDS
@@ -230,7 +238,11 @@ def test_axes_and_planes_of_a_3_2_2_grid_each_move_their_own_blocks(comm, make_g
     grid = make_grid(x=3, y=2, z=2)
     for names in (("x",), ("y",), ("z",), ("x", "y"), ("y", "x"), ("z", "x"), ("x", "y", "z")):
         axis = grid[names]
-        line = [rank for rank in range(12) if all(grid.coordinates_of(rank)[n] == grid.coordinates[n] for n in grid.names if n not in names)]
+        line = [
+            rank
+            for rank in range(12)
+            if all(grid.coordinates_of(rank)[n] == grid.coordinates[n] for n in grid.names if n not in names)
+        ]
         line.sort(key=lambda rank: [grid.coordinates_of(rank)[name] for name in names])
         assert axis.size == len(line) and line[axis.index] == comm.rank
         sizes = split_sizes(7, axis.size)
@@ -248,7 +260,10 @@ def test_bad_calls_are_refused_on_every_member_alike(comm, make_grid, kind):
         rows = array(kind, "float32", np.zeros((4, 2)))
         flags = array(kind, "bool", np.zeros(3))
         refused = [
-            (lambda: axis.reduce_scatter(rows), "dim 0 of size 4 has no equal parts over x = 3. Pass sizes, or a multiple of 3: 3, 6."),
+            (
+                lambda: axis.reduce_scatter(rows),
+                "dim 0 of size 4 has no equal parts over x = 3. Pass sizes, or a multiple of 3: 3, 6.",
+            ),
             (lambda: axis.all_to_all(rows), "dim 0 of size 4 has no equal parts"),
             (lambda: axis.reduce_scatter(rows, sizes=[2, 2, 1]), r"sizes \[2, 2, 1\] for dim 0 of size 4"),
             (lambda: axis.reduce_scatter(rows, sizes=[2, 2]), r"x = 3 was given sizes \[2, 2\]"),
@@ -258,18 +273,34 @@ def test_bad_calls_are_refused_on_every_member_alike(comm, make_grid, kind):
             (lambda: axis.all_gather(rows, into=array(kind, "float32", np.zeros((4, 2)))), r"into.*\(4, 2\).*\(12, 2\)"),
             (lambda: axis.all_gather(rows, into=array(kind, "float64", np.zeros((12, 2)))), "into.*float64.*float32"),
             (lambda: axis.all_reduce(rows, into=array(kind, "float32", np.zeros((2, 4)))), "into"),
-            (lambda: axis.reduce_scatter(array(kind, "float32", np.zeros((6, 2))), into=array(kind, "float32", np.zeros((6, 2)))), r"is \(2, 2\)"),
+            (
+                lambda: axis.reduce_scatter(
+                    array(kind, "float32", np.zeros((6, 2))), into=array(kind, "float32", np.zeros((6, 2)))
+                ),
+                r"is \(2, 2\)",
+            ),
             (lambda: axis.all_gather(rows, dim=2), "dim 2"),
-            (lambda: axis.all_reduce(rows, op="median"), "Reduction 'median' is not defined for dtype float32. Defined: sum, max, min"),
+            (
+                lambda: axis.all_reduce(rows, op="median"),
+                "Reduction 'median' is not defined for dtype float32. Defined: sum, max, min",
+            ),
             (lambda: axis.all_reduce(flags, op="sum"), "'sum' is not defined for dtype bool. Defined: max, min"),
             (lambda: axis.reduce_scatter(flags), "'sum' is not defined for dtype bool"),
-            (lambda: axis.all_reduce(array(kind, "complex64", np.zeros(3)), op="max"), "'max' is not defined for dtype complex64"),
+            (
+                lambda: axis.all_reduce(array(kind, "complex64", np.zeros(3)), op="max"),
+                "'max' is not defined for dtype complex64",
+            ),
             (lambda: axis.broadcast(rows, root=3), "root 3"),
             (lambda: axis.reduce(rows, root=-1), "root -1"),
             (lambda: axis.send(rows, to=3), "no peer 3. Peers:"),
             (lambda: axis.receive(rows, source=comm.rank), f"no peer {comm.rank}"),
             (lambda: axis.receive(rows.T, source=(comm.rank + 1) % 3), "C-contiguous"),
-            (lambda: axis.all_gather(array(kind, "float32", np.zeros((4, 2))).astype("int8") if kind == "numpy" else rows.char()), "int8 cannot"),
+            (
+                lambda: axis.all_gather(
+                    array(kind, "float32", np.zeros((4, 2))).astype("int8") if kind == "numpy" else rows.char()
+                ),
+                "int8 cannot",
+            ),
         ]
         for attempt, message in refused:
             with pytest.raises(ShapeError, match=message):

@@ -64,7 +64,11 @@ def test_tiles_hold_consecutive_ranks():
 
 @pytest.mark.parametrize("shape", [{"x": 4, "y": 6, "z": 3}, {"x": 1, "y": 1}, {"p": 7}, {"x": 5, "y": 2, "z": 3, "d": 2}])
 def test_rank_of_is_the_inverse_of_coordinates_of(shape):
-    tilings = [None, {name: size for name, size in shape.items() if size in (4, 3)}, {name: 2 for name, size in shape.items() if size % 2 == 0}]
+    tilings = [
+        None,
+        {name: size for name, size in shape.items() if size in (4, 3)},
+        {name: 2 for name, size in shape.items() if size % 2 == 0},
+    ]
     for order, tile in itertools.product((None, list(shape), [list(shape)[-1]]), tilings):
         grid, points = places(shape, order=order, tile=tile)
         assert [grid.rank_of(point) for point in points] == list(range(len(points)))
@@ -93,7 +97,11 @@ def test_axes_and_planes_join_the_ranks_that_share_the_other_coordinates(comm, m
                     index = index * shape[name] + grid.coordinates[name]
                 assert (axis.size, axis.index, axis.names) == (prod(shape[name] for name in names), index, names)
                 line = sorted(
-                    (rank for rank, point in enumerate(everyone) if all(point[n] == grid.coordinates[n] for n in shape if n not in names)),
+                    (
+                        rank
+                        for rank, point in enumerate(everyone)
+                        if all(point[n] == grid.coordinates[n] for n in shape if n not in names)
+                    ),
                     key=lambda rank: [everyone[rank][name] for name in names],
                 )
                 assert grid[names] is axis

@@ -77,7 +77,7 @@ def test_sums_of_16_bit_floats_are_accumulated_in_float32_and_rounded_once(comm,
     assert not np.array_equal(stepwise, want)  # adding in 16 bits would have been noticed
 
 
-@pytest.mark.mpi(sizes=(3,))
+@pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_reduce_scatter_adds_in_the_order_of_members_to_the_last_bit(comm, make_grid, kind):
     axis = make_grid(x=comm.size)["x"]
@@ -88,7 +88,10 @@ def test_reduce_scatter_adds_in_the_order_of_members_to_the_last_bit(comm, make_
     assert not np.array_equal(want, values[::-1].sum(0))  # the order shows
     own = want[7 * comm.rank : 7 * (comm.rank + 1)]
     for _ in range(3):
-        for got in (axis.reduce_scatter(array(kind, "float32", values[comm.rank])), axis.start_reduce_scatter(array(kind, "float32", values[comm.rank])).wait()):
+        for got in (
+            axis.reduce_scatter(array(kind, "float32", values[comm.rank])),
+            axis.start_reduce_scatter(array(kind, "float32", values[comm.rank])).wait(),
+        ):
             assert plain(got).astype(np.float32).tobytes() == own.tobytes()
 
 

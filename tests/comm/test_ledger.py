@@ -41,7 +41,10 @@ def test_the_phase_returns_to_what_it_was_after_an_error_and_unknown_phases_are_
     with pytest.raises(ZeroDivisionError), ledger.phase("optimizer"):
         raise ZeroDivisionError
     assert ledger.current_phase == "other"
-    with pytest.raises(ValueError, match="'sideways' is not one of forward, backward, optimizer, other"), ledger.phase("sideways"):
+    with (
+        pytest.raises(ValueError, match="'sideways' is not one of forward, backward, optimizer, other"),
+        ledger.phase("sideways"),
+    ):
         pass
 
 

@@ -31,7 +31,11 @@ def test_every_call_in_pieces_of_seven_elements_gives_what_one_call_gives(comm, 
     me, members = comm.rank, comm.size
 
     def done(name, *arguments, **options):
-        return getattr(axis, f"start_{name}")(*arguments, **options).wait() if started else getattr(axis, name)(*arguments, **options)
+        return (
+            getattr(axis, f"start_{name}")(*arguments, **options).wait()
+            if started
+            else getattr(axis, name)(*arguments, **options)
+        )
 
     for rows in (1, 5, 23):
         sizes = split_sizes(rows, members)

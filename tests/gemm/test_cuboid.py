@@ -18,14 +18,14 @@ GRIDS = {
     1: [(1, 1, 1)],
     2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
     3: [(3, 1, 1), (1, 3, 1), (1, 1, 3)],
-    4: [(2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 4, 1)],
+    4: [(1, 2, 2), (2, 1, 2), (2, 2, 1)],
     6: [(2, 1, 3), (1, 3, 2), (3, 2, 1)],
-    8: [(2, 2, 2), (1, 2, 4), (1, 1, 8), (4, 2, 1)],
+    8: [(2, 2, 2), (1, 2, 4), (1, 1, 8)],
     12: [(3, 2, 2), (2, 1, 6)],
     27: [(3, 3, 3)],
 }
 FORMS = ("nn", "nt", "tn", "tt")
-RAGGED = [(67, 41, 101), (13, 11, 2), (1, 5, 1), (3, 1, 29)]  # k < Z, m < X·Y, n < Y·X on most grids
+RAGGED = [(67, 41, 101), (13, 11, 2), (3, 1, 29)]  # k < Z, m < X·Y, n < Y·X on most grids
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "complex128": 2.0**-53}
 
 
@@ -60,10 +60,17 @@ def check_product(grid, plan, kind, dtype, alpha, beta, given):
     assert out is None or block is out, case
     bound = 8 * UNIT[dtype] * sqrt(plan.k)
     assert relative_error(collect(block, grid, plan.c_layout, plan.c_shape), alpha * left @ right + beta * old) <= bound, case
-    cost = volume.of_plan(plan, grid.shape).cost_of(grid.coordinates)
-    assert (moved.words, moved.messages, moved.bytes) == (cost.words, cost.messages, cost.words * a.itemsize), case
+    cost = volume.of_plan(plan, grid.shape, dtype).cost_of(grid.coordinates)
+    assert (moved.words, moved.messages) == (cost.words, cost.messages), case
+    gathered_a, gathered_b, scattered = volume.plan_steps(plan, grid.shape, grid.coordinates)
+    summed_in = 4 if dtype in ("float16", "bfloat16") else a.itemsize  # 16-bit floats travel in float32 where they are summed
+    assert moved.bytes == (gathered_a.words + gathered_b.words) * a.itemsize + scattered.words * summed_in, case
     assert {row.axis for row in moved.rows} == {role for role in (plan.x, plan.y, plan.z) if grid.shape[role] > 1}, case
     assert grid.ledger.workspace_peak - before == cost.workspace * a.itemsize, case
+    with grid.ledger.watch():
+        assert cuboid.run(*blocks, out, alpha, beta) is not None
+    assert grid.ledger.workspace_peak - before == cost.workspace * a.itemsize, case  # kept, not allocated again
+    del cuboid
     assert grid.ledger.workspace_bytes == before, case
     assert np.array_equal(plain(blocks[0]), plain(distribute(a, grid, plan.a_layout))), case
 
@@ -83,7 +90,7 @@ def test_every_form_on_every_grid_is_right_and_costs_its_formula(comm, make_grid
 @pytest.mark.mpi(sizes=(1, 4, 12))
 @pytest.mark.parametrize("dtype", ["float32", "float16", "complex128"])
 def test_numpy_dtypes(comm, make_grid, dtype):
-    grid = make_grid(**dict(zip("xyz", GRIDS[comm.size][-1 if comm.size == 1 else 0], strict=True)), check=False)
+    grid = make_grid(**dict(zip("xyz", GRIDS[comm.size][0], strict=True)), check=False)
     other = make_grid(x=1, y=1, z=comm.size, check=False)
     for form in FORMS:
         check_product(grid, CuboidPlan(form, 23, 19, 37), "numpy", dtype, 1, 0, False)
@@ -93,7 +100,7 @@ def test_numpy_dtypes(comm, make_grid, dtype):
 @pytest.mark.mpi(sizes=(1, 4))
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "complex128"])
 def test_torch_dtypes(comm, make_grid, dtype):
-    for shape in GRIDS[comm.size]:
+    for shape in GRIDS[comm.size][:2]:
         grid = make_grid(**dict(zip("xyz", shape, strict=True)), check=False)
         for form in FORMS:
             check_product(grid, CuboidPlan(form, 23, 19, 37), "torch", dtype, 1, 0, False)
@@ -135,5 +142,5 @@ def test_blocks_that_are_not_the_plans_are_refused_before_anything_moves(comm, m
             with pytest.raises(ShapeError, match=message):
                 cuboid.run(*blocks)
     assert moved.calls == 0
-    with pytest.raises(ShapeError, match="form 'cn' is not one of nn, nt, tn, tt"):
-        CuboidPlan("cn", 1, 1, 1)
+    with pytest.raises(ShapeError, match="form 'xn' is not two of the letters n"):
+        CuboidPlan("xn", 1, 1, 1)

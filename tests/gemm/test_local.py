@@ -10,7 +10,14 @@ from kinds import array, plain
 
 from summa3d.gemm.local import FORMS, combine, multiply
 
-UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "complex64": 2.0**-24, "complex128": 2.0**-53}
+UNIT = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "complex64": 2.0**-24,
+    "complex128": 2.0**-53,
+}
 KINDS = [("numpy", name) for name in UNIT if name != "bfloat16"] + [("torch", name) for name in UNIT]
 
 

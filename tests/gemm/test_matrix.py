@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from summa3d.errors import LayoutError, ShapeError, Summa3dError
+from summa3d.errors import ConfigError, LayoutError, ShapeError, Summa3dError
 from summa3d.gemm import CuboidPlan, DistMatrix, matmul, volume
 from summa3d.layout import Layout
 
@@ -28,7 +28,7 @@ def test_a_matrix_given_by_a_function_or_as_a_whole_is_the_same_matrix(comm, mak
         one = DistMatrix.from_function(lambda rows, columns: rows * 100.0 + columns, (7, 5), grid, layout)
         two = DistMatrix.from_global(whole, grid, layout)
         assert one.shape == two.shape == (7, 5) and one.block.dtype == np.float64
-        assert np.array_equal(one.block, two.block) and one.block.flags.c_contiguous
+        assert np.array_equal(one.block, two.block) and one.block.flags.c_contiguous and one.block.flags.writeable
         assert np.array_equal(one.to_global(), whole) and np.array_equal(two.to_global(), whole)
         ones = DistMatrix.from_function(lambda rows, columns: 1, (7, 5), grid, layout, "float32")
         assert ones.block.dtype == np.float32 and np.array_equal(ones.to_global(), np.ones((7, 5)))
@@ -39,11 +39,17 @@ def test_its_repr_says_who_owns_what(comm, make_grid):
     grid = grid_of(comm, make_grid)
     matrix = DistMatrix.from_global(np.zeros((7, 5)), grid, Layout(("x", "y"), ("z",)))
     rows, columns = matrix.layout.slices((7, 5), grid.shape, grid.coordinates)
-    for words in ("7×5 float64", "Layout((x,y), (z))", "x=1, y=3, z=2", f"rows {rows.start}:{rows.stop}", f"columns {columns.start}:{columns.stop}"):
+    for words in (
+        "7×5 float64",
+        "Layout((x,y), (z))",
+        "x=1, y=3, z=2",
+        f"rows {rows.start}:{rows.stop}",
+        f"columns {columns.start}:{columns.stop}",
+    ):
         assert words in repr(matrix)
 
 
-@pytest.mark.mpi(sizes=(1, 4, 6, 8, 12))
+@pytest.mark.mpi(sizes=(1, 6, 12))
 @pytest.mark.parametrize("form", ["nn", "nt", "tn", "tt"])
 def test_roles_are_read_off_the_layouts_and_words_are_the_formulas(comm, make_grid, form):
     grid = grid_of(comm, make_grid)
@@ -106,18 +112,39 @@ def test_what_cannot_be_multiplied_is_refused_on_every_rank_before_anything_move
     b = DistMatrix.from_global(np.ones((4, 6)), grid, plan.b_layout)
     c = DistMatrix.from_global(np.ones((8, 6)), grid, plan.c_layout)
     refused = [
-        (lambda: matmul(a, DistMatrix.from_global(np.ones((5, 6)), grid, plan.b_layout)), ShapeError, "8×4 and op(B) is 5×6 (form nn)"),
+        (
+            lambda: matmul(a, DistMatrix.from_global(np.ones((5, 6)), grid, plan.b_layout)),
+            ShapeError,
+            "8×4 and op(B) is 5×6 (form nn)",
+        ),
         (lambda: matmul(a, b, "tn"), ShapeError, "op(A) is 4×8 and op(B) is 4×6 (form tn): the inner sizes 8 and 4"),
-        (lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6), np.float32), grid, plan.b_layout)), ShapeError, "float64 and B float32"),
+        (
+            lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6), np.float32), grid, plan.b_layout)),
+            ShapeError,
+            "float64 and B float32",
+        ),
         (lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), other, plan.b_layout)), LayoutError, "another grid"),
         (lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), grid, plan.a_layout)), LayoutError, "B in Layout((z,x), (y))"),
-        (lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), grid, Layout((), ()))), LayoutError, "cuboid product of form nn"),
+        (
+            lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), grid, Layout((), ()))),
+            LayoutError,
+            "cuboid product of form nn",
+        ),
         (lambda: matmul(a, b, "xy"), ShapeError, "form 'xy' is not one of nn, nt, tn, tt"),
-        (lambda: matmul(a, b, algorithm="strassen"), LayoutError, "'strassen' is not known"),
+        (lambda: matmul(a, b, algorithm="strassen"), ConfigError, "'strassen' is not known"),
         (lambda: matmul(a, b, beta=1), ShapeError, "beta = 1 needs the block of C"),
-        (lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((8, 6)), grid, plan.a_layout)), LayoutError, "the product is 8×6 in Layout((x,z), (y))"),
+        (
+            lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((8, 6)), grid, plan.a_layout)),
+            LayoutError,
+            "the product is 8×6 in Layout((x,z), (y))",
+        ),
         (lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((6, 8)), grid, plan.c_layout)), LayoutError, "out is"),
-        (lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((8, 6), np.float32), grid, plan.c_layout)), ShapeError, "C has dtype float32"),
+        (lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((8, 6)), other, plan.c_layout)), LayoutError, "out is"),
+        (
+            lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((8, 6), np.float32), grid, plan.c_layout)),
+            ShapeError,
+            "C has dtype float32",
+        ),
         (lambda: DistMatrix(a.block, plan.b_layout, grid, (9, 9)), ShapeError, "gives blocks"),
     ]
     with grid.ledger.watch() as moved:

@@ -46,7 +46,9 @@ def test_split_sizes_are_balanced_larger_first_and_sum_to_the_whole(n, parts):
     assert len(sizes) == parts and sum(sizes) == n
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
     ends = np.cumsum(sizes).tolist()
-    assert [split_range(5, 5 + n, parts, index) for index in range(parts)] == [(5 + end - size, 5 + end) for end, size in zip(ends, sizes, strict=True)]
+    assert [split_range(5, 5 + n, parts, index) for index in range(parts)] == [
+        (5 + end - size, 5 + end) for end, size in zip(ends, sizes, strict=True)
+    ]
 
 
 @given(split_tensors())
@@ -78,7 +80,9 @@ def test_splits_nest_and_each_level_is_balanced(case):
             continue
         coarse = Layout(*(names[:-1] if place == dim else names for place, names in enumerate(layout.dims)))
         for coordinates, slices in coarse.blocks(shape, grid_shape):
-            parts = [layout.slices(shape, grid_shape, {**coordinates, axes[-1]: index})[dim] for index in range(grid_shape[axes[-1]])]
+            parts = [
+                layout.slices(shape, grid_shape, {**coordinates, axes[-1]: index})[dim] for index in range(grid_shape[axes[-1]])
+            ]
             whole = slices[dim]
             assert [part.stop - part.start for part in parts] == split_sizes(whole.stop - whole.start, len(parts))
             assert parts[0].start == whole.start and parts[-1].stop == whole.stop

@@ -152,6 +152,7 @@ def assert_redistributes(comm, kind, dtypes, shapes):
             block = array(kind, dtype, cut(whole, source, comm.rank), transposed=comm.rank % 2 == 1)
             with grid.ledger.watch() as moved:
                 got = redistribute(block, shape, grid, layout, to, to_grid)
+            assert grid.ledger.workspace_peak == plan.workspace_of(comm.rank) * block.itemsize
             assert np.array_equal(plain(got), cut(whole, target, comm.rank)) and is_like(got, kind, dtype)
             assert (moved.words, moved.messages) == (plan.words_of(comm.rank), plan.messages_of(comm.rank))
             assert [row.collective for row in moved.rows] == (["all_to_all"] if plan.moves() else [])

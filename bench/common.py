@@ -1,0 +1,87 @@
+# What the scripts here share: a clean environment, our ranks through `summa3d launch`, and how a figure is judged and shown.
+# May import summa3d.cli, which loads no MPI into this process. Next: gemm_vs_scalapack.py.
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ASK_FOR_SHARED = """
+import inspect, mpi4py
+mpi4py.rc.initialize = False
+from summa3d.gemm import DistMatrix
+print("shared" in inspect.signature(DistMatrix.from_function).parameters)
+"""
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+
+from summa3d.cli.doctor import BLAS_OVERRIDES  # noqa: E402
+from summa3d.cli.launch import mpi_command  # noqa: E402
+from summa3d.cli.runtime import THREAD_VARIABLES  # noqa: E402
+
+
+def environment(threads: int | None = 1) -> dict[str, str]:
+    """This process's environment without what slows OpenBLAS down, able to import this checkout; `threads` of BLAS per rank."""
+    kept = {name: value for name, value in os.environ.items() if name not in (*BLAS_OVERRIDES, *THREAD_VARIABLES)}
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))
+    return kept if threads is None else {**kept, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
+
+
+def on_ranks(ranks: int, arguments: Sequence[str], threads: int | None = 1) -> str:
+    """What `python ARGUMENTS…` prints on `ranks` ranks of this interpreter's own MPI. A failed job ends the script."""
+    command, environ, _ = mpi_command(ranks, list(arguments), environment(threads))
+    done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)} failed with status {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def bench(ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
+    """The JSON of `summa3d bench ARGUMENTS…` on `ranks` ranks, one BLAS thread each."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        on_ranks(ranks, ["-m", "summa3d", "bench", *arguments, "--json", str(file)])
+        result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return result
+
+
+def shared_memory_offered() -> bool:
+    """Whether DistMatrix can put its blocks in memory that the ranks of a node share."""
+    done = subprocess.run([sys.executable, "-c", ASK_FOR_SHARED], env=environment(), capture_output=True, text=True)
+    return done.stdout.strip() == "True"
+
+
+def memories() -> tuple[str, ...]:
+    """The values of --shared that this checkout can run: without node-shared operands, and with."""
+    if shared_memory_offered():
+        return ("no", "yes")
+    note("DistMatrix offers no node-shared operands yet: measured without them only.")
+    return ("no",)
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def about(machine: Mapping[str, Any]) -> str:
+    from summa3d.cli.report import in_one_line
+
+    return in_one_line(machine)
+
+
+def verdict(claim: str, held: bool) -> str:
+    return f"{'holds' if held else 'DOES NOT HOLD'}: {claim}"
+
+
+def save(result: Mapping[str, Any], path: Path | None) -> None:
+    """Write the result as JSON where a path was given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        note(f"written: {path}")

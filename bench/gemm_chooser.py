@@ -1,0 +1,79 @@
+# The chooser's pick against every algorithm on every grid, on random shapes and rank counts.
+# May import common. Next: README.md, ../summa3d/gemm/choose.py.
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+from common import about, bench, save, verdict
+
+RANKS = (2, 3, 4, 5, 6, 7, 8)
+NEAR, FAR = 1.10, 1.20  # the pick's time over the best: most within NEAR, none beyond FAR
+MAY_EXCEED = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=20, help="random (shape, P) pairs")
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds of each")
+    parser.add_argument("--smallest", type=int, default=256, help="sizes are drawn evenly in their logarithm between these")
+    parser.add_argument("--largest", type=int, default=3072)
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="P")
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
+    parser.add_argument("--shared", choices=("no", "yes"), default="no", help="operands in node-shared memory")
+    parser.add_argument("--again", type=int, default=1, help="how often a pair beyond is measured again; the last counts")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    draw, rows = random.Random(args.seed), []
+    for _ in range(args.pairs):
+        m, n, k = (round(args.smallest * (args.largest / args.smallest) ** draw.random()) for _ in range(3))
+        ranks = draw.choice(list(args.ranks))
+        for attempt in range(1 + args.again):
+            row = {**compare(m, n, k, ranks, args), "attempt": attempt}
+            print(in_one_line(row) + (" (measured again)" if attempt else ""), flush=True)
+            if row["over_best"] <= NEAR:
+                break
+        rows.append(row)
+    print(about(rows[-1]["machine"]))
+    beyond = [row["over_best"] for row in rows if row["over_best"] > NEAR]
+    few = f"all but {len(beyond)} of {len(rows)} (at most {MAY_EXCEED} may exceed)"
+    worst = max(row["over_best"] for row in rows)
+    print(verdict(f"the pick is within {NEAR:.2f}× of the best candidate, {few}", len(beyond) <= MAY_EXCEED))
+    print(verdict(f"never beyond {FAR:.2f}×; worst {worst:.3f}×", worst <= FAR))
+    save({"kind": "chooser", "rows": rows}, args.json)
+
+
+def compare(m: int, n: int, k: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One pair: the pick, the fastest, and their quotient, by medians."""
+    sizes = ["--m", str(m), "--n", str(n), "--k", str(k), "--dtype", args.dtype, "--shared", args.shared]
+    load = os.getloadavg()[0]
+    result = bench(ranks, ["gemm", *sizes, "--every-grid", "--rounds", str(args.rounds)])
+    times = {row["label"]: row["seconds"]["median"] for row in result["rows"]}
+    pick = next(row["label"] for row in result["rows"] if row["chosen"])
+    best = min(times, key=lambda label: times[label])
+    over = times[pick] / times[best]
+    problem = {"m": m, "n": n, "k": k, "ranks": ranks}
+    return {
+        **problem,
+        "pick": pick,
+        "best": best,
+        "over_best": over,
+        "seconds": times,
+        "load": load,
+        "machine": result["machine"],
+    }
+
+
+def in_one_line(row: dict[str, Any]) -> str:
+    pick, best = (row["seconds"][row[name]] * 1e3 for name in ("pick", "best"))
+    what = f"{row['m']}×{row['n']}×{row['k']} on {row['ranks']} ranks, {len(row['seconds'])} candidates"
+    taken = f"takes {row['pick']} {pick:.2f} ms; best {row['best']} {best:.2f} ms"
+    return f"{what}: {taken}; {row['over_best']:.3f}×, load {row['load']:.1f}"
+
+
+if __name__ == "__main__":
+    main()

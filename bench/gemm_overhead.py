@@ -1,0 +1,109 @@
+# What our product costs beyond the MPI collective and the numpy product that it contains: 64×64×64 on 2 ranks, in µs.
+# May import common; on the ranks, summa3d.gemm. Next: README.md.
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import about, memories, on_ranks, save, verdict
+
+SIZE = 64
+GRIDS = ({"x": 1, "y": 1, "z": 2}, {"x": 1, "y": 2, "z": 1})
+LIMIT = 30.0  # µs
+WARM_UPS = 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=1000, help="calls of each, ours and bare in turn")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--on-ranks", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.on_ranks:
+        return measure(args.calls, args.on_ranks.split(","))
+    load = os.getloadavg()[0]
+    result = json.loads(on_ranks(2, [__file__, "--calls", str(args.calls), "--on-ranks", ",".join(memories())]).splitlines()[-1])
+    result["load"] = load
+    print(about(result["machine"]))
+    for row in result["rows"]:
+        grid = ",".join(str(size) for size in row["grid"].values())
+        bare = ", ".join(f"{name} {taken:.1f}" for name, taken in row["bare_us"].items())
+        memory = " shared" if row["shared"] else ""
+        print(f"{grid}{memory}: ours {row['ours_us']:.1f} µs; bare: {bare}; {row['overhead_us']:.1f} µs more than the fastest")
+        print("  " + verdict(f"at most {LIMIT:.0f} µs more, median of {args.calls} calls", row["overhead_us"] <= LIMIT))
+    save(result, args.json)
+
+
+def measure(calls: int, memory: list[str]) -> None:
+    """Runs on every rank: each grid, ours and the bare calls in turn; rank 0 prints."""
+    from summa3d.cli.main import start_mpi
+
+    start_mpi()
+    from mpi4py import MPI
+
+    from summa3d.cli.contest import machine, sleep_until_all_are_here
+
+    world = MPI.COMM_WORLD
+    found = machine() if world.rank == 0 else {}
+    sleep_until_all_are_here(world)
+    rows = [compare(world, grid, shared == "yes", calls) for grid in GRIDS for shared in memory]
+    if world.rank == 0:
+        print(json.dumps({"kind": "overhead", "machine": found, "calls": calls, "rows": rows}))
+
+
+def compare(world: Any, grid: dict[str, int], shared: bool, calls: int) -> dict[str, Any]:
+    """Medians in µs, the largest over ranks."""
+    from summa3d.cli.contest import Entry, Problem, Runner
+
+    runner = Runner(Entry("cuboid", grid, Problem(SIZE, SIZE, SIZE), shared=shared), world)
+    racers: dict[str, Callable[[], Any]] = {"ours": runner.run, **bare(world, runner, grid)}
+    times: dict[str, list[float]] = {name: [] for name in racers}
+    for call in range(calls + WARM_UPS):
+        for name, run in racers.items():
+            start = time.perf_counter()
+            run()
+            taken = time.perf_counter() - start
+            if call >= WARM_UPS:
+                times[name].append(taken)
+    medians = {name: max(world.allgather(median(taken))) * 1e6 for name, taken in times.items()}
+    ours = medians.pop("ours")
+    runner.free()
+    return {"grid": grid, "shared": shared, "ours_us": ours, "bare_us": medians, "overhead_us": ours - min(medians.values())}
+
+
+def bare(comm: Any, runner: Any, grid: dict[str, int]) -> dict[str, Callable[[], Any]]:
+    """The collective and the product that ours contains, by mpi4py and numpy alone, into arrays that exist already."""
+    import numpy as np
+
+    a, b, c = runner.a.block.copy(), runner.b.block.copy(), np.empty_like(runner.c.block)
+    if grid["y"] == 2:
+        gathered = np.empty((SIZE, SIZE))
+
+        def gather() -> None:
+            comm.Allgather(a, gathered)
+            np.matmul(gathered, b, out=c)
+
+        return {"Allgather + matmul": gather}
+    partial, parts = np.empty((SIZE, SIZE)), np.empty((2, SIZE // 2, SIZE))
+
+    def reduce_scatter() -> None:
+        np.matmul(a, b, out=partial)
+        comm.Reduce_scatter_block(partial, c)
+
+    def all_to_all() -> None:
+        np.matmul(a, b, out=partial)
+        comm.Alltoall(partial, parts)
+        np.add(parts[0], parts[1], out=c)
+
+    return {"matmul + Reduce_scatter_block": reduce_scatter, "matmul + Alltoall + add": all_to_all}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

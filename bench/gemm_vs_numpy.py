@@ -1,0 +1,48 @@
+# 2048³ float64 on 8 ranks, grid 2,2,2, against numpy's product with two threads in the same run.
+# May import common. Next: README.md.
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import about, bench, memories, note, save, verdict
+
+GRID, RANKS, THREADS = "x=2,y=2,z=2", 8, 2
+LIMIT = 1.2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=2048)
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
+    parser.add_argument("--runs", type=int, default=3, help="jobs started, one after the other")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds in each")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    size, known = str(args.size), memories()
+    memory = "both" if len(known) == 2 else known[0]
+    options = ["--m", size, "--n", size, "--k", size, "--dtype", args.dtype, "--rounds", str(args.rounds)]
+    options += ["--ceiling", str(THREADS), "--entry", f"cuboid:{GRID}", "--shared", memory]
+    runs: list[dict[str, Any]] = []
+    for run in range(args.runs):
+        runs.append(bench(RANKS, ["gemm", *options]))
+        note(f"run {run + 1} of {args.runs}, load {os.getloadavg()[0]:.1f}")
+    print(about(runs[-1]["machine"]))
+    for place, row in enumerate(runs[0]["rows"]):
+        ours = [run["rows"][place]["seconds"]["median"] for run in runs]
+        numpy = [run["ceiling"][0]["seconds"]["median"] for run in runs]
+        ratios = [1 / run["rows"][place]["fraction_of_ceiling"] for run in runs]
+        print(
+            f"{row['label']}, {size}³ {args.dtype}: {median(ours) * 1e3:.1f} ms; "
+            f"numpy, {THREADS} threads: {median(numpy) * 1e3:.1f} ms; "
+            f"ratio {median(ratios):.3f} [{min(ratios):.3f}–{max(ratios):.3f}]"
+        )
+        print("  " + verdict(f"within {LIMIT}× of numpy's time in the same run", median(ratios) <= LIMIT))
+    save({"kind": "vs_numpy", "runs": runs}, args.json)
+
+
+if __name__ == "__main__":
+    main()

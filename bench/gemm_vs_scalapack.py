@@ -1,0 +1,211 @@
+# Ours against ScaLAPACK's p?gemm and against numpy with all cores, in interleaved rounds; COSMA's noted fractions beside them.
+# May import common, scalapack, and what `summa3d report` uses. Next: scalapack.py, README.md.
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from math import exp, log
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import HERE, bench, memories, note, save, verdict
+from scalapack import NotInstalled, Scalapack, Tuned
+
+from summa3d.cli.report import draw, table
+from summa3d.cli.runtime import usable_cores
+
+CASES = {"sq2048": (2048, 2048, 2048), "sq4096": (4096, 4096, 4096), "tall": (8192, 1024, 1024), "largek": (1024, 1024, 16384)}
+NAMES = {"no": "ours", "yes": "ours shared"}
+PEER = "ScaLAPACK"
+WITHIN = 1.02  # at P = 1, and where COSMA reaches LEVEL: behind by this much still counts as level
+LEVEL = 0.95
+GEOMETRIC_MEAN = 1.2
+SQUARES = {2: 0.93, 4: 0.93, 8: 0.90}  # least fraction of the ceiling for the squares
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--case", action="append", metavar="NAME|M,N,K", help=f"{', '.join(CASES)} (all), or sizes of your own; may be repeated"
+    )
+    parser.add_argument("--dtype", action="append", choices=("float64", "float32"), help="default: both")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="P")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; each starts every peer anew")
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="timed products of each peer in a round, after one that is not counted"
+    )
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", default=[128, 64, 256], help="ScaLAPACK's block sizes; the first is tried on every grid"
+    )
+    parser.add_argument("--shared", choices=("no", "yes", "both"), default="both", help="operands of ours in node-shared memory")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result; the plot goes beside it")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    cases = dict(_case(text) for text in args.case or CASES)
+    shared = [memory for memory in memories() if args.shared in (memory, "both")]
+    if not shared:
+        raise SystemExit("--shared yes: this checkout's DistMatrix offers no node-shared operands.")
+    try:
+        library = Scalapack()
+        note("ScaLAPACK's BLAS: " + ", ".join(library.libraries))
+    except NotInstalled as missing:
+        library = None
+        note(f"ScaLAPACK is not compared: {missing}. Ours is compared with numpy alone.")
+    result: dict[str, Any] = {"kind": "versus", "peers": [NAMES[memory] for memory in shared] + ([PEER] if library else [])}
+    result["quotients"] = [f"{PEER} ÷ {NAMES[memory]}" for memory in shared] if library else []
+    result |= {"noted": ["COSMA"], "rows": [], "loads": [], "scalapack_blas": library.libraries if library else None}
+    noted = json.loads((HERE / "cosma_fractions.json").read_text(encoding="utf-8"))
+    races = [
+        Race(name, sizes, dtype, ranks, shared, library, args.blocks)
+        for name, sizes in cases.items()
+        for dtype in args.dtype or ("float64", "float32")
+        for ranks in args.ranks
+    ]
+    for count in range(args.rounds):
+        for race in races:
+            result["loads"].append(os.getloadavg()[0])
+            result["machine"] = race.round(args.repeat)
+            note(f"round {count + 1} of {args.rounds}: {race.latest()}")
+    result["rows"] = [race.row(noted["fractions"]) for race in races]
+    result["noted_source"] = noted["source"]
+    result["remarks"] = remarks(result)
+    print(table(result))
+    save(result, args.json)
+    if args.json is not None:
+        note(f"plot: {draw(result, args.json.parent / args.json.stem, ['png'])[0]}")
+
+
+def _case(text: str) -> tuple[str, tuple[int, int, int]]:
+    if text in CASES:
+        return text, CASES[text]
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise SystemExit(f"--case {text}: give {', '.join(CASES)} or three sizes such as 256,256,256")
+    m, n, k = map(int, parts)
+    return "×".join(parts), (m, n, k)
+
+
+class Race:
+    """One case on P ranks: per round the median time of each peer, and of numpy beside ours."""
+
+    def __init__(
+        self,
+        name: str,
+        sizes: tuple[int, int, int],
+        dtype: str,
+        ranks: int,
+        shared: list[str],
+        library: Scalapack | None,
+        blocks: list[int],
+    ) -> None:
+        self.name, self.sizes, self.dtype, self.ranks, self.shared = name, sizes, dtype, ranks, shared
+        self.threads = min(ranks, usable_cores())
+        self.tuned = Tuned(library, (ranks, sizes, dtype), blocks) if library else None
+        self.rounds: list[dict[str, float]] = []
+        self.settings: dict[str, str] = {}
+        self.blas: dict[str, Any] = {}
+
+    def round(self, repeat: int) -> dict[str, Any]:
+        """Run each peer; returns what our ranks say of the machine."""
+        m, n, k = map(str, self.sizes)
+        memory = "both" if len(self.shared) == 2 else self.shared[0]
+        options = ["--m", m, "--n", n, "--k", k, "--dtype", self.dtype, "--rounds", str(repeat), "--shared", memory]
+        ours = bench(self.ranks, ["gemm", *options, "--ceiling", str(self.threads)])
+        times = {"ceiling": ours["ceiling"][0]["seconds"]["median"]}
+        for row in ours["rows"]:
+            peer = NAMES["yes" if row["shared"] else "no"]
+            times[peer] = row["seconds"]["median"]
+            self.settings[peer] = row["label"]
+        if self.tuned:
+            times[PEER], setting, blas = self.tuned.round(repeat)
+            self.settings[PEER] = str(setting)
+            self.blas = {"core_type": blas["core_type"], "gflops_per_core": blas["gflops_per_core"], "file": blas["blas"]}
+        self.rounds.append(times)
+        machine: dict[str, Any] = ours["machine"]
+        return machine
+
+    def latest(self) -> str:
+        times = "  ".join(f"{peer} {seconds * 1e3:.2f} ms" for peer, seconds in self.rounds[-1].items())
+        return f"{self.name} {self.dtype} P={self.ranks}  {times}"
+
+    def row(self, noted: dict[str, dict[str, float]]) -> dict[str, Any]:
+        """Medians over the rounds of times and of each round's quotients."""
+        peers = [peer for peer in self.rounds[0] if peer != "ceiling"]
+        own_peers = [peer for peer in peers if peer != PEER] if PEER in peers else []
+        quotients = {f"{PEER} ÷ {own}": spread([one[PEER] / one[own] for one in self.rounds]) for own in own_peers}
+        cosma = noted.get(f"{self.name} {self.dtype}", {}).get(str(self.ranks))
+        m, n, k = self.sizes
+        return {
+            **{"case": self.name, "m": m, "n": n, "k": k, "dtype": self.dtype, "ranks": self.ranks},
+            "ceiling_threads": self.threads,
+            "ceiling_seconds": median(one["ceiling"] for one in self.rounds),
+            "seconds": {peer: median(one[peer] for one in self.rounds) for peer in peers},
+            "fractions": {peer: median(one["ceiling"] / one[peer] for one in self.rounds) for peer in peers},
+            "quotients": quotients,
+            "noted": {} if cosma is None else {"COSMA": cosma},
+            "settings": self.settings,
+            "scalapack_blas": self.blas,
+            "rounds": self.rounds,
+        }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def remarks(result: dict[str, Any]) -> list[str]:
+    """What the run says of the claims, for operands with and without node-shared memory."""
+    rows = result["rows"]
+    cores = result["machine"]["cores"]
+    lines = [f"numpy has min(P, {cores}) threads, on this machine's {cores} cores. COSMA: {result['noted_source']}."]
+    blas = next((row["scalapack_blas"] for row in rows if row["scalapack_blas"]), None)
+    if blas:
+        speeds = [row["scalapack_blas"]["gflops_per_core"] for row in rows]
+        lines.append(f"ScaLAPACK's BLAS: {blas['file']} ({blas['core_type']}), one core {median(speeds):.1f} float64 Gflop/s")
+    for own in (peer for peer in result["peers"] if peer != PEER):
+        lines += [f"{own}: {line}" for line in claims(rows, own)]
+    return lines
+
+
+def claims(rows: list[dict[str, Any]], own: str) -> list[str]:
+    """One line for each claim that the cases at hand can show."""
+    lines = []
+    against = [row for row in rows if f"{PEER} ÷ {own}" in row["quotients"]]
+    if against:
+        quotients = {_name(row): (row["quotients"][f"{PEER} ÷ {own}"]["median"], row["ranks"]) for row in against}
+        behind = [name for name, (quotient, ranks) in quotients.items() if quotient * (WITHIN if ranks == 1 else 1) < 1]
+        mean = exp(sum(log(quotient) for quotient, _ in quotients.values()) / len(quotients))
+        lines.append(verdict(f"ahead of ScaLAPACK in every case (P = 1: within 2 %){_but(behind)}", not behind))
+        said = f"geometric mean over ScaLAPACK ≥ {GEOMETRIC_MEAN}: {mean:.2f} ({len(quotients)} cases)"
+        lines.append(verdict(said, mean >= GEOMETRIC_MEAN))
+    squares = [row for row in rows if row["m"] == row["n"] == row["k"] and row["ranks"] in SQUARES]
+    if squares:
+        low = [_name(row) for row in squares if row["fractions"][own] < SQUARES[row["ranks"]]]
+        bars = ", ".join(f"{bar} at P = {ranks}" for ranks, bar in SQUARES.items())
+        lines.append(verdict(f"squares reach {bars} of the ceiling{_but(low)}", not low))
+    noted = [row for row in rows if "COSMA" in row["noted"]]
+    if noted:
+        less = [_name(row) for row in noted if _below_cosma(row["fractions"][own], row["noted"]["COSMA"])]
+        lines.append(verdict(f"at or above COSMA's noted fraction of the ceiling{_but(less)}", not less))
+    return lines
+
+
+def _below_cosma(own: float, cosma: float) -> bool:
+    return own * (WITHIN if cosma >= LEVEL else 1) < cosma
+
+
+def _but(names: list[str]) -> str:
+    return f", except {'; '.join(names)}" if names else ""
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['case']} {row['dtype']} P={row['ranks']}"
+
+
+if __name__ == "__main__":
+    main()

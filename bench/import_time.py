@@ -1,0 +1,34 @@
+# How long `import summa3d.gemm` takes beyond numpy and mpi4py. May import common. Next: README.md.
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from statistics import median
+
+from common import environment, verdict
+
+LIMIT = 0.15  # s
+BEFORE = "import numpy\nfrom mpi4py import MPI\n"
+CLOCKS = "time.perf_counter(), time.process_time()"
+TIMED = f"import time\nwall, cpu = {CLOCKS}\nimport summa3d.gemm\nlater, used = {CLOCKS}\nprint(later - wall, used - cpu)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=11)
+    args = parser.parse_args()
+    times, processor = zip(*[_seconds() for _ in range(args.runs + 1)][1:], strict=True)
+    spread = f"{median(times):.3f} s [{min(times):.3f}–{max(times):.3f}]"
+    print(f"import summa3d.gemm after numpy and mpi4py: {spread}, of them {median(processor):.3f} s of processor time")
+    print(verdict(f"at most {LIMIT} s, median of {args.runs}", median(times) <= LIMIT))
+
+
+def _seconds() -> tuple[float, float]:
+    done = subprocess.run([sys.executable, "-c", BEFORE + TIMED], env=environment(), capture_output=True, text=True, check=True)
+    wall, cpu = map(float, done.stdout.split())
+    return wall, cpu
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+# Debian's ScaLAPACK: builds pgemm.c with the mpicc of its Open MPI, and runs it under that MPI's own mpirun.
+# May import common. Never our launcher: two MPIs' launchers must not be mixed. Next: pgemm.c.
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import HERE, environment
+
+from summa3d.cli.runtime import launcher_vendor
+
+SOURCE, PROGRAM = HERE / "pgemm.c", HERE / "build" / "pgemm"
+LIBRARIES = ("-lscalapack-openmpi", "-lopenblas", "-lm", "-ldl")
+PACKAGES = "libscalapack-openmpi-dev openmpi-bin libopenblas-pthread-dev"
+# Ranks may outnumber cores: they must not be bound to one, and must yield while they wait.
+RUN = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1")
+LETTER = {"float64": "d", "float32": "s"}
+
+
+Case = tuple[int, tuple[int, int, int], str]  # ranks, (m, n, k), dtype
+
+
+class NotInstalled(Exception):
+    """Why there is no ScaLAPACK to compare with, in one line."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A process grid and a block size."""
+
+    rows: int
+    columns: int
+    block: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}:{self.block}"
+
+
+class Scalapack:
+    """The driver, built and checked. Raises NotInstalled where something is missing."""
+
+    def __init__(self) -> None:
+        self.mpirun, mpicc = _of_openmpi("mpirun"), _of_openmpi("mpicc", is_launcher=False)
+        if not PROGRAM.exists() or PROGRAM.stat().st_mtime < SOURCE.stat().st_mtime:
+            _build(mpicc)
+        self.libraries = _blas_libraries()
+
+    def run(self, ranks: int, sizes: tuple[int, int, int], dtype: str, repeat: int, settings: list[Setting]) -> dict[str, Any]:
+        """The driver's JSON: core type, speed of a core, and for each setting the seconds of `repeat` products after a first."""
+        options = [LETTER[dtype], *map(str, sizes), str(repeat), *map(str, settings)]
+        command = [self.mpirun, *RUN, "-n", str(ranks), str(PROGRAM), *options]
+        done = subprocess.run(command, env=environment(threads=1), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"{' '.join(command)} failed with status {done.returncode}\n{done.stdout}{done.stderr}")
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+
+class Tuned:
+    """ScaLAPACK on one case: the first round tries every process grid, and blocks on the best; all run the best `kept`."""
+
+    def __init__(self, library: Scalapack, case: Case, blocks: list[int], kept: int = 2) -> None:
+        self.library, self.case, self.blocks, self.kept = library, case, blocks, kept
+        self.settings: list[Setting] = []
+
+    def round(self, repeat: int) -> tuple[float, Setting, dict[str, Any]]:
+        """Median seconds of the fastest setting of this round, which one it was, and what the driver says of its BLAS."""
+        if not self.settings:
+            self._tune(max(1, repeat // 2))
+        times, about = self._times(repeat, self.settings)
+        best = min(times, key=lambda setting: times[setting])
+        return times[best], best, about
+
+    def _tune(self, repeat: int) -> None:
+        ranks, first, *others = self.case[0], *self.blocks
+        grids = [Setting(rows, ranks // rows, first) for rows in range(1, ranks + 1) if ranks % rows == 0]
+        times, _ = self._times(repeat, grids)
+        best = min(times, key=lambda setting: times[setting])
+        if others:
+            times |= self._times(repeat, [Setting(best.rows, best.columns, block) for block in others])[0]
+        self.settings = sorted(times, key=lambda setting: times[setting])[: self.kept]
+
+    def _times(self, repeat: int, settings: list[Setting]) -> tuple[dict[Setting, float], dict[str, Any]]:
+        ranks, sizes, dtype = self.case
+        found = self.library.run(ranks, sizes, dtype, repeat, settings)
+        return {setting: median(one["seconds"]) for setting, one in zip(settings, found["results"], strict=True)}, found
+
+
+def _of_openmpi(name: str, is_launcher: bool = True) -> str:
+    """The program of Open MPI: Debian's own name first, then a plain one that says it is Open MPI's."""
+    named = shutil.which(f"{name}.openmpi")
+    if named:
+        return named
+    plain = shutil.which(name)
+    if plain and (launcher_vendor((plain,)) == "openmpi" if is_launcher else _compiles_for_openmpi(plain)):
+        return plain
+    raise NotInstalled(f"there is no Open MPI {name} here (Debian: apt install {PACKAGES})")
+
+
+def _compiles_for_openmpi(mpicc: str) -> bool:
+    done = subprocess.run([mpicc, "--showme:version"], capture_output=True, text=True)
+    return "Open MPI" in done.stdout + done.stderr
+
+
+def _build(mpicc: str) -> None:
+    PROGRAM.parent.mkdir(exist_ok=True)
+    done = subprocess.run([mpicc, "-O2", "-o", str(PROGRAM), str(SOURCE), *LIBRARIES], capture_output=True, text=True)
+    if done.returncode != 0:
+        telling = [line.strip() for line in done.stderr.splitlines() if "cannot find" in line or "error" in line]
+        raise NotInstalled(
+            f"pgemm.c cannot be built here: {(telling or ['no reason given'])[0]} (Debian: apt install {PACKAGES})"
+        )
+
+
+def _blas_libraries() -> list[str]:
+    """The BLAS that the driver loads, as ldd resolves it. Raises NotInstalled unless all of it is OpenBLAS."""
+    done = subprocess.run(["ldd", str(PROGRAM)], env=environment(), capture_output=True, text=True)
+    found = re.findall(r"^\s*(lib(?:open)?blas\S*) => (\S+)", done.stdout, re.MULTILINE)
+    libraries = [f"{name} => {Path(path).resolve()}" for name, path in found]
+    wrong = [line for line in libraries if "openblas" not in line.split("=>")[1]]
+    if not libraries or wrong:
+        what = ", ".join(wrong) or "none found"
+        raise NotInstalled(f"the driver would use a BLAS that is not OpenBLAS: {what} (Debian: apt install {PACKAGES})")
+    return libraries

@@ -1,0 +1,198 @@
+# `summa3d bench gemm|strong|weak`: products side by side, interleaved on the same ranks; a table, and JSON for `summa3d report`.
+# May import gemm through contest.py. Next: contest.py (how it is timed), report.py (tables and plots of the JSON).
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .runtime import usable_cores
+
+DTYPES = ("float64", "float32", "complex128", "complex64")
+SWITCHES = ("lookahead", "sequence")  # options that are on or off
+FORMS = ("nn", "nt", "tn", "tt")
+ALL = "all"
+NAMED = "on its grid of fewest words; may be repeated; `all`: every one that can use the ranks"
+ENTRY = "an algorithm on a grid, options such as panel=128 among the axes; may be repeated"
+EVERY = "the library's choice against every algorithm on every grid that copies no operand"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Time products against each other: every round runs every entry once. Plans and workspace are reused."
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="gemm|strong|weak")
+    gemm = kinds.add_parser("gemm", help="algorithms and grids side by side on all ranks")
+    strong = kinds.add_parser("strong", help="one product on 1, 2, 4, … ranks")
+    weak = kinds.add_parser("weak", help="a product whose work per rank stays: m, n and k grow with the cube root of the ranks")
+    for kind in (gemm, strong, weak):
+        for size in ("m", "n", "k"):
+            what = f"size {size} of C (m×n) = op(A) (m×k) · op(B) (k×n)" + (" on one rank" if kind is weak else "")
+            kind.add_argument(f"--{size}", type=int, required=True, help=what)
+        kind.add_argument("--form", choices=FORMS, default="nn")
+        kind.add_argument("--dtype", choices=DTYPES, default="float64")
+        kind.add_argument("--algorithm", action="append", metavar="NAME", help=NAMED)
+        kind.add_argument("--rounds", type=int, default=7, help="rounds that count, after one that does not")
+        kind.add_argument("--shared", choices=("no", "yes", "both"), default="no", help="operands in node-shared memory")
+        kind.add_argument(
+            "--ceiling",
+            type=int,
+            nargs="?",
+            const=0,
+            metavar="THREADS",
+            help="time numpy's product on rank 0 too (with all cores)",
+        )
+        kind.add_argument("--json", metavar="FILE", help="write the result; - prints it as one line instead of the table")
+    gemm.add_argument("--entry", action="append", default=[], metavar="NAME[:x=2,y=1,…]", help=ENTRY)
+    gemm.add_argument("--every-grid", action="store_true", help=EVERY)
+    for kind in (strong, weak):
+        kind.add_argument(
+            "--ranks", type=_counts, metavar="1,2,4", help="rank counts (default: powers of two up to all, and all)"
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    from mpi4py import MPI
+
+    from .contest import machine, race, sleep_until_all_are_here
+    from .report import table
+
+    for name in ("m", "n", "k", "rounds"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    world = MPI.COMM_WORLD
+    threads = 0 if args.ceiling is None else args.ceiling or usable_cores()
+    entries = list(MAKERS[args.kind](args, world.size))
+    found = machine() if world.rank == 0 else {}
+    sleep_until_all_are_here(world)
+    result = {"kind": args.kind, "machine": found, **race(entries, world, args.rounds, threads)}
+    if world.rank == 0:
+        for name in found["overrides"]:
+            print(f"warning: {name} is exported: OpenBLAS may run at half its speed", file=sys.stderr)
+        if args.json not in (None, "-"):
+            Path(args.json).write_text(json.dumps(result) + "\n", encoding="utf-8")
+        print(json.dumps(result) if args.json == "-" else table(result), flush=True)
+    return 0
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rank counts; write it as 1,2,4")
+    return counts
+
+
+def _memory(args: argparse.Namespace) -> tuple[bool, ...]:
+    return {"no": (False,), "yes": (True,), "both": (False, True)}[args.shared]
+
+
+def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
+    """What --entry names, then what --algorithm names; without either, the library's own choice."""
+    from .contest import Entry, Problem
+
+    problem = Problem(args.m, args.n, args.k, args.form, args.dtype)
+    for shared in _memory(args):
+        for text in args.entry:
+            name, grid, options = parse_entry(text, problem, ranks)
+            yield Entry(name, grid, problem, options, shared)
+        if args.every_grid:
+            yield from every_grid(problem, ranks, shared)
+        elif args.algorithm or not args.entry:
+            yield from _of_algorithms(args.algorithm, problem, ranks, shared)
+
+
+def strong_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
+    """The same product on every rank count."""
+    return _scaling(args, ranks, lambda count: (args.m, args.n, args.k))
+
+
+def weak_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
+    """m, n and k times the cube root of the rank count."""
+
+    def sizes(count: int) -> tuple[int, int, int]:
+        m, n, k = (round(size * count ** (1 / 3)) for size in (args.m, args.n, args.k))
+        return m, n, k
+
+    return _scaling(args, ranks, sizes)
+
+
+MAKERS = {"gemm": gemm_entries, "strong": strong_entries, "weak": weak_entries}
+
+
+def _scaling(args: argparse.Namespace, ranks: int, sizes: Callable[[int], tuple[int, int, int]]) -> Iterator[Any]:
+    from .contest import Problem
+
+    counts = args.ranks or sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)})
+    if max(counts) > ranks:
+        raise ConfigError(f"--ranks asks for {max(counts)}; {ranks} were started.")
+    for shared in _memory(args):
+        for count in counts:
+            yield from _of_algorithms(args.algorithm, Problem(*sizes(count), form=args.form, dtype=args.dtype), count, shared)
+
+
+def _of_algorithms(names: list[str] | None, problem: Any, ranks: int, shared: bool) -> Iterator[Any]:
+    """An entry for each algorithm named, on its grid of fewest words; those that cannot use so many ranks are left out."""
+    from ..gemm.algorithms import ALGORITHMS, algorithm
+    from .contest import Entry, fewest_words
+
+    if not names:
+        yield own_choice(problem, ranks, shared)
+        return
+    several = ALL in names or len(names) > 1
+    for name in ALGORITHMS if ALL in names else names:
+        found = algorithm(name, None if several else ranks)
+        if found.grids(ranks):
+            yield Entry(found.name, fewest_words(found, problem, ranks), problem, shared=shared)
+
+
+def own_choice(problem: Any, ranks: int, shared: bool = False) -> Any:
+    """What the library takes for this product when nobody says; it may leave ranks idle."""
+    from ..gemm.choose import choose
+    from .contest import Entry
+
+    choice = choose(problem.m, problem.n, problem.k, ranks, problem.dtype, form=problem.form)
+    return Entry(choice.algorithm, choice.grid, problem, shared=shared, chosen=True)
+
+
+def every_grid(problem: Any, ranks: int, shared: bool) -> Iterator[Any]:
+    """The library's choice, then all others on exactly `ranks` ranks: each algorithm on each grid that copies no operand."""
+    from ..gemm.algorithms import ALGORITHMS
+    from .contest import Entry
+
+    chosen = own_choice(problem, ranks, shared)
+    yield chosen
+    for name, found in ALGORITHMS.items():
+        plan = found.plan(problem.form, problem.m, problem.n, problem.k)
+        split = plan.a_layout.axes & plan.b_layout.axes & plan.c_layout.axes
+        for grid in found.grids(ranks):
+            spread = all(size == 1 or axis in split for axis, size in grid.items())
+            if spread and (name, grid) != (chosen.algorithm, chosen.grid):
+                yield Entry(name, grid, problem, shared=shared)
+
+
+def parse_entry(text: str, problem: Any, ranks: int) -> tuple[str, dict[str, int], dict[str, Any]]:
+    """``summa:x=2,y=4,panel=128`` → ("summa", {"x": 2, "y": 4}, {"panel": 128}); axes left out are 1, no axes: fewest words.
+
+    Raises ConfigError for an algorithm, an axis or an option that is not known.
+    """
+    from ..gemm.algorithms import algorithm
+    from .contest import fewest_words
+
+    name, _, rest = text.partition(":")
+    found = algorithm(name)
+    sizes: dict[str, int] = {}
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        if key not in (*found.axes, *found.options) or not value.isdigit():
+            known = ", ".join((*found.axes, *found.options))
+            raise ConfigError(f"--entry {text}: {part!r} is not AXIS=SIZE or OPTION=NUMBER; {found.name} has {known}.")
+        sizes[key] = int(value)
+    options = {key: bool(size) if key in SWITCHES else size for key, size in sizes.items() if key in found.options}
+    axes = {axis: sizes.get(axis, 1) for axis in found.axes}
+    given = any(axis in sizes for axis in found.axes)
+    return found.name, axes if given else fewest_words(algorithm(name, ranks), problem, ranks), options

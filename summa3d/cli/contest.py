@@ -1,0 +1,277 @@
+# Products that race each other on the same ranks: entries, interleaved rounds, and the numpy product they are measured against.
+# May import gemm and comm.grid; knows nothing of command lines. Times are of reused executors, operands already in place.
+# Next: bench.py, which says who races; report.py, which reads the result.
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from ..comm.grid import Grid, describe
+from ..errors import ConfigError
+from ..gemm.algorithms import Algorithm, algorithm
+from ..gemm.matrix import DistMatrix
+from .runtime import usable_cores
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+NAP = 0.002  # seconds between a sleeping rank's looks
+SPIN = 0.06  # seconds until OpenBLAS's idle threads, which spin for 2^26 cycles after a product, have left the cores
+PROBE = 1024  # side of the product that tells a core's speed
+PROBE_RUNS = 5
+
+
+@dataclass(frozen=True)
+class Problem:
+    """C (m×n) = op(A)·op(B), op(A) m×k."""
+
+    m: int
+    n: int
+    k: int
+    form: str = "nn"
+    dtype: str = "float64"
+
+    @property
+    def flops(self) -> int:
+        return (8 if self.dtype.startswith("complex") else 2) * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Who races: an algorithm on a grid of the first ranks, with its options.
+
+    `shared` puts the operands in node-shared memory; `chosen` marks what the library takes when nobody says.
+    """
+
+    algorithm: str
+    grid: Mapping[str, int]
+    problem: Problem
+    options: Mapping[str, Any] = field(default_factory=dict)
+    shared: bool = False
+    chosen: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.grid.values())
+
+    @property
+    def label(self) -> str:
+        extra = [f"{name}={value}" for name, value in self.options.items()] + (["shared"] if self.shared else [])
+        return " ".join([f"{self.algorithm} {describe(self.grid)}", *extra])
+
+
+def fewest_words(found: Algorithm, problem: Problem, ranks: int) -> dict[str, int]:
+    """The grid of exactly `ranks` ranks on which the algorithm moves the fewest words; of equals, the one that reduces least."""
+
+    def cost(grid: Mapping[str, int]) -> tuple[int, int, int]:
+        plan = found.plan(problem.form, problem.m, problem.n, problem.k)
+        return found.volume(plan, grid, problem.dtype).max_words, grid.get("z", grid.get("d", 1)), max(grid.values())
+
+    return min(found.grids(ranks), key=cost)
+
+
+class Runner:
+    """An entry with its operands in place and its executor bound. Creating one is collective over `world`."""
+
+    def __init__(self, entry: Entry, world: MPI.Intracomm) -> None:
+        self.entry, self.ranks, problem = entry, entry.ranks, entry.problem
+        if entry.ranks > world.size:
+            raise ConfigError(f"{entry.label} needs {entry.ranks} ranks; {world.size} were started.")
+        found = algorithm(entry.algorithm)
+        self.plan = found.plan(problem.form, problem.m, problem.n, problem.k, **entry.options)
+        check_grid = getattr(self.plan, "check_grid", None)
+        if check_grid is not None:
+            check_grid(entry.grid)
+        self.here = world.rank < entry.ranks
+        if not self.here:
+            return
+        group = world.Get_group().Incl(range(entry.ranks))
+        self.comm = world.Create_group(group)
+        self.grid = Grid(self.comm, dict(entry.grid))
+        self.executor = found.executor(self.plan, self.grid)
+        self.executor.shared = entry.shared
+        self.a, self.b, self.c = (
+            DistMatrix.from_function(element, shape, self.grid, layout, problem.dtype, entry.shared and operand)
+            for shape, layout, operand in (
+                (self.plan.a_shape, self.plan.a_layout, True),
+                (self.plan.b_shape, self.plan.b_layout, True),
+                (self.plan.c_shape, self.plan.c_layout, False),
+            )
+        )
+
+    def run(self) -> None:
+        self.executor.run(self.a.block, self.b.block, self.c.block)
+
+    def seconds(self) -> float:
+        """Time of one product, from a common start until the last rank has finished; 0 on ranks that have no part in it."""
+        if not self.here:
+            return 0.0
+        self.comm.Barrier()
+        start = time.perf_counter()
+        self.run()
+        self.comm.Barrier()
+        return time.perf_counter() - start
+
+    def moved(self) -> dict[str, int]:
+        """What one product moves and needs, the largest over ranks; {} on ranks that have no part in it."""
+        if not self.here:
+            return {}
+        self.grid.ledger.reset_peak()
+        with self.grid.ledger.watch() as account:
+            self.run()
+        mine = (account.words, account.messages, self.grid.ledger.workspace_peak)
+        most = [max(values) for values in zip(*self.comm.allgather(mine), strict=True)]
+        return dict(zip(("words_per_rank", "messages_per_rank", "workspace_bytes"), most, strict=True))
+
+    def free(self) -> None:
+        if self.here:
+            self.grid.free()
+            self.comm.Free()
+
+
+class Ceiling:
+    """numpy's product of the whole matrices with `threads` threads, on rank 0, while all other ranks sleep."""
+
+    ranks = 0  # none has its share: rank 0 works for all
+
+    def __init__(self, problem: Problem, world: MPI.Intracomm, threads: int) -> None:
+        self.problem, self.threads, self.here = problem, threads, world.rank == 0
+        if self.here:
+            a, b = (whole(rows, columns, problem.dtype) for rows, columns in ((problem.m, problem.k), (problem.k, problem.n)))
+            self.a = a if problem.form[0] == "n" else np.ascontiguousarray(a.T).T
+            self.b = b if problem.form[1] == "n" else np.ascontiguousarray(b.T).T
+            self.c = np.empty((problem.m, problem.n), problem.dtype)
+
+    def seconds(self) -> float:
+        if not self.here:
+            return 0.0
+        with threadpool_limits(limits=self.threads, user_api="blas"):
+            start = time.perf_counter()
+            np.matmul(self.a, self.b, out=self.c)
+            taken = time.perf_counter() - start
+        time.sleep(SPIN)
+        return taken
+
+
+def element(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """A matrix given by its indices, cheap to make."""
+    return np.sin(0.37 * rows + 1.3) + np.cos(0.11 * columns)
+
+
+def whole(rows: int, columns: int, dtype: str) -> np.ndarray:
+    """What `element` gives for every index."""
+    return element(np.arange(rows)[:, None], np.arange(columns)[None, :]).astype(dtype)
+
+
+def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
+    """A barrier whose waiting ranks leave their cores alone."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(NAP)
+
+
+def race(entries: Sequence[Entry], world: MPI.Intracomm, rounds: int, ceiling_threads: int = 0) -> dict[str, Any]:
+    """Run every entry once a round, in turn, and with `ceiling_threads` numpy too; one more round before is not counted.
+
+    Collective over `world`; the result is complete on rank 0. Its rows have min, median, max and all seconds, Gflop/s, and the
+    largest words, messages and bytes of workspace over ranks; its ceiling, the same times of numpy for each problem.
+    """
+    runners = [Runner(entry, world) for entry in entries]
+    problems = dict.fromkeys(entry.problem for entry in entries) if ceiling_threads else ()
+    ceilings = [Ceiling(problem, world, ceiling_threads) for problem in problems]
+    racers: list[Runner | Ceiling] = [*runners, *ceilings]
+    times: list[list[float]] = [[] for _ in racers]
+    alone = True  # whether the racer before left ranks without work: they sleep, and so must all until the next begins
+    for _ in range(rounds + 1):
+        for racer, seconds in zip(racers, times, strict=True):
+            partial = racer.ranks < world.size
+            if alone or partial:
+                sleep_until_all_are_here(world)
+            seconds.append(racer.seconds())
+            alone = partial
+    sleep_until_all_are_here(world)
+    moved = []
+    for runner in runners:
+        moved.append(runner.moved())
+        sleep_until_all_are_here(world)
+        runner.free()
+    counted = iter([seconds[1:] for seconds in times])
+    rows = [_row(entry, next(counted), amounts) for entry, amounts in zip(entries, moved, strict=True)]
+    tops = [{**asdict(top.problem), "threads": top.threads, **timing(next(counted), top.problem)} for top in ceilings]
+    for row in rows:
+        row["fraction_of_ceiling"] = next((fraction(row, top) for top in tops if same_problem(row, top)), None)
+    return {"rows": rows, "ceiling": tops}
+
+
+def _row(entry: Entry, seconds: list[float], moved: Mapping[str, int]) -> dict[str, Any]:
+    who = {"algorithm": entry.algorithm, "grid": dict(entry.grid), "options": dict(entry.options), "label": entry.label}
+    return {
+        **who,
+        "shared": entry.shared,
+        "chosen": entry.chosen,
+        "ranks": entry.ranks,
+        **asdict(entry.problem),
+        **timing(seconds, entry.problem),
+        **moved,
+    }
+
+
+def timing(seconds: list[float], problem: Problem) -> dict[str, Any]:
+    """A row's times and speed."""
+    middle = median(seconds)
+    times = {"min": min(seconds), "median": middle, "max": max(seconds), "all": seconds}
+    return {"seconds": times, "gflops": problem.flops / middle / 1e9 if middle else 0.0}
+
+
+def same_problem(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(row[name] == other[name] for name in ("m", "n", "k", "form", "dtype"))
+
+
+def fraction(row: Mapping[str, Any], top: Mapping[str, Any]) -> float:
+    """The ceiling's time as a part of the row's: the median over rounds of each round's quotient."""
+    quotients = [high / own if own else 0.0 for high, own in zip(top["seconds"]["all"], row["seconds"]["all"], strict=True)]
+    return median(quotients)
+
+
+def machine() -> dict[str, Any]:
+    """What the times were taken on: cores, load, BLAS, its core type and the speed of one core in both float types (Gflop/s)."""
+    from mpi4py import MPI
+
+    blas: dict[str, Any] = next((info for info in threadpool_info() if info["user_api"] == "blas"), {})
+    return {
+        "cores": usable_cores(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "blas": " ".join(filter(None, (blas.get("internal_api"), blas.get("version")))) or None,
+        "core_type": blas.get("architecture"),
+        "gflops_per_core": {dtype: core_speed(dtype) for dtype in ("float64", "float32")},
+        "overrides": sorted(_overrides()),
+        "mpi": " ".join(MPI.Get_library_version().split()[:3]).rstrip(","),
+        "numpy": np.__version__,
+    }
+
+
+def core_speed(dtype: str) -> float:
+    """Gflop/s of one thread in a product of PROBE³."""
+    a, out = whole(PROBE, PROBE, dtype), np.empty((PROBE, PROBE), dtype)
+    best = float("inf")
+    with threadpool_limits(limits=1, user_api="blas"):
+        for _ in range(PROBE_RUNS):
+            start = time.perf_counter()
+            np.matmul(a, a, out=out)
+            best = min(best, time.perf_counter() - start)
+    return 2 * PROBE**3 / best / 1e9
+
+
+def _overrides() -> Iterator[str]:
+    """Variables that make OpenBLAS choose other kernels than this processor's: they halve its speed."""
+    from .doctor import BLAS_OVERRIDES
+
+    return (name for name in BLAS_OVERRIDES if name in os.environ)

@@ -1,0 +1,90 @@
+# What `summa3d report` draws: bars of a contest, lines of scaling. Imports matplotlib when something is drawn, never earlier.
+# Next: report.py, which writes the files.
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .report import scaling
+
+NUMPY_LABEL = "numpy, all cores"
+
+
+def figure(result: Mapping[str, Any]) -> Any:
+    """A matplotlib figure of a result of any kind. Raises ImportError where matplotlib is not installed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(9, 5), layout="constrained")
+    FigureCanvasAgg(drawn)
+    DRAW[result["kind"]](drawn.add_subplot(), result)
+    return drawn
+
+
+def gemm(axes: Any, result: Mapping[str, Any]) -> None:
+    """Median time of each entry, whiskers from the fastest to the slowest round, the ceiling as a line."""
+    rows = sorted(result["rows"], key=lambda row: row["seconds"]["median"], reverse=True)
+    middle = [row["seconds"]["median"] * 1e3 for row in rows]
+    below = [(row["seconds"]["median"] - row["seconds"]["min"]) * 1e3 for row in rows]
+    above = [(row["seconds"]["max"] - row["seconds"]["median"]) * 1e3 for row in rows]
+    axes.barh([row["label"] for row in rows], middle, xerr=[below, above], color="tab:blue", ecolor="0.4", capsize=3)
+    for top in result["ceiling"]:
+        axes.axvline(top["seconds"]["median"] * 1e3, color="tab:red", label=f"numpy, {top['threads']} threads")
+    if result["ceiling"]:
+        axes.legend()
+    axes.set(xlabel="ms", title="{m}×{n}×{k} {form} {dtype}, {ranks} ranks".format_map(rows[0]))
+
+
+def strong(axes: Any, result: Mapping[str, Any]) -> None:
+    """Speed-up over the fewest ranks; perfect up to the number of cores."""
+    _lines(axes, result)
+    counts = sorted({row["ranks"] for row in result["rows"]})
+    cores = result["machine"]["cores"] if result.get("machine") else counts[-1]
+    perfect = [max(1, min(count, cores) / counts[0]) for count in counts]
+    axes.plot(counts, perfect, "--", color="0.6", label=f"perfect on {cores} cores")
+    axes.set(ylabel=f"speed-up over {counts[0]} rank{'s' if counts[0] > 1 else ''}", title="strong scaling")
+    axes.legend()
+
+
+def weak(axes: Any, result: Mapping[str, Any]) -> None:
+    """Gflop/s over those on the fewest ranks, the work per rank being the same."""
+    strong(axes, result)
+    title = "weak scaling: m, n and k grow with the cube root of the ranks"
+    axes.set(ylabel="Gflop/s over those of the fewest ranks", title=title)
+
+
+def _lines(axes: Any, result: Mapping[str, Any]) -> None:
+    rows = sorted(result["rows"], key=lambda row: row["ranks"])
+    for name, shared in sorted({(row["algorithm"], row["shared"]) for row in rows}):
+        own = [row for row in rows if (row["algorithm"], row["shared"]) == (name, shared)]
+        label = f"{name}, shared memory" if shared else name
+        axes.plot([row["ranks"] for row in own], [scaling(row, rows) for row in own], "o-", label=label)
+    counts = sorted({row["ranks"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xlabel("ranks")
+    axes.grid(alpha=0.3)
+
+
+def versus(axes: Any, result: Mapping[str, Any]) -> None:
+    """Each peer's fraction of numpy's speed with all cores, case by case; what was noted elsewhere as marks."""
+    rows, peers = result["rows"], result["peers"]
+    width = 0.8 / len(peers)
+    places = range(len(rows))
+    for number, peer in enumerate(peers):
+        heights = [row["fractions"].get(peer, 0) for row in rows]
+        axes.bar([place + (number - (len(peers) - 1) / 2) * width for place in places], heights, width, label=peer)
+    for name, mark in zip(result.get("noted", ()), "_x+", strict=False):
+        known = [(place, row["noted"][name]) for place, row in zip(places, rows, strict=True) if name in row.get("noted", {})]
+        if known:
+            axes.plot(*zip(*known, strict=True), mark, color="black", label=f"{name} (noted, not this run)")
+    axes.axhline(1, color="0.5", linewidth=0.8, label=NUMPY_LABEL)
+    labels = [f"{row['case']}\n{row['dtype'].replace('float', 'f')}\nP={row['ranks']}" for row in rows]
+    axes.set_xticks(list(places), labels, fontsize=7 if len(rows) < 16 else 5)
+    axes.set(ylabel="fraction of the ceiling", title="C = A·B: time of numpy with all cores ÷ time of each")
+    axes.grid(alpha=0.3, axis="y")
+    axes.legend(fontsize=8)
+    axes.figure.set_size_inches(max(9, 0.45 * len(rows)), 5)
+
+
+DRAW = {"gemm": gemm, "strong": strong, "weak": weak, "versus": versus}

@@ -1,0 +1,79 @@
+# Every algorithm by name: its plan, its executor, its closed forms, the grids it can use. Imports all of them.
+# matmul, the chooser, the command line and the tests read this table and name no algorithm themselves.
+# Next: plan.py (what they share), volume_2d.py (what they cost).
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError, GridError
+from . import volume, volume_2d
+from .agarwal import Agarwal, AgarwalPlan
+from .ca25d import Ca25d, Ca25dPlan
+from .cannon import Cannon, CannonPlan
+from .cuboid import Cuboid, CuboidPlan
+from .oned import OnedColumn, OnedColumnPlan, OnedRow, OnedRowPlan
+from .plan import counts_near
+from .summa import Summa, SummaPlan
+from .tesseract import Tesseract, TesseractPlan
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to multiply.
+
+    `plan(form, m, n, k, **options)` is plain data with layouts and shapes; `executor(plan, grid).run(a, b, out, alpha, beta)`
+    multiplies this rank's blocks; `volume(plan, grid_shape, dtype)` is what that costs on every rank; `grids(ranks)` lists the
+    grids of exactly that many ranks it can use; `options` are the plan's keywords that are no axes.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    plan: Callable[..., Any]
+    executor: Callable[..., Any]
+    volume: Callable[..., volume.Volume]
+    grids: Callable[[int], list[dict[str, int]]]
+    options: tuple[str, ...] = ()
+
+
+def _cuboid_volume(plan: CuboidPlan, grid_shape: Mapping[str, int], dtype: str = "float64") -> volume.Volume:
+    return volume.of_plan(plan, grid_shape, str(dtype))
+
+
+PANELS = ("panel", "lookahead")
+CUBOID = Algorithm("cuboid", ("x", "y", "z"), CuboidPlan, Cuboid, _cuboid_volume, CuboidPlan.grids)
+ROW = Algorithm("oned-row", ("y",), OnedRowPlan, OnedRow, volume_2d.volume, OnedRowPlan.grids, ("sequence",))
+
+ALGORITHMS: dict[str, Algorithm] = {
+    algorithm.name: algorithm
+    for algorithm in (
+        CUBOID,
+        Algorithm("agarwal", ("x", "y", "z"), AgarwalPlan, Agarwal, volume_2d.volume, AgarwalPlan.grids),
+        Algorithm("summa", ("x", "y"), SummaPlan, Summa, volume_2d.volume, SummaPlan.grids, PANELS),
+        Algorithm("cannon", ("x", "y"), CannonPlan, Cannon, volume_2d.volume, CannonPlan.grids),
+        Algorithm("tesseract", ("x", "y", "d"), TesseractPlan, Tesseract, volume_2d.volume, TesseractPlan.grids, PANELS),
+        Algorithm("ca25d", ("x", "y", "d"), Ca25dPlan, Ca25d, volume_2d.volume, Ca25dPlan.grids, PANELS),
+        Algorithm("oned-column", ("y",), OnedColumnPlan, OnedColumn, volume_2d.volume, OnedColumnPlan.grids, ("sequence",)),
+        ROW,
+    )
+}
+ALIASES = {"oned": "oned-row"}
+
+
+def algorithm(name: str, ranks: int | None = None) -> Algorithm:
+    """The algorithm of this name.
+
+    Raises ConfigError, naming all, where there is none; GridError where it cannot use `ranks` ranks, naming the rank counts near
+    it that it can use and the algorithms that can use this one.
+    """
+    found = ALGORITHMS.get(ALIASES.get(name, name))
+    if found is None:
+        raise ConfigError(f"Algorithm {name!r} is not known. Algorithms: {', '.join([*ALGORITHMS, *ALIASES])}.")
+    if ranks is not None and not found.grids(ranks):
+        counts = ", ".join(map(str, counts_near(ranks, found.grids)))
+        raise GridError(
+            f"{found.name} cannot use {ranks} ranks. Rank counts near it that it can use: {counts}.\n"
+            f"  Algorithms that can use {ranks}: {', '.join(other.name for other in ALGORITHMS.values() if other.grids(ranks))}."
+        )
+    return found

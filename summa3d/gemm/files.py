@@ -1,0 +1,90 @@
+# A distributed matrix from and to one .npy file, each rank reading or writing its own part. Imports layout, comm.
+# Next: matrix.py, whose `from_file` and `to_file` they are.
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ..comm.arrays import Array, dtype_name, is_torch
+from ..comm.failure import agree_on_error
+from ..comm.grid import Grid
+from ..errors import DataError
+from ..layout.redistribute import Ownership, put, taken
+
+if TYPE_CHECKING:
+    from .matrix import DistMatrix
+
+
+def read(path: str | Path, grid: Grid, layout: Ownership) -> tuple[np.ndarray, tuple[int, int]]:
+    """This rank's block of the matrix in a .npy file, and the shape of the whole. Only the block is read from disk.
+
+    Raises DataError on all ranks, also where one alone cannot read the file.
+    """
+    error, block, shape = None, np.empty((0, 0)), (0, 0)
+    try:
+        whole = _mapped(Path(path), "r")
+        shape = (whole.shape[0], whole.shape[1])
+        runs = layout.runs(shape, grid.shape, grid.coordinates)
+        block = np.array(taken(whole, runs), order="C", subok=False)
+    except (OSError, ValueError, DataError) as caught:
+        error = caught if isinstance(caught, DataError) else DataError(f"{path} is not a .npy file that can be read: {caught}")
+    agree_on_error(grid.comm, error)
+    return block, shape
+
+
+def write(matrix: DistMatrix, path: str | Path) -> None:
+    """Write the matrix to a .npy file that all ranks can reach; each element is written by one rank that holds it.
+
+    The file appears under its name when it is whole. Raises DataError on all ranks.
+    """
+    grid, layout, path = matrix.grid, matrix.layout, Path(path)
+    if dtype_name(matrix.block) == "bfloat16":
+        raise DataError("A .npy file cannot hold bfloat16. Those it can: numpy's dtypes, such as float32.")
+    part = path.with_name(path.name + ".part")
+    block = _as_numpy(matrix.block)
+    _together(grid, part, lambda: _create(part, block.dtype, matrix.shape) if grid.rank == 0 else None)
+    _together(grid, part, lambda: _fill(part, matrix, block) if _owns(grid, layout) and block.size else None)
+    _together(grid, path, lambda: part.replace(path) if grid.rank == 0 else None)
+
+
+def _together(grid: Grid, path: Path, step: Callable[[], object]) -> None:
+    """Run a step on every rank; raise its error on all if it fails on any. No rank goes on before all have ended."""
+    error = None
+    try:
+        step()
+    except (OSError, ValueError) as caught:
+        error = DataError(f"{path} cannot be written: {caught}")
+    agree_on_error(grid.comm, error)
+
+
+def _mapped(path: Path, mode: Literal["r", "r+"]) -> np.ndarray:
+    whole = np.load(path, mmap_mode=mode, allow_pickle=False)
+    if not isinstance(whole, np.ndarray) or whole.ndim != 2:
+        raise DataError(f"{path} does not hold a matrix (an array of 2 dims), but {getattr(whole, 'shape', 'an archive')}.")
+    return whole
+
+
+def _create(path: Path, dtype: np.dtype, shape: tuple[int, int]) -> None:
+    if 0 in shape:
+        with path.open("wb") as file:
+            np.save(file, np.empty(shape, dtype))
+        return
+    np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+
+
+def _fill(path: Path, matrix: DistMatrix, block: np.ndarray) -> None:
+    whole = _mapped(path, "r+")
+    put(whole, matrix.layout.runs(matrix.shape, matrix.grid.shape, matrix.grid.coordinates), block)
+    whole.flush()  # type: ignore[attr-defined]
+
+
+def _owns(grid: Grid, layout: Ownership) -> bool:
+    """True on one of the ranks that hold copies of a block."""
+    return all(grid.coordinates[axis] == 0 for axis in grid.shape if axis not in layout.axes)
+
+
+def _as_numpy(block: Array) -> np.ndarray:
+    return np.asarray(block.detach().numpy() if is_torch(block) else block)

@@ -1,0 +1,57 @@
+# Norms of a distributed matrix, each element counted once whatever copies exist. Imports layout, comm.
+# Next: matrix.py, whose `norm` they are.
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf, sqrt
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..comm.arrays import Array, is_torch
+from ..errors import ShapeError
+
+if TYPE_CHECKING:
+    from .matrix import DistMatrix
+
+NORMS = ("fro", "max", 1, inf)
+
+
+def norm(matrix: DistMatrix, order: str | float = "fro") -> float:
+    """‖A‖: Frobenius, the largest magnitude, the largest column sum (1) or row sum (inf); accumulated in float64.
+
+    Moves a few words, or for 1 and inf the sums of this rank's columns or rows, over the axes that split the matrix.
+    """
+    if order not in NORMS:
+        raise ShapeError(f"norm {order!r} is not one of {', '.join(map(repr, NORMS))}.")
+    if order == inf:
+        return norm(matrix.T, 1)
+    values = magnitudes(matrix.block)
+    if order == "fro":
+        return sqrt(_sum(matrix, np.array([np.sum(np.square(values))]), _splitting(matrix, (0, 1)))[0])
+    if order == 1:
+        values = _sum(matrix, np.sum(values, axis=0), matrix.layout.dims[0])
+    return _largest(matrix, values)
+
+
+def magnitudes(block: Array) -> np.ndarray:
+    """|block| in float64, as a numpy array."""
+    if is_torch(block):
+        return np.asarray(block.detach().abs().double().numpy())
+    return np.abs(block.astype(np.complex128 if np.iscomplexobj(block) else np.float64))
+
+
+def _splitting(matrix: DistMatrix, dims: Iterable[int]) -> tuple[str, ...]:
+    """The axes over which the values of these dims differ: those that split them, and those along which one rank hosts them."""
+    return (*(axis for dim in dims for axis in matrix.layout.dims[dim]), *matrix.layout.hosted)
+
+
+def _sum(matrix: DistMatrix, values: np.ndarray, axes: tuple[str, ...]) -> np.ndarray:
+    return np.asarray(matrix.grid[axes].all_reduce(values)) if axes else values
+
+
+def _largest(matrix: DistMatrix, values: np.ndarray) -> float:
+    """The largest of all ranks' values; nan where there is one, which a reduction by max might drop."""
+    mine = np.array([np.max(values) if values.size else 0.0])
+    axes = _splitting(matrix, (0, 1))
+    return float(np.max(matrix.grid[axes].all_gather(mine) if axes else mine))

@@ -1,0 +1,102 @@
+# The two 1-D products: by columns (each rank its columns of C) and by rows of the inner dim (each rank a summand of C).
+# Imports plan, layout, comm, blas. They are Megatron's two linears, with and without sequence-parallel ends.
+# Next: volume_2d.py (closed forms), cuboid.py (a grid 1×t×1 is the sequence-parallel pair).
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..comm.arrays import Array
+from ..layout.layout import Layout, split_sizes
+from .blas import accumulate, seed
+from .plan import Product, ProductPlan
+
+
+@dataclass(frozen=True)
+class OnedPlan(ProductPlan):
+    """What the two share: one axis y of any size t. `sequence` splits the rows of A as stored (column), or of C (row), by y."""
+
+    y: str = "y"
+    sequence: bool = False
+
+    @staticmethod
+    def grids(ranks: int) -> list[dict[str, int]]:
+        return [{"y": ranks}]
+
+
+@dataclass(frozen=True)
+class OnedColumnPlan(OnedPlan):
+    """A whole on every rank, or its stored rows split by y (`sequence`); B n:y; C n:y.
+
+    Words per rank (mean): 0, or with `sequence` (t−1)/t·mk, in every form.
+    """
+
+    @property
+    def a_layout(self) -> Layout:
+        return Layout((self.y,) if self.sequence else (), ())
+
+    @property
+    def b_layout(self) -> Layout:
+        return Layout((), (self.y,)) if self.form[1] == "n" else Layout((self.y,), ())
+
+    @property
+    def c_layout(self) -> Layout:
+        return Layout((), (self.y,))
+
+
+@dataclass(frozen=True)
+class OnedRowPlan(OnedPlan):
+    """A k:y; B k:y; C whole on every rank, or m:y (`sequence`).
+
+    Words per rank (mean): 2(t−1)/t·mn, or with `sequence` (t−1)/t·mn, in every form.
+    """
+
+    @property
+    def a_layout(self) -> Layout:
+        return Layout((), (self.y,)) if self.form[0] == "n" else Layout((self.y,), ())
+
+    @property
+    def b_layout(self) -> Layout:
+        return Layout((self.y,), ()) if self.form[1] == "n" else Layout((), (self.y,))
+
+    @property
+    def c_layout(self) -> Layout:
+        return Layout((self.y,) if self.sequence else (), ())
+
+
+class OnedColumn(Product):
+    """Gather A where it is split, and multiply: nothing is summed."""
+
+    plan: OnedColumnPlan
+
+    def _prepare(self) -> None:
+        self.axis = self.grid[self.plan.y]
+        self.sizes = split_sizes(self.plan.a_shape[0], self.axis.size)
+
+    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        if self.plan.sequence and self.axis.size > 1:
+            a = self.axis.all_gather(a, sizes=self.sizes, into=self.workspace.buffer("a", self.plan.a_shape, a))
+        a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
+        accumulate(a, b, self.plan.form, out, alpha, beta, self.workspace.scratch(out))
+
+
+class OnedRow(Product):
+    """Multiply, and sum C over all ranks: onto every rank, or each rank its rows."""
+
+    plan: OnedRowPlan
+
+    def _prepare(self) -> None:
+        self.axis = self.grid[self.plan.y]
+        self.sizes = split_sizes(self.plan.m, self.axis.size)
+
+    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
+        if self.plan.sequence and self.axis.size > 1:
+            partial = self.workspace.buffer("partial", self.plan.c_shape, out)
+            seeded = seed(partial, self.sizes, self.axis.index, out, beta)
+            accumulate(a, b, self.plan.form, partial, alpha, seeded, self.workspace.scratch(partial))
+            parts = self.workspace.buffer("parts", (self.axis.size, *out.shape), out)
+            self.axis.reduce_scatter(partial, sizes=self.sizes, into=out, parts=parts)
+            return
+        accumulate(a, b, self.plan.form, out, alpha, beta if self.axis.index == 0 else 0, self.workspace.scratch(out))
+        self.axis.all_reduce(out, into=out)

@@ -1,0 +1,146 @@
+# `summa3d bench` and `summa3d report` from outside, on tiny products: what the JSON holds, what is drawn, what is refused.
+# May import the standard library, summa3d.gemm and summa3d.cli.report. Next: test_gemm.py.
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from summa3d.cli import report
+from summa3d.gemm.algorithms import algorithm
+
+ROOT = Path(__file__).parents[2]
+ROW = {
+    *("algorithm", "grid", "options", "shared", "chosen", "label", "ranks", "m", "n", "k", "form", "dtype", "seconds", "gflops"),
+    *("words_per_rank", "messages_per_rank", "workspace_bytes", "fraction_of_ceiling"),
+}
+
+
+def summa3d(*arguments, ranks=None, timeout=100):
+    launch = [] if ranks is None else ["launch", "-n", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+    command = [sys.executable, "-m", "summa3d", *launch, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)
+
+
+def bench(ranks, kind, *arguments, sizes=(17, 13, 11)):
+    m, n, k = sizes
+    return summa3d("bench", kind, "--m", m, "--n", n, "--k", k, *arguments, ranks=ranks)
+
+
+def sound(row, rounds):
+    seconds = row["seconds"]
+    assert row.keys() >= ROW
+    assert len(seconds["all"]) == rounds and 0 < seconds["min"] <= seconds["median"] <= seconds["max"]
+    assert row["gflops"] == pytest.approx(2 * row["m"] * row["n"] * row["k"] / seconds["median"] / 1e9)
+    found = algorithm(row["algorithm"])
+    plan = found.plan(row["form"], row["m"], row["n"], row["k"], **row["options"])
+    volume = found.volume(plan, row["grid"], row["dtype"])
+    assert row["words_per_rank"] == volume.max_words
+    assert row["messages_per_rank"] == max(cost.messages for cost in volume.costs())
+
+
+def test_entries_race_on_the_same_ranks_and_numpy_with_them():
+    options = ["--entry", "cuboid:z=2", "--entry", "summa:x=2,panel=4", "--form", "nt", "--dtype", "float32", "--rounds", "3"]
+    done = bench(2, "gemm", *options, "--ceiling", "1", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    result = json.loads(done.stdout)
+    assert [row["label"] for row in result["rows"]] == ["cuboid x=1,y=1,z=2", "summa x=2,y=1 panel=4"]
+    for row in result["rows"]:
+        sound(row, rounds=3)
+        assert (row["ranks"], row["form"], row["dtype"]) == (2, "nt", "float32") and row["fraction_of_ceiling"] > 0
+    (ceiling,) = result["ceiling"]
+    assert ceiling["threads"] == 1 and len(ceiling["seconds"]["all"]) == 3
+    machine = result["machine"]
+    assert machine["cores"] >= 1 and machine["core_type"] and machine["gflops_per_core"]["float64"] > 0
+
+
+def test_every_grid_has_the_librarys_choice_once_and_all_others():
+    done = bench(3, "gemm", "--every-grid", "--rounds", "1", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["chosen"] for row in rows] == [True] + [False] * (len(rows) - 1)
+    labels = [row["label"] for row in rows]
+    assert len(set(labels)) == len(labels) and {"cuboid x=3,y=1,z=1", "summa x=1,y=3"} <= set(labels)
+    assert not any(label.startswith("oned-row") for label in labels)  # its C is copied over all ranks
+
+
+def test_strong_scaling_uses_part_of_the_ranks_and_is_drawn(tmp_path):
+    file = tmp_path / "strong.v1.json"
+    named = ["--algorithm", "cuboid", "--algorithm", "cannon"]
+    done = bench(3, "strong", "--ranks", "1,3", *named, "--rounds", "2", "--ceiling", "--json", file)
+    assert done.returncode == 0, done.stderr
+    assert "the same product on more ranks" in done.stdout and "cuboid x=1,y=1,z=1" in done.stdout
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["algorithm"], row["ranks"]) for row in rows] == [("cuboid", 1), ("cannon", 1), ("cuboid", 3)]
+    for row in rows:
+        sound(row, rounds=2)
+    shown = summa3d("report", file, "--format", "png", "--format", "svg")
+    assert shown.returncode == 0, shown.stderr
+    assert done.stdout.strip() in shown.stdout
+    assert (tmp_path / "strong.v1.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "strong.v1.svg").read_text()
+
+
+def test_weak_scaling_keeps_the_work_per_rank():
+    done = bench(2, "weak", "--rounds", "1", "--json", "-", sizes=(100, 50, 40))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["ceiling"] == [] and [row["fraction_of_ceiling"] for row in result["rows"]] == [None, None]
+    assert [(row["ranks"], row["m"], row["n"], row["k"]) for row in result["rows"]] == [(1, 100, 50, 40), (2, 126, 63, 50)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("gemm", ["--entry", "summa:z=2"], "'z=2' is not AXIS=SIZE or OPTION=NUMBER; summa has x, y, panel, lookahead."),
+        ("gemm", ["--entry", "cuboid:x=3"], "ConfigError: cuboid x=3,y=1,z=1 needs 3 ranks; 2 were started."),
+        ("gemm", ["--algorithm", "strassen"], "ConfigError: Algorithm 'strassen' is not known."),
+        ("gemm", ["--algorithm", "cannon"], "GridError: cannon cannot use 2 ranks."),
+        ("gemm", ["--rounds", "0"], "ConfigError: --rounds is 0; it must be at least 1."),
+        ("strong", ["--ranks", "1,4"], "ConfigError: --ranks asks for 4; 2 were started."),
+        ("strong", ["--ranks", "1,two"], "'1,two' is not a list of rank counts; write it as 1,2,4"),
+    ],
+)
+def test_bad_input_is_one_message_and_a_non_zero_status(kind, arguments, message):
+    done = bench(2, kind, *arguments)
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.count(message) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "DataError: There is no file"),
+        ("{", "is not JSON"),
+        ("[1]", "is not a result of `summa3d bench`"),
+        ('{"kind": "gemm", "rows": []}', "is not a result of `summa3d bench`"),
+    ],
+)
+def test_report_names_what_it_cannot_read(tmp_path, content, message):
+    file = tmp_path / "result.json"
+    if content is not None:
+        file.write_text(content)
+    done = summa3d("report", file)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_peers_stand_side_by_side_and_a_missing_one_is_left_blank(tmp_path):
+    spread = {"median": 1.5, "min": 1.4, "max": 1.6}
+    common = {"m": 2, "n": 2, "k": 2, "dtype": "float64", "ceiling_seconds": 0.01}
+    both = {"case": "sq2", "ranks": 2, "seconds": {"ours": 0.02, "peer": 0.03}, "fractions": {"ours": 0.5, "peer": 0.33}}
+    one = {"case": "tall", "ranks": 4, "seconds": {"ours": 0.02}, "fractions": {"ours": 0.5}, "quotients": {}, "noted": {}}
+    rows = [{**common, **both, "quotients": {"peer ÷ ours": spread}, "noted": {"other": 0.8}}, {**common, **one}]
+    names = {"peers": ["ours", "peer"], "quotients": ["peer ÷ ours"], "noted": ["other"]}
+    result = {"kind": "versus", **names, "rows": rows, "remarks": ["said."]}
+    header, first, second, remark = report.table(result).splitlines()
+    assert header.split()[:4] == ["case", "P", "numpy", "ms"] and "1.50 [1.40–1.60]" in first and first.endswith("0.80")
+    assert second.split() == ["tall", "float64", "4", "10.00", "20.00", "0.50"] and remark == "said."
+    pytest.importorskip("matplotlib")
+    (picture,) = report.draw(result, tmp_path / "peers", ["svg"])
+    assert "tall" in picture.read_text()

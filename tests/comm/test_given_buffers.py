@@ -1,0 +1,36 @@
+# Reductions into buffers that the caller keeps: the same sums, words and messages, and nothing allocated for them.
+# May import summa3d.comm, kinds.
+# Next: test_collectives.py, the reductions themselves.
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kinds import array, numbers, plain
+
+
+@pytest.mark.mpi(sizes=(1, 2, 3))
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int32"])
+def test_reduce_writes_into_the_roots_buffer_or_onto_its_own_summand(comm, make_grid, dtype):
+    axis = make_grid(y=comm.size)["y"]
+    summands = [numbers(dtype, (3, 5), 1, member) for member in range(comm.size)]
+    for root in range(comm.size):
+        own, into = array("numpy", dtype, summands[comm.rank]), np.full((3, 5), 7, dtype)
+        result = axis.reduce(own, root, into=into)
+        assert (result is into) == (comm.rank == root) and np.array_equal(plain(own), summands[comm.rank])
+        assert np.array_equal(plain(into), sum(summands) if comm.rank == root else np.full((3, 5), 7))
+        started = axis.start_reduce(own, root, into=own).wait()
+        assert comm.rank != root or (started is own and np.array_equal(plain(own), sum(summands)))
+
+
+@pytest.mark.mpi(sizes=(2, 3))
+def test_reduce_scatter_uses_the_room_it_is_given_for_the_parts(comm, make_grid):
+    grid = make_grid(y=comm.size)
+    sizes = [2, 1, 0][: comm.size]
+    summands = [array("numpy", "float64", numbers("float64", (sum(sizes), 4), member)) for member in range(comm.size)]
+    start = sum(sizes[: comm.rank])
+    room, out = np.empty(comm.size * sizes[comm.rank] * 4), np.empty((sizes[comm.rank], 4))
+    grid.ledger.reset_peak()
+    assert grid["y"].reduce_scatter(summands[comm.rank], sizes=sizes, into=out, parts=room) is out
+    assert np.array_equal(out, sum(summands)[start : start + sizes[comm.rank]])
+    assert np.array_equal(room.reshape(comm.size, -1, 4)[:, : len(out)], [part[start : start + len(out)] for part in summands])
+    assert grid.ledger.workspace_peak == 0

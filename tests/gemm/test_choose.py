@@ -1,0 +1,180 @@
+# The chooser: its words against the lower bound and against every grid, its closed forms against those of each rank.
+# May import summa3d.gemm and comm.grid, hypothesis.
+# Next: test_distmatrix.py.
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from summa3d.comm.grid import grids_of
+from summa3d.errors import ConfigError, GridError, ShapeError
+from summa3d.gemm import DistMatrix, matmul
+from summa3d.gemm.algorithms import ALGORITHMS
+from summa3d.gemm.choose import AWKWARD, choose
+from summa3d.gemm.forms import MEANS, lower_bound
+from summa3d.gemm.machine import Machine, calibrate, kind_of
+
+RANKS = (8, 64, 512, 4096)
+SQUARE, MIXED, FLAT = (8192, 8192, 8192), (16384, 8192, 4096), (24576, 24576, 1536)
+SHAPES = [SQUARE, MIXED, FLAT, (65536, 4096, 4096), (4096, 65536, 4096), (2048, 2048, 131072)]
+
+
+def words_of(m, n, k, grid):
+    """DESIGN §5, the cuboid's row."""
+    x, y, z = grid["x"], grid["y"], grid["z"]
+    return Fraction((y - 1) * m * k + (x - 1) * k * n + (z - 1) * m * n, x * y * z)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_words_are_the_best_of_all_factorisations_and_near_the_bound(shape, ranks):
+    choice = choose(*shape, ranks)
+    best = min(words_of(*shape, grid) for grid in grids_of(ranks, ("x", "y", "z")))
+    assert choice.used == ranks and choice.words == float(best)
+    assert lower_bound(*shape, ranks) <= choice.words * (1 + 1e-12) and choice.words <= 1.15 * choice.bound
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "grid"),
+    [
+        ((8192, 8192, 8192), 8, (2, 2, 2)),
+        ((8192, 8192, 8192), 64, (4, 4, 4)),
+        ((8192, 8192, 8192), 512, (8, 8, 8)),
+        ((8192, 8192, 8192), 4096, (16, 16, 16)),
+        ((16384, 4096, 8192), 64, (8, 2, 4)),
+        ((65536, 1024, 1024), 8, (8, 1, 1)),
+        ((1024, 65536, 1024), 64, (1, 64, 1)),
+        ((1024, 1024, 65536), 64, (1, 1, 64)),
+        ((8192, 8192, 64), 64, (8, 8, 1)),
+        ((64, 16384, 16384), 4096, (1, 64, 64)),
+    ],
+)
+def test_words_equal_the_bound_where_its_grid_is_whole(shape, ranks, grid):
+    choice = choose(*shape, ranks)
+    assert choice.words == pytest.approx(lower_bound(*shape, ranks), rel=1e-12)
+    assert tuple(choice.grid.values()) == grid and choice.algorithm == "cuboid"
+
+
+def test_31_ranks_use_27():
+    choice = choose(8192, 8192, 8192, 31)
+    assert choice.used == 27 and choice.idle == 4 and choice.words <= 15e6
+    assert "4 of 31 ranks idle" in str(choice)
+
+
+@given(m=st.integers(1, 3000), n=st.integers(1, 3000), k=st.integers(1, 3000), ranks=st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_every_choice_is_the_fewest_words_of_its_rank_count(m, n, k, ranks):
+    choice = choose(m, n, k, ranks)
+    best = min(words_of(m, n, k, grid) for grid in grids_of(choice.used, ("x", "y", "z")))
+    assert choice.words == float(best) and ranks // 2 < choice.used <= ranks
+    here = min(words_of(m, n, k, grid) for grid in grids_of(ranks, ("x", "y", "z")))
+    assert choice.used == ranks or here > AWKWARD * choice.bound
+    assert choice.words >= 0 and "lower bound" in str(choice)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+def test_at_equal_words_m_or_n_is_split_before_k(ranks):
+    assert choose(2048, 2048, 2048, ranks).grid["z"] == 1
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("form", ["nn", "nt", "tn", "tt"])
+def test_closed_forms_are_the_mean_over_ranks(name, form):
+    found, checked = ALGORITHMS[name], 0
+    for ranks in (1, 4, 6, 8, 9, 16):
+        for grid in found.grids(ranks):
+            volume = found.volume(found.plan(form, 144 * 2, 144 * 3, 144), grid)
+            mean = MEANS[name](form, 144 * 2, 144 * 3, 144, grid)
+            messages = sum(cost.messages for cost in volume.costs()) / ranks
+            turned = form == "tt" and name in ("summa", "cannon", "tesseract")  # their transposes are estimated
+            assert float(mean.words) == pytest.approx(float(volume.mean_words), rel=0.35 if turned else 1e-12), (grid, ranks)
+            assert turned or mean.messages == pytest.approx(messages), (grid, ranks)
+            checked += 1
+    assert checked > 1
+
+
+def test_every_algorithm_has_its_closed_form():
+    assert set(MEANS) == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("ranks", [4093, 4096])
+def test_thousands_of_ranks_take_seconds(ranks):
+    start = time.thread_time()
+    choose(8192, 8192, 8192, ranks)
+    assert time.thread_time() - start < 2
+
+
+def test_a_memory_limit_is_respected_and_changes_the_choice():
+    free = choose(2048, 2048, 2048, 8)
+    tight = choose(2048, 2048, 2048, 8, memory_limit=free.workspace_bytes // 2)
+    tighter = choose(2048, 2048, 2048, 8, memory_limit=1 << 20)
+    assert tight.workspace_bytes <= free.workspace_bytes // 2 and tight.words >= free.words
+    assert tighter.workspace_bytes <= 1 << 20
+    with pytest.raises(ConfigError, match=r"workspace of 1,000 bytes.*\n.*smallest workspace is [\d,]+ bytes: summa"):
+        choose(2048, 2048, 2048, 8, memory_limit=1000)
+
+
+def test_workspace_is_that_of_the_rank_that_needs_most():
+    for m, n, k, ranks in ((67, 41, 101, 12), (5, 300, 7, 8), (100, 100, 1000, 16), (3, 2, 1, 6)):
+        choice = choose(m, n, k, ranks)
+        for candidate in (choice.best, *choice.others):
+            volume = ALGORITHMS[candidate.algorithm].volume(candidate.plan, candidate.grid, "float64")
+            assert candidate.workspace_bytes == 8 * max(cost.workspace for cost in volume.costs()), str(candidate)
+
+
+def test_an_algorithm_by_name():
+    choice = choose(1000, 1000, 1000, 16, algorithm="cannon")
+    assert choice.algorithm == "cannon" and choice.grid == {"x": 4, "y": 4}
+    with pytest.raises(GridError, match=r"cannon cannot use 8 ranks.*\n.*cuboid"):
+        choose(1000, 1000, 1000, 8, algorithm="cannon")
+    with pytest.raises(ConfigError, match="'strassen' is not known"):
+        choose(10, 10, 10, 4, algorithm="strassen")
+
+
+def test_bad_sizes_and_dtypes():
+    with pytest.raises(ShapeError, match="m is -1"):
+        choose(-1, 10, 10, 4)
+    with pytest.raises(ShapeError, match="ranks is 0"):
+        choose(10, 10, 10, 0)
+    with pytest.raises(ConfigError, match="dtype bool"):
+        choose(10, 10, 10, 4, "bool")
+    assert choose(0, 10, 10, 4).words >= 0 and choose(10, 10, 0, 3).bound == 0
+
+
+def test_dtypes_by_name_or_type():
+    assert kind_of(np.float32) == kind_of("float32") == kind_of(np.dtype("float32"))
+    assert kind_of("torch.bfloat16").nbytes == 2 and kind_of("complex64").flops == 8
+
+
+def test_ranks_that_share_cores_gain_nothing_from_more():
+    alone, crowded = Machine(), Machine(cores=2)
+    assert choose(512, 512, 512, 7, machine=crowded).seconds > choose(512, 512, 512, 7, machine=alone).seconds
+
+
+@pytest.mark.mpi(sizes=(1, 3))
+def test_a_measured_machine_is_the_same_on_all_ranks(comm):
+    machine = calibrate(comm, seconds=0.05)
+    assert comm.allgather(machine) == [machine] * comm.size
+    assert machine.flops > 1e8 and 0 < machine.memory_time < 1e-7 and machine.latency > 0 and machine.half >= 1
+    assert choose(256, 256, 256, comm.size, machine=machine).seconds > 0
+
+
+@pytest.mark.mpi(sizes=(3,))
+def test_the_choice_is_placed_on_the_first_ranks_and_runs(comm):
+    choice = choose(24, 24, 24, 3, machine=Machine(byte_time=1e-5))
+    assert (choice.used, choice.idle) == (2, 1)
+    grid = choice.place(comm)
+    assert (grid is None) == (comm.rank == 2)
+    if grid is not None:
+        layouts = (choice.plan.a_layout, choice.plan.b_layout)
+        ones = [DistMatrix.from_global(np.ones((24, 24)), grid, layout) for layout in layouts]
+        with grid.ledger.watch() as moved:
+            c = matmul(*ones, choice.plan.form, algorithm=choice.algorithm)
+        assert np.array_equal(c.to_global(), np.full((24, 24), 24)) and moved.words == choice.words == choice.max_words
+        grid.free()
+        grid.comm.Free()

@@ -1,0 +1,46 @@
+# Hosted axes: index 0 holds the block, all others an empty one; slices, distribution, collection, redistribution.
+# May import summa3d.layout.
+# Next: ../gemm/test_algorithms.py, whose agarwal keeps its operands so.
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from summa3d.errors import LayoutError
+from summa3d.layout import Layout, Redistribution, collect, distribute, redistribute
+from summa3d.layout.redistribute import Placement
+
+GRID = {"x": 2, "y": 2, "z": 2}
+
+
+def test_only_index_0_of_a_hosted_axis_holds_elements():
+    layout = Layout(("x",), ("z",), hosted=("y",))
+    assert layout.local_shape((5, 7), GRID, {"x": 0, "y": 0, "z": 1}) == (3, 3)
+    assert layout.local_shape((5, 7), GRID, {"x": 0, "y": 1, "z": 1}) == (0, 0)
+    held = np.zeros((5, 7), int)
+    for _, slices in layout.blocks((5, 7), GRID):
+        held[slices] += 1
+    assert (held == 1).all()
+
+
+def test_hosting_is_part_of_a_layouts_identity():
+    layout = Layout(("x",), (), hosted=("y",))
+    assert layout != Layout(("x",), ()) and layout == Layout(("x",), (), hosted=("y",))
+    assert layout.transposed() == Layout((), ("x",), hosted=("y",)) and "hosted" in repr(layout)
+    with pytest.raises(LayoutError):
+        Layout(("x",), (), hosted=("x",))
+
+
+@pytest.mark.mpi(sizes=(8,))
+def test_a_hosted_matrix_is_distributed_collected_and_redistributed(comm, make_grid):
+    grid, whole = make_grid(**GRID), np.arange(35.0).reshape(5, 7)
+    faces, cuboid = Layout(("x",), ("z",), hosted=("y",)), Layout(("x", "y"), ("z",))
+    block = distribute(whole, grid, faces)
+    assert block.size == 0 or grid.coordinates["y"] == 0
+    assert np.array_equal(collect(block, grid, faces, whole.shape), whole)
+    for source, target in ((faces, cuboid), (cuboid, faces), (faces, Layout((), ()))):
+        moved = redistribute(distribute(whole, grid, source), whole.shape, grid, source, target)
+        assert np.array_equal(moved, distribute(whole, grid, target))
+    plan = Redistribution(whole.shape, Placement.on(grid, faces), Placement.on(grid, Layout((), ())))
+    held = block.size
+    assert plan.words_of(grid.rank) == whole.size - held
