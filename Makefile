@@ -7,11 +7,11 @@ MPI ?= wheel
 
 ifeq ($(MPI),system)
 VENV := .venv-system
-EXTRAS := train,plot,dev
+EXTRAS := train,bpe,plot,dev
 TESTS := tests/comm tests/cli
 else
 VENV := .venv
-EXTRAS := mpi,train,plot,dev
+EXTRAS := mpi,train,bpe,plot,dev
 TESTS := tests
 endif
 

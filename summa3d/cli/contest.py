@@ -97,13 +97,12 @@ class Runner:
         self.comm = world.Create_group(group)
         self.grid = Grid(self.comm, dict(entry.grid))
         self.executor = found.executor(self.plan, self.grid)
-        self.executor.shared = entry.shared
         self.a, self.b, self.c = (
-            DistMatrix.from_function(element, shape, self.grid, layout, problem.dtype, entry.shared and operand)
-            for shape, layout, operand in (
-                (self.plan.a_shape, self.plan.a_layout, True),
-                (self.plan.b_shape, self.plan.b_layout, True),
-                (self.plan.c_shape, self.plan.c_layout, False),
+            DistMatrix.from_function(element, shape, self.grid, layout, problem.dtype, entry.shared)
+            for shape, layout in (
+                (self.plan.a_shape, self.plan.a_layout),
+                (self.plan.b_shape, self.plan.b_layout),
+                (self.plan.c_shape, self.plan.c_layout),
             )
         )
 

@@ -9,12 +9,11 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import sys
 from pathlib import Path
 
 from ..errors import LaunchError
-from .runtime import Runtime, find_launcher, loaded_runtime, usable_cores
+from .runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
 
 PACKAGES = ("numpy", "mpi4py", "torch", "safetensors", "tokenizers", "matplotlib", "cupy")
 SHM_PER_RANK = 5 << 20  # bytes: MPICH's 8 ranks were measured to need 40 MB of /dev/shm, 64 ranks 330 MB
@@ -120,7 +119,7 @@ def _warnings(runtime: Runtime | None) -> list[str]:
 def _shm_warnings(folder: str = "/dev/shm") -> list[str]:
     if not os.path.isdir(folder):
         return []
-    free = shutil.disk_usage(folder).free
+    free = shared_memory_free(folder)
     if free >= SHM_PER_RANK * SHM_RANKS:
         return []
     return [

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from math import prod
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ..errors import ConfigError
-from .runtime import usable_cores
+from .runtime import shared_memory_free, usable_cores
 
 DTYPES = ("float64", "float32", "float16", "complex64", "complex128", "int32")
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
@@ -33,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--form", choices=FORMS, default="nn", help="op of A and B: n as is, t transpose, c conjugate transpose")
     parser.add_argument("--dtype", choices=DTYPES, default="float64")
     parser.add_argument("--panel", type=int, help="panel width of summa, tesseract and ca25d; default: uncut")
+    parser.add_argument(
+        "--memory",
+        choices=("auto", "shared", "private"),
+        default="auto",
+        help="shared: operands in node-shared memory, so that the cuboid's gathers are views; auto: where ranks share a node",
+    )
     parser.add_argument("--alpha", type=float, default=1.0)
     parser.add_argument("--beta", type=float, default=0.0)
     parser.add_argument("--repeat", type=int, default=5, help="timed runs, after one that is not counted")
@@ -43,9 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_grid(text: str) -> dict[str, int]:
     """``x=2,y=2,z=2`` → {"x": 2, "y": 2, "z": 2}"""
     try:
-        return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+        pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a grid; write it as x=2,y=2,z=2") from None
+        pairs = []
+    if not pairs or len(dict(pairs)) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a grid; write it as x=2,y=2,z=2")
+    return dict(pairs)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,26 +102,47 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
     from ..comm.grid import Grid
     from ..gemm.matrix import DistMatrix
 
-    used = 1
-    for size in shape.values():
-        used *= size
+    used = prod(shape.values())
     idle = args.grid is None and used < world.size
     comm = world if not idle else world.Split(int(world.rank >= used), world.rank)
     result: dict[str, Any] = {}
     if not idle or world.rank < used:
         with Grid(comm, shape) as grid:
-            a, b = (
-                DistMatrix.from_function(element(args.dtype), extent, grid, layout, args.dtype)
-                for extent, layout in ((plan.a_shape, plan.a_layout), (plan.b_shape, plan.b_layout))
+            shared = shares_memory(args, algorithm, grid)
+            a, b, c = (
+                DistMatrix.from_function(element(args.dtype), extent, grid, layout, args.dtype, shared)
+                for extent, layout in (
+                    (plan.a_shape, plan.a_layout),
+                    (plan.b_shape, plan.b_layout),
+                    (plan.c_shape, plan.c_layout),
+                )
             )
-            c = DistMatrix.from_function(element(args.dtype), plan.c_shape, grid, plan.c_layout, args.dtype)
-            result = timed_and_counted(args, algorithm, plan, a, b, c)
+            result = timed_and_counted(args, algorithm, plan, a, b, c, shared)
     sleep_until_all_are_here(world)
     return result
 
 
-def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any) -> dict[str, Any]:
+def shares_memory(args: argparse.Namespace, algorithm: Any, grid: Any) -> bool:
+    """Whether operands lie in node-shared memory. `auto` wants the cuboid, one node, and room for them."""
+    if args.memory != "auto":
+        if args.memory == "shared" and algorithm.name != "cuboid":
+            raise ConfigError(f"--memory shared means nothing to {algorithm.name}; the cuboid reads operands where they lie.")
+        return bool(args.memory == "shared")
+    words = args.m * args.k + args.k * args.n + args.m * args.n
+    return (
+        algorithm.name == "cuboid"
+        and grid.size > 1
+        and len(set(grid.nodes)) == 1
+        and bool(grid.comm.bcast(words * np.dtype(args.dtype).itemsize < shared_memory_free() / 2))
+    )
+
+
+def timed_and_counted(
+    args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any, shared: bool
+) -> dict[str, Any]:
     """Time a reused executor; count its words, messages and workspace; check its result if asked."""
+    from ..gemm import volume
+
     grid, old, factors = a.grid, c.block.copy(), (scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype))
     grid.ledger.reset_peak()
     executor = algorithm.executor(plan, grid)
@@ -121,7 +152,7 @@ def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: An
         with grid.ledger.watch() as moved:
             seconds.append(_timed(grid, lambda: executor.run(a.block, b.block, c.block, *factors)))
     peak = grid.ledger.workspace_peak
-    costs = algorithm.volume(plan, grid.shape, args.dtype)
+    costs = volume.of_plan(plan, grid.shape, args.dtype, True) if shared else algorithm.volume(plan, grid.shape, args.dtype)
     words, messages, workspace = (grid.comm.allgather(value) for value in (moved.words, moved.messages, peak))
     serial_seconds: list[float] = []
     error = relative_error(args, plan, c, serial_seconds) if args.check else None
@@ -135,6 +166,7 @@ def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: An
         "n": args.n,
         "k": args.k,
         "dtype": args.dtype,
+        "memory": "shared" if shared else "private",
         "seconds": times,
         "gflops": flops / times["median"] / 1e9,
         "words_per_rank": max(words),
@@ -159,7 +191,7 @@ def relative_error(args: argparse.Namespace, plan: Any, c: Any, serial_seconds: 
     if c.grid.rank == 0:
         wide = np.float32 if args.dtype == "float16" else np.dtype(args.dtype).type
         shapes = (plan.a_shape, plan.b_shape, plan.c_shape)
-        a, b, old = (whole_operand(*shape, dtype=args.dtype).astype(wide) for shape in shapes)
+        a, b, old = (whole_operand(rows, columns, args.dtype).astype(wide) for rows, columns in shapes)
         product = serial_product(turned(a, args.form[0]), turned(b, args.form[1]), args.repeat, serial_seconds)
         want = args.alpha * product + args.beta * old
         error = float(np.linalg.norm(whole.astype(want.dtype) - want) / (np.linalg.norm(want) or 1.0))
@@ -222,7 +254,8 @@ def table(result: dict[str, Any]) -> str:
     low, middle, high = (1e3 * result["seconds"][name] for name in ("min", "median", "max"))
     formula = result["words_per_rank_formula"]
     lines = [
-        f"{result['algorithm']} {result['form']} {result['m']}×{result['n']}×{result['k']} {result['dtype']} on {result['grid']}",
+        f"{result['algorithm']} {result['form']} {result['m']}×{result['n']}×{result['k']} {result['dtype']}, "
+        f"{result['memory']} memory, on {result['grid']}",
         f"time      {middle:.2f} ms (min {low:.2f}, max {high:.2f}), {result['gflops']:.1f} Gflop/s",
         f"words     {result['words_per_rank']:,} per rank (formula {formula:,}), mean {result['words_mean']:,.1f}",
         f"messages  {result['messages_per_rank']} per rank",

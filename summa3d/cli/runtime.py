@@ -145,6 +145,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def shared_memory_free(folder: str = "/dev/shm") -> int:
+    """Return the bytes that processes of this node may still share; 0 where that cannot be told."""
+    return shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+
+
 def rank_environment(vendor: str, ranks: int, cores: int, environ: Mapping[str, str] = os.environ) -> tuple[dict[str, str], str]:
     """Settings for `ranks` ranks on `cores` cores of one node, and the same in words. What the user has set stays.
 

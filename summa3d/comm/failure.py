@@ -3,14 +3,16 @@
 # Next: cli/main.py, which installs the hook on every rank; collectives.py, which asks for agreement in debug mode.
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
-import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -24,7 +26,7 @@ LONGEST_WAIT = 2.0
 WAIT_FOR_THE_END = 5.0  # seconds that a silent rank, or an abort that does not return, waits before the process ends itself
 STDERR = 2  # the file descriptor
 INTERRUPTED = 130  # the shell's exit status for SIGINT
-_spoken_for: list[socket.socket] = []  # holds this node's claim until the process ends
+CLAIM_LIFETIME = 3600.0  # seconds after which a claim to print is swept up
 
 
 def install_abort_hook() -> None:
@@ -98,15 +100,22 @@ def _may_speak() -> bool:
 
 
 def _claim_node() -> bool:
-    """Take this job's one place to print on this node: an abstract socket's name, which can be bound only once (Linux)."""
-    if not sys.platform.startswith("linux"):
-        return True
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    """Take this job's one place to print on this node: a file that only one process can create.
+
+    It outlives the process, because a slow rank may fail after the first one has already ended; old ones are swept up.
+    """
+    folder = Path(tempfile.gettempdir())
+    prefix = f"summa3d-failure-{os.getuid()}-"
     try:
-        claim.bind(f"\0summa3d-failure-{os.getuid()}-{_job_name()}")
-    except OSError:
+        os.close(os.open(folder / f"{prefix}{_job_name()}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
         return False
-    _spoken_for.append(claim)
+    except OSError:
+        return True
+    for old in folder.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > CLAIM_LIFETIME:
+                old.unlink()
     return True
 
 
@@ -116,7 +125,15 @@ def _job_name() -> str:
         return os.environ["PMIX_NAMESPACE"]
     if "SLURM_STEP_ID" in os.environ and "SLURM_JOB_ID" in os.environ:
         return f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}.{os.getppid()}"
-    return str(os.getppid())
+    return f"{os.getppid()}.{_start_of(os.getppid())}"
+
+
+def _start_of(process: int) -> str:
+    """When a process started, in clock ticks since boot, so that a number used again is not taken for the same process."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "0"
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, of_rank: str = "") -> str:

@@ -73,13 +73,16 @@ class SharedViews:
         self._shared[blocks.address] = blocks
         return blocks.block
 
-    def view_gathered(self, block: Array) -> Array | None:
-        """What `all_gather` along dim 0 would give, uncopied, if `block` is adopted; else None. Words as all_gather's.
+    def view_gathered(self, block: Array, words: int | None = None) -> Array | None:
+        """What `all_gather` along dim 0 would give, uncopied, if `block` is adopted; else None.
 
-        The members may not overwrite their blocks until all have called `release`.
+        Counts `words`; by default those of all_gather. The members may not overwrite their blocks until all have called
+        `release`.
         """
         shared = self._shared.get(address(block)) if self._shared else None
-        return None if shared is None else self.view(shared, shared.whole.size - shared.block.size)
+        if shared is None:
+            return None
+        return self.view(shared, shared.whole.size - shared.block.size if words is None else words)
 
     def view(self, shared: SharedBlocks, words: int) -> Array:
         """All members' blocks, once they are written, `words` of which this member reads from others."""

@@ -1,5 +1,5 @@
 # How bytes travel: the one place that knows about MPI datatypes and, later, about devices. Imports arrays, p2p.
-# A transport offers the same few calls for every kind of memory; collectives.py picks one per communicator and knows no other difference.
+# A transport offers the same few calls for every kind of memory; collectives.py picks one per communicator, and no more.
 # Next: collectives.py, which gives these calls dims, uneven blocks and an account.
 from __future__ import annotations
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate as accumulated
 from typing import Any
 
-from ..comm.arrays import Array, sum_parts
+from ..comm.arrays import Array, count
 from ..comm.collectives import Axis
 from ..comm.grid import grids_of
 from ..comm.pending import Pending
-from ..comm.shared import SharedBlocks
 from ..layout.layout import Layout, split_sizes
 from .blas import accumulate, add
 from .local import multiply
@@ -64,8 +64,8 @@ class Cuboid(Product):
 
     `run` moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean) in (Y−1)+(X−1)+(Z−1) messages; its workspace, the
     gathered A and B, the partial C and the Z parts to be summed, is allocated once. A block that lies in node-shared memory
-    (`SharedBlocks`, adopted by its axis) is gathered as a view, without copy or workspace; with `shared` the partial C lies
-    there too, and each rank sums its rows where the others left them.
+    (`DistMatrix.from_function(…, shared=True)`) is gathered as a view, without copy or workspace; to a C that does, the ranks
+    along z add their products in place, one after the other.
 
     The steps are there on their own as well, for gradients: they share one gather between two products and overlap a scatter
     with the next product. Source: Bian et al. 2021, Algorithm 1, on a cuboid instead of a cube, with B's fine split on rows.
@@ -82,23 +82,38 @@ class Cuboid(Product):
         self.a_sizes = split_sizes(self.m if plan.form[0] == "n" else self.k, self.y.size)
         self.b_sizes = split_sizes(self.k if plan.form[1] == "n" else self.n, self.x.size)
         self.c_sizes = split_sizes(self.m, self.z.size)
-        self._partial: SharedBlocks | None = None
 
     def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         a_gathered = self.workspace.widened("a", self._gathered(self.y, a, self.a_sizes, "a"))
         b_gathered = self.workspace.widened("b", self._gathered(self.x, b, self.b_sizes, "b"))
+        blocks = self.z.view_gathered(out, (self.z.size - 1) * count(out)) if self.z.size > 1 else None
         if self.z.size == 1:
             accumulate(
                 a_gathered, b_gathered, self.plan.form, out, alpha, beta, self.workspace.scratch(out) if beta != 0 else None
             )
-            self._release(a, b)
-            return
-        partial = self._partial_like(out)
-        accumulate(a_gathered, b_gathered, self.plan.form, partial, alpha, 0)
-        self._release(a, b)
-        if self._partial is not None:
-            self._sum_shared(self._partial, out, beta)
-            return
+        elif blocks is not None:
+            self._add_in_turn(a_gathered, b_gathered, out, blocks, alpha, beta)
+        else:
+            self._add_parts(a_gathered, b_gathered, out, alpha, beta)
+        self.y.release(a)
+        self.x.release(b)
+
+    def _add_in_turn(self, a: Array, b: Array, out: Array, blocks: Array, alpha: Any, beta: Any) -> None:
+        """Add this rank's rows of every member's C to them where they lie, beginning with its own; one member at a time each."""
+        starts = [0, *accumulated(self.c_sizes)]
+        for turn in range(self.z.size):
+            member = (self.z.index + turn) % self.z.size
+            rows = slice(starts[member], starts[member + 1])
+            part = a[rows] if self.plan.form[0] == "n" else a[:, rows]
+            accumulate(
+                part, b, self.plan.form, blocks[rows], alpha, beta if turn == 0 else 1, self.workspace.scratch(blocks[rows])
+            )
+            self.z.release(out)
+
+    def _add_parts(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """Scatter this rank's summand of C[m:x, n:y] and add what the others send, in the members' order."""
+        partial = self.workspace.buffer("partial", (self.m, self.n), out)
+        accumulate(a, b, self.plan.form, partial, alpha, 0)
         parts = self.workspace.buffer("parts", (self.z.size, *out.shape), out)
         summed = self.z.reduce_scatter(partial, sizes=self.c_sizes, into=out if beta == 0 else parts[0], parts=parts)
         if beta != 0:
@@ -106,37 +121,10 @@ class Cuboid(Product):
 
     def _gathered(self, axis: Axis, block: Array, sizes: Sequence[int], name: str) -> Array:
         """`block` gathered along `axis`: a view where it is shared, else a copy in workspace."""
-        view = axis.view_gathered(block)
+        view = axis.view_gathered(block) if axis.size > 1 else None
         if view is not None or axis.size == 1:
             return block if view is None else view
         return axis.all_gather(block, sizes=sizes, into=self.workspace.buffer(name, (sum(sizes), *block.shape[1:]), block))
-
-    def _release(self, a: Array, b: Array) -> None:
-        """Let the owners of viewed blocks overwrite them."""
-        self.y.release(a)
-        self.x.release(b)
-
-    def _partial_like(self, out: Array) -> Array:
-        """Where this rank's summand of C[m:x, n:y] goes."""
-        if not self.shared:
-            return self.workspace.buffer("partial", (self.m, self.n), out)
-        if self._partial is None:
-            self._partial = SharedBlocks(self.z.comm, self.z.label, [self.m] * self.z.size, (self.n,), out.dtype)
-            self.z.adopt(self._partial)  # which gives its memory back with the grid's
-        return self._partial.block
-
-    def _sum_shared(self, partial: SharedBlocks, out: Array, beta: Any) -> None:
-        """out = β·out + this rank's rows of every member's summand, read where they lie."""
-        whole = self.z.view(partial, (self.z.size - 1) * out.size).reshape(self.z.size, self.m, self.n)
-        start = sum(self.c_sizes[: self.z.index])
-        parts = whole[:, start : start + len(out)]
-        if beta == 0:
-            sum_parts(parts, out)
-        else:
-            add(parts[0], out, beta)
-            for part in parts[1:]:
-                out += part
-        partial.done()
 
     # -- the steps, for gradients ------------------------------------------------------------------------------------------
 

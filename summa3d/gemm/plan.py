@@ -134,9 +134,6 @@ def counts_near(ranks: int, grids: Callable[[int], list[dict[str, int]]]) -> lis
 class Product(ABC):
     """A plan bound to a grid. `run` may be called any number of times; the workspace is allocated by the first call only."""
 
-    shared = False
-    """Whether what an executor reduces may lie in node-shared memory; see Cuboid, the one that uses it."""
-
     def __init__(self, plan: ProductPlan, grid: Grid, workspace: Workspace | None = None) -> None:
         plan.check_grid(grid.shape)
         self.plan, self.grid = plan, grid

@@ -106,9 +106,9 @@ def plan_steps(plan: CuboidPlan, grid_shape: Mapping[str, int], at: Coordinates)
 def of_plan(plan: CuboidPlan, grid_shape: Mapping[str, int], dtype: str = "float64", shared: bool = False) -> Volume:
     """The cost of `Cuboid.run`: mean words [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ); workspace in words of `dtype`.
 
-    Workspace: the gathered A and B, the partial C and the Z parts to be summed; an axis of size 1 needs none of its own, and
-    with `shared` operands and C none is needed at all. 16-bit floats add A, B and C in float32; dtypes that no BLAS adds to C in
-    place, with β ≠ 0 and Z = 1, a product (not counted here, since it depends on β).
+        Workspace: the gathered A and B, the partial C and the Z parts to be summed; an axis of size 1 needs none of its own, and
+    with A, B and C in shared memory none at all. 16-bit floats add A, B and C in float32; dtypes that no BLAS adds to C in
+        place, with β ≠ 0 and Z = 1, a product (not counted here, since it depends on β).
     """
     half = dtype in ("float16", "bfloat16")
     wide = 2 if half else 1

@@ -30,7 +30,8 @@ def collect(block: Array, grid: Grid, layout: Layout, shape: Sequence[int]) -> A
     expected = sharding.local_shape(grid)
     if tuple(block.shape) != expected:
         raise ShapeError(
-            f"Rank {grid.rank} holds a block of shape {tuple(block.shape)}; {layout} of {tuple(shape)} on {grid} gives {expected}."
+            f"Rank {grid.rank} holds a block of shape {tuple(block.shape)}; "
+            f"{layout} of {tuple(shape)} on {grid} gives {expected}."
         )
     owners = {
         grid.rank_of(coordinates): slices

@@ -64,7 +64,7 @@ def test_the_json_has_every_field_and_what_moved_equals_the_formulas(form, dtype
     assert found.keys() >= FIELDS
     assert [found[name] for name in ("algorithm", "form", "m", "n", "k", "dtype")] == ["cuboid", form, m, n, k, dtype]
     assert found["grid"] == {"x": x, "y": y, "z": z}
-    cost = volume.of_plan(CuboidPlan(form, m, n, k), found["grid"])
+    cost = volume.of_plan(CuboidPlan(form, m, n, k), found["grid"], dtype)
     assert found["words_per_rank"] == found["words_per_rank_formula"] == cost.max_words
     mean = Fraction((y - 1) * m * k + (x - 1) * k * n + (z - 1) * m * n, x * y * z)
     assert found["words_mean"] == pytest.approx(float(mean), rel=1e-14)
@@ -87,7 +87,7 @@ def test_people_get_a_table_and_no_check_costs_nothing():
     ("ranks", "arguments", "message"),
     [
         (4, ["--grid", "x=2,y=2,z=2"], "GridError: Grid x=2,y=2,z=2 has 8 places, but there are 4 ranks."),
-        (2, ["--grid", "x=2,w=1"], "ConfigError: --grid names axis 'w'; the cuboid's axes are x, y, z."),
+        (2, ["--grid", "x=2,w=1"], "ConfigError: --grid names axis 'w'; the axes of cuboid are x, y, z."),
         (2, ["--grid", "x=2", "--m", "0"], "ConfigError: --m is 0; it must be at least 1."),
         (1, ["--grid", "x=1,y=0"], "GridError: Axis y has size 0"),
         (2, ["--grid", "two"], "'two' is not a grid; write it as x=2,y=2,z=2"),

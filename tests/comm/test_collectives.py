@@ -28,7 +28,7 @@ def spreads(members):
 
 
 def cases(kind, members):
-    """(dtype, dim, sizes, started, transposed, given `into`): every dim with every spread, blocking and started; the rest mixed."""
+    """(dtype, dim, sizes, started, transposed, given `into`): all dims with all spreads, blocking, started; the rest mixed."""
     mix = np.random.default_rng(1)
     dtypes = itertools.cycle(DTYPES[kind])
     for dim, sizes, started in itertools.product((0, 1, -1), spreads(members), (False, True)):
@@ -254,55 +254,51 @@ def test_axes_and_planes_of_a_3_2_2_grid_each_move_their_own_blocks(comm, make_g
 
 @pytest.mark.mpi(sizes=(3,))
 @KINDS
-def test_bad_calls_are_refused_on_every_member_alike(comm, make_grid, kind):
-    for check in (False, True):
-        axis = make_grid(x=3, check=check)["x"]
-        rows = array(kind, "float32", np.zeros((4, 2)))
-        flags = array(kind, "bool", np.zeros(3))
-        refused = [
-            (
-                lambda: axis.reduce_scatter(rows),
-                "dim 0 of size 4 has no equal parts over x = 3. Pass sizes, or a multiple of 3: 3, 6.",
-            ),
-            (lambda: axis.all_to_all(rows), "dim 0 of size 4 has no equal parts"),
-            (lambda: axis.reduce_scatter(rows, sizes=[2, 2, 1]), r"sizes \[2, 2, 1\] for dim 0 of size 4"),
-            (lambda: axis.reduce_scatter(rows, sizes=[2, 2]), r"x = 3 was given sizes \[2, 2\]"),
-            (lambda: axis.all_gather(rows, sizes=[3, 3, 3]), "size 4"),
-            (lambda: axis.all_to_all(rows, sizes=[2, 1, 2], receive_sizes=[2, 1, 2]), "size 4"),
-            (lambda: axis.all_to_all(rows, sizes=[2, 1, 1]), "receive_sizes"),
-            (lambda: axis.all_gather(rows, into=array(kind, "float32", np.zeros((4, 2)))), r"into.*\(4, 2\).*\(12, 2\)"),
-            (lambda: axis.all_gather(rows, into=array(kind, "float64", np.zeros((12, 2)))), "into.*float64.*float32"),
-            (lambda: axis.all_reduce(rows, into=array(kind, "float32", np.zeros((2, 4)))), "into"),
-            (
-                lambda: axis.reduce_scatter(
-                    array(kind, "float32", np.zeros((6, 2))), into=array(kind, "float32", np.zeros((6, 2)))
-                ),
-                r"is \(2, 2\)",
-            ),
-            (lambda: axis.all_gather(rows, dim=2), "dim 2"),
-            (
-                lambda: axis.all_reduce(rows, op="median"),
-                "Reduction 'median' is not defined for dtype float32. Defined: sum, max, min",
-            ),
-            (lambda: axis.all_reduce(flags, op="sum"), "'sum' is not defined for dtype bool. Defined: max, min"),
-            (lambda: axis.reduce_scatter(flags), "'sum' is not defined for dtype bool"),
-            (
-                lambda: axis.all_reduce(array(kind, "complex64", np.zeros(3)), op="max"),
-                "'max' is not defined for dtype complex64",
-            ),
-            (lambda: axis.broadcast(rows, root=3), "root 3"),
-            (lambda: axis.reduce(rows, root=-1), "root -1"),
-            (lambda: axis.send(rows, to=3), "no peer 3. Peers:"),
-            (lambda: axis.receive(rows, source=comm.rank), f"no peer {comm.rank}"),
-            (lambda: axis.receive(rows.T, source=(comm.rank + 1) % 3), "C-contiguous"),
-            (
-                lambda: axis.all_gather(
-                    array(kind, "float32", np.zeros((4, 2))).astype("int8") if kind == "numpy" else rows.char()
-                ),
-                "int8 cannot",
-            ),
-        ]
-        for attempt, message in refused:
-            with pytest.raises(ShapeError, match=message):
-                attempt()
-        assert axis.all_reduce(array(kind, "int32", [1])).tolist() == [3]  # nothing was left in flight
+@pytest.mark.parametrize("check", [False, True])
+def test_bad_calls_are_refused_on_every_member_alike(comm, make_grid, kind, check):
+    axis = make_grid(x=3, check=check)["x"]
+    rows = array(kind, "float32", np.zeros((4, 2)))
+    flags = array(kind, "bool", np.zeros(3))
+    refused = [
+        (
+            lambda: axis.reduce_scatter(rows),
+            "dim 0 of size 4 has no equal parts over x = 3. Pass sizes, or a multiple of 3: 3, 6.",
+        ),
+        (lambda: axis.all_to_all(rows), "dim 0 of size 4 has no equal parts"),
+        (lambda: axis.reduce_scatter(rows, sizes=[2, 2, 1]), r"sizes \[2, 2, 1\] for dim 0 of size 4"),
+        (lambda: axis.reduce_scatter(rows, sizes=[2, 2]), r"x = 3 was given sizes \[2, 2\]"),
+        (lambda: axis.all_gather(rows, sizes=[3, 3, 3]), "size 4"),
+        (lambda: axis.all_to_all(rows, sizes=[2, 1, 2], receive_sizes=[2, 1, 2]), "size 4"),
+        (lambda: axis.all_to_all(rows, sizes=[2, 1, 1]), "receive_sizes"),
+        (lambda: axis.all_gather(rows, into=array(kind, "float32", np.zeros((4, 2)))), r"into.*\(4, 2\).*\(12, 2\)"),
+        (lambda: axis.all_gather(rows, into=array(kind, "float64", np.zeros((12, 2)))), "into.*float64.*float32"),
+        (lambda: axis.all_reduce(rows, into=array(kind, "float32", np.zeros((2, 4)))), "into"),
+        (
+            lambda: axis.reduce_scatter(array(kind, "float32", np.zeros((6, 2))), into=array(kind, "float32", np.zeros((6, 2)))),
+            r"is \(2, 2\)",
+        ),
+        (lambda: axis.all_gather(rows, dim=2), "dim 2"),
+        (
+            lambda: axis.all_reduce(rows, op="median"),
+            "Reduction 'median' is not defined for dtype float32. Defined: sum, max, min",
+        ),
+        (lambda: axis.all_reduce(flags, op="sum"), "'sum' is not defined for dtype bool. Defined: max, min"),
+        (lambda: axis.reduce_scatter(flags), "'sum' is not defined for dtype bool"),
+        (
+            lambda: axis.all_reduce(array(kind, "complex64", np.zeros(3)), op="max"),
+            "'max' is not defined for dtype complex64",
+        ),
+        (lambda: axis.broadcast(rows, root=3), "root 3"),
+        (lambda: axis.reduce(rows, root=-1), "root -1"),
+        (lambda: axis.send(rows, to=3), "no peer 3. Peers:"),
+        (lambda: axis.receive(rows, source=comm.rank), f"no peer {comm.rank}"),
+        (lambda: axis.receive(rows.T, source=(comm.rank + 1) % 3), "C-contiguous"),
+        (
+            lambda: axis.all_gather(array(kind, "float32", np.zeros((4, 2))).astype("int8") if kind == "numpy" else rows.char()),
+            "int8 cannot",
+        ),
+    ]
+    for attempt, message in refused:
+        with pytest.raises(ShapeError, match=message):
+            attempt()
+    assert axis.all_reduce(array(kind, "int32", [1])).tolist() == [3]  # nothing was left in flight

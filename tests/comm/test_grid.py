@@ -41,15 +41,15 @@ def places(shape, **options):
 
 def test_the_default_order_puts_z_then_y_fastest():
     _, points = places({"x": 2, "y": 3, "z": 5})
-    want = [dict(x=x, y=y, z=z) for x, y, z in itertools.product(range(2), range(3), range(5))]
+    want = [{"x": x, "y": y, "z": z} for x, y, z in itertools.product(range(2), range(3), range(5))]
     assert points == want
 
 
 def test_order_names_the_fastest_axis_first_and_the_rest_follow():
     _, points = places({"x": 2, "y": 3, "z": 5}, order="xzy")
-    assert points == [dict(x=x, y=y, z=z) for y, z, x in itertools.product(range(3), range(5), range(2))]
+    assert points == [{"x": x, "y": y, "z": z} for y, z, x in itertools.product(range(3), range(5), range(2))]
     _, points = places({"dp": 2, "x": 3, "z": 2}, order=["dp"])
-    assert points == [dict(dp=dp, x=x, z=z) for z, x, dp in itertools.product(range(2), range(3), range(2))]
+    assert points == [{"dp": dp, "x": x, "z": z} for z, x, dp in itertools.product(range(2), range(3), range(2))]
 
 
 def test_tiles_hold_consecutive_ranks():
@@ -59,7 +59,7 @@ def test_tiles_hold_consecutive_ranks():
         tile = points[first : first + 4]
         assert len({(point["x"] // 2, point["y"] // 2) for point in tile}) == 1
         assert len({(point["x"], point["y"]) for point in tile}) == 4
-    assert points[:5] == [dict(x=0, y=0), dict(x=0, y=1), dict(x=1, y=0), dict(x=1, y=1), dict(x=0, y=2)]
+    assert points[:5] == [{"x": 0, "y": 0}, {"x": 0, "y": 1}, {"x": 1, "y": 0}, {"x": 1, "y": 1}, {"x": 0, "y": 2}]
 
 
 @pytest.mark.parametrize("shape", [{"x": 4, "y": 6, "z": 3}, {"x": 1, "y": 1}, {"p": 7}, {"x": 5, "y": 2, "z": 3, "d": 2}])
@@ -85,7 +85,7 @@ def test_grids_of_lists_each_grid_once():
 @pytest.mark.mpi(sizes=(1, 2, 6, 8, 12))
 def test_axes_and_planes_join_the_ranks_that_share_the_other_coordinates(comm, make_grid):
     for shape in SHAPES[comm.size]:
-        grid = make_grid(**shape, order=[list(shape)[0]])
+        grid = make_grid(**shape, order=[next(iter(shape))])
         assert (grid.rank, grid.size, grid.names) == (comm.rank, comm.size, tuple(shape))
         everyone = comm.allgather(grid.coordinates)
         assert everyone == [grid.coordinates_of(rank) for rank in range(comm.size)]
@@ -106,7 +106,7 @@ def test_axes_and_planes_join_the_ranks_that_share_the_other_coordinates(comm, m
                 )
                 assert grid[names] is axis
                 assert axis.comm.allgather(comm.rank) == line and axis.comm.rank == axis.index
-        single = list(shape)[0]
+        single = next(iter(shape))
         assert grid[single] is grid[(single,)]
         assert (grid.world.size, grid.world.names) == (comm.size, tuple(shape))
 
@@ -163,7 +163,7 @@ def test_errors_name_the_axis_and_what_would_work():
 @pytest.mark.mpi(sizes=(1, 4))
 def test_an_axis_that_the_grid_lacks_or_that_is_named_twice_is_refused(comm, make_grid):
     grid = make_grid(x=comm.size, y=1)
-    with pytest.raises(GridError, match="no axis 'z'. Its axes: x, y"):
+    with pytest.raises(GridError, match=r"no axis 'z'\. Its axes: x, y"):
         grid["z"]
     with pytest.raises(GridError, match="no axis 'w'"):
         grid["x", "w"]

@@ -20,7 +20,7 @@ FORMS = st.sampled_from(["nn", "nt", "tn", "tt"])
 
 def places(grid_shape):
     x, y, z = grid_shape.values()
-    return [dict(x=i, y=j, z=k) for i in range(x) for j in range(y) for k in range(z)]
+    return [{"x": i, "y": j, "z": k} for i in range(x) for j in range(y) for k in range(z)]
 
 
 @given(SIZES, SIZES, SIZES, AXES, AXES, AXES, FORMS)
@@ -40,14 +40,10 @@ def test_each_ranks_words_and_workspace_follow_the_algorithm_step_by_step(m, n, 
     cost = volume.cuboid(m, n, k, grid_shape, form)
     for at in places(grid_shape):
         rows, columns, inner = split_sizes(m, x)[at["x"]], split_sizes(n, y)[at["y"]], split_sizes(k, z)[at["z"]]
-        if form[0] == "n":
-            own_a = split_sizes(rows, y)[at["y"]] * inner
-        else:
-            own_a = split_sizes(inner, y)[at["y"]] * rows
-        if form[1] == "n":
-            own_b = split_sizes(inner, x)[at["x"]] * columns
-        else:
-            own_b = split_sizes(columns, x)[at["x"]] * inner
+        fine_a, rest_a = (rows, inner) if form[0] == "n" else (inner, rows)
+        fine_b, rest_b = (inner, columns) if form[1] == "n" else (columns, inner)
+        own_a = split_sizes(fine_a, y)[at["y"]] * rest_a
+        own_b = split_sizes(fine_b, x)[at["x"]] * rest_b
         own_c = split_sizes(rows, z)[at["z"]] * columns
         words = (rows * inner - own_a) + (inner * columns - own_b) + (z - 1) * own_c
         assert cost.words_of(at) == words
@@ -70,7 +66,7 @@ def test_the_cuboid_contains_one_dimensional_tensor_parallelism_and_fully_sharde
 def test_a_cube_moves_the_papers_words():
     """3 (q−1) n²/q³ words a rank for a q×q×q cube of n×n matrices."""
     q, n = 3, 27
-    assert {cost.words for cost in volume.cuboid(n, n, n, dict(x=q, y=q, z=q)).costs()} == {3 * (q - 1) * n * n // q**3}
+    assert {cost.words for cost in volume.cuboid(n, n, n, {"x": q, "y": q, "z": q}).costs()} == {3 * (q - 1) * n * n // q**3}
 
 
 @pytest.mark.parametrize("form", ["nn", "nt", "tn", "tt"])

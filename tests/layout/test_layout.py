@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from dataclasses import dataclass
 from math import prod
@@ -86,7 +87,7 @@ def test_splits_nest_and_each_level_is_balanced(case):
             whole = slices[dim]
             assert [part.stop - part.start for part in parts] == split_sizes(whole.stop - whole.start, len(parts))
             assert parts[0].start == whole.start and parts[-1].stop == whole.stop
-            assert all(left.stop == right.start for left, right in zip(parts, parts[1:], strict=False))
+            assert all(left.stop == right.start for left, right in itertools.pairwise(parts))
         assert layout.ways(dim, grid_shape) == prod(grid_shape[name] for name in axes)
 
 
