@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
-from ..layout.layout import Layout
+from ..layout.layout import Layout, split_sizes
+from .blas import adds_in_place
 from .cuboid import CuboidPlan
 
 Coordinates = Mapping[str, int]
@@ -117,10 +118,12 @@ def of_plan(plan: CuboidPlan, grid_shape: Mapping[str, int], dtype: str = "float
         a, b, c = plan_steps(plan, grid_shape, at)
         words, messages = a.words + b.words + c.words, a.messages + b.messages + c.messages
         m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
-        workspace = 0
-        if not shared:
-            partial = m * n if grid_shape[plan.z] > 1 else 0
-            workspace = a.workspace + b.workspace + wide * (partial + c.workspace)
+        reduces = grid_shape[plan.z] > 1
+        workspace = 0 if shared else a.workspace + b.workspace
+        if half or not shared:
+            workspace += wide * (c.workspace + m * n * reduces)
+        elif not adds_in_place(dtype):
+            workspace += split_sizes(m, grid_shape[plan.z])[0] * n * reduces
         if half:
             workspace += wide * (m * k + k * n + block_words(plan.c_layout, plan.c_shape, grid_shape, at))
         return Cost(words, messages, workspace)
