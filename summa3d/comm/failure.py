@@ -24,6 +24,7 @@ WAIT_FOR_RANK_ZERO = 0.3  # seconds a rank leaves to rank 0 to speak first, wher
 WAIT_PER_RANK = 0.02  # more of it, so that the ranks of several nodes do not speak at once
 LONGEST_WAIT = 2.0
 WAIT_FOR_THE_END = 5.0  # seconds that a silent rank, or an abort that does not return, waits before the process ends itself
+TIME_TO_BE_HEARD = 0.25  # seconds for a launcher to forward the report: Open MPI's drops what is under way at an abort
 STDERR = 2  # the file descriptor
 INTERRUPTED = 130  # the shell's exit status for SIGINT
 CLAIM_LIFETIME = 3600.0  # seconds after which a claim to print is swept up
@@ -60,6 +61,7 @@ def report_and_abort(kind: type[BaseException], error: BaseException, trace: Tra
         sys.stdout.flush()
         sys.stderr.write(_report(kind, error, trace, of_rank=f" on rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"))
         sys.stderr.flush()
+        time.sleep(TIME_TO_BE_HEARD)
         abort(status)
     time.sleep(WAIT_FOR_THE_END)
     abort(status)
@@ -122,7 +124,7 @@ def _claim_node() -> bool:
 def _job_name() -> str:
     """Name the job as all its ranks on this node would: by the launcher's own identifier, or by the launcher itself."""
     if "PMIX_NAMESPACE" in os.environ:
-        return os.environ["PMIX_NAMESPACE"]
+        return f"{os.environ['PMIX_NAMESPACE']}.{_start_of(os.getppid())}"
     if "SLURM_STEP_ID" in os.environ and "SLURM_JOB_ID" in os.environ:
         return f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}.{os.getppid()}"
     return f"{os.getppid()}.{_start_of(os.getppid())}"

@@ -80,7 +80,7 @@ def test_an_error_is_printed_once_for_all_ranks_before_training_starts(tmp_path:
     assert done.returncode != 0
     assert done.stderr.count(parts[0]) == 1 and "Traceback" not in done.stderr
     assert all(part in done.stderr for part in parts), done.stderr
-    assert len(done.stderr.splitlines()) < 10 and done.stdout == ""
+    assert len(done.stderr.splitlines()) < 20 and done.stdout == ""  # one screen, Open MPI's own words on an abort included
     assert not (run / "metrics.jsonl").exists()
 
 

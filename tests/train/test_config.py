@@ -73,7 +73,7 @@ def test_a_value_of_another_type_is_refused_with_key_value_and_type(assignment: 
 @pytest.mark.parametrize(
     ("assignments", "words"),
     [
-        (["train.accumulate=3"], ["batch 16", "accumulate = 3", "1, 2, 4, 8, 16"]),
+        (["train.batch=16", "train.accumulate=3"], ["batch 16", "accumulate = 3", "1, 2, 4, 8, 16"]),
         (["train.steps=0"], ["train.steps is 0", "at least 1"]),
         (["train.seed=-1"], ["train.seed is -1", "at least 0"]),
         (["scheme=cubiod"], ["'cubiod'", "'cuboid'"]),
