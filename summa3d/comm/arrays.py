@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -74,7 +75,12 @@ def widen(array: Array) -> Array:
 
 def dtype_name(array: Array) -> str:
     """``float32``, ``bfloat16``, ``int64``, … for numpy and torch alike."""
-    return str(array.dtype).removeprefix("torch.")
+    return _name_of(array.dtype)
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def is_half(array: Array) -> bool:

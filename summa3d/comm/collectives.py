@@ -288,12 +288,11 @@ class Axis(SharedViews):
         keep: Any = None,
     ) -> Pending:
         amounts = Amounts(1, words, messages, words * array.itemsize, time.perf_counter() - wall, time.thread_time() - cpu)
-        self.ledger.record(name, self.label, amounts)
-        phase = self.ledger.current_phase
+        line = self.ledger.record(name, self.label, amounts)
 
         def account(wall_more: float, cpu_more: float) -> None:
-            with self.ledger.phase(phase):
-                self.ledger.record(name, self.label, Amounts(seconds=wall_more, cpu_seconds=cpu_more))
+            line.seconds += wall_more
+            line.cpu_seconds += cpu_more
 
         return Pending(requests, finish, account, keep)
 

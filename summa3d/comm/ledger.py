@@ -27,8 +27,12 @@ class Amounts:
     cpu_seconds: float = 0.0
 
     def add(self, other: Amounts) -> None:
-        for field in fields(Amounts):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        self.calls += other.calls  # spelled out, because every collective passes here
+        self.words += other.words
+        self.messages += other.messages
+        self.bytes += other.bytes
+        self.seconds += other.seconds
+        self.cpu_seconds += other.cpu_seconds
 
     def minus(self, other: Amounts) -> Amounts:
         return Amounts(**{field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(Amounts)})
@@ -63,9 +67,14 @@ class Ledger:
         self.workspace_peak = 0
         self._lines: dict[tuple[str, str, str], Amounts] = {}
 
-    def record(self, collective: str, axis: str, amounts: Amounts) -> None:
-        """Add `amounts` to the line of this collective and axis in the current phase."""
-        self._lines.setdefault((collective, axis, self.current_phase), Amounts()).add(amounts)
+    def record(self, collective: str, axis: str, amounts: Amounts) -> Amounts:
+        """Add `amounts` to the line of this collective and axis in the current phase; returns the line."""
+        key = (collective, axis, self.current_phase)
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = Amounts()
+        line.add(amounts)
+        return line
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
