@@ -18,7 +18,7 @@ from ..comm.grid import Grid, describe
 from ..errors import ConfigError
 from ..gemm.algorithms import Algorithm, algorithm
 from ..gemm.matrix import DistMatrix
-from .runtime import usable_cores
+from .runtime import on_all_cores, usable_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -152,7 +152,7 @@ class Ceiling:
     def seconds(self) -> float:
         if not self.here:
             return 0.0
-        with threadpool_limits(limits=self.threads, user_api="blas"):
+        with on_all_cores(), threadpool_limits(limits=self.threads, user_api="blas"):
             start = time.perf_counter()
             np.matmul(self.a, self.b, out=self.c)
             taken = time.perf_counter() - start

@@ -15,7 +15,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ..errors import ConfigError
-from .runtime import shared_memory_free, usable_cores
+from .runtime import on_all_cores, shared_memory_free, usable_cores
 
 DTYPES = ("float64", "float32", "float16", "complex64", "complex128", "int32")
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
@@ -224,7 +224,7 @@ def whole_operand(rows: int, columns: int, dtype: str) -> np.ndarray:
 def serial_product(left: np.ndarray, right: np.ndarray, repeat: int, seconds: list[float]) -> np.ndarray:
     """left·right by numpy with a thread for each core; appends the time of each of `repeat` runs after a first."""
     product = np.empty((left.shape[0], right.shape[1]), left.dtype)
-    with threadpool_limits(limits=usable_cores(), user_api="blas"):
+    with on_all_cores(), threadpool_limits(limits=usable_cores(), user_api="blas"):
         for _ in range(repeat + 1):
             start = time.perf_counter()
             np.matmul(left, right, out=product)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import LaunchError, Summa3dError
-from .runtime import THREAD_VARIABLES, VENDOR_NAMES, launched_as, usable_cores, vendor_of, version_of, waiting_settings
+from .runtime import THREAD_VARIABLES, VENDOR_NAMES, launched_as, take_core, usable_cores, vendor_of, version_of, waiting_settings
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -167,9 +167,11 @@ def _yield_while_waiting(vendor: str) -> None:
 
 
 def _share_cores(node: MPI.Comm) -> None:
-    """Give every rank of a node its share of the cores it may use as threads, unless the user has said how many."""
+    """Give every rank of a node its share of the cores: threads, unless the user has said how many, or one core in turn."""
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(usable_cores()))
     sharing = node.allgather(mine).count(mine)
+    if sharing == node.size > len(mine):
+        take_core(node.rank)
     if not any(name in os.environ for name in THREAD_VARIABLES):
         os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(max(1, len(mine) // sharing))))
 
