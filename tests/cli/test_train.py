@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ PATIENCE = 120.0
 
 def summa3d(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "summa3d", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    # os.environ by name: a pytest in which some module has initialised Open MPI holds more in the C library's environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=dict(os.environ))
 
 
 def settings(corpus: Path | str, **changes: object) -> list[str]:
