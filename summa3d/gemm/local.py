@@ -1,10 +1,11 @@
-# One product on one rank, for numpy and torch. Imports comm.arrays only.
+# One product on one rank, for numpy and torch. Imports comm.arrays, blas.
 # Next: cuboid.py, which surrounds it with two gathers and a scatter.
 from __future__ import annotations
 
 import numpy as np
 
-from ..comm.arrays import Array, cast, copy_into, is_half, is_torch, widen
+from ..comm.arrays import Array, cast, is_half, is_torch, widen
+from .blas import add
 
 FORMS = ("nn", "nt", "tn", "tt")
 
@@ -30,16 +31,9 @@ def multiply(a: Array, b: Array, form: str, out: Array | None = None, alpha: flo
         product = left @ right
         if alpha != 1:
             product *= alpha
-    return product if out is None else combine(product, out, beta)
-
-
-def combine(product: Array, out: Array, beta: float) -> Array:
-    """out = product + β·out, in place; with β = 0 what `out` held is never read."""
-    if beta == 0:
-        return copy_into(out, product)
-    if beta != 1:
-        out *= beta
-    out += product
+    if out is None:
+        return product
+    add(product, out, beta)
     return out
 
 
