@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from ..errors import ShapeError
 from ..layout.distribute import collect
-from ..layout.layout import Layout
 from .block import Block
 from .config import ModelConfig
 from .dropout import Batch, Dropout
@@ -61,7 +60,7 @@ class GPT(nn.Module):
         count = max(int((labels >= 0).sum()), 1) if count is None else count
         logits = self.embedding.head(self._stream(tokens, Batch(len(tokens), self.seed, step, first_row)))
         layout = self.embedding.logits_layout
-        mine = labels[self._rows(layout, labels)]
+        mine = self.scheme.block_of(labels, layout)
         return cross_entropy(logits, mine, self.scheme, layout, self.config.vocabulary, count)
 
     @torch.no_grad()
@@ -76,14 +75,9 @@ class GPT(nn.Module):
         self.scheme.check(self.config, len(tokens))
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
-        mine = tokens[self._rows(self.embedding.tokens_layout, tokens)]
+        mine = self.scheme.block_of(tokens, self.embedding.tokens_layout)
         x = self.positions(self.embedding(mine))
         x = self.dropout(x, (tokens.shape[1], self.config.hidden), batch)
         for block in self.blocks:
             x = block(x, batch)
         return self.norm(x)
-
-    def _rows(self, layout: Layout, whole: Tensor) -> slice:
-        """The rows of a global [b, s] tensor that this rank uses where activations have `layout`."""
-        grid = self.scheme.grid
-        return Layout(layout.dims[0], ()).slices(whole.shape, grid.shape, grid.coordinates)[0]

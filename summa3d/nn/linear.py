@@ -57,10 +57,11 @@ class Linear(nn.Module):
     def _new_product(self, rows: int) -> Product:
         return self.scheme.product(self.input_layout, "nn", rows, self.n, self.k)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
+        """Y's block for X's. rows: the global number of rows, where the blocks of X may be uneven; default local · ways."""
         if x.dim() < 2:
             raise ShapeError(f"Linear takes a block [rows…, {self.k}] with at least 2 dims; it was given {tuple(x.shape)}.")
-        rows = x.shape[:-1].numel() * self._ways
+        rows = x.shape[:-1].numel() * self._ways if rows is None else rows
         return matmul(x, self.weight, self._product(rows), self.bias)
 
     def extra_repr(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mpi4py import MPI
+from torch import Tensor
 
 from ..autograd.matmul import Product
 from ..comm.collectives import Axis
@@ -68,6 +69,27 @@ class Scheme:
         """The product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt")."""
         plan = CuboidPlan(form, m, n, k, *self.roles(layout))
         return Product(Cuboid(plan, self.grid), self.regather, self.rows(self.after_linear(layout)))
+
+    @property
+    def pooled(self) -> Layout:
+        """The layout of one row per sequence, [b, h]: what `first_tokens` returns."""
+        return Layout(self.stream.dims[0], self.stream.dims[-1])
+
+    def batch_first(self, x: Tensor) -> Tensor:
+        """An activation as stored, [b, s, n] or [s, b, n] as the scheme has it, seen as [b, s, n]."""
+        return x
+
+    def as_stored(self, x: Tensor) -> Tensor:
+        """An activation [b, s, n] in the order the scheme stores: the inverse of `batch_first`, contiguous."""
+        return x.contiguous()
+
+    def block_of(self, whole: Tensor, layout: Layout) -> Tensor:
+        """This rank's block of a global [b, s] tensor (tokens, labels, masks) beside an activation in `layout`, as [b, s]."""
+        return whole[Layout(*layout.dims[:2]).slices(whole.shape, self.grid.shape, self.grid.coordinates)]
+
+    def first_tokens(self, x: Tensor) -> Tensor:
+        """The first position of every sequence of the stream, with gradient: this rank's block of [b, h] in layout `pooled`."""
+        return self.batch_first(x)[:, 0].contiguous()
 
     def check(self, config: ModelConfig, batch: int) -> None:
         """Raise LayoutError where a dim cannot be split as the scheme needs: on every rank alike, before any communication.
