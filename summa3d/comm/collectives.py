@@ -288,7 +288,7 @@ class Axis(SharedViews):
         keep: Any = None,
     ) -> Pending:
         amounts = Amounts(1, words, messages, words * array.itemsize, time.perf_counter() - wall, time.thread_time() - cpu)
-        line = self.ledger.record(name, self.label, amounts)
+        line = self.ledger.record(name, self.label, dtype_name(array), amounts)
 
         def account(wall_more: float, cpu_more: float) -> None:
             line.seconds += wall_more

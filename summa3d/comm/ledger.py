@@ -1,4 +1,4 @@
-# What was moved: calls, words, messages, bytes and seconds per collective, axis and phase, and the workspace in use.
+# What was moved: calls, words, messages, bytes and seconds per collective, axis, phase and dtype, and the workspace in use.
 # Imports the standard library only.
 # Next: collectives.py, which writes every line of it; gemm/volume.py, the closed forms it must equal.
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Row:
     collective: str
     axis: str
     phase: str
+    dtype: str
     amounts: Amounts
 
 
@@ -65,11 +66,11 @@ class Ledger:
         self.current_phase = "other"
         self.workspace_bytes = 0
         self.workspace_peak = 0
-        self._lines: dict[tuple[str, str, str], Amounts] = {}
+        self._lines: dict[tuple[str, str, str, str], Amounts] = {}
 
-    def record(self, collective: str, axis: str, amounts: Amounts) -> Amounts:
-        """Add `amounts` to the line of this collective and axis in the current phase; returns the line."""
-        key = (collective, axis, self.current_phase)
+    def record(self, collective: str, axis: str, dtype: str, amounts: Amounts) -> Amounts:
+        """Add `amounts` of elements of `dtype` to the line of this collective and axis in the current phase; returns the line."""
+        key = (collective, axis, self.current_phase, dtype)
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = Amounts()
@@ -105,11 +106,11 @@ class Ledger:
         """Every line, in the order in which it first appeared."""
         return [Row(*key, _copy(amounts)) for key, amounts in self._lines.items()]
 
-    def total(self, phase: str | None = None, axis: str | None = None) -> Amounts:
-        """The sum over the lines of `phase` and `axis`; None takes all."""
+    def total(self, phase: str | None = None, axis: str | None = None, dtype: str | None = None) -> Amounts:
+        """The sum over the lines of `phase`, `axis` and `dtype`; None takes all."""
         result = Amounts()
-        for (_, line_axis, line_phase), amounts in self._lines.items():
-            if phase in (None, line_phase) and axis in (None, line_axis):
+        for (_, line_axis, line_phase, line_dtype), amounts in self._lines.items():
+            if phase in (None, line_phase) and axis in (None, line_axis) and dtype in (None, line_dtype):
                 result.add(amounts)
         return result
 

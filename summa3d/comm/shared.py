@@ -90,7 +90,7 @@ class SharedViews:
         whole = shared.ready()
         seconds, cpu_seconds = time.perf_counter() - wall, time.thread_time() - cpu
         nbytes = words * shared.dtype.itemsize
-        self.ledger.record("view", self.label, Amounts(1, words, self.size - 1, nbytes, seconds, cpu_seconds))
+        self.ledger.record("view", self.label, str(shared.dtype), Amounts(1, words, self.size - 1, nbytes, seconds, cpu_seconds))
         return whole
 
     def release(self, block: Array) -> None:
@@ -99,7 +99,8 @@ class SharedViews:
         if shared is not None:
             wall, cpu = time.perf_counter(), time.thread_time()
             shared.done()
-            self.ledger.record("view", self.label, Amounts(0, 0, 0, 0, time.perf_counter() - wall, time.thread_time() - cpu))
+            waited = Amounts(0, 0, 0, 0, time.perf_counter() - wall, time.thread_time() - cpu)
+            self.ledger.record("view", self.label, str(shared.dtype), waited)
 
     def free(self) -> None:
         """Give back the shared memory of adopted blocks (collective)."""

@@ -51,12 +51,12 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path: Path) -> N
 
 def test_the_stopwatch_leaves_communication_out_of_arithmetic() -> None:
     ledger = Ledger()
-    ledger.record("all_gather", "x", Amounts(words=7, cpu_seconds=9.0))
+    ledger.record("all_gather", "x", "float64", Amounts(words=7, cpu_seconds=9.0))
     stopwatch, done = Stopwatch(ledger, threads=1), step(1)
     busy_until = time.thread_time() + 0.1
     while time.thread_time() < busy_until:
         pass
-    ledger.record("all_gather", "x", Amounts(words=3, cpu_seconds=0.06))
+    ledger.record("all_gather", "x", "float64", Amounts(words=3, cpu_seconds=0.06))
     stopwatch.stop(done)
     assert done.words == 3
     assert 0.03 < done.arithmetic_seconds < 0.06
