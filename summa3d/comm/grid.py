@@ -151,6 +151,36 @@ class Grid:
         return [self.rank_of({**self.coordinates, **dict(zip(names, point, strict=True))}) for point in points]
 
 
+class Place(Grid):
+    """One rank's place on a grid that nobody has started: shape, coordinates and axes, with nothing to communicate through.
+
+    What layouts, schemes and closed forms need of a grid, for any rank of any size. A collective over an axis of more than
+    one member fails in MPI. Raises GridError for axes, order or tile that do not fit, or a rank that the grid has not.
+    """
+
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        rank: int = 0,
+        order: str | Sequence[str] | None = None,
+        tile: Mapping[str, int] | None = None,
+    ) -> None:
+        self.comm, self.check = MPI.COMM_NULL, False
+        self.shape = dict(axes)
+        self.order = _checked_order(self.shape, order)
+        self.tile = _checked_tile(self.shape, tile)
+        self.rank, self.size = rank, prod(self.shape.values())
+        if not 0 <= rank < self.size:
+            raise GridError(f"Grid {describe(self.shape)} has no rank {rank}; its ranks are 0 to {self.size - 1}.")
+        self.coordinates = self.coordinates_of(rank)
+        self.ledger = Ledger()
+        self._axes = {}
+        self._node = [0] * self.size
+
+    def _comm_of(self, members: list[int]) -> MPI.Intracomm:
+        return MPI.COMM_NULL
+
+
 def grids_of(ranks: int, names: Sequence[str]) -> list[dict[str, int]]:
     """Every grid of `ranks` ranks with these axes."""
     if len(names) == 1:
