@@ -34,6 +34,6 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(config.dropout, f"{name}.mlp_branch", scheme, scheme.stream)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        shape = (x.shape[1], self.hidden)
+        shape = (batch.sequence, self.hidden)
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), batch), shape, batch)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), shape, batch)

@@ -16,13 +16,14 @@ from .scheme import Scheme
 
 @dataclass(frozen=True)
 class Batch:
-    """What keys the masks of one forward pass.
+    """The global sizes of one forward pass, and what keys its masks.
 
-    rows : b of this micro-batch. step, seed : of the run. first_row : the global batch row, over all micro-batches of the
-    step, of this micro-batch's row 0.
+    rows, sequence : b and s of this micro-batch. step, seed : of the run. first_row : the global batch row, over all
+    micro-batches of the step, of this micro-batch's row 0.
     """
 
     rows: int
+    sequence: int
     seed: int = 0
     step: int = 0
     first_row: int = 0
@@ -37,17 +38,18 @@ class Dropout(nn.Module):
 
     def __init__(self, probability: float, name: str, scheme: Scheme, layout: Layout) -> None:
         super().__init__()
-        self.probability, self.name, self.grid, self.layout = probability, name, scheme.grid, layout
+        self.probability, self.name, self.scheme, self.layout = probability, name, scheme, layout
 
     def forward(self, x: Tensor, shape: Sequence[int], batch: Batch) -> Tensor:
-        """Drop from this rank's block x of a global tensor [batch.rows, *shape]."""
+        """Drop from this rank's block x of a global tensor [batch.rows, *shape]; one of three dims lies as the scheme stores it."""
         if not self.training or self.probability == 0:
             return x
-        rows, *rest = self.layout.slices((batch.rows, *shape), self.grid.shape, self.grid.coordinates)
+        grid = self.scheme.grid
+        rows, *rest = self.layout.slices((batch.rows, *shape), grid.shape, grid.coordinates)
         rows = slice(rows.start + batch.first_row, rows.stop + batch.first_row)
         stream = key(batch.seed, f"dropout/{self.name}", batch.step)
         mask = keep_mask(stream, (rows.stop, *shape), (rows, *rest), self.probability)
-        return kernel.dropout(x, mask, self.probability)
+        return kernel.dropout(x, self.scheme.as_stored(mask) if mask.dim() == 3 else mask, self.probability)
 
     def extra_repr(self) -> str:
         return f"{self.probability}, {self.name}"

@@ -36,11 +36,10 @@ class Embedding(nn.Module):
         layout = scheme.table(scheme.stream)
         self.weight = new_parameter(scheme, layout, (vocabulary, hidden), ("normal", std), dtype, decay=True)
         self.part = Layout((y,)).slices((vocabulary,), scheme.grid.shape, scheme.grid.coordinates)[0]
-        self._ways = scheme.stream.ways(0, scheme.grid.shape)
         self._product = lru_cache(maxsize=8)(self._new_product)
 
-    def _new_product(self, rows: int) -> Product:
-        return self.scheme.product(self.scheme.stream, "nt", rows, self.vocabulary, self.hidden)
+    def _new_product(self, layout: Layout, rows: int) -> Product:
+        return self.scheme.product(layout, "nt", rows, self.vocabulary, self.hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
         size = self.part.stop - self.part.start
@@ -52,10 +51,11 @@ class Embedding(nn.Module):
             rows = functional.embedding((tokens - self.part.start).clamp(0, size - 1), table) * here[..., None]
         return reduce_scatter(rows, self.y, 0, split_sizes(len(tokens), self.y.size))  # [b/(XY), s, h/Z]
 
-    def head(self, x: Tensor) -> Tensor:
-        """Logits of the stream x by the same table."""
-        rows = x.shape[:-1].numel() * self._ways
-        return matmul(x, self.weight, self._product(rows))
+    def head(self, x: Tensor, layout: Layout | None = None) -> Tensor:
+        """Logits by the same table, of x in `layout` (default: the stream; or the scheme's `pooled`)."""
+        layout = layout or self.scheme.stream
+        rows = x.shape[:-1].numel() * self.scheme.rows(layout).size
+        return matmul(x, self.weight, self._product(layout, rows))
 
 
 class Positions(nn.Module):
@@ -63,9 +63,11 @@ class Positions(nn.Module):
 
     def __init__(self, sequence: int, hidden: int, scheme: Scheme, std: float = 0.02, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.rows = scheme.rows(scheme.stream)
+        self.scheme, self.rows = scheme, scheme.rows(scheme.stream)
         layout = Layout((), scheme.stream.dims[-1])
         self.weight = new_parameter(scheme, layout, (sequence, hidden), ("normal", std), dtype, decay=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + sum_gradient(self.weight, self.rows)[: x.shape[1]]
+    def forward(self, x: Tensor, sequence: int) -> Tensor:
+        """x with the positions 0 … sequence−1 added, of which this rank's block holds its own."""
+        mine = Layout(self.scheme.stream.dims[1]).slices((sequence,), self.scheme.grid.shape, self.scheme.grid.coordinates)
+        return self.scheme.as_stored(self.scheme.batch_first(x) + sum_gradient(self.weight, self.rows)[mine])

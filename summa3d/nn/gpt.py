@@ -58,7 +58,7 @@ class GPT(nn.Module):
         if tokens.shape != labels.shape:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}, labels {tuple(labels.shape)}; they must be equal.")
         count = max(int((labels >= 0).sum()), 1) if count is None else count
-        logits = self.embedding.head(self._stream(tokens, Batch(len(tokens), self.seed, step, first_row)))
+        logits = self.embedding.head(self._stream(tokens, Batch(len(tokens), tokens.shape[-1], self.seed, step, first_row)))
         layout = self.embedding.logits_layout
         mine = self.scheme.block_of(labels, layout)
         return cross_entropy(logits, mine, self.scheme, layout, self.config.vocabulary, count)
@@ -66,9 +66,11 @@ class GPT(nn.Module):
     @torch.no_grad()
     def next_logits(self, tokens: Tensor) -> Tensor:
         """Global logits [b, v] of the token after each row, on every rank. tokens: global [b, s]."""
-        logits = self.embedding.head(self._stream(tokens, Batch(len(tokens), self.seed))[:, -1:].contiguous())
-        shape = (len(tokens), 1, self.config.vocabulary)
-        return collect(logits, self.scheme.grid, self.embedding.logits_layout, shape)[:, 0]
+        logits = self.embedding.head(
+            self.scheme.last_tokens(self._stream(tokens, Batch(len(tokens), tokens.shape[-1], self.seed))), self.scheme.pooled
+        )
+        layout = self.scheme.after_linear(self.scheme.pooled)
+        return collect(logits, self.scheme.grid, layout, (len(tokens), self.config.vocabulary))
 
     def _stream(self, tokens: Tensor, batch: Batch) -> Tensor:
         """The normalised residual stream after the last block, [b/(XY), s, h/Z]."""
@@ -76,8 +78,8 @@ class GPT(nn.Module):
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
         mine = self.scheme.block_of(tokens, self.embedding.tokens_layout)
-        x = self.positions(self.embedding(mine))
-        x = self.dropout(x, (tokens.shape[1], self.config.hidden), batch)
+        x = self.positions(self.embedding(mine), tokens.shape[1])
+        x = self.dropout(x, (batch.sequence, self.config.hidden), batch)
         for block in self.blocks:
             x = block(x, batch)
         return self.norm(x)

@@ -91,6 +91,10 @@ class Scheme:
         """The first position of every sequence of the stream, with gradient: this rank's block of [b, h] in layout `pooled`."""
         return self.batch_first(x)[:, 0].contiguous()
 
+    def last_tokens(self, x: Tensor) -> Tensor:
+        """The last position of every sequence of the stream, as `first_tokens`."""
+        return self.batch_first(x)[:, -1].contiguous()
+
     def check(self, config: ModelConfig, batch: int) -> None:
         """Raise LayoutError where a dim cannot be split as the scheme needs: on every rank alike, before any communication.
 
