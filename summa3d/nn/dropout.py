@@ -41,7 +41,7 @@ class Dropout(nn.Module):
         self.probability, self.name, self.scheme, self.layout = probability, name, scheme, layout
 
     def forward(self, x: Tensor, shape: Sequence[int], batch: Batch) -> Tensor:
-        """Drop from this rank's block x of a global tensor [batch.rows, *shape]; one of three dims lies as the scheme stores it."""
+        """Drop from this block x of a global tensor [batch.rows, *shape]; one of three dims lies as the scheme stores it."""
         if not self.training or self.probability == 0:
             return x
         grid = self.scheme.grid
