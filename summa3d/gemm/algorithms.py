@@ -25,7 +25,8 @@ class Algorithm:
 
     `plan(form, m, n, k, **options)` is plain data with layouts and shapes; `executor(plan, grid).run(a, b, out, alpha, beta)`
     multiplies this rank's blocks; `volume(plan, grid_shape, dtype)` is what that costs on every rank; `grids(ranks)` lists the
-    grids of exactly that many ranks it can use; `options` are the plan's keywords that are no axes.
+    grids of exactly that many ranks it can use; `options` are the plan's keywords that are no axes; `variants` are the settings
+    of them that give operands other layouts, tried where operands are already laid out.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Algorithm:
     volume: Callable[..., volume.Volume]
     grids: Callable[[int], list[dict[str, int]]]
     options: tuple[str, ...] = ()
+    variants: tuple[Mapping[str, Any], ...] = ({},)
 
 
 def _cuboid_volume(plan: CuboidPlan, grid_shape: Mapping[str, int], dtype: str = "float64") -> volume.Volume:
@@ -42,8 +44,11 @@ def _cuboid_volume(plan: CuboidPlan, grid_shape: Mapping[str, int], dtype: str =
 
 
 PANELS = ("panel", "lookahead")
-CUBOID = Algorithm("cuboid", ("x", "y", "z"), CuboidPlan, Cuboid, _cuboid_volume, CuboidPlan.grids)
-ROW = Algorithm("oned-row", ("y",), OnedRowPlan, OnedRow, volume_2d.volume, OnedRowPlan.grids, ("sequence",))
+FINE = ("a_fine", "b_fine", "c_fine")
+FINE_OPERANDS: tuple[Mapping[str, Any], ...] = ({}, {"b_fine": 1}, {"a_fine": 1}, {"a_fine": 1, "b_fine": 1})
+SEQUENCE: tuple[tuple[str, ...], tuple[Mapping[str, Any], ...]] = (("sequence",), ({}, {"sequence": True}))
+CUBOID = Algorithm("cuboid", ("x", "y", "z"), CuboidPlan, Cuboid, _cuboid_volume, CuboidPlan.grids, FINE, FINE_OPERANDS)
+ROW = Algorithm("oned-row", ("y",), OnedRowPlan, OnedRow, volume_2d.volume, OnedRowPlan.grids, *SEQUENCE)
 
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm
@@ -54,7 +59,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm("cannon", ("x", "y"), CannonPlan, Cannon, volume_2d.volume, CannonPlan.grids),
         Algorithm("tesseract", ("x", "y", "d"), TesseractPlan, Tesseract, volume_2d.volume, TesseractPlan.grids, PANELS),
         Algorithm("ca25d", ("x", "y", "d"), Ca25dPlan, Ca25d, volume_2d.volume, Ca25dPlan.grids, PANELS),
-        Algorithm("oned-column", ("y",), OnedColumnPlan, OnedColumn, volume_2d.volume, OnedColumnPlan.grids, ("sequence",)),
+        Algorithm("oned-column", ("y",), OnedColumnPlan, OnedColumn, volume_2d.volume, OnedColumnPlan.grids, *SEQUENCE),
         ROW,
     )
 }

@@ -13,6 +13,7 @@ from ..comm.arrays import Array, count
 from ..comm.collectives import Axis
 from ..comm.grid import grids_of
 from ..comm.pending import Pending
+from ..errors import ShapeError
 from ..layout.layout import Layout, split_sizes
 from .blas import accumulate, add
 from .local import multiply
@@ -30,24 +31,35 @@ class CuboidPlan(ProductPlan):
     | tn | [k:(z,y), m:x] | [k:(z,x), n:y] | [m:(x,z), n:y] |
     | tt | [k:(z,y), m:x] | [n:(y,x), k:z] | [m:(x,z), n:y] |
 
-    Every fine split lies on dim 0, so that each gather and scatter is contiguous in memory. c splits as t does.
+    That is with every fine split on dim 0 (rows), so that each gather and scatter is contiguous in memory. `a_fine`, `b_fine`,
+    `c_fine` = 1 put it on dim 1 (columns) of the operand instead, for the same words: `b_fine=1` is the storage of the 3-D paper,
+    B [k:z, n:(y,x)]. c splits as t does. Raises ShapeError for another fine dim.
     """
 
     x: str = "x"
     y: str = "y"
     z: str = "z"
+    a_fine: int = 0
+    b_fine: int = 0
+    c_fine: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("a_fine", "b_fine", "c_fine"):
+            if getattr(self, name) not in (0, 1):
+                raise ShapeError(f"{name} is {getattr(self, name)}; the fine split lies on dim 0 (rows) or 1 (columns).")
 
     @property
     def a_layout(self) -> Layout:
-        return Layout((self.x, self.y), (self.z,)) if self.form[0] == "n" else Layout((self.z, self.y), (self.x,))
+        return _fine((self.x, self.z) if self.form[0] == "n" else (self.z, self.x), self.y, self.a_fine)
 
     @property
     def b_layout(self) -> Layout:
-        return Layout((self.z, self.x), (self.y,)) if self.form[1] == "n" else Layout((self.y, self.x), (self.z,))
+        return _fine((self.z, self.y) if self.form[1] == "n" else (self.y, self.z), self.x, self.b_fine)
 
     @property
     def c_layout(self) -> Layout:
-        return Layout((self.x, self.z), (self.y,))
+        return _fine((self.x, self.y), self.z, self.c_fine)
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
@@ -59,6 +71,12 @@ class CuboidPlan(ProductPlan):
         self.check_axes(grid_shape)
 
 
+def _fine(coarse: tuple[str, str], axis: str, dim: int) -> Layout:
+    """Rows and columns split by `coarse`, and dim `dim` of them finer by `axis`."""
+    rows, columns = coarse
+    return Layout((rows, axis), (columns,)) if dim == 0 else Layout((rows,), (columns, axis))
+
+
 class Cuboid(Product):
     """A plan bound to the axes of a grid: C = op(A)·op(B) by gathering A along y and B along x, and scatter-adding C along z.
 
@@ -68,7 +86,7 @@ class Cuboid(Product):
     along z add their products in place, one after the other.
 
     The steps are there on their own as well, for gradients: they share one gather between two products and overlap a scatter
-    with the next product. Source: Bian et al. 2021, Algorithm 1, on a cuboid instead of a cube, with B's fine split on rows.
+    with the next product. Source: Bian et al. 2021, Algorithm 1, on a cuboid instead of a cube.
     """
 
     plan: CuboidPlan
@@ -79,14 +97,17 @@ class Cuboid(Product):
         self.x, self.y, self.z = grid[plan.x], grid[plan.y], grid[plan.z]
         coarse = Layout((plan.x,), (plan.y,), (plan.z,))
         self.m, self.n, self.k = coarse.local_shape((plan.m, plan.n, plan.k), grid.shape, grid.coordinates)
-        self.a_sizes = split_sizes(self.m if plan.form[0] == "n" else self.k, self.y.size)
-        self.b_sizes = split_sizes(self.k if plan.form[1] == "n" else self.n, self.x.size)
-        self.c_sizes = split_sizes(self.m, self.z.size)
+        a_whole = (self.m, self.k) if plan.form[0] == "n" else (self.k, self.m)
+        b_whole = (self.k, self.n) if plan.form[1] == "n" else (self.n, self.k)
+        self.a_sizes = split_sizes(a_whole[plan.a_fine], self.y.size)
+        self.b_sizes = split_sizes(b_whole[plan.b_fine], self.x.size)
+        self.c_sizes = split_sizes((self.m, self.n)[plan.c_fine], self.z.size)
 
     def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        a_gathered = self.workspace.widened("a", self._gathered(self.y, a, self.a_sizes, "a"))
-        b_gathered = self.workspace.widened("b", self._gathered(self.x, b, self.b_sizes, "b"))
-        blocks = self.z.view_gathered(out, (self.z.size - 1) * count(out)) if self.z.size > 1 else None
+        a_gathered = self.workspace.widened("a", self._gathered(self.y, a, self.plan.a_fine, self.a_sizes, "a"))
+        b_gathered = self.workspace.widened("b", self._gathered(self.x, b, self.plan.b_fine, self.b_sizes, "b"))
+        in_place = self.z.size > 1 and self.plan.c_fine == 0
+        blocks = self.z.view_gathered(out, (self.z.size - 1) * count(out)) if in_place else None
         if self.z.size == 1:
             accumulate(
                 a_gathered, b_gathered, self.plan.form, out, alpha, beta, self.workspace.scratch(out) if beta != 0 else None
@@ -115,46 +136,50 @@ class Cuboid(Product):
         partial = self.workspace.buffer("partial", (self.m, self.n), out)
         accumulate(a, b, self.plan.form, partial, alpha, 0)
         parts = self.workspace.buffer("parts", (self.z.size, *out.shape), out)
-        summed = self.z.reduce_scatter(partial, sizes=self.c_sizes, into=out if beta == 0 else parts[0], parts=parts)
+        summed = self.z.reduce_scatter(partial, self.plan.c_fine, self.c_sizes, into=out if beta == 0 else parts[0], parts=parts)
         if beta != 0:
             add(summed, out, beta)
 
-    def _gathered(self, axis: Axis, block: Array, sizes: Sequence[int], name: str) -> Array:
+    def _gathered(self, axis: Axis, block: Array, dim: int, sizes: Sequence[int], name: str) -> Array:
         """`block` gathered along `axis`: a view where it is shared, else a copy in workspace."""
-        view = axis.view_gathered(block) if axis.size > 1 else None
-        if view is not None or axis.size == 1:
-            return block if view is None else view
-        return axis.all_gather(block, sizes=sizes, into=self.workspace.buffer(name, (sum(sizes), *block.shape[1:]), block))
+        if axis.size == 1:
+            return block
+        view = axis.view_gathered(block) if dim == 0 else None
+        if view is not None:
+            return view
+        shape = [*block.shape]
+        shape[dim] = sum(sizes)
+        return axis.all_gather(block, dim, sizes, self.workspace.buffer(name, shape, block))
 
     # -- the steps, for gradients ------------------------------------------------------------------------------------------
 
     def gather_a(self, a: Array) -> Array:
         """A gathered along y. Words: gathered − own."""
-        return self._tracked(self.y, self.y.all_gather(a, sizes=self.a_sizes))
+        return self._tracked(self.y, self.y.all_gather(a, self.plan.a_fine, self.a_sizes))
 
     def gather_b(self, b: Array) -> Array:
         """B gathered along x. Words: gathered − own."""
-        return self._tracked(self.x, self.x.all_gather(b, sizes=self.b_sizes))
+        return self._tracked(self.x, self.x.all_gather(b, self.plan.b_fine, self.b_sizes))
 
     def gather_c(self, c: Array) -> Array:
         """A gradient of C gathered along z: what both dA and dB are products of."""
-        return self._tracked(self.z, self.z.all_gather(c, sizes=self.c_sizes))
+        return self._tracked(self.z, self.z.all_gather(c, self.plan.c_fine, self.c_sizes))
 
     def multiply(self, a_gathered: Array, b_gathered: Array) -> Array:
         """This rank's summand of C[m:x, n:y]."""
         return self._tracked(self.z, multiply(a_gathered, b_gathered, self.plan.form))
 
     def scatter_c(self, partial: Array) -> Array:
-        """C summed along z and scattered to [m:(x,z), n:y]. Words: (Z−1)·own."""
-        return self.z.reduce_scatter(partial, sizes=self.c_sizes)
+        """C summed along z and scattered to its layout. Words: (Z−1)·own."""
+        return self.z.reduce_scatter(partial, self.plan.c_fine, self.c_sizes)
 
     def start_scatter_a(self, partial: Array) -> Pending:
         """Start summing dA along y and scattering it to A's layout. Words: (Y−1)·own."""
-        return self.y.start_reduce_scatter(partial, sizes=self.a_sizes)
+        return self.y.start_reduce_scatter(partial, self.plan.a_fine, self.a_sizes)
 
     def start_scatter_b(self, partial: Array) -> Pending:
         """Start summing dB along x and scattering it to B's layout. Words: (X−1)·own."""
-        return self.x.start_reduce_scatter(partial, sizes=self.b_sizes)
+        return self.x.start_reduce_scatter(partial, self.plan.b_fine, self.b_sizes)
 
     def _tracked(self, axis: Axis, array: Array) -> Array:
         """Count `array` as workspace, unless the axis has one member and it is the caller's own block."""

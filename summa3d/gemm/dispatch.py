@@ -78,7 +78,7 @@ def plan_of(
     candidate, shape = ALGORITHMS[name], dict(grid_shape)
     held = {*a_layout.axes, *b_layout.axes, *a_layout.hosted, *b_layout.hosted}
     names = [axis for axis in shape if axis in held] + [axis for axis in shape if axis not in held and shape[axis] == 1]
-    variants = [dict(options), {"sequence": True, **dict(options)}] if "sequence" in candidate.options else [dict(options)]
+    variants = [{**variant, **dict(options)} for variant in candidate.variants]
     for axes, variant in itertools.product(itertools.permutations(names, len(candidate.axes)), variants):
         try:
             plan = candidate.plan(form, *extents, **dict(zip(candidate.axes, axes, strict=True)), **variant)

@@ -107,9 +107,9 @@ def plan_steps(plan: CuboidPlan, grid_shape: Mapping[str, int], at: Coordinates)
 def of_plan(plan: CuboidPlan, grid_shape: Mapping[str, int], dtype: str = "float64", shared: bool = False) -> Volume:
     """The cost of `Cuboid.run`: mean words [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ); workspace in words of `dtype`.
 
-        Workspace: the gathered A and B, the partial C and the Z parts to be summed; an axis of size 1 needs none of its own, and
-    with A, B and C in shared memory none at all. 16-bit floats add A, B and C in float32; dtypes that no BLAS adds to C in
-        place, with β ≠ 0 and Z = 1, a product (not counted here, since it depends on β).
+    Workspace: the gathered A and B, the partial C and the Z parts to be summed; an axis of size 1 needs none of its own, nor does
+    an operand in shared memory whose fine split lies on its rows. 16-bit floats add A, B and C in float32; dtypes that no BLAS
+    adds to C in place, with β ≠ 0 and Z = 1, a product (not counted here, since it depends on β).
     """
     half = dtype in ("float16", "bfloat16")
     wide = 2 if half else 1
@@ -119,8 +119,8 @@ def of_plan(plan: CuboidPlan, grid_shape: Mapping[str, int], dtype: str = "float
         words, messages = a.words + b.words + c.words, a.messages + b.messages + c.messages
         m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
         reduces = grid_shape[plan.z] > 1
-        workspace = 0 if shared else a.workspace + b.workspace
-        if half or not shared:
+        workspace = sum(0 if shared and fine == 0 else step.workspace for step, fine in ((a, plan.a_fine), (b, plan.b_fine)))
+        if half or not (shared and plan.c_fine == 0):
             workspace += wide * (c.workspace + m * n * reduces)
         elif not adds_in_place(dtype):
             workspace += split_sizes(m, grid_shape[plan.z])[0] * n * reduces

@@ -11,8 +11,8 @@ import pytest
 from kinds import array, plain
 
 from summa3d.errors import ShapeError
-from summa3d.gemm import Cuboid, CuboidPlan, volume
-from summa3d.layout import collect, distribute
+from summa3d.gemm import Cuboid, CuboidPlan, DistMatrix, volume
+from summa3d.layout import Layout, collect, distribute
 
 GRIDS = {
     1: [(1, 1, 1)],
@@ -116,6 +116,29 @@ def test_any_axes_may_take_the_roles(comm, make_grid):
             check_product(grid, CuboidPlan(form, 29, 31, 17, x, y, z), "numpy", "float64", 1, 0, False)
 
 
+@pytest.mark.mpi(sizes=(4, 8, 12))
+def test_the_fine_split_may_lie_on_the_columns_of_any_operand_for_the_same_words(comm, make_grid):
+    grid = make_grid(**dict(zip("xyz", GRIDS[comm.size][0], strict=True)))
+    for fine in ((0, 1, 0), (1, 0, 0), (0, 0, 1), (1, 1, 1)):
+        for turn, form in enumerate(FORMS):
+            options = dict(zip(("a_fine", "b_fine", "c_fine"), fine, strict=True))
+            plan, rows = CuboidPlan(form, 24, 48, 72, **options), CuboidPlan(form, 24, 48, 72)
+            costs = (volume.of_plan(each, grid.shape).cost_of(grid.coordinates) for each in (plan, rows))
+            assert len({(cost.words, cost.messages) for cost in costs}) == 1
+            ragged = CuboidPlan(form, 23, 19, 37, **options)
+            check_product(grid, ragged, *(("numpy", "float64"), ("torch", "bfloat16"))[turn % 2 * (comm.size == 4)], 0.5, 2, True)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_the_papers_storage_of_b_is_recognised_by_its_layout(comm, make_grid):
+    grid = make_grid(x=2, y=1, z=2)
+    plan = CuboidPlan("nt", 13, 11, 17, b_fine=1)
+    (a, b, _), left, right, _ = wholes(plan, "numpy", "float64")
+    c = DistMatrix.from_global(a, grid, plan.a_layout) @ DistMatrix.from_global(b, grid, plan.b_layout).T
+    assert np.allclose(c.to_global(), left @ right, rtol=1e-12, atol=1e-12)
+    assert plan.b_layout == Layout(("y",), ("z", "x"))
+
+
 @pytest.mark.mpi(sizes=(8,))
 def test_a_grid_may_have_more_axes_than_the_product_uses(comm, make_grid):
     """Each copy along d multiplies for itself."""
@@ -144,3 +167,5 @@ def test_blocks_that_are_not_the_plans_are_refused_before_anything_moves(comm, m
     assert moved.calls == 0
     with pytest.raises(ShapeError, match="form 'xn' is not two of the letters n"):
         CuboidPlan("xn", 1, 1, 1)
+    with pytest.raises(ShapeError, match="b_fine is 2; the fine split lies on dim 0"):
+        CuboidPlan("nn", 1, 1, 1, b_fine=2)
