@@ -45,8 +45,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, scheme: Scheme, layout: Layout
     count : the global number of labels of the whole step, so that the loss is scaled once
 
     Moves, along the axis that splits v, a maximum and 2 words a row; then 1 word over the axes that split rows. Backward
-    moves nothing. Saved: the softmax block.
+    moves nothing. Saved: the softmax block. 16-bit logits are widened first: sums, loss and what is moved are float32.
     """
     flat = logits.flatten(0, -2)
+    flat = flat.float() if flat.dtype.itemsize < 4 else flat
     first = Layout(layout.dims[-1]).slices((vocabulary,), scheme.grid.shape, scheme.grid.coordinates)[0].start
     return _CrossEntropy.apply(flat, labels.flatten(), scheme.columns(layout), scheme.rows(layout), first, count)

@@ -17,7 +17,7 @@ from ..comm.failure import agree_on_error
 from ..errors import CheckpointError
 from ..nn.config import ModelConfig
 from . import pieces, tables
-from .config import Config
+from .config import Config, master_dtype
 from .optimizer import AdamW, named_parameters
 from .together import on_root
 
@@ -47,8 +47,8 @@ class Checkpoint:
     def check_model(self, config: Config) -> None:
         """Raise CheckpointError, naming the keys that differ, unless it is a checkpoint of this very model."""
         model = tables.build(ModelConfig, self.index["model"], "model.")
-        have = {**identity(model), "dtype": self.index["dtype"]}
-        want = {**identity(config.model), "dtype": config.dtype}
+        have = {**identity(model), "dtype": master_dtype(self.index["dtype"])}
+        want = {**identity(config.model), "dtype": master_dtype(config.dtype)}
         differing = [f"{key}: checkpoint {have[key]}, this run {want[key]}" for key in want if have[key] != want[key]]
         if differing:
             raise CheckpointError(f"{self.path} is a checkpoint of another model.\n  " + "\n  ".join(differing))
@@ -114,7 +114,9 @@ def optimizer_blocks(optimizer: AdamW) -> list[pieces.Block]:
     ]
 
 
-def save(folder: Path, step: int, blocks: Sequence[pieces.Block], grid: Grid, config: Config) -> Path:
+def save(
+    folder: Path, step: int, blocks: Sequence[pieces.Block], grid: Grid, config: Config, loss_scale: dict[str, Any] | None = None
+) -> Path:
     """Write checkpoint step-N under `folder`; collective. Each rank writes its file, rank 0 the index, last, then renames.
 
     Raises CheckpointError, on every rank alike, where a file cannot be written.
@@ -130,20 +132,32 @@ def save(folder: Path, step: int, blocks: Sequence[pieces.Block], grid: Grid, co
     agree_on_error(grid.comm, error)
     entries = grid.comm.gather(entry)
     keep = config.train.keep
-    on_root(grid.comm, lambda: _publish(temporary, final, index_of(step, blocks, entries or [], config), keep), CheckpointError)
+
+    def publish() -> None:
+        _publish(temporary, final, index_of(step, blocks, entries or [], config, loss_scale), keep)
+
+    on_root(grid.comm, publish, CheckpointError)
     return final
 
 
-def index_of(step: int, blocks: Sequence[pieces.Block], entries: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
+def index_of(
+    step: int,
+    blocks: Sequence[pieces.Block],
+    entries: Sequence[dict[str, Any]],
+    config: Config,
+    loss_scale: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """The index: what the run was, and where every slice of every global tensor is.
 
-    The random state is the seed and the step: weights, windows and dropout masks are functions of them.
+    The random state is the seed and the step: weights, windows and dropout masks are functions of them. `loss_scale` is the
+    state of the run's LossScale.
     """
     return {
         "format": FORMAT,
         "version": VERSION,
         "step": step,
         "random": {"seed": config.train.seed, "step": step},
+        "loss_scale": loss_scale,
         "dtype": config.dtype,
         "model": tables.dump(config.model),
         "train": tables.dump(config.train),

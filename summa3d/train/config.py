@@ -19,7 +19,8 @@ else:
     import tomli as tomllib
 
 SCHEMES = ("cuboid", "serial")
-DTYPES = ("float32", "float64")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+RECOMPUTE = ("none", "selective", "full")
 NAMED_CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -105,6 +106,24 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class LossScaleConfig:
+    """What a float16 run multiplies its loss by, so that small gradients are not rounded to 0: `initial` at first.
+
+    A step whose gradients are not finite is skipped and halves the scale; `growth_every` good ones in a row double it, up to
+    `largest`. Other dtypes have no use for it.
+    """
+
+    initial: float = 65536.0
+    growth_every: int = 1000
+    largest: float = 16777216.0
+
+    def __post_init__(self) -> None:
+        at_least("loss_scale.initial", self.initial, 1)
+        at_least("loss_scale.growth_every", self.growth_every, 1)
+        at_least("loss_scale.largest", self.largest, self.initial)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """The corpus: `stdlib` (the running interpreter's own library), a file, or a folder of text files.
 
@@ -131,22 +150,41 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run."""
+    """Everything that decides a run.
+
+    `dtype` is that of activations and of the weights that meet them, and so of every gather, scatter and sum that carries
+    them, their gradients included; sums of 16-bit floats are added in float32 and rounded once. The statistics of norms, the
+    softmax of the loss and the loss travel in float32 or wider, the gradient norm in float64. With bfloat16 and float16 the
+    weights themselves, their accumulated gradients and the optimizer's moments are float32, in memory and in checkpoints.
+
+    `regather` has backward gather operands again instead of keeping them. `recompute` has it compute again what it would
+    have kept: "full", every `recompute_layers` layers from their input; "selective", the attention core alone.
+    """
 
     scheme: str = "cuboid"
     dtype: str = "float32"
     regather: bool = True
+    recompute: str = "none"
+    recompute_layers: int = 1
     grid: GridConfig = field(default_factory=GridConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self) -> None:
-        for name, value, known in (("scheme", self.scheme, SCHEMES), ("dtype", self.dtype, DTYPES)):
+        choices = (("scheme", self.scheme, SCHEMES), ("dtype", self.dtype, DTYPES), ("recompute", self.recompute, RECOMPUTE))
+        for name, value, known in choices:
             if value not in known:
                 raise ConfigError(
                     f"{name} = {value!r} is not known. Nearest: {tables.nearest(value, known)!r}. All: {', '.join(known)}."
                 )
+        at_least("recompute_layers", self.recompute_layers, 1)
+        if self.recompute_layers > 1 and self.recompute != "full":
+            raise ConfigError(
+                f"recompute_layers = {self.recompute_layers} groups layers that are computed again as a whole, which "
+                f'recompute = "{self.recompute}" does not do. Set recompute to "full", or leave recompute_layers at 1.'
+            )
         if self.model.vocabulary < self.data.vocabulary:
             raise ConfigError(
                 f"model.vocabulary {self.model.vocabulary} is smaller than the {self.data.vocabulary} tokens of "
@@ -154,7 +192,12 @@ class Config:
             )
 
 
-def at_least(key: str, value: float, minimum: int) -> None:
+def master_dtype(dtype: str) -> str:
+    """The dtype of weights, accumulated gradients and moments in a run of `dtype`."""
+    return "float32" if dtype in ("bfloat16", "float16") else dtype
+
+
+def at_least(key: str, value: float, minimum: float) -> None:
     if value < minimum:
         raise ConfigError(f"{key} is {value}; it must be at least {minimum}.")
 

@@ -15,7 +15,8 @@ from ..nn.gpt import GPT
 from ..nn.scheme import Scheme, scheme
 from . import checkpoint, corpus
 from . import config as configuration
-from .prepare import open_checkpoint
+from .precision import torch_dtype
+from .prepare import build_model, open_checkpoint
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -84,7 +85,7 @@ def choose(logits: np.ndarray, temperature: float, top_k: int, random: float) ->
 
 
 def load(folder: Path, comm: MPI.Intracomm) -> tuple[GPT, Scheme, Config, corpus.Tokenizer]:
-    """The model of a run's newest checkpoint: in serial on one rank, else on the grid of the run.
+    """The model of a run's newest checkpoint, in the dtype that it computed in: in serial on one rank, else on the run's grid.
 
     Raises CheckpointError where the run has no checkpoint or a damaged one, GridError for another number of ranks.
     """
@@ -95,8 +96,9 @@ def load(folder: Path, comm: MPI.Intracomm) -> tuple[GPT, Scheme, Config, corpus
     saved = open_checkpoint(config, comm, folder)
     if saved is None:
         raise CheckpointError(f"{folder} holds no complete checkpoint yet.")
-    model = GPT(config.model, scheme=plan, dtype=getattr(torch, config.dtype), seed=config.train.seed)
+    model = build_model(config, plan)
     saved.load(checkpoint.model_blocks(model), grid)
+    model.to(torch_dtype(config.dtype))
     return model, plan, config, corpus.load_tokenizer(config.data, folder / "data")
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ import torch
 from mpi4py import MPI
 
 from ..comm.failure import Watchdog
-from ..errors import CheckpointError, Summa3dError
+from ..errors import CheckpointError
 from . import checkpoint, metrics
 from .config import Config
 from .generate import load, sample
 from .metrics import Recorder, Step, Stopwatch
 from .optimizer import clip_gradients, global_gradient_norm, named_parameters
 from .plot import draw_loss
+from .precision import working_weights
 from .prepare import Run, prepare
 from .progress import Progress
 from .schedule import learning_rate
@@ -63,26 +64,31 @@ def run_steps(run: Run, recorder: Recorder, progress: Progress, watchdog: Watchd
         progress.step(step, recorder.communication_share)
         if settings.keep and _due(number, settings.checkpoint_every, settings.steps):
             recorder.flush()
-            checkpoint.save(run.checkpoints, number, run.blocks(), run.grid, run.config)
+            checkpoint.save(run.checkpoints, number, run.blocks(), run.grid, run.config, run.loss_scale.state())
         run.done = number
         if watchdog is not None:
             watchdog.touch()
 
 
 def take_step(run: Run, number: int) -> Step:
-    """One optimizer step, the `number`-th of the run: accumulate gradients, clip them by their global norm, update."""
-    settings, ledger = run.config.train, run.grid.ledger
+    """One optimizer step, the `number`-th of the run: accumulate gradients, clip them by their global norm, update.
+
+    With dynamic loss scaling the update may be skipped; the step counts all the same.
+    """
+    settings, ledger, scale = run.config.train, run.grid.ledger, run.loss_scale.value
     stopwatch = Stopwatch(ledger, torch.get_num_threads())
     parameters = [p for _, p in named_parameters(run.model)]
     run.model.zero_grad(set_to_none=True)
     loss = sum(accumulate(run, number, part * settings.micro_batch) for part in range(settings.accumulate))
     with ledger.phase("optimizer"):
-        norm = global_gradient_norm(parameters, run.grid)
-        _check_finite(number, loss, norm)
-        clip_gradients(parameters, norm, settings.clip)
+        norm = global_gradient_norm(parameters, run.grid) / scale
         rate = learning_rate(number, settings)
-        run.optimizer.step(rate)
+        if run.loss_scale.accepts(number, loss, norm):
+            clip_gradients(parameters, norm, settings.clip, scale)
+            run.optimizer.step(rate)
     step = Step(number, loss, norm, rate, tokens=settings.batch * run.config.model.sequence)
+    if run.loss_scale.dynamic:
+        step.loss_scale, step.skipped_steps = scale, run.loss_scale.skipped
     stopwatch.stop(step)
     return step
 
@@ -92,10 +98,10 @@ def accumulate(run: Run, number: int, first_row: int) -> float:
     settings, ledger = run.config.train, run.grid.ledger
     windows = torch.from_numpy(run.tokens.batch(settings.seed, number - 1, first_row, settings.micro_batch))  # [b, s + 1]
     count = settings.batch * run.config.model.sequence
-    with ledger.phase("forward"):
+    with ledger.phase("forward"), working_weights(run.model, run.config):
         loss = run.model(windows[:, :-1], windows[:, 1:], step=number - 1, first_row=first_row, count=count)
     with ledger.phase("backward"):
-        loss.backward()
+        (loss * run.loss_scale.value).backward()
     return loss.item()
 
 
@@ -104,7 +110,7 @@ def evaluate(run: Run) -> float:
     settings = run.config.train
     windows = torch.from_numpy(run.tokens.held_out(settings.evaluate_batches * settings.batch))
     run.model.eval()
-    with torch.no_grad(), run.grid.ledger.phase("other"):
+    with torch.no_grad(), run.grid.ledger.phase("other"), working_weights(run.model, run.config):
         parts = windows.split(settings.micro_batch)
         total = sum(run.model(part[:, :-1], part[:, 1:]).item() for part in parts)
     run.model.train()
@@ -135,7 +141,10 @@ def continue_prompt(run: Run) -> str:
             return sample(model, plan, config.model, tokenizer, settings.sample_prompt, settings.sample_tokens)
 
         return on_root(run.grid.comm, alone, CheckpointError)
-    return sample(run.model, run.scheme, run.config.model, run.tokens.tokenizer, settings.sample_prompt, settings.sample_tokens)
+    with working_weights(run.model, run.config):
+        return sample(
+            run.model, run.scheme, run.config.model, run.tokens.tokenizer, settings.sample_prompt, settings.sample_tokens
+        )
 
 
 def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
@@ -153,10 +162,18 @@ def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], 
         "step_seconds": account.seconds,
         "tokens_per_second": account.tokens / account.seconds if account.seconds else None,
         "words_per_rank": account.words,
+        "bytes_by_dtype": _bytes_by_dtype(run),
+        "skipped_steps": run.loss_scale.skipped,
         "cores": account.cores,
         "arithmetic_share": account.arithmetic_share,
         "communication_share": 1 - account.arithmetic_share,
     }
+
+
+def _bytes_by_dtype(run: Run) -> dict[str, int]:
+    """What rank 0 received since the start, per dtype of the collectives that carried it."""
+    rows = run.grid.ledger.rows()
+    return {dtype: sum(row.amounts.bytes for row in rows if row.dtype == dtype) for dtype in sorted({row.dtype for row in rows})}
 
 
 def _draw(run: Run, entries: list[dict[str, Any]]) -> str | None:
@@ -187,11 +204,3 @@ def _due(number: int, period: int, last: int) -> bool:
 
 def _watchdog(seconds: float) -> Any:
     return Watchdog(seconds, "no training step completed") if seconds else nullcontext()
-
-
-def _check_finite(number: int, loss: float, norm: float) -> None:
-    if not (isfinite(loss) and isfinite(norm)):
-        raise Summa3dError(
-            f"Training diverged at step {number}: loss {loss}, gradient norm {norm}.\n"
-            "  A lower train.learning_rate or a longer train.warmup helps; --resume goes on from the newest checkpoint."
-        )

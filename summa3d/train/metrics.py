@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,10 @@ KIBI = 1024
 
 @dataclass
 class Step:
-    """What one step did, on this rank; loss, grad_norm and lr are the same on every rank. `step` counts from 1."""
+    """What one step did, on this rank; loss, grad_norm, lr and scale are the same on every rank. `step` counts from 1.
+
+    A run with dynamic loss scaling says the step's scale, and how many steps it has skipped so far.
+    """
 
     step: int
     loss: float
@@ -35,6 +39,8 @@ class Step:
     words: int = 0
     arithmetic_seconds: float = 0.0
     validation_loss: float | None = None
+    loss_scale: float | None = None
+    skipped_steps: int | None = None
 
 
 class Stopwatch:
@@ -132,19 +138,23 @@ class Recorder:
 
 
 def line(step: Step, words: int) -> dict[str, Any]:
-    """The keys of a metrics line (DESIGN §8); `words` is the largest over the ranks."""
+    """The keys of a metrics line (DESIGN §8); `words` is the largest over the ranks. What is not finite is null."""
     entry: dict[str, Any] = {
         "step": step.step,
-        "loss": step.loss,
-        "grad_norm": step.grad_norm,
+        "loss": finite(step.loss),
+        "grad_norm": finite(step.grad_norm),
         "lr": step.lr,
         "tokens_per_second": step.tokens / step.seconds,
         "seconds": step.seconds,
         "words_per_rank": words,
     }
-    if step.validation_loss is not None:
-        entry["validation_loss"] = step.validation_loss
-    return entry
+    optional = ("validation_loss", "loss_scale", "skipped_steps")
+    return entry | {name: value for name in optional if (value := getattr(step, name)) is not None}
+
+
+def finite(value: float) -> float | None:
+    """`value` as JSON can hold it."""
+    return value if isfinite(value) else None
 
 
 def open_at(path: Path, resumed_at: int) -> Any:

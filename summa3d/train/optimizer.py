@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import sqrt
+from math import isfinite, sqrt
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -73,16 +73,20 @@ class AdamW:
 def global_gradient_norm(parameters: Iterable[ShardedParameter], grid: Grid) -> float:
     """The 2-norm of all gradients of the whole model, the same number on every rank.
 
-    Every element is counted once, by the rank that owns it (`Sharding.owned`), in float64; one all-reduce of one word.
+    Every element is counted once, by the rank that owns it (`Sharding.owned`), in float64; one all-reduce of one word. It is
+    finite only if every gradient is, copies included: what a rank decides by it, all decide.
     """
     squares = 0.0
     for p in parameters:
-        if p.grad is not None and p.sharding.owned(grid):
-            squares += torch.linalg.vector_norm(p.grad, dtype=torch.float64).item() ** 2
+        if p.grad is not None:
+            square = torch.linalg.vector_norm(p.grad, dtype=torch.float64).item() ** 2
+            if p.sharding.owned(grid) or not isfinite(square):
+                squares += square
     return sqrt(float(grid.world.all_reduce(np.array([squares]))[0]))
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float, limit: float) -> None:
-    """Scale all gradients so that their global norm, now `norm`, is at most `limit`; a limit of 0 never clips."""
-    if limit and norm > limit:
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], limit / norm)
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float, limit: float, scale: float = 1.0) -> None:
+    """Divide all gradients by `scale`, then scale them so that their global norm, then `norm`, is at most `limit` (0: any)."""
+    factor = (limit / norm if limit and norm > limit else 1.0) / scale
+    if factor != 1:
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)

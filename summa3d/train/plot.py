@@ -15,7 +15,8 @@ def draw_loss(entries: Sequence[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot([entry["step"] for entry in entries], [entry["loss"] for entry in entries], linewidth=1, label="training")
+    trained = [entry for entry in entries if entry["loss"] is not None]
+    axes.plot([entry["step"] for entry in trained], [entry["loss"] for entry in trained], linewidth=1, label="training")
     validated = [entry for entry in entries if "validation_loss" in entry]
     axes.plot(
         [entry["step"] for entry in validated],

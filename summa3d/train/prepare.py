@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError
 from ..nn.gpt import GPT
 from ..nn.scheme import Scheme, scheme
 from . import checkpoint, tokens
 from . import config as configuration
-from .config import Config
+from .config import Config, master_dtype
 from .optimizer import AdamW
+from .precision import LossScale, torch_dtype
 from .together import on_root
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ class Run:
     tokens: tokens.Tokens
     model: GPT
     optimizer: AdamW
+    loss_scale: LossScale
     done: int = 0
 
     @property
@@ -61,14 +61,20 @@ def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = Fa
     on_root(comm, lambda: open_folder(folder, resume, overwrite), ConfigError)
     saved = open_checkpoint(config, comm, folder) if resume else None
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm)
-    model = GPT(config.model, scheme=plan, dtype=getattr(torch, config.dtype), seed=config.train.seed)
-    run = Run(config, folder, grid, plan, corpus, model, AdamW(model, config.train))
+    model = build_model(config, plan)
+    loss_scale = LossScale.of(config, saved.index["loss_scale"] if saved else None)
+    run = Run(config, folder, grid, plan, corpus, model, AdamW(model, config.train), loss_scale)
     if saved is not None:
-        run.optimizer.start_at(saved.step)
+        run.optimizer.start_at(saved.step - loss_scale.skipped)
         saved.load(run.blocks(), grid)
         run.done = saved.step
     on_root(comm, lambda: configuration.write(config, folder / "config.toml"), ConfigError)
     return run
+
+
+def build_model(config: Config, plan: Scheme) -> GPT:
+    """The model that the configuration describes, with the weights of its seed, in the dtype that they are kept in."""
+    return GPT(config.model, scheme=plan, dtype=torch_dtype(master_dtype(config.dtype)), seed=config.train.seed)
 
 
 def open_grid(config: Config, comm: MPI.Intracomm) -> tuple[Grid, Scheme]:

@@ -77,7 +77,7 @@ def test_a_value_of_another_type_is_refused_with_key_value_and_type(assignment: 
         (["train.steps=0"], ["train.steps is 0", "at least 1"]),
         (["train.seed=-1"], ["train.seed is -1", "at least 0"]),
         (["scheme=cubiod"], ["'cubiod'", "'cuboid'"]),
-        (["dtype=bfloat16"], ["bfloat16", "float32, float64"]),
+        (["dtype=float61"], ["float61", "float16", "float32, float64"]),
         (["model.heads=7"], ["hidden 256", "heads 7", "8"]),
         (["data.tokenizer=words"], ["'words'", "bpe:N"]),
         (["data.tokenizer=bpe:500"], ["model.vocabulary 256", "500"]),
