@@ -1,4 +1,5 @@
-# The arithmetic between two communications, in plain torch: row statistics, normalisation, cross entropy, dropout.
+# The arithmetic between two communications, in plain torch: row statistics, normalisation, rotary positions, cross entropy,
+# dropout.
 # Imports torch only. Each function is local; what must be summed over a grid axis is returned for the caller to sum.
 # Next: summa3d/nn/norm.py and loss.py, which put the sums over the axis in between.
 from __future__ import annotations
@@ -43,6 +44,27 @@ def norm_gradient(gradient: Tensor, normal: Tensor, inverse: Tensor, sums: Tenso
     """The gradient of x: (g − Σg/n − x̂·Σ(g·x̂)/n)/σ, sums over whole rows of n elements."""
     means = sums / n
     return torch.addcmul(gradient - means[..., :1], normal, means[..., 1:], value=-1).mul_(inverse)
+
+
+def rms_sums(x: Tensor) -> Tensor:
+    """Σx² of each row: [rows, n] → [rows, 1], in `wide_dtype`."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_dtype(x.dtype)).square_()
+
+
+def rms_inverse(sums: Tensor, n: int, eps: float, dtype: torch.dtype) -> Tensor:
+    """1/√(Σx²/n + eps) of each row of n elements: [rows, 1]."""
+    return (sums / n + eps).rsqrt_().to(dtype)
+
+
+def rms_gradient(gradient: Tensor, normal: Tensor, inverse: Tensor, sums: Tensor, n: int) -> Tensor:
+    """The gradient of x: (g − x̂·Σ(g·x̂)/n)/rms, g the gradient of x̂ = x/rms, the sum over whole rows of n elements."""
+    return torch.addcmul(gradient, normal, sums / n, value=-1).mul_(inverse)
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x [b, heads, s, d] turned by angles [s, d/2] or [b, 1, s, d/2], the element i of a head paired with i + d/2."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
 
 
 def cross_entropy_sums(logits: Tensor, maximum: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor]:

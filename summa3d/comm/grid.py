@@ -76,6 +76,25 @@ class Grid:
         """All ranks as one axis."""
         return self._axis(self.names)
 
+    def run(self, names: tuple[str, ...], size: int) -> Axis:
+        """`size` consecutive members of the plane `names`, this rank among them: the plane cut into runs of that many.
+
+        The first use is collective over the run. Raises GridError where `size` does not divide the plane.
+        """
+        plane = self[names]
+        if size < 1 or plane.size % size:
+            fits = ", ".join(str(part) for part in range(1, plane.size + 1) if plane.size % part == 0)
+            raise GridError(f"Runs of {size} do not divide the {plane.size} members of {plane.label}. Runs that do: {fits}.")
+        key = (*names, f"runs of {size}")
+        if size == plane.size:
+            return plane
+        if key not in self._axes:
+            first = plane.index - plane.index % size
+            members = self._members(names)[first : first + size]
+            comm = self._comm_of(members)
+            self._axes[key] = Axis(key, size, plane.index % size, comm, self.ledger, self.check)
+        return self._axes[key]
+
     def __repr__(self) -> str:
         return f"Grid({', '.join(f'{name}={size}' for name, size in self.shape.items())}, order={','.join(self.order)})"
 

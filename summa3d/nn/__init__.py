@@ -6,9 +6,11 @@ from .dropout import Batch, Dropout
 from .embedding import Embedding, Positions
 from .gpt import GPT
 from .linear import Linear
+from .llama import Llama
 from .loss import cross_entropy
-from .mlp import MLP
-from .norm import LayerNorm
+from .mlp import MLP, GatedMLP
+from .model import build
+from .norm import LayerNorm, RMSNorm
 from .parameter import ShardedParameter, initialise
 from .scheme import Scheme, scheme
 
@@ -19,12 +21,16 @@ __all__ = [
     "Block",
     "Dropout",
     "Embedding",
+    "GatedMLP",
     "LayerNorm",
     "Linear",
+    "Llama",
     "ModelConfig",
     "Positions",
+    "RMSNorm",
     "Scheme",
     "ShardedParameter",
+    "build",
     "cross_entropy",
     "initialise",
     "scheme",

@@ -1,4 +1,4 @@
-# Causal self-attention on whole sequences and whole heads, both local after the first linear. Imports linear, dropout.
+# Self-attention on whole sequences and whole heads, both local after the first linear. Imports linear, joined, rotary, mask.
 # Next: mlp.py, block.py.
 from __future__ import annotations
 
@@ -8,49 +8,130 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..autograd.collectives import all_gather
+from ..comm.collectives import Axis
+from ..errors import LayoutError
 from ..layout.layout import Layout
+from .config import ModelConfig
 from .dropout import Batch, Dropout
+from .joined import Joined
 from .linear import Linear
+from .mask import Visible
+from .rotary import Rotary
 from .scheme import Scheme
 
 
+class AttentionCore(nn.Module):
+    """softmax(Q·Kᵀ/√d)·V on this rank's sequences and heads; moves nothing and has no parameters.
+
+    torch's fused attention is used, except with attention dropout, whose masks are counter-based. k and v may have fewer
+    heads than q, each shared by consecutive ones.
+    """
+
+    def __init__(self, heads: int, causal: bool, dropout: float, name: str, scheme: Scheme, inner: Layout) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.dropout = Dropout(dropout, f"{name}.attention", scheme, Layout(inner.dims[0], inner.dims[-1], (), ()))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        """q [b/(XZ), a/Y, s, d], k and v [b/(XZ), kv/Y, s, d] → [b/(XZ), a/Y, s, d]."""
+        if self.training and self.dropout.probability:
+            return self._unfused(q, k, v, batch, visible.allowed)
+        causal = self.causal and visible.allowed is None
+        return functional.scaled_dot_product_attention(
+            q, k, v, visible.allowed, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1]
+        )
+
+    def _unfused(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, allowed: Tensor | None) -> Tensor:
+        s, shared = q.shape[2], q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+        scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])  # [b/(XZ), a/Y, s, s]
+        if allowed is None and self.causal:
+            allowed = torch.ones(s, s, dtype=torch.bool).tril_()
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -math.inf)
+        return self.dropout(scores.softmax(-1), (self.heads, s, s), batch) @ v
+
+
 class SelfAttention(nn.Module):
-    """Y = softmax(QKᵀ/√d, causal)·V·W_o for the stream X [b, s, h]; a heads of d = h/a.
+    """Y = softmax(QKᵀ/√d)·V·W_o for the stream X [b, s, h]; a heads of d = h/a.
 
     The columns of the QKV weight are ordered [head][q, k, v][d], so that a block of columns is a block of whole heads.
-    Attention itself moves nothing: each rank holds b/(XZ) whole sequences of a/Y heads. torch's fused attention is used,
-    except with attention dropout, whose masks are counter-based.
+    Attention itself moves nothing: each rank holds b/(XZ) whole sequences of a/Y heads.
     """
 
     def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        scheme: Scheme,
-        name: str,
-        dropout: float = 0.0,
-        std: float = 0.02,
-        out_std: float = 0.02,
-        dtype: torch.dtype = torch.float32,
+        self, config: ModelConfig, scheme: Scheme, name: str, out_std: float = 0.02, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
-        self.heads, self.size = heads, hidden // heads
-        self.qkv = Linear(hidden, 3 * hidden, scheme, std=std, dtype=dtype)
+        self.scheme, self.size = scheme, config.hidden // config.heads
+        self.qkv = Linear(config.hidden, 3 * config.hidden, scheme, dtype=dtype)
         inner = self.qkv.output_layout
-        self.out = Linear(hidden, hidden, scheme, inner, std=out_std, dtype=dtype)
-        self.dropout = Dropout(dropout, f"{name}.attention", scheme, Layout(inner.dims[0], inner.dims[-1], (), ()))
+        self.out = Linear(config.hidden, config.hidden, scheme, inner, std=out_std, dtype=dtype)
+        self.core = AttentionCore(config.heads, config.traits.causal, config.attention_dropout, name, scheme, inner)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.size))  # [b/(XZ), s, a/Y, 3, d]
+    def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        qkv = self.scheme.batch_first(self.qkv(x)).unflatten(-1, (-1, 3, self.size))  # [b/(XZ), s, a/Y, 3, d]
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [b/(XZ), a/Y, s, d]
-        if self.training and self.dropout.probability:
-            context = self._unfused(q, k, v, batch)
-        else:
-            context = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(context.transpose(1, 2).flatten(2))  # [b/(XY), s, h/Z]
+        return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme))  # [b/(XY), s, h/Z]
 
-    def _unfused(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        s = q.shape[2]
-        future = torch.ones(s, s, dtype=torch.bool).triu_(1)
-        scores = (q @ k.transpose(2, 3) / math.sqrt(self.size)).masked_fill(future, -math.inf)  # [b/(XZ), a/Y, s, s]
-        return self.dropout(scores.softmax(-1), (self.heads, s, s), batch) @ v
+
+class GroupedAttention(nn.Module):
+    """Self-attention with rotary positions and `kv_heads` heads of k and v, each shared by a/kv_heads heads; no biases.
+
+    q and kv, columns [kv head][k, v][d], are one product of the stream. Where the axes that split the columns divide
+    kv_heads, each rank holds whole kv heads. Where there are more ranks than kv heads, each holds a piece of one, and the
+    g = Y/kv_heads consecutive ranks that share a head gather it: (g−1)·b·s·2d/(g·XZ) words, and scatter its gradient.
+    Raises LayoutError where neither divides the other, or a head has no g equal pieces.
+    """
+
+    def __init__(
+        self, config: ModelConfig, scheme: Scheme, name: str, out_std: float = 0.02, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        h, groups = config.hidden, config.groups
+        self.scheme, self.size = scheme, h // config.heads
+        inner = scheme.after_linear(scheme.stream)
+        self.run = run_sharing_a_head(groups, self.size, scheme, inner)
+        self.q = Linear(h, h, scheme, bias=False, dtype=dtype)
+        self.kv = Linear(h, 2 * groups * self.size, scheme, bias=False, dtype=dtype)
+        self.joined = Joined("hidden", self.q, self.kv)
+        self.out = Linear(h, h, scheme, inner, bias=False, std=out_std, dtype=dtype)
+        self.rotary = Rotary(self.size, config.option("rotary_base"))
+        self.core = AttentionCore(config.heads, config.traits.causal, config.attention_dropout, name, scheme, inner)
+
+    def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        q, kv = (self.scheme.batch_first(part) for part in self.joined(x))  # [b/(XZ), s, h/Y], [b/(XZ), s, 2·kv·d/Y]
+        kv = all_gather(kv, self.run, 2, [kv.shape[2]] * self.run.size)
+        q = q.unflatten(-1, (-1, self.size)).transpose(1, 2)  # [b/(XZ), a/Y, s, d]
+        k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (-1, 2, self.size)).unbind(3))  # [b/(XZ), kv/Y, s, d]
+        q, k = self.rotary(q, k, visible.positions)
+        return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme))  # [b/(XY), s, h/Z]
+
+
+def run_sharing_a_head(groups: int, size: int, scheme: Scheme, inner: Layout) -> Axis:
+    """The consecutive ranks that hold pieces of one kv head: one rank, where each holds whole heads."""
+    axes = inner.dims[-1]
+    ways = scheme.columns(inner).size
+    share = ways // groups if groups < ways else 1
+    if max(groups, ways) % min(groups, ways) or 2 * size % share:
+        below = groups - groups % ways
+        fits = [part for part in range(1, ways) if ways % part == 0 and 2 * size % (ways // part) == 0]
+        fits += [value for value in (below, below + ways) if value]
+        raise LayoutError(
+            f"kv_heads {groups} cannot be split over {'·'.join(axes)} = {ways} (grid {scheme.grid}).\n"
+            f"  Each rank holds whole kv heads, or an equal piece of one of {2 * size} columns.\n"
+            f"  Values of kv_heads that fit: {', '.join(map(str, fits))}."
+        )
+    return scheme.grid.run(axes, share)
+
+
+def _stored(context: Tensor, scheme: Scheme) -> Tensor:
+    """[b/(XZ), a/Y, s, d] → [b/(XZ), s, h/Y] as the scheme stores it."""
+    return scheme.as_stored(context.transpose(1, 2).flatten(2))
+
+
+def new_attention(config: ModelConfig, scheme: Scheme, name: str, out_std: float, dtype: torch.dtype) -> nn.Module:
+    """The attention of the model's family."""
+    kind = GroupedAttention if "rotary_base" in config.traits.options else SelfAttention
+    return kind(config, scheme, name, out_std, dtype)

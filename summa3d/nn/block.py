@@ -1,4 +1,4 @@
-# One transformer block, pre-normalised. Imports norm, attention, mlp, dropout. Next: gpt.py.
+# One transformer block of any family. Imports norm, attention, mlp, dropout. Next: body.py.
 from __future__ import annotations
 
 import math
@@ -6,34 +6,37 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .attention import SelfAttention
+from .attention import new_attention
 from .config import ModelConfig
 from .dropout import Batch, Dropout
-from .mlp import MLP
-from .norm import LayerNorm
+from .mask import Visible
+from .mlp import new_mlp
+from .norm import new_norm
 from .scheme import Scheme
 
 
 class Block(nn.Module):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); the stream keeps its layout.
+    """Attention and feed-forward as two residual branches; the stream keeps its layout.
 
-    The two projections onto the stream start smaller by √(2l), as in GPT-2.
+    Pre-normalised, as in GPT-2, Llama and ViT: x + dropout(branch(norm(x))), twice. Post-normalised, as in BERT:
+    norm(x + dropout(branch(x))), twice. The two projections onto the stream start smaller by √(2l), as in GPT-2.
     """
 
     def __init__(self, config: ModelConfig, scheme: Scheme, name: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         out_std = 0.02 / math.sqrt(2 * config.layers)
-        self.hidden = config.hidden
-        self.attention_norm = LayerNorm(config.hidden, scheme, dtype=dtype)
-        self.attention = SelfAttention(
-            config.hidden, config.heads, scheme, name, config.attention_dropout, out_std=out_std, dtype=dtype
-        )
-        self.mlp_norm = LayerNorm(config.hidden, scheme, dtype=dtype)
-        self.mlp = MLP(config.hidden, config.width, scheme, out_std=out_std, dtype=dtype)
+        self.hidden, self.post_norm = config.hidden, config.traits.post_norm
+        self.attention_norm = new_norm(config, scheme, dtype=dtype)
+        self.attention = new_attention(config, scheme, name, out_std, dtype)
+        self.mlp_norm = new_norm(config, scheme, dtype=dtype)
+        self.mlp = new_mlp(config, scheme, out_std, dtype)
         self.attention_dropout = Dropout(config.dropout, f"{name}.attention_branch", scheme, scheme.stream)
         self.mlp_dropout = Dropout(config.dropout, f"{name}.mlp_branch", scheme, scheme.stream)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
         shape = (batch.sequence, self.hidden)
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), batch), shape, batch)
+        if self.post_norm:
+            x = self.attention_norm(x + self.attention_dropout(self.attention(x, batch, visible), shape, batch))
+            return self.mlp_norm(x + self.mlp_dropout(self.mlp(x), shape, batch))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), batch, visible), shape, batch)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), shape, batch)

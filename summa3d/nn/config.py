@@ -1,18 +1,62 @@
 # The shape of a model, as plain data. Imports no torch, so that a configuration can be checked without it.
-# Next: scheme.py (which grid axes split which dim), then gpt.py.
+# Next: scheme.py (which grid axes split which dim), then model.py.
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the models of one family have in common: how their blocks are built, and what they leave open.
+
+    options : the keys of ModelConfig that only some families read, with this family's defaults.
+    """
+
+    causal: bool
+    norm: str  # "layer" | "rms"
+    post_norm: bool  # norms after the residual sum instead of before the branch
+    activation: str  # "gelu_tanh" | "gelu" | "swiglu"
+    norm_eps: float
+    options: dict[str, float | int | None]
+    reads_tokens: bool = True
+
+
+FAMILIES = {
+    "gpt2": Family(True, "layer", False, "gelu_tanh", 1e-5, {}),
+    "bert": Family(False, "layer", True, "gelu", 1e-12, {}),
+    "llama": Family(True, "rms", False, "swiglu", 1e-5, {"kv_heads": None, "rotary_base": 10000.0}),
+    "vit": Family(
+        False,
+        "layer",
+        False,
+        "gelu",
+        1e-12,
+        {"image": 32, "patch": 4, "channels": 3, "classes": 10},
+        reads_tokens=False,
+    ),
+}
+OPTIONS = ("kv_heads", "rotary_base", "image", "patch", "channels", "classes")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a transformer, in the symbols of DESIGN §1: l layers, h hidden, a heads, f ffn, s sequence, v vocabulary.
 
-    `kv_heads` and `ffn` default to `heads` and `4 · hidden`. `dropout` acts on the embedding and the two residual branches;
-    `attention_dropout` on the attention probabilities, and takes attention off its fused path.
+    family : "gpt2", "bert", "llama" or "vit".
+    sequence : the longest sequence; a vit's is always 1 + the number of its patches.
+    vocabulary : of token ids; a vit reads none.
+    kv_heads : heads of k and v, each shared by heads / kv_heads heads (llama); default `heads`.
+    ffn : default 4 · hidden; llama 8/3 · hidden, rounded up to a multiple of `heads`, so that what splits heads splits it.
+    dropout, attention_dropout : on the embedding and the two residual branches; on the attention probabilities, which takes
+        attention off its fused path.
+    norm_eps : added to a norm's variance; default 1e-5 (gpt2, llama), 1e-12 (bert, vit).
+    rotary_base : θ of the rotary positions (llama); default 10000.
+    image, patch, channels, classes : a vit's square image and patch sides in pixels, its colours and its labels; default
+        32, 4, 3, 10.
+
+    Raises ConfigError for sizes that do not fit each other and for keys that the family does not read.
     """
 
     family: str = "gpt2"
@@ -25,28 +69,116 @@ class ModelConfig:
     vocabulary: int = 256
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    norm_eps: float | None = None
+    rotary_base: float | None = None
+    image: int | None = None
+    patch: int | None = None
+    channels: int | None = None
+    classes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.family != "gpt2":
-            raise ConfigError(f"model.family {self.family!r} is not available. Families: gpt2.")
-        for name in ("layers", "hidden", "heads", "sequence", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.hidden % self.heads:
-            fits = [a for a in range(1, self.hidden + 1) if self.hidden % a == 0]
-            raise ConfigError(
-                f"model.hidden {self.hidden} cannot be divided into model.heads {self.heads}. "
-                f"Head counts that fit hidden {self.hidden}: {', '.join(map(str, fits))}."
-            )
-        if self.kv_heads not in (None, self.heads):
-            raise ConfigError(
-                f"model.kv_heads {self.kv_heads} differs from model.heads {self.heads}; gpt2 has one k and v per head."
-            )
+        if self.family not in FAMILIES:
+            raise ConfigError(f"model.family {self.family!r} is not available. Families: {', '.join(FAMILIES)}.")
+        self._check_options()
+        for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "ffn", *OPTIONS):
+            value = getattr(self, name)
+            if value is not None and name != "rotary_base" and value < 1:
+                raise ConfigError(f"model.{name} is {value}; it must be at least 1.")
+        self._check_heads()
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} is {getattr(self, name)}; it must lie in [0, 1).")
+        for name in ("norm_eps", "rotary_base"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"model.{name} is {value}; it must be above 0.")
+        if self.family == "vit":
+            self._settle_image()
+
+    @property
+    def traits(self) -> Family:
+        """What the family has in common."""
+        return FAMILIES[self.family]
 
     @property
     def width(self) -> int:
         """Feed-forward width f."""
-        return 4 * self.hidden if self.ffn is None else self.ffn
+        if self.ffn is not None:
+            return self.ffn
+        if self.traits.activation == "swiglu":
+            return -(-8 * self.hidden // (3 * self.heads)) * self.heads
+        return 4 * self.hidden
+
+    @property
+    def groups(self) -> int:
+        """Heads of k and v."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def eps(self) -> float:
+        """What norms add to the variance."""
+        return self.traits.norm_eps if self.norm_eps is None else self.norm_eps
+
+    def option(self, name: str) -> float:
+        """An option of this family, or the family's default."""
+        value = getattr(self, name)
+        return self.traits.options[name] if value is None else value
+
+    @property
+    def patches(self) -> int:
+        """Patches of a vit's image."""
+        return int(self.option("image") // self.option("patch")) ** 2
+
+    @property
+    def patch_size(self) -> int:
+        """Numbers in one patch of a vit's image."""
+        return int(self.option("channels") * self.option("patch") ** 2)
+
+    def _check_options(self) -> None:
+        for name in OPTIONS:
+            if getattr(self, name) is not None and name not in self.traits.options:
+                readers = ", ".join(family for family, traits in FAMILIES.items() if name in traits.options)
+                if name != "kv_heads" or self.kv_heads != self.heads:
+                    raise ConfigError(
+                        f"model.{name} is {getattr(self, name)}, but {self.family} does not read it. "
+                        f"Families that do: {readers}. Leave it out."
+                    )
+
+    def _check_heads(self) -> None:
+        if self.hidden % self.heads:
+            raise ConfigError(
+                f"model.hidden {self.hidden} cannot be divided into model.heads {self.heads}. "
+                f"Head counts that fit hidden {self.hidden}: {_divisors(self.hidden)}."
+            )
+        if self.heads % self.groups:
+            raise ConfigError(
+                f"model.heads {self.heads} cannot be shared by model.kv_heads {self.groups}. "
+                f"kv_heads that fit heads {self.heads}: {_divisors(self.heads)}."
+            )
+        if "rotary_base" in self.traits.options and (self.hidden // self.heads) % 2:
+            raise ConfigError(
+                f"model.hidden {self.hidden} over model.heads {self.heads} gives heads of {self.hidden // self.heads} "
+                f"elements; rotary positions turn them in pairs, so the number must be even."
+            )
+
+    def _settle_image(self) -> None:
+        """Check the image and set the sequence that it makes."""
+        image, patch = int(self.option("image")), int(self.option("patch"))
+        if image % patch:
+            raise ConfigError(
+                f"model.image {image} cannot be divided into patches of model.patch {patch}. "
+                f"Patch sides that fit: {_divisors(image)}."
+            )
+        defaults = {field.name: field.default for field in fields(self)}
+        if self.vocabulary != defaults["vocabulary"]:
+            raise ConfigError(f"model.vocabulary is {self.vocabulary}, but vit reads no tokens. Leave it out.")
+        if self.sequence not in (defaults["sequence"], 1 + self.patches):
+            raise ConfigError(
+                f"model.sequence is {self.sequence}, but an image of {image} in patches of {patch} makes "
+                f"{1 + self.patches} positions. Leave it out."
+            )
+        object.__setattr__(self, "sequence", 1 + self.patches)
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(part) for part in range(1, n + 1) if n % part == 0)

@@ -51,15 +51,15 @@ class Embedding(nn.Module):
             rows = functional.embedding((tokens - self.part.start).clamp(0, size - 1), table) * here[..., None]
         return reduce_scatter(rows, self.y, 0, split_sizes(len(tokens), self.y.size))  # [b/(XY), s, h/Z]
 
-    def head(self, x: Tensor, layout: Layout | None = None) -> Tensor:
-        """Logits by the same table, of x in `layout` (default: the stream; or the scheme's `pooled`)."""
+    def head(self, x: Tensor, layout: Layout | None = None, bias: Tensor | None = None) -> Tensor:
+        """Logits by the same table, of x in `layout` (default: the stream; or the scheme's `pooled`), and a bias over v."""
         layout = layout or self.scheme.stream
         rows = x.shape[:-1].numel() * self.scheme.rows(layout).size
-        return matmul(x, self.weight, self._product(layout, rows))
+        return matmul(x, self.weight, self._product(layout, rows), bias)
 
 
 class Positions(nn.Module):
-    """Learned positions [s, h] added to the stream: h:z, equal on the axes that split b, over which the gradient is summed."""
+    """A small table [s, h], such as learned positions, added to the stream: h:z, equal on the axes that split b, over which the gradient is summed."""
 
     def __init__(self, sequence: int, hidden: int, scheme: Scheme, std: float = 0.02, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -67,7 +67,15 @@ class Positions(nn.Module):
         layout = Layout((), scheme.stream.dims[-1])
         self.weight = new_parameter(scheme, layout, (sequence, hidden), ("normal", std), dtype, decay=True)
 
-    def forward(self, x: Tensor, sequence: int) -> Tensor:
-        """x with the positions 0 … sequence−1 added, of which this rank's block holds its own."""
-        mine = Layout(self.scheme.stream.dims[1]).slices((sequence,), self.scheme.grid.shape, self.scheme.grid.coordinates)
-        return self.scheme.as_stored(self.scheme.batch_first(x) + sum_gradient(self.weight, self.rows)[mine])
+    def forward(self, x: Tensor, sequence: int, indices: Tensor | None = None) -> Tensor:
+        """x with rows 0 … sequence−1 added, of which this rank's block holds its own.
+
+        indices : the rows to add instead, global [b, s]: the positions of packed documents, BERT's token types.
+        """
+        table = sum_gradient(self.weight, self.rows)
+        if indices is None:
+            mine = Layout(self.scheme.stream.dims[1]).slices((sequence,), self.scheme.grid.shape, self.scheme.grid.coordinates)
+            rows = table[mine]
+        else:
+            rows = functional.embedding(self.scheme.block_of(indices, self.scheme.stream), table)
+        return self.scheme.as_stored(self.scheme.batch_first(x) + rows)

@@ -1,16 +1,46 @@
-# The feed-forward half of a block. Imports linear. Next: block.py.
+# The feed-forward half of a block. Imports linear, joined. Next: block.py.
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .config import ModelConfig
+from .joined import Joined
 from .linear import Linear
 from .scheme import Scheme
 
 
 class MLP(nn.Module):
-    """Y = GELU(X·W1 + b1)·W2 + b2: [b/(XY), s, h/Z] → [b/(XZ), s, f/Y] → back. GELU in its tanh form, as in GPT-2; local."""
+    """Y = GELU(X·W1 + b1)·W2 + b2: [b/(XY), s, h/Z] → [b/(XZ), s, f/Y] → back. The activation is local.
+
+    approximate : "tanh" for GELU's tanh form, as in GPT-2; "none" for the exact one, as in BERT and ViT.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        scheme: Scheme,
+        std: float = 0.02,
+        out_std: float = 0.02,
+        dtype: torch.dtype = torch.float32,
+        approximate: str = "tanh",
+    ) -> None:
+        super().__init__()
+        self.approximate = approximate
+        self.up = Linear(hidden, width, scheme, std=std, dtype=dtype)
+        self.down = Linear(width, hidden, scheme, self.up.output_layout, std=out_std, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x), approximate=self.approximate))
+
+
+class GatedMLP(nn.Module):
+    """Y = (SiLU(X·W_gate) ∘ X·W_up)·W_down without biases (SwiGLU); gate and up are one product.
+
+    Raises LayoutError where f cannot be split evenly over the axes that split the columns.
+    """
 
     def __init__(
         self,
@@ -22,8 +52,19 @@ class MLP(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.up = Linear(hidden, width, scheme, std=std, dtype=dtype)
-        self.down = Linear(width, hidden, scheme, self.up.output_layout, std=out_std, dtype=dtype)
+        self.gate = Linear(hidden, width, scheme, bias=False, std=std, dtype=dtype)
+        self.up = Linear(hidden, width, scheme, bias=False, std=std, dtype=dtype)
+        self.down = Linear(width, hidden, scheme, self.up.output_layout, bias=False, std=out_std, dtype=dtype)
+        self.joined = Joined("ffn", self.gate, self.up)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(functional.gelu(self.up(x), approximate="tanh"))
+        gate, up = self.joined(x)  # [b/(XZ), s, f/Y] each
+        return self.down(functional.silu(gate) * up)
+
+
+def new_mlp(config: ModelConfig, scheme: Scheme, out_std: float, dtype: torch.dtype) -> nn.Module:
+    """The feed-forward half of the model's family."""
+    if config.traits.activation == "swiglu":
+        return GatedMLP(config.hidden, config.width, scheme, out_std=out_std, dtype=dtype)
+    approximate = "tanh" if config.traits.activation == "gelu_tanh" else "none"
+    return MLP(config.hidden, config.width, scheme, out_std=out_std, dtype=dtype, approximate=approximate)

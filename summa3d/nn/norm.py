@@ -1,4 +1,4 @@
-# Layer normalisation over a dim that grid axes may split. Imports scheme, parameter, kernels.reference.
+# Layer and root-mean-square normalisation over a dim that grid axes may split. Imports scheme, parameter, kernels.reference.
 # Next: block.py.
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from summa3d.kernels import reference as kernel
 
 from ..comm.collectives import Axis
 from ..layout.layout import Layout
+from .config import ModelConfig
 from .parameter import new_parameter
 from .scheme import Scheme
 
@@ -62,3 +63,54 @@ class LayerNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.n}, eps={self.eps}, {self.layout}"
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, columns: Axis, rows: Axis, n: int, eps: float) -> Tensor:
+        inverse = kernel.rms_inverse(columns.all_reduce(kernel.rms_sums(x)), n, eps, x.dtype)
+        ctx.save_for_backward(x, gamma, inverse)
+        ctx.columns, ctx.rows, ctx.n = columns, rows, n
+        return (x * inverse).mul_(gamma)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, inverse = ctx.saved_tensors
+        normal = x * inverse
+        scaled = grad * gamma
+        sums = ctx.columns.start_all_reduce((scaled * normal).sum(-1, keepdim=True))
+        vector = ctx.rows.start_all_reduce((grad * normal).sum(tuple(range(grad.dim() - 1))))
+        grad_x = kernel.rms_gradient(scaled, normal, inverse, sums.wait(), ctx.n)
+        return grad_x, vector.wait(), None, None, None, None
+
+
+class RMSNorm(nn.Module):
+    """y = γ·x/√(mean(x²) + eps) over the last dim, for x in `layout` (default: the residual stream).
+
+    One all-reduce of 1 word a row over the axes that split the last dim, forward and backward; γ's gradient is one
+    all-reduce over the axes that split the rows. Saved: x and 1 word a row.
+    """
+
+    def __init__(
+        self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.n, self.eps = n, eps
+        self.layout = layout or scheme.stream
+        self.columns, self.rows = scheme.columns(self.layout), scheme.rows(self.layout)
+        self.weight = new_parameter(scheme, scheme.vector(self.layout), (n,), ("constant", 1.0), dtype, decay=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.columns, self.rows, self.n, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.n}, eps={self.eps}, {self.layout}"
+
+
+NORMS: dict[str, type[LayerNorm | RMSNorm]] = {"layer": LayerNorm, "rms": RMSNorm}
+
+
+def new_norm(config: ModelConfig, scheme: Scheme, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The norm of the model's family over its hidden dim."""
+    return NORMS[config.traits.norm](config.hidden, scheme, layout, config.eps, dtype)

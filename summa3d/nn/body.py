@@ -1,0 +1,136 @@
+# What every model shares: configuration, blocks, the checks of a batch, the loss of a head. Imports block, mask, loss.
+# Next: gpt.py, llama.py, bert.py, vit.py.
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ShapeError
+from ..layout.distribute import collect
+from ..layout.layout import Layout
+from .block import Block
+from .config import ModelConfig
+from .dropout import Batch, Dropout
+from .embedding import Embedding
+from .loss import cross_entropy
+from .mask import Visible, check_shapes, restarting_positions, visible
+from .norm import new_norm
+from .scheme import Scheme
+
+
+class Body(nn.Module):
+    """A stack of blocks on a residual stream, dropout before it; a family adds what comes before and after.
+
+    A family's constructor takes (config, scheme, dtype, seed): the sizes, how every tensor is split, the dtype of parameters
+    and activations, and what keys weights and dropout masks; both depend on global indices only, so that every grid computes
+    the same numbers. It ends with `initialise`. Raises LayoutError where the scheme cannot split what the sizes ask for.
+    """
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, seed: int) -> None:
+        super().__init__()
+        self.config, self.scheme, self.seed = config, scheme, seed
+        shape, inner = scheme.grid.shape, scheme.after_linear(scheme.stream)
+        scheme.check(config, scheme.stream.ways(0, shape) * inner.ways(0, shape))
+
+    def add_blocks(self, dtype: torch.dtype) -> None:
+        """Make the dropout on the stream's first value, and the blocks."""
+        self.dropout = Dropout(self.config.dropout, "embedding", self.scheme, self.scheme.stream)
+        names = (f"blocks.{index}" for index in range(self.config.layers))
+        self.blocks = nn.ModuleList(Block(self.config, self.scheme, name, dtype) for name in names)
+
+    def through_blocks(self, x: Tensor, batch: Batch, sees: Visible) -> Tensor:
+        """The stream after the last block."""
+        for block in self.blocks:
+            x = block(x, batch, sees)
+        return x
+
+    def drop(self, x: Tensor, batch: Batch) -> Tensor:
+        """Dropout on the stream's first value."""
+        return self.dropout(x, (batch.sequence, self.config.hidden), batch)
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise LayoutError or ShapeError where the scheme cannot split the rows or the sequences are too long."""
+        self.scheme.check(self.config, len(tokens))
+        if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
+            raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
+
+    def loss(self, logits: Tensor, labels: Tensor, layout: Layout, classes: int, count: int | None) -> Tensor:
+        """Cross entropy of this rank's block of logits [b, s, n] or [b, n] for global labels [b, s] or [b] (< 0: none).
+
+        count : what the sum is divided by; default the number of labels.
+        """
+        count = max(int((labels >= 0).sum()), 1) if count is None else count
+        if labels.dim() == 1:
+            mine = labels[Layout(layout.dims[0]).slices(labels.shape, self.scheme.grid.shape, self.scheme.grid.coordinates)]
+        else:
+            mine = self.scheme.as_stored(self.scheme.block_of(labels, layout)[..., None])[..., 0]
+        return cross_entropy(logits, mine, self.scheme, layout, classes, count)
+
+
+class LanguageModel(Body):
+    """A decoder that predicts the next token: embedding, blocks, final norm, head.
+
+    ``model(tokens, labels)`` takes the *global* batch [b, s] (int64, equal on every rank; each rank uses its rows) and
+    returns the global mean loss on every rank. After ``loss.backward()`` each parameter's ``.grad`` is its block of the
+    gradient of that loss. Raises LayoutError or ShapeError for a batch that the scheme cannot split or sequences too long.
+    """
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
+        super().__init__(config, scheme, seed)
+        self.embedding = Embedding(config.vocabulary, config.hidden, scheme, dtype=dtype)
+        self.add_blocks(dtype)
+        self.norm = new_norm(config, scheme, dtype=dtype)
+
+    def output(self) -> Embedding:
+        """The table that makes logits of the stream."""
+        return self.embedding
+
+    def positioned(self, x: Tensor, sequence: int, positions: Tensor | None) -> Tensor:
+        """The embedded tokens with what the family adds to them; positions: global [b, s], or None for 0 … sequence−1."""
+        return x
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        step: int = 0,
+        first_row: int = 0,
+        count: int | None = None,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of a micro-batch.
+
+        Parameters
+        ----------
+        tokens, labels : global [b, s]; labels < 0 are not counted
+        step, first_row : of the run, and of row 0 in the step's whole batch: they key the dropout masks
+        count : the labels that the loss is divided by; default those of this micro-batch. With gradient accumulation, pass
+            the count of the whole step.
+        attention_mask : global [b, s], 0 at padding
+        documents : global [b, s] ids of packed documents, runs of equal ids: tokens see their own, positions restart
+        """
+        check_shapes(tokens, labels=labels, attention_mask=attention_mask, documents=documents)
+        batch = Batch(len(tokens), tokens.shape[-1], self.seed, step, first_row)
+        head = self.output()
+        logits = head.head(self.stream(tokens, batch, attention_mask, documents))
+        return self.loss(logits, labels, head.logits_layout, self.config.vocabulary, count)
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """Global logits [b, v] of the token after each row, on every rank. tokens: global [b, s]."""
+        scheme, head = self.scheme, self.output()
+        x = self.stream(tokens, Batch(len(tokens), tokens.shape[-1], self.seed))
+        logits = head.head(scheme.last_tokens(x), scheme.pooled)
+        return collect(logits, scheme.grid, scheme.after_linear(scheme.pooled), (len(tokens), self.config.vocabulary))
+
+    def stream(
+        self, tokens: Tensor, batch: Batch, attention_mask: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """The normalised residual stream after the last block, [b/(XY), s, h/Z]."""
+        self.check_tokens(tokens)
+        positions = None if documents is None else restarting_positions(documents)
+        x = self.embedding(self.scheme.block_of(tokens, self.embedding.tokens_layout))
+        x = self.drop(self.positioned(x, batch.sequence, positions), batch)
+        sees = visible(self.scheme, self.config.traits.causal, attention_mask, documents)
+        return self.norm(self.through_blocks(x, batch, sees))

@@ -1,0 +1,59 @@
+# Several linears of one input as one product, so that the input is gathered once. Imports linear, autograd.
+# Next: mlp.py (gate and up), attention.py (q and kv).
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..autograd.matmul import Product, matmul
+from ..errors import LayoutError
+from .linear import Linear
+
+
+class Joined:
+    """Y₁, Y₂, … = X·W₁, X·W₂, … by one product X·[W₁ W₂ …], for linears of one input, without biases.
+
+    The columns of the joined weight are ordered so that each rank's block of Y is its own blocks of Y₁, Y₂, … side by side:
+    the blocks of the weights are interleaved as finely as Y's columns are split. No weight leaves its rank; the words are
+    those of one linear of n₁ + n₂ + … columns. Needs the local weights once more as workspace.
+    Raises LayoutError where a linear's columns cannot be split evenly.
+    """
+
+    def __init__(self, what: str, *linears: Linear) -> None:
+        first = linears[0]
+        self.linears, self.scheme, self.layout = linears, first.scheme, first.input_layout
+        shape = self.scheme.grid.shape
+        ways = first.output_layout.ways(-1, shape)
+        for linear in linears:
+            if linear.n % ways:
+                raise LayoutError(_misfit(what, linear, ways))
+        self._widths = [linear.n // ways for linear in linears]
+        self._runs = ways // first.weight.sharding.layout.ways(1, shape)
+        self._ways = self.layout.ways(0, shape)
+        self._product = lru_cache(maxsize=8)(self._new_product)
+
+    def _new_product(self, rows: int) -> Product:
+        return self.scheme.product(self.layout, "nn", rows, sum(linear.n for linear in self.linears), self.linears[0].k)
+
+    def __call__(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
+        """This rank's blocks of Y₁, Y₂, … for its block of X."""
+        rows = x.shape[:-1].numel() * self._ways if rows is None else rows
+        return matmul(x, self.weight(), self._product(rows)).split(self._widths, -1)
+
+    def weight(self) -> Tensor:
+        """This rank's block of the joined weight."""
+        parts = [linear.weight.unflatten(1, (self._runs, -1)) for linear in self.linears]
+        return torch.cat(parts, 2).flatten(1)
+
+
+def _misfit(what: str, linear: Linear, ways: int) -> str:
+    axes = "·".join(linear.output_layout.dims[-1])
+    below = linear.n - linear.n % ways
+    fits = [value for value in (below, below + ways, below + 2 * ways) if value]
+    return (
+        f"{what} {linear.n} cannot be split evenly over {axes} = {ways} (grid {linear.scheme.grid}).\n"
+        f"  Two linears share one product there, and each must be split into equal blocks of columns.\n"
+        f"  Values that fit: {', '.join(map(str, fits))}."
+    )

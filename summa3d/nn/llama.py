@@ -1,0 +1,26 @@
+# Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, an untied head; on any scheme. Imports body, embedding.
+# Next: bert.py.
+from __future__ import annotations
+
+import torch
+
+from .body import LanguageModel
+from .config import ModelConfig
+from .embedding import Embedding
+from .parameter import initialise
+from .scheme import Scheme
+
+
+class Llama(LanguageModel):
+    """A decoder-only transformer of the Llama family; the configuration chooses its blocks, its head is a table of its own.
+
+    Raises LayoutError where kv_heads or ffn cannot be split (`GroupedAttention`, `GatedMLP`).
+    """
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
+        super().__init__(config, scheme, dtype, seed)
+        self.head = Embedding(config.vocabulary, config.hidden, scheme, dtype=dtype)
+        initialise(self, scheme, seed)
+
+    def output(self) -> Embedding:
+        return self.head

@@ -1,0 +1,70 @@
+# What attention may see, beside causality: padding and packed documents. Imports scheme.
+# Next: attention.py.
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError
+from .scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which keys each query of this rank's sequences sees, and where in its document each token stands.
+
+    allowed : [b/(XZ), 1, s, s], True where the query (row) sees the key (column); None where causality alone decides.
+    positions : [b/(XZ), s] beside attention, None where they are 0 … s−1.
+    """
+
+    allowed: Tensor | None = None
+    positions: Tensor | None = None
+
+
+def restarting_positions(documents: Tensor) -> Tensor:
+    """Positions that restart where a document begins, from document ids [b, s]: a document is a run of equal ids."""
+    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    return place - torch.where(_begins(documents), place, 0).cummax(1).values
+
+
+def visible(scheme: Scheme, causal: bool, attention_mask: Tensor | None = None, documents: Tensor | None = None) -> Visible:
+    """What this rank's sequences see.
+
+    Parameters
+    ----------
+    attention_mask : global [b, s], nonzero at tokens and 0 at padding, which no query sees
+    documents : global [b, s] ids; a token sees the run of equal ids that it belongs to, and positions restart with each run
+
+    A query that would see nothing (in a sequence of padding alone) sees everything, so that its output is a number; no
+    token that counts sees it. Moves nothing; needs b/(XZ)·s² bytes where a mask or documents are given.
+    """
+    if attention_mask is None and documents is None:
+        return Visible()
+    layout = scheme.after_linear(scheme.stream)
+    s = (attention_mask if documents is None else documents).shape[1]
+    allowed = torch.ones(1, 1, s, s, dtype=torch.bool)
+    positions = None
+    if causal:
+        allowed.tril_()
+    if documents is not None:
+        mine = scheme.block_of(_begins(documents).cumsum(1), layout)
+        allowed = allowed & (mine[:, None, :, None] == mine[:, None, None, :])
+        positions = scheme.block_of(restarting_positions(documents), layout)
+    if attention_mask is not None:
+        allowed = allowed & scheme.block_of(attention_mask != 0, layout)[:, None, None, :]
+    return Visible(allowed | ~allowed.any(-1, keepdim=True), positions)
+
+
+def check_shapes(tokens: Tensor, **others: Tensor | None) -> None:
+    """Raise ShapeError where a tensor that goes with the tokens [b, s] has another shape."""
+    for name, other in others.items():
+        if other is not None and other.shape != tokens.shape:
+            raise ShapeError(f"tokens have shape {tuple(tokens.shape)}, {name} {tuple(other.shape)}; they must be equal.")
+
+
+def _begins(documents: Tensor) -> Tensor:
+    """True where a document begins."""
+    first = torch.ones_like(documents[:, :1], dtype=torch.bool)
+    return torch.cat((first, documents[:, 1:] != documents[:, :-1]), 1)

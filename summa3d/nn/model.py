@@ -1,0 +1,18 @@
+# The model of a configuration, whatever its family. Imports gpt, llama.
+# Next: train/prepare.py, which builds what a run's configuration names.
+from __future__ import annotations
+
+import torch
+
+from .body import Body
+from .config import ModelConfig
+from .gpt import GPT
+from .llama import Llama
+from .scheme import Scheme
+
+MODELS: dict[str, type[Body]] = {"gpt2": GPT, "llama": Llama}
+
+
+def build(config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> Body:
+    """The model of the family that `config` names; ``model(inputs, labels, step=…, first_row=…, count=…)`` is its loss."""
+    return MODELS[config.family](config, scheme, dtype, seed)
