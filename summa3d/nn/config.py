@@ -11,7 +11,7 @@ from ..errors import ConfigError
 class Family:
     """What the models of one family have in common: how their blocks are built, and what they leave open.
 
-    options : the keys of ModelConfig that only some families read, with this family's defaults.
+    options : the keys of ModelConfig that only some families read, of those that this one reads.
     """
 
     causal: bool
@@ -19,25 +19,17 @@ class Family:
     post_norm: bool  # norms after the residual sum instead of before the branch
     activation: str  # "gelu_tanh" | "gelu" | "swiglu"
     norm_eps: float
-    options: dict[str, float | int | None]
-    reads_tokens: bool = True
+    options: tuple[str, ...] = ()
 
 
 FAMILIES = {
-    "gpt2": Family(True, "layer", False, "gelu_tanh", 1e-5, {}),
-    "bert": Family(False, "layer", True, "gelu", 1e-12, {}),
-    "llama": Family(True, "rms", False, "swiglu", 1e-5, {"kv_heads": None, "rotary_base": 10000.0}),
-    "vit": Family(
-        False,
-        "layer",
-        False,
-        "gelu",
-        1e-12,
-        {"image": 32, "patch": 4, "channels": 3, "classes": 10},
-        reads_tokens=False,
-    ),
+    "gpt2": Family(True, "layer", False, "gelu_tanh", 1e-5),
+    "bert": Family(False, "layer", True, "gelu", 1e-12),
+    "llama": Family(True, "rms", False, "swiglu", 1e-5, ("kv_heads", "rotary_base")),
+    "vit": Family(False, "layer", False, "gelu", 1e-12, ("image", "patch", "channels", "classes")),
 }
-OPTIONS = ("kv_heads", "rotary_base", "image", "patch", "channels", "classes")
+DEFAULTS = {"rotary_base": 10000.0, "image": 32, "patch": 4, "channels": 3, "classes": 10}
+OPTIONS = ("kv_heads", *DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -119,20 +111,17 @@ class ModelConfig:
         """What norms add to the variance."""
         return self.traits.norm_eps if self.norm_eps is None else self.norm_eps
 
-    def option(self, name: str) -> float:
-        """An option of this family, or the family's default."""
-        value = getattr(self, name)
-        return self.traits.options[name] if value is None else value
+    @property
+    def theta(self) -> float:
+        """Base of the rotary positions."""
+        return DEFAULTS["rotary_base"] if self.rotary_base is None else self.rotary_base
 
     @property
-    def patches(self) -> int:
-        """Patches of a vit's image."""
-        return int(self.option("image") // self.option("patch")) ** 2
-
-    @property
-    def patch_size(self) -> int:
-        """Numbers in one patch of a vit's image."""
-        return int(self.option("channels") * self.option("patch") ** 2)
+    def picture(self) -> tuple[int, int, int, int]:
+        """Image side, patch side, channels and classes of a vit."""
+        given = ((name, getattr(self, name)) for name in ("image", "patch", "channels", "classes"))
+        image, patch, channels, classes = (int(DEFAULTS[name] if value is None else value) for name, value in given)
+        return image, patch, channels, classes
 
     def _check_options(self) -> None:
         for name in OPTIONS:
@@ -163,7 +152,8 @@ class ModelConfig:
 
     def _settle_image(self) -> None:
         """Check the image and set the sequence that it makes."""
-        image, patch = int(self.option("image")), int(self.option("patch"))
+        image, patch, _, _ = self.picture
+        sequence = 1 + (image // patch) ** 2
         if image % patch:
             raise ConfigError(
                 f"model.image {image} cannot be divided into patches of model.patch {patch}. "
@@ -172,12 +162,12 @@ class ModelConfig:
         defaults = {field.name: field.default for field in fields(self)}
         if self.vocabulary != defaults["vocabulary"]:
             raise ConfigError(f"model.vocabulary is {self.vocabulary}, but vit reads no tokens. Leave it out.")
-        if self.sequence not in (defaults["sequence"], 1 + self.patches):
+        if self.sequence not in (defaults["sequence"], sequence):
             raise ConfigError(
                 f"model.sequence is {self.sequence}, but an image of {image} in patches of {patch} makes "
-                f"{1 + self.patches} positions. Leave it out."
+                f"{sequence} positions. Leave it out."
             )
-        object.__setattr__(self, "sequence", 1 + self.patches)
+        object.__setattr__(self, "sequence", sequence)
 
 
 def _divisors(n: int) -> str:

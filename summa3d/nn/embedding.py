@@ -59,7 +59,10 @@ class Embedding(nn.Module):
 
 
 class Positions(nn.Module):
-    """A small table [s, h], such as learned positions, added to the stream: h:z, equal on the axes that split b, over which the gradient is summed."""
+    """A small table [s, h], such as learned positions, added to the stream: h:z.
+
+    It is equal on the axes that split rows, over which its gradient is summed.
+    """
 
     def __init__(self, sequence: int, hidden: int, scheme: Scheme, std: float = 0.02, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

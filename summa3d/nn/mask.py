@@ -40,12 +40,12 @@ def visible(scheme: Scheme, causal: bool, attention_mask: Tensor | None = None, 
     A query that would see nothing (in a sequence of padding alone) sees everything, so that its output is a number; no
     token that counts sees it. Moves nothing; needs b/(XZ)·s² bytes where a mask or documents are given.
     """
-    if attention_mask is None and documents is None:
-        return Visible()
     layout = scheme.after_linear(scheme.stream)
-    s = (attention_mask if documents is None else documents).shape[1]
-    allowed = torch.ones(1, 1, s, s, dtype=torch.bool)
-    positions = None
+    given = [tensor for tensor in (attention_mask, documents) if tensor is not None]
+    if not given:
+        return Visible()
+    s = given[0].shape[1]
+    allowed, positions = torch.ones(1, 1, s, s, dtype=torch.bool), None
     if causal:
         allowed.tril_()
     if documents is not None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from .body import Body
 from .config import ModelConfig
 from .gpt import GPT
 from .llama import Llama
 from .scheme import Scheme
 
-MODELS: dict[str, type[Body]] = {"gpt2": GPT, "llama": Llama}
+Model = GPT | Llama
+MODELS: dict[str, type[Model]] = {"gpt2": GPT, "llama": Llama}
 
 
-def build(config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> Body:
+def build(config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> Model:
     """The model of the family that `config` names; ``model(inputs, labels, step=…, first_row=…, count=…)`` is its loss."""
     return MODELS[config.family](config, scheme, dtype, seed)
