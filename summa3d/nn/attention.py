@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ..autograd.collectives import all_gather
 from ..comm.collectives import Axis
+from ..comm.grid import describe
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from .config import ModelConfig
@@ -89,12 +90,12 @@ class GroupedAttention(nn.Module):
         self, config: ModelConfig, scheme: Scheme, name: str, out_std: float = 0.02, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
-        h, groups = config.hidden, config.groups
+        h = config.hidden
         self.scheme, self.size = scheme, h // config.heads
         inner = scheme.after_linear(scheme.stream)
-        self.run = run_sharing_a_head(groups, self.size, scheme, inner)
+        self.run = run_sharing_a_head(config, scheme, inner)
         self.q = Linear(h, h, scheme, bias=False, dtype=dtype)
-        self.kv = Linear(h, 2 * groups * self.size, scheme, bias=False, dtype=dtype)
+        self.kv = Linear(h, 2 * config.groups * self.size, scheme, bias=False, dtype=dtype)
         self.joined = Joined("hidden", self.q, self.kv)
         self.out = Linear(h, h, scheme, inner, bias=False, std=out_std, dtype=dtype)
         self.rotary = Rotary(self.size, config.theta)
@@ -109,21 +110,22 @@ class GroupedAttention(nn.Module):
         return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme))  # [b/(XY), s, h/Z]
 
 
-def run_sharing_a_head(groups: int, size: int, scheme: Scheme, inner: Layout) -> Axis:
+def run_sharing_a_head(config: ModelConfig, scheme: Scheme, inner: Layout) -> Axis:
     """The consecutive ranks that hold pieces of one kv head: one rank, where each holds whole heads."""
-    axes = inner.dims[-1]
+    axes, columns = inner.dims[-1], 2 * config.hidden // config.heads
     ways = scheme.columns(inner).size
-    share = ways // groups if groups < ways else 1
-    if max(groups, ways) % min(groups, ways) or 2 * size % share:
-        below = groups - groups % ways
-        fits = [part for part in range(1, ways) if ways % part == 0 and 2 * size % (ways // part) == 0]
-        fits += [value for value in (below, below + ways) if value]
+
+    def fits(groups: int) -> bool:
+        return groups % ways == 0 or (ways % groups == 0 and columns % (ways // groups) == 0)
+
+    if not fits(config.groups):
+        values = [groups for groups in range(1, config.heads + 1) if config.heads % groups == 0 and fits(groups)]
         raise LayoutError(
-            f"kv_heads {groups} cannot be split over {'·'.join(axes)} = {ways} (grid {scheme.grid}).\n"
-            f"  Each rank holds whole kv heads, or an equal piece of one of {2 * size} columns.\n"
-            f"  Values of kv_heads that fit: {', '.join(map(str, fits))}."
+            f"kv_heads {config.groups} cannot be split over {'·'.join(axes)} = {ways} (grid {describe(scheme.grid.shape)}).\n"
+            f"  Each rank holds whole kv heads, or one of equal pieces of a kv head's {columns} columns.\n"
+            f"  Values of kv_heads that fit heads {config.heads}: {', '.join(map(str, values))}."
         )
-    return scheme.grid.run(axes, share)
+    return scheme.grid.run(axes, max(1, ways // config.groups))
 
 
 def _stored(context: Tensor, scheme: Scheme) -> Tensor:

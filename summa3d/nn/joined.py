@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..autograd.matmul import Product, matmul
+from ..comm.grid import describe
 from ..errors import LayoutError
 from .linear import Linear
 
@@ -53,7 +54,7 @@ def _misfit(what: str, linear: Linear, ways: int) -> str:
     below = linear.n - linear.n % ways
     fits = [value for value in (below, below + ways, below + 2 * ways) if value]
     return (
-        f"{what} {linear.n} cannot be split evenly over {axes} = {ways} (grid {linear.scheme.grid}).\n"
+        f"{what} {linear.n} cannot be split evenly over {axes} = {ways} (grid {describe(linear.scheme.grid.shape)}).\n"
         f"  Two linears share one product there, and each must be split into equal blocks of columns.\n"
         f"  Values that fit: {', '.join(map(str, fits))}."
     )

@@ -1,0 +1,159 @@
+# A Llama on a grid is the same function as a plain torch model, whole kv heads on a rank or pieces of one.
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+
+import pytest
+import torch
+from nn_parity import check_parity, global_weights
+from plain_llama import PlainLlama
+from torch import Tensor
+
+from summa3d.errors import ConfigError, GridError, LayoutError
+from summa3d.nn import ModelConfig, build, scheme
+
+# 12 heads of 6, 4 or 2 kv heads; f is a multiple of every axis used here; v and s are primes.
+CONFIG = ModelConfig(
+    family="llama",
+    layers=2,
+    hidden=72,
+    heads=12,
+    kv_heads=2,
+    ffn=36,
+    sequence=11,
+    vocabulary=37,
+    dropout=0.1,
+    attention_dropout=0.2,
+    norm_eps=1e-3,
+    rotary_base=50.0,
+)
+# (x, y, z), kv_heads: whole kv heads on a rank (2 on y=1, 2; 4 on y=2; 6 on y=3), or pieces of one (2 on y=4, 6; 1 on y=2, 3).
+GRIDS = {
+    1: [((1, 1, 1), 2)],
+    2: [((1, 2, 1), 2), ((1, 1, 2), 12), ((2, 1, 1), 6)],
+    3: [((1, 3, 1), 1)],
+    4: [((1, 4, 1), 2), ((2, 2, 1), 4), ((1, 2, 2), 1)],
+    8: [((2, 2, 2), 4), ((1, 4, 2), 2)],
+    12: [((2, 3, 2), 6), ((1, 6, 2), 2)],
+}
+
+
+def batch_for(x: int, y: int, z: int) -> tuple[Tensor, Tensor]:
+    rows = lcm(x * y, x * z)
+    tokens, labels = torch.randint(0, CONFIG.vocabulary, (2, rows, 9), generator=torch.Generator().manual_seed(rows))
+    labels[0, :3] = -100
+    return tokens, labels
+
+
+@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=100)
+def test_loss_and_every_raw_gradient_equal_plain_torch(make_grid, world_size):
+    for (x, y, z), kv_heads in GRIDS[world_size]:
+        config = replace(CONFIG, kv_heads=kv_heads)
+        model = build(config, scheme("cuboid", make_grid(x=x, y=y, z=z)), torch.float64, seed=3)
+        plain = PlainLlama(config, global_weights(model), seed=3)
+        tokens, labels = batch_for(x, y, z)
+        check_parity(
+            model,
+            plain,
+            lambda m, t=tokens, n=labels: m(t, n, step=4, first_row=5),
+            lambda m, t=tokens, n=labels: m.loss(t, n, 4, 5),
+            1e-10,
+        )
+
+
+@pytest.mark.mpi(sizes=(1, 8))
+def test_fused_attention_is_the_same_function(make_grid, world_size):
+    x, y, z = {1: (1, 1, 1), 8: (1, 4, 2)}[world_size]
+    config = replace(CONFIG, attention_dropout=0.0)
+    model = build(config, scheme("cuboid", make_grid(x=x, y=y, z=z)), torch.float64)
+    tokens, labels = batch_for(x, y, z)
+    check_parity(
+        model, PlainLlama(config, global_weights(model)), lambda m: m(tokens, labels), lambda m: m.loss(tokens, labels), 1e-10
+    )
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_next_logits_are_those_of_the_whole_model(make_grid):
+    config = replace(CONFIG, kv_heads=1)
+    model = build(config, scheme("cuboid", make_grid(x=1, y=2, z=2)), torch.float64).eval()
+    plain = PlainLlama(config, global_weights(model))
+    plain.at(0, 0, training=False)
+    tokens, _ = batch_for(1, 2, 2)
+    want = plain.logits(tokens)[:, -1]
+    assert (model.next_logits(tokens) - want).norm() <= 1e-10 * want.norm()
+
+
+@pytest.mark.mpi(sizes=(8,))
+def test_the_stream_is_gathered_once_for_q_and_kv_and_once_for_gate_and_up(make_grid):
+    x, y, z = 1, 4, 2
+    grid = make_grid(x=x, y=y, z=z)
+    model = build(replace(CONFIG, layers=1), scheme("cuboid", grid), torch.float64)
+    tokens, labels = batch_for(x, y, z)
+    with grid.ledger.watch() as moved:
+        model(tokens, labels)
+    b, s, h, f, d, v = len(tokens), 9, CONFIG.hidden, CONFIG.width, 6, CONFIG.vocabulary
+    e, kv, ranks = b * s * h, 2 * CONFIG.groups * d, x * y * z
+    joined = (y - 1) * e + (z - 1) * b * s * (h + kv)
+    out = (z - 1) * e + (y - 1) * e
+    feed_forward = (y - 1) * e + (z - 1) * b * s * 2 * f + (z - 1) * b * s * f + (y - 1) * e
+    head = (y - 1) * e + (z - 1) * b * s * v
+    linears = joined + out + feed_forward + head
+    pieces = ranks * (b // (x * z)) * s * kv // y  # two ranks share a kv head: each receives the other's piece
+    embedding = (y - 1) * e
+    norms = sum(all_reduced(b // (x * y) * s, z, i) for i in range(z)) * x * y * 3
+    rows = b // (x * z) * s
+    loss = x * z * sum(all_reduced(rows, y, i) + all_reduced(2 * rows, y, i) for i in range(y))
+    loss += y * sum(all_reduced(1, x * z, i) for i in range(x * z))
+    assert sum(grid.comm.allgather(moved.words)) == linears + pieces + embedding + norms + loss
+
+
+def all_reduced(n: int, size: int, index: int) -> int:
+    """Words that member `index` of `size` receives when n are all-reduced."""
+    return n + (size - 2) * (n // size + (index < n % size)) if size > 1 else 0
+
+
+@pytest.mark.mpi(sizes=(12,))
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kv_heads": 4, "hidden": 24}, ["kv_heads 4", "y = 12", "4 columns", "3, 6, 12"]),  # 4 columns are not 3 pieces
+        ({"heads": 24, "kv_heads": 8, "hidden": 96}, ["kv_heads 8", "y = 12", "3, 6, 12, 24"]),
+        ({"ffn": 42}, ["ffn 42", "y = 12", "36, 48, 60"]),
+    ],
+)
+def test_what_the_column_axis_cannot_split_is_named_with_what_would_fit(make_grid, change, says):
+    with pytest.raises(LayoutError) as raised:
+        build(replace(CONFIG, **change), scheme("cuboid", make_grid(x=1, y=12, z=1)))
+    for text in says:
+        assert text in str(raised.value)
+
+
+@pytest.mark.mpi(sizes=(6,))
+def test_a_run_of_an_axis_is_its_consecutive_members(make_grid):
+    grid = make_grid(x=1, y=6, z=1)
+    run = grid.run(("y",), 3)
+    assert (run.size, run.index) == (3, grid.rank % 3)
+    got = run.all_gather(torch.tensor([grid.rank]))
+    assert got.tolist() == [rank for rank in range(6) if rank // 3 == grid.rank // 3]
+    assert grid.run(("y",), 3) is run
+    with pytest.raises(GridError, match="1, 2, 3, 6"):
+        grid.run(("y",), 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kv_heads": 5}, ["kv_heads 5", "1, 2, 3, 4, 6, 12"]),
+        ({"hidden": 36}, ["heads of 3", "even"]),
+        ({"rotary_base": 0.0}, ["rotary_base", "above 0"]),
+        ({"patch": 4}, ["model.patch", "llama does not read it", "vit"]),
+        ({"family": "gpt2"}, ["model.kv_heads is 2", "llama"]),
+        ({"family": "lama"}, ["'lama'", "gpt2, bert, llama, vit"]),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(change, says):
+    with pytest.raises(ConfigError) as raised:
+        replace(CONFIG, **change)
+    for text in says:
+        assert text in str(raised.value)

@@ -1,0 +1,44 @@
+# One comparison for every family: a model on a grid against its plain oracle, loss and every raw gradient.
+# May import summa3d.nn, summa3d.layout.
+# Next: nn/test_llama.py, nn/test_bert.py, nn/test_vit.py.
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from summa3d.layout import collect, distribute
+
+
+def whole(model: Any, name: str, block: Tensor) -> Tensor:
+    """The global tensor of a parameter's block, or of its gradient's."""
+    sharding = model.get_parameter(name).sharding
+    return collect(block, model.scheme.grid, sharding.layout, sharding.shape)
+
+
+def global_weights(model: Any) -> dict[str, Tensor]:
+    """Weights as initialised, but γ, β, biases and other vectors away from 1 and 0, the same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    weights = {name: whole(model, name, p.data) for name, p in model.named_parameters()}
+    for name, value in sorted(weights.items()):
+        if value.dim() == 1:
+            value += torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.dtype) * 0.3
+        parameter = model.get_parameter(name)
+        parameter.data.copy_(distribute(value, model.scheme.grid, parameter.sharding.layout))
+    return weights
+
+
+def check_parity(
+    model: Any, plain: Any, ours: Callable[[Any], Tensor], theirs: Callable[[Any], Tensor], tolerance: float
+) -> None:
+    """Loss and every raw gradient of `model` equal those of `plain`, which has the same weights."""
+    loss, want = ours(model), theirs(plain)
+    loss.backward()
+    want.backward()
+    assert abs(loss.item() - want.item()) <= tolerance * abs(want.item())
+    for name, parameter in model.named_parameters():
+        expected = plain.weights[name].grad
+        error = (whole(model, name, parameter.grad) - expected).norm()
+        assert error <= tolerance * expected.norm(), (name, error / expected.norm())
