@@ -1,5 +1,5 @@
-# `summa3d bench gemm|strong|weak`: products side by side, interleaved on the same ranks; a table, and JSON for `summa3d report`.
-# May import gemm through contest.py. Next: contest.py (how it is timed), report.py (tables and plots of the JSON).
+# `summa3d bench gemm|strong|weak|block`: products or blocks side by side, interleaved on the same ranks; a table, and JSON for
+# `summa3d report`. May import gemm through contest.py. Next: contest.py (how it is timed), block.py, report.py (tables, plots).
 from __future__ import annotations
 
 import argparse
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .block import add_block_arguments, block_result
 from .runtime import usable_cores
 
 DTYPES = ("float64", "float32", "complex128", "complex64")
@@ -22,10 +23,13 @@ EVERY = "the library's choice against every algorithm on every grid that copies 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Time products against each other: every round runs every entry once. Plans and workspace are reused."
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="gemm|strong|weak")
+    parser.description = (
+        "Time products or blocks against each other: every round runs every entry once, plans and workspace reused."
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="gemm|strong|weak|block")
     gemm = kinds.add_parser("gemm", help="algorithms and grids side by side on all ranks")
     strong = kinds.add_parser("strong", help="one product on 1, 2, 4, … ranks")
+    add_block_arguments(kinds.add_parser("block", help="transformer blocks side by side, in any schemes and grids of all ranks"))
     weak = kinds.add_parser("weak", help="a product whose work per rank stays: m, n and k grow with the cube root of the ranks")
     for kind in (gemm, strong, weak):
         for size in ("m", "n", "k"):
@@ -56,18 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from mpi4py import MPI
 
-    from .contest import machine, race, sleep_until_all_are_here
+    from .contest import machine, sleep_until_all_are_here
     from .report import table
 
-    for name in ("m", "n", "k", "rounds"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
     world = MPI.COMM_WORLD
-    threads = 0 if args.ceiling is None else args.ceiling or usable_cores()
-    entries = list(MAKERS[args.kind](args, world.size))
     found = machine() if world.rank == 0 else {}
     sleep_until_all_are_here(world)
-    result = {"kind": args.kind, "machine": found, **race(entries, world, args.rounds, threads)}
+    result = {"machine": found, **(block_result(args) if args.kind == "block" else _product_result(args))}
     if world.rank == 0:
         for name in found["overrides"]:
             print(f"warning: {name} is exported: OpenBLAS may run at half its speed", file=sys.stderr)
@@ -75,6 +74,19 @@ def run(args: argparse.Namespace) -> int:
             Path(args.json).write_text(json.dumps(result) + "\n", encoding="utf-8")
         print(json.dumps(result) if args.json == "-" else table(result), flush=True)
     return 0
+
+
+def _product_result(args: argparse.Namespace) -> dict[str, Any]:
+    from mpi4py import MPI
+
+    from .contest import race
+
+    for name in ("m", "n", "k", "rounds"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    threads = 0 if args.ceiling is None else args.ceiling or usable_cores()
+    entries = list(MAKERS[args.kind](args, MPI.COMM_WORLD.size))
+    return {"kind": args.kind, **race(entries, MPI.COMM_WORLD, args.rounds, threads)}
 
 
 def _counts(text: str) -> list[int]:

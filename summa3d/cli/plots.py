@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .report import scaling
+from .report import block_title, scaling
 
 NUMPY_LABEL = "numpy, all cores"
 
@@ -87,4 +87,25 @@ def versus(axes: Any, result: Mapping[str, Any]) -> None:
     axes.figure.set_size_inches(max(9, 0.45 * len(rows)), 5)
 
 
-DRAW = {"gemm": gemm, "strong": strong, "weak": weak, "versus": versus}
+def block(axes: Any, result: Mapping[str, Any]) -> None:
+    """Forward and backward of each scheme and grid end to end, whiskers from the fastest to the slowest round; words beside."""
+    rows = sorted(result["rows"], key=lambda row: row["seconds"]["both"]["median"], reverse=True)
+    labels = [row["label"] for row in rows]
+    forward, backward = ([row["seconds"][phase]["median"] * 1e3 for row in rows] for phase in ("forward", "backward"))
+    ends = [first + second for first, second in zip(forward, backward, strict=True)]
+    whiskers: list[list[float]] = [[], []]
+    for row, end in zip(rows, ends, strict=True):
+        whiskers[0].append(max(0.0, end - row["seconds"]["both"]["min"] * 1e3))
+        whiskers[1].append(max(0.0, row["seconds"]["both"]["max"] * 1e3 - end))
+    axes.barh(labels, forward, color="tab:blue", label="forward")
+    axes.barh(labels, backward, left=forward, xerr=whiskers, color="tab:orange", ecolor="0.4", capsize=3, label="backward")
+    for place, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        if "words_per_rank" in row:
+            axes.annotate(f" {sum(row['words_per_rank'].values()) / 1e6:.2f} M words", (end, place), va="bottom", fontsize=7)
+    axes.set(xlabel="ms", title=block_title(result))
+    axes.title.set_fontsize(9)
+    axes.legend()
+    axes.figure.set_size_inches(9, max(5, 0.3 * len(rows)))
+
+
+DRAW = {"gemm": gemm, "strong": strong, "weak": weak, "versus": versus, "block": block}

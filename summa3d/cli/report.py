@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import DataError
 
-KINDS = ("gemm", "strong", "weak", "versus")
+KINDS = ("gemm", "strong", "weak", "versus", "block")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -186,4 +186,42 @@ def _times(ratio: Mapping[str, float] | None) -> str:
     return "" if ratio is None else f"{ratio['median']:.2f} [{ratio['min']:.2f}–{ratio['max']:.2f}]"
 
 
-TABLES = {"gemm": gemm_table, "strong": scaling_table, "weak": scaling_table, "versus": versus_table}
+def block_title(result: Mapping[str, Any]) -> str:
+    """The sizes of the blocks, in DESIGN's letters; and, of a paper's shape, what it was scaled from."""
+    case, paper = result["case"], result.get("paper")
+    sizes = f"b={case['batch']} s={case['sequence']} h={case['hidden']} a={case['heads']} {case['dtype']}"
+    source = f"; {paper['name']} with s and h divided by {paper['factor']} ({paper['source']})" if paper else ""
+    return f"{case['layers']} block{'s' if case['layers'] > 1 else ''}, {sizes}, {result['ranks']} ranks{source}"
+
+
+def block_table(result: Mapping[str, Any]) -> list[str]:
+    """Blocks scheme by scheme, fastest first: times, what each rank receives, and what it holds."""
+    rows = sorted(result["rows"], key=lambda row: row["seconds"]["both"]["median"])
+    header = (
+        "scheme and grid",
+        "median ms",
+        "min",
+        "max",
+        "forward",
+        "backward",
+        "words/rank",
+        "messages",
+        "saved MiB",
+        "peak MiB",
+    )
+    cells = [
+        (
+            row["label"],
+            *(milliseconds(row["seconds"]["both"][name]) for name in ("median", "min", "max")),
+            *(milliseconds(row["seconds"][phase]["median"]) for phase in ("forward", "backward")),
+            *(f"{sum(row[name].values()):,}" if name in row else "" for name in ("words_per_rank", "messages_per_rank")),
+            *(f"{row[name] / (1 << 20):.1f}" for name in ("saved_bytes", "peak_bytes")),
+        )
+        for row in rows
+    ]
+    title = f"{block_title(result)}, {len(rows[0]['seconds']['both']['all'])} rounds"
+    furthest = max(row["relative_difference"] for row in rows)
+    return [title, *aligned(header, cells), f"outputs differ by at most {furthest:.1e} of their norm"]
+
+
+TABLES = {"gemm": gemm_table, "strong": scaling_table, "weak": scaling_table, "versus": versus_table, "block": block_table}

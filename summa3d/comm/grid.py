@@ -184,7 +184,7 @@ class Place(Grid):
         order: str | Sequence[str] | None = None,
         tile: Mapping[str, int] | None = None,
     ) -> None:
-        self.comm, self.check = MPI.COMM_NULL, False
+        self.comm, self.check = MPI.Intracomm(), False  # the null communicator
         self.shape = dict(axes)
         self.order = _checked_order(self.shape, order)
         self.tile = _checked_tile(self.shape, tile)
@@ -197,7 +197,7 @@ class Place(Grid):
         self._node = [0] * self.size
 
     def _comm_of(self, members: list[int]) -> MPI.Intracomm:
-        return MPI.COMM_NULL
+        return self.comm
 
 
 def grids_of(ranks: int, names: Sequence[str]) -> list[dict[str, int]]:

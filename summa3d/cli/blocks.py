@@ -1,0 +1,235 @@
+# Transformer blocks that race each other on the same ranks: the same weights and input in every scheme, forward and backward
+# timed apart in interleaved rounds, words from the ledger, bytes from torch's own account. May import nn; knows no command line.
+# Next: block.py, which says who races; report.py, which reads the result.
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.grid import Grid, Place, describe, grids_of
+from ..errors import GridError, LayoutError
+from ..layout.distribute import collect, distribute
+from ..nn.block import Block
+from ..nn.config import ModelConfig
+from ..nn.dropout import Batch
+from ..nn.parameter import initialise
+from ..nn.scheme import Scheme, scheme
+from ..nn.tracked import peak_bytes, saved_bytes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+AXES = (("x", "y", "z"), ("x", "y", "d"))
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stack of `config.layers` blocks on b × s tokens."""
+
+    config: ModelConfig
+    batch: int
+    dtype: str = "float32"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.batch, self.config.sequence, self.config.hidden
+
+    @property
+    def flops(self) -> int:
+        """Of the matrix products, forward and backward: 6 per weight and token, and the two of attention (all s², unmasked)."""
+        h, f = self.config.hidden, self.config.width
+        token = self.config.layers * (4 * h * h + 2 * h * f + 2 * self.config.sequence * h)
+        return 6 * self.batch * self.config.sequence * token
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Who races: a scheme on a grid of all ranks, gathering operands again in backward or keeping them."""
+
+    scheme: str
+    grid: Mapping[str, int]
+    regather: bool = True
+
+    @property
+    def label(self) -> str:
+        axes = {axis: size for axis, size in self.grid.items() if size > 1} or self.grid
+        return f"{self.scheme} {describe(axes)}" + ("" if self.regather else " keep")
+
+
+def grids_for(name: str, ranks: int, case: Case) -> list[dict[str, int]]:
+    """Every grid of `ranks` ranks on which the scheme can run the case, none twice."""
+    found: dict[frozenset[tuple[str, int]], dict[str, int]] = {}
+    for axes in AXES:
+        for shape in grids_of(ranks, axes):
+            key = frozenset((axis, size) for axis, size in shape.items() if size > 1)
+            if key not in found and fits(name, shape, case):
+                found[key] = shape
+    return list(found.values())
+
+
+def fits(name: str, shape: Mapping[str, int], case: Case) -> bool:
+    """Whether the scheme can run the case on a grid of this shape."""
+    try:
+        scheme(name, Place(shape)).check(case.config, case.batch)
+    except (GridError, LayoutError):
+        return False
+    return True
+
+
+class Stack(nn.Module):
+    """The blocks of a model one after the other, on the residual stream."""
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config, scheme, f"blocks.{index}", dtype) for index in range(config.layers))
+        initialise(self, scheme, SEED)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        for block in self.blocks:
+            x = block(x, batch)
+        return x
+
+
+def inputs(case: Case) -> tuple[Tensor, Tensor]:
+    """The global input [b, s, h] and the gradient of the output, the same for all who race."""
+    x, gradient = torch.randn((2, *case.shape), generator=torch.Generator().manual_seed(SEED)).to(getattr(torch, case.dtype))
+    return x, gradient
+
+
+class Runner:
+    """An entry with its weights and input in place. Creating one is collective over `world`."""
+
+    def __init__(self, entry: Entry, case: Case, world: MPI.Intracomm) -> None:
+        self.entry, self.case, self.comm = entry, case, world
+        self.grid = Grid(world, dict(entry.grid))
+        self.scheme = scheme(entry.scheme, self.grid, entry.regather)
+        self.scheme.check(case.config, case.batch)
+        self.stack = Stack(case.config, self.scheme, getattr(torch, case.dtype))
+        x, gradient = inputs(case)
+        self.x = self._stored(x).requires_grad_()
+        self.gradient = self._stored(gradient)
+        self.batch = Batch(case.batch)
+
+    @property
+    def label(self) -> str:
+        return self.entry.label
+
+    def facts(self) -> dict[str, Any]:
+        """Who this is, for a row."""
+        entry = self.entry
+        return {"scheme": entry.scheme, "grid": dict(entry.grid), "regather": entry.regather, "label": entry.label}
+
+    def _stored(self, whole: Tensor) -> Tensor:
+        return self.scheme.as_stored(distribute(whole, self.grid, self.scheme.stream))
+
+    def forward(self) -> Tensor:
+        with self.grid.ledger.phase("forward"):
+            y: Tensor = self.stack(self.x, self.batch)
+        return y
+
+    def backward(self, y: Tensor) -> None:
+        with self.grid.ledger.phase("backward"):
+            y.backward(self.gradient)
+
+    def forget(self) -> None:
+        """Drop all gradients, as an optimizer does between steps."""
+        self.x.grad = None
+        self.stack.zero_grad(set_to_none=True)
+
+    def seconds(self) -> tuple[float, float]:
+        """Times of one forward and one backward, each from a common start until the last rank has finished."""
+        self.comm.Barrier()
+        start = time.perf_counter()
+        y = self.forward()
+        self.comm.Barrier()
+        middle = time.perf_counter()
+        self.backward(y)
+        self.comm.Barrier()
+        end = time.perf_counter()
+        self.forget()
+        return middle - start, end - middle
+
+    def output(self) -> Tensor:
+        """The stack's global output [b, s, h]."""
+        with torch.no_grad():
+            y = self.scheme.batch_first(self.forward())
+        return collect(y, self.grid, self.scheme.stream, self.case.shape)
+
+    def amounts(self) -> dict[str, Any]:
+        """What one step moves and holds: the largest over ranks, and the mean words."""
+        ledger = self.grid.ledger
+        with ledger.watch() as forward:
+            y = self.forward()
+        with ledger.watch() as backward:
+            self.backward(y)
+        self.forget()
+        del y
+        with saved_bytes([self.x, *self.stack.parameters()]) as saved:
+            self.forward()
+
+        def step() -> None:
+            self.backward(self.forward())
+
+        peak = peak_bytes(step)
+        self.forget()
+        held = sum(parameter.nbytes for parameter in self.stack.parameters())
+        mine = (forward.words, backward.words, forward.messages, backward.messages, saved.bytes, peak + held, held)
+        all_ranks = self.comm.allgather(mine)
+        most = [max(values) for values in zip(*all_ranks, strict=True)]
+        mean = [sum(values) / len(values) for values in zip(*all_ranks, strict=True)]
+        return {
+            "words_per_rank": {"forward": most[0], "backward": most[1]},
+            "words_mean": {"forward": mean[0], "backward": mean[1]},
+            "messages_per_rank": {"forward": most[2], "backward": most[3]},
+            "saved_bytes": most[4],
+            "peak_bytes": most[5],
+            "parameter_bytes": most[6],
+        }
+
+    def free(self) -> None:
+        self.grid.free()
+
+
+def race(entries: Sequence[Entry], case: Case, world: MPI.Intracomm, rounds: int) -> dict[str, Any]:
+    """Run every entry once a round, in turn; one more round before is not counted. Collective over `world`.
+
+    Rows have min, median, max and all seconds of forward, backward and both, and `Runner.amounts`. `relative_difference` is the
+    norm of the difference between an entry's output and the first entry's, by the latter's norm: all compute one function.
+    """
+    runners = [Runner(entry, case, world) for entry in entries]
+    times: list[list[tuple[float, float]]] = [[] for _ in runners]
+    for _ in range(rounds + 1):
+        for runner, taken in zip(runners, times, strict=True):
+            taken.append(runner.seconds())
+    rows = list(_rows(runners, [taken[1:] for taken in times]))
+    for runner in runners:
+        runner.free()
+    facts = {"batch": case.batch, "dtype": case.dtype, "flops": case.flops}
+    return {"case": {**asdict(case.config), **facts}, "ranks": world.size, "rows": rows}
+
+
+def _rows(runners: Sequence[Runner], times: Sequence[Sequence[tuple[float, float]]]) -> Iterator[dict[str, Any]]:
+    reference = runners[0].output()
+    for runner, taken in zip(runners, times, strict=True):
+        difference = (runner.output() - reference).norm() / reference.norm()
+        yield {
+            **runner.facts(),
+            "seconds": {
+                "forward": spread([forward for forward, _ in taken]),
+                "backward": spread([backward for _, backward in taken]),
+                "both": spread([forward + backward for forward, backward in taken]),
+            },
+            **runner.amounts(),
+            "relative_difference": difference.item(),
+        }
+
+
+def spread(seconds: list[float]) -> dict[str, Any]:
+    return {"min": min(seconds), "median": median(seconds), "max": max(seconds), "all": seconds}

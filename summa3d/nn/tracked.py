@@ -1,0 +1,67 @@
+# What a step really holds: the bytes that torch keeps for backward, and the peak of torch's own account of its allocations.
+# Imports torch only. Next: memory.py, whose closed forms must equal these.
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass
+class Saved:
+    """The storages that a forward pass saved for backward: each counted once, however many views of it were saved."""
+
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+@contextmanager
+def saved_bytes(given: Iterable[Tensor] = ()) -> Iterator[Saved]:
+    """Yield an account of what the block's forward passes save for backward, without the storages `given`.
+
+    `given` are the parameters and the inputs, which live anyway. The account holds what it counts until it is dropped.
+    """
+    saved = Saved()
+    outside = {tensor.untyped_storage().data_ptr() for tensor in given}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in outside:
+            saved.storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """The most that torch's CPU allocator held at once while `step` ran, beyond what it held before.
+
+    From the allocator's own reports to torch's profiler: every tensor and every buffer inside a kernel, freed when it was
+    freed. numpy's arrays are not among them.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    held = peak = 0
+    for _, size in sorted(_allocations(recorded)):
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+def _allocations(recorded: profile) -> Iterator[tuple[int, int]]:
+    """Start time and signed size of every allocation and release."""
+    results = recorded.profiler.kineto_results if recorded.profiler is not None else None
+    events = list(results.experimental_event_tree()) if results is not None else []
+    while events:
+        event = events.pop()
+        if isinstance(event.extra_fields, torch._C._profiler._ExtraFields_Allocation):
+            yield event.start_time_ns, event.extra_fields.alloc_size
+        events += event.children

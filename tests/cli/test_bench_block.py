@@ -1,0 +1,71 @@
+# `summa3d bench block` from outside, on tiny blocks: what the JSON holds, what is drawn, what is refused.
+# May import the standard library, summa3d.nn's closed forms and the helpers of test_bench.py. Next: test_gemm.py.
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from summa3d.nn import ModelConfig
+from summa3d.nn.volume import GPTVolume
+
+ROOT = Path(__file__).parents[2]
+SIZES = ("--blocks", "2", "--batch", "4", "--sequence", "5", "--hidden", "24", "--heads", "4")
+
+
+def summa3d(*arguments, ranks=None, timeout=100):
+    launch = [] if ranks is None else ["launch", "-n", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+    command = [sys.executable, "-m", "summa3d", *launch, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)
+
+
+def test_every_grid_of_a_scheme_races_and_is_drawn(tmp_path):
+    file = tmp_path / "blocks.json"
+    chosen = ["--scheme", "cuboid", "--regather", "both", "--dtype", "float64", "--rounds", "3"]
+    done = summa3d("bench", "block", *SIZES, *chosen, "--json", file, ranks=4)
+    assert done.returncode == 0, done.stderr
+    assert "2 blocks, b=4 s=5 h=24 a=4 float64, 4 ranks, 3 rounds" in done.stdout and "USDT" not in done.stderr
+    result = json.loads(file.read_text())
+    assert len({row["label"] for row in result["rows"]}) == len(result["rows"]) == 2 * 6
+    config = ModelConfig(layers=2, hidden=24, heads=4, sequence=5)
+    for row in result["rows"]:
+        for phase in ("forward", "backward", "both"):
+            seconds = row["seconds"][phase]
+            assert len(seconds["all"]) == 3 and 0 < seconds["min"] <= seconds["median"] <= seconds["max"]
+        assert row["relative_difference"] < 1e-12
+        assert 0 < row["saved_bytes"] < row["peak_bytes"]
+        origin = dict.fromkeys(row["grid"], 0)
+        block = GPTVolume(config, 4, 5, row["grid"], origin, row["regather"]).block().times(2)
+        assert row["words_per_rank"] == {"forward": block.forward.words, "backward": block.backward.words}
+    shown = summa3d("report", file, "--format", "svg")
+    assert shown.returncode == 0 and done.stdout.strip() in shown.stdout, shown.stderr
+    assert "M words" in (tmp_path / "blocks.svg").read_text()
+
+
+def test_a_papers_shape_is_scaled_by_the_factor_it_states():
+    done = summa3d("bench", "block", "--paper-shape", "optimus-strong", "--factor", "32", "--rounds", "1", "--json", "-", ranks=1)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [result["case"][name] for name in ("batch", "sequence", "hidden", "heads")] == [24, 16, 96, 24]
+    assert (result["paper"]["hidden"], result["paper"]["sequence"], result["paper"]["factor"]) == (3072, 512, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scheme", "diagonal"], "ConfigError: --scheme diagonal: 'diagonal' is not a scheme. Schemes: "),
+        (["--scheme", "cuboid:x=3"], "no such grid of 2 ranks can run this block. Grids of cuboid that can: x=1,y=1,z=2 ·"),
+        (["--paper-shape", "3d-strong", "--factor", "5"], "--factor 5 does not divide the sequence 512 of 3d-strong (24 heads)."),
+        (["--blocks", "0"], "ConfigError: --blocks is 0; it must be at least 1."),
+    ],
+)
+def test_bad_input_is_one_message_and_a_non_zero_status(arguments, message):
+    done = summa3d("bench", "block", *SIZES, *arguments, ranks=2)
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.count(message) == 1, done.stderr
+    assert "Traceback" not in done.stderr
