@@ -44,11 +44,13 @@ PAPER_SHAPES = {
 
 def add_block_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scheme", action="append", metavar="NAME[:GRID]", help=SCHEME)
+    parser.add_argument("--family", choices=("gpt2", "bert", "llama"), default="gpt2", help="whose blocks")
     parser.add_argument("--blocks", type=int, default=1, help="blocks in the stack")
     parser.add_argument("--batch", type=int, default=8, help="b, sequences")
     parser.add_argument("--sequence", type=int, default=256, help="s, tokens of each")
     parser.add_argument("--hidden", type=int, default=512, help="h")
     parser.add_argument("--heads", type=int, default=8, help="a")
+    parser.add_argument("--kv-heads", type=int, help="heads of k and v (llama)")
     parser.add_argument("--ffn", type=int, help="f (default: 4h)")
     parser.add_argument("--dropout", type=float, default=0.0, help="of the two residual branches")
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
@@ -66,7 +68,7 @@ def block_result(args: argparse.Namespace) -> dict[str, Any]:
 
     from .blocks import Case, race
 
-    for name in ("blocks", "batch", "sequence", "hidden", "heads", "rounds", "factor"):
+    for name in ("blocks", "batch", "rounds", "factor"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
     case, about = _paper_case(args) if args.paper_shape else (Case(_config(args), args.batch, args.dtype), {})
@@ -78,7 +80,8 @@ def _config(args: argparse.Namespace, **sizes: int | None) -> Any:
     from ..nn.config import ModelConfig
 
     given = {"hidden": args.hidden, "heads": args.heads, "ffn": args.ffn, "sequence": args.sequence, **sizes}
-    return ModelConfig(layers=args.blocks, dropout=args.dropout, **given)
+    kind = {"family": args.family, "kv_heads": args.kv_heads, "layers": args.blocks, "dropout": args.dropout}
+    return ModelConfig(**kind, **given)
 
 
 def _paper_case(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:

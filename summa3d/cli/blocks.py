@@ -18,6 +18,7 @@ from ..layout.distribute import collect, distribute
 from ..nn.block import Block
 from ..nn.config import ModelConfig
 from ..nn.dropout import Batch
+from ..nn.mask import Visible
 from ..nn.parameter import initialise
 from ..nn.scheme import Scheme, scheme
 from ..nn.tracked import peak_bytes, saved_bytes
@@ -44,8 +45,10 @@ class Case:
     @property
     def flops(self) -> int:
         """Of the matrix products, forward and backward: 6 per weight and token, and the two of attention (all s², unmasked)."""
-        h, f = self.config.hidden, self.config.width
-        token = self.config.layers * (4 * h * h + 2 * h * f + 2 * self.config.sequence * h)
+        config = self.config
+        h, kv = config.hidden, config.hidden // config.heads * config.groups
+        linears = 3 if config.traits.activation == "swiglu" else 2
+        token = config.layers * (2 * h * h + 2 * h * kv + linears * h * config.width + 2 * config.sequence * h)
         return 6 * self.batch * self.config.sequence * token
 
 
@@ -93,7 +96,7 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         for block in self.blocks:
-            x = block(x, batch)
+            x = block(x, batch, Visible())
         return x
 
 
@@ -115,7 +118,7 @@ class Runner:
         x, gradient = inputs(case)
         self.x = self._stored(x).requires_grad_()
         self.gradient = self._stored(gradient)
-        self.batch = Batch(case.batch)
+        self.batch = Batch(case.batch, case.config.sequence)
 
     @property
     def label(self) -> str:

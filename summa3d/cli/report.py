@@ -191,7 +191,7 @@ def block_title(result: Mapping[str, Any]) -> str:
     case, paper = result["case"], result.get("paper")
     sizes = f"b={case['batch']} s={case['sequence']} h={case['hidden']} a={case['heads']} {case['dtype']}"
     source = f"; {paper['name']} with s and h divided by {paper['factor']} ({paper['source']})" if paper else ""
-    return f"{case['layers']} block{'s' if case['layers'] > 1 else ''}, {sizes}, {result['ranks']} ranks{source}"
+    return f"{case['layers']} {case['family']} block{'s' if case['layers'] > 1 else ''}, {sizes}, {result['ranks']} ranks{source}"
 
 
 def block_table(result: Mapping[str, Any]) -> list[str]:

@@ -29,7 +29,7 @@ def test_every_grid_of_a_scheme_races_and_is_drawn(tmp_path):
     chosen = ["--scheme", "cuboid", "--regather", "both", "--dtype", "float64", "--rounds", "3"]
     done = summa3d("bench", "block", *SIZES, *chosen, "--json", file, ranks=4)
     assert done.returncode == 0, done.stderr
-    assert "2 blocks, b=4 s=5 h=24 a=4 float64, 4 ranks, 3 rounds" in done.stdout and "USDT" not in done.stderr
+    assert "2 gpt2 blocks, b=4 s=5 h=24 a=4 float64, 4 ranks, 3 rounds" in done.stdout and "USDT" not in done.stderr
     result = json.loads(file.read_text())
     assert len({row["label"] for row in result["rows"]}) == len(result["rows"]) == 2 * 6
     config = ModelConfig(layers=2, hidden=24, heads=4, sequence=5)
