@@ -1,6 +1,7 @@
 # Gradients of the distributed operations, as torch autograd functions. May import comm, layout, gemm; needs torch.
-# Next: matmul.py (the products), collectives.py (conjugate pairs).
-from .collectives import all_gather, reduce_scatter, sum_gradient
-from .matmul import Product, matmul
+# Next: product.py (the products), matmul.py (the torch function), collectives.py (conjugate pairs).
+from .collectives import all_gather, all_reduce, reduce_scatter, scatter_from, sum_gradient
+from .matmul import matmul
+from .product import Product, product
 
-__all__ = ["Product", "all_gather", "matmul", "reduce_scatter", "sum_gradient"]
+__all__ = ["Product", "all_gather", "all_reduce", "matmul", "product", "reduce_scatter", "scatter_from", "sum_gradient"]

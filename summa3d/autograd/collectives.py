@@ -44,6 +44,36 @@ class _SumGradient(torch.autograd.Function):
         return ctx.axis.all_reduce(grad), None
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
+        return axis.all_reduce(partial.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ScatterFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, axis: Axis, root: int, sizes: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.root, ctx.sizes = axis, root, sizes
+        nothing = [0] * axis.size
+        sent = whole.detach() if axis.index == root else whole.detach()[:0]
+        return axis.all_to_all(sent, 0, sizes if axis.index == root else nothing, _only(root, sizes[axis.index], axis.size))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        axis, root, sizes = ctx.axis, ctx.root, ctx.sizes
+        received = sizes if axis.index == root else [0] * axis.size
+        whole = axis.all_to_all(grad, 0, _only(root, len(grad), axis.size), received)
+        return whole if axis.index == root else whole.new_zeros(sum(sizes), *whole.shape[1:]), None, None, None
+
+
+def _only(member: int, count: int, size: int) -> list[int]:
+    return [count if index == member else 0 for index in range(size)]
+
+
 def all_gather(block: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """Gather along `axis`; the gradient is summed and scattered back. Words n − n_r forward, (g−1)·n_r backward."""
     return block if axis.size == 1 else _Gather.apply(block, axis, dim, sizes)
@@ -57,3 +87,16 @@ def reduce_scatter(partial: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) 
 def sum_gradient(value: Tensor, axis: Axis) -> Tensor:
     """`value` itself, equal on the ranks of `axis`, each of which uses it for other rows: its gradient is summed over them."""
     return value if axis.size == 1 else _SumGradient.apply(value, axis)
+
+
+def all_reduce(partial: Tensor, axis: Axis) -> Tensor:
+    """Sum along `axis`, each of whose members uses the sum alike: the gradient is theirs as it is. Words n + (g−2)·n_r; 0."""
+    return partial if axis.size == 1 else _Sum.apply(partial, axis)
+
+
+def scatter_from(whole: Tensor, axis: Axis, root: int, sizes: Sequence[int]) -> Tensor:
+    """Rows `sizes` of what member `root` holds, one part to each; the others' `whole` counts for its shape only.
+
+    Words n_r from another member, and backward on the root n − n_r.
+    """
+    return whole if axis.size == 1 else _ScatterFrom.apply(whole, axis, root, sizes)

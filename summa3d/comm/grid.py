@@ -117,6 +117,13 @@ class Grid:
             stride *= self.shape[name] // self.tile[name]
         return rank
 
+    def add_axes(self, *names: str) -> None:
+        """Give the grid these axes, of size 1, where it has none of that name; a layout may then name them. Moves nothing."""
+        for name in names:
+            if name not in self.shape:
+                self.shape[name], self.tile[name], self.coordinates[name] = 1, 1, 0
+                self.order = (*self.order, name)
+
     @property
     def nodes(self) -> list[int]:
         """The node of each rank, numbered from 0."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..errors import ShapeError
 from ..layout.distribute import collect
@@ -50,7 +51,7 @@ class Body(nn.Module):
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise LayoutError or ShapeError where the scheme cannot split the rows or the sequences are too long."""
-        self.scheme.check(self.config, len(tokens))
+        self.scheme.check(self.config, len(tokens), tokens.shape[-1])
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
 
@@ -119,10 +120,11 @@ class LanguageModel(Body):
     @torch.no_grad()
     def next_logits(self, tokens: Tensor) -> Tensor:
         """Global logits [b, v] of the token after each row, on every rank. tokens: global [b, s]."""
-        scheme, head = self.scheme, self.output()
-        x = self.stream(tokens, Batch(len(tokens), tokens.shape[-1], self.seed))
-        logits = head.head(scheme.last_tokens(x), scheme.pooled)
-        return collect(logits, scheme.grid, scheme.after_linear(scheme.pooled), (len(tokens), self.config.vocabulary))
+        scheme, head, (rows, length) = self.scheme, self.output(), tokens.shape
+        whole = functional.pad(tokens, (0, -length % scheme.stream.ways(1, scheme.grid.shape)))
+        x = self.stream(whole, Batch(rows, whole.shape[1], self.seed))  # causal: what follows changes nothing before it
+        logits = head.head(scheme.tokens_at(x, length - 1, whole.shape[1]), scheme.pooled, rows=rows)
+        return collect(logits, scheme.grid, scheme.after_linear(scheme.pooled), (rows, self.config.vocabulary))
 
     def stream(
         self, tokens: Tensor, batch: Batch, attention_mask: Tensor | None = None, documents: Tensor | None = None

@@ -8,20 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..autograd.collectives import all_gather, reduce_scatter, sum_gradient
-from ..autograd.matmul import Product, matmul
+from ..autograd.collectives import all_gather, all_reduce, reduce_scatter, sum_gradient
+from ..autograd.matmul import matmul
+from ..autograd.product import Product
 from ..layout.layout import Layout, split_sizes
 from .parameter import new_parameter
 from .scheme import Scheme
 
 
 class Embedding(nn.Module):
-    """A table [v, h] in layout v:(y,x) h:z: tokens → rows of the stream, and as the tied head, stream → logits.
+    """A table [v, h] in the scheme's layout: tokens → rows of the stream, and as the tied head, stream → logits.
 
-    ``forward(tokens)`` takes the tokens of this rank's coarse rows ([b/X, s], the same on all y and z) and returns
-    [b/(XY), s, h/Z]: the table is gathered along x, each y looks up the part of the vocabulary it holds, and the sum over y
-    is scattered along b. Words [(X−1)vh + (Y−1)bsh]/P forward and backward.
-    ``head(x)`` is the NT product X·Wᵀ: [b/(XY), s, h/Z] → logits [b/(XZ), s, v/Y].
+    ``forward(tokens)`` takes this rank's block of the tokens [b, s] in `tokens_layout` and returns its block of the stream.
+    As the scheme's `lookup` says, the table is gathered along one axis, each rank looks up the part of the vocabulary it then
+    holds, and what was found is summed over the ranks that hold other parts. Words forward and backward: cuboid
+    [(X−1)vh + (Y−1)bsh]/P; summa (R−1)vh/P; oned 2(P−1)/P·bsh forward and none backward.
+    ``head(x)`` is the NT product X·Wᵀ: the stream → logits, in `logits_layout`.
     """
 
     def __init__(
@@ -29,32 +31,41 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.vocabulary, self.hidden, self.scheme = vocabulary, hidden, scheme
-        x, y, _ = scheme.roles(scheme.stream)
-        self.x, self.y = scheme.grid[x], scheme.grid[y]
-        self.tokens_layout = Layout((x,), ())
+        self.lookup = scheme.lookup
+        self.tokens_layout = self.lookup.tokens
         self.logits_layout = scheme.after_linear(scheme.stream)
         layout = scheme.table(scheme.stream)
         self.weight = new_parameter(scheme, layout, (vocabulary, hidden), ("normal", std), dtype, decay=True)
-        self.part = Layout((y,)).slices((vocabulary,), scheme.grid.shape, scheme.grid.coordinates)[0]
+        grid = scheme.grid
+        self.part = Layout(self.lookup.part).slices((vocabulary,), grid.shape, grid.coordinates)[0]
         self._product = lru_cache(maxsize=8)(self._new_product)
 
     def _new_product(self, layout: Layout, rows: int) -> Product:
         return self.scheme.product(layout, "nt", rows, self.vocabulary, self.hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        size = self.part.stop - self.part.start
-        table = all_gather(self.weight, self.x, 0, split_sizes(size, self.x.size))  # [v/Y, h/Z]
+        tokens = self.scheme.as_stored(tokens)
+        grid, size = self.scheme.grid, self.part.stop - self.part.start
+        gathered = grid[self.lookup.gathered]
+        weight = sum_gradient(self.weight, grid[self.lookup.copies])
+        table = all_gather(weight, gathered, 0, split_sizes(size, gathered.size))  # [v/part, h/Z]
         here = (tokens >= self.part.start) & (tokens < self.part.stop)
         if size == 0:
             rows = table.sum() * table.new_zeros(*tokens.shape, table.shape[1])
         else:
             rows = functional.embedding((tokens - self.part.start).clamp(0, size - 1), table) * here[..., None]
-        return reduce_scatter(rows, self.y, 0, split_sizes(len(tokens), self.y.size))  # [b/(XY), s, h/Z]
+        part = grid[self.lookup.part]
+        if self.tokens_layout == Layout(*self.scheme.stream.dims[:2]):
+            return all_reduce(rows, part)
+        return reduce_scatter(rows, part, 0, split_sizes(len(tokens), part.size))
 
-    def head(self, x: Tensor, layout: Layout | None = None, bias: Tensor | None = None) -> Tensor:
-        """Logits by the same table, of x in `layout` (default: the stream; or the scheme's `pooled`), and a bias over v."""
+    def head(self, x: Tensor, layout: Layout | None = None, bias: Tensor | None = None, rows: int | None = None) -> Tensor:
+        """Logits by the same table, and a bias over v, of x in `layout` (default: the stream; or the scheme's `pooled`).
+
+        rows : the global number of rows, where the blocks of x may be uneven.
+        """
         layout = layout or self.scheme.stream
-        rows = x.shape[:-1].numel() * self.scheme.rows(layout).size
+        rows = x.shape[:-1].numel() * self.scheme.rows(layout).size if rows is None else rows
         return matmul(x, self.weight, self._product(layout, rows), bias)
 
 

@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..autograd.matmul import Product, matmul
+from ..autograd.matmul import matmul
+from ..autograd.product import Product
 from ..comm.grid import describe
 from ..errors import LayoutError
 from .linear import Linear
@@ -32,7 +33,7 @@ class Joined:
                 raise LayoutError(_misfit(what, linear, ways))
         self._widths = [linear.n // ways for linear in linears]
         self._runs = ways // first.weight.sharding.layout.ways(1, shape)
-        self._ways = self.layout.ways(0, shape)
+        self._ways = self.scheme.rows(self.layout).size
         self._product = lru_cache(maxsize=8)(self._new_product)
 
     def _new_product(self, rows: int) -> Product:

@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from ..autograd.matmul import Product, matmul
+from ..autograd.matmul import matmul
+from ..autograd.product import Product
 from ..errors import ShapeError
 from ..layout.layout import Layout
 from .parameter import new_parameter
@@ -51,7 +52,6 @@ class Linear(nn.Module):
             if bias
             else None
         )
-        self._ways = self.input_layout.ways(0, scheme.grid.shape)
         self._product = lru_cache(maxsize=8)(self._new_product)
 
     def _new_product(self, rows: int) -> Product:
@@ -61,7 +61,7 @@ class Linear(nn.Module):
         """Y's block for X's. rows: the global number of rows, where the blocks of X may be uneven; default local · ways."""
         if x.dim() < 2:
             raise ShapeError(f"Linear takes a block [rows…, {self.k}] with at least 2 dims; it was given {tuple(x.shape)}.")
-        rows = x.shape[:-1].numel() * self._ways if rows is None else rows
+        rows = x.shape[:-1].numel() * self.scheme.rows(self.input_layout).size if rows is None else rows
         return matmul(x, self.weight, self._product(rows), self.bias)
 
     def extra_repr(self) -> str:

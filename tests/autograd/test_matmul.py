@@ -6,8 +6,8 @@ from importlib import import_module
 import pytest
 import torch
 
-from summa3d.autograd import Product, all_gather, matmul, reduce_scatter, sum_gradient
-from summa3d.gemm import Cuboid, CuboidPlan, volume
+from summa3d.autograd import all_gather, matmul, product, reduce_scatter, sum_gradient
+from summa3d.gemm import CuboidPlan, volume
 from summa3d.layout import Layout, collect, distribute, split_sizes
 
 M, N, K = 29, 23, 31
@@ -42,9 +42,9 @@ def test_gradients_equal_torch_and_move_the_words_of_their_formula(make_grid, wo
             distribute(value.detach(), grid, layout).requires_grad_()
             for value, layout in ((a, plan.a_layout), (b, plan.b_layout), (bias, Layout((plan.y,))))
         )
-        product = Product(Cuboid(plan, grid), regather, grid[plan.x, plan.z])
+        bound = product(plan, grid, regather, grid[plan.x, plan.z])
         with grid.ledger.watch() as forward:
-            c = matmul(local_a, local_b, product, local_bias)
+            c = matmul(local_a, local_b, bound, local_bias)
         with grid.ledger.watch() as backward:
             c.backward(distribute(dc, grid, plan.c_layout))
         assert close(c, grid, plan.c_layout, want.detach())
@@ -65,7 +65,7 @@ def test_a_gradient_that_is_not_asked_for_is_not_computed(make_grid):
     for need_a, need_b in ((True, False), (False, True)):
         local_a = distribute(a.detach(), grid, plan.a_layout).requires_grad_(need_a)
         local_b = distribute(b.detach(), grid, plan.b_layout).requires_grad_(need_b)
-        c = matmul(local_a, local_b, Product(Cuboid(plan, grid)))
+        c = matmul(local_a, local_b, product(plan, grid))
         with grid.ledger.watch() as moved:
             c.backward(distribute(dc, grid, plan.c_layout))
         assert (local_a.grad is None, local_b.grad is None) == (not need_a, not need_b)
@@ -78,7 +78,6 @@ def test_the_scatter_of_da_is_in_flight_while_db_is_computed(make_grid, monkeypa
     plan = CuboidPlan("nn", M, N, K)
     a, b, _, dc = operands(plan)
     events = []
-    cuboid = Cuboid(plan, grid)
     start = type(grid["y"]).start_reduce_scatter
 
     def started(axis, *args, **kwargs):
@@ -88,13 +87,13 @@ def test_the_scatter_of_da_is_in_flight_while_db_is_computed(make_grid, monkeypa
         pending.wait = lambda: (events.append(f"wait {axis.label}"), wait())[1]
         return pending
 
-    module = import_module("summa3d.autograd.matmul")
+    module = import_module("summa3d.autograd.product")
     local_product = module.multiply
     monkeypatch.setattr(type(grid["y"]), "start_reduce_scatter", started)
     monkeypatch.setattr(module, "multiply", lambda *args: (events.append("product"), local_product(*args))[1])
     local_a = distribute(a.detach(), grid, plan.a_layout).requires_grad_()
     local_b = distribute(b.detach(), grid, plan.b_layout).requires_grad_()
-    matmul(local_a, local_b, Product(cuboid)).backward(distribute(dc, grid, plan.c_layout))
+    matmul(local_a, local_b, product(plan, grid)).backward(distribute(dc, grid, plan.c_layout))
     assert events == ["product", "start y", "product", "start x", "wait y", "wait x"]
 
 

@@ -10,6 +10,7 @@ import torch
 from plain_gpt import PlainGPT
 from torch import Tensor
 
+from summa3d.comm.grid import Place
 from summa3d.layout import collect, distribute
 from summa3d.nn import GPT, ModelConfig, scheme
 from summa3d.nn.volume import GPTVolume
@@ -104,7 +105,7 @@ def test_a_step_moves_exactly_the_words_of_its_formula(make_grid, world_size, re
             loss = model(tokens, labels)
         with grid.ledger.watch() as backward:
             loss.backward()
-        cost = GPTVolume(CONFIG, len(tokens), tokens.shape[1], grid.shape, grid.coordinates, regather).step()
+        cost = GPTVolume(CONFIG, model.scheme, *tokens.shape).step()
         assert (forward.words, forward.messages) == (cost.forward.words, cost.forward.messages)
         assert (backward.words, backward.messages) == (cost.backward.words, cost.backward.messages)
 
@@ -114,23 +115,14 @@ def test_a_blocks_linears_move_the_mean_words_of_the_design(make_grid, world_siz
     x, y, z = {8: (2, 2, 2), 12: (2, 3, 2)}[world_size]
     config = replace(CONFIG, ffn=4 * CONFIG.hidden)
     b, s, h = lcm(x * y, x * z), 7, config.hidden
-    shape = {"x": x, "y": y, "z": z}
     totals = [0, 0, 0]
-    for i in range(x):
-        for j in range(y):
-            for k_index in range(z):
-                at = {"x": i, "y": j, "z": k_index}
-                kept, regathered = (GPTVolume(config, b, s, shape, at, regather) for regather in (False, True))
-                roles = [
-                    (("x", "y", "z"), h, 3 * h),
-                    (("x", "z", "y"), h, h),
-                    (("x", "y", "z"), h, 4 * h),
-                    (("x", "z", "y"), 4 * h, h),
-                ]
-                for role, k, n in roles:
-                    totals[0] += kept.linear(k, n, role, bias=False).forward.words
-                    totals[1] += kept.linear(k, n, role, bias=False).backward.words
-                    totals[2] += regathered.linear(k, n, role, bias=False).backward.words
+    for rank in range(world_size):
+        kept, regathered = (
+            GPTVolume(config, scheme("cuboid", Place({"x": x, "y": y, "z": z}, rank), regather), b, s).linears()
+            for regather in (False, True)
+        )
+        for index, cost in enumerate((kept.forward, kept.backward, regathered.backward)):
+            totals[index] += cost.words
     e = b * s * h
     assert totals[0] == totals[1] == (y - 1) * 4 * e + (z - 1) * 12 * e + (x - 1) * 12 * h * h
     assert totals[2] == 6 * (y - 1) * e + 17 * (z - 1) * e + 24 * (x - 1) * h * h

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from summa3d.errors import GridError, LayoutError, ShapeError
+from summa3d.errors import LayoutError, ShapeError
 from summa3d.layout import Layout, Sharding, collect, distribute
 from summa3d.nn import GPT, MLP, LayerNorm, Linear, ModelConfig, cross_entropy, initialise, scheme
 
@@ -95,16 +95,6 @@ def test_a_dim_that_the_grid_cannot_split_is_named_with_what_would_fit(make_grid
         scheme("cuboid", make_grid(**axes)).check(config, batch)
     for text in says:
         assert text in str(raised.value)
-
-
-@pytest.mark.mpi(sizes=(2,))
-def test_schemes_name_what_they_need(make_grid, comm):
-    with pytest.raises(GridError, match="axes x, y, z"):
-        scheme("cuboid", make_grid(y=2))
-    with pytest.raises(GridError, match="1 rank"):
-        scheme("serial", make_grid(x=2, y=1, z=1))
-    with pytest.raises(LayoutError, match="serial, cuboid"):
-        scheme("cubiod", make_grid(x=2, y=1, z=1))
 
 
 @pytest.mark.mpi(sizes=(2,))

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from summa3d.comm.grid import describe
+from summa3d.comm.grid import Place, describe
 from summa3d.nn.config import ModelConfig
+from summa3d.nn.scheme import scheme
 from summa3d.nn.volume import GPTVolume
 from summa3d.train import metrics
 from summa3d.train.config import Config, DataConfig, GridConfig, TrainConfig
@@ -52,7 +53,9 @@ def test_loss_and_gradient_norm_of_20_steps_equal_the_serial_runs(comm, world_si
             for number in ("loss", "grad_norm"):
                 assert abs(ours[number] - theirs[number]) <= tolerance * abs(theirs[number]), (grid, ours["step"], number)
         words = max(
-            GPTVolume(MODEL, TRAINING.micro_batch, MODEL.sequence, grid.axes, at).step(TRAINING.accumulate).words
-            for at in ({"x": i, "y": j, "z": l} for i in range(x) for j in range(y) for l in range(z))  # noqa: E741
+            GPTVolume(MODEL, scheme("cuboid", Place(grid.axes, rank)), TRAINING.micro_batch, MODEL.sequence)
+            .step(TRAINING.accumulate)
+            .words
+            for rank in range(world_size)
         )
         assert {entry["words_per_rank"] for entry in got} == {words}, describe(grid.axes)

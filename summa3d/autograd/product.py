@@ -1,0 +1,223 @@
+# Products bound to a grid together with their gradients, each callable alone. Imports comm, gemm; needs torch.
+# The set is closed: every gradient of NN, NT, TN, TT is again a product of the same algorithm, on the layouts that are there.
+# Next: matmul.py, which makes of one a torch function; nn/scheme.py, which chooses it.
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from ..comm.collectives import Axis
+from ..comm.grid import Grid
+from ..comm.pending import Pending, completed
+from ..errors import ShapeError
+from ..gemm.agarwal import AgarwalPlan
+from ..gemm.algorithms import ALGORITHMS
+from ..gemm.cuboid import Cuboid, CuboidPlan
+from ..gemm.local import multiply
+from ..gemm.oned import OnedColumnPlan, OnedPlan
+from ..gemm.plan import Product as Executor
+from ..gemm.plan import ProductPlan
+from ..gemm.workspace import Workspace
+
+T = TypeVar("T")
+
+
+class Gradient(NamedTuple):
+    """The gradient of one operand as a product: its form, which dims of the product are its m, n, k, and whether dC is its A.
+
+    The other operand is B for dA, and A for dB.
+    """
+
+    form: str
+    dims: str
+    c_first: bool
+
+
+GRADIENTS = {
+    # form: (dA, dB)
+    "nn": (Gradient("nt", "mkn", True), Gradient("tn", "knm", False)),
+    "nt": (Gradient("nn", "mkn", True), Gradient("tn", "nkm", True)),
+    "tn": (Gradient("nt", "kmn", False), Gradient("nn", "knm", False)),
+    "tt": (Gradient("tt", "kmn", False), Gradient("tt", "nkm", True)),
+}
+
+
+EXECUTORS: dict[Any, Callable[..., Executor]] = {algorithm.plan: algorithm.executor for algorithm in ALGORITHMS.values()}
+
+
+class Product(ABC):
+    """C = op(A)·op(B) (+ bias) on a grid, and its gradients, each callable alone.
+
+    plan : sizes and layouts. rows : the plane of axes that split C's rows: over it a bias gradient is summed; None, no bias.
+    Raises ShapeError for a form without gradient here.
+    """
+
+    def __init__(self, plan: ProductPlan, rows: Axis | None = None) -> None:
+        if plan.form not in GRADIENTS:
+            raise ShapeError(f"form {plan.form!r} has no gradient here. Forms that have: {', '.join(GRADIENTS)}.")
+        self.plan, self.rows = plan, rows
+        self.of_a, self.of_b = GRADIENTS[plan.form]
+
+    @abstractmethod
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """C's block, and the operands to keep for the gradients."""
+
+    def share(self, c: Tensor) -> Tensor:
+        """What both gradients take of dC, made once: dC as it is, or gathered."""
+        return c
+
+    @abstractmethod
+    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+        """Start dA from the shared dC and B as kept; what sums it over ranks is in flight when this returns, where it can be."""
+
+    @abstractmethod
+    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+        """Start dB from the shared dC and A as kept."""
+
+
+class Gathered(Product):
+    """The cuboid's: operands gathered, the product, and a scatter; dC is gathered once for both gradients.
+
+    `regather` keeps only the shards for backward and gathers them again: memory 1/P. Without it the gathered operands
+    are kept: fewer words.
+    """
+
+    def __init__(self, cuboid: Cuboid, regather: bool = True, rows: Axis | None = None) -> None:
+        super().__init__(cuboid.plan, rows)
+        self.cuboid, self.regather = cuboid, regather
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        self.cuboid.check(a, b)
+        a_gathered, b_gathered = self.cuboid.gather_a(a), self.cuboid.gather_b(b)
+        c = self.cuboid.scatter_c(self.cuboid.multiply(a_gathered, b_gathered))
+        return c, (a, b) if self.regather else (a_gathered, b_gathered)
+
+    def share(self, c: Tensor) -> Tensor:
+        return self.cuboid.gather_c(c)
+
+    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+        """The scatter along y is in flight when this returns."""
+        return self.cuboid.start_scatter_a(local(self.of_a, shared, self.cuboid.gather_b(b) if self.regather else b))
+
+    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+        """The scatter along x is in flight when this returns."""
+        return self.cuboid.start_scatter_b(local(self.of_b, shared, self.cuboid.gather_a(a) if self.regather else a))
+
+
+class Line(Product):
+    """The two 1-D products, by columns and by rows: blocks as they lie; an inner dim that the axis splits is all-reduced.
+
+    By columns (n split) that is dA's, by rows (k split) C's; dB's never. Nothing is gathered, so there is nothing to gather
+    again. The sequence-parallel pair is the cuboid of 1×t×1.
+    """
+
+    def __init__(self, plan: OnedPlan, grid: Grid, rows: Axis | None = None) -> None:
+        super().__init__(plan, rows)
+        if plan.sequence:
+            raise ShapeError("A sequence-parallel 1-D product has its gradients as the cuboid of 1×t×1: take a CuboidPlan.")
+        self.executor = EXECUTORS[type(plan)](plan, grid)
+        self.axis = grid[plan.y]
+        self.split = "n" if isinstance(plan, OnedColumnPlan) else "k"
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        self.executor.check(a, b)
+        c = multiply(a, b, self.plan.form)
+        return self._start_sum(c, "k").wait(), (a, b)
+
+    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+        """The sum along y, if there is one, is in flight when this returns."""
+        return self._start_sum(local(self.of_a, shared, b), self.of_a.dims[2])
+
+    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+        return self._start_sum(local(self.of_b, shared, a), self.of_b.dims[2])
+
+    def _start_sum(self, partial: Tensor, inner: str) -> Pending:
+        return self.axis.start_all_reduce(partial, into=partial) if inner == self.split else completed(partial)
+
+
+class Executed(Product):
+    """Any algorithm whose gradients are products of its own: SUMMA, Tesseract, Agarwal's. The shards are kept, and nothing else.
+
+    `workspace` may be shared by any number of products of one grid: each is complete when it returns.
+    Raises ShapeError where the set does not close: a gradient would not lie as the operand does.
+    """
+
+    def __init__(self, plan: ProductPlan, grid: Grid, rows: Axis | None = None, workspace: Workspace | None = None) -> None:
+        super().__init__(plan, rows)
+        self.grid, self.workspace = grid, workspace or Workspace(grid)
+        self.a_plan, self.b_plan = gradient_plans(plan)
+        self._executor = self._bound(plan)
+
+    @cached_property
+    def _grad_a(self) -> Executor:
+        return self._bound(self.a_plan)
+
+    @cached_property
+    def _grad_b(self) -> Executor:
+        return self._bound(self.b_plan)
+
+    def _bound(self, plan: ProductPlan) -> Executor:
+        return EXECUTORS[type(plan)](plan, self.grid, self.workspace)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return self._executor.run(a, b), (a, b)
+
+    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+        """Complete when this returns: the algorithm sums as it goes."""
+        return completed(self._grad_a.run(*in_order(self.of_a, shared, b)))
+
+    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+        """Complete when this returns."""
+        return completed(self._grad_b.run(*in_order(self.of_b, shared, a)))
+
+
+def product(
+    plan: ProductPlan, grid: Grid, regather: bool = True, rows: Axis | None = None, workspace: Workspace | None = None
+) -> Product:
+    """The product of `plan` on `grid` with its gradients, whatever the algorithm; `regather` matters to those that gather."""
+    if isinstance(plan, CuboidPlan):
+        return Gathered(Cuboid(plan, grid), regather, rows)
+    if isinstance(plan, OnedPlan):
+        return Line(plan, grid, rows)
+    return Executed(plan, grid, rows, workspace)
+
+
+def gradient_plans(plan: ProductPlan) -> tuple[ProductPlan, ProductPlan]:
+    """The plans of dA and dB, of the algorithm that `plan` is of; raises ShapeError where they do not lie as A and B do."""
+    plans = []
+    for name, gradient, layout in zip("AB", GRADIENTS[plan.form], (plan.a_layout, plan.b_layout), strict=True):
+        found = _gradient_plan(plan, gradient)
+        operands = in_order(gradient, plan.c_layout, plan.b_layout if name == "A" else plan.a_layout)
+        if (found.a_layout, found.b_layout, found.c_layout) != (*operands, layout):
+            raise ShapeError(f"The gradient of {name} of {plan} is no product of {plan.name} on the layouts that are there.")
+        plans.append(found)
+    return plans[0], plans[1]
+
+
+def _gradient_plan(plan: ProductPlan, gradient: Gradient) -> ProductPlan:
+    sizes = {"m": plan.m, "n": plan.n, "k": plan.k}
+    m, n, k = (sizes[dim] for dim in gradient.dims)
+    return replace(plan, form=gradient.form, m=m, n=n, k=k, **_roles(plan, gradient.dims))
+
+
+def _roles(plan: ProductPlan, dims: str) -> dict[str, str]:
+    """Agarwal's axes belong to dims, x to m, y to n, z to k, and follow them; those of the 2-D products stay where they are."""
+    if not isinstance(plan, AgarwalPlan):
+        return {}
+    axis_of = {"m": plan.x, "n": plan.y, "k": plan.z}
+    return dict(zip("xyz", (axis_of[dim] for dim in dims), strict=True))
+
+
+def in_order(gradient: Gradient, c: T, other: T) -> tuple[T, T]:
+    """The operands of a gradient's product, first and second."""
+    return (c, other) if gradient.c_first else (other, c)
+
+
+def local(gradient: Gradient, c: Tensor, other: Tensor) -> Tensor:
+    """A gradient's product on this rank."""
+    return multiply(*in_order(gradient, c, other), gradient.form)

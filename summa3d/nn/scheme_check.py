@@ -1,0 +1,84 @@
+# What sizes a scheme can split, and the error that names those and the grids that would work. Imports scheme_kinds, config.
+# Next: scheme.py, whose `check` this is.
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from ..comm.grid import describe
+from ..errors import GridError, LayoutError
+from ..gemm.plan import misfit
+from ..layout.layout import Layout
+from .config import ModelConfig
+from .scheme_kinds import Kind
+
+OUTER = ("dp", "pp", "cp", "ep")
+"""Axes around the tensor-parallel grid, which no scheme splits a layer over."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A dim that axes must divide evenly."""
+
+    dim: str
+    size: int
+    axes: tuple[str, ...]
+    why: str
+
+    def ways(self, shape: Mapping[str, int]) -> int:
+        return prod(shape[axis] for axis in self.axes)
+
+    def met(self, shape: Mapping[str, int]) -> bool:
+        return self.size % self.ways(shape) == 0
+
+
+def needs(kind: Kind, inner: Layout, config: ModelConfig, batch: int, sequence: int) -> list[Need]:
+    """What must divide evenly: whole sequences and whole heads in attention, and the dims that the residual stream splits."""
+    outer = kind.stream
+
+    def split(dim: str, axes: tuple[str, ...]) -> str:
+        return f"The residual stream's {dim} dim is split by {' then '.join(axes)} ({kind.title})."
+
+    found = [
+        Need("batch", batch, outer.dims[0], split("batch", outer.dims[0])),
+        Need("batch", batch, inner.dims[0], f"Attention holds whole sequences, split by {' then '.join(inner.dims[0])}."),
+        Need("sequence", sequence, outer.dims[1], split("sequence", outer.dims[1])),
+        Need("heads", config.heads, inner.dims[-1], f"Attention holds whole heads, split by {' then '.join(inner.dims[-1])}."),
+        Need("hidden", config.hidden, outer.dims[-1], split("hidden", outer.dims[-1])),
+    ]
+    return [need for need in found if need.axes]
+
+
+def check_sizes(kind: Kind, inner: Layout, shape: Mapping[str, int], config: ModelConfig, batch: int, sequence: int) -> None:
+    """Raise LayoutError where a dim cannot be split as the scheme needs, naming the values and the grids that would fit."""
+    wanted = needs(kind, inner, config, batch, sequence)
+    need = next((need for need in wanted if not need.met(shape)), None)
+    if need is None:
+        return
+    ways = need.ways(shape)
+    below = need.size - need.size % ways
+    values = [value for value in (below - ways, below, below + ways, below + 2 * ways) if value > 0][:3]
+    ranks = prod(shape[axis] for axis in kind.axes)
+    grids = [grid for grid in kind.grids(ranks) if all(other.met(grid) for other in wanted)]
+    plural = {"batch": "Batches"}.get(need.dim, f"Values of {need.dim}")
+    fitting = " · ".join(describe(grid) for grid in grids[:6]) or "none; change the sizes or the number of ranks"
+    sizes = dict.fromkeys(f"{other.dim} {other.size}" for other in wanted)
+    raise LayoutError(
+        f"{need.dim} {need.size} cannot be split over {'·'.join(need.axes)} = {ways} (grid {describe(shape)}).\n"
+        f"  {need.why}\n"
+        f"  {plural} that fit: {', '.join(map(str, values))}. "
+        f"Grids of {ranks} ranks that fit {', '.join(sizes)}: {fitting}."
+    )
+
+
+def check_grid(kind: Kind, shape: Mapping[str, int]) -> None:
+    """Raise GridError, naming the grids that would work, unless the scheme can use this one.
+
+    Axes of size 1 may be there or not; one that the scheme does not split over must have size 1, or be an outer one.
+    """
+    ranks = prod(size for axis, size in shape.items() if axis not in OUTER)
+    own = {axis: shape.get(axis, 1) for axis in kind.axes}
+    if own not in kind.grids(ranks):
+        used = {axis: size for axis, size in shape.items() if axis not in OUTER}
+        raise GridError(misfit(f"The {kind.name} scheme", used, kind.grids))

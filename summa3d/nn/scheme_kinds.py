@@ -1,0 +1,105 @@
+# The tensor-parallel schemes as data: for each name, the layout of the residual stream, the product that a linear is, its grids.
+# Imports layout and gemm's plans; no torch, no communication. All other layouts follow from the product's.
+# Next: scheme.py, which puts one on a grid; scheme_check.py, which says what sizes it can split.
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..gemm.cuboid import CuboidPlan
+from ..gemm.oned import OnedColumnPlan, OnedRowPlan
+from ..gemm.plan import ProductPlan
+from ..gemm.summa import SummaPlan
+from ..gemm.tesseract import TesseractPlan
+from ..layout.layout import Layout
+
+Grids = Callable[[int], list[dict[str, int]]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A scheme on no grid yet.
+
+    stream : the layout of the residual stream [b, s, h].
+    plan : (layout of an activation, form, m, n, k) → the plan of its product with a weight ("nn") or a table ("nt").
+    grids : ranks → every grid of that many that it can use; their axes are those the scheme needs.
+    title : what it is called in an error.
+    sequence_first : whether activations are stored [s, b, n], so that gathers and scatters over s are contiguous.
+    """
+
+    name: str
+    title: str
+    stream: Layout
+    plan: Callable[[Layout, str, int, int, int], ProductPlan]
+    grids: Grids
+    sequence_first: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that the scheme needs, of any size."""
+        return tuple(self.grids(1)[0])
+
+
+def row_axes(layout: Layout) -> tuple[str, ...]:
+    """The axes that split the rows (b, s) of an activation, coarse first."""
+    return tuple(axis for axes in layout.dims[:-1] for axis in axes)
+
+
+def is_sequence_fine(layout: Layout) -> bool:
+    """Whether an activation [b, s, n] of a cuboid has its fine split on s (outside) or on the columns (inside), not on b."""
+    return len(layout.dims) == 3 and (layout.dims[1] != () or len(layout.dims[2]) == 2)
+
+
+def cuboid(layout: Layout, form: str, m: int, n: int, k: int) -> CuboidPlan:
+    """y and z change places from one product to the next; a sequence-fine input has its fine split on s, its output on n."""
+    if is_sequence_fine(layout) and layout.dims[1] == ():
+        (x,), (z, y) = layout.dims[0], layout.dims[2]
+        return CuboidPlan(form, m, n, k, x, y, z, a_fine=1)
+    (x, y), (z,) = row_axes(layout), layout.dims[-1]
+    return CuboidPlan(form, m, n, k, x, y, z, c_fine=int(is_sequence_fine(layout)))
+
+
+def oned(layout: Layout, form: str, m: int, n: int, k: int) -> OnedColumnPlan | OnedRowPlan:
+    """By columns of a whole activation, by rows of a split one."""
+    return OnedRowPlan(form, m, n, k, "y") if layout.dims[-1] else OnedColumnPlan(form, m, n, k, "y")
+
+
+def summa(layout: Layout, form: str, m: int, n: int, k: int) -> SummaPlan:
+    """Every activation and every weight lies as rows:x columns:y."""
+    (x,), (y,) = row_axes(layout), layout.dims[-1]
+    return SummaPlan(form, m, n, k, x, y)
+
+
+def tesseract(layout: Layout, form: str, m: int, n: int, k: int) -> TesseractPlan:
+    """As summa on each depth, weights copied."""
+    (d, x), (y,) = row_axes(layout), layout.dims[-1]
+    return TesseractPlan(form, m, n, k, x, y, d=d)
+
+
+def _one_rank(ranks: int) -> list[dict[str, int]]:
+    return [{"x": 1, "y": 1, "z": 1}] if ranks == 1 else []
+
+
+def _one_line(ranks: int) -> list[dict[str, int]]:
+    return [{"x": 1, "y": ranks, "z": 1}]
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("serial", "one rank", Layout(("x", "y"), (), ("z",)), cuboid, _one_rank),
+        Kind("oned", "1-D", Layout((), (), ()), oned, OnedColumnPlan.grids),
+        Kind("oned-sp", "sequence-parallel 1-D", Layout(("x",), ("y",), ("z",)), cuboid, _one_line, sequence_first=True),
+        Kind("summa", "2-D", Layout(("x",), (), ("y",)), summa, SummaPlan.grids),
+        Kind("tesseract", "2.5-D", Layout(("d", "x"), (), ("y",)), tesseract, TesseractPlan.grids),
+        Kind("cuboid", "batch-fine cuboid", Layout(("x", "y"), (), ("z",)), cuboid, CuboidPlan.grids),
+        Kind(
+            "cuboid-sequence",
+            "sequence-fine cuboid",
+            Layout(("x",), ("y",), ("z",)),
+            cuboid,
+            CuboidPlan.grids,
+            sequence_first=True,
+        ),
+    )
+}
