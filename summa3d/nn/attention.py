@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..autograd.collectives import all_gather
+from ..autograd.recompute import recompute
 from ..comm.collectives import Axis
 from ..comm.grid import describe
 from ..errors import LayoutError
@@ -26,16 +27,23 @@ class AttentionCore(nn.Module):
     """softmax(Q·Kᵀ/√d)·V on this rank's sequences and heads; moves nothing and has no parameters.
 
     torch's fused attention is used, except with attention dropout, whose masks are counter-based. k and v may have fewer
-    heads than q, each shared by consecutive ones.
+    heads than q, each shared by consecutive ones. With `recomputed`, backward keeps q, k and v alone and computes it again.
     """
 
     def __init__(self, heads: int, causal: bool, dropout: float, name: str, scheme: Scheme, inner: Layout) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads, self.causal, self.recomputed = heads, causal, False
         self.dropout = Dropout(dropout, f"{name}.attention", scheme, Layout(inner.dims[0], inner.dims[-1], (), ()))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
         """q [b/(XZ), a/Y, s, d], k and v [b/(XZ), kv/Y, s, d] → [b/(XZ), a/Y, s, d]."""
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._attend(q, k, v, batch, visible)
+
+        return recompute(run, (q, k, v)) if self.recomputed else run(q, k, v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
         if self.training and self.dropout.probability:
             return self._unfused(q, k, v, batch, visible.allowed)
         causal = self.causal and visible.allowed is None

@@ -2,13 +2,17 @@
 # Next: gpt.py, llama.py, bert.py, vit.py.
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..autograd.recompute import recompute
 from ..errors import ShapeError
 from ..layout.distribute import collect
 from ..layout.layout import Layout
+from .attention import AttentionCore
 from .block import Block
 from .config import ModelConfig
 from .dropout import Batch, Dropout
@@ -30,6 +34,7 @@ class Body(nn.Module):
     def __init__(self, config: ModelConfig, scheme: Scheme, seed: int) -> None:
         super().__init__()
         self.config, self.scheme, self.seed = config, scheme, seed
+        self.recomputed_layers = 0
         shape, inner = scheme.grid.shape, scheme.after_linear(scheme.stream)
         scheme.check(config, scheme.stream.ways(0, shape) * inner.ways(0, shape))
 
@@ -39,10 +44,30 @@ class Body(nn.Module):
         names = (f"blocks.{index}" for index in range(self.config.layers))
         self.blocks = nn.ModuleList(Block(self.config, self.scheme, name, dtype) for name in names)
 
+    def recompute(self, kind: str, layers: int = 1) -> None:
+        """What backward computes again instead of keeping it.
+
+        kind : "none"; "full", every `layers` blocks from their input, of which each rank keeps its own block; "selective", the
+            attention core alone, from q, k and v: most of the memory for a small part of the arithmetic, and no words.
+        """
+        self.recomputed_layers = layers if kind == "full" else 0
+        for module in self.modules():
+            if isinstance(module, AttentionCore):
+                module.recomputed = kind == "selective"
+
     def through_blocks(self, x: Tensor, batch: Batch, sees: Visible) -> Tensor:
         """The stream after the last block."""
-        for block in self.blocks:
-            x = block(x, batch, sees)
+
+        def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+            for block in blocks:
+                x = block(x, batch, sees)
+            return x
+
+        if not self.recomputed_layers:
+            return run(self.blocks, x)
+        for first in range(0, len(self.blocks), self.recomputed_layers):
+            blocks = self.blocks[first : first + self.recomputed_layers]
+            x = recompute(partial(run, blocks), [x], list(blocks))
         return x
 
     def drop(self, x: Tensor, batch: Batch) -> Tensor:

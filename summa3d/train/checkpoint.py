@@ -96,7 +96,8 @@ class Checkpoint:
 
 def identity(model: ModelConfig) -> dict[str, Any]:
     """What makes a model another model: every key that decides the weights, defaults filled in."""
-    table = {**tables.dump(model), "kv_heads": model.kv_heads or model.heads, "ffn": model.width}
+    filled = {"kv_heads": model.groups, "ffn": model.width, "norm_eps": model.eps, "rotary_base": model.theta}
+    table = {**tables.dump(model), **filled}
     return {f"model.{key}": table[key] for key in sorted(table) if key not in FREE_KEYS}
 
 

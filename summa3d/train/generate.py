@@ -11,7 +11,7 @@ import torch
 
 from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError, GridError, LayoutError
-from ..nn.gpt import GPT
+from ..nn.model import Model
 from ..nn.scheme import Scheme, scheme
 from . import checkpoint, corpus
 from . import config as configuration
@@ -29,7 +29,7 @@ STREAM = 0x6765_6E65_7261_7465
 
 
 def sample(
-    model: GPT,
+    model: Model,
     plan: Scheme,
     config: ModelConfig,
     tokenizer: corpus.Tokenizer,
@@ -84,7 +84,7 @@ def choose(logits: np.ndarray, temperature: float, top_k: int, random: float) ->
     return min(int(np.searchsorted(cumulative, random * cumulative[-1], side="right")), int(np.flatnonzero(logits > -np.inf)[-1]))
 
 
-def load(folder: Path, comm: MPI.Intracomm) -> tuple[GPT, Scheme, Config, corpus.Tokenizer]:
+def load(folder: Path, comm: MPI.Intracomm) -> tuple[Model, Scheme, Config, corpus.Tokenizer]:
     """The model of a run's newest checkpoint, in the dtype that it computed in: in serial on one rank, else on the run's grid.
 
     Raises CheckpointError where the run has no checkpoint or a damaged one, GridError for another number of ranks.

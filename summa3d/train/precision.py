@@ -1,5 +1,5 @@
 # Working copies in 16 bits of float32 weights, and the scale that keeps float16 gradients from vanishing.
-# Imports config for its types, errors, torch. The layers know nothing of it: they compute in the dtype of their weights.
+# Imports autograd, config, errors, torch. The layers know nothing of it: they compute in the dtype of their weights.
 # Next: loop.py, which takes a step with it; optimizer.py, which sees float32 only.
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ..autograd.recompute import places_of, weights_in
 from ..errors import Summa3dError
 from .config import master_dtype
 
@@ -38,15 +39,10 @@ def working_weights(model: torch.nn.Module, config: Config) -> Iterator[None]:
         yield
         return
     dtype = torch_dtype(config.dtype)
-    places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None]
-    copies = {p: p.to(dtype) for _, _, p in places}
-    for module, name, p in places:
-        cast(dict[str, Any], module._parameters)[name] = copies[p]
-    try:
+    places = places_of([model])
+    copies = {id(p): p.to(dtype) for p in model.parameters()}
+    with weights_in(places, [copies[id(module._parameters[name])] for module, name in places]):
         yield
-    finally:
-        for module, name, p in places:
-            module._parameters[name] = p
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError
-from ..nn.gpt import GPT
+from ..nn.model import Model, build
 from ..nn.scheme import Scheme, scheme
 from . import checkpoint, tokens
 from . import config as configuration
@@ -32,7 +32,7 @@ class Run:
     grid: Grid
     scheme: Scheme
     tokens: tokens.Tokens
-    model: GPT
+    model: Model
     optimizer: AdamW
     loss_scale: LossScale
     done: int = 0
@@ -72,9 +72,11 @@ def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = Fa
     return run
 
 
-def build_model(config: Config, plan: Scheme) -> GPT:
+def build_model(config: Config, plan: Scheme) -> Model:
     """The model that the configuration describes, with the weights of its seed, in the dtype that they are kept in."""
-    return GPT(config.model, scheme=plan, dtype=torch_dtype(master_dtype(config.dtype)), seed=config.train.seed)
+    model = build(config.model, plan, torch_dtype(master_dtype(config.dtype)), config.train.seed)
+    model.recompute(config.recompute, config.recompute_layers)
+    return model
 
 
 def open_grid(config: Config, comm: MPI.Intracomm) -> tuple[Grid, Scheme]:

@@ -1,0 +1,77 @@
+# Activations computed again in backward instead of kept: a stretch of layers keeps its input, and runs twice. Needs torch.
+# Imports torch only: the layers' collectives count themselves, and their dropout masks need no random state.
+# Next: nn/body.py (every n blocks), nn/attention.py (its core alone).
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+Place = tuple[nn.Module, str]
+"""Where a weight is found: the module and its name there."""
+
+
+def places_of(modules: Sequence[nn.Module]) -> list[Place]:
+    """Where the weights of `modules` are found, one used twice in every place."""
+    parts = [part for module in modules for part in module.modules()]
+    return [(part, name) for part in parts for name, weight in part._parameters.items() if weight is not None]
+
+
+@contextmanager
+def weights_in(places: Sequence[Place], weights: Sequence[Tensor]) -> Iterator[None]:
+    """Within the block, layers find `weights` in `places`; afterwards what was there before."""
+    before = [module._parameters[name] for module, name in places]
+    _put(places, weights)
+    try:
+        yield
+    finally:
+        _put(places, before)
+
+
+def _put(places: Sequence[Place], weights: Sequence[Any]) -> None:
+    for (module, name), weight in zip(places, weights, strict=True):
+        module._parameters[name] = weight
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], places: list[Place], inputs: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.run, ctx.places, ctx.inputs = run, places, inputs
+        return run(*tensors[:inputs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[3:]
+        tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needs, strict=True)]
+        with torch.enable_grad(), weights_in(ctx.places, tensors[ctx.inputs :]):
+            again = ctx.run(*tensors[: ctx.inputs])
+        wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
+        grads = iter(torch.autograd.grad(again, wanted, grad))
+        return None, None, None, *(next(grads) if need else None for need in needs)
+
+
+def recompute(run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Sequence[nn.Module] = ()) -> Tensor:
+    """`run(*inputs)`, keeping of it only the inputs: backward runs it again first. The gradients are the same bits.
+
+    Parameters
+    ----------
+    run : one tensor from the inputs; it must compute the same a second time. Counter-based masks do, and so do collectives,
+        which every rank repeats in the same order.
+    inputs : this rank's blocks. On a grid that splits them each rank keeps its own piece, nothing is gathered to be kept
+        (the distributed checkpointed activations of Xu et al. 2021, §3.2.3, without a buffer of their own).
+    modules : whose weights `run` uses; those it finds now, it finds again in backward (16-bit copies, for example).
+
+    Moves forward what `run` moves; backward that once more and the gradients' words. Memory kept: the inputs.
+    Source: Chen et al. 2016, §3.
+    """
+    if not torch.is_grad_enabled():
+        return run(*inputs)
+    places = places_of(modules)
+    weights = [module._parameters[name] for module, name in places]
+    return _Recompute.apply(run, places, len(inputs), *inputs, *weights)
