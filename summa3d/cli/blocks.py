@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,18 @@ def inputs(case: Case) -> tuple[Tensor, Tensor]:
     return x, gradient
 
 
+class Racer(Protocol):
+    """Whoever can take part: ours, or a peer in bench/."""
+
+    def seconds(self) -> tuple[float, float]: ...
+
+    def output(self) -> Tensor: ...
+
+    def facts(self) -> dict[str, Any]: ...
+
+    def amounts(self) -> dict[str, Any]: ...
+
+
 class Runner:
     """An entry with its weights and input in place. Creating one is collective over `world`."""
 
@@ -119,10 +131,6 @@ class Runner:
         self.x = self._stored(x).requires_grad_()
         self.gradient = self._stored(gradient)
         self.batch = Batch(case.batch, case.config.sequence)
-
-    @property
-    def label(self) -> str:
-        return self.entry.label
 
     def facts(self) -> dict[str, Any]:
         """Who this is, for a row."""
@@ -207,31 +215,39 @@ def race(entries: Sequence[Entry], case: Case, world: MPI.Intracomm, rounds: int
     norm of the difference between an entry's output and the first entry's, by the latter's norm: all compute one function.
     """
     runners = [Runner(entry, case, world) for entry in entries]
-    times: list[list[tuple[float, float]]] = [[] for _ in runners]
-    for _ in range(rounds + 1):
-        for runner, taken in zip(runners, times, strict=True):
-            taken.append(runner.seconds())
-    rows = list(_rows(runners, [taken[1:] for taken in times]))
+    rows = list(rows_of(runners, timed(runners, rounds)))
     for runner in runners:
         runner.free()
-    facts = {"batch": case.batch, "dtype": case.dtype, "flops": case.flops}
-    return {"case": {**asdict(case.config), **facts}, "ranks": world.size, "rows": rows}
+    return {**facts(case, world.size), "rows": rows}
 
 
-def _rows(runners: Sequence[Runner], times: Sequence[Sequence[tuple[float, float]]]) -> Iterator[dict[str, Any]]:
-    reference = runners[0].output()
-    for runner, taken in zip(runners, times, strict=True):
-        difference = (runner.output() - reference).norm() / reference.norm()
-        yield {
-            **runner.facts(),
-            "seconds": {
-                "forward": spread([forward for forward, _ in taken]),
-                "backward": spread([backward for _, backward in taken]),
-                "both": spread([forward + backward for forward, backward in taken]),
-            },
-            **runner.amounts(),
-            "relative_difference": difference.item(),
+def facts(case: Case, ranks: int) -> dict[str, Any]:
+    """What was run, for a result."""
+    return {"case": {**asdict(case.config), "batch": case.batch, "dtype": case.dtype, "flops": case.flops}, "ranks": ranks}
+
+
+def timed(racers: Sequence[Racer], rounds: int) -> list[dict[str, Any]]:
+    """Every racer once a round, in turn, and one more round before that is not counted: seconds of each."""
+    times: list[list[tuple[float, float]]] = [[] for _ in racers]
+    for _ in range(rounds + 1):
+        for racer, taken in zip(racers, times, strict=True):
+            taken.append(racer.seconds())
+    return [
+        {
+            "forward": spread([forward for forward, _ in taken[1:]]),
+            "backward": spread([backward for _, backward in taken[1:]]),
+            "both": spread([forward + backward for forward, backward in taken[1:]]),
         }
+        for taken in times
+    ]
+
+
+def rows_of(racers: Sequence[Racer], seconds: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row for each racer: who it is, its seconds, what it moves and holds, and how far its output is from the first one's."""
+    reference = racers[0].output()
+    for racer, taken in zip(racers, seconds, strict=True):
+        difference = (racer.output() - reference).norm() / reference.norm()
+        yield {**racer.facts(), "seconds": taken, **racer.amounts(), "relative_difference": difference.item()}
 
 
 def spread(seconds: list[float]) -> dict[str, Any]:

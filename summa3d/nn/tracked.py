@@ -29,16 +29,23 @@ def saved_bytes(given: Iterable[Tensor] = ()) -> Iterator[Saved]:
     `given` are the parameters and the inputs, which live anyway. The account holds what it counts until it is dropped.
     """
     saved = Saved()
-    outside = {tensor.untyped_storage().data_ptr() for tensor in given}
+    outside = {_local(tensor).untyped_storage().data_ptr() for tensor in given}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        storage = _local(tensor).untyped_storage()
         if storage.data_ptr() not in outside:
             saved.storages[storage.data_ptr()] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part that lies here: of one of torch's own distributed tensors, which a peer may save, its local tensor."""
+    with torch.no_grad():
+        local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def peak_bytes(step: Callable[[], object]) -> int:

@@ -1,0 +1,267 @@
+# Transformer blocks, forward and backward, against an equal model in PyTorch's own tensor parallelism (DTensor over gloo).
+# Both run in the same processes, in turn, from the same weights and input. May import common; on the ranks, summa3d and torch.
+# Next: README.md.
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import note, on_ranks, save, verdict
+
+RANKS = 8
+SIZES = {"layers": 2, "hidden": 512, "heads": 8, "sequence": 256}
+BATCH = 8
+ONE_D = ("oned", "oned-sp")
+BEST_CUBOID, SEVERAL_AXES, ONED = 0.9, 1.0, 1.0  # limits of the three claims
+TRIALS = 3  # rounds of the heat that picks who races
+TOLERANCE = 1e-4
+BOUND, FREE = (
+    "DTensor",
+    "DTensor, threads free",
+)  # the rank's main thread on its one core, as ours; or wherever the kernel puts it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="for `summa3d report`")
+    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.on_ranks:
+        return measure(args.rounds)
+    result = json.loads(on_ranks(RANKS, [__file__, "--rounds", str(args.rounds), "--on-ranks"]).splitlines()[-1])
+    from summa3d.cli.report import table
+
+    print(table(result))
+    for claim, ratio, limit in claims(result["rows"]):
+        print(f"{claim}: {ratio['median']:.2f} [{ratio['min']:.2f}–{ratio['max']:.2f}]")
+        print("  " + verdict(f"at most {limit}", ratio["median"] <= limit))
+    save(result, args.json)
+
+
+def claims(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, float], float]]:
+    """Each claim with its quotient of times, round by round, and its limit; without those of schemes that did not run."""
+    ours = [row for row in rows if row["scheme"] != "dtensor"]
+    one_d = fastest([row for row in ours if row["scheme"] in ONE_D])
+    oned = fastest([row for row in ours if row["scheme"] == "oned"])
+    cuboid = fastest([row for row in ours if row["scheme"] not in ONE_D])
+    several = fastest([row for row in ours if row["scheme"] not in ONE_D and sum(n > 1 for n in row["grid"].values()) > 1])
+    peer = fastest([row for row in rows if row["scheme"] == "dtensor"])
+    compared = [(cuboid, one_d, BEST_CUBOID), (several, one_d, SEVERAL_AXES), (oned, peer, ONED), (cuboid, peer, ONED)]
+    return [
+        (f"{own['label']} ÷ {other['label']}", quotient(own, other), limit)
+        for own, other, limit in compared
+        if own is not None and other is not None
+    ]
+
+
+def fastest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return min(rows, key=lambda row: row["seconds"]["both"]["median"], default=None)
+
+
+def quotient(own: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    rounds = [mine / its for mine, its in zip(own["seconds"]["both"]["all"], other["seconds"]["both"]["all"], strict=True)]
+    return {"median": median(rounds), "min": min(rounds), "max": max(rounds)}
+
+
+def measure(rounds: int) -> None:
+    """Runs on every rank: a heat of all grids, then the fastest of each kind against DTensor, in turn; rank 0 prints."""
+    from summa3d.cli.main import start_mpi
+
+    start_mpi()
+    from mpi4py import MPI
+
+    from summa3d.cli.block import QUIET_PROFILER
+
+    os.environ.setdefault(*QUIET_PROFILER)
+    from summa3d.cli.blocks import Case, Runner, facts, rows_of, timed
+    from summa3d.cli.contest import machine, sleep_until_all_are_here
+    from summa3d.nn import ModelConfig
+
+    world = MPI.COMM_WORLD
+    found = machine() if world.rank == 0 else {}
+    sleep_until_all_are_here(world)
+    case = Case(ModelConfig(**SIZES), BATCH)
+    racers = [*(Runner(entry, case, world) for entry in picked(case, world)), *peers_of(case, world)]
+    rows = list(rows_of(racers, timed(racers, rounds)))
+    for row in rows:
+        if row["relative_difference"] > TOLERANCE:
+            raise ValueError(f"{row['label']} computes another function: its output differs by {row['relative_difference']:.1e}")
+    if world.rank == 0:
+        print(json.dumps({"kind": "block", "machine": found, **facts(case, world.size), "rows": rows}))
+
+
+def picked(case: Any, world: Any) -> list[Any]:
+    """The fastest grid and switch of each scheme, and of the cuboids the fastest with several axes: those of a short heat."""
+    from summa3d.cli.blocks import Entry, Runner, grids_for, timed
+    from summa3d.nn.scheme import SCHEMES
+
+    entries = [
+        Entry(name, grid, regather)
+        for name in SCHEMES
+        if name in ONE_D or name.startswith("cuboid")
+        for grid in grids_for(name, world.size, case)
+        for regather in (True, False)
+    ]
+    runners = [Runner(entry, case, world) for entry in entries]
+    taken = world.bcast([seconds["both"]["min"] for seconds in timed(runners, TRIALS)])
+    for runner in runners:
+        runner.free()
+    ranked = [entry for _, entry in sorted(zip(taken, entries, strict=True), key=lambda pair: pair[0])]
+    chosen: dict[Any, Any] = {}
+    for entry in ranked:
+        several = sum(size > 1 for size in entry.grid.values()) > 1
+        kind = entry.scheme if entry.scheme in ONE_D else ("cuboid", several)
+        chosen.setdefault(kind, entry)
+    if world.rank == 0:
+        note("raced: " + " · ".join(entry.label for entry in chosen.values()))
+    return list(chosen.values())
+
+
+def peers_of(case: Any, world: Any) -> list[Any]:
+    """The DTensor model on the same ranks, its main thread bound as ours is, and free."""
+    import socket
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from summa3d.cli.runtime import on_all_cores
+
+    port = None
+    if world.rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{world.bcast(port)}"
+    place = {"rank": world.rank, "world_size": world.size, "timeout": timedelta(seconds=120)}
+    with on_all_cores():  # gloo's own threads start here
+        dist.init_process_group("gloo", init_method=address, **place)
+    mesh = init_device_mesh("cpu", (world.size,))
+    stack = dtensor_stack(case, mesh)
+    return [Peer(BOUND, stack, case, world, nullcontext), Peer(FREE, stack, case, world, on_all_cores)]
+
+
+def dtensor_stack(case: Any, mesh: Any) -> Any:
+    """Our blocks in plain torch modules with our serial weights, split by PyTorch's own plan."""
+    import torch
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.nn import functional
+
+    from summa3d.cli.blocks import Stack
+    from summa3d.nn import scheme
+
+    config = case.config
+    size, ways = config.hidden // config.heads, mesh.size()
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = torch.nn.Linear(config.hidden, 3 * config.hidden)
+            self.out = torch.nn.Linear(config.hidden, config.hidden)
+
+        def forward(self, x: Any) -> Any:
+            parts = self.qkv(x).unflatten(-1, (config.heads // ways, 3, size)).unbind(3)
+            q, k, v = (part.transpose(1, 2) for part in parts)
+            context = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(context.transpose(1, 2).flatten(2))
+
+    class MLP(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(config.hidden, config.width)
+            self.down = torch.nn.Linear(config.width, config.hidden)
+
+        def forward(self, x: Any) -> Any:
+            return self.down(functional.gelu(self.up(x), approximate="tanh"))
+
+    class PlainBlock(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention_norm, self.mlp_norm = torch.nn.LayerNorm(config.hidden), torch.nn.LayerNorm(config.hidden)
+            self.attention, self.mlp = Attention(), MLP()
+
+        def forward(self, x: Any) -> Any:
+            x = x + self.attention(self.attention_norm(x))
+            return x + self.mlp(self.mlp_norm(x))
+
+    stack = torch.nn.Sequential(*(PlainBlock() for _ in range(config.layers)))
+    weights = Stack(config, scheme("serial"), getattr(torch, case.dtype)).state_dict()
+    with torch.no_grad():
+        for name, parameter in stack.named_parameters():
+            value = weights[f"blocks.{name}"]
+            parameter.copy_(value.T if parameter.dim() == 2 else value)
+    column, row = ColwiseParallel, RowwiseParallel
+    plan = {"attention.qkv": column(), "attention.out": row(), "mlp.up": column(), "mlp.down": row()}
+    for block in stack:
+        parallelize_module(block, mesh, plan)
+    return stack
+
+
+class Peer:
+    """The DTensor model as a racer: `seconds`, `output` and what is known of it, as `summa3d.cli.blocks.Runner` has them."""
+
+    def __init__(self, label: str, stack: Any, case: Any, world: Any, threads: Any) -> None:
+        import torch
+
+        from summa3d.cli.blocks import inputs
+
+        self.label, self.stack, self.case, self.comm, self.threads = label, stack, case, world, threads
+        x, self.gradient = inputs(case)
+        self.x: torch.Tensor = x.requires_grad_()
+
+    def _threads(self) -> AbstractContextManager[None]:
+        return self.threads()
+
+    def seconds(self) -> tuple[float, float]:
+        with self._threads():
+            self.comm.Barrier()
+            start = time.perf_counter()
+            y = self.stack(self.x)
+            self.comm.Barrier()
+            middle = time.perf_counter()
+            y.backward(self.gradient)
+            self.comm.Barrier()
+            end = time.perf_counter()
+        self.forget()
+        return middle - start, end - middle
+
+    def forget(self) -> None:
+        self.x.grad = None
+        self.stack.zero_grad(set_to_none=True)
+
+    def output(self) -> Any:
+        import torch
+
+        with torch.no_grad():
+            return self.stack(self.x)
+
+    def facts(self) -> dict[str, Any]:
+        return {"scheme": "dtensor", "grid": {"y": self.comm.size}, "regather": False, "label": self.label}
+
+    def amounts(self) -> dict[str, Any]:
+        """Bytes that it saves and holds, measured as ours are; its words are torch's own affair."""
+        from summa3d.nn.tracked import peak_bytes, saved_bytes
+
+        with saved_bytes([self.x, *self.stack.parameters()]) as saved:
+            y = self.stack(self.x)
+        y.backward(self.gradient)
+        self.forget()
+        del y
+        peak = peak_bytes(lambda: self.stack(self.x).backward(self.gradient))
+        self.forget()
+        parameters = (getattr(parameter, "to_local", lambda own=parameter: own)() for parameter in self.stack.parameters())
+        held = sum(parameter.nbytes for parameter in parameters)
+        most = [max(values) for values in zip(*self.comm.allgather((saved.bytes, peak + held, held)), strict=True)]
+        return dict(zip(("saved_bytes", "peak_bytes", "parameter_bytes"), most, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
