@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..nn.config import ModelConfig
+from ..nn.scheme_kinds import KINDS
 from . import tables
 
 if sys.version_info >= (3, 11):
@@ -18,7 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SCHEMES = ("cuboid", "serial")
+SCHEMES = tuple(KINDS)
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 RECOMPUTE = ("none", "selective", "full")
 NAMED_CONFIGS = Path(__file__).parent / "configs"
@@ -38,13 +39,11 @@ class GridConfig:
     def __post_init__(self) -> None:
         for name in ("x", "y", "z", "d"):
             at_least(f"grid.{name}", getattr(self, name), 1)
-        if self.d != 1:
-            raise ConfigError(f"grid.d is {self.d}; the schemes {' and '.join(SCHEMES)} have no axis d. Leave it at 1.")
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes of the process grid, by name."""
-        return {"x": self.x, "y": self.y, "z": self.z}
+        """The axes of the process grid, by name: x, y, z, and a d of more than 1."""
+        return {"x": self.x, "y": self.y, "z": self.z} | ({"d": self.d} if self.d > 1 else {})
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes.items())

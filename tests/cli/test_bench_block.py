@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from summa3d.nn import ModelConfig
+from summa3d.comm.grid import Place
+from summa3d.nn import ModelConfig, scheme
 from summa3d.nn.volume import GPTVolume
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +40,7 @@ def test_every_grid_of_a_scheme_races_and_is_drawn(tmp_path):
             assert len(seconds["all"]) == 3 and 0 < seconds["min"] <= seconds["median"] <= seconds["max"]
         assert row["relative_difference"] < 1e-12
         assert 0 < row["saved_bytes"] < row["peak_bytes"]
-        origin = dict.fromkeys(row["grid"], 0)
-        block = GPTVolume(config, 4, 5, row["grid"], origin, row["regather"]).block().times(2)
+        block = GPTVolume(config, scheme("cuboid", Place(row["grid"]), row["regather"]), 4, 5).block().times(2)
         assert row["words_per_rank"] == {"forward": block.forward.words, "backward": block.backward.words}
     shown = summa3d("report", file, "--format", "svg")
     assert shown.returncode == 0 and done.stdout.strip() in shown.stdout, shown.stderr

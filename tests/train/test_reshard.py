@@ -1,0 +1,39 @@
+# A checkpoint knows no scheme: a run goes on under another one, on other ranks, optimizer state included.
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+from small_runs import metrics_of, train_small
+
+LEGS = [
+    (8, {"scheme": "cuboid", "grid__x": 2, "grid__y": 2, "grid__z": 2}),
+    (4, {"scheme": "summa", "grid__x": 2, "grid__y": 2}),
+    (2, {"scheme": "oned", "grid__y": 2}),
+    (1, {"scheme": "serial"}),
+]
+"""How many ranks, and what they run, for two steps each."""
+CONSTANT = {"train__decay_to": 1.0}
+"""After the warm-up, so that the learning rate of a step does not depend on how many are to come."""
+
+
+@pytest.mark.mpi(sizes=(8,), timeout=110)
+def test_a_run_that_changes_its_scheme_every_two_steps_is_one_run(comm: Any, shared_tmp_path: Path) -> None:
+    whole, legs = shared_tmp_path / "whole", shared_tmp_path / "legs"
+    if comm.rank == 0:
+        whole.mkdir()
+        legs.mkdir()
+        train_small(MPI.COMM_SELF, whole, scheme="serial", train__steps=2 * len(LEGS), **CONSTANT)
+    comm.Barrier()
+    for done, (ranks, settings) in enumerate(LEGS):
+        part = comm.Split(color=0 if comm.rank < ranks else MPI.UNDEFINED)
+        if part != MPI.COMM_NULL:
+            train_small(part, legs, resume=done > 0, train__steps=2 * (done + 1), **CONSTANT, **settings)
+            part.Free()
+        comm.Barrier()
+    assert len(metrics_of(legs)) == 2 * len(LEGS)
+    for name in ("loss", "grad_norm"):
+        got, want = ([line[name] for line in metrics_of(folder)] for folder in (legs, whole))
+        assert got == pytest.approx(want, rel=1e-9), name
