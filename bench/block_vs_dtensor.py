@@ -21,7 +21,8 @@ SIZES = {"layers": 2, "hidden": 512, "heads": 8, "sequence": 256}
 BATCH = 8
 ONE_D = ("oned", "oned-sp")
 BEST_CUBOID, SEVERAL_AXES, ONED = 0.9, 1.0, 1.0  # limits of the three claims
-TRIALS = 3  # rounds of the heat that picks who races
+TRIALS = 1  # rounds of the heat that picks who races
+FINALISTS = 2  # of each kind: oned, oned-sp, cuboids with one axis, cuboids with several
 TOLERANCE = 1e-4
 BOUND, FREE = (
     "DTensor",
@@ -100,8 +101,8 @@ def measure(rounds: int) -> None:
 
 
 def picked(case: Any, world: Any) -> list[Any]:
-    """The fastest grid and switch of each scheme, and of the cuboids the fastest with several axes: those of a short heat."""
-    from summa3d.cli.blocks import Entry, Runner, grids_for, timed
+    """The fastest grids and switches of each kind in a short heat of all."""
+    from summa3d.cli.blocks import Entry, Runner, gathers, grids_for, timed
     from summa3d.nn.scheme import SCHEMES
 
     entries = [
@@ -109,21 +110,21 @@ def picked(case: Any, world: Any) -> list[Any]:
         for name in SCHEMES
         if name in ONE_D or name.startswith("cuboid")
         for grid in grids_for(name, world.size, case)
-        for regather in (True, False)
+        for regather in ((True, False) if gathers(name) else (True,))
     ]
     runners = [Runner(entry, case, world) for entry in entries]
     taken = world.bcast([seconds["both"]["min"] for seconds in timed(runners, TRIALS)])
     for runner in runners:
         runner.free()
     ranked = [entry for _, entry in sorted(zip(taken, entries, strict=True), key=lambda pair: pair[0])]
-    chosen: dict[Any, Any] = {}
+    chosen: dict[Any, list[Any]] = {}
     for entry in ranked:
         several = sum(size > 1 for size in entry.grid.values()) > 1
-        kind = entry.scheme if entry.scheme in ONE_D else ("cuboid", several)
-        chosen.setdefault(kind, entry)
+        chosen.setdefault(entry.scheme if entry.scheme in ONE_D else ("cuboid", several), []).append(entry)
+    finalists = [entry for kind in chosen.values() for entry in kind[:FINALISTS]]
     if world.rank == 0:
-        note("raced: " + " · ".join(entry.label for entry in chosen.values()))
-    return list(chosen.values())
+        note("raced: " + " · ".join(entry.label for entry in finalists))
+    return finalists
 
 
 def peers_of(case: Any, world: Any) -> list[Any]:

@@ -107,7 +107,7 @@ def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterat
     from mpi4py import MPI
 
     from ..nn.scheme import SCHEMES
-    from .blocks import Entry, grids_for
+    from .blocks import Entry, gathers, grids_for
 
     ranks = MPI.COMM_WORLD.size
     for text in names:
@@ -118,7 +118,8 @@ def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterat
             )
         chosen = {known: grids_for(known, ranks, case) for known in SCHEMES} if name == ALL else {name: _grids(text, ranks, case)}
         for known, grids in chosen.items():
-            yield from (Entry(known, shape, regather) for shape in grids for regather in regathers)
+            for shape in grids:
+                yield from (Entry(known, shape, regather) for regather in (regathers if gathers(known) else (True,)))
 
 
 def _grids(text: str, ranks: int, case: Any) -> list[dict[str, int]]:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..comm.grid import Grid, Place, describe, grids_of
-from ..errors import GridError, LayoutError
+from ..comm.grid import Grid, Place, describe
+from ..errors import LayoutError
+from ..gemm.cuboid import CuboidPlan
 from ..layout.distribute import collect, distribute
 from ..nn.block import Block
 from ..nn.config import ModelConfig
@@ -21,12 +22,12 @@ from ..nn.dropout import Batch
 from ..nn.mask import Visible
 from ..nn.parameter import initialise
 from ..nn.scheme import Scheme, scheme
+from ..nn.scheme_kinds import KINDS
 from ..nn.tracked import peak_bytes, saved_bytes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-AXES = (("x", "y", "z"), ("x", "y", "d"))
 SEED = 1
 
 
@@ -67,21 +68,21 @@ class Entry:
 
 
 def grids_for(name: str, ranks: int, case: Case) -> list[dict[str, int]]:
-    """Every grid of `ranks` ranks on which the scheme can run the case, none twice."""
-    found: dict[frozenset[tuple[str, int]], dict[str, int]] = {}
-    for axes in AXES:
-        for shape in grids_of(ranks, axes):
-            key = frozenset((axis, size) for axis, size in shape.items() if size > 1)
-            if key not in found and fits(name, shape, case):
-                found[key] = shape
-    return list(found.values())
+    """Every grid of `ranks` ranks on which the scheme can run the case."""
+    return [shape for shape in KINDS[name].grids(ranks) if fits(name, shape, case)]
+
+
+def gathers(name: str) -> bool:
+    """Whether the scheme's products gather operands, so that backward may gather them again or keep them."""
+    kind = KINDS[name]
+    return isinstance(kind.plan(kind.stream, "nn", 1, 1, 1), CuboidPlan)
 
 
 def fits(name: str, shape: Mapping[str, int], case: Case) -> bool:
     """Whether the scheme can run the case on a grid of this shape."""
     try:
         scheme(name, Place(shape)).check(case.config, case.batch)
-    except (GridError, LayoutError):
+    except LayoutError:
         return False
     return True
 

@@ -27,12 +27,25 @@ def summa3d(*arguments, ranks=None, timeout=100):
 
 def test_every_grid_of_a_scheme_races_and_is_drawn(tmp_path):
     file = tmp_path / "blocks.json"
-    chosen = ["--scheme", "cuboid", "--regather", "both", "--dtype", "float64", "--rounds", "3"]
+    chosen = [
+        "--scheme",
+        "cuboid",
+        "--scheme",
+        "summa:2,2",
+        "--scheme",
+        "oned",
+        "--regather",
+        "both",
+        "--dtype",
+        "float64",
+        "--rounds",
+        "3",
+    ]
     done = summa3d("bench", "block", *SIZES, *chosen, "--json", file, ranks=4)
     assert done.returncode == 0, done.stderr
     assert "2 gpt2 blocks, b=4 s=5 h=24 a=4 float64, 4 ranks, 3 rounds" in done.stdout and "USDT" not in done.stderr
     result = json.loads(file.read_text())
-    assert len({row["label"] for row in result["rows"]}) == len(result["rows"]) == 2 * 6
+    assert len({row["label"] for row in result["rows"]}) == len(result["rows"]) == 2 * 6 + 1 + 1
     config = ModelConfig(layers=2, hidden=24, heads=4, sequence=5)
     for row in result["rows"]:
         for phase in ("forward", "backward", "both"):
@@ -40,7 +53,7 @@ def test_every_grid_of_a_scheme_races_and_is_drawn(tmp_path):
             assert len(seconds["all"]) == 3 and 0 < seconds["min"] <= seconds["median"] <= seconds["max"]
         assert row["relative_difference"] < 1e-12
         assert 0 < row["saved_bytes"] < row["peak_bytes"]
-        block = GPTVolume(config, scheme("cuboid", Place(row["grid"]), row["regather"]), 4, 5).block().times(2)
+        block = GPTVolume(config, scheme(row["scheme"], Place(row["grid"]), row["regather"]), 4, 5).block().times(2)
         assert row["words_per_rank"] == {"forward": block.forward.words, "backward": block.backward.words}
     shown = summa3d("report", file, "--format", "svg")
     assert shown.returncode == 0 and done.stdout.strip() in shown.stdout, shown.stderr
