@@ -15,28 +15,27 @@ from .product import Product
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-        flat = a.reshape(-1, a.shape[-1])
+        flat = a.flatten(0, -2)
         c, kept = product.forward(flat, b)
         if bias is not None:
             c += bias
         ctx.save_for_backward(*kept)
         ctx.product, ctx.lead = product, a.shape[:-1]
-        return c if a.dim() == 2 else c.view(-1, *a.shape[1:-1], c.shape[-1])
+        return c.unflatten(0, (-1, *a.shape[1:-1]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         product: Product = ctx.product
         a, b = ctx.saved_tensors
-        c = grad.reshape(-1, grad.shape[-1])
-        c = c if c.is_contiguous() else c.contiguous()
+        c = grad.flatten(0, -2).contiguous()
         need_a, need_b, need_bias, _ = ctx.needs_input_grad
         bias = product.rows.start_all_reduce(c.sum(0)) if need_bias and product.rows is not None else None
         shared = product.share(c) if need_a or need_b else c
         grad_a = product.start_grad_a(shared, b) if need_a else None
         grad_b = product.start_grad_b(shared, a) if need_b else None
         return (
-            grad_a.wait().view(*ctx.lead, -1) if grad_a else None,
+            grad_a.wait().unflatten(0, ctx.lead) if grad_a else None,
             grad_b.wait() if grad_b else None,
             bias.wait() if bias else None,
             None,

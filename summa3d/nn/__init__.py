@@ -1,5 +1,6 @@
 # Transformer layers, each written once for every tensor-parallel scheme. May import comm, layout, gemm, autograd; needs torch.
 # Next: scheme.py (the layouts), linear.py (the product), block.py, gpt.py.
+from .bert import BERT
 from .block import Block
 from .config import ModelConfig
 from .dropout import Batch, Dropout
@@ -15,6 +16,7 @@ from .parameter import ShardedParameter, initialise
 from .scheme import Scheme, scheme
 
 __all__ = [
+    "BERT",
     "GPT",
     "MLP",
     "Batch",

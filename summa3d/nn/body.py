@@ -80,6 +80,11 @@ class Body(nn.Module):
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
 
+    def whole_logits(self, logits: Tensor, layout: Layout, batch: Batch) -> Tensor:
+        """Global logits [b, s, v] on every rank, from this rank's block as stored."""
+        shape = (batch.rows, batch.sequence, self.config.vocabulary)
+        return collect(self.scheme.batch_first(logits), self.scheme.grid, layout, shape)
+
     def loss(self, logits: Tensor, labels: Tensor, layout: Layout, classes: int, count: int | None) -> Tensor:
         """Cross entropy of this rank's block of logits [b, s, n] or [b, n] for global labels [b, s] or [b] (< 0: none).
 
@@ -141,6 +146,13 @@ class LanguageModel(Body):
         head = self.output()
         logits = head.head(self.stream(tokens, batch, attention_mask, documents))
         return self.loss(logits, labels, head.logits_layout, self.config.vocabulary, count)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, attention_mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Global logits [b, s, v] of every position, on every rank. The arguments are those of a loss."""
+        check_shapes(tokens, attention_mask=attention_mask, documents=documents)
+        batch, head = Batch(len(tokens), tokens.shape[-1], self.seed), self.output()
+        return self.whole_logits(head.head(self.stream(tokens, batch, attention_mask, documents)), head.logits_layout, batch)
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor) -> Tensor:

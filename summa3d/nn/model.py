@@ -1,16 +1,17 @@
-# The model of a configuration, whatever its family. Imports gpt, llama.
+# The model of a configuration, whatever its family. Imports gpt, bert, llama.
 # Next: train/prepare.py, which builds what a run's configuration names.
 from __future__ import annotations
 
 import torch
 
+from .bert import BERT
 from .config import ModelConfig
 from .gpt import GPT
 from .llama import Llama
 from .scheme import Scheme
 
-Model = GPT | Llama
-MODELS: dict[str, type[Model]] = {"gpt2": GPT, "llama": Llama}
+Model = GPT | BERT | Llama
+MODELS: dict[str, type[Model]] = {"gpt2": GPT, "bert": BERT, "llama": Llama}
 
 
 def build(config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> Model:
