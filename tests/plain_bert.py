@@ -7,6 +7,8 @@ from plain_transformer import PlainTransformer
 from torch import Tensor
 from torch.nn import functional
 
+from summa3d.nn import ModelConfig
+
 
 class PlainBERT(PlainTransformer):
     """Logits and loss of a BERT from a dict of global weights."""
@@ -30,9 +32,30 @@ class PlainBERT(PlainTransformer):
         return inner @ w["embedding.weight"].T + w["head_bias"], relation
 
     def loss(
-        self, tokens: Tensor, labels: Tensor, types: Tensor, mask: Tensor, relation: Tensor, step: int = 0, first_row: int = 0
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        types: Tensor,
+        attention_mask: Tensor,
+        relation: Tensor,
+        step: int = 0,
+        first_row: int = 0,
     ) -> Tensor:
         self.at(step, first_row)
-        words, sentences = self.logits(tokens, types, mask)
+        words, sentences = self.logits(tokens, types, attention_mask != 0)
         masked = functional.cross_entropy(words.flatten(0, 1), labels.flatten(), ignore_index=-100)
         return masked + functional.cross_entropy(sentences, relation, ignore_index=-100)
+
+
+def sentence_pairs(config: ModelConfig, rows: int, sequence: int) -> dict[str, Tensor]:
+    """Two sentences a row, of different lengths, padded; labels on a few tokens; one row of several without a relation."""
+    generator = torch.Generator().manual_seed(rows)
+    tokens, labels = torch.randint(0, config.vocabulary, (2, rows, sequence), generator=generator)
+    lengths = torch.randint(3, sequence + 1, (rows, 1), generator=generator)
+    mask = torch.arange(sequence) < lengths
+    labels[(torch.rand(rows, sequence, generator=generator) < 0.6) | ~mask] = -100
+    labels[0, 1] = 5
+    relation = torch.randint(0, 2, (rows,), generator=generator)
+    relation[-1] = -100 if rows > 1 else 1
+    types = (torch.arange(sequence) >= lengths // 2).long()
+    return {"tokens": tokens, "labels": labels, "types": types, "attention_mask": mask.long(), "relation": relation}

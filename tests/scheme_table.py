@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from nn_parity import check_parity, global_weights
+from plain_bert import PlainBERT, sentence_pairs
 from plain_gpt import PlainGPT
 from plain_llama import PlainLlama
 from torch import Tensor
@@ -65,13 +66,13 @@ STEP, FIRST_ROW = 4, 5
 class Family:
     """A family of models: its sizes on a scheme, the plain oracle, and a batch.
 
-    ``plain(config, weights, seed=…)`` has ``.weights`` and ``.loss(*batch, step, first_row)``; ``batch(config, rows, sequence)``
-    → the arguments of both before step and first_row.
+    ``plain(config, weights, seed=…)`` has ``.weights`` and ``.loss(**batch, step=…, first_row=…)``, as the model;
+    ``batch(config, rows, sequence)`` → the arguments of both by name.
     """
 
     config: Callable[[Scheme], ModelConfig]
     plain: Callable[..., Any]
-    batch: Callable[[ModelConfig, int, int], tuple[Tensor, ...]]
+    batch: Callable[[ModelConfig, int, int], dict[str, Tensor]]
 
 
 def tokens_and_labels(config: ModelConfig, rows: int, sequence: int) -> tuple[Tensor, ...]:
@@ -80,6 +81,10 @@ def tokens_and_labels(config: ModelConfig, rows: int, sequence: int) -> tuple[Te
     tokens, labels = torch.randint(0, config.vocabulary, (2, rows, sequence), generator=generator)
     labels[0, :3] = -100
     return tokens, labels
+
+
+def next_tokens(config: ModelConfig, rows: int, sequence: int) -> dict[str, Tensor]:
+    return dict(zip(("tokens", "labels"), tokens_and_labels(config, rows, sequence), strict=True))
 
 
 # 12 heads and h are divided by every axis here, s by those that split it; v and GPT-2's f are primes that none divides.
@@ -94,8 +99,9 @@ def llama_on(scheme: Scheme) -> ModelConfig:
 
 
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family(lambda scheme: GPT2, PlainGPT, tokens_and_labels),
-    "llama": Family(llama_on, PlainLlama, tokens_and_labels),
+    "gpt2": Family(lambda scheme: GPT2, PlainGPT, next_tokens),
+    "llama": Family(llama_on, PlainLlama, next_tokens),
+    "bert": Family(lambda scheme: replace(GPT2, family="bert"), PlainBERT, sentence_pairs),
 }
 
 
@@ -121,7 +127,7 @@ def check_against_plain_torch(family: Family, scheme: Scheme, tolerance: float =
     check_parity(
         model,
         plain,
-        lambda model: model(*batch, step=STEP, first_row=FIRST_ROW),
-        lambda plain: plain.loss(*batch, STEP, FIRST_ROW),
+        lambda model: model(**batch, step=STEP, first_row=FIRST_ROW),
+        lambda plain: plain.loss(**batch, step=STEP, first_row=FIRST_ROW),
         tolerance,
     )

@@ -94,7 +94,7 @@ class Body(nn.Module):
         if labels.dim() == 1:
             mine = labels[Layout(layout.dims[0]).slices(labels.shape, self.scheme.grid.shape, self.scheme.grid.coordinates)]
         else:
-            mine = self.scheme.as_stored(self.scheme.block_of(labels, layout)[..., None])[..., 0]
+            mine = self.scheme.as_stored(self.scheme.block_of(labels, layout))
         return cross_entropy(logits, mine, self.scheme, layout, classes, count)
 
 

@@ -141,7 +141,7 @@ class Scheme:
         axis = self.columns(Layout(self.stream.dims[1]))
         starts = list(accumulate(split_sizes(sequence, axis.size), initial=0))
         owner = bisect_right(starts, position) - 1
-        rows = x[position - starts[owner]] if axis.index == owner else x.new_empty(x.shape[1:])  # [b/X, h/Z]
+        rows = x[position - starts[owner] if axis.index == owner else 0]  # [b/X, h/Z]; every rank's, so that all need gradients
         return scatter_from(rows, axis, owner, split_sizes(len(rows), axis.size))
 
     def first_tokens(self, x: Tensor) -> Tensor:

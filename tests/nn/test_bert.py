@@ -7,7 +7,7 @@ from math import lcm
 import pytest
 import torch
 from nn_parity import check_parity, global_weights, whole
-from plain_bert import PlainBERT
+from plain_bert import PlainBERT, sentence_pairs
 from torch import Tensor
 
 from summa3d.autograd.relayout import relayout
@@ -32,18 +32,7 @@ S = 9
 
 
 def batch_for(x: int, y: int, z: int) -> dict[str, Tensor]:
-    """Sentences of different lengths, padded; labels on a few tokens; one sequence without a relation."""
-    rows = lcm(x * y, x * z) * (2 if x * y * z < 4 else 1)
-    generator = torch.Generator().manual_seed(rows)
-    tokens, labels = torch.randint(0, CONFIG.vocabulary, (2, rows, S), generator=generator)
-    lengths = torch.randint(3, S + 1, (rows, 1), generator=generator)
-    mask = torch.arange(S) < lengths
-    labels[(torch.rand(rows, S, generator=generator) < 0.6) | ~mask] = -100
-    labels[0, 1] = 5
-    relation = torch.randint(0, 2, (rows,), generator=generator)
-    relation[-1] = -100 if rows > 1 else 1
-    types = (torch.arange(S) >= lengths // 2).long()
-    return {"tokens": tokens, "labels": labels, "types": types, "attention_mask": mask.long(), "relation": relation}
+    return sentence_pairs(CONFIG, lcm(x * y, x * z) * (2 if x * y * z < 4 else 1), S)
 
 
 @pytest.mark.mpi(sizes=tuple(GRIDS), timeout=100)
@@ -51,9 +40,8 @@ def test_both_losses_and_every_raw_gradient_equal_plain_torch(make_grid, world_s
     for x, y, z in GRIDS[world_size]:
         model = build(CONFIG, scheme("cuboid", make_grid(x=x, y=y, z=z)), torch.float64, seed=3)
         plain = PlainBERT(CONFIG, global_weights(model), seed=3)
-        batch = batch_for(x, y, z)
-        args = (batch["tokens"], batch["labels"], batch["types"], batch["attention_mask"] > 0, batch["relation"], 4, 5)
-        check_parity(model, plain, lambda m, b=batch: m(**b, step=4, first_row=5), lambda m, a=args: m.loss(*a), 1e-10)
+        batch = {**batch_for(x, y, z), "step": 4, "first_row": 5}
+        check_parity(model, plain, lambda m, b=batch: m(**b), lambda m, b=batch: m.loss(**b), 1e-10)
 
 
 @pytest.mark.mpi(sizes=(1, 8))
