@@ -44,12 +44,18 @@ class Checkpoint:
     def step(self) -> int:
         return self.index["step"]
 
+    @property
+    def has_moments(self) -> bool:
+        """Whether it holds the optimizer's state; one made of another library's weights does not."""
+        return any(name.startswith("optimizer.") for name in self.index["tensors"])
+
     def check_model(self, config: Config) -> None:
         """Raise CheckpointError, naming the keys that differ, unless it is a checkpoint of this very model."""
         model = tables.build(ModelConfig, self.index["model"], "model.")
         have = {**identity(model), "dtype": master_dtype(self.index["dtype"])}
         want = {**identity(config.model), "dtype": master_dtype(config.dtype)}
-        differing = [f"{key}: checkpoint {have[key]}, this run {want[key]}" for key in want if have[key] != want[key]]
+        keys = [key for key in {**want, **have} if have.get(key) != want.get(key)]
+        differing = [f"{key}: checkpoint {have.get(key)}, this run {want.get(key)}" for key in keys]
         if differing:
             raise CheckpointError(f"{self.path} is a checkpoint of another model.\n  " + "\n  ".join(differing))
 

@@ -1,5 +1,5 @@
 # The configuration of a run: frozen dataclasses for the keys of DESIGN §8, read from one TOML file and `--set` overrides.
-# Imports nn.config and errors; never torch, so that a configuration is checked in milliseconds.
+# Imports nn.config and errors; no torch of its own.
 # Next: tables.py (TOML ↔ dataclass), tokens.py (what data.* means), loop.py (what train.* means).
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ NAMED_CONFIGS = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True)
 class GridConfig:
-    """Sizes of the grid axes; `order` lists them fastest first; `tile` packs a tile of the grid per node."""
+    """Sizes of the grid axes; `order` lists them fastest first; `tile` packs a tile of the grid per node.
+
+    oned and oned-sp use y; summa x and y; tesseract x, y and d; cuboid and cuboid-sequence x, y and z.
+    """
 
     x: int = 1
     y: int = 1
@@ -156,8 +159,9 @@ class Config:
     softmax of the loss and the loss travel in float32 or wider, the gradient norm in float64. With bfloat16 and float16 the
     weights themselves, their accumulated gradients and the optimizer's moments are float32, in memory and in checkpoints.
 
-    `regather` has backward gather operands again instead of keeping them. `recompute` has it compute again what it would
-    have kept: "full", every `recompute_layers` layers from their input; "selective", the attention core alone.
+    `scheme` says how every tensor is split over the grid's axes (`nn.scheme`). `regather` has backward gather operands again
+    instead of keeping them. `recompute` has it compute again what it would have kept: "full", every `recompute_layers` layers
+    from their input; "selective", the attention core alone.
     """
 
     scheme: str = "cuboid"

@@ -66,7 +66,7 @@ def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = Fa
     run = Run(config, folder, grid, plan, corpus, model, AdamW(model, config.train), loss_scale)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
-        saved.load(run.blocks(), grid)
+        saved.load(run.blocks() if saved.has_moments else checkpoint.model_blocks(model), grid)
         run.done = saved.step
     on_root(comm, lambda: configuration.write(config, folder / "config.toml"), ConfigError)
     return run

@@ -31,7 +31,9 @@ def refused(comm: Any, folder: Path, kind: type[Summa3dError], resume: bool = Fa
 def test_a_grid_that_does_not_match_the_ranks(comm: Any, shared_tmp_path: Path) -> None:
     message = refused(comm, shared_tmp_path, GridError, grid__x=2, grid__y=2)
     assert all(part in message for part in ["x=2,y=2,z=1", "4", "2 ranks", "x=1,y=2,z=1"])
-    assert "x=1,y=1,z=2" in refused(comm, shared_tmp_path, GridError, scheme="serial")
+    assert "x=1,y=1,z=1" in refused(comm, shared_tmp_path, GridError, scheme="serial", grid__y=2)
+    message = refused(comm, shared_tmp_path, GridError, grid__d=2)
+    assert all(part in message for part in ["cuboid", "d=2", "x=1,y=1,z=2"])
 
 
 @pytest.mark.mpi(sizes=(8,))

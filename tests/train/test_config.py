@@ -81,6 +81,7 @@ def test_a_value_of_another_type_is_refused_with_key_value_and_type(assignment: 
         (["model.heads=7"], ["hidden 256", "heads 7", "8"]),
         (["data.tokenizer=words"], ["'words'", "bpe:N"]),
         (["data.tokenizer=bpe:500"], ["model.vocabulary 256", "500"]),
+        (["grid.d=0"], ["grid.d is 0"]),
     ],
 )
 def test_a_value_that_no_run_can_have_is_refused(assignments: list[str], words: list[str]) -> None:

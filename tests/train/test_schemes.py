@@ -1,0 +1,43 @@
+# Every scheme and family is trained by the same command: the losses of one rank, on any grid that the scheme can use.
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+from small_runs import metrics_of, train_small
+
+GRIDS = {
+    4: [("oned", {"y": 4}), ("oned-sp", {"y": 4}), ("summa", {"x": 2, "y": 2}), ("cuboid-sequence", {"y": 2, "z": 2})],
+    8: [("tesseract", {"x": 2, "y": 2, "d": 2}), ("cuboid", {"x": 2, "y": 2, "z": 2})],
+    9: [("summa", {"x": 3, "y": 3})],
+}
+FAMILIES = {
+    "gpt2": {"model__heads": 12},
+    "llama": {"model__family": "llama", "model__heads": 12, "model__ffn": 36},
+}
+KV_HEADS = {4: 2, 8: 2, 9: 3}  # fewer than the heads, and on 4 ranks of oned fewer than the axis
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in metrics_of(folder)]
+
+
+@pytest.mark.mpi(sizes=(4, 8, 9))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_on_any_scheme_has_the_losses_of_one_rank(comm: Any, shared_tmp_path: Path, family: str) -> None:
+    grouped = {"model__kv_heads": KV_HEADS[comm.size]} if family == "llama" else {}
+    common = {**FAMILIES[family], **grouped, "train__steps": 3, "train__batch": 36, "train__keep": 0}
+    folders = [shared_tmp_path / str(index) for index in range(len(GRIDS[comm.size]) + 1)]
+    if comm.rank == 0:
+        for folder in folders:
+            folder.mkdir()
+        train_small(MPI.COMM_SELF, folders[0], scheme="serial", **common)
+    comm.Barrier()
+    want = losses(folders[0])
+    assert want[-1][0] < want[0][0] - 0.3
+    for folder, (scheme, axes) in zip(folders[1:], GRIDS[comm.size], strict=True):
+        train_small(comm, folder, scheme=scheme, **{f"grid__{axis}": size for axis, size in axes.items()}, **common)
+        for found, expected in zip(losses(folder), want, strict=True):
+            assert found == pytest.approx(expected, rel=1e-9), scheme
