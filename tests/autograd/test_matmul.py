@@ -5,27 +5,15 @@ from importlib import import_module
 
 import pytest
 import torch
+from gradients import close, operands
 
 from summa3d.autograd import all_gather, matmul, product, reduce_scatter, sum_gradient
 from summa3d.gemm import CuboidPlan, volume
-from summa3d.layout import Layout, collect, distribute, split_sizes
+from summa3d.layout import Layout, distribute, split_sizes
 
 M, N, K = 29, 23, 31
 ROLES = [("x", "y", "z"), ("x", "z", "y"), ("z", "x", "y")]
 GRIDS = {1: (1, 1, 1), 2: (1, 1, 2), 3: (3, 1, 1), 4: (2, 2, 1), 6: (1, 3, 2), 8: (2, 2, 2), 12: (3, 2, 2)}
-
-
-def operands(plan):
-    generator = torch.Generator().manual_seed(11)
-    a, b, bias, dc = (
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in (plan.a_shape, plan.b_shape, (plan.n,), plan.c_shape)
-    )
-    return a.requires_grad_(), b.requires_grad_(), bias.requires_grad_(), dc
-
-
-def close(block, grid, layout, want):
-    return (collect(block.detach(), grid, layout, want.shape) - want).norm() <= 1e-13 * want.norm()
 
 
 @pytest.mark.mpi(sizes=tuple(GRIDS))
