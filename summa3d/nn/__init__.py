@@ -14,6 +14,7 @@ from .model import build
 from .norm import LayerNorm, RMSNorm
 from .parameter import ShardedParameter, initialise
 from .scheme import Scheme, scheme
+from .vit import ViT
 
 __all__ = [
     "BERT",
@@ -32,6 +33,7 @@ __all__ = [
     "RMSNorm",
     "Scheme",
     "ShardedParameter",
+    "ViT",
     "build",
     "cross_entropy",
     "initialise",

@@ -1,4 +1,4 @@
-# The model of a configuration, whatever its family. Imports gpt, bert, llama.
+# The model of a configuration, whatever its family. Imports gpt, bert, llama, vit.
 # Next: train/prepare.py, which builds what a run's configuration names.
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from .config import ModelConfig
 from .gpt import GPT
 from .llama import Llama
 from .scheme import Scheme
+from .vit import ViT
 
-Model = GPT | BERT | Llama
-MODELS: dict[str, type[Model]] = {"gpt2": GPT, "bert": BERT, "llama": Llama}
+Model = GPT | BERT | Llama | ViT
+MODELS: dict[str, type[Model]] = {"gpt2": GPT, "bert": BERT, "llama": Llama, "vit": ViT}
 
 
 def build(config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> Model:

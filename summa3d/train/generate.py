@@ -11,6 +11,7 @@ import torch
 
 from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError, GridError, LayoutError
+from ..nn.body import LanguageModel
 from ..nn.model import Model
 from ..nn.scheme import Scheme, scheme
 from . import checkpoint, corpus
@@ -42,8 +43,11 @@ def sample(
     """`prompt` continued by `count` tokens; collective, the same text on every rank.
 
     The model sees the last `sequence` tokens. Temperature 0 takes the likeliest token; `top_k` > 0 chooses among the k
-    likeliest. On a grid, the batch holds as many copies of the text as the scheme needs rows.
+    likeliest. On a grid, the batch holds as many copies of the text as the scheme needs rows. Raises ConfigError for a model
+    that does not predict the next token.
     """
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(f"A model of the family {config.family} does not continue a text. Families that do: gpt2, llama.")
     known = [int(token) for token in tokenizer.encode(prompt.encode())]
     rows = smallest_batch(plan, config)
     model.eval()

@@ -1,0 +1,89 @@
+# ViT: an encoder of image patches and a classifier; on any scheme. Imports body, linear.
+# Next: model.py, which chooses among the families.
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..autograd.collectives import sum_gradient
+from ..errors import ShapeError
+from ..layout.distribute import collect
+from .body import Body
+from .config import ModelConfig
+from .dropout import Batch
+from .embedding import Positions
+from .linear import Linear
+from .mask import Visible
+from .norm import new_norm
+from .parameter import initialise, new_parameter
+from .scheme import Scheme
+
+
+class ViT(Body):
+    """An encoder of images: patches through one linear, a class token before them, and a classifier of what it became.
+
+    ``model(images, labels)`` takes the *global* images [b, channels, side, side] and labels [b], equal on every rank, each of
+    which uses its blocks, and returns the global mean loss on every rank. The patches' linear takes the layout that returns
+    to the residual stream: pixels split by the axes that split a linear's output. Position 0 holds the class token.
+    Raises LayoutError or ShapeError for images that the scheme cannot split or that are not the configuration's.
+    """
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
+        super().__init__(config, scheme, seed)
+        self.side, self.patch, self.channels, self.classes = config.picture
+        pixels = self.channels * self.patch**2
+        self.patches = Linear(pixels, config.hidden, scheme, scheme.after_linear(scheme.stream), dtype=dtype)
+        layout = scheme.vector(scheme.stream)
+        self.class_token = new_parameter(scheme, layout, (config.hidden,), ("normal", 0.02), dtype, decay=False)
+        self.positions = Positions(config.sequence, config.hidden, scheme, dtype=dtype)
+        self.add_blocks(dtype)
+        self.norm = new_norm(config, scheme, dtype=dtype)
+        self.head = Linear(config.hidden, self.classes, scheme, scheme.pooled, dtype=dtype)
+        initialise(self, scheme, seed)
+
+    def forward(self, images: Tensor, labels: Tensor, step: int = 0, first_row: int = 0, count: int | None = None) -> Tensor:
+        """The loss of a micro-batch.
+
+        Parameters
+        ----------
+        images : global [b, channels, side, side], in the model's dtype
+        labels : global [b]; labels < 0 are not counted
+        step, first_row : of the run, and of row 0 in the step's whole batch: they key the dropout masks
+        count : what the sum is divided by; default the labels of this micro-batch
+        """
+        if labels.shape != images.shape[:1]:
+            raise ShapeError(f"labels have shape {tuple(labels.shape)}; the batch of {len(images)} images needs one each.")
+        logits = self._class_logits(images, Batch(len(images), self.config.sequence, self.seed, step, first_row))
+        return self.loss(logits, labels, self.head.output_layout, self.classes, count)
+
+    @torch.no_grad()
+    def logits(self, images: Tensor) -> Tensor:
+        """Global logits [b, classes] on every rank. images: as a loss takes them."""
+        logits = self._class_logits(images, Batch(len(images), self.config.sequence, self.seed))
+        return collect(logits, self.scheme.grid, self.head.output_layout, (len(images), self.classes))
+
+    def _class_logits(self, images: Tensor, batch: Batch) -> Tensor:
+        """This rank's block of [b, classes]."""
+        x = self.norm(self.through_blocks(self._embedded(images, batch), batch, Visible()))
+        return self.head(self.scheme.first_tokens(x), batch.rows)
+
+    def _embedded(self, images: Tensor, batch: Batch) -> Tensor:
+        """The stream's first value: class token and patches, with positions, [b/(XY), s, h/Z]."""
+        shape = (self.channels, self.side, self.side)
+        if images.shape[1:] != shape:
+            raise ShapeError(f"images have shape {tuple(images.shape)}; the model takes [batch, {', '.join(map(str, shape))}].")
+        self.scheme.check(self.config, batch.rows)
+        scheme, grid = self.scheme, self.scheme.grid
+        whole = (batch.rows, batch.sequence, self.patches.k)
+        rows, _, pixels = self.patches.input_layout.slices(whole, grid.shape, grid.coordinates)
+        x = self.patches(scheme.as_stored(self._flattened(images[rows])[..., pixels]))
+        first = torch.arange(batch.sequence).expand(batch.rows, -1) == 0
+        token = sum_gradient(self.class_token, scheme.rows(scheme.stream))
+        x = torch.where(scheme.as_stored(scheme.block_of(first, scheme.stream))[..., None], token, x)
+        return self.drop(self.positions(x, batch.sequence), batch)
+
+    def _flattened(self, images: Tensor) -> Tensor:
+        """[b, channels, side, side] → [b, 1 + patches, channels·patch²]: zeros in the class token's place, then the patches."""
+        patches = images.unflatten(2, (-1, self.patch)).unflatten(4, (-1, self.patch))  # [b, c, rows, patch, columns, patch]
+        flat = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return torch.cat((flat.new_zeros(len(flat), 1, flat.shape[2]), flat), 1)

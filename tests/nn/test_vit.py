@@ -1,0 +1,90 @@
+# A ViT on a grid is the same function as a plain torch model whose patches are a convolution.
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from nn_parity import global_weights
+from plain_vit import PlainViT, pictures
+from scheme_table import GRIDS, Family, check_against_plain_torch, rows_for
+
+from summa3d.errors import ConfigError, LayoutError, ShapeError
+from summa3d.nn import ModelConfig, Scheme, build, scheme
+
+# Pixels of a patch, classes and f are primes or odd; 12 heads and h = 24 are divided by every axis used here.
+VIT = ModelConfig(
+    family="vit",
+    layers=1,
+    hidden=24,
+    heads=12,
+    ffn=29,
+    image=9,
+    patch=3,
+    channels=3,
+    classes=7,
+    dropout=0.1,
+    attention_dropout=0.2,
+)
+
+
+def image_for(on_grid: Scheme) -> int | None:
+    """The side of the smallest image whose 1 + n² positions the scheme can split; None where no n² will do."""
+    ways = on_grid.stream.ways(1, on_grid.grid.shape)
+    return next((3 * n for n in (2, 3, 4) if (1 + n * n) % ways == 0), None)
+
+
+@pytest.mark.mpi(sizes=(1, 2, 3, 4, 8, 12), timeout=100)
+def test_loss_and_every_raw_gradient_equal_plain_torch_in_every_scheme(make_grid, world_size):
+    for name, axes in GRIDS[world_size]:
+        on_grid = scheme(name, make_grid(**axes))
+        side = image_for(on_grid)
+        if side is None:
+            with pytest.raises(LayoutError, match="sequence 10 cannot be split"):
+                build(VIT, on_grid)
+        else:
+            config = replace(VIT, image=side, sequence=128)
+            check_against_plain_torch(Family(lambda _, config=config: config, PlainViT, pictures), on_grid)
+
+
+@pytest.mark.mpi(sizes=(1, 8))
+def test_logits_with_fused_attention_are_those_of_plain_torch(make_grid, world_size):
+    axes = {1: {"x": 1}, 8: {"x": 2, "y": 2, "z": 2}}[world_size]
+    on_grid = scheme("cuboid", make_grid(**axes))
+    model = build(VIT, on_grid, torch.float64).eval()
+    plain = PlainViT(VIT, global_weights(model))
+    plain.at(0, 0, training=False)
+    images = pictures(VIT, rows_for(on_grid), VIT.sequence)["images"]
+    want = plain.logits(images)
+    assert (model.logits(images) - want).norm() <= 1e-10 * want.norm()
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_images_and_labels_that_do_not_fit_are_named(make_grid):
+    model = build(VIT, scheme("cuboid", make_grid(x=2)))
+    images = torch.zeros(2, 3, 9, 9)
+    with pytest.raises(ShapeError, match=r"batch, 3, 9, 9"):
+        model(images[:, :, 1:], torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ShapeError, match="labels have shape"):
+        model(images, torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"patch": 4, "sequence": 128}, ["model.image 9", "1, 3, 9"]),
+        ({"sequence": 11}, ["model.sequence is 11", "10 positions"]),
+        ({"vocabulary": 37}, ["model.vocabulary is 37", "no tokens"]),
+        ({"classes": 0}, ["model.classes is 0"]),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(change, says):
+    with pytest.raises(ConfigError) as raised:
+        replace(VIT, **change)
+    for text in says:
+        assert text in str(raised.value)
+
+
+def test_the_image_makes_the_sequence():
+    assert ModelConfig(family="vit").sequence == 65
+    assert ModelConfig(family="vit", image=224, patch=16).sequence == 197
