@@ -1,6 +1,6 @@
 # A distributed product as a torch function: forward, and backward with the gradients' sums in flight. Needs torch.
 # dA's sum over ranks is in flight while dB is computed; what both need of dC is made once.
-# Next: product.py (the products and their gradients), nn/linear.py, which is this with parameters.
+# Next: products.py (the products and their gradients), nn/linear.py, which is this with parameters.
 from __future__ import annotations
 
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .product import Product
+from .products import Product
 
 
 class _Matmul(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..autograd.collectives import all_gather, all_reduce, reduce_scatter, sum_gradient
 from ..autograd.matmul import matmul
-from ..autograd.product import Product
+from ..autograd.products import Product
 from ..layout.layout import Layout, split_sizes
 from .parameter import new_parameter
 from .scheme import Scheme

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..autograd.matmul import matmul
-from ..autograd.product import Product
+from ..autograd.products import Product
 from ..comm.grid import describe
 from ..errors import LayoutError
 from .linear import Linear

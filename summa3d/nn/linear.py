@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd.matmul import matmul
-from ..autograd.product import Product
+from ..autograd.products import Product
 from ..errors import ShapeError
 from ..layout.layout import Layout
 from .parameter import new_parameter

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from ..autograd.collectives import scatter_from
-from ..autograd.product import Product, product
+from ..autograd.products import Product, product
 from ..comm.collectives import Axis
 from ..comm.grid import Grid
 from ..errors import GridError, LayoutError

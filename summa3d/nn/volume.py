@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..autograd.product import gradient_plans
+from ..autograd.products import gradient_plans
 from ..gemm import volume_2d
 from ..gemm.cuboid import CuboidPlan
 from ..gemm.oned import OnedColumnPlan, OnedRowPlan
@@ -44,7 +44,7 @@ def _times(cost: Cost, count: int) -> Cost:
 
 
 def product_cost(plan: ProductPlan, grid_shape: Mapping[str, int], at: Coordinates, regather: bool = True) -> StepCost:
-    """A product and both its gradients, as `autograd.product` takes them."""
+    """A product and both its gradients, as `autograd.products` takes them."""
     if isinstance(plan, CuboidPlan):
         return StepCost(_times(of_plan(plan, grid_shape).cost_of(at), 1), gradients(plan, grid_shape, regather).cost_of(at))
     if isinstance(plan, OnedColumnPlan):

@@ -75,7 +75,7 @@ def test_the_scatter_of_da_is_in_flight_while_db_is_computed(make_grid, monkeypa
         pending.wait = lambda: (events.append(f"wait {axis.label}"), wait())[1]
         return pending
 
-    module = import_module("summa3d.autograd.product")
+    module = import_module("summa3d.autograd.products")
     local_product = module.multiply
     monkeypatch.setattr(type(grid["y"]), "start_reduce_scatter", started)
     monkeypatch.setattr(module, "multiply", lambda *args: (events.append("product"), local_product(*args))[1])

@@ -102,7 +102,7 @@ def test_a_sum_that_all_use_alike_has_their_gradient_and_a_scatter_has_the_roots
 
 @pytest.mark.mpi(sizes=(4,))
 def test_the_sum_of_a_columns_dx_is_in_flight_while_dw_is_computed(make_grid, monkeypatch):
-    import summa3d.autograd.product as module
+    from summa3d.autograd import products as module
 
     grid, plan = make_grid(y=4), ALGORITHMS["oned-column"].plan("nn", M, N, K)
     a, b, _, dc = operands(plan)
