@@ -1,0 +1,120 @@
+# Prints docs/schemes.md: every scheme's layouts, local shapes and words for one small model, from the very code that runs.
+# May import summa3d. `python docs/schemes.py > docs/schemes.md`; a test compares the two.
+# Next: ../summa3d/nn/scheme_kinds.py, the data behind it.
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from summa3d.comm.grid import Place, describe
+from summa3d.layout import Layout
+from summa3d.nn import ModelConfig, Scheme, scheme
+from summa3d.nn.volume import GPTVolume
+
+BATCH, SEQUENCE = 8, 8
+CONFIG = ModelConfig(layers=1, hidden=16, heads=8, ffn=48, sequence=SEQUENCE, vocabulary=40)
+GRIDS = {
+    "serial": {"x": 1, "y": 1, "z": 1},
+    "oned": {"y": 4},
+    "oned-sp": {"y": 4},
+    "summa": {"x": 2, "y": 2},
+    "tesseract": {"x": 2, "y": 2, "d": 2},
+    "cuboid": {"x": 2, "y": 2, "z": 2},
+    "cuboid-sequence": {"x": 2, "y": 2, "z": 2},
+}
+HEADING = f"""# The schemes, stage by stage
+
+One transformer, written once; a scheme says which grid axes split which dim, and which product joins them. This page shows
+every scheme's layouts for one small model: b = {BATCH}, s = {SEQUENCE}, h = {CONFIG.hidden}, a = {CONFIG.heads}, \
+f = {CONFIG.width}, v = {CONFIG.vocabulary}.
+`python docs/schemes.py` prints it from the code that runs, and a test compares.
+
+`b:(d,x)` reads: dim b is split by axis d, each part then by x; a dim without axes is whole on every rank, and an axis that
+appears nowhere holds equal copies. *words* are what a rank receives there in a forward pass, averaged over the ranks; a weight's
+line has its product's, the table's that of the lookup. *backward* has that of both gradients, gathered operands gathered
+again; of the table with that of the learned positions.
+Vectors (γ, β, biases) are split as the last dim of what they are added to, and copied on the other axes.
+"""
+NOTES = {
+    "serial": "One rank: the cuboid of 1×1×1.",
+    "oned": "Megatron's 1-D: the stream is whole on every rank; the column product moves nothing forward and all-reduces dX, the "
+    "row product all-reduces its output. Forward 4(P−1)/P·E words a block (E = bsh), backward as much.",
+    "oned-sp": "The same with sequence parallelism: the sequence-fine cuboid of 1×t×1. Activations are stored [s, b, n], so that "
+    "gathers and scatters over s are contiguous.",
+    "summa": "2-D on any R×C: panels of X are broadcast along y, of W along x. Forward [(C−1)7E + (R−1)12h²]/P words a block, "
+    "backward twice that.",
+    "tesseract": "2.5-D on q×q×d: the 2-D scheme on each depth, which holds its own rows and a copy of the weights; their "
+    "gradients are summed over d. Forward (q−1)/q²·(7E/d + 12h²) words a block.",
+    "cuboid": "3-D on any X×Y×Z, batch-fine: X is gathered along y, W along x, Y summed along z and scattered; after each "
+    "product y and z change places. Whole sequences everywhere.",
+    "cuboid-sequence": "3-D on any X×Y×Z, for batches too small to be split by two axes: in the stream y splits s, inside "
+    "attention and feed-forward (y,z) split heads and columns. Stored [s, b, n]. The same words.",
+}
+
+
+def split(dims: str, layout: Layout) -> str:
+    """b:(x,y) s h:z"""
+    parts = []
+    for dim, axes in zip(dims, layout.dims, strict=True):
+        parts.append(dim + {0: "", 1: ":" + "".join(axes)}.get(len(axes), f":({','.join(axes)})"))
+    return " ".join(parts)
+
+
+def stages(on: Scheme) -> Iterator[tuple[str, str, Layout, tuple[int, ...], str]]:
+    """Stage, letters of its dims, layout, global shape, and the part of GPTVolume that is spent there."""
+    b, s, h, f, v = BATCH, SEQUENCE, CONFIG.hidden, CONFIG.width, CONFIG.vocabulary
+    stream, inner = on.stream, on.after_linear(on.stream)
+    yield "tokens looked up", "bs", on.lookup.tokens, (b, s), ""
+    yield "embedding table", "vh", on.table(stream), (v, h), "embedding"
+    yield "residual stream", "bsh", stream, (b, s, h), ""
+    yield "norm's statistics, γ", "h", on.vector(stream), (h,), "norm"
+    yield "QKV weight", "hn", on.weight(stream), (h, 3 * h), "qkv"
+    yield "QKV, heads", "bsn", inner, (b, s, 3 * h), ""
+    yield "projection weight", "nh", on.weight(inner), (h, h), "projection"
+    yield "residual stream", "bsh", stream, (b, s, h), ""
+    yield "up weight", "hf", on.weight(stream), (h, f), "up"
+    yield "GELU", "bsf", inner, (b, s, f), ""
+    yield "down weight", "fh", on.weight(inner), (f, h), "down"
+    yield "residual stream", "bsh", stream, (b, s, h), ""
+    yield "tied head and loss", "vh", on.table(stream), (v, h), "head"
+    yield "logits", "bsv", inner, (b, s, v), ""
+    yield "labels", "bs", Layout(*inner.dims[:2]), (b, s), ""
+
+
+def words(name: str, part: str) -> tuple[float, float]:
+    """Words per rank of a part, forward and backward, averaged."""
+    h, f, shape = CONFIG.hidden, CONFIG.width, GRIDS[name]
+    ranks, totals = prod(shape.values()), [0, 0]
+    for rank in range(ranks):
+        on = scheme(name, Place(shape, rank))
+        stream, inner, volume = on.stream, on.after_linear(on.stream), GPTVolume(CONFIG, on, BATCH, SEQUENCE)
+        linears = {"qkv": (stream, h, 3 * h), "projection": (inner, h, h), "up": (stream, h, f), "down": (inner, f, h)}
+        cost = volume.linear(*linears[part], bias=False) if part in linears else getattr(volume, part)()
+        totals[0] += cost.forward.words
+        totals[1] += cost.backward.words
+    return totals[0] / ranks, totals[1] / ranks
+
+
+def table(name: str) -> Iterator[str]:
+    on = scheme(name, Place(GRIDS[name]))
+    yield f"\n## `{name}` on {describe(GRIDS[name])}\n\n{NOTES[name]}\n"
+    yield "| stage | layout | block of rank 0 | words | backward |"
+    yield "|---|---|---|---|---|"
+    for stage, letters, layout, shape, part in stages(on):
+        local = list(layout.local_shape(shape, on.grid.shape, on.grid.coordinates))
+        if on.kind.sequence_first and letters[:2] == "bs" and len(letters) == 3:
+            local[:2] = local[1::-1]
+            shown = f"[{', '.join(map(str, local))}] as [s, b, {letters[2]}]"
+        else:
+            shown = f"[{', '.join(map(str, local))}]"
+        moved = [f"{count:g}" for count in words(name, part)] if part else ["", ""]
+        yield f"| {stage} | {split(letters, layout)} | {shown} | {moved[0]} | {moved[1]} |"
+
+
+def page() -> str:
+    """The whole page."""
+    return HEADING + "\n".join(line for name in GRIDS for line in table(name)) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

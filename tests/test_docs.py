@@ -1,0 +1,15 @@
+# The pages of docs/ are what the code prints today.
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def test_the_page_of_schemes_is_what_the_schemes_are():
+    from summa3d.nn.scheme import SCHEMES
+
+    script = runpy.run_path(str(DOCS / "schemes.py"))
+    assert tuple(script["GRIDS"]) == SCHEMES
+    assert script["page"]() == (DOCS / "schemes.md").read_text(), "run: python docs/schemes.py > docs/schemes.md"
