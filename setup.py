@@ -18,7 +18,8 @@ TORCH = ["torch>=2.4"]
 PLOT = ["matplotlib>=3.8"]
 TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0", "tomli>=2.0; python_version < '3.11'"]
 MPI = ["mpich>=4.2"]
-TEST = ["pytest>=8.2", "hypothesis>=6.100"]
+# transformers is what imported and exported models are compared with; the library itself reads and writes their files alone.
+TEST = ["pytest>=8.2", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
 DEV = [*TEST, "mypy>=1.10", "ruff>=0.6"]
 
 kernels = ["summa3d.kernels"] + [f"summa3d.kernels.{name}" for name in find_packages("kernels")]

@@ -25,6 +25,7 @@ COMMANDS = {
     "gemm": "multiply two distributed matrices; report time, words moved and error",
     "train": "train a transformer from a configuration",
     "generate": "continue a prompt with a trained model",
+    "checkpoint": "show what a checkpoint holds; import and export Transformers folders",
     "bench": "time products against each other: algorithms side by side, strong and weak scaling",
     "report": "show tables and plots of what bench measured",
     "doctor": "report what this installation runs on, and what may go wrong",

@@ -1,0 +1,109 @@
+# `summa3d checkpoint inspect|import|export`: what a checkpoint holds, and its way from and to Transformers folders.
+# Imports train, and torch with it, only when it runs.
+# Next: train/hf.py, train/checkpoint.py.
+from __future__ import annotations
+
+import argparse
+import json
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from ..train.checkpoint import Checkpoint
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+MEBI = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Show what a checkpoint holds, or turn a local Transformers folder into one and back."
+    commands = parser.add_subparsers(dest="action", required=True, metavar="inspect|import|export")
+    inspect = commands.add_parser("inspect", help="show step, model, files and tensors")
+    inspect.add_argument("path", type=Path, metavar="DIR", help="a run folder (its newest checkpoint) or a folder step-N")
+    take = commands.add_parser("import", help="make a run folder of a Transformers folder (gpt2, llama, bert)")
+    take.add_argument("source", type=Path, metavar="TRANSFORMERS_DIR", help="holds config.json and model.safetensors")
+    take.add_argument("path", type=Path, metavar="DIR", help="the run folder to make, for train --resume and generate")
+    take.add_argument("--overwrite", action="store_true", help="although DIR holds checkpoints; they are deleted")
+    give = commands.add_parser("export", help="write a checkpoint as a Transformers folder")
+    give.add_argument("path", type=Path, metavar="DIR", help="a run folder (its newest checkpoint) or a folder step-N")
+    give.add_argument("target", type=Path, metavar="TRANSFORMERS_DIR", help="a new or empty folder")
+    give.add_argument("--dtype", choices=DTYPES, help="of the files; default the one that the model computed in")
+    give.add_argument("--file-size", type=int, default=5 * 1024, metavar="MIB", help="largest file; above it there are several")
+    for command in (inspect, take, give):
+        command.add_argument("--json", action="store_true", help="print one JSON line")
+
+
+def run(args: argparse.Namespace) -> int:
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    result, text = {"inspect": _inspect, "import": _import, "export": _export}[args.action](args, comm)
+    if comm.rank == 0:
+        print(json.dumps(result) if args.json else text, flush=True)
+    return 0
+
+
+def _inspect(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, Any], str]:
+    saved = _open(args.path, comm)
+    tensors = {
+        name: {"shape": entry["shape"], "dtype": entry["dtype"], "pieces": len(entry["pieces"])}
+        for name, entry in saved.index["tensors"].items()
+    }
+    model = {name: entry for name, entry in tensors.items() if name.startswith("model.")}
+    kept = ("step", "dtype", "model", "written_on", "loss_scale")
+    result = {
+        "path": str(saved.path),
+        **{key: saved.index.get(key) for key in kept},
+        "parameters": sum(prod(entry["shape"]) for entry in model.values()),
+        "optimizer": saved.has_moments,
+        "bytes": sum(entry["bytes"] for entry in saved.index["files"].values()),
+        "files": len(saved.index["files"]),
+        "tensors": tensors,
+    }
+    sizes = " · ".join(f"{key} {value}" for key, value in result["model"].items())
+    lines = [
+        f"{saved.path}: step {saved.step}, computed in {result['dtype']}, written on {result['written_on']}",
+        sizes,
+        f"{result['parameters']:,} parameters, {'with' if saved.has_moments else 'without'} the optimizer's moments; "
+        f"{result['bytes'] / MEBI:,.1f} MiB in {result['files']} file(s)",
+        *(f"  {name:<44} {entry['dtype']:<9} {'×'.join(map(str, entry['shape']))}" for name, entry in model.items()),
+    ]
+    return result, "\n".join(lines)
+
+
+def _import(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, Any], str]:
+    from ..train.hf import import_folder
+
+    path = import_folder(args.source, args.path, comm, args.overwrite)
+    return {"checkpoint": str(path), "run": str(args.path)}, f"{path}\nTrain it with: summa3d train --run {args.path} --resume"
+
+
+def _export(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, Any], str]:
+    from ..train.hf import export_folder
+    from ..train.together import on_root
+
+    if args.file_size < 1:
+        raise ConfigError(f"--file-size is {args.file_size}; it must be at least 1 (MiB).")
+    saved = _open(args.path, comm)
+    saved.verify(comm)
+    files = on_root(comm, lambda: export_folder(saved, args.target, args.dtype, args.file_size * MEBI), CheckpointError)
+    return {"folder": str(args.target), "files": [file.name for file in files]}, "\n".join(map(str, files))
+
+
+def _open(path: Path, comm: MPI.Intracomm) -> Checkpoint:
+    """The checkpoint in a folder step-N, or the newest one of a run folder."""
+    from ..train import checkpoint
+    from ..train.together import on_root
+
+    def find() -> Path:
+        found = path if (path / "index.json").is_file() else checkpoint.newest(path / "checkpoints")
+        if found is None:
+            raise CheckpointError(f"{path} is neither a checkpoint (a folder step-N with index.json) nor a run that holds one.")
+        return found
+
+    return checkpoint.read(on_root(comm, find, CheckpointError), comm)

@@ -1,0 +1,286 @@
+# A local Transformers folder (config.json and safetensors) as a checkpoint of ours, and back: tensor by tensor, bit for bit.
+# Imports hf_maps (what corresponds to what), hf_files (their files), checkpoint, config, comm, layout, errors; torch.
+# Next: hf_maps.py; cli/checkpoint.py, the commands.
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..comm.failure import agree_on_error
+from ..comm.grid import Grid, Place
+from ..errors import CheckpointError, Summa3dError
+from ..layout.layout import Layout, Sharding
+from ..nn.config import ModelConfig
+from . import checkpoint, hf_files, pieces, tables
+from . import config as configuration
+from .config import Config, TrainConfig, master_dtype
+from .hf_maps import FAMILIES, Mapping, Rule
+from .precision import torch_dtype
+from .together import on_root
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+ORIGINAL = "hf_config.json"
+"""Their config.json, kept in the run folder: what we have no key for comes back at export."""
+WHOLE = Place({"r": 1})
+"""Where an exported tensor is put together: one place that holds it all."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a Transformers folder says before any tensor is read."""
+
+    model: ModelConfig
+    dtype: str
+    original: dict[str, Any]
+    tensors: dict[str, hf_files.Entry]
+
+
+def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool = False) -> Path:
+    """Make the run folder `run`, with `source`'s weights as checkpoint step-0; collective. Returns the checkpoint's folder.
+
+    `run` can be trained with --resume and read by generate, on any grid. Each rank reads and holds its share of the rows of
+    every tensor, and while it reads one, that one.
+
+    Raises CheckpointError, on every rank alike, for a folder that is not one, a family or option that we do not have, and
+    tensors that are missing, unknown or of another shape.
+    """
+    found = on_root(comm, lambda: read_source(source), CheckpointError)
+    on_root(comm, lambda: _open_run(run, overwrite), CheckpointError)
+    grid = Grid(comm, {"r": comm.size})
+    config = Config(scheme="serial", dtype=found.dtype, model=found.model, train=TrainConfig(keep=2, sample_tokens=0))
+    blocks: list[pieces.Block] = []
+    error: Exception | None = None
+    try:
+        with hf_files.Reader(source, found.tensors) as reader:
+            blocks.extend(_share(rule, reader, found, grid) for rule in rules_of(found.model))
+    except Summa3dError as caught:
+        error = caught
+    agree_on_error(comm, error)
+    path = checkpoint.save(run / "checkpoints", 0, blocks, grid, config)
+
+    def describe() -> None:
+        configuration.write(config, run / "config.toml")
+        (run / ORIGINAL).write_text(json.dumps(found.original, indent=2) + "\n", encoding="utf-8")
+
+    on_root(comm, describe, CheckpointError)
+    grid.free()
+    return path
+
+
+def _share(rule: Rule, reader: hf_files.Reader, found: Source, grid: Grid) -> pieces.Block:
+    """This rank's rows of one of our tensors."""
+    whole = to_ours(rule, [reader.read(name) for name in rule.theirs], found.model)
+    sharding = Sharding(Layout(("r",), *[()] * (whole.dim() - 1)), tuple(whole.shape))
+    share = whole[sharding.slices(grid)].to(torch_dtype(master_dtype(found.dtype)), copy=True)
+    return pieces.Block(f"model.{rule.ours}", share.contiguous(), sharding)
+
+
+def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None = None, file_bytes: int = 5 << 30) -> list[Path]:
+    """Write a checkpoint as a Transformers folder, in files of at most `file_bytes` (or one tensor); returns them.
+
+    Runs on one rank, which holds one tensor at a time. `dtype` is that of the files; default the one the model computed in.
+    Raises CheckpointError where the family has no such form or the folder is not empty.
+    """
+    model = tables.build(ModelConfig, saved.index["model"], "model.")
+    if model.family not in FAMILIES:
+        raise CheckpointError(f"A {model.family} model cannot be exported. Families that can: {', '.join(FAMILIES)}.")
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is not empty. Choose another folder, so that no file of another model stays in it.")
+    target.mkdir(parents=True, exist_ok=True)
+    dtype = dtype or saved.index["dtype"]
+    rules = rules_of(model)
+    listing = [named for rule in rules for named in shapes_of(rule, model)]
+
+    def tensors() -> Iterator[Tensor]:
+        kept = torch_dtype(master_dtype(saved.index["dtype"]))
+        with pieces.Reader(saved.path, saved.index["tensors"]) as reader:
+            for rule in rules:
+                shape = our_shape(rule, model)
+                block = pieces.Block(f"model.{rule.ours}", torch.empty(shape, dtype=kept), _whole(shape))
+                reader.read(block, WHOLE)
+                yield from (part.to(torch_dtype(dtype)) for part in to_theirs(rule, block.tensor, model))
+
+    files = hf_files.write(target, listing, dtype, tensors(), file_bytes)
+    original = saved.path.parent.parent / ORIGINAL
+    kept = json.loads(original.read_text(encoding="utf-8")) if original.is_file() else {}
+    (target / "config.json").write_text(json.dumps(config_of(model, dtype, kept), indent=2) + "\n", encoding="utf-8")
+    return files
+
+
+def _whole(shape: tuple[int, ...]) -> Sharding:
+    return Sharding(Layout(*[()] * len(shape)), shape)
+
+
+def rules_of(model: ModelConfig) -> list[Rule]:
+    """The rules of every tensor of a model, layers numbered."""
+    mapping = FAMILIES[model.family]
+
+    def numbered(rule: Rule, layer: int) -> Rule:
+        return replace(rule, ours=rule.ours.format(layer), theirs=tuple(name.format(layer) for name in rule.theirs))
+
+    return [*mapping.once, *(numbered(rule, layer) for layer in range(model.layers) for rule in mapping.layer)]
+
+
+def to_ours(rule: Rule, theirs: list[Tensor], model: ModelConfig) -> Tensor:
+    """Our tensor, made of theirs."""
+    parts = [part.T if rule.turned else part for part in theirs]
+    if not rule.heads:
+        return parts[0]
+    if len(parts) == 1:
+        parts = list(parts[0].chunk(rule.parts, -1))
+    heads = getattr(model, rule.heads)
+    return torch.stack([part.unflatten(-1, (heads, -1)) for part in parts], -2).flatten(-3)  # […, head, part, d]
+
+
+def to_theirs(rule: Rule, ours: Tensor, model: ModelConfig) -> list[Tensor]:
+    """Their tensors, taken out of ours: the inverse of `to_ours`."""
+    parts = [ours]
+    if rule.heads:
+        heads = getattr(model, rule.heads)
+        parts = [part.flatten(-2) for part in ours.unflatten(-1, (heads, rule.parts, -1)).unbind(-2)]
+        parts = [torch.cat(parts, -1)] if len(rule.theirs) == 1 else parts
+    return [part.T.contiguous() if rule.turned else part.contiguous() for part in parts]
+
+
+def our_shape(rule: Rule, model: ModelConfig) -> tuple[int, ...]:
+    """The shape of our tensor."""
+    sizes = {"h": model.hidden, "f": model.width, "v": model.vocabulary, "s": model.sequence, "2": 2}
+    sizes |= {"3h": 3 * model.hidden, "kv": 2 * model.groups * (model.hidden // model.heads)}
+    return tuple(sizes[extent] for extent in rule.shape.split())
+
+
+def shapes_of(rule: Rule, model: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of their tensors."""
+    theirs = to_theirs(rule, torch.empty(our_shape(rule, model), device="meta"), model)
+    return [(name, tuple(part.shape)) for name, part in zip(rule.theirs, theirs, strict=True)]
+
+
+def read_source(source: Path) -> Source:
+    """Configuration and tensor list of a Transformers folder, checked against each other."""
+    try:
+        original = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{source} is not a Transformers folder: its config.json cannot be read ({error}).") from error
+    model = model_of(original, source)
+    mapping = FAMILIES[model.family]
+    wanted = {name for rule in rules_of(model) for name in rule.theirs}
+    named = {
+        mapping.base + name if mapping.base + name in wanted else name: entry
+        for name, entry in hf_files.listing(source).items()
+        if not name.endswith(mapping.ignored)
+    }
+    _check_names(set(named), wanted, mapping, source)
+    _check_copies(named, mapping, source)
+    tensors = {name: entry for name, entry in named.items() if name in wanted}
+    _check_shapes(tensors, model, source)
+    return Source(model, hf_files.widest({entry.dtype for entry in tensors.values()}, source), original, tensors)
+
+
+def model_of(original: dict[str, Any], source: Path) -> ModelConfig:
+    """Our configuration of a model, read off theirs. Raises CheckpointError for a family or an option that we do not have."""
+    family = original.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointError(f"{source} holds a model of type {family!r}. Types that can be imported: {', '.join(FAMILIES)}.")
+    mapping = FAMILIES[family]
+    original = _renamed(original, mapping)
+    for key, allowed in mapping.fixed.items():
+        value = _lookup(original, key, allowed[0])
+        if value not in allowed:
+            choices = " or ".join(map(repr, allowed))
+            raise CheckpointError(f"{source}: config.json says {key} = {value!r}; our {family} has {choices} only.")
+    values: dict[str, Any] = {"family": family}
+    for ours, (theirs, default) in mapping.keys.items():
+        found = {key: value for key in theirs if (value := _lookup(original, key, None)) is not None}
+        if len(set(found.values())) > 1:
+            raise CheckpointError(f"{source}: config.json says {found}; our {family} has one value for both, model.{ours}.")
+        values[ours] = next(iter(found.values()), default)
+    head = original.get("head_dim")
+    if head is not None and head * values["heads"] != values["hidden"]:
+        raise CheckpointError(
+            f"{source}: config.json says head_dim = {head}; {values['heads']} heads of it are not hidden = {values['hidden']}, "
+            f"as our {family} has them."
+        )
+    return tables.build(ModelConfig, {key: value for key, value in values.items() if value is not None}, "model.")
+
+
+def config_of(model: ModelConfig, dtype: str, original: dict[str, Any]) -> dict[str, Any]:
+    """Their config.json of a model: `original`, where it was imported, with everything that we know written over it."""
+    mapping = FAMILIES[model.family]
+    result: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **_renamed(original, mapping)}
+    for key, allowed in mapping.fixed.items():
+        if _lookup(result, key, None) not in allowed:
+            _assign(result, key, allowed[0])
+    for ours, (theirs, _) in mapping.keys.items():
+        value = _ours(model, ours)
+        for key in theirs:
+            _assign(result, key, value)
+    return {**result, "architectures": [mapping.architecture], "dtype": dtype}
+
+
+def _ours(model: ModelConfig, key: str) -> Any:
+    """The value of one of our keys, the family's default filled in."""
+    return getattr(model, {"ffn": "width", "norm_eps": "eps", "kv_heads": "groups", "rotary_base": "theta"}.get(key, key))
+
+
+def _renamed(original: dict[str, Any], mapping: Mapping) -> dict[str, Any]:
+    """Their configuration with its older keys called by their present names."""
+    result: dict[str, Any] = json.loads(json.dumps({key: value for key, value in original.items() if key != "torch_dtype"}))
+    for old, new in mapping.renamed.items():
+        if old in result:
+            _assign(result, new, result.pop(old))
+    return result
+
+
+def _lookup(table: dict[str, Any], key: str, default: Any) -> Any:
+    for part in key.split("."):
+        if not isinstance(table, dict) or part not in table:
+            return default
+        table = table[part]
+    return table
+
+
+def _assign(table: dict[str, Any], key: str, value: Any) -> None:
+    *path, name = key.split(".")
+    for part in path:
+        table = table.setdefault(part, {})
+    table[name] = value
+
+
+def _check_names(names: set[str], wanted: set[str], mapping: Mapping, source: Path) -> None:
+    missing, unknown = sorted(wanted - names), sorted(names - wanted - set(mapping.copies))
+    for what, those in (("lacks", missing), ("holds what we have no place for:", unknown)):
+        if those:
+            more = f" and {len(those) - 4} more" if len(those) > 4 else ""
+            raise CheckpointError(
+                f"{source} {what} {', '.join(those[:4])}{more}.\n  We read the tensors of {mapping.architecture}, complete."
+            )
+
+
+def _check_copies(named: dict[str, hf_files.Entry], mapping: Mapping, source: Path) -> None:
+    with hf_files.Reader(source, named) as reader:
+        for name in named.keys() & mapping.copies.keys():
+            first = mapping.copies[name]
+            if not torch.equal(reader.read(name), reader.read(first)):
+                raise CheckpointError(f"{source}: {name} differs from {first}; our model has one tensor for both.")
+
+
+def _check_shapes(tensors: dict[str, hf_files.Entry], model: ModelConfig, source: Path) -> None:
+    """Compare every shape with what the configuration's sizes make."""
+    for rule in rules_of(model):
+        for name, shape in shapes_of(rule, model):
+            if tensors[name].shape != shape:
+                raise CheckpointError(f"{source}: {name} has shape {tensors[name].shape}; config.json's sizes make it {shape}.")
+
+
+def _open_run(run: Path, overwrite: bool) -> None:
+    from .prepare import open_folder
+
+    open_folder(run, resume=False, overwrite=overwrite)

@@ -1,0 +1,133 @@
+# The safetensors files of a Transformers folder: what they list, one tensor read at a time, and written one at a time.
+# Imports errors; torch, safetensors.
+# Next: hf.py, which says what the tensors mean.
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CODES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+WIDTH = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes of weights, so that each holds what stands before it, float16 in bfloat16 excepted: those two make float32."""
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ALIGNMENT = 8
+"""safetensors pads its header to a multiple of this."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor is, and what: its name in that file may lack the prefix of the full model."""
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def listing(folder: Path) -> dict[str, Entry]:
+    """Every tensor of a folder, one file or several with an index, by name. Reads headers only."""
+    if (folder / INDEX).is_file():
+        try:
+            files = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"Cannot read {folder / INDEX}: {error}.") from error
+    else:
+        files = [SINGLE]
+    found: dict[str, Entry] = {}
+    for file in files:
+        try:
+            with safe_open(folder / file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 — a safetensors file is no dict
+                    part = opened.get_slice(name)
+                    found[name] = Entry(file, name, tuple(part.get_shape()), CODES.get(part.get_dtype(), part.get_dtype()))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"Cannot read {folder / file}: {error}.") from error
+    return found
+
+
+def widest(dtypes: set[str], folder: Path) -> str:
+    """The dtype that holds every weight of a folder exactly."""
+    if unknown := dtypes - set(WIDTH):
+        raise CheckpointError(f"{folder} holds weights of dtype {min(unknown)}. Those that can be imported: {', '.join(WIDTH)}.")
+    return "float32" if dtypes == {"float16", "bfloat16"} else max(dtypes, key=WIDTH.index)
+
+
+class Reader:
+    """Reads the tensors of a folder by the names of a listing; a context, which keeps its files open."""
+
+    def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
+        self.folder, self.entries = folder, entries
+        self._files: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor."""
+        entry = self.entries[name]
+        try:
+            if entry.file not in self._files:
+                self._files[entry.file] = self._stack.enter_context(safe_open(self.folder / entry.file, framework="pt"))
+            tensor: Tensor = self._files[entry.file].get_tensor(entry.name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"Cannot read {entry.name} of {self.folder / entry.file}: {error}.") from error
+        return tensor
+
+
+def write(
+    folder: Path, listed: Sequence[tuple[str, tuple[int, ...]]], dtype: str, tensors: Iterator[Tensor], file_bytes: int
+) -> list[Path]:
+    """Write `tensors`, which come in the order of `listed`, each as it comes; in several files with an index if it takes them."""
+    groups: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    size = 0
+    for name, shape in listed:
+        this = prod(shape) * ITEM_BYTES[dtype]
+        if groups[-1] and size + this > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append((name, shape))
+        size += this
+    files = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    files = files if len(files) > 1 else [SINGLE]
+    for file, group in zip(files, groups, strict=True):
+        _write_file(folder / file, group, dtype, tensors)
+    if len(files) > 1:
+        weight_map = {name: file for file, group in zip(files, groups, strict=True) for name, _ in group}
+        total = sum(prod(shape) for _, shape in listed) * ITEM_BYTES[dtype]
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return [folder / file for file in files]
+
+
+def _write_file(path: Path, listed: Sequence[tuple[str, tuple[int, ...]]], dtype: str, tensors: Iterator[Tensor]) -> None:
+    """A safetensors file: the header's length in 8 bytes, the header, then the tensors one after the other."""
+    code = next(code for code, name in CODES.items() if name == dtype)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in listed:
+        begin, end = end, end + prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for _ in listed:
+            file.write(next(tensors).contiguous().view(-1).view(torch.uint8).numpy().data)

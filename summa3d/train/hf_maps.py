@@ -1,0 +1,207 @@
+# How a Transformers folder and our checkpoints name the same model: tensors, their order, and configuration keys, as plain data.
+# Imports nothing of summa3d: what the rules do stands in hf.py.
+# Next: hf.py.
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One of our tensors and those of theirs that it is made of; `{}` stands for a layer's number.
+
+    shape : ours, each extent a key of `hf.sizes`.
+    turned : theirs is [out, in], ours [in, out].
+    heads : the property of ModelConfig that says in how many groups the columns of each part come. Theirs are [part][head][d],
+        in one tensor of `parts` or in `parts` tensors; ours [head][part][d], so that a block of columns is whole heads.
+    """
+
+    ours: str
+    shape: str
+    theirs: tuple[str, ...]
+    turned: bool = False
+    heads: str = ""
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A family: `rules` for the model and for each layer, and how configurations translate.
+
+    architecture : the class whose tensor names these are; `base` is what its bare model leaves off them.
+    copies : their tensors that must equal another of theirs, and that we hold once.
+    ignored : the last parts of names that hold no weights.
+    keys : our key → theirs, with the value that stands for a missing one; several of theirs must agree.
+    renamed : keys of older configurations → what they are called now.
+    fixed : what their configuration must say, if it says anything: the first value is the one we write.
+    """
+
+    architecture: str
+    base: str
+    once: tuple[Rule, ...]
+    layer: tuple[Rule, ...]
+    keys: dict[str, tuple[tuple[str, ...], Any]]
+    fixed: dict[str, tuple[Any, ...]]
+    copies: dict[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    renamed: dict[str, str] = field(default_factory=dict)
+
+
+def both(ours: str, shape: str, *theirs: str, turned: bool = False, heads: str = "", parts: int = 1) -> tuple[Rule, Rule]:
+    """A weight, turned or not, and a bias or β along its last dim."""
+    weight, bias = (tuple(f"{name}.{kind}" for name in theirs) for kind in ("weight", "bias"))
+    return (
+        Rule(f"{ours}.weight", shape, weight, turned, heads, parts),
+        Rule(f"{ours}.bias", shape.split()[-1], bias, False, heads, parts),
+    )
+
+
+# GPT-2 stores its linears [in, out], as we do, with q, k and v in one of them.
+GPT2 = Mapping(
+    architecture="GPT2LMHeadModel",
+    base="transformer.",
+    once=(
+        Rule("embedding.weight", "v h", ("transformer.wte.weight",)),
+        Rule("positions.weight", "s h", ("transformer.wpe.weight",)),
+        *both("norm", "h", "transformer.ln_f"),
+    ),
+    layer=(
+        *both("blocks.{}.attention_norm", "h", "transformer.h.{}.ln_1"),
+        *both("blocks.{}.attention.qkv", "h 3h", "transformer.h.{}.attn.c_attn", heads="heads", parts=3),
+        *both("blocks.{}.attention.out", "h h", "transformer.h.{}.attn.c_proj"),
+        *both("blocks.{}.mlp_norm", "h", "transformer.h.{}.ln_2"),
+        *both("blocks.{}.mlp.up", "h f", "transformer.h.{}.mlp.c_fc"),
+        *both("blocks.{}.mlp.down", "f h", "transformer.h.{}.mlp.c_proj"),
+    ),
+    keys={
+        "layers": (("n_layer",), 12),
+        "hidden": (("n_embd",), 768),
+        "heads": (("n_head",), 12),
+        "ffn": (("n_inner",), None),
+        "sequence": (("n_positions",), 1024),
+        "vocabulary": (("vocab_size",), 50257),
+        "dropout": (("resid_pdrop", "embd_pdrop"), 0.1),
+        "attention_dropout": (("attn_pdrop",), 0.1),
+        "norm_eps": (("layer_norm_epsilon",), 1e-5),
+    },
+    fixed={
+        "model_type": ("gpt2",),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "reorder_and_upcast_attn": (False, True),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+    },
+    copies={"lm_head.weight": "transformer.wte.weight"},
+    ignored=(".attn.bias", ".attn.masked_bias"),
+)
+
+LLAMA = Mapping(
+    architecture="LlamaForCausalLM",
+    base="model.",
+    once=(
+        Rule("embedding.weight", "v h", ("model.embed_tokens.weight",)),
+        Rule("norm.weight", "h", ("model.norm.weight",)),
+        Rule("head.weight", "v h", ("lm_head.weight",)),
+    ),
+    layer=(
+        Rule("blocks.{}.attention_norm.weight", "h", ("model.layers.{}.input_layernorm.weight",)),
+        Rule("blocks.{}.attention.q.weight", "h h", ("model.layers.{}.self_attn.q_proj.weight",), turned=True),
+        Rule(
+            "blocks.{}.attention.kv.weight",
+            "h kv",
+            ("model.layers.{}.self_attn.k_proj.weight", "model.layers.{}.self_attn.v_proj.weight"),
+            turned=True,
+            heads="groups",
+            parts=2,
+        ),
+        Rule("blocks.{}.attention.out.weight", "h h", ("model.layers.{}.self_attn.o_proj.weight",), turned=True),
+        Rule("blocks.{}.mlp_norm.weight", "h", ("model.layers.{}.post_attention_layernorm.weight",)),
+        Rule("blocks.{}.mlp.gate.weight", "h f", ("model.layers.{}.mlp.gate_proj.weight",), turned=True),
+        Rule("blocks.{}.mlp.up.weight", "h f", ("model.layers.{}.mlp.up_proj.weight",), turned=True),
+        Rule("blocks.{}.mlp.down.weight", "f h", ("model.layers.{}.mlp.down_proj.weight",), turned=True),
+    ),
+    keys={
+        "layers": (("num_hidden_layers",), 32),
+        "hidden": (("hidden_size",), 4096),
+        "heads": (("num_attention_heads",), 32),
+        "kv_heads": (("num_key_value_heads",), None),
+        "ffn": (("intermediate_size",), 11008),
+        "sequence": (("max_position_embeddings",), 2048),
+        "vocabulary": (("vocab_size",), 32000),
+        "attention_dropout": (("attention_dropout",), 0.0),
+        "norm_eps": (("rms_norm_eps",), 1e-6),
+        "rotary_base": (("rope_parameters.rope_theta",), 10000.0),
+    },
+    fixed={
+        "model_type": ("llama",),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "tie_word_embeddings": (False,),
+        "rope_parameters.rope_type": ("default",),
+        "rope_scaling": (None,),
+    },
+    ignored=(".rotary_emb.inv_freq",),
+    renamed={"rope_theta": "rope_parameters.rope_theta"},
+)
+
+BERT = Mapping(
+    architecture="BertForPreTraining",
+    base="bert.",
+    once=(
+        Rule("embedding.weight", "v h", ("bert.embeddings.word_embeddings.weight",)),
+        Rule("positions.weight", "s h", ("bert.embeddings.position_embeddings.weight",)),
+        Rule("token_types.weight", "2 h", ("bert.embeddings.token_type_embeddings.weight",)),
+        *both("embedding_norm", "h", "bert.embeddings.LayerNorm"),
+        *both("pooler", "h h", "bert.pooler.dense", turned=True),
+        *both("relation", "h 2", "cls.seq_relationship", turned=True),
+        *both("transform", "h h", "cls.predictions.transform.dense", turned=True),
+        *both("transform_norm", "h", "cls.predictions.transform.LayerNorm"),
+        Rule("head_bias", "v", ("cls.predictions.bias",)),
+    ),
+    layer=(
+        *both(
+            "blocks.{}.attention.qkv",
+            "h 3h",
+            *(f"bert.encoder.layer.{{}}.attention.self.{part}" for part in ("query", "key", "value")),
+            turned=True,
+            heads="heads",
+            parts=3,
+        ),
+        *both("blocks.{}.attention.out", "h h", "bert.encoder.layer.{}.attention.output.dense", turned=True),
+        *both("blocks.{}.attention_norm", "h", "bert.encoder.layer.{}.attention.output.LayerNorm"),
+        *both("blocks.{}.mlp.up", "h f", "bert.encoder.layer.{}.intermediate.dense", turned=True),
+        *both("blocks.{}.mlp.down", "f h", "bert.encoder.layer.{}.output.dense", turned=True),
+        *both("blocks.{}.mlp_norm", "h", "bert.encoder.layer.{}.output.LayerNorm"),
+    ),
+    keys={
+        "layers": (("num_hidden_layers",), 12),
+        "hidden": (("hidden_size",), 768),
+        "heads": (("num_attention_heads",), 12),
+        "ffn": (("intermediate_size",), 3072),
+        "sequence": (("max_position_embeddings",), 512),
+        "vocabulary": (("vocab_size",), 30522),
+        "dropout": (("hidden_dropout_prob",), 0.1),
+        "attention_dropout": (("attention_probs_dropout_prob",), 0.1),
+        "norm_eps": (("layer_norm_eps",), 1e-12),
+    },
+    fixed={
+        "model_type": ("bert",),
+        "hidden_act": ("gelu",),
+        "type_vocab_size": (2,),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+        "position_embedding_type": ("absolute",),
+    },
+    copies={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    ignored=("embeddings.position_ids",),
+)
+
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT}

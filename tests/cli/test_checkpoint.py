@@ -1,0 +1,85 @@
+# `summa3d checkpoint` as a user starts it: from a Transformers folder to a run, through the ranks, and back.
+# Starts real processes; what is in the files is tested in tests/train/test_hf.py.
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+H, V = 8, 257
+
+
+def summa3d(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "summa3d", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of one layer as Transformers stores it, written without Transformers."""
+    folder = tmp_path_factory.mktemp("theirs")
+    layer = {
+        "ln_1": (H,),
+        "ln_2": (H,),
+        "attn.c_attn": (H, 3 * H),
+        "attn.c_proj": (H, H),
+        "mlp.c_fc": (H, 4 * H),
+        "mlp.c_proj": (4 * H, H),
+    }
+    shapes = {"wte.weight": (V, H), "wpe.weight": (5, H), "ln_f.weight": (H,), "ln_f.bias": (H,)}
+    for name, shape in layer.items():
+        shapes |= {f"h.0.{name}.weight": shape, f"h.0.{name}.bias": shape[-1:]}
+    generator = torch.Generator().manual_seed(2)
+    save_file(
+        {f"transformer.{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()},
+        folder / "model.safetensors",
+    )
+    said = {"model_type": "gpt2", "n_layer": 1, "n_embd": H, "n_head": 2, "n_positions": 5, "vocab_size": V, "eos_token_id": 3}
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_a_folder_is_imported_by_two_ranks_inspected_continued_and_exported(theirs: Path, tmp_path: Path) -> None:
+    run, back = tmp_path / "run", tmp_path / "back"
+    done = summa3d("launch", "-n", 2, "checkpoint", "import", theirs, run, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"checkpoint": f"{run}/checkpoints/step-0", "run": str(run)}
+    seen = json.loads(summa3d("checkpoint", "inspect", run, "--json").stdout)
+    assert (seen["step"], seen["files"], seen["optimizer"], seen["model"]["hidden"]) == (0, 2, False, H)
+    assert seen["parameters"] == sum(tensor.numel() for tensor in load_file(theirs / "model.safetensors").values())
+    assert seen["tensors"]["model.blocks.0.attention.qkv.weight"] == {"shape": [H, 3 * H], "dtype": "float32", "pieces": 2}
+    text = summa3d("checkpoint", "inspect", run / "checkpoints" / "step-0").stdout
+    assert "step 0" in text and "family gpt2" in text and "model.embedding.weight" in text
+
+    assert summa3d("generate", run, "--prompt", "ab", "--tokens", 3).stdout.startswith("ab")
+    done = summa3d("checkpoint", "export", run, back, "--json")
+    assert json.loads(done.stdout) == {"folder": str(back), "files": ["model.safetensors"]}
+    there, again = load_file(theirs / "model.safetensors"), load_file(back / "model.safetensors")
+    assert there.keys() == again.keys() and all(torch.equal(there[name], again[name]) for name in there)
+    said = json.loads((back / "config.json").read_text())
+    assert (said["n_head"], said["eos_token_id"], said["architectures"]) == (2, 3, ["GPT2LMHeadModel"])
+
+    half = summa3d("checkpoint", "export", run / "checkpoints" / "step-0", tmp_path / "half", "--dtype", "bfloat16")
+    assert half.returncode == 0, half.stderr
+    halves = load_file(tmp_path / "half" / "model.safetensors")
+    assert all(torch.equal(halves[name], there[name].bfloat16()) for name in there)
+
+
+def test_what_cannot_be_done_is_said_in_a_line(theirs: Path, tmp_path: Path) -> None:
+    cases = [
+        (["inspect", tmp_path], "neither a checkpoint"),
+        (["import", tmp_path / "nowhere", tmp_path / "run"], "is not a Transformers folder"),
+        (["export", tmp_path, tmp_path / "back"], "neither a checkpoint"),
+        (["export", tmp_path, tmp_path / "back", "--file-size", "0"], "--file-size is 0"),
+        (["transplant", tmp_path], "invalid choice"),
+    ]
+    for arguments, words in cases:
+        done = summa3d("checkpoint", *arguments)
+        assert done.returncode != 0 and done.stdout == "" and words in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 3

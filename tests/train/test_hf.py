@@ -1,0 +1,284 @@
+# Transformers folders: imported and exported bit for bit, with the logits of `transformers` itself on every scheme.
+# Only rank 0 imports transformers; its logits travel as a file.
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from safetensors.torch import load_file, save_file
+from small_runs import assignments, metrics_of, train_small, write_corpus
+
+from summa3d.errors import CheckpointError
+from summa3d.nn.scheme import scheme
+from summa3d.train import checkpoint, config, hf_files
+from summa3d.train.generate import load, smallest_batch
+from summa3d.train.hf import export_folder, import_folder
+from summa3d.train.loop import train
+from summa3d.train.prepare import build_model
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers needs Python 3.11")
+
+# 12 heads and h = 24 are divided by every axis used here; v, f and s are divided by none.
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 2, "n_embd": 24, "n_head": 12, "n_positions": 12, "n_inner": 29, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    "llama": {
+        "num_hidden_layers": 2,
+        "hidden_size": 24,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "intermediate_size": 36,
+        "max_position_embeddings": 12,
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+    },
+    "bert": {
+        "num_hidden_layers": 2,
+        "hidden_size": 24,
+        "num_attention_heads": 12,
+        "intermediate_size": 29,
+        "max_position_embeddings": 12,
+    },
+}
+VOCABULARY = 257
+CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "bert": "BertForPreTraining"}
+DECODERS = ("gpt2", "llama")
+GRIDS: dict[int, list[tuple[str, dict[str, int]]]] = {
+    1: [("serial", {"x": 1})],
+    4: [("oned", {"y": 4}), ("summa", {"x": 2, "y": 2}), ("cuboid", {"x": 1, "y": 2, "z": 2})],
+    8: [
+        ("cuboid", {"x": 2, "y": 2, "z": 2}),
+        ("cuboid-sequence", {"x": 2, "y": 2, "z": 2}),
+        ("tesseract", {"x": 2, "y": 2, "d": 2}),
+    ],
+}
+
+
+def their_model(family: str, **changes: Any) -> Any:
+    """A Transformers model with random weights, γ, β and biases among them."""
+    import transformers
+
+    kind = getattr(transformers, CLASSES[family])
+    settings = kind.config_class(**{**SIZES[family], "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, **changes})
+    model = kind(settings)
+    generator = torch.Generator().manual_seed(5)
+    for p in model.parameters():
+        p.data.add_(0.1 * torch.randn(p.shape, generator=generator))
+    return model.eval()
+
+
+def their_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def opened(run: Path, comm: MPI.Intracomm = MPI.COMM_SELF) -> checkpoint.Checkpoint:
+    path = checkpoint.newest(run / "checkpoints")
+    assert path is not None
+    return checkpoint.read(path, comm)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", SIZES)
+def test_what_was_imported_is_exported_bit_for_bit(tmp_path: Path, family: str, dtype: str) -> None:
+    model = their_model(family).to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("model-*.safetensors"))) > 1
+    import_folder(tmp_path / "theirs", tmp_path / "run", MPI.COMM_SELF)
+    for name, size in (("one", 1 << 30), ("several", 8000)):
+        export_folder(opened(tmp_path / "run"), tmp_path / name, file_bytes=size)
+        assert same_bits(their_tensors(tmp_path / "theirs"), their_tensors(tmp_path / name))
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
+    again = type(model).from_pretrained(tmp_path / "several", dtype=getattr(torch, dtype))
+    tokens = torch.arange(18).view(2, 9) * 13 % VOCABULARY
+    with torch.no_grad():
+        assert torch.equal(model(tokens)[0], again.eval()(tokens)[0])
+    theirs, ours = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "one"))
+    assert {key: ours[key] for key in theirs} == theirs
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, token types and a padding mask."""
+    tokens = torch.randint(VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(1))
+    types = (torch.arange(8) > 3).long().expand(4, -1).contiguous()
+    mask = torch.ones(4, 8, dtype=torch.long)
+    mask[1, 6:] = mask[2, 3:] = 0
+    return tokens, types, mask
+
+
+def their_logits(model: Any, family: str) -> list[torch.Tensor]:
+    tokens, types, mask = batch()
+    with torch.no_grad():
+        if family == "bert":
+            return [*model(tokens, token_type_ids=types, attention_mask=mask)[:2]]
+        return [model(tokens).logits]
+
+
+def our_logits(model: Any, family: str) -> list[torch.Tensor]:
+    """On every rank, of every token."""
+    tokens, types, mask = batch()
+    return [*model.eval().logits(tokens, types, mask)] if family == "bert" else [model.eval().logits(tokens)]
+
+
+@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=150)
+@pytest.mark.parametrize("family", SIZES)
+def test_an_imported_model_has_the_logits_of_transformers_on_every_scheme(
+    comm: Any, make_grid: Any, shared_tmp_path: Path, family: str
+) -> None:
+    source, run = shared_tmp_path / "theirs", shared_tmp_path / "run"
+    if comm.rank == 0:
+        model = their_model(family)
+        model.save_pretrained(source)
+        torch.save(their_logits(model, family), shared_tmp_path / "logits")
+    comm.Barrier()
+    import_folder(source, run, comm)
+    want = torch.load(shared_tmp_path / "logits")
+    settings = config.load(str(run / "config.toml"))
+    for name, axes in GRIDS[comm.size]:
+        plan = scheme(name, make_grid(**axes))
+        ours = build_model(settings, plan)
+        opened(run, comm).load(checkpoint.model_blocks(ours), plan.grid)
+        for found, expected in zip(our_logits(ours, family), want, strict=True):
+            assert (found - expected).abs().max() < 1e-5, name
+
+
+@pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_model_trained_here_is_exported_to_the_logits_it_has(comm: Any, shared_tmp_path: Path, family: str) -> None:
+    changes = {"model__family": family, "model__vocabulary": VOCABULARY, "dtype": "float32", "train__steps": 3}
+    train_small(comm, shared_tmp_path, grid__y=2, **changes)
+    if comm.rank == 0:
+        import transformers
+
+        export_folder(opened(shared_tmp_path / "run"), shared_tmp_path / "theirs")
+        model = getattr(transformers, CLASSES[family]).from_pretrained(shared_tmp_path / "theirs").eval()
+        ours, plan, settings, _ = load(shared_tmp_path / "run", MPI.COMM_SELF)
+        tokens = torch.arange(9).view(1, 9) * 17
+        with torch.no_grad():
+            assert (model(tokens).logits[:, -1] - ours.eval().next_logits(tokens)).abs().max() < 1e-5
+        assert smallest_batch(plan, settings.model) == 1
+    comm.Barrier()
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_training_goes_on_from_an_imported_model(comm: Any, shared_tmp_path: Path) -> None:
+    source, run = shared_tmp_path / "theirs", shared_tmp_path / "run"
+    corpus = shared_tmp_path / "corpus.txt"
+    if comm.rank == 0:
+        their_model("llama").save_pretrained(source)
+        write_corpus(corpus)
+    comm.Barrier()
+    import_folder(source, run, comm)
+    wanted = [one for one in assignments(corpus, scheme="oned", grid__y=2, dtype="float32") if not one.startswith("model.")]
+    train(config.load(str(run / "config.toml"), wanted), comm, run, resume=True)
+    losses = [line["loss"] for line in metrics_of(shared_tmp_path)]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.2
+    assert opened(run, comm).has_moments
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_rank_holds_its_share_and_the_tensors_of_one_rule(comm: Any, shared_tmp_path: Path, monkeypatch: Any) -> None:
+    if comm.rank == 0:
+        their_model("bert").save_pretrained(shared_tmp_path / "theirs")
+    comm.Barrier()
+    alive: set[int] = set()
+    most = 0
+    read = hf_files.Reader.read
+
+    def counted(reader: hf_files.Reader, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = read(reader, name)
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        alive.add(address)
+        weakref.finalize(storage, alive.discard, address)
+        most = max(most, len(alive))
+        return tensor
+
+    monkeypatch.setattr(hf_files.Reader, "read", counted)
+    import_folder(shared_tmp_path / "theirs", shared_tmp_path / "run", comm)
+    assert most == 3 and not alive  # q, k and v make one of our tensors
+    files = opened(shared_tmp_path / "run", comm).index["files"]
+    sizes = [entry["bytes"] for entry in files.values()]
+    assert len(sizes) == 2 and max(sizes) < 1.1 * min(sizes)
+
+
+def test_names_without_the_models_prefix_and_old_buffers_are_understood(tmp_path: Path) -> None:
+    their_model("gpt2").save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    bare |= {"h.0.attn.bias": torch.ones(1, 1, 11, 11), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    save_file({**bare, "lm_head.weight": bare["wte.weight"].clone()}, file)
+    import_folder(tmp_path / "theirs", tmp_path / "run", MPI.COMM_SELF)
+    export_folder(opened(tmp_path / "run"), tmp_path / "again")
+    assert same_bits(their_tensors(tmp_path / "again"), tensors)
+    with pytest.raises(CheckpointError, match="again is not empty"):
+        export_folder(opened(tmp_path / "run"), tmp_path / "again")
+
+
+def spoil(folder: Path, kind: str) -> None:
+    """Make an imported folder wrong in one way."""
+    file, settings = folder / "model.safetensors", folder / "config.json"
+    tensors, said = load_file(file), json.loads(settings.read_text())
+    if kind == "missing":
+        del tensors["transformer.h.1.ln_2.bias"]
+    elif kind == "unknown":
+        tensors["transformer.h.1.extra"] = torch.ones(2)
+    elif kind == "shape":
+        said["n_inner"] = 31
+    elif kind == "untied":
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
+    elif kind == "activation":
+        said["activation_function"] = "relu"
+    elif kind == "family":
+        said["model_type"] = "mamba"
+    elif kind == "dropouts":
+        said["embd_pdrop"] = 0.3
+    elif kind == "dtype":
+        tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"].to(torch.int8)
+    settings.write_text(json.dumps(said))
+    save_file(tensors, file)
+    if kind == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif kind == "no config":
+        settings.unlink()
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_folder_that_cannot_be_imported_is_refused_by_every_rank(comm: Any, shared_tmp_path: Path) -> None:
+    cases = {
+        "missing": ["lacks transformer.h.1.ln_2.bias", "GPT2LMHeadModel"],
+        "unknown": ["no place for: transformer.h.1.extra"],
+        "shape": ["transformer.h.0.mlp.c_fc.weight", "(24, 29)", "(24, 31)"],
+        "untied": ["lm_head.weight differs from transformer.wte.weight"],
+        "activation": ["activation_function = 'relu'", "'gelu_new'"],
+        "family": ["'mamba'", "gpt2, llama, bert"],
+        "dropouts": ["embd_pdrop", "model.dropout"],
+        "dtype": ["dtype I8", "bfloat16"],
+        "truncated": ["model.safetensors"],
+        "no config": ["is not a Transformers folder"],
+    }
+    if comm.rank == 0:
+        model = their_model("gpt2")
+        for kind in cases:
+            model.save_pretrained(shared_tmp_path / kind)
+            spoil(shared_tmp_path / kind, kind)
+    comm.Barrier()
+    for kind, words in cases.items():
+        with pytest.raises(CheckpointError) as raised:
+            import_folder(shared_tmp_path / kind, shared_tmp_path / "run", comm)
+        message = str(raised.value)
+        assert comm.allgather(message) == [message] * 2
+        assert all(word in message for word in [*words, str(shared_tmp_path)]), message
+        assert not (shared_tmp_path / "run").exists()
+        comm.Barrier()
