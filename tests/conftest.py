@@ -16,10 +16,10 @@ def make_grid(comm: Any) -> Iterator[Callable[..., Any]]:
     """``make_grid(x=2, y=2, z=2)`` → a Grid on `comm`, its agreement checks on, freed at the end of the test."""
     grids = []
 
-    def make(order: Any = None, tile: Any = None, check: bool = True, **axes: int) -> Any:
+    def make(order: Any = None, tile: Any = None, check: bool = True, node_memory: Any = None, **axes: int) -> Any:
         from summa3d.comm.grid import Grid
 
-        grids.append(Grid(comm, axes, order=order, tile=tile, check=check))
+        grids.append(Grid(comm, axes, order=order, tile=tile, check=check, node_memory=node_memory))
         return grids[-1]
 
     yield make

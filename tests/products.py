@@ -83,13 +83,15 @@ class Judge:
             if beta == 0:
                 c[...] = 77  # never read
             out = executor.run(a, b, c, alpha, beta)
-        cost = algorithm.volume(plan, self.grid.shape, dtype).cost_of(self.grid.coordinates)
+        staged = {"staged": self.grid.staged} if self.name == "cuboid" else {}
+        cost = algorithm.volume(plan, self.grid.shape, dtype, **staged).cost_of(self.grid.coordinates)
         if out is not c:
             self.wrong.append((*case, "out is not written in place"))
         if (moved.words, moved.messages) != (cost.words, cost.messages):
             self.wrong.append((*case, f"{moved.words} words in {moved.messages} messages, the formula has {cost}"))
         peak, formula = ledger.workspace_peak - held, cost.workspace * a.itemsize
-        if repeat == 1 and order == "C" and peak != formula:
+        exact = self.name == "cuboid" or not self.grid.staged  # sums through the node's memory need no room of the caller's
+        if repeat == 1 and order == "C" and (peak != formula if exact else peak > formula):
             self.wrong.append((*case, f"workspace {peak} bytes, the formula has {formula}"))
         self._compare(case, out, wholes, plan, alpha, beta)
 

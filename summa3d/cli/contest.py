@@ -113,10 +113,10 @@ class Runner:
         """Time of one product, from a common start until the last rank has finished; 0 on ranks that have no part in it."""
         if not self.here:
             return 0.0
-        self.comm.Barrier()
+        self.grid.world.barrier()
         start = time.perf_counter()
         self.run()
-        self.comm.Barrier()
+        self.grid.world.barrier()
         return time.perf_counter() - start
 
     def moved(self) -> dict[str, int]:

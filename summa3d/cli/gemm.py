@@ -152,7 +152,11 @@ def timed_and_counted(
         with grid.ledger.watch() as moved:
             seconds.append(_timed(grid, lambda: executor.run(a.block, b.block, c.block, *factors)))
     peak = grid.ledger.workspace_peak
-    costs = volume.of_plan(plan, grid.shape, args.dtype, True) if shared else algorithm.volume(plan, grid.shape, args.dtype)
+    costs = (
+        volume.of_plan(plan, grid.shape, args.dtype, shared, grid.staged)
+        if algorithm.name == "cuboid"
+        else algorithm.volume(plan, grid.shape, args.dtype)
+    )
     words, messages, workspace = (grid.comm.allgather(value) for value in (moved.words, moved.messages, peak))
     serial_seconds: list[float] = []
     error = relative_error(args, plan, c, serial_seconds) if args.check else None
@@ -242,10 +246,10 @@ def sleep_until_all_are_here(comm: Any) -> None:
 
 def _timed(grid: Any, call: Any) -> float:
     """Seconds from a common start until the last rank has finished."""
-    grid.comm.Barrier()
+    grid.world.barrier()
     start = time.perf_counter()
     call()
-    grid.comm.Barrier()
+    grid.world.barrier()
     return time.perf_counter() - start
 
 

@@ -37,6 +37,11 @@ def contiguous(array: Array) -> Array:
     return array if is_contiguous(array) else array.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def detached(array: Array) -> Array:
+    """`array` without its history of gradients."""
+    return array.detach() if is_torch(array) else array
+
+
 def is_contiguous(array: Array) -> bool:
     """Whether the memory holds the elements in C order, as they are (torch may leave a conjugation or a sign to its readers)."""
     if not is_torch(array):

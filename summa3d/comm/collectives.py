@@ -11,6 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ..errors import ShapeError
+from . import staged
 from .arrays import (
     Array,
     cast,
@@ -18,6 +19,7 @@ from .arrays import (
     copy_into,
     count,
     delivered,
+    detached,
     dtype_name,
     empty,
     into_problem,
@@ -28,14 +30,15 @@ from .arrays import (
     swap_front,
     widen,
 )
-from .failure import check_agreement
+from .checks import Checks
 from .ledger import Amounts, Ledger
+from .node import NodeRule, Ring, staged_dtype
 from .pending import Pending, completed
 from .shared import SharedViews
 from .transport import HostTransport, Requests
 
 
-class Axis(SharedViews):
+class Axis(SharedViews, Checks):
     """One axis of a grid, or a plane of several, seen from this rank: its size, this rank's index, and its collectives.
 
     Arrays are numpy arrays or torch CPU tensors. `sizes` are the members' extents along `dim`; without it they are equal.
@@ -43,20 +46,36 @@ class Axis(SharedViews):
     uncopied, and costs nothing. Words are counted as DESIGN §1 defines them; n is the whole, n_r this rank's part.
     """
 
-    def __init__(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Intracomm, ledger: Ledger, check: bool = False):
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        size: int,
+        index: int,
+        comm: MPI.Intracomm,
+        ledger: Ledger,
+        check: bool = False,
+        node: NodeRule | None = None,
+    ):
         self.names, self.size, self.index, self.comm, self.ledger, self.check = names, size, index, comm, ledger, check
         self.label = "·".join(names)
         self.transport = HostTransport()
         self._shared = {}
+        self._node = node if size > 1 else None
 
     def __repr__(self) -> str:
         return f"Axis({self.label}: {self.index} of {self.size})"
 
     # -- blocking: the started form, completed at once ------------------------------------------------------------------
 
-    def all_gather(self, block: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None) -> Array:
-        """Concatenate the members' blocks along `dim`. Words n − n_r, messages g−1."""
-        return self._all_gather(block, dim, sizes, into, True).wait()
+    def all_gather(
+        self, block: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None, view: bool = False
+    ) -> Array:
+        """Concatenate the members' blocks along `dim`. Words n − n_r, messages g−1.
+
+        With `view`, the result may lie in memory that the members share, uncopied: it is to be read only, and holds until the
+        next communication over this axis.
+        """
+        return self._all_gather(block, dim, sizes, into, True, view).wait()
 
     def reduce_scatter(
         self,
@@ -147,18 +166,25 @@ class Axis(SharedViews):
 
     # -- the work ---------------------------------------------------------------------------------------------------------
 
-    def _all_gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool) -> Pending:
+    def _all_gather(
+        self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool, view: bool = False
+    ) -> Pending:
         if self.size == 1:
             return completed(block if into is None else copy_into(into, block))
         dim, sizes = self._settled("all_gather", block, dim, sizes, False, into)
         wall, cpu = time.perf_counter(), time.thread_time()
+        line = prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
+        words = (sum(sizes) - sizes[self.index]) * line
+        ring = self.ring if view and self.offers_views(block) else self._ring(block, sum(sizes) * line)
+        turn = ring and staged.all_gather(ring, detached(block), dim, sizes, into, view)
+        if turn:
+            return self._pending("all_gather", words, self.size - 1, block, [], turn.finish, wall, cpu)
         front = contiguous(swap_front(block, dim))
         shape = (sum(sizes), *front.shape[1:])
         rest = prod(front.shape[1:])
         direct = into is not None and dim == 0 and is_contiguous(into)
         out = into if direct else empty(shape, block)
         requests = self.transport.all_gather(self.comm, front, out, [size * rest for size in sizes], blocking)
-        words = count(out) - count(front)
 
         def finish() -> Array:
             return out if direct else delivered(out, dim, into)
@@ -173,8 +199,14 @@ class Axis(SharedViews):
         dim, sizes = self._settled("reduce_scatter", array, dim, sizes, True, into)
         self.transport.operation(array, "sum")
         wall, cpu = time.perf_counter(), time.thread_time()
-        front = contiguous(swap_front(array, dim))
         own = sizes[self.index]
+        words = (self.size - 1) * own * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
+        in_room = self._node is not None and self.ring is not None and self.ring.is_room(array)
+        ring = self.ring if in_room else self._ring(array, self.size * count(array))
+        turn = ring and staged.reduce_scatter(ring, detached(array), dim, sizes, into, blocking)
+        if turn:
+            return self._pending("reduce_scatter", words, self.size - 1, array, [], turn.finish, wall, cpu, keep=array)
+        front = contiguous(swap_front(array, dim))
         rest = prod(front.shape[1:])
         shape = (self.size, own, *front.shape[1:])
         room = self.ledger.track(empty(shape, array)) if parts is None else parts.reshape(shape)
@@ -189,7 +221,6 @@ class Axis(SharedViews):
             out = sum_parts(room, into if direct else empty(shape[1:], room))
             return out if direct else delivered(out, dim, into)
 
-        words = (self.size - 1) * own * rest
         return self._pending("reduce_scatter", words, self.size - 1, array, requests, finish, wall, cpu, keep=(front, room))
 
     def _all_reduce(self, array: Array, op: str, into: Array | None, blocking: bool) -> Pending:
@@ -200,6 +231,12 @@ class Axis(SharedViews):
         send = contiguous(array)
         n, own = count(array), share(count(array), self.size, self.index)
         words, messages = n + (self.size - 2) * own, 2 * (self.size - 1)
+        ring = self._ring(array, self.size * n) if n * array.itemsize <= staged.ALL_REDUCE_LIMIT else None
+        if ring:
+            self.transport.operation(array, op)
+            turn = staged.all_reduce(ring, detached(array), op, into)
+            if turn:
+                return self._pending("all_reduce", words, messages, array, [], turn.finish, wall, cpu)
         if is_half(array):
             wide = widen(send)
             requests = self.transport.all_reduce(self.comm, wide, wide, op, blocking)
@@ -222,14 +259,18 @@ class Axis(SharedViews):
             return completed(array)
         self._check("broadcast", array, {"shape": tuple(array.shape), "root": root}, self._root_problem(root))
         wall, cpu = time.perf_counter(), time.thread_time()
+        received = self.index != root
+        words = count(array) if received else 0
+        ring = self._ring(array, count(array))
+        turn = ring and staged.broadcast(ring, array, root)
+        if turn:
+            return self._pending("broadcast", words, int(received), array, [], turn.finish, wall, cpu)
         buffer = contiguous(array)
         requests = self.transport.broadcast(self.comm, buffer, root, blocking)
-        received = self.index != root
 
         def finish() -> Array:
             return array if buffer is array else copy_into(array, buffer)
 
-        words = count(array) if received else 0
         return self._pending("broadcast", words, int(received), array, requests, finish, wall, cpu, keep=buffer)
 
     def _reduce(self, array: Array, root: int, op: str, blocking: bool, into: Array | None = None) -> Pending:
@@ -238,11 +279,17 @@ class Axis(SharedViews):
         problem = self._root_problem(root) or (into_problem(into, array, array.shape) if self.index == root else None)
         self._check("reduce", array, {"shape": tuple(array.shape), "root": root, "op": op}, problem)
         wall, cpu = time.perf_counter(), time.thread_time()
+        words = (self.size - 1) * share(count(array), self.size, self.index)
+        ring = self._ring(array, self.size * count(array))
+        if ring:
+            self.transport.operation(array, op)
+            turn = staged.reduce(ring, detached(array), root, op, into)
+            if turn:
+                return self._pending("reduce", words, self.size - 1, array, [], turn.finish, wall, cpu)
         send = widen(contiguous(array)) if is_half(array) else contiguous(array)
         direct = into is not None and not is_half(array) and is_contiguous(into)
         out = None if self.index != root else into if direct else empty(send.shape, send)
         requests = self.transport.reduce(self.comm, send, out, op, root, blocking)
-        words = (self.size - 1) * share(count(array), self.size, self.index)
 
         def finish() -> Array | None:
             if out is None or out is into:
@@ -273,7 +320,36 @@ class Axis(SharedViews):
             "all_to_all", words, self.size - 1, array, requests, lambda: delivered(out, dim, None), wall, cpu, keep=(front, out)
         )
 
-    # -- checks and accounts ----------------------------------------------------------------------------------------------
+    # -- the node's memory ----------------------------------------------------------------------------------------------
+
+    @property
+    def ring(self) -> Ring | None:
+        """The slots of node-shared memory of this axis (made at the first use, which is collective); None where it has none."""
+        return None if self._node is None else self._node.ring(self.comm)
+
+    def room(self, shape: Sequence[int], like: Array) -> Array | None:
+        """Shared memory to fill, which `reduce_scatter` sums without a copy if it comes next; None where there is none."""
+        return self.ring.open_room(shape, like) if self.ring is not None and self.offers_views(like) else None
+
+    def offers_views(self, array: Array) -> bool:
+        """Whether gathers and sums of arrays of this dtype can be read where the members laid them."""
+        return self.ring is not None and staged_dtype(array)
+
+    def barrier(self) -> None:
+        """Return once every member has called. Members that share a node wait asleep."""
+        if self.ring is not None:
+            staged.meet(self.ring)
+        elif self.size > 1:
+            self.comm.Barrier()
+
+    def _ring(self, array: Array, elements: int) -> Ring | None:
+        """The ring, if a communication of so many elements shall go through it."""
+        if self._node is None or not self._node.takes(array, elements):
+            return None
+        self.transport.datatype(array)  # the same dtypes as through MPI
+        return self.ring
+
+    # -- the account ------------------------------------------------------------------------------------------------------
 
     def _pending(
         self,
@@ -295,74 +371,3 @@ class Axis(SharedViews):
             line.cpu_seconds += cpu_more
 
         return Pending(requests, finish, account, keep)
-
-    def _settled(
-        self, name: str, array: Array, dim: int, sizes: Sequence[int] | None, whole: bool, into: Array | None = None
-    ) -> tuple[int, list[int]]:
-        """`dim` counted from the front, and one size per member: `array` holds all of them along it (whole), or this member's."""
-        shape, problem = list(array.shape), None
-        if not -len(shape) <= dim < len(shape):
-            self._check(
-                name, array, {"dim": dim}, f"{name} over {self.label}: an array of shape {tuple(shape)} has no dim {dim}."
-            )
-        dim %= len(shape)
-        extent = shape[dim]
-        if sizes is None:
-            problem = self._parts_problem(name, dim, extent) if whole else None
-            sizes = [extent // self.size if whole else extent] * self.size
-        elif len(sizes) != self.size or (sum(sizes) if whole else sizes[self.index]) != extent:
-            problem = (
-                f"{name} over {self.label} = {self.size} was given sizes {list(sizes)} for dim {dim} of size {extent}. "
-                f"Pass one size per member that {'sum to it' if whole else 'equals its block'}."
-            )
-        if problem is None:
-            result = [*shape[:dim], sizes[self.index] if whole else sum(sizes), *shape[dim + 1 :]]
-            problem = into_problem(into, array, result)
-        facts: dict[str, Any] = {"dim": dim, "other dims": (*shape[:dim], *shape[dim + 1 :])}
-        if name != "all_to_all":  # whose members may each send other sizes
-            facts |= {"sizes": list(sizes), "extent": extent if whole else sum(sizes)}
-        self._check(name, array, facts, problem)
-        return dim, list(sizes)
-
-    def _awaited(self, array: Array, sizes: Sequence[int], receive_sizes: Sequence[int]) -> list[int]:
-        """`receive_sizes`; in debug mode compared with what the others send."""
-        if self.check:
-            sent = self.comm.alltoall(list(sizes)) if len(receive_sizes) == self.size else None
-            problem = (
-                None
-                if sent == list(receive_sizes)
-                else f"Member {self.index} awaits pieces {list(receive_sizes)} but is sent {sent}."
-            )
-            self._check("all_to_all", array, {}, problem)
-        return list(receive_sizes)
-
-    def _parts_problem(self, name: str, dim: int, extent: int) -> str | None:
-        below = extent - extent % self.size
-        return (
-            None
-            if below == extent
-            else (
-                f"{name}: dim {dim} of size {extent} has no equal parts over {self.label} = {self.size}. "
-                f"Pass sizes, or a multiple of {self.size}: {below}, {below + self.size}."
-            )
-        )
-
-    def _root_problem(self, root: int) -> str | None:
-        return (
-            None
-            if 0 <= root < self.size
-            else f"There is no root {root} on axis {self.label}; its members are 0 to {self.size - 1}."
-        )
-
-    def _check(self, name: str, array: Array, facts: dict[str, Any], problem: str | None = None) -> None:
-        """Raise ShapeError for a `problem` with this call; in debug mode an error on all members if they differ in anything."""
-        if self.check:
-            check_agreement(self.comm, f"{name} over {self.label}", {"dtype": dtype_name(array), **facts, "problem": problem})
-        if problem is not None:
-            raise ShapeError(problem)
-
-    def _peer_comm(self, name: str, peer: int) -> MPI.Comm:
-        if not 0 <= peer < self.size or peer == self.index:
-            others = ", ".join(str(member) for member in range(self.size) if member != self.index) or "none"
-            raise ShapeError(f"{name} on axis {self.label}: member {self.index} has no peer {peer}. Peers: {others}.")
-        return self.comm

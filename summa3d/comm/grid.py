@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from math import log, prod
 from types import TracebackType
@@ -13,6 +14,7 @@ from mpi4py import MPI
 from ..errors import GridError
 from .collectives import Axis
 from .ledger import Ledger
+from .node import NodeRule, available
 
 DEFAULT_ORDER = ("z", "y", "x", "d")
 
@@ -29,6 +31,8 @@ class Grid:
         16 units of activation traffic, y 4, and x only weights, so z belongs inside a node.
     tile : axis name → how many of its indices lie in one tile of consecutive ranks, so that a node holds a tile of the
         grid (the "bunched" arrangement of the 2-D paper). Must divide the axis.
+    node_memory : whether axes whose ranks share a node communicate through its memory (comm/node.py): True always, False never
+        (through MPI), None where it is the quicker.
     check : compare operation, shapes and dtypes over the ranks before every collective (debugging; costs a message each).
 
     ``grid["y"]`` is an axis, ``grid["x", "y"]`` the plane of both (index = ix·Y + iy), ``grid.world`` all ranks.
@@ -43,6 +47,7 @@ class Grid:
         order: str | Sequence[str] | None = None,
         tile: Mapping[str, int] | None = None,
         check: bool = False,
+        node_memory: bool | None = None,
     ) -> None:
         self.comm, self.check = comm, check
         self.shape = dict(axes)
@@ -55,6 +60,9 @@ class Grid:
         self.ledger = Ledger()
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._node = _node_of_each_rank(comm)
+        self._crowded = _is_crowded(comm, self._node)
+        self._staged = comm.size > 1 and comm.allreduce(node_memory is not False and available() is None, MPI.MIN)
+        self._always = node_memory is True
         for name in self.shape:
             self._axis((name,))
 
@@ -129,6 +137,11 @@ class Grid:
         """The node of each rank, numbered from 0."""
         return self._node
 
+    @property
+    def staged(self) -> tuple[str, ...]:
+        """The axes that communicate through their node's memory (collective at its first use)."""
+        return tuple(name for name in self.shape if self[name].ring is not None)
+
     def within_node(self, name: str) -> bool:
         """Whether every line of ranks along this axis lies inside one node."""
         lines: dict[tuple[int, ...], set[int]] = {}
@@ -156,7 +169,12 @@ class Grid:
         if names not in self._axes:
             members = self._members(names)
             size, index = len(members), members.index(self.rank)
-            self._axes[names] = Axis(names, size, index, self._comm_of(members), self.ledger, self.check)
+            node = (
+                NodeRule(self._crowded, self._always)
+                if self._staged and len({self._node[rank] for rank in members}) == 1
+                else None
+            )
+            self._axes[names] = Axis(names, size, index, self._comm_of(members), self.ledger, self.check, node)
         return self._axes[names]
 
     def _comm_of(self, members: list[int]) -> MPI.Intracomm:
@@ -202,6 +220,7 @@ class Place(Grid):
         self.ledger = Ledger()
         self._axes = {}
         self._node = [0] * self.size
+        self._crowded = self._staged = self._always = False
 
     def _comm_of(self, members: list[int]) -> MPI.Intracomm:
         return self.comm
@@ -256,6 +275,17 @@ def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> d
             fits = ", ".join(str(part) for part in range(1, shape[name] + 1) if shape[name] % part == 0)
             raise GridError(f"tile {name}={size} does not divide axis {name} = {shape[name]}. Tiles that fit: {fits}.")
     return {name: (tile or {}).get(name, 1) for name in shape}
+
+
+def _is_crowded(comm: MPI.Intracomm, nodes: Sequence[int]) -> bool:
+    """Whether some node has more of these ranks than cores they may run on."""
+    if comm.size == 1:
+        return False
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores: dict[int, set[int]] = {}
+    for node, usable in zip(nodes, comm.allgather(mine), strict=True):
+        cores.setdefault(node, set()).update(usable)
+    return any(nodes.count(node) > len(usable) for node, usable in cores.items())
 
 
 def _node_of_each_rank(comm: MPI.Intracomm) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -19,7 +19,7 @@ class SharedBlocks:
     """The blocks of an axis's members, one after the other along dim 0, in an MPI shared-memory window.
 
     `block` is this rank's part, `whole` all of them: the all-gather of `block`, without moving anything. Who reads `whole`
-    calls `ready` before (all members have written) and `done` after (all have read), each a barrier of the axis.
+    calls `ready` before, once all members have written, and waits for all of them before anyone overwrites a block.
     Creating and freeing are collective over the axis, whose members must share a node.
     Raises GridError where they do not, or where the node has too little shared memory.
     """
@@ -43,16 +43,12 @@ class SharedBlocks:
         """Where this rank's block begins: how a collective recognises it."""
         return int(self.block.__array_interface__["data"][0])
 
-    def ready(self) -> np.ndarray:
-        """`whole`, once every member has written its block."""
+    def ready(self, barrier: Callable[[], None]) -> np.ndarray:
+        """`whole`, once every member has written its block; `barrier` is the axis's."""
         self.window.Sync()
-        self.comm.Barrier()
+        barrier()
         self.window.Sync()
         return self.whole
-
-    def done(self) -> None:
-        """Return once every member has read what it needs: only then may blocks be overwritten."""
-        self.comm.Barrier()
 
     def free(self) -> None:
         """Give the memory back. `block` and `whole` must not be used afterwards."""
@@ -67,6 +63,7 @@ class SharedViews:
     label: str
     ledger: Ledger
     _shared: dict[int, SharedBlocks]
+    barrier: Callable[[], None]
 
     def adopt(self, blocks: SharedBlocks) -> Array:
         """Recognise the members' shared blocks from now on; returns this member's."""
@@ -87,7 +84,7 @@ class SharedViews:
     def view(self, shared: SharedBlocks, words: int) -> Array:
         """All members' blocks, once they are written, `words` of which this member reads from others."""
         wall, cpu = time.perf_counter(), time.thread_time()
-        whole = shared.ready()
+        whole = shared.ready(self.barrier)
         seconds, cpu_seconds = time.perf_counter() - wall, time.thread_time() - cpu
         nbytes = words * shared.dtype.itemsize
         self.ledger.record("view", self.label, str(shared.dtype), Amounts(1, words, self.size - 1, nbytes, seconds, cpu_seconds))
@@ -98,7 +95,7 @@ class SharedViews:
         shared = self._shared.get(address(block)) if self._shared else None
         if shared is not None:
             wall, cpu = time.perf_counter(), time.thread_time()
-            shared.done()
+            self.barrier()
             waited = Amounts(0, 0, 0, 0, time.perf_counter() - wall, time.thread_time() - cpu)
             self.ledger.record("view", self.label, str(shared.dtype), waited)
 

@@ -39,15 +39,11 @@ class Algorithm:
     variants: tuple[Mapping[str, Any], ...] = ({},)
 
 
-def _cuboid_volume(plan: CuboidPlan, grid_shape: Mapping[str, int], dtype: str = "float64") -> volume.Volume:
-    return volume.of_plan(plan, grid_shape, str(dtype))
-
-
 PANELS = ("panel", "lookahead")
 FINE = ("a_fine", "b_fine", "c_fine")
 FINE_OPERANDS: tuple[Mapping[str, Any], ...] = ({}, {"b_fine": 1}, {"a_fine": 1}, {"a_fine": 1, "b_fine": 1})
 SEQUENCE: tuple[tuple[str, ...], tuple[Mapping[str, Any], ...]] = (("sequence",), ({}, {"sequence": True}))
-CUBOID = Algorithm("cuboid", ("x", "y", "z"), CuboidPlan, Cuboid, _cuboid_volume, CuboidPlan.grids, FINE, FINE_OPERANDS)
+CUBOID = Algorithm("cuboid", ("x", "y", "z"), CuboidPlan, Cuboid, volume.of_plan, CuboidPlan.grids, FINE, FINE_OPERANDS)
 ROW = Algorithm("oned-row", ("y",), OnedRowPlan, OnedRow, volume_2d.volume, OnedRowPlan.grids, *SEQUENCE)
 
 ALGORITHMS: dict[str, Algorithm] = {

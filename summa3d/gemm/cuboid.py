@@ -15,7 +15,7 @@ from ..comm.grid import grids_of
 from ..comm.pending import Pending
 from ..errors import ShapeError
 from ..layout.layout import Layout, split_sizes
-from .blas import accumulate, add
+from .blas import accumulate, scale
 from .local import multiply
 from .plan import Product, ProductPlan
 
@@ -133,20 +133,26 @@ class Cuboid(Product):
 
     def _add_parts(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """Scatter this rank's summand of C[m:x, n:y] and add what the others send, in the members' order."""
-        partial = self.workspace.buffer("partial", (self.m, self.n), out)
+        room = self.z.room((self.m, self.n), out)
+        partial = self.workspace.buffer("partial", (self.m, self.n), out) if room is None else room
+        parts = self.workspace.buffer("parts", (self.z.size, *out.shape), out) if room is None else None
         accumulate(a, b, self.plan.form, partial, alpha, 0)
-        parts = self.workspace.buffer("parts", (self.z.size, *out.shape), out)
-        summed = self.z.reduce_scatter(partial, self.plan.c_fine, self.c_sizes, into=out if beta == 0 else parts[0], parts=parts)
-        if beta != 0:
-            add(summed, out, beta)
+        if beta != 0:  # β·C comes along in this rank's own part
+            scale(out, beta)
+            start = sum(self.c_sizes[: self.z.index])
+            own = slice(start, start + self.c_sizes[self.z.index])
+            partial[own if self.plan.c_fine == 0 else (slice(None), own)] += out
+        self.z.reduce_scatter(partial, self.plan.c_fine, self.c_sizes, into=out, parts=parts)
 
     def _gathered(self, axis: Axis, block: Array, dim: int, sizes: Sequence[int], name: str) -> Array:
-        """`block` gathered along `axis`: a view where it is shared, else a copy in workspace."""
+        """`block` gathered along `axis`: a view where the members share a node's memory, else a copy in workspace."""
         if axis.size == 1:
             return block
         view = axis.view_gathered(block) if dim == 0 else None
         if view is not None:
             return view
+        if dim == 0 and axis.offers_views(block):
+            return axis.all_gather(block, dim, sizes, view=True)
         shape = [*block.shape]
         shape[dim] = sum(sizes)
         return axis.all_gather(block, dim, sizes, self.workspace.buffer(name, shape, block))

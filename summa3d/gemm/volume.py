@@ -3,7 +3,7 @@
 # Next: nn/volume.py, which adds up the products of a transformer.
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -104,13 +104,21 @@ def plan_steps(plan: CuboidPlan, grid_shape: Mapping[str, int], at: Coordinates)
     )
 
 
-def of_plan(plan: CuboidPlan, grid_shape: Mapping[str, int], dtype: str = "float64", shared: bool = False) -> Volume:
+def of_plan(
+    plan: CuboidPlan,
+    grid_shape: Mapping[str, int],
+    dtype: str = "float64",
+    shared: bool = False,
+    staged: Collection[str] = (),
+) -> Volume:
     """The cost of `Cuboid.run`: mean words [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ); workspace in words of `dtype`.
 
     Workspace: the gathered A and B, the partial C and the Z parts to be summed; an axis of size 1 needs none of its own, nor does
-    an operand in shared memory whose fine split lies on its rows. 16-bit floats add A, B and C in float32; dtypes that no BLAS
-    adds to C in place, with β ≠ 0 and Z = 1, a product (not counted here, since it depends on β).
+    an operand that is read where its owners keep it: one in shared memory (`shared`), or one whose axis is `staged`
+    (`Grid.staged`), if its fine split lies on its rows. 16-bit floats add A, B and C in float32; dtypes that no BLAS adds to C
+    in place, with β ≠ 0 and Z = 1, a product (not counted here, since it depends on β).
     """
+    dtype = str(dtype)
     half = dtype in ("float16", "bfloat16")
     wide = 2 if half else 1
 
@@ -118,12 +126,13 @@ def of_plan(plan: CuboidPlan, grid_shape: Mapping[str, int], dtype: str = "float
         a, b, c = plan_steps(plan, grid_shape, at)
         words, messages = a.words + b.words + c.words, a.messages + b.messages + c.messages
         m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
-        reduces = grid_shape[plan.z] > 1
-        workspace = sum(0 if shared and fine == 0 else step.workspace for step, fine in ((a, plan.a_fine), (b, plan.b_fine)))
-        if half or not (shared and plan.c_fine == 0):
-            workspace += wide * (c.workspace + m * n * reduces)
-        elif not adds_in_place(dtype):
-            workspace += split_sizes(m, grid_shape[plan.z])[0] * n * reduces
+        operands = ((a, plan.a_fine, plan.y), (b, plan.b_fine, plan.x))
+        workspace = sum(0 if fine == 0 and (shared or axis in staged) else step.workspace for step, fine, axis in operands)
+        if grid_shape[plan.z] > 1:
+            if shared and plan.c_fine == 0 and not half:
+                workspace += 0 if adds_in_place(dtype) else split_sizes(m, grid_shape[plan.z])[0] * n
+            elif plan.z not in staged:
+                workspace += wide * (c.workspace + m * n)
         if half:
             workspace += wide * (m * k + k * n + block_words(plan.c_layout, plan.c_shape, grid_shape, at))
         return Cost(words, messages, workspace)

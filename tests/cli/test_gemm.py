@@ -71,7 +71,7 @@ def test_the_json_has_every_field_and_what_moved_equals_the_formulas(form, dtype
     assert [found[name] for name in ("algorithm", "form", "m", "n", "k", "dtype")] == ["cuboid", form, m, n, k, dtype]
     assert found["grid"] == {"x": x, "y": y, "z": z}
     assert found["memory"] == memory
-    cost = volume.of_plan(CuboidPlan(form, m, n, k), found["grid"], dtype, memory == "shared")
+    cost = volume.of_plan(CuboidPlan(form, m, n, k), found["grid"], dtype, memory == "shared", "xyz")
     assert found["words_per_rank"] == found["words_per_rank_formula"] == cost.max_words
     mean = Fraction((y - 1) * m * k + (x - 1) * k * n + (z - 1) * m * n, x * y * z)
     assert found["words_mean"] == pytest.approx(float(mean), rel=1e-14)

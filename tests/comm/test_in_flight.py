@@ -4,10 +4,17 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import numpy as np
 import pytest
 from kinds import array, numbers, plain
+
+
+@pytest.fixture(params=[True, False], ids=["node", "mpi"])
+def make_grid(request, make_grid):
+    """Grids whose axes communicate through the node's memory, and grids whose axes do through MPI."""
+    return partial(make_grid, node_memory=request.param)
 
 
 @pytest.mark.mpi(sizes=(8,))

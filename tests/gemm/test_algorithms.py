@@ -42,8 +42,8 @@ def judges(comm, make_grid):
     """``judges()`` yields a judge for every algorithm and grid of this world, and takes each one's verdict."""
 
     def each(check=False, grids=1):
-        for name, shape in usable(comm.size, grids):
-            judge = Judge(make_grid(check=check, **shape), name)
+        for turn, (name, shape) in enumerate(usable(comm.size, grids)):
+            judge = Judge(make_grid(check=check, node_memory=turn % 2 == 1, **shape), name)
             yield judge
             judge.verdict()
 

@@ -1,0 +1,187 @@
+# The collectives of an axis whose members share a node, through its ring of slots: one copy in, one out, or none at all.
+# Imports arrays, node. Each starts by laying this member's part in a slot, and ends by reading what the others laid there.
+# Next: collectives.py, which calls these where it can, and MPI elsewhere.
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, copy_into, count, detached, empty, is_half, is_torch, widen
+from .node import Ring, Turn
+
+OPERATIONS = {"sum": "add", "max": "maximum", "min": "minimum"}
+ALL_REDUCE_LIMIT = 1 << 20
+"""Bytes above which an all-reduce is left to MPI: every member reads every other's array here."""
+
+
+def all_gather(ring: Ring, block: Array, dim: int, sizes: Sequence[int], into: Array | None, view: bool) -> Turn | None:
+    """`Axis.all_gather`. With `view`, the result may lie in the slot; it does where the parts adjoin there."""
+    rest = prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
+    starts = [0, *accumulate(size * rest for size in sizes)]
+    turn = ring.turn(starts[-1] * block.itemsize)
+    if turn is None:
+        return None
+    copy_into(turn.part(block, starts[ring.index], block.shape), block)
+    turn.post()
+    shape = [*block.shape]
+    shape[dim] = sum(sizes)
+    if view and into is None and prod(block.shape[:dim]) == 1:
+        ring.keep(turn)
+
+        def look() -> Array:
+            turn.wait_for_all()
+            return turn.part(block, 0, shape)
+
+        turn.read = look
+        return turn
+
+    def read() -> Array:
+        out = empty(shape, block) if into is None else into
+        columns = [0, *accumulate(sizes)]
+        turn.wait_for_all()
+        if dim == 0:
+            return copy_into(out, turn.part(block, 0, shape))
+        for member in range(ring.size):
+            part = turn.part(block, starts[member], [*shape[:dim], sizes[member], *shape[dim + 1 :]])
+            copy_into(out[(slice(None),) * dim + (slice(columns[member], columns[member + 1]),)], part)
+        return out
+
+    turn.read = read
+    return turn
+
+
+def reduce_scatter(ring: Ring, array: Array, dim: int, sizes: Sequence[int], into: Array | None, blocking: bool) -> Turn | None:
+    """`Axis.reduce_scatter`: every member reads its part of every array, and adds them in the members' order."""
+    turn = ring.enter_room(array)
+    whole = count(array)
+    begin = sum(sizes[: ring.index])
+    if turn is None:
+        turn = ring.turn(ring.size * whole * array.itemsize)
+        if turn is None:
+            return None
+        mine = turn.part(array, ring.index * whole, array.shape)
+        end = begin + sizes[ring.index]
+        for part in (slice(0, begin), slice(end, array.shape[dim])):  # nobody else reads this member's own part ...
+            at = (slice(None),) * dim + (part,)
+            copy_into(mine[at], array[at])
+        own = array[(slice(None),) * dim + (slice(begin, end),)]
+        if not blocking:
+            own = copy_into(empty(own.shape, array), own)  # ... but the caller may overwrite it meanwhile
+    else:
+        own = None
+    turn.post()
+    shape, at = tuple(array.shape), (slice(None),) * dim + (slice(begin, begin + sizes[ring.index]),)
+    like = empty((0,), array)
+
+    def part_of(member: int) -> Array:
+        if member == ring.index and own is not None:
+            return own
+        return turn.part(like, member * whole, shape)[at]
+
+    def read() -> Array:
+        out = into if into is not None else empty(part_of(ring.index).shape, like)
+        turn.wait_for_all()
+        return _reduced(ring, part_of, out, "sum")
+
+    turn.read = read
+    return turn
+
+
+def all_reduce(ring: Ring, array: Array, op: str, into: Array | None) -> Turn | None:
+    """`Axis.all_reduce`: every member reads every array, in the members' order, so that all have the same bits."""
+    whole, shape, like = count(array), tuple(array.shape), empty((0,), array)
+    turn = ring.turn(ring.size * whole * array.itemsize)
+    if turn is None:
+        return None
+    copy_into(turn.part(array, ring.index * whole, shape), array)
+    turn.post()
+
+    def part_of(member: int) -> Array:
+        return turn.part(like, member * whole, shape)
+
+    def read() -> Array:
+        out = empty(shape, like) if into is None else into
+        turn.wait_for_all()
+        return _reduced(ring, part_of, out, op)
+
+    turn.read = read
+    return turn
+
+
+def broadcast(ring: Ring, array: Array, root: int) -> Turn | None:
+    """`Axis.broadcast`: the root lays its array in the slot, the others read it."""
+    turn = ring.turn(count(array) * array.itemsize)
+    if turn is None:
+        return None
+    if ring.index == root:
+        copy_into(turn.part(array, 0, array.shape), detached(array))
+        turn.post()
+
+    def read() -> Array:
+        if ring.index != root:
+            turn.wait(root)
+            copy_into(detached(array), turn.part(array, 0, array.shape))
+        return array
+
+    turn.read = read
+    return turn
+
+
+def reduce(ring: Ring, array: Array, root: int, op: str, into: Array | None) -> Turn | None:
+    """`Axis.reduce`: the root reads every array."""
+    whole, shape, like = count(array), tuple(array.shape), empty((0,), array)
+    turn = ring.turn(ring.size * whole * array.itemsize)
+    if turn is None:
+        return None
+    copy_into(turn.part(array, ring.index * whole, shape), array)
+    turn.post()
+
+    def part_of(member: int) -> Array:
+        return turn.part(like, member * whole, shape)
+
+    def read() -> Array | None:
+        if ring.index != root:
+            return None
+        turn.wait_for_all()
+        return _reduced(ring, part_of, empty(shape, like) if into is None else into, op)
+
+    turn.read = read
+    return turn
+
+
+def meet(ring: Ring) -> None:
+    """Return once every member has called."""
+    turn = ring.turn(0)
+    if turn is None:
+        ring.comm.Barrier()
+        return
+    turn.post()
+    turn.wait_for_all()
+    turn.close()
+
+
+def _reduced(ring: Ring, part_of: Callable[[int], Array], out: Array, op: str) -> Array:
+    """The members' parts reduced in their order: the same bits in every run. 16-bit floats are summed in float32."""
+    first, second = part_of(0), part_of(1)
+    if op == "sum" and is_half(first):
+        total = widen(first)
+        for member in range(1, ring.size):
+            total += widen(part_of(member))
+        return copy_into(out, total)
+    combine = _operation(first, op)
+    combine(first, second, out=out)
+    for member in range(2, ring.size):
+        combine(out, part_of(member), out=out)
+    return out
+
+
+def _operation(array: Array, op: str) -> Any:
+    if is_torch(array):
+        import torch
+
+        return getattr(torch, OPERATIONS[op])
+    return getattr(np, OPERATIONS[op])
