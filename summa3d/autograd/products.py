@@ -93,20 +93,23 @@ class Gathered(Product):
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         self.cuboid.check(a, b)
-        a_gathered, b_gathered = self.cuboid.gather_a(a), self.cuboid.gather_b(b)
+        view = self.regather  # what is kept for backward must be a copy
+        a_gathered, b_gathered = self.cuboid.gather_a(a, view), self.cuboid.gather_b(b, view)
         c = self.cuboid.scatter_c(self.cuboid.multiply(a_gathered, b_gathered))
         return c, (a, b) if self.regather else (a_gathered, b_gathered)
 
     def share(self, c: Tensor) -> Tensor:
-        return self.cuboid.gather_c(c)
+        return self.cuboid.gather_c(c, view=True)
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """The scatter along y is in flight when this returns."""
-        return self.cuboid.start_scatter_a(local(self.of_a, shared, self.cuboid.gather_b(b) if self.regather else b))
+        b_gathered = self.cuboid.gather_b(b, view=True) if self.regather else b
+        return self.cuboid.start_scatter_a(local(self.of_a, shared, b_gathered, self.cuboid.room_for("a", shared)))
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
         """The scatter along x is in flight when this returns."""
-        return self.cuboid.start_scatter_b(local(self.of_b, shared, self.cuboid.gather_a(a) if self.regather else a))
+        a_gathered = self.cuboid.gather_a(a, view=True) if self.regather else a
+        return self.cuboid.start_scatter_b(local(self.of_b, shared, a_gathered, self.cuboid.room_for("b", shared)))
 
 
 class Line(Product):
@@ -218,6 +221,6 @@ def in_order(gradient: Gradient, c: T, other: T) -> tuple[T, T]:
     return (c, other) if gradient.c_first else (other, c)
 
 
-def local(gradient: Gradient, c: Tensor, other: Tensor) -> Tensor:
-    """A gradient's product on this rank."""
-    return multiply(*in_order(gradient, c, other), gradient.form)
+def local(gradient: Gradient, c: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
+    """A gradient's product on this rank, in `out` if given."""
+    return multiply(*in_order(gradient, c, other), gradient.form, out)

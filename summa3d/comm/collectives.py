@@ -178,7 +178,7 @@ class Axis(SharedViews, Checks):
         ring = self.ring if view and self.offers_views(block) else self._ring(block, sum(sizes) * line)
         turn = ring and staged.all_gather(ring, detached(block), dim, sizes, into, view)
         if turn:
-            return self._pending("all_gather", words, self.size - 1, block, [], turn.finish, wall, cpu)
+            return self._pending("all_gather", words, self.size - 1, block, [], turn.result, wall, cpu)
         front = contiguous(swap_front(block, dim))
         shape = (sum(sizes), *front.shape[1:])
         rest = prod(front.shape[1:])
@@ -205,7 +205,7 @@ class Axis(SharedViews, Checks):
         ring = self.ring if in_room else self._ring(array, self.size * count(array))
         turn = ring and staged.reduce_scatter(ring, detached(array), dim, sizes, into, blocking)
         if turn:
-            return self._pending("reduce_scatter", words, self.size - 1, array, [], turn.finish, wall, cpu, keep=array)
+            return self._pending("reduce_scatter", words, self.size - 1, array, [], turn.result, wall, cpu, keep=array)
         front = contiguous(swap_front(array, dim))
         rest = prod(front.shape[1:])
         shape = (self.size, own, *front.shape[1:])
@@ -236,7 +236,7 @@ class Axis(SharedViews, Checks):
             self.transport.operation(array, op)
             turn = staged.all_reduce(ring, detached(array), op, into)
             if turn:
-                return self._pending("all_reduce", words, messages, array, [], turn.finish, wall, cpu)
+                return self._pending("all_reduce", words, messages, array, [], turn.result, wall, cpu)
         if is_half(array):
             wide = widen(send)
             requests = self.transport.all_reduce(self.comm, wide, wide, op, blocking)
@@ -264,7 +264,7 @@ class Axis(SharedViews, Checks):
         ring = self._ring(array, count(array))
         turn = ring and staged.broadcast(ring, array, root)
         if turn:
-            return self._pending("broadcast", words, int(received), array, [], turn.finish, wall, cpu)
+            return self._pending("broadcast", words, int(received), array, [], turn.result, wall, cpu)
         buffer = contiguous(array)
         requests = self.transport.broadcast(self.comm, buffer, root, blocking)
 
@@ -285,7 +285,7 @@ class Axis(SharedViews, Checks):
             self.transport.operation(array, op)
             turn = staged.reduce(ring, detached(array), root, op, into)
             if turn:
-                return self._pending("reduce", words, self.size - 1, array, [], turn.finish, wall, cpu)
+                return self._pending("reduce", words, self.size - 1, array, [], turn.result, wall, cpu)
         send = widen(contiguous(array)) if is_half(array) else contiguous(array)
         direct = into is not None and not is_half(array) and is_contiguous(into)
         out = None if self.index != root else into if direct else empty(send.shape, send)

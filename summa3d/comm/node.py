@@ -66,7 +66,7 @@ class Flags:
 
 
 class Turn:
-    """One communication in a slot of a ring. `finish` reads what the others laid there; it is idempotent."""
+    """One communication in a slot of a ring: this member posts its part, and `finish` reads what the others laid there."""
 
     def __init__(self, ring: Ring, number: int, memory: mmap.mmap) -> None:
         self.ring, self.number, self.memory = ring, number, memory
@@ -105,18 +105,23 @@ class Turn:
                 last = member
         ring.last = last
 
-    def finish(self) -> Array:
-        """What `read` returns. The slot is this member's to give back then, unless the result lies in it (`keeps`)."""
+    def finish(self) -> None:
+        """Read what the others laid here; a second call does nothing. It gives the slot back, unless a view is kept."""
         if self.read is not None:
             self._result, self.read = self.read(), None
             if not self.keeps:
                 self.close()
-        return self._result
+
+    def result(self) -> Array:
+        """What was read, handed over: this turn, which its slot remembers until the next, holds nothing alive."""
+        self.finish()
+        result, self._result = self._result, None
+        return result
 
     def close(self) -> None:
         """Say that this member reads the slot no more."""
+        self.keeps = False
         self.ring.flags.set(self.ring.closed(self.ring.index, self.number), self.number)
-        self.keeps, self._result = False, self._result if not self.keeps else None
 
 
 class Ring:

@@ -97,10 +97,10 @@ class Cuboid(Product):
         self.x, self.y, self.z = grid[plan.x], grid[plan.y], grid[plan.z]
         coarse = Layout((plan.x,), (plan.y,), (plan.z,))
         self.m, self.n, self.k = coarse.local_shape((plan.m, plan.n, plan.k), grid.shape, grid.coordinates)
-        a_whole = (self.m, self.k) if plan.form[0] == "n" else (self.k, self.m)
-        b_whole = (self.k, self.n) if plan.form[1] == "n" else (self.n, self.k)
-        self.a_sizes = split_sizes(a_whole[plan.a_fine], self.y.size)
-        self.b_sizes = split_sizes(b_whole[plan.b_fine], self.x.size)
+        self.a_whole = (self.m, self.k) if plan.form[0] == "n" else (self.k, self.m)
+        self.b_whole = (self.k, self.n) if plan.form[1] == "n" else (self.n, self.k)
+        self.a_sizes = split_sizes(self.a_whole[plan.a_fine], self.y.size)
+        self.b_sizes = split_sizes(self.b_whole[plan.b_fine], self.x.size)
         self.c_sizes = split_sizes((self.m, self.n)[plan.c_fine], self.z.size)
 
     def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
@@ -159,21 +159,28 @@ class Cuboid(Product):
 
     # -- the steps, for gradients ------------------------------------------------------------------------------------------
 
-    def gather_a(self, a: Array) -> Array:
-        """A gathered along y. Words: gathered − own."""
-        return self._tracked(self.y, self.y.all_gather(a, self.plan.a_fine, self.a_sizes))
+    def gather_a(self, a: Array, view: bool = False) -> Array:
+        """A gathered along y. Words: gathered − own. With `view` it may hold only until the next communication along y."""
+        return self._tracked(self.y, self.y.all_gather(a, self.plan.a_fine, self.a_sizes, view=view))
 
-    def gather_b(self, b: Array) -> Array:
-        """B gathered along x. Words: gathered − own."""
-        return self._tracked(self.x, self.x.all_gather(b, self.plan.b_fine, self.b_sizes))
+    def gather_b(self, b: Array, view: bool = False) -> Array:
+        """B gathered along x. Words: gathered − own. With `view` it may hold only until the next communication along x."""
+        return self._tracked(self.x, self.x.all_gather(b, self.plan.b_fine, self.b_sizes, view=view))
 
-    def gather_c(self, c: Array) -> Array:
-        """A gradient of C gathered along z: what both dA and dB are products of."""
-        return self._tracked(self.z, self.z.all_gather(c, self.plan.c_fine, self.c_sizes))
+    def gather_c(self, c: Array, view: bool = False) -> Array:
+        """A gradient of C gathered along z: what both dA and dB are products of. `view` as in gather_a, along z."""
+        return self._tracked(self.z, self.z.all_gather(c, self.plan.c_fine, self.c_sizes, view=view))
 
     def multiply(self, a_gathered: Array, b_gathered: Array) -> Array:
-        """This rank's summand of C[m:x, n:y]."""
-        return self._tracked(self.z, multiply(a_gathered, b_gathered, self.plan.form))
+        """This rank's summand of C[m:x, n:y], to be scattered next."""
+        room = self.room_for("c", a_gathered)
+        return self._tracked(self.z, multiply(a_gathered, b_gathered, self.plan.form, room))
+
+    def room_for(self, operand: str, like: Array) -> Array | None:
+        """Where a summand of the operand (a, b or c) may be computed, so that its scatter, if it comes next, copies nothing."""
+        axis = {"a": self.y, "b": self.x, "c": self.z}[operand]
+        shape = {"a": self.a_whole, "b": self.b_whole, "c": (self.m, self.n)}[operand]
+        return axis.room(shape, like) if axis.size > 1 else None
 
     def scatter_c(self, partial: Array) -> Array:
         """C summed along z and scattered to its layout. Words: (Z−1)·own."""
