@@ -22,6 +22,8 @@ else:
 SCHEMES = tuple(KINDS)
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 RECOMPUTE = ("none", "selective", "full")
+SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
+"""The families that are trained on text, and how many tokens each needs besides the tokenizer's (`objective`)."""
 NAMED_CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -57,7 +59,8 @@ class TrainConfig:
     """How to train. `batch` counts the rows of one optimizer step on the whole grid, taken in `accumulate` equal parts.
 
     The learning rate rises over `warmup` steps, then falls along a cosine to `decay_to` times itself. A period of 0 means
-    only at the end; a `clip` or `watchdog` of 0, never. `keep` is the number of checkpoints kept; 0 writes none.
+    only at the end; a `clip` or `watchdog` of 0, never. `keep` is the number of checkpoints kept; 0 writes none. A family that
+    continues text ends with a sample: `sample_prompt` and `sample_tokens` more.
     """
 
     steps: int = 300
@@ -188,10 +191,24 @@ class Config:
                 f"recompute_layers = {self.recompute_layers} groups layers that are computed again as a whole, which "
                 f'recompute = "{self.recompute}" does not do. Set recompute to "full", or leave recompute_layers at 1.'
             )
-        if self.model.vocabulary < self.data.vocabulary:
+        self._check_vocabulary()
+
+    def _check_vocabulary(self) -> None:
+        if self.model.family not in SPECIAL_TOKENS:
+            raise ConfigError(
+                f"A {self.model.family} cannot be trained on text. Values of model.family that can: {', '.join(SPECIAL_TOKENS)}."
+            )
+        special = SPECIAL_TOKENS[self.model.family]
+        needed = self.data.vocabulary + special
+        if self.model.vocabulary < needed:
+            more = f" and the {special} special ones of a {self.model.family}" if special else ""
             raise ConfigError(
                 f"model.vocabulary {self.model.vocabulary} is smaller than the {self.data.vocabulary} tokens of "
-                f"data.tokenizer = {self.data.tokenizer!r}. Set model.vocabulary to {self.data.vocabulary} or more."
+                f"data.tokenizer = {self.data.tokenizer!r}{more}. Set model.vocabulary to {needed} or more."
+            )
+        if special and self.model.sequence < special + 2:
+            raise ConfigError(
+                f"model.sequence is {self.model.sequence}; two pieces of text and {special} special tokens need {special + 2}."
             )
 
 

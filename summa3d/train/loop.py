@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from ..comm.failure import Watchdog
 from ..errors import CheckpointError
+from ..nn.body import LanguageModel
 from . import checkpoint, metrics
 from .config import Config
 from .generate import load, sample
@@ -96,23 +97,23 @@ def take_step(run: Run, number: int) -> Step:
 def accumulate(run: Run, number: int, first_row: int) -> float:
     """Forward and backward of one micro-batch; returns its part of the step's loss. Random numbers count steps from 0."""
     settings, ledger = run.config.train, run.grid.ledger
-    windows = torch.from_numpy(run.tokens.batch(settings.seed, number - 1, first_row, settings.micro_batch))  # [b, s + 1]
-    count = settings.batch * run.config.model.sequence
+    inputs = run.objective.training(settings.seed, number - 1, first_row, settings.micro_batch)
     with ledger.phase("forward"), working_weights(run.model, run.config):
-        loss = run.model(windows[:, :-1], windows[:, 1:], step=number - 1, first_row=first_row, count=count)
+        loss = run.model(**inputs, step=number - 1, first_row=first_row, **run.objective.counts(settings.batch))
     with ledger.phase("backward"):
         (loss * run.loss_scale.value).backward()
     return loss.item()
 
 
 def evaluate(run: Run) -> float:
-    """Mean loss on the held-out windows, which are always the same."""
+    """Mean loss on the held-out rows, which are always the same."""
     settings = run.config.train
-    windows = torch.from_numpy(run.tokens.held_out(settings.evaluate_batches * settings.batch))
+    rows, micro = settings.evaluate_batches * settings.batch, settings.micro_batch
+    inputs = run.objective.held_out(rows)
     run.model.eval()
     with torch.no_grad(), run.grid.ledger.phase("other"), working_weights(run.model, run.config):
-        parts = windows.split(settings.micro_batch)
-        total = sum(run.model(part[:, :-1], part[:, 1:]).item() for part in parts)
+        parts = [{name: whole[row : row + micro] for name, whole in inputs.items()} for row in range(0, rows, micro)]
+        total = sum(run.model(**part).item() for part in parts)
     run.model.train()
     return total / len(parts)
 
@@ -120,7 +121,7 @@ def evaluate(run: Run) -> float:
 def finish(run: Run, recorder: Recorder, seconds: float) -> dict[str, Any]:
     """Draw the plot, continue the sample prompt, and write summary.json; returns the summary on every rank."""
     comm = run.grid.comm
-    text = continue_prompt(run) if run.config.train.sample_tokens else None
+    text = continue_prompt(run) if run.config.train.sample_tokens and isinstance(run.model, LanguageModel) else None
     entries = metrics.read(run.metrics) if comm.rank == 0 else []
     plot = _draw(run, entries) if comm.rank == 0 else None
     peak = comm.allreduce(metrics.peak_memory())

@@ -15,6 +15,7 @@ from ..nn.scheme import Scheme, scheme
 from . import checkpoint, tokens
 from . import config as configuration
 from .config import Config, master_dtype
+from .objective import Objective, objective
 from .optimizer import AdamW
 from .precision import LossScale, torch_dtype
 from .together import on_root
@@ -32,6 +33,7 @@ class Run:
     grid: Grid
     scheme: Scheme
     tokens: tokens.Tokens
+    objective: Objective
     model: Model
     optimizer: AdamW
     loss_scale: LossScale
@@ -63,7 +65,8 @@ def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = Fa
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm)
     model = build_model(config, plan)
     loss_scale = LossScale.of(config, saved.index["loss_scale"] if saved else None)
-    run = Run(config, folder, grid, plan, corpus, model, AdamW(model, config.train), loss_scale)
+    learns = objective(config.model, corpus)
+    run = Run(config, folder, grid, plan, corpus, learns, model, AdamW(model, config.train), loss_scale)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
         saved.load(run.blocks() if saved.has_moments else checkpoint.model_blocks(model), grid)

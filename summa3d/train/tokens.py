@@ -34,9 +34,9 @@ class Tokens:
     sequence: int
     tokenizer: corpus.Tokenizer
 
-    def batch(self, seed: int, step: int, first_row: int, rows: int) -> np.ndarray:
+    def batch(self, seed: int, step: int, first_row: int, rows: int, stream: int = TRAIN_STREAM) -> np.ndarray:
         """Training windows of `step`, rows first_row…first_row+rows of the global batch: int64 [rows, sequence + 1]."""
-        return windows(self.train, self.sequence, starts(seed, step, first_row, rows, len(self.train) - self.sequence))
+        return windows(self.train, self.sequence, starts(seed, step, first_row, rows, len(self.train) - self.sequence, stream))
 
     def held_out(self, count: int) -> np.ndarray:
         """`count` validation windows, evenly spread and always the same: int64 [count, sequence + 1]."""
@@ -44,12 +44,12 @@ class Tokens:
         return windows(self.validation, self.sequence, [index * last // max(count - 1, 1) for index in range(count)])
 
 
-def starts(seed: int, step: int, first_row: int, rows: int, places: int) -> list[int]:
+def starts(seed: int, step: int, first_row: int, rows: int, places: int, stream: int = TRAIN_STREAM) -> list[int]:
     """Where the windows of these rows begin, each one of `places`: depends on seed, step and the row's number alone.
 
-    Row r takes word r of the Philox stream whose key is the seed and whose counter holds the step.
+    Row r takes word r of the Philox stream whose key is the seed and `stream`, and whose counter holds the step.
     """
-    philox = np.random.Philox(key=np.array([seed, TRAIN_STREAM], np.uint64), counter=np.array([0, step, 0, 0], np.uint64))
+    philox = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=np.array([0, step, 0, 0], np.uint64))
     words = philox.random_raw(first_row + rows)[first_row:]
     return [int(word) * places >> 64 for word in words]
 

@@ -44,7 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 12,
     },
 }
-VOCABULARY = 257
+VOCABULARY = 263
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "bert": "BertForPreTraining"}
 DECODERS = ("gpt2", "llama")
 GRIDS: dict[int, list[tuple[str, dict[str, int]]]] = {

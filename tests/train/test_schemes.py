@@ -16,6 +16,7 @@ GRIDS = {
 FAMILIES = {
     "gpt2": {"model__heads": 12},
     "llama": {"model__family": "llama", "model__heads": 12, "model__ffn": 36},
+    "bert": {"model__family": "bert", "model__heads": 12, "model__vocabulary": 263, "train__accumulate": 2},
 }
 KV_HEADS = {4: 2, 8: 2, 9: 3}  # fewer than the heads, and on 4 ranks of oned fewer than the axis
 
@@ -28,7 +29,8 @@ def losses(folder: Path) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_on_any_scheme_has_the_losses_of_one_rank(comm: Any, shared_tmp_path: Path, family: str) -> None:
     grouped = {"model__kv_heads": KV_HEADS[comm.size]} if family == "llama" else {}
-    common = {**FAMILIES[family], **grouped, "train__steps": 3, "train__batch": 36, "train__keep": 0}
+    rows = {"train__batch": 2 * comm.size, "train__evaluate_batches": 1}
+    common = {**rows, **FAMILIES[family], **grouped, "train__steps": 3, "train__keep": 0}
     folders = [shared_tmp_path / str(index) for index in range(len(GRIDS[comm.size]) + 1)]
     if comm.rank == 0:
         for folder in folders:
