@@ -1,6 +1,6 @@
 # Closed forms: the words each rank receives in a training step of a GPT, in any scheme: forward, backward and optimizer.
 # Imports gemm.volume, scheme, config. Nothing is run: the ledger must equal these numbers exactly, and tests assert it.
-# Next: plan/, which prices them.
+# Next: volume_models.py (the other families), plan/, which prices them.
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -43,16 +43,20 @@ def _times(cost: Cost, count: int) -> Cost:
     return Cost(count * cost.words, count * cost.messages)
 
 
-def product_cost(plan: ProductPlan, grid_shape: Mapping[str, int], at: Coordinates, regather: bool = True) -> StepCost:
-    """A product and both its gradients, as `autograd.products` takes them."""
+def product_cost(
+    plan: ProductPlan, grid_shape: Mapping[str, int], at: Coordinates, regather: bool = True, need_a: bool = True
+) -> StepCost:
+    """A product and both its gradients, as `autograd.products` takes them; without `need_a`, of an input that has none."""
     if isinstance(plan, CuboidPlan):
-        return StepCost(_times(of_plan(plan, grid_shape).cost_of(at), 1), gradients(plan, grid_shape, regather).cost_of(at))
+        backward = gradients(plan, grid_shape, regather, need_a).cost_of(at)
+        return StepCost(_times(of_plan(plan, grid_shape).cost_of(at), 1), backward)
     if isinstance(plan, OnedColumnPlan):
-        return StepCost(NONE, all_reduce(plan.m * plan.k, (plan.y,), grid_shape, at))
+        return StepCost(NONE, all_reduce(plan.m * plan.k, (plan.y,), grid_shape, at) if need_a else NONE)
     if isinstance(plan, OnedRowPlan):
         return StepCost(all_reduce(plan.m * plan.n, (plan.y,), grid_shape, at), NONE)
-    forward, *backward = (_times(volume_2d.volume(part, grid_shape).cost_of(at), 1) for part in (plan, *gradient_plans(plan)))
-    return StepCost(forward, sum(backward, NONE))
+    plans = (plan, *gradient_plans(plan)[0 if need_a else 1 :])
+    forward, *both = (_times(volume_2d.volume(part, grid_shape).cost_of(at), 1) for part in plans)
+    return StepCost(forward, sum(both, NONE))
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,19 @@ class GPTVolume:
     def _grid(self) -> tuple[Mapping[str, int], Coordinates]:
         return self.scheme.grid.shape, self.scheme.grid.coordinates
 
-    def linear(self, layout: Layout, k: int, n: int, form: str = "nn", bias: bool = True) -> StepCost:
-        """A product with its gradients, and its bias gradient summed over the axes that split rows."""
-        plan = self.scheme.plan(layout, form, self.batch * self.sequence, n, k)
-        cost = product_cost(plan, *self._grid, self.scheme.regather)
+    def linear(
+        self,
+        layout: Layout,
+        k: int,
+        n: int,
+        form: str = "nn",
+        bias: bool = True,
+        rows: int | None = None,
+        need_input: bool = True,
+    ) -> StepCost:
+        """A product with its gradients, and its bias gradient summed over the axes that split rows; rows default to b·s."""
+        plan = self.scheme.plan(layout, form, self.batch * self.sequence if rows is None else rows, n, k)
+        cost = product_cost(plan, *self._grid, self.scheme.regather, need_input)
         return cost + StepCost(NONE, self.vectors(self.scheme.after_linear(layout), (n,))) if bias else cost
 
     def vectors(self, layout: Layout, shape: tuple[int, ...], count: int = 1) -> Cost:
@@ -79,11 +92,14 @@ class GPTVolume:
         own = Layout(*((),) * (len(shape) - 1), layout.dims[-1])
         return all_reduce(count * block_words(own, shape, *self._grid), row_axes(layout), *self._grid)
 
-    def norm(self) -> StepCost:
-        """2 words a row over the axes that split h, forward and backward; γ's and β's gradients over those that split rows."""
-        stream = self.scheme.stream
-        statistics = all_reduce(2 * self._rows(stream), stream.dims[-1], *self._grid)
-        return StepCost(statistics, statistics + self.vectors(stream, (self.config.hidden,), 2))
+    def norm(self, layout: Layout | None = None) -> StepCost:
+        """A norm's words a row over the axes that split h, forward and backward; its vectors' gradients over those of the rows.
+
+        Layer norm has 2 words a row and 2 vectors, RMSNorm 1 of each.
+        """
+        layout, each = layout or self.scheme.stream, 2 if self.config.traits.norm == "layer" else 1
+        statistics = all_reduce(each * self._rows(layout), layout.dims[-1], *self._grid)
+        return StepCost(statistics, statistics + self.vectors(layout, (self.config.hidden,), each))
 
     def linears(self) -> StepCost:
         """The four linears of a block, without their biases."""
@@ -99,8 +115,12 @@ class GPTVolume:
         biases = sum((self.vectors(layout, (n,)) for layout, n in ((inner, 3 * h), (stream, h), (inner, f), (stream, h))), NONE)
         return self.linears() + StepCost(NONE, biases) + self.norm().times(2)
 
-    def embedding(self) -> StepCost:
-        """The table gathered and what was looked up summed, as the scheme's lookup says; the positions' gradient."""
+    def small_table(self, entries: int) -> StepCost:
+        """The gradient of a table that is added to the stream, such as the positions."""
+        return StepCost(NONE, self.vectors(self.scheme.stream, (entries, self.config.hidden)))
+
+    def lookup(self) -> StepCost:
+        """The table gathered and what was looked up summed, as the scheme's lookup says."""
         scheme, lookup, (shape, at) = self.scheme, self.scheme.lookup, self._grid
         table, stream = scheme.table(scheme.stream), scheme.stream
         whole, looked_up = (self.config.vocabulary, self.config.hidden), (self.batch, self.sequence, self.config.hidden)
@@ -115,23 +135,31 @@ class GPTVolume:
             else:
                 forward += all_reduce(block_words(stream, looked_up, shape, at), (axis,), shape, at)
         backward += all_reduce(block_words(table, whole, shape, at), lookup.copies, shape, at)
-        backward += self.vectors(stream, (self.config.sequence, self.config.hidden))
         return StepCost(_times(forward, 1), _times(backward, 1))
 
-    def head(self) -> StepCost:
-        """The tied head (NT), and the loss: a maximum and 2 words a row over the axes of v, 1 word over those of the rows."""
-        layout = self.scheme.after_linear(self.scheme.stream)
+    def loss(self, layout: Layout) -> StepCost:
+        """A maximum and 2 words a row over the axes that split the classes, 1 word over those that split the rows."""
         rows, columns = self._rows(layout), layout.dims[-1]
-        loss = all_reduce(rows, columns, *self._grid) + all_reduce(2 * rows, columns, *self._grid)
-        loss += all_reduce(1, row_axes(layout), *self._grid)
-        head = self.linear(self.scheme.stream, self.config.hidden, self.config.vocabulary, "nt", bias=False)
-        return head + StepCost(loss, NONE)
+        words = all_reduce(rows, columns, *self._grid) + all_reduce(2 * rows, columns, *self._grid)
+        return StepCost(words + all_reduce(1, row_axes(layout), *self._grid), NONE)
+
+    def embedding(self) -> StepCost:
+        """What makes the stream: tokens and positions."""
+        return self.lookup() + self.small_table(self.config.sequence)
+
+    def head(self) -> StepCost:
+        """What reads the stream: the last norm, the head (NT) and the loss."""
+        stream = self.scheme.stream
+        linear = self.linear(stream, self.config.hidden, self.config.vocabulary, "nt", bias=False)
+        return self.norm() + linear + self.loss(self.scheme.after_linear(stream))
 
     def step(self, accumulate: int = 1) -> StepCost:
         """A whole step of `accumulate` micro-batches, and the gradient norm: 1 word over all ranks."""
-        micro = self.embedding() + self.block().times(self.config.layers) + self.norm() + self.head()
+        micro = self.embedding() + self.block().times(self.config.layers) + self.head()
         norm = all_reduce(1, tuple(self.scheme.grid.shape), *self._grid)
         return micro.times(accumulate) + StepCost(NONE, NONE, norm)
 
     def _rows(self, layout: Layout) -> int:
-        return block_words(Layout(*layout.dims[:2]), (self.batch, self.sequence), *self._grid)
+        """Rows of this rank's block of an activation [b, s, n], or [b, n]."""
+        shape = (self.batch, self.sequence)[: len(layout.dims) - 1]
+        return block_words(Layout(*layout.dims[:-1]), shape, *self._grid)
