@@ -46,7 +46,7 @@ class ViT(Body):
 
         Parameters
         ----------
-        images : global [b, channels, side, side], in the model's dtype
+        images : global [b, channels, side, side]; each rank brings its block to the model's dtype
         labels : global [b]; labels < 0 are not counted
         step, first_row : of the run, and of row 0 in the step's whole batch: they key the dropout masks
         count : what the sum is divided by; default the labels of this micro-batch
@@ -76,7 +76,8 @@ class ViT(Body):
         scheme, grid = self.scheme, self.scheme.grid
         whole = (batch.rows, batch.sequence, self.patches.k)
         rows, _, pixels = self.patches.input_layout.slices(whole, grid.shape, grid.coordinates)
-        x = self.patches(scheme.as_stored(self._flattened(images[rows])[..., pixels]))
+        flat = self._flattened(images[rows])[..., pixels].to(self.patches.weight.dtype)
+        x = self.patches(scheme.as_stored(flat))
         first = torch.arange(batch.sequence).expand(batch.rows, -1) == 0
         token = sum_gradient(self.class_token, scheme.rows(scheme.stream))
         x = torch.where(scheme.as_stored(scheme.block_of(first, scheme.stream))[..., None], token, x)

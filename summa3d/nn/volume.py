@@ -148,14 +148,18 @@ class GPTVolume:
         return self.lookup() + self.small_table(self.config.sequence)
 
     def head(self) -> StepCost:
-        """What reads the stream: the last norm, the head (NT) and the loss."""
+        """The head (NT) and the loss."""
         stream = self.scheme.stream
         linear = self.linear(stream, self.config.hidden, self.config.vocabulary, "nt", bias=False)
-        return self.norm() + linear + self.loss(self.scheme.after_linear(stream))
+        return linear + self.loss(self.scheme.after_linear(stream))
+
+    def after_blocks(self) -> StepCost:
+        """What reads the stream: the last norm and the head."""
+        return self.norm() + self.head()
 
     def step(self, accumulate: int = 1) -> StepCost:
         """A whole step of `accumulate` micro-batches, and the gradient norm: 1 word over all ranks."""
-        micro = self.embedding() + self.block().times(self.config.layers) + self.head()
+        micro = self.embedding() + self.block().times(self.config.layers) + self.after_blocks()
         norm = all_reduce(1, tuple(self.scheme.grid.shape), *self._grid)
         return micro.times(accumulate) + StepCost(NONE, NONE, norm)
 

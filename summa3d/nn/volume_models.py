@@ -75,7 +75,7 @@ class BERTVolume(_Pooling):
         plans = (Redistribution(shape, inner, stream), Redistribution(shape, stream, inner))
         return StepCost(*(Cost(plan.words_of(scheme.grid.rank), plan.messages_of(scheme.grid.rank)) for plan in plans))
 
-    def head(self) -> StepCost:
+    def after_blocks(self) -> StepCost:
         """Masked tokens: transform, norm, the stream's layout again, the head with its bias. Relations: pooler, classifier."""
         scheme, h = self.scheme, self.config.hidden
         inner, pooled = scheme.after_linear(scheme.stream), scheme.after_linear(scheme.pooled)
@@ -97,7 +97,7 @@ class ViTVolume(_Pooling):
         token = StepCost(NONE, self.vectors(self.scheme.stream, (self.config.hidden,)))
         return patches + token + self.small_table(self.config.sequence)
 
-    def head(self) -> StepCost:
+    def after_blocks(self) -> StepCost:
         pooled, classes = self.scheme.pooled, self.config.picture[3]
         head = self.linear(pooled, self.config.hidden, classes, rows=self.batch)
         return self.norm() + self.first_tokens() + head + self.loss(self.scheme.after_linear(pooled))
