@@ -132,8 +132,8 @@ class LossScaleConfig:
 class DataConfig:
     """The corpus: `stdlib` (the running interpreter's own library), a file, or a folder of text files.
 
-    `tokenizer` is `bytes`, or `bpe:N` for a byte-pair encoding of N tokens trained on the corpus itself. `held_out` is the
-    part kept for validation.
+    `tokenizer` is `bytes`, `bpe:N` for a byte-pair encoding of N tokens trained on the corpus itself, or `bpe:N:FILE` for one
+    of at most N tokens in a tokenizer.json of the `tokenizers` library. `held_out` is the part kept for validation.
     """
 
     path: str = "stdlib"
@@ -143,14 +143,22 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
             raise ConfigError(f"data.held_out = {self.held_out}; it must lie between 0 and 1.")
-        name, _, size = self.tokenizer.partition(":")
+        name, _, rest = self.tokenizer.partition(":")
+        size = rest.partition(":")[0]
         if self.tokenizer != "bytes" and not (name == "bpe" and size.isdigit() and int(size) >= 256):
-            raise ConfigError(f"data.tokenizer = {self.tokenizer!r} is not known. Use 'bytes', or 'bpe:N' with N ≥ 256.")
+            raise ConfigError(
+                f"data.tokenizer = {self.tokenizer!r} is not known. Use 'bytes', 'bpe:N' with N ≥ 256, or 'bpe:N:FILE'."
+            )
 
     @property
     def vocabulary(self) -> int:
         """How many token numbers the tokenizer may give."""
-        return 256 if self.tokenizer == "bytes" else int(self.tokenizer.partition(":")[2])
+        return 256 if self.tokenizer == "bytes" else int(self.tokenizer.split(":")[1])
+
+    @property
+    def tokenizer_file(self) -> str:
+        """The file of a tokenizer that is not trained on the corpus; empty where there is none."""
+        return self.tokenizer.partition(":")[2].partition(":")[2]
 
 
 @dataclass(frozen=True)

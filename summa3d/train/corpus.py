@@ -130,9 +130,9 @@ def read(document: Document) -> bytes:
 
 
 def train_tokenizer(files: list[Document], config: DataConfig, folder: Path) -> Tokenizer:
-    """The tokenizer that `config` names; a byte-pair encoding is trained on `files` and saved in `folder`."""
-    if config.tokenizer == "bytes":
-        return ByteTokenizer()
+    """The tokenizer that `config` names; a byte-pair encoding without a file is trained on `files` and saved in `folder`."""
+    if config.tokenizer == "bytes" or config.tokenizer_file:
+        return load_tokenizer(config, folder)
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -147,16 +147,20 @@ def train_tokenizer(files: list[Document], config: DataConfig, folder: Path) -> 
 
 
 def load_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
-    """The tokenizer of a prepared corpus. Raises DataError where its file is missing or damaged."""
+    """The tokenizer of a prepared corpus. Raises DataError where its file is missing, damaged or of too many tokens."""
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     from tokenizers import Tokenizer as Model
 
-    path = folder / "tokenizer.json"
+    path = Path(config.tokenizer_file) if config.tokenizer_file else folder / "tokenizer.json"
     try:
-        return PairTokenizer(Model.from_file(str(path)))
+        found = PairTokenizer(Model.from_file(str(path)))
     except Exception as error:
-        raise DataError(f"Cannot read the tokenizer {path}: {error}. Delete {folder} to have it made again.") from error
+        advice = "data.tokenizer names it." if config.tokenizer_file else f"Delete {folder} to have it made again."
+        raise DataError(f"Cannot read the tokenizer {path}: {error}. {advice}") from error
+    if found.vocabulary > config.vocabulary:
+        raise DataError(f"The tokenizer {path} has {found.vocabulary} tokens; data.tokenizer says at most {config.vocabulary}.")
+    return found
 
 
 def token_dtype(vocabulary: int) -> np.dtype:

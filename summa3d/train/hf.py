@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..layout.layout import Layout, Sharding
 from ..nn.config import ModelConfig
 from . import checkpoint, hf_files, pieces, tables
 from . import config as configuration
-from .config import Config, TrainConfig, master_dtype
+from .config import Config, DataConfig, master_dtype
 from .hf_maps import FAMILIES, Mapping, Rule
 from .precision import torch_dtype
 from .together import on_root
@@ -27,6 +28,7 @@ from .together import on_root
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+TOKENIZER = "tokenizer.json"
 ORIGINAL = "hf_config.json"
 """Their config.json, kept in the run folder: what we have no key for comes back at export."""
 WHOLE = Place({"r": 1})
@@ -46,8 +48,8 @@ class Source:
 def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool = False) -> Path:
     """Make the run folder `run`, with `source`'s weights as checkpoint step-0; collective. Returns the checkpoint's folder.
 
-    `run` can be trained with --resume and read by generate, on any grid. Each rank reads and holds its share of the rows of
-    every tensor, and while it reads one, that one.
+    `run` can be trained with --resume and read by generate, on any grid, with the tokenizer.json of `source` if it has one.
+    Each rank reads and holds its share of the rows of every tensor, and while it reads one, that one.
 
     Raises CheckpointError, on every rank alike, for a folder that is not one, a family or option that we do not have, and
     tensors that are missing, unknown or of another shape.
@@ -55,7 +57,8 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
     found = on_root(comm, lambda: read_source(source), CheckpointError)
     on_root(comm, lambda: _open_run(run, overwrite), CheckpointError)
     grid = Grid(comm, {"r": comm.size})
-    config = Config(scheme="serial", dtype=found.dtype, model=found.model, train=TrainConfig(keep=2, sample_tokens=0))
+    data = DataConfig(tokenizer=_tokenizer(source, run, found.model))
+    config = Config(scheme="serial", dtype=found.dtype, model=found.model, data=data)
     blocks: list[pieces.Block] = []
     error: Exception | None = None
     try:
@@ -67,12 +70,20 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
     path = checkpoint.save(run / "checkpoints", 0, blocks, grid, config)
 
     def describe() -> None:
+        if config.data.tokenizer_file:
+            shutil.copyfile(source / TOKENIZER, config.data.tokenizer_file)
         configuration.write(config, run / "config.toml")
         (run / ORIGINAL).write_text(json.dumps(found.original, indent=2) + "\n", encoding="utf-8")
 
     on_root(comm, describe, CheckpointError)
     grid.free()
     return path
+
+
+def _tokenizer(source: Path, run: Path, model: ModelConfig) -> str:
+    """What data.tokenizer says of an imported model: its own where it continues text and came with one, else bytes."""
+    own = model.traits.causal and (source / TOKENIZER).is_file()
+    return f"bpe:{model.vocabulary}:{(run / TOKENIZER).resolve()}" if own else "bytes"
 
 
 def _share(rule: Rule, reader: hf_files.Reader, found: Source, grid: Grid) -> pieces.Block:
@@ -109,7 +120,10 @@ def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None 
                 yield from (part.to(torch_dtype(dtype)) for part in to_theirs(rule, block.tensor, model))
 
     files = hf_files.write(target, listing, dtype, tensors(), file_bytes)
-    original = saved.path.parent.parent / ORIGINAL
+    run = saved.path.parent.parent
+    original = run / ORIGINAL
+    if (run / TOKENIZER).is_file():
+        shutil.copyfile(run / TOKENIZER, target / TOKENIZER)
     kept = json.loads(original.read_text(encoding="utf-8")) if original.is_file() else {}
     (target / "config.json").write_text(json.dumps(config_of(model, dtype, kept), indent=2) + "\n", encoding="utf-8")
     return files

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from mpi4py import MPI
 from safetensors.torch import load_file, save_file
 from small_runs import assignments, metrics_of, train_small, write_corpus
 
-from summa3d.errors import CheckpointError
+from summa3d.errors import CheckpointError, DataError
 from summa3d.nn.scheme import scheme
-from summa3d.train import checkpoint, config, hf_files
-from summa3d.train.generate import load, smallest_batch
+from summa3d.train import checkpoint, config, corpus, hf_files, tokens
+from summa3d.train.generate import load, sample, smallest_batch
 from summa3d.train.hf import export_folder, import_folder
 from summa3d.train.loop import train
 from summa3d.train.prepare import build_model
@@ -224,6 +225,33 @@ def test_names_without_the_models_prefix_and_old_buffers_are_understood(tmp_path
     assert same_bits(their_tensors(tmp_path / "again"), tensors)
     with pytest.raises(CheckpointError, match="again is not empty"):
         export_folder(opened(tmp_path / "run"), tmp_path / "again")
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_an_imported_model_brings_its_tokenizer(comm: Any, shared_tmp_path: Path) -> None:
+    source, run, size = shared_tmp_path / "theirs", shared_tmp_path / "run", 300
+    text = write_corpus(shared_tmp_path / "text") if comm.rank == 0 else shared_tmp_path / "text"
+    if comm.rank == 0:
+        their_model("gpt2", vocab_size=size).save_pretrained(source)
+        data = config.DataConfig(path=str(text), tokenizer="bpe:280")
+        corpus.train_tokenizer(corpus.documents(str(text)), data, source)
+    comm.Barrier()
+    import_folder(source, run, comm)
+    settings = config.load(str(run / "config.toml"))
+    assert settings.data.tokenizer == f"bpe:{size}:{run.resolve()}/tokenizer.json"
+    if comm.rank == 0:
+        model, plan, settings, tokenizer = load(run, MPI.COMM_SELF)
+        assert 256 < tokenizer.vocabulary <= 280
+        assert sample(model, plan, settings.model, tokenizer, "abc ", 3).startswith("abc ")
+        parts = tokens.prepare(replace(settings.data, path=str(text)), 12, run / "data", MPI.COMM_SELF)
+        assert tokenizer.decode([*parts.train, *parts.validation]) == text.read_text()
+        export_folder(opened(run), shared_tmp_path / "back")
+        assert (shared_tmp_path / "back" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+        with pytest.raises(DataError, match=r"has \d+ tokens; data\.tokenizer says at most 256"):
+            corpus.load_tokenizer(replace(settings.data, tokenizer=f"bpe:256:{run}/tokenizer.json"), run)
+        with pytest.raises(DataError, match=r"data\.tokenizer names it"):
+            corpus.load_tokenizer(replace(settings.data, tokenizer="bpe:256:nowhere"), run)
+    comm.Barrier()
 
 
 def spoil(folder: Path, kind: str) -> None:
