@@ -6,15 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from mpi4py import MPI
 from small_runs import metrics_of, shared_corpus, small_config, train_small
 
 from summa3d.errors import CheckpointError, ConfigError, Summa3dError
+from summa3d.layout import collect
 from summa3d.train import checkpoint, config
 from summa3d.train.loop import accumulate, take_step
 from summa3d.train.precision import LossScale
 from summa3d.train.prepare import Run, prepare
 
-GRIDS = {1: (1, 1, 1), 2: (1, 2, 1), 8: (2, 2, 2)}
+GRIDS = {1: (1, 1, 1), 2: (1, 2, 1), 4: (1, 1, 1), 8: (2, 2, 2)}
+SCHEMES = {
+    "oned": {"grid__y": 4},
+    "oned-sp": {"grid__y": 4},
+    "summa": {"grid__x": 2, "grid__y": 2},
+    "tesseract": {"grid__d": 4},
+    "cuboid": {"grid__y": 2, "grid__z": 2},
+    "cuboid-sequence": {"grid__y": 2, "grid__z": 2},
+}
 
 
 def grid_of(size: int) -> dict[str, object]:
@@ -50,6 +60,22 @@ def test_16_bit_runs_reach_the_loss_of_float32_within_2_percent(comm: Any, share
             assert found[dtype][key] == pytest.approx(found["float32"][key], rel=0.02)
             assert found[dtype][key] != found["float32"][key]
     assert found["float32"]["loss"] < 2.4
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_gradients_are_near_float64s_in_every_scheme(comm: Any, shared_tmp_path: Path, dtype: str) -> None:
+    llama = {"model__family": "llama", "model__heads": 12, "model__kv_heads": 2, "train__batch": 8}
+    exact = prepared(MPI.COMM_SELF, shared_tmp_path, f"exact-{comm.rank}", scheme="serial", **llama)
+    loss, want = accumulate(exact, 1, 0), {name: p.grad for name, p in exact.model.named_parameters()}
+    for name, axes in SCHEMES.items():
+        run = prepared(comm, shared_tmp_path, scheme=name, dtype=dtype, **axes, **llama)
+        run.loss_scale.value = 1024.0 if dtype == "float16" else 1.0
+        assert accumulate(run, 1, 0) == pytest.approx(loss, rel=2e-3), name
+        for one, p in run.model.named_parameters():
+            whole = collect(p.grad, run.grid, p.sharding.layout, p.sharding.shape).double() / run.loss_scale.value
+            assert (whole - want[one]).norm() < 0.03 * want[one].norm(), (name, one)
+        run.grid.free()
 
 
 @pytest.mark.mpi(sizes=(1, 8))

@@ -32,7 +32,7 @@ def gradients(run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def prepared(comm: Any, folder: Path, shape: tuple[int, ...], **changes: object) -> Run:
-    axes = {f"grid__{name}": length for name, length in zip("xyz", shape, strict=True)}
+    axes = {f"grid__{name}": length for name, length in zip("xyzd", shape, strict=False)}
     settings = small_config(shared_corpus(comm, folder), train__batch=24, train__accumulate=2, **axes, **changes)
     return prepare(settings, comm, folder / "run")
 
@@ -48,6 +48,26 @@ def test_gradients_are_the_same_bits_with_and_without(comm: Any, shared_tmp_path
         losses, found = gradients(run)
         assert losses == want[0], (kind, layers)
         assert [name for name, grad in found.items() if not torch.equal(grad, want[1][name])] == [], (kind, layers)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_gradients_are_the_same_bits_in_every_scheme(comm: Any, shared_tmp_path: Path) -> None:
+    schemes = {
+        "oned": (1, 4, 1),
+        "oned-sp": (1, 4, 1),
+        "summa": (2, 2, 1),
+        "tesseract": (1, 1, 1, 4),
+        "cuboid-sequence": (1, 2, 2),
+    }
+    for name, shape in schemes.items():
+        model = {"model__family": "bert", "model__vocabulary": 263, "model__heads": 12, "model__layers": 3}
+        run = prepared(comm, shared_tmp_path, shape, scheme=name, **model)
+        losses, want = gradients(run)
+        for kind, layers in KINDS[1:]:
+            run.model.recompute(kind, layers)
+            again, found = gradients(run)
+            assert again == losses and not [one for one in want if not torch.equal(found[one], want[one])], (name, layers)
+        run.grid.free()
 
 
 @pytest.mark.mpi(sizes=(8,))
