@@ -77,4 +77,7 @@ def normal_(out: Tensor, stream: int, shape: Sequence[int], slices: Sequence[sli
 
 def keep_mask(stream: int, shape: Sequence[int], slices: Sequence[slice], probability: float) -> Tensor:
     """True with chance 1 − probability for each element of a block."""
-    return torch.from_numpy(bits(stream, shape, slices) >= np.uint32(round(probability * 2**32)))
+    drawn = bits(stream, shape, slices)
+    mask = torch.empty(drawn.shape, dtype=torch.bool)  # kept for backward, so it is torch's and in torch's account of memory
+    np.greater_equal(drawn, np.uint32(round(probability * 2**32)), out=mask.numpy())
+    return mask

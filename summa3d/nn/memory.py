@@ -1,0 +1,338 @@
+# Closed forms: the bytes that one rank holds in a training step, layer by layer, in any scheme. Nothing is run.
+# Imports memory_products, scheme, config. tracked.py measures the same, and tests hold one against the other.
+# Next: memory_products.py (what a product needs), plan/, which looks for grids that fit.
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from ..comm.node import SLOTS
+from ..errors import ConfigError
+from ..layout.layout import Layout
+from .config import ModelConfig
+from .memory_products import Need, largest, product_need
+from .scheme import Scheme
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+INDEX = 8  # bytes of a token id
+MOMENTS = 2  # of AdamW
+FAMILIES = ("gpt2", "llama")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one layer holds, in bytes.
+
+    saved : kept from its forward to its backward. forward, backward : the most it holds at once meanwhile, inputs, outputs and
+    gradients included, beyond what earlier layers saved. gradients : of its parameters. carried : the gradient that a residual
+    branch leaves waiting while its layers run backward.
+    """
+
+    saved: int = 0
+    forward: int = 0
+    backward: int = 0
+    gradients: int = 0
+    carried: int = 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank.
+
+    parameters : with their 16-bit copies, where there are. gradients : of all parameters. optimizer : AdamW's moments.
+    activations : what forward saves for backward. workspace : the most that a single layer holds at once, forward or backward,
+    beyond what is saved. peak : the most of these at any time of a step; not all are there at that time, so it is below their
+    sum. node : this rank's share of the node's memory that its axes communicate through, at most; beside the peak.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+    peak: int
+    node: int
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """The memory of a GPT or a Llama on the rank of `scheme.grid`, which may be a `Place`: b rows of s tokens a micro-batch.
+
+    dtype : of activations; 16-bit ones have float32 parameters, gradients and moments beside 16-bit copies of the weights.
+    recompute, layers : "none"; "full", every `layers` blocks from their input; "selective", the attention core.
+    staged : the axes that communicate through their node's memory, `Grid.staged`; the others go through MPI.
+    MPI's own buffers and numpy's (masks while they are drawn) are not counted.
+    """
+
+    config: ModelConfig
+    scheme: Scheme
+    batch: int
+    sequence: int
+    dtype: str = "float32"
+    recompute: str = "none"
+    layers: int = 1
+    staged: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.config.family not in FAMILIES:
+            raise ConfigError(f"The memory of {self.config.family} has no closed form here. Families: {', '.join(FAMILIES)}.")
+
+    # -- sizes of this rank's blocks, in bytes -----------------------------------------------------------------------------
+
+    @property
+    def word(self) -> int:
+        return BYTES[self.dtype]
+
+    @property
+    def master(self) -> int:
+        """Bytes of a parameter's element."""
+        return max(self.word, BYTES["float32"])
+
+    def block(self, layout: Layout, *shape: int) -> int:
+        """Elements of this rank's block."""
+        return prod(layout.local_shape(shape, self.scheme.grid.shape, self.scheme.grid.coordinates))
+
+    def activation(self, layout: Layout, n: int) -> int:
+        """An activation [b, s, n]."""
+        return self.word * self.block(layout, self.batch, self.sequence, n)
+
+    def rows(self, layout: Layout) -> int:
+        """Rows (b, s) of an activation, a count."""
+        return self.block(Layout(*layout.dims[:2]), self.batch, self.sequence)
+
+    @cached_property
+    def stream(self) -> int:
+        return self.activation(self.scheme.stream, self.config.hidden)
+
+    @cached_property
+    def inner(self) -> Layout:
+        return self.scheme.after_linear(self.scheme.stream)
+
+    # -- layers ------------------------------------------------------------------------------------------------------------
+
+    def product(self, layout: Layout, form: str, k: int, n: int) -> Need:
+        plan = self.scheme.plan(layout, form, self.batch * self.sequence, n, k)
+        return product_need(plan, self.scheme, self.word, self.staged)
+
+    def linear(self, layout: Layout, k: int, n: int, bias: bool = True, seen: bool = False, copied: bool = False) -> Step:
+        """A linear; seen: its input is saved by the layer before as well; copied: its weight is a copy made for this product."""
+        need = self.product(layout, "nn", k, n)
+        vector = self.block(self.scheme.vector(self.scheme.after_linear(layout)), n) if bias else 0
+        weight = need.b if copied else 0
+        saved = need.kept_a + need.kept_b
+        saved += (weight if need.kept_b == 0 else 0) - (need.a if seen and need.kept_a == need.a else 0)
+        return Step(saved, need.forward + weight, need.backward, self.master * (need.b // self.word + vector))
+
+    def norm(self) -> Step:
+        """x and, a row, mean and 1/σ (RMSNorm: 1/σ)."""
+        s, layer = self.stream, self.config.traits.norm == "layer"
+        statistics = (2 if layer else 1) * self.rows(self.scheme.stream) * self.word
+        vectors = (2 if layer else 1) * self.block(self.scheme.vector(self.scheme.stream), self.config.hidden)
+        return Step(s + statistics, 3 * s if layer else 2 * s, 5 * s if layer else 4 * s, self.master * vectors)
+
+    def residual(self) -> Step:
+        """The sum, after dropout whose mask is a byte an element."""
+        mask = self.stream // self.word if self.config.dropout else 0
+        return Step(mask, 2 * self.stream + (self.stream + mask if self.config.dropout else 0), 2 * self.stream + mask)
+
+    def activation_function(self) -> Step:
+        """GELU keeps its input. SwiGLU: gate and up side by side, and SiLU of the gate."""
+        f = self.activation(self.inner, self.config.width)
+        return Step(3 * f, 4 * f, 3 * f) if self.config.traits.activation == "swiglu" else Step(f, 2 * f, 2 * f)
+
+    def attention_core(self) -> Step:
+        """Fused: q, k, v, the context and a log-sum a query. Unfused: q, k, v, the scores before and after dropout, two masks.
+
+        Grouped heads have turned q and k, and the tables that turn them. Computed again: q, k and v alone.
+        """
+        config, inner = self.config, self.inner
+        context = self.activation(inner, config.hidden)
+        queries = self.block(Layout(inner.dims[0], inner.dims[-1], ()), self.batch, config.heads, self.sequence)
+        qkv = self.joined_columns() if self.grouped else 3 * context
+        kept = self._turned(context) if self.grouped else qkv
+        made = context + (kept if self.grouped else 0)
+        if self.recompute == "selective":
+            inside = self._unfused(context, queries * self.sequence) if config.attention_dropout else 2 * context
+            return Step(kept, qkv + made, kept + inside + context)
+        if config.attention_dropout:
+            scores = queries * self.sequence
+            saved = self._unfused(context, scores)
+            return Step(saved, saved + qkv + 2 * scores * self.word, 3 * scores * self.word + qkv)
+        sums = queries * max(self.word, BYTES["float32"])
+        return Step(kept + context + sums, qkv + made + sums, kept + max(qkv, context))
+
+    def _unfused(self, context: int, scores: int) -> int:
+        """What the unfused core keeps: q (in qkv, where its rows can be seen as one dim), k, v, softmax, dropped, two masks."""
+        plain = not self.grouped and (self.scheme.kind.sequence_first or 1 in self._sequences_and_heads)
+        tables = self._tables if self.grouped else 0
+        return (5 if plain else 3) * context + 2 * scores * self.word + scores + self.sequence**2 + tables
+
+    @property
+    def _sequences_and_heads(self) -> tuple[int, int]:
+        """How many of each this rank's attention has."""
+        return self.block(Layout(self.inner.dims[0]), self.batch), self.block(Layout(self.inner.dims[-1]), self.config.heads)
+
+    def joined_columns(self) -> int:
+        """q and kv as one product leaves them."""
+        config = self.config
+        return self.activation(self.inner, config.hidden) + self.activation(self.inner, 2 * config.groups * self._size)
+
+    def _turned(self, context: int) -> int:
+        """Turned q and k with their tables, and v where it lies: in the product's output, or gathered where ranks share heads."""
+        ways = self.scheme.columns(self.inner).size
+        kv = self.rows(self.inner) * self._size * max(1, self.config.groups // ways) * self.word
+        return context + kv + (self.joined_columns() if self.config.groups >= ways else 2 * kv) + self._tables
+
+    @property
+    def _tables(self) -> int:
+        """Cosines and sines of one layer's rotary positions."""
+        return self.sequence * self._size * self.word
+
+    @property
+    def _qkv_columns(self) -> int:
+        return self.config.hidden + 2 * self.config.groups * self._size
+
+    @property
+    def _size(self) -> int:
+        return self.config.hidden // self.config.heads
+
+    @property
+    def grouped(self) -> bool:
+        """Whether attention has rotary positions and may have fewer heads of k and v."""
+        return "rotary_base" in self.config.traits.options
+
+    def context_seen(self) -> bool:
+        """Whether the context that the output linear takes is the tensor that attention saved, and no copy in stored order."""
+        sequences, heads = self._sequences_and_heads
+        in_order = heads == 1 and (sequences == 1 or not self.scheme.kind.sequence_first) if self.grouped else True
+        return in_order and not self.config.attention_dropout and self.recompute != "selective"
+
+    def attention(self) -> list[Step]:
+        config, grouped = self.config, self.grouped
+        enter = self.linear(self.scheme.stream, config.hidden, self._qkv_columns, bias=not grouped, copied=grouped)
+        leave = self.linear(self.inner, config.hidden, config.hidden, bias=not grouped, seen=self.context_seen())
+        return [enter, self.attention_core(), leave]
+
+    def mlp(self) -> list[Step]:
+        config, gated = self.config, self.config.traits.activation == "swiglu"
+        columns = 2 * config.width if gated else config.width
+        up = self.linear(self.scheme.stream, config.hidden, columns, bias=not gated, copied=gated)
+        return [up, self.activation_function(), self.linear(self.inner, config.width, config.hidden, bias=not gated)]
+
+    def transformer_block(self) -> list[Step]:
+        """Norms and branches. The stream's gradient waits beside each branch; the last linear's is that tensor, undropped."""
+        steps = []
+        for branch in (self.attention(), self.mlp()):
+            waiting = [*(self.stream for _ in branch), self.stream if self.config.dropout else 0]
+            steps += [replace(step, carried=size) for step, size in zip((self.norm(), *branch), waiting, strict=True)]
+            steps.append(self.residual())
+        return steps
+
+    def embedding(self) -> list[Step]:
+        """The lookup: an index and a byte a token, and the gathered table; positions, where the family has them."""
+        config, scheme = self.config, self.scheme
+        lookup = scheme.lookup
+        tokens = self.block(lookup.tokens, self.batch, self.sequence)
+        table = scheme.table(scheme.stream)
+        shard = self.word * self.block(table, config.vocabulary, config.hidden)
+        part = self.word * self.block(Layout(lookup.part, table.dims[1]), config.vocabulary, config.hidden)
+        found = tokens * self.stream // max(self.rows(scheme.stream), 1)
+        summed = 2 * found if scheme.grid[lookup.part].size > 1 else 0
+        gathered = part if scheme.grid[lookup.gathered].size > 1 else 0
+        gradients = self.master * (shard // self.word) * (config.family == "llama")
+        saved = tokens * (INDEX + 1)
+        steps = [Step(saved, saved + gathered + 2 * found + summed, 2 * found + summed + 2 * part, gradients)]
+        if config.family == "gpt2":
+            positions = self.master * self.block(scheme.vector(scheme.stream), config.hidden) * config.sequence
+            steps.append(Step(0, 2 * self.stream, 2 * self.stream + positions, positions))
+        if config.dropout:
+            steps.append(self.residual())
+        return steps
+
+    def head(self) -> list[Step]:
+        """The final norm, the head, and the loss, which keeps the softmax and a number a row."""
+        config = self.config
+        need = self.product(self.scheme.stream, "nt", config.hidden, config.vocabulary)
+        logits, rows = self.activation(self.inner, config.vocabulary), self.rows(self.inner)
+        labels = INDEX * rows if self.scheme.kind.sequence_first else 0
+        return [
+            self.norm(),
+            Step(need.kept_a + need.kept_b, need.forward, need.backward, self.master * (need.b // self.word)),
+            Step(logits + rows * self.word + labels, 2 * logits, logits),
+        ]
+
+    # -- the step ----------------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[Step]:
+        """Every layer in the order of forward; blocks that are computed again as one."""
+        blocks: list[Step] = []
+        run = max(1, self.layers) if self.recompute == "full" else 1
+        for first in range(0, self.config.layers, run):
+            count = min(run, self.config.layers - first)
+            group = self.transformer_block() * count
+            blocks += [self._again(group)] if self.recompute == "full" else group
+        return [*self.embedding(), *blocks, *self.head()]
+
+    def _again(self, group: list[Step]) -> Step:
+        """Blocks of which only the input is kept: backward runs them forward first."""
+        inside = peak_of(group)
+        forward = max(step.forward for step in group)
+        return Step(self.stream, forward, self.stream + inside, sum(step.gradients for step in group))
+
+    @property
+    def saved(self) -> int:
+        """What forward saves for backward, parameters and the caller's batch excluded."""
+        return sum(step.saved for step in self.steps())
+
+    def memory(self, accumulate: int = 1, training: bool = True) -> Memory:
+        """The terms and the peak of a step of `accumulate` micro-batches; not training: of a forward and backward alone."""
+        steps = self.steps()
+        gradients = sum(step.gradients for step in steps)
+        elements = gradients // self.master
+        parameters = elements * (self.master + (self.word if self.word < self.master else 0))
+        optimizer = MOMENTS * gradients if training else 0
+        workspace = max(max(step.forward, step.backward) for step in steps) + self.kept_workspace
+        held = peak_of(steps, gradients if accumulate > 1 else 0) + self.kept_workspace
+        return Memory(parameters, gradients, optimizer, self.saved, workspace, parameters + optimizer + held, self.node)
+
+    @property
+    def kept_workspace(self) -> int:
+        """Buffers that the 2-D products share and keep from one call to the next."""
+        return sum(largest(need.rooms for need in self._products()).values())
+
+    @property
+    def node(self) -> int:
+        """Every axis has its slots, each as large as what the largest communication lays there."""
+        return SLOTS * sum(largest(need.shares for need in self._products()).values())
+
+    def _products(self) -> list[Need]:
+        config, stream, inner = self.config, self.scheme.stream, self.inner
+        gated = config.traits.activation == "swiglu"
+        linears = (
+            (stream, "nn", config.hidden, self._qkv_columns),
+            (inner, "nn", config.hidden, config.hidden),
+            (stream, "nn", config.hidden, config.width * (1 + gated)),
+            (inner, "nn", config.width, config.hidden),
+            (stream, "nt", config.hidden, config.vocabulary),
+        )
+        return [self.product(*linear) for linear in linears]
+
+
+def peak_of(steps: list[Step], gradients: int = 0) -> int:
+    """The most held at any time of a forward and a backward through `steps`, with `gradients` there from the beginning.
+
+    Forward, a layer holds its own beside what those before it saved; backward, beside what it and those before it saved, the
+    gradients of the parameters of those after it, and the gradient that a residual branch leaves waiting.
+    """
+    most = saved = 0
+    for step in steps:
+        most = max(most, gradients + saved + step.forward)
+        saved += step.saved
+    made = 0
+    for step in reversed(steps):
+        most = max(most, saved + max(gradients, made) + step.backward + step.carried)
+        saved -= step.saved
+        made += step.gradients
+    return most

@@ -1,0 +1,167 @@
+# Closed forms of what a product and its gradients hold on one rank, in bytes, whatever its algorithm. Imports gemm, scheme.
+# The order of allocations is that of autograd/products.py and autograd/matmul.py. Next: memory.py.
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..autograd.products import gradient_plans
+from ..errors import ConfigError
+from ..gemm import volume_2d
+from ..gemm.cuboid import CuboidPlan
+from ..gemm.oned import OnedPlan
+from ..gemm.plan import ProductPlan
+from ..gemm.summa import SummaPlan
+from ..gemm.volume import block_words, without
+from ..layout.layout import Layout
+from .scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of a product C = A·B with its gradients.
+
+    a, b, c : the blocks. kept_a, kept_b : what is kept for backward, beside the parameter B itself. forward : the most held from
+    A to C, both included. backward : the most held from dC to dA and dB, all included. rooms : by name, the buffers that the
+    executors share and keep from one call to the next. shares : by axis, of a slot of its node's memory.
+    """
+
+    a: int
+    b: int
+    c: int
+    kept_a: int
+    kept_b: int
+    forward: int
+    backward: int
+    rooms: Mapping[str, int] = field(default_factory=dict)
+    shares: Mapping[str, int] = field(default_factory=dict)
+
+
+def product_need(plan: ProductPlan, scheme: Scheme, word: int, staged: Collection[str] = ()) -> Need:
+    """What the product that `scheme` makes of `plan` needs, `word` bytes an element; `staged`: as in `Grid.staged`."""
+    shape, at = scheme.grid.shape, scheme.grid.coordinates
+    a, b, c = (
+        word * block_words(layout, extents, shape, at)
+        for layout, extents in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
+    )
+    if isinstance(plan, CuboidPlan):
+        return _gathered(plan, scheme, word, staged, a, b, c)
+    if isinstance(plan, SummaPlan):
+        used = [_rooms(part, scheme) for part in (plan, *gradient_plans(plan)) if isinstance(part, SummaPlan)]
+        return Need(a, b, c, a, 0, a + c, c + a + b, {name: word * size for name, size in largest(used).items()})
+    if isinstance(plan, OnedPlan):
+        return Need(a, b, c, a, 0, a + c, c + a + b)
+    raise ConfigError(
+        f"The memory of a {plan.name} product has no closed form here. Those that have: cuboid, oned, summa, tesseract."
+    )
+
+
+def largest(rooms: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """By name, the largest that any asks for."""
+    result: dict[str, int] = {}
+    for asked in rooms:
+        for name, size in asked.items():
+            result[name] = max(size, result.get(name, 0))
+    return result
+
+
+def _rooms(plan: SummaPlan, scheme: Scheme) -> dict[str, int]:
+    """Words of the buffers of a product on the plane of x and y: panels of what moves, and of a C that is summed."""
+    shape, at, form = scheme.grid.shape, scheme.grid.coordinates, plan.form
+    a, b, c = (
+        layout.local_shape(extents, shape, at)
+        for layout, extents in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
+    )
+    cut = volume_2d.cuts(0, {"nn": plan.k, "nt": plan.n, "tn": plan.m}[form], shape[plan.x], shape[plan.y], plan.panel)
+    many = volume_2d.buffers(plan, cut) * cut.widest
+    over_x, over_y = shape[plan.x] > 1, shape[plan.y] > 1
+    rooms = {
+        "panel a": many * a[0] * (form != "nt" and over_y),
+        "panel b": many * b[1] * (form != "tn" and over_x),
+        "partial": many * (c[0] * over_y if form == "nt" else c[1] * over_x if form == "tn" else 0),
+    }
+    return {name: size for name, size in rooms.items() if size}
+
+
+def _gathered(plan: CuboidPlan, scheme: Scheme, word: int, staged: Collection[str], a: int, b: int, c: int) -> Need:
+    shape, at, keep = scheme.grid.shape, scheme.grid.coordinates, not scheme.regather
+
+    def moved(layout: Layout, axis: str, extents: tuple[int, ...], fine: int, own: int) -> _Moved:
+        whole = word * block_words(without(layout, axis), extents, shape, at)
+        return _Moved(shape[axis], own, whole, bool(fine), axis in staged)
+
+    of_a = moved(plan.a_layout, plan.y, plan.a_shape, plan.a_fine, a)
+    of_b = moved(plan.b_layout, plan.x, plan.b_shape, plan.b_fine, b)
+    of_c = moved(plan.c_layout, plan.z, plan.c_shape, plan.c_fine, c)
+    forward = max(
+        a + of_a.gathering(keep),
+        a + of_a.gathered(keep) + of_b.gathered(keep) + of_c.summand + of_c.scattering,
+    )
+    again_a, again_b = (0, 0) if keep else (of_a.gathered(), of_b.gathered())
+    base = c + of_c.gathered()
+    backward = max(
+        c + of_c.gathering(),
+        base + again_b + of_a.summand,
+        base + of_a.in_flight + of_a.turning,
+        base + of_a.in_flight + (0 if keep else of_a.gathering()),
+        base + of_a.in_flight + again_a + of_b.summand,
+        base + of_a.in_flight + of_b.in_flight + (of_a.result if of_a.size > 1 else 0),
+        base + a + of_b.in_flight + (of_b.result if of_b.size > 1 else 0),
+    )
+    kept_a = of_a.whole if keep else a
+    kept_b = of_b.whole if keep and of_b.size > 1 else 0
+    shares = {axis: part.share for axis, part in ((plan.x, of_b), (plan.y, of_a), (plan.z, of_c)) if part.share}
+    return Need(a, b, c, kept_a, kept_b, forward, backward, shares=shares)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """An operand that an axis of `size` gathers, or whose summands it scatters, in bytes of torch's memory.
+
+    own : the block. whole : gathered, or the summand. turned : its fine split lies on columns, so that MPI needs it turned
+    first. staged : the axis goes through its node's memory, where views are read and summands computed.
+    """
+
+    size: int
+    own: int
+    whole: int
+    turned: bool
+    staged: bool
+
+    def gathered(self, copied: bool = False) -> int:
+        """What a gather leaves: nothing where the node's memory is read in place."""
+        return 0 if self.size == 1 or (self.staged and not copied and not self.turned) else self.whole
+
+    def gathering(self, copied: bool = False) -> int:
+        """What a gather holds at most."""
+        return self.gathered(copied) + (0 if self.staged or self.size == 1 else (self.own + self.whole) * self.turned)
+
+    @property
+    def summand(self) -> int:
+        """What a product leaves to be summed; on one rank, the result."""
+        return self.own if self.size == 1 else 0 if self.staged else self.whole
+
+    @property
+    def turning(self) -> int:
+        """The summand again, turned."""
+        return self.whole * self.turned if self.size > 1 and not self.staged else 0
+
+    @property
+    def in_flight(self) -> int:
+        """A started scatter: the summand, and the parts that will be added."""
+        return self.summand + (self.size * self.own if self.size > 1 and not self.staged else 0)
+
+    @property
+    def result(self) -> int:
+        """The sum; turned, where MPI summed it turned."""
+        return self.own * (1 + (self.turned and not self.staged))
+
+    @property
+    def scattering(self) -> int:
+        """What a blocking scatter holds beside the summand."""
+        return 0 if self.size == 1 else self.in_flight - self.summand + self.turning + self.result
+
+    @property
+    def share(self) -> int:
+        """This rank's share of a slot of the node's memory: for its summand, or of what is gathered."""
+        return self.whole if self.staged and self.size > 1 else 0

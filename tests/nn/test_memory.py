@@ -1,0 +1,115 @@
+# What a step holds is what its closed forms say: bytes saved for backward exactly, the peak of torch's own account to 5 %.
+# Next: ../../summa3d/nn/memory.py.
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from summa3d.comm.grid import Place
+from summa3d.errors import ConfigError
+from summa3d.nn import ModelConfig, build, scheme
+from summa3d.nn.memory import ModelMemory
+from summa3d.nn.tracked import peak_bytes, saved_bytes
+
+# Odd sizes where no axis must divide them: v = 191, f = 4h or Llama's; large enough that rows of statistics are small change.
+GPT2 = {"layers": 2, "hidden": 96, "heads": 4, "sequence": 32, "vocabulary": 191}
+LLAMA = {**GPT2, "family": "llama", "kv_heads": 2}
+BATCH, SAVED, PEAK = 8, 0.001, 0.05
+SCHEMES = {
+    1: [("serial", {"x": 1})],
+    4: [
+        ("oned", {"y": 4}),
+        ("oned-sp", {"y": 4}),
+        ("summa", {"x": 2, "y": 2}),
+        ("tesseract", {"d": 4}),
+        ("cuboid", {"x": 2, "y": 2, "z": 1}),
+        ("cuboid", {"x": 1, "y": 2, "z": 2}),
+        ("cuboid-sequence", {"x": 1, "y": 2, "z": 2}),
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet_profiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    yield
+
+
+def measured(model: Any, sequence: int, vocabulary: int) -> tuple[int, int]:
+    """Bytes that a forward saves, and the peak of a forward and a backward, workspace that was there before included."""
+    tokens = torch.randint(0, vocabulary, (BATCH, sequence), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(1, 1)
+    with saved_bytes([*model.parameters(), tokens, labels]) as saved:
+        loss = model(tokens, labels)
+    loss.backward()
+    kept = saved.bytes
+    del saved, loss
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    before = model.scheme.grid.ledger.workspace_bytes
+    return kept, before + peak_bytes(lambda: model(tokens, labels).backward())
+
+
+def check(config: ModelConfig, built: Any, recompute: tuple[str, int] = ("none", 1)) -> None:
+    model = build(config, built)
+    model.recompute(*recompute)
+    saved, peak = measured(model, config.sequence, config.vocabulary)
+    staged = built.grid.staged
+    predicted = ModelMemory(config, built, BATCH, config.sequence, "float32", *recompute, staged=staged)
+    memory = predicted.memory(training=False)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    assert memory.parameters == memory.gradients == held
+    assert abs(memory.activations - saved) <= SAVED * saved, (built.name, built.grid, memory.activations / saved)
+    assert abs(memory.peak - peak - held) <= PEAK * (peak + held), (built.name, built.grid, memory.peak / (peak + held))
+    slots = sum(axis.ring.size_bytes for axis in (built.grid[name] for name in staged))
+    assert slots <= memory.node + len(staged) * (2 << 18)
+
+
+@pytest.mark.mpi(sizes=(1, 4))
+@pytest.mark.parametrize("sizes", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("node_memory", [None, False], ids=["node", "mpi"])
+def test_saved_bytes_and_the_peak_are_those_of_the_closed_forms(make_grid, world_size, sizes, node_memory):
+    for name, axes in SCHEMES[world_size]:
+        check(ModelConfig(**sizes), scheme(name, make_grid(check=False, node_memory=node_memory, **axes)))
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_operands_that_are_kept_are_counted(make_grid):
+    for name in ("cuboid", "cuboid-sequence"):
+        check(ModelConfig(**GPT2), scheme(name, make_grid(check=False, x=2, y=2, z=1), regather=False))
+
+
+@pytest.mark.mpi(sizes=(1, 4))
+@pytest.mark.parametrize("sizes", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_dropouts_masks_and_unfused_attention_are_counted(make_grid, world_size, sizes):
+    name, axes = SCHEMES[world_size][-1]
+    for more in ({"dropout": 0.1}, {"attention_dropout": 0.1}):
+        check(ModelConfig(**sizes, **more), scheme(name, make_grid(check=False, **axes)))
+
+
+@pytest.mark.mpi(sizes=(1, 4))
+@pytest.mark.parametrize("recompute", [("full", 1), ("full", 2), ("selective", 1)], ids=["each", "pairs", "selective"])
+def test_what_is_computed_again_is_not_kept(make_grid, world_size, recompute):
+    name, axes = SCHEMES[world_size][-1]
+    for sizes in (GPT2, LLAMA):
+        check(ModelConfig(**sizes), scheme(name, make_grid(check=False, **axes)), recompute)
+
+
+def test_a_rank_of_a_grid_that_nobody_started_has_its_share():
+    config = ModelConfig(**GPT2)
+    whole = ModelMemory(config, scheme("cuboid", Place({"x": 1, "y": 1, "z": 1})), 64, 32).memory()
+    parts = [ModelMemory(config, scheme("cuboid", Place({"x": 2, "y": 2, "z": 2}, rank)), 64, 32).memory() for rank in range(8)]
+    assert sum(part.parameters for part in parts) > whole.parameters  # vectors are copied
+    assert 8 * max(part.activations for part in parts) < 1.05 * whole.activations
+    assert whole.optimizer == 2 * whole.parameters == 2 * whole.gradients
+    half = ModelMemory(config, scheme("serial"), 64, 32, "bfloat16").memory()
+    assert half.parameters == whole.parameters * 3 // 2 and half.gradients == whole.gradients
+
+
+def test_a_family_without_closed_forms_is_refused():
+    with pytest.raises(ConfigError, match=r"The memory of bert has no closed form here. Families: gpt2, llama\."):
+        ModelMemory(ModelConfig(family="bert"), scheme("serial"), 8, 32)
