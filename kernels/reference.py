@@ -62,7 +62,7 @@ def rms_gradient(gradient: Tensor, normal: Tensor, inverse: Tensor, sums: Tensor
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x [b, heads, s, d] turned by angles [s, d/2] or [b, 1, s, d/2], the element i of a head paired with i + d/2."""
+    """x [b, heads, s, d] turned by angles [s, d/2], the element i of a head paired with i + d/2."""
     first, second = x.chunk(2, -1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
 

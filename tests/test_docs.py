@@ -13,3 +13,11 @@ def test_the_page_of_schemes_is_what_the_schemes_are():
     script = runpy.run_path(str(DOCS / "schemes.py"))
     assert tuple(script["GRIDS"]) == SCHEMES
     assert script["page"]() == (DOCS / "schemes.md").read_text(), "run: python docs/schemes.py > docs/schemes.md"
+
+
+def test_the_page_of_models_is_what_the_models_are():
+    from summa3d.nn.config import FAMILIES
+
+    script = runpy.run_path(str(DOCS / "models.py"))
+    assert list(script["NOTES"]) == list(FAMILIES)
+    assert script["page"]() == (DOCS / "models.md").read_text(), "run: python docs/models.py > docs/models.md"

@@ -114,7 +114,7 @@ class GroupedAttention(nn.Module):
         kv = all_gather(kv, self.run, 2, [kv.shape[2]] * self.run.size)
         q = q.unflatten(-1, (-1, self.size)).transpose(1, 2)  # [b/(XZ), a/Y, s, d]
         k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (-1, 2, self.size)).unbind(3))  # [b/(XZ), kv/Y, s, d]
-        q, k = self.rotary(q, k, visible.positions)
+        q, k = self.rotary(q, k)
         return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme))  # [b/(XY), s, h/Z]
 
 

@@ -139,7 +139,7 @@ class LanguageModel(Body):
         count : the labels that the loss is divided by; default those of this micro-batch. With gradient accumulation, pass
             the count of the whole step.
         attention_mask : global [b, s], 0 at padding
-        documents : global [b, s] ids of packed documents, runs of equal ids: tokens see their own, positions restart
+        documents : global [b, s] ids of packed documents, runs of equal ids: tokens see their own, learned positions restart
         """
         check_shapes(tokens, labels=labels, attention_mask=attention_mask, documents=documents)
         batch = Batch(len(tokens), tokens.shape[-1], self.seed, step, first_row)

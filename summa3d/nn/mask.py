@@ -13,14 +13,12 @@ from .scheme import Scheme
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys each query of this rank's sequences sees, and where in its document each token stands.
+    """Which keys each query of this rank's sequences sees.
 
     allowed : [b/(XZ), 1, s, s], True where the query (row) sees the key (column); None where causality alone decides.
-    positions : [b/(XZ), s] beside attention, None where they are 0 … s−1.
     """
 
     allowed: Tensor | None = None
-    positions: Tensor | None = None
 
 
 def restarting_positions(documents: Tensor) -> Tensor:
@@ -35,7 +33,7 @@ def visible(scheme: Scheme, causal: bool, attention_mask: Tensor | None = None, 
     Parameters
     ----------
     attention_mask : global [b, s], nonzero at tokens and 0 at padding, which no query sees
-    documents : global [b, s] ids; a token sees the run of equal ids that it belongs to, and positions restart with each run
+    documents : global [b, s] ids; a token sees the run of equal ids that it belongs to
 
     A query that would see nothing (in a sequence of padding alone) sees everything, so that its output is a number; no
     token that counts sees it. Moves nothing; needs b/(XZ)·s² bytes where a mask or documents are given.
@@ -45,16 +43,15 @@ def visible(scheme: Scheme, causal: bool, attention_mask: Tensor | None = None, 
     if not given:
         return Visible()
     s = given[0].shape[1]
-    allowed, positions = torch.ones(1, 1, s, s, dtype=torch.bool), None
+    allowed = torch.ones(1, 1, s, s, dtype=torch.bool)
     if causal:
         allowed.tril_()
     if documents is not None:
         mine = scheme.block_of(_begins(documents).cumsum(1), layout)
         allowed = allowed & (mine[:, None, :, None] == mine[:, None, None, :])
-        positions = scheme.block_of(restarting_positions(documents), layout)
     if attention_mask is not None:
         allowed = allowed & scheme.block_of(attention_mask != 0, layout)[:, None, None, :]
-    return Visible(allowed | ~allowed.any(-1, keepdim=True), positions)
+    return Visible(allowed | ~allowed.any(-1, keepdim=True))
 
 
 def check_shapes(tokens: Tensor, **others: Tensor | None) -> None:

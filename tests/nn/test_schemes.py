@@ -23,6 +23,12 @@ def test_loss_and_every_raw_gradient_equal_plain_torch(make_grid, world_size, fa
         check_against_plain_torch(FAMILIES[family], scheme(name, make_grid(**axes)))
 
 
+@pytest.mark.mpi(sizes=(27,), timeout=110)
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_one_cube_of_27_ranks(make_grid, family):
+    check_against_plain_torch(FAMILIES[family], scheme("cuboid", make_grid(x=3, y=3, z=3)))
+
+
 @pytest.mark.mpi(sizes=tuple(GRIDS))
 def test_weights_are_bitwise_those_of_one_rank(make_grid, world_size):
     serial = dict(GPT(GPT2, scheme("serial"), torch.float64, seed=3).named_parameters())
