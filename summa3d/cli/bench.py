@@ -163,11 +163,16 @@ def _of_algorithms(names: list[str] | None, problem: Any, ranks: int, shared: bo
 
 
 def own_choice(problem: Any, ranks: int, shared: bool = False) -> Any:
-    """What the library takes for this product when nobody says; it may leave ranks idle."""
+    """What the library takes for this product when nobody says; it may leave ranks idle. Collective over all ranks."""
+    from mpi4py import MPI
+
+    from ..comm.node import in_one_node
     from ..gemm.choose import choose
+    from ..gemm.machine import Machine
     from .contest import Entry
 
-    choice = choose(problem.m, problem.n, problem.k, ranks, problem.dtype, form=problem.form)
+    machine = Machine(node=in_one_node(MPI.COMM_WORLD))
+    choice = choose(problem.m, problem.n, problem.k, ranks, problem.dtype, form=problem.form, machine=machine)
     return Entry(choice.algorithm, choice.grid, problem, shared=shared, chosen=True)
 
 

@@ -73,15 +73,18 @@ def run(args: argparse.Namespace) -> int:
 
 def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, int]]:
     """The algorithm, its plan and its grid: what the command line says, and what it leaves open by the chooser."""
+    from ..comm.node import in_one_node
     from ..gemm.algorithms import ALGORITHMS
     from ..gemm.algorithms import algorithm as named
     from ..gemm.choose import choose
+    from ..gemm.machine import Machine
 
     if args.grid is None:
         if args.panel is not None and args.algorithm is None:
             raise ConfigError("--panel cuts the panels of an algorithm: name it with --algorithm summa, tesseract or ca25d.")
         name = None if args.algorithm is None else named(args.algorithm, comm.size).name
-        choice = choose(args.m, args.n, args.k, comm.size, args.dtype, algorithm=name, form=args.form)
+        machine = Machine(node=in_one_node(comm))
+        choice = choose(args.m, args.n, args.k, comm.size, args.dtype, algorithm=name, form=args.form, machine=machine)
         algorithm, shape = ALGORITHMS[choice.algorithm], dict(choice.grid)
         if comm.rank == 0:
             print(choice, file=sys.stderr, flush=True)

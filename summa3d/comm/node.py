@@ -247,6 +247,14 @@ def available() -> str | None:
     return None
 
 
+def in_one_node(comm: MPI.Intracomm) -> bool:
+    """Whether all ranks of `comm` share one node's memory in the way of this file (collective)."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    together = node.size == comm.size and available() is None
+    node.Free()
+    return bool(comm.allreduce(together, MPI.MIN))
+
+
 def mapped(comm: MPI.Intracomm, nbytes: int) -> mmap.mmap | None:
     """Zeroed memory that the members of `comm` map together (collective); None on all of them where one cannot."""
     memory: mmap.mmap | None = None

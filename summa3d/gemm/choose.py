@@ -55,8 +55,16 @@ class Candidate:
         m, n, k = (_largest(extent, part) for extent, part in sizes)
         imbalance = max(1.0, m * n * k / (mean.m * mean.n * mean.k)) if m * n * k else 1.0
         one = self.machine.product(m, n, k, self.kind)
-        moved = self.machine.transfer(float(mean.gathered) * imbalance, float(mean.reduced) * imbalance, mean.messages, self.kind)
+        reduced = float(mean.reduced) * imbalance
+        if self.machine.node and self.algorithm == "cuboid":
+            return crowding * (one + self.machine.staging(self._laid(), reduced, mean.messages, self.kind))
+        moved = self.machine.transfer(float(mean.gathered) * imbalance, reduced, mean.messages, self.kind)
         return crowding * (mean.products * one + moved)
+
+    def _laid(self) -> float:
+        """Words of A and B that a rank of the cuboid lays where the others read them."""
+        plan = self.plan
+        return (plan.m * plan.k * (self.grid[plan.y] > 1) + plan.k * plan.n * (self.grid[plan.x] > 1)) / self.ranks
 
     def _extents(self) -> tuple[int, int, int]:
         turned = getattr(self.plan, "by_transpose", False)
@@ -188,7 +196,8 @@ def choose(
     Of the grids of one rank count, the fewest words win; at equal words, splitting m or n before k, then predicted time. All
     ranks are used where their grid comes within 1.15 of the communication lower bound. Where it does not (7, 11, 13, 31
     ranks), fewer are looked at too, down to half: of the counts within 10 % of the shortest predicted time, the one with the
-    fewest words.
+    fewest words. On a machine that is one `node`, whose memory is read in place, words cost next to nothing: there the shortest
+    predicted time wins, on all ranks.
 
     Parameters
     ----------
@@ -207,7 +216,7 @@ def choose(
     bound = lower_bound(m, n, k, ranks)
     here = search.best_of(ranks)
     counts = [here[0]] if here else []
-    awkward = not here or here[0].mean.words > AWKWARD * bound
+    awkward = not here or (here[0].mean.words > AWKWARD * bound and not search.machine.node)
     if awkward:
         fewer = range(ranks - 1, ranks // 2 if ranks <= EVERY_COUNT else ranks - ranks // 16, -1)
         counts += [found[0] for found in map(search.best_of, fewer) if found]
@@ -235,8 +244,8 @@ class Search:
     even: bool
 
     def best_of(self, ranks: int) -> list[Candidate]:
-        """The candidates on exactly this many ranks that fit the limit: fewest words, then fewest reduced, then time."""
-        found = sorted(self.candidates(ranks), key=_order)
+        """The candidates on exactly this many ranks that fit the limit, the best first."""
+        found = sorted(self.candidates(ranks), key=_order_in_a_node if self.machine.node else _order)
         if self.memory_limit is None:
             return found
         return [one for one in found if one.workspace_bytes <= self.memory_limit]
@@ -263,6 +272,11 @@ def _order(one: Candidate) -> tuple[Any, ...]:
     return one.mean.words, one.mean.reduced, one.seconds, *(-size for size in one.grid.values())
 
 
+def _order_in_a_node(one: Candidate) -> tuple[Any, ...]:
+    """Least time; then fewest words; then m before n."""
+    return one.seconds, one.mean.words, *(-size for size in one.grid.values())
+
+
 def _in_panels(mean: Mean, count: int) -> Mean:
     """The same products and words in `count` panels."""
     ratio = count / mean.products
@@ -280,6 +294,8 @@ def _largest(extent: int, part: float) -> float:
 
 def _reason(best: Candidate, here: list[Candidate], ranks: int, awkward: bool) -> str:
     if best.ranks == ranks:
+        if best.machine.node:
+            return "the shortest predicted time in one node's memory, where gathered words are read in place."
         fewer = "; fewer ranks would move more or take longer" if awkward and ranks > 2 else ""
         return f"the fewest words of all grids{fewer}."
     idle = f"{ranks - best.ranks} of {ranks} ranks idle: "

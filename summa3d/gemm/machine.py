@@ -61,6 +61,7 @@ class Machine:
     latency : seconds per message
     memory_time : seconds per byte read or written in memory: packing, and the sums of a reduce-scatter
     cores : cores that the ranks share; None gives each rank its own
+    node : the ranks share one node's memory (comm/node.py), where the cuboid's gathered operands are read in place
     """
 
     flops: float = 50e9
@@ -69,6 +70,7 @@ class Machine:
     latency: float = 2e-6
     memory_time: float = 1e-10
     cores: int | None = None
+    node: bool = False
 
     def crowding(self, ranks: int) -> float:
         """By how much ranks slow each other down: ranks per core, at least 1."""
@@ -87,6 +89,10 @@ class Machine:
         """Seconds to receive words: copied once where gathered; where reduced also read, added, and written."""
         passes = 3 * self.memory_time * reduced + self.memory_time * gathered
         return kind.nbytes * (self.byte_time * (gathered + reduced) + passes) + self.latency * messages
+
+    def staging(self, laid: float, reduced: float, messages: float, kind: Kind) -> float:
+        """Seconds of the same in a node's memory: own words laid where others read them, and sums read, added and written."""
+        return kind.nbytes * self.memory_time * (2 * laid + 3 * reduced) + self.latency * messages
 
 
 def calibrate(comm: MPI.Intracomm | None = None, seconds: float = 0.3) -> Machine:

@@ -178,3 +178,13 @@ def test_the_choice_is_placed_on_the_first_ranks_and_runs(comm):
         assert np.array_equal(c.to_global(), np.full((24, 24), 24)) and moved.words == choice.words == choice.max_words
         grid.free()
         grid.comm.Free()
+
+
+def test_in_one_nodes_memory_nothing_is_reduced_that_can_be_read_in_place():
+    """Gathered words cost nothing there: k is split only where laying A and B out would cost more than summing C."""
+    for m, n, k, ranks in ((2048, 2048, 2048, 8), (8192, 1024, 1024, 4), (700, 500, 300, 7)):
+        found = choose(m, n, k, ranks, machine=Machine(node=True))
+        assert found.algorithm == "cuboid" and found.grid["z"] == 1 and found.idle == 0
+        assert "read in place" in str(found)
+    assert choose(1024, 1024, 16384, 8, machine=Machine(node=True)).grid["z"] == 8
+    assert choose(2048, 2048, 2048, 8).grid == {"x": 2, "y": 2, "z": 2}
