@@ -18,7 +18,8 @@ from .scheme import Scheme
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 INDEX = 8  # bytes of a token id
 MOMENTS = 2  # of AdamW
-FAMILIES = ("gpt2", "llama")
+TYPES = 2  # of tokens (BERT)
+FAMILIES = ("gpt2", "llama", "bert")
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """The memory of a GPT or a Llama on the rank of `scheme.grid`, which may be a `Place`: b rows of s tokens a micro-batch.
+    """The memory of a model on the rank of `scheme.grid`, which may be a `Place`: b rows of s tokens a micro-batch.
 
+    config : of a GPT, a Llama or a BERT, the last with types and relations given and without padding.
     dtype : of activations; 16-bit ones have float32 parameters, gradients and moments beside 16-bit copies of the weights.
     recompute, layers : "none"; "full", every `layers` blocks from their input; "selective", the attention core.
     staged : the axes that communicate through their node's memory, `Grid.staged`; the others go through MPI.
@@ -112,24 +114,30 @@ class ModelMemory:
 
     # -- layers ------------------------------------------------------------------------------------------------------------
 
-    def product(self, layout: Layout, form: str, k: int, n: int) -> Need:
-        plan = self.scheme.plan(layout, form, self.batch * self.sequence, n, k)
+    def product(self, layout: Layout, form: str, k: int, n: int, rows: int = 0) -> Need:
+        plan = self.scheme.plan(layout, form, rows or self.batch * self.sequence, n, k)
         return product_need(plan, self.scheme, self.word, self.staged)
 
-    def linear(self, layout: Layout, k: int, n: int, bias: bool = True, seen: bool = False, copied: bool = False) -> Step:
-        """A linear; seen: its input is saved by the layer before as well; copied: its weight is a copy made for this product."""
-        need = self.product(layout, "nn", k, n)
+    def linear(
+        self, layout: Layout, k: int, n: int, bias: bool = True, seen: bool = False, copied: bool = False, rows: int = 0
+    ) -> Step:
+        """A linear of `rows` rows, or of all tokens.
+
+        seen : its input is saved by the layer before as well. copied : its weight is a copy made for this product.
+        """
+        need = self.product(layout, "nn", k, n, rows)
         vector = self.block(self.scheme.vector(self.scheme.after_linear(layout)), n) if bias else 0
         weight = need.b if copied else 0
         saved = need.kept_a + need.kept_b
         saved += (weight if need.kept_b == 0 else 0) - (need.a if seen and need.kept_a == need.a else 0)
         return Step(saved, need.forward + weight, need.backward, self.master * (need.b // self.word + vector))
 
-    def norm(self) -> Step:
-        """x and, a row, mean and 1/σ (RMSNorm: 1/σ)."""
-        s, layer = self.stream, self.config.traits.norm == "layer"
-        statistics = (2 if layer else 1) * self.rows(self.scheme.stream) * self.word
-        vectors = (2 if layer else 1) * self.block(self.scheme.vector(self.scheme.stream), self.config.hidden)
+    def norm(self, layout: Layout | None = None) -> Step:
+        """x and, a row, mean and 1/σ (RMSNorm: 1/σ); of the stream, or of what lies as `layout` says."""
+        layout = layout or self.scheme.stream
+        s, layer = self.activation(layout, self.config.hidden), self.config.traits.norm == "layer"
+        statistics = (2 if layer else 1) * self.rows(layout) * self.word
+        vectors = (2 if layer else 1) * self.block(self.scheme.vector(layout), self.config.hidden)
         return Step(s + statistics, 3 * s if layer else 2 * s, 5 * s if layer else 4 * s, self.master * vectors)
 
     def residual(self) -> Step:
@@ -223,11 +231,12 @@ class ModelMemory:
 
     def transformer_block(self) -> list[Step]:
         """Norms and branches. The stream's gradient waits beside each branch; the last linear's is that tensor, undropped."""
-        steps = []
+        steps, after = [], self.config.traits.post_norm
         for branch in (self.attention(), self.mlp()):
-            waiting = [*(self.stream for _ in branch), self.stream if self.config.dropout else 0]
-            steps += [replace(step, carried=size) for step, size in zip((self.norm(), *branch), waiting, strict=True)]
-            steps.append(self.residual())
+            inside = branch if after else [self.norm(), *branch]
+            waiting = [self.stream] * (len(inside) - 1) + [self.stream if self.config.dropout else 0]
+            steps += [replace(step, carried=size) for step, size in zip(inside, waiting, strict=True)]
+            steps += [self.residual(), self.norm()] if after else [self.residual()]
         return steps
 
     def embedding(self) -> list[Step]:
@@ -244,23 +253,44 @@ class ModelMemory:
         gradients = self.master * (shard // self.word) * (config.family == "llama")
         saved = tokens * (INDEX + 1)
         steps = [Step(saved, saved + gathered + 2 * found + summed, 2 * found + summed + 2 * part, gradients)]
-        if config.family == "gpt2":
-            positions = self.master * self.block(scheme.vector(scheme.stream), config.hidden) * config.sequence
+        bert = config.family == "bert"
+        if bert or config.family == "gpt2":
+            position = self.master * self.block(scheme.vector(scheme.stream), config.hidden)
+            positions = position * config.sequence
             steps.append(Step(0, 2 * self.stream, 2 * self.stream + positions, positions))
+        if bert:
+            steps += [Step(0, 3 * self.stream, 2 * self.stream, position * TYPES), self.norm()]
         if config.dropout:
             steps.append(self.residual())
         return steps
 
     def head(self) -> list[Step]:
-        """The final norm, the head, and the loss, which keeps the softmax and a number a row."""
-        config = self.config
+        """The final norm (BERT: a transform), the head, and the loss, which keeps the softmax and a number a row."""
+        config, bert = self.config, self.config.family == "bert"
         need = self.product(self.scheme.stream, "nt", config.hidden, config.vocabulary)
         logits, rows = self.activation(self.inner, config.vocabulary), self.rows(self.inner)
         labels = INDEX * rows if self.scheme.kind.sequence_first else 0
+        bias = self.block(self.scheme.vector(self.inner), config.vocabulary) if bert else 0
         return [
-            self.norm(),
-            Step(need.kept_a + need.kept_b, need.forward, need.backward, self.master * (need.b // self.word)),
+            *(self._transform() if bert else [self.norm()]),
+            Step(need.kept_a + need.kept_b, need.forward, need.backward, self.master * (need.b // self.word + bias)),
             Step(logits + rows * self.word + labels, 2 * logits, logits),
+        ]
+
+    def _transform(self) -> list[Step]:
+        """BERT's transform with GELU and norm, back to the stream's layout; and for each sequence, pooler and relation."""
+        h, scheme = self.config.hidden, self.scheme
+        inner = self.activation(self.inner, h)
+        pooled = scheme.after_linear(scheme.pooled)
+        sequences = self.block(Layout(pooled.dims[0]), self.batch)
+        relations = sequences * (self.block(Layout(scheme.after_linear(pooled).dims[-1]), 2) + 1) * self.word
+        return [
+            self.linear(scheme.stream, h, h),
+            Step(inner, 2 * inner, 2 * inner),
+            self.norm(self.inner),
+            self.linear(scheme.pooled, h, h, rows=self.batch),
+            self.linear(pooled, h, 2, rows=self.batch),
+            Step(relations, 2 * relations, relations),
         ]
 
     # -- the step ----------------------------------------------------------------------------------------------------------
