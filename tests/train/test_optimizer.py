@@ -61,6 +61,14 @@ def test_a_limit_of_zero_never_clips() -> None:
     assert p.grad.tolist() == [3.0, 4.0]
 
 
+@pytest.mark.parametrize(("limit", "want"), [(0.0, [3.0, 4.0]), (1.0, [0.6, 0.8]), (6.0, [3.0, 4.0])])
+def test_scaled_gradients_are_divided_by_their_scale_before_they_are_clipped(limit: float, want: list[float]) -> None:
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, 4.0]) * 1024
+    clip_gradients([p], 5.0, limit, scale=1024.0)
+    assert p.grad.tolist() == pytest.approx(want)
+
+
 class Pair(torch.nn.Module):
     """A matrix that decays and a vector that does not."""
 
