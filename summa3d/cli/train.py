@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..train.config import Config
 
 MEBI = 1 << 20
 
@@ -20,7 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a configuration shipped with summa3d (demo), or a TOML file; with --resume, by default the run's own",
     )
     parser.add_argument(
-        "--run", type=Path, required=True, metavar="DIR", help="folder for config.toml, metrics.jsonl, checkpoints/, loss.png"
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="folder for config.toml, metrics.jsonl, checkpoints/, loss.png (not for --dry-run)",
     )
     parser.add_argument(
         "--set",
@@ -32,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint in DIR")
     parser.add_argument("--overwrite", action="store_true", help="start again although DIR holds checkpoints; they are deleted")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="train nothing: say what each rank of the grid would hold, on any number of ranks"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON line")
 
 
@@ -42,18 +51,43 @@ def run(args: argparse.Namespace) -> int:
 
     if args.resume and args.overwrite:
         raise ConfigError("--resume goes on with the checkpoints that --overwrite deletes. Give one of them.")
+    if args.run is None and (args.resume or not args.dry_run):
+        raise ConfigError("Name the run's folder: --run DIR. Only --dry-run of a configuration goes without.")
     if args.config is None and not args.resume:
         raise ConfigError(
             "Name a configuration: `summa3d train demo --run DIR`, or a TOML file. Only --resume takes it from the run."
         )
     config = configuration.load(args.config or str(args.run / "config.toml"), args.assignments)
 
+    if args.dry_run:
+        return _dry_run(config, args.json)
     from ..train.loop import train
 
     summary = train(config, MPI.COMM_WORLD, args.run, resume=args.resume, overwrite=args.overwrite)
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(summary) if args.json else report(summary), flush=True)
     return 0
+
+
+def _dry_run(config: Config, as_json: bool) -> int:
+    from mpi4py import MPI
+
+    from ..train.dry_run import predict
+
+    found = predict(config)
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(found) if as_json else memory_table(found), flush=True)
+    return 0
+
+
+def memory_table(found: dict[str, Any]) -> str:
+    """What `predict` found, as text."""
+    axes = ",".join(f"{name}={size}" for name, size in found["grid"].items())
+    lines = [f"{found['scheme']} on {found['ranks']} rank(s), grid {axes}, {found['dtype']}, recompute {found['recompute']}"]
+    lines.append(f"{'MiB per rank':<16}{'rank ' + str(found['fullest_rank']):>12}{'mean':>12}")
+    for term, count in found["bytes"].items():
+        lines.append(f"{term:<16}{count / MEBI:>12,.2f}{found['mean_bytes'][term] / MEBI:>12,.2f}")
+    return "\n".join(lines)
 
 
 def report(summary: dict[str, Any]) -> str:

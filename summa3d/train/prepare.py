@@ -64,7 +64,7 @@ def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = Fa
     saved = open_checkpoint(config, comm, folder) if resume else None
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm)
     model = build_model(config, plan)
-    loss_scale = LossScale.of(config, saved.index["loss_scale"] if saved else None)
+    loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
     learns = objective(config.model, corpus)
     run = Run(config, folder, grid, plan, corpus, learns, model, AdamW(model, config.train), loss_scale)
     if saved is not None:

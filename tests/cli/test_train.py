@@ -66,6 +66,16 @@ def test_generate_continues_the_prompt_the_same_way_for_the_same_seed(
     assert plain.stdout == found["text"] + "\n"
 
 
+def test_a_dry_run_says_what_each_rank_would_hold_and_needs_neither_ranks_nor_folder() -> None:
+    arguments = ["train", "demo", "--dry-run", "--set", "grid.x=2", "--set", "grid.y=2", "--set", "grid.z=2"]
+    found = json.loads(summa3d(*arguments, "--json").stdout)
+    assert (found["ranks"], found["scheme"]) == (8, "cuboid") and found["bytes"]["peak"] > found["bytes"]["parameters"]
+    table = summa3d(*arguments).stdout
+    assert all(term in table for term in found["bytes"]) and f"{found['bytes']['peak'] / 2**20:,.2f}" in table
+    done = summa3d(*arguments, "--set", "train.batch=6")
+    assert done.returncode != 0 and "LayoutError" in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
@@ -90,6 +100,7 @@ def test_an_error_is_printed_once_for_all_ranks_before_training_starts(tmp_path:
     ("arguments", "words"),
     [
         (["train", "--run", "nowhere"], "Name a configuration"),
+        (["train", "demo"], "Name the run's folder"),
         (["train", "demo", "--run", "nowhere", "--resume", "--overwrite"], "Give one of them"),
         (["train", "--run", "nowhere", "--resume"], "nowhere/config.toml"),
         (["generate", "nowhere", "--prompt", "x"], "nowhere is not a run folder"),
