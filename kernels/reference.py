@@ -1,5 +1,5 @@
-# The arithmetic between two communications, in plain torch: row statistics, normalisation, rotary positions, cross entropy,
-# dropout.
+# The arithmetic between two communications, in plain torch: row statistics, normalisation, rotary positions, SwiGLU,
+# cross entropy, dropout.
 # Imports torch only. Each function is local; what must be summed over a grid axis is returned for the caller to sum.
 # Next: summa3d/nn/norm.py and loss.py, which put the sums over the axis in between.
 from __future__ import annotations
@@ -65,6 +65,17 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """x [b, heads, s, d] turned by angles [s, d/2], the element i of a head paired with i + d/2."""
     first, second = x.chunk(2, -1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) ∘ up."""
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def swiglu_gradient(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, from gate and up alone: no SiLU is kept. Holds no more than three blocks at once."""
+    gate_gradient = torch.ops.aten.silu_backward(gradient * up, gate)
+    return gate_gradient, torch.nn.functional.silu(gate).mul_(gradient)
 
 
 def cross_entropy_sums(logits: Tensor, maximum: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor]:

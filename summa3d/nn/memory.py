@@ -146,9 +146,9 @@ class ModelMemory:
         return Step(mask, 2 * self.stream + (self.stream + mask if self.config.dropout else 0), 2 * self.stream + mask)
 
     def activation_function(self) -> Step:
-        """GELU keeps its input. SwiGLU: gate and up side by side, and SiLU of the gate."""
+        """GELU keeps its input. SwiGLU: gate and up side by side."""
         f = self.activation(self.inner, self.config.width)
-        return Step(3 * f, 4 * f, 3 * f) if self.config.traits.activation == "swiglu" else Step(f, 2 * f, 2 * f)
+        return Step(2 * f, 3 * f, 3 * f) if self.config.traits.activation == "swiglu" else Step(f, 2 * f, 2 * f)
 
     def attention_core(self) -> Step:
         """Fused: q, k, v, the context and a log-sum a query. Unfused: q, k, v, the scores before and after dropout, two masks.

@@ -1,9 +1,14 @@
-# The feed-forward half of a block. Imports linear, joined. Next: block.py.
+# The feed-forward half of a block. Imports linear, joined, kernels.reference. Next: block.py.
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from summa3d.kernels import reference as kernel
 
 from .config import ModelConfig
 from .joined import Joined
@@ -36,8 +41,20 @@ class MLP(nn.Module):
         return self.down(functional.gelu(self.up(x), approximate=self.approximate))
 
 
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return kernel.swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return kernel.swiglu_gradient(grad, *ctx.saved_tensors)
+
+
 class GatedMLP(nn.Module):
-    """Y = (SiLU(X·W_gate) ∘ X·W_up)·W_down without biases (SwiGLU); gate and up are one product.
+    """Y = (SiLU(X·W_gate) ∘ X·W_up)·W_down without biases (SwiGLU); gate and up are one product, and all that is kept of it.
 
     Raises LayoutError where f cannot be split evenly over the axes that split the columns.
     """
@@ -59,7 +76,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.joined(x)  # [b/(XZ), s, f/Y] each
-        return self.down(functional.silu(gate) * up)
+        return self.down(_SwiGLU.apply(gate, up))
 
 
 def new_mlp(config: ModelConfig, scheme: Scheme, out_std: float, dtype: torch.dtype) -> nn.Module:
