@@ -18,9 +18,11 @@ GRIDS = {
     "oned": {"y": 4},
     "oned-sp": {"y": 4},
     "summa": {"x": 2, "y": 2},
+    "summa-transposed": {"x": 2, "y": 2},
     "tesseract": {"x": 2, "y": 2, "d": 2},
     "cuboid": {"x": 2, "y": 2, "z": 2},
     "cuboid-sequence": {"x": 2, "y": 2, "z": 2},
+    "agarwal": {"x": 2, "y": 2, "z": 2},
 }
 HEADING = f"""# The schemes, stage by stage
 
@@ -43,27 +45,39 @@ NOTES = {
     "gathers and scatters over s are contiguous.",
     "summa": "2-D on any R×C: panels of X are broadcast along y, of W along x. Forward [(C−1)7E + (R−1)12h²]/P words a block, "
     "backward twice that.",
+    "summa-transposed": "The same, but the down projection is a product with its transpose, which moves its output's words, a "
+    "quarter of its input's. Forward [(C−1)4E + (R−1)12h²]/P words a block.",
     "tesseract": "2.5-D on q×q×d: the 2-D scheme on each depth, which holds its own rows and a copy of the weights; their "
     "gradients are summed over d. Forward (q−1)/q²·(7E/d + 12h²) words a block.",
     "cuboid": "3-D on any X×Y×Z, batch-fine: X is gathered along y, W along x, Y summed along z and scattered; after each "
     "product y and z change places. Whole sequences everywhere.",
     "cuboid-sequence": "3-D on any X×Y×Z, for batches too small to be split by two axes: in the stream y splits s, inside "
     "attention and feed-forward (y,z) split heads and columns. Stored [s, b, n]. The same words.",
+    "agarwal": "3-D as first published, on q×q×q, for `nn.MLP` alone: every operand lies on one face of the cube and the "
+    "other ranks hold nothing of it; it is broadcast from there. The cuboid's words, on a few ranks' memory.",
 }
 
 
 def split(dims: str, layout: Layout) -> str:
-    """b:(x,y) s h:z"""
+    """b:(x,y) s h:z, and where a face of the grid holds all"""
     parts = []
     for dim, axes in zip(dims, layout.dims, strict=True):
         parts.append(dim + {0: "", 1: ":" + "".join(axes)}.get(len(axes), f":({','.join(axes)})"))
-    return " ".join(parts)
+    return " ".join([*parts, *(f"on {axis}=0" for axis in layout.hosted)])
 
 
 def stages(on: Scheme) -> Iterator[tuple[str, str, Layout, tuple[int, ...], str]]:
     """Stage, letters of its dims, layout, global shape, and the part of GPTVolume that is spent there."""
     b, s, h, f, v = BATCH, SEQUENCE, CONFIG.hidden, CONFIG.width, CONFIG.vocabulary
     stream, inner = on.stream, on.after_linear(on.stream)
+    down = on.weight(inner, on.kind.transposed_down)
+    if on.kind.limits:
+        yield "input", "mh", stream, (b * s, h), ""
+        yield "up weight", "hf", on.weight(stream), (h, f), "up"
+        yield "GELU", "mf", inner, (b * s, f), ""
+        yield "down weight", "fh", down, (f, h), "down"
+        yield "output", "mh", stream, (b * s, h), ""
+        return
     yield "tokens looked up", "bs", on.lookup.tokens, (b, s), ""
     yield "embedding table", "vh", on.table(stream), (v, h), "embedding"
     yield "residual stream", "bsh", stream, (b, s, h), ""
@@ -74,7 +88,7 @@ def stages(on: Scheme) -> Iterator[tuple[str, str, Layout, tuple[int, ...], str]
     yield "residual stream", "bsh", stream, (b, s, h), ""
     yield "up weight", "hf", on.weight(stream), (h, f), "up"
     yield "GELU", "bsf", inner, (b, s, f), ""
-    yield "down weight", "fh", on.weight(inner), (f, h), "down"
+    yield "down weight", "fh", down, (f, h), "down"
     yield "residual stream", "bsh", stream, (b, s, h), ""
     yield "tied head and loss", "vh", on.table(stream), (v, h), "head"
     yield "logits", "bsv", inner, (b, s, v), ""
@@ -89,7 +103,8 @@ def words(name: str, part: str) -> tuple[float, float]:
         on = scheme(name, Place(shape, rank))
         stream, inner, volume = on.stream, on.after_linear(on.stream), GPTVolume(CONFIG, on, BATCH, SEQUENCE)
         linears = {"qkv": (stream, h, 3 * h), "projection": (inner, h, h), "up": (stream, h, f), "down": (inner, f, h)}
-        cost = volume.linear(*linears[part], bias=False) if part in linears else getattr(volume, part)()
+        form = on.down_form if part == "down" else "nn"
+        cost = volume.linear(*linears[part], form, bias=False) if part in linears else getattr(volume, part)()
         totals[0] += cost.forward.words
         totals[1] += cost.backward.words
     return totals[0] / ranks, totals[1] / ranks

@@ -39,11 +39,17 @@ GRIDS: dict[int, list[tuple[str, dict[str, int]]]] = {
         ("oned", {"y": 4}),
         ("oned-sp", {"y": 4}),
         ("summa", {"x": 2, "y": 2}),
+        ("summa-transposed", {"x": 2, "y": 2}),
         ("tesseract", {"x": 2, "y": 2, "d": 1}),
         ("cuboid-sequence", {"x": 1, "y": 2, "z": 2}),
         ("cuboid-sequence", {"x": 2, "y": 1, "z": 2}),
     ],
-    6: [("summa", {"x": 2, "y": 3}), ("summa", {"x": 3, "y": 2}), ("oned", {"y": 6}), ("cuboid-sequence", {"y": 3, "z": 2})],
+    6: [
+        ("summa", {"x": 2, "y": 3}),
+        ("summa-transposed", {"x": 3, "y": 2}),
+        ("oned", {"y": 6}),
+        ("cuboid-sequence", {"y": 3, "z": 2}),
+    ],
     8: [
         ("tesseract", {"x": 2, "y": 2, "d": 2}),
         ("summa", {"x": 2, "y": 4}),

@@ -70,6 +70,18 @@ class _ScatterFrom(torch.autograd.Function):
         return whole if axis.index == root else whole.new_zeros(sum(sizes), *whole.shape[1:]), None, None, None
 
 
+class _BroadcastFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, block: Tensor, axis: Axis, root: int, shape: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.root = axis, root
+        return axis.broadcast(block.clone() if axis.index == root else block.new_empty(shape), root)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        total = ctx.axis.reduce(grad.contiguous(), ctx.root)
+        return grad.new_empty([0] * grad.dim()) if total is None else total, None, None, None
+
+
 def _only(member: int, count: int, size: int) -> list[int]:
     return [count if index == member else 0 for index in range(size)]
 
@@ -100,3 +112,11 @@ def scatter_from(whole: Tensor, axis: Axis, root: int, sizes: Sequence[int]) -> 
     Words n_r from another member, and backward on the root n − n_r.
     """
     return whole if axis.size == 1 else _ScatterFrom.apply(whole, axis, root, sizes)
+
+
+def broadcast_from(block: Tensor, axis: Axis, root: int, shape: Sequence[int]) -> Tensor:
+    """What member `root` holds, of `shape`, on all members, the others' blocks being empty; its gradient is summed onto the root.
+
+    Words n on the others; backward (g−1)·n_r.
+    """
+    return block if axis.size == 1 else _BroadcastFrom.apply(block, axis, root, shape)

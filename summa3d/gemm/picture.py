@@ -42,7 +42,7 @@ def picture(matrix: DistMatrix) -> list[str]:
     holders: dict[tuple[Runs, Runs], list[int]] = {}
     for rank in range(grid.size):
         coordinates = grid.coordinates_of(rank)
-        if not any(coordinates[axis] for axis in layout.hosted):
+        if layout.is_host(coordinates):
             rows, columns = (_hashable(part) for part in layout.runs(matrix.shape, grid.shape, coordinates))
             holders.setdefault((rows, columns), []).append(rank)
     lines, across = (sorted({key[dim] for key in holders}) for dim in (0, 1))

@@ -58,6 +58,10 @@ class BlockCyclic:
         """No axis: what does not split holds copies."""
         return ()
 
+    def is_host(self, coordinates: Coordinates) -> bool:
+        """Every rank holds a block."""
+        return True
+
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of one block: MB and NB."""

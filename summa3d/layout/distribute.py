@@ -36,7 +36,7 @@ def collect(block: Array, grid: Grid, layout: Layout, shape: Sequence[int]) -> A
     owners = {
         grid.rank_of(coordinates): slices
         for coordinates, slices in layout.blocks(shape, grid.shape)
-        if all(coordinates[axis] == 0 for axis in grid.shape if axis not in layout.axes)
+        if layout.is_owner(coordinates)
     }
     world = [owners.get(rank) for rank in world_ranks(grid)]
     sizes = [0 if slices is None else prod(part.stop - part.start for part in slices) for slices in world]

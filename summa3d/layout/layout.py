@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -34,17 +34,20 @@ class Layout:
     """For each dim of a tensor, the grid axes that split it, coarse first.
 
     ``Layout(("x", "y"), (), ("z",))``: dim 0 split by x, each part then by y; dim 1 whole; dim 2 split by z. An axis that
-    appears nowhere holds equal copies, unless it is `hosted`: then index 0 holds the block and all others an empty one.
+    appears nowhere holds equal copies, unless it is `hosted`: then one index holds the block and all others an empty one.
+    That is index 0, or with ``follows={"y": "z"}`` the index on z: the block of a vector split by z lies on the diagonal y = z.
     Splits nest and are balanced at each level (`split_sizes`). Raises LayoutError where an axis appears twice.
     """
 
-    __slots__ = ("dims", "hosted")
+    __slots__ = ("dims", "follows", "hosted")
     dims: tuple[tuple[str, ...], ...]
     hosted: tuple[str, ...]
+    follows: tuple[tuple[str, str], ...]
 
-    def __init__(self, *dims: Sequence[str], hosted: Sequence[str] = ()) -> None:
+    def __init__(self, *dims: Sequence[str], hosted: Sequence[str] = (), follows: Mapping[str, str] | None = None) -> None:
         object.__setattr__(self, "dims", tuple(tuple(axes) for axes in dims))
         object.__setattr__(self, "hosted", tuple(hosted))
+        object.__setattr__(self, "follows", tuple(sorted((follows or {}).items())))
         seen: set[str] = set()
         for axis in itertools.chain(*self.dims, self.hosted):
             if axis in seen:
@@ -56,23 +59,43 @@ class Layout:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Layout is immutable")
 
-    def __reduce__(self) -> tuple[type[Layout], tuple[tuple[str, ...], ...]]:
-        return Layout, self.dims
+    def __reduce__(self) -> tuple[Callable[..., Layout], tuple[object, ...]]:
+        return _restored, (self.dims, self.hosted, dict(self.follows))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and (self.dims, self.hosted) == (other.dims, other.hosted)
+        return isinstance(other, Layout) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash((self.dims, self.hosted))
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[object, ...]:
+        return self.dims, self.hosted, self.follows
 
     def __repr__(self) -> str:
-        hosted = f", hosted=({','.join(self.hosted)})" if self.hosted else ""
+        follows = dict(self.follows)
+        axes = (f"{axis}={follows[axis]}" if axis in follows else axis for axis in self.hosted)
+        hosted = f", hosted=({','.join(axes)})" if self.hosted else ""
         return f"Layout({', '.join('(' + ','.join(axes) + ')' for axes in self.dims)}{hosted})"
 
     @property
     def axes(self) -> frozenset[str]:
         """The axes that split some dim."""
         return frozenset(itertools.chain.from_iterable(self.dims))
+
+    def host(self, axis: str, coordinates: Coordinates) -> int:
+        """The index on a hosted axis that holds the block of the line of ranks through `coordinates`."""
+        follows = dict(self.follows)
+        return coordinates[follows[axis]] if axis in follows else 0
+
+    def is_host(self, coordinates: Coordinates) -> bool:
+        """Whether the rank holds a block: it is the host on every hosted axis."""
+        return all(coordinates[axis] == self.host(axis, coordinates) for axis in self.hosted)
+
+    def is_owner(self, coordinates: Coordinates) -> bool:
+        """True on exactly one of the ranks that hold a block: the host, at index 0 of every axis that only copies it."""
+        splits = {*self.axes, *self.hosted}
+        return self.is_host(coordinates) and all(index == 0 for axis, index in coordinates.items() if axis not in splits)
 
     def slices(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[slice, ...]:
         """The part of a global tensor of `shape` that the rank at `coordinates` holds, one slice per dim."""
@@ -86,7 +109,7 @@ class Layout:
                     raise LayoutError(f"{self} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
                 start, stop = split_range(start, stop, grid_shape[axis], coordinates[axis])
             result.append(slice(start, stop))
-        if any(coordinates[axis] for axis in self.hosted):
+        if not self.is_host(coordinates):
             return tuple(slice(part.start, part.start) for part in result)
         return tuple(result)
 
@@ -108,11 +131,15 @@ class Layout:
 
     def transposed(self) -> Layout:
         """The layout of the transpose: dims in reverse order."""
-        return Layout(*reversed(self.dims), hosted=self.hosted)
+        return Layout(*reversed(self.dims), hosted=self.hosted, follows=dict(self.follows))
 
     def ways(self, dim: int, grid_shape: Mapping[str, int]) -> int:
         """Into how many parts `dim` is split."""
         return prod(grid_shape[axis] for axis in self.dims[dim])
+
+
+def _restored(dims: tuple[tuple[str, ...], ...], hosted: tuple[str, ...], follows: dict[str, str]) -> Layout:
+    return Layout(*dims, hosted=hosted, follows=follows)
 
 
 @dataclass(frozen=True)
@@ -131,5 +158,5 @@ class Sharding:
         return self.layout.local_shape(self.shape, grid.shape, grid.coordinates)
 
     def owned(self, grid: Grid) -> bool:
-        """True on exactly one of the ranks that hold a copy of this rank's block: index 0 on every axis that only copies it."""
-        return all(grid.coordinates[axis] == 0 for axis in grid.shape if axis not in self.layout.axes)
+        """True on exactly one of the ranks that hold a copy of this rank's block (`Layout.is_owner`)."""
+        return self.layout.is_owner(grid.coordinates)

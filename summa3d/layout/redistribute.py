@@ -48,7 +48,7 @@ class Placement:
         return cls(layout, grid.shape, [grid.coordinates_of(rank) for rank in range(grid.size)])
 
     def _key(self, point: Coordinates) -> Key | None:
-        if self.layout.dims and any(point[axis] for axis in self.layout.hosted):
+        if self.layout.dims and not self.layout.is_host(point):
             return None
         return tuple(tuple(point[axis] for axis in axes) for axes in self.layout.dims)
 

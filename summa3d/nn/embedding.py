@@ -12,7 +12,7 @@ from ..autograd.collectives import all_gather, all_reduce, reduce_scatter, sum_g
 from ..autograd.matmul import matmul
 from ..autograd.products import Product
 from ..layout.layout import Layout, split_sizes
-from .parameter import new_parameter
+from .parameter import ShardedParameter, new_parameter
 from .scheme import Scheme
 
 
@@ -59,14 +59,17 @@ class Embedding(nn.Module):
             return all_reduce(rows, part)
         return reduce_scatter(rows, part, 0, split_sizes(len(tokens), part.size))
 
-    def head(self, x: Tensor, layout: Layout | None = None, bias: Tensor | None = None, rows: int | None = None) -> Tensor:
+    def head(
+        self, x: Tensor, layout: Layout | None = None, bias: ShardedParameter | None = None, rows: int | None = None
+    ) -> Tensor:
         """Logits by the same table, and a bias over v, of x in `layout` (default: the stream; or the scheme's `pooled`).
 
         rows : the global number of rows, where the blocks of x may be uneven.
         """
         layout = layout or self.scheme.stream
         rows = x.shape[:-1].numel() * self.scheme.rows(layout).size if rows is None else rows
-        return matmul(x, self.weight, self._product(layout, rows), bias)
+        added = None if bias is None else self.scheme.spread(bias, self.scheme.after_linear(layout))
+        return matmul(x, self.weight, self._product(layout, rows), added)
 
 
 class Positions(nn.Module):

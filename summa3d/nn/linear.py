@@ -25,6 +25,8 @@ class Linear(nn.Module):
     layout : the layout of X; default the residual stream. Y's is `output_layout`; give it to the layer that follows.
     bias : whether to add b
     std : deviation of W's first values
+    transposed : whether the product is with Wᵀ as it lies (form nt) instead of W; in the 2-D scheme it moves Y's words instead
+        of X's, fewer where n < k. The parameter is W all the same; its block is transposed once a product.
 
     ``forward(x)`` takes this rank's block of X and returns its block of Y, [b/(XY), s, k/Z] → [b/(XZ), s, n/Y] in the
     cuboid. Gradients need no further step: W's is complete on each rank, b's is summed over the axes that split rows.
@@ -41,12 +43,14 @@ class Linear(nn.Module):
         bias: bool = True,
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
+        transposed: bool = False,
     ) -> None:
         super().__init__()
-        self.k, self.n, self.scheme = k, n, scheme
+        self.k, self.n, self.scheme, self.transposed = k, n, scheme, transposed
         self.input_layout = layout or scheme.stream
         self.output_layout = scheme.after_linear(self.input_layout)
-        self.weight = new_parameter(scheme, scheme.weight(self.input_layout), (k, n), ("normal", std), dtype, decay=True)
+        layout = scheme.weight(self.input_layout, transposed)
+        self.weight = new_parameter(scheme, layout, (k, n), ("normal", std), dtype, decay=True)
         self.bias = (
             new_parameter(scheme, scheme.vector(self.output_layout), (n,), ("constant", 0.0), dtype, decay=False)
             if bias
@@ -55,14 +59,21 @@ class Linear(nn.Module):
         self._product = lru_cache(maxsize=8)(self._new_product)
 
     def _new_product(self, rows: int) -> Product:
-        return self.scheme.product(self.input_layout, "nn", rows, self.n, self.k)
+        return self.scheme.product(self.input_layout, "nt" if self.transposed else "nn", rows, self.n, self.k)
 
     def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
         """Y's block for X's. rows: the global number of rows, where the blocks of X may be uneven; default local · ways."""
         if x.dim() < 2:
             raise ShapeError(f"Linear takes a block [rows…, {self.k}] with at least 2 dims; it was given {tuple(x.shape)}.")
+        if self.input_layout.hosted and (rows is None or x.dim() > 2):
+            raise ShapeError(
+                f"The {self.scheme.name} scheme leaves ranks without a block, so Linear takes a block of a matrix "
+                f"[rows, {self.k}] and the global number of rows; it was given {tuple(x.shape)} and rows={rows}."
+            )
         rows = x.shape[:-1].numel() * self.scheme.rows(self.input_layout).size if rows is None else rows
-        return matmul(x, self.weight, self._product(rows), self.bias)
+        weight = self.weight.t() if self.transposed else self.weight
+        bias = None if self.bias is None else self.scheme.spread(self.bias, self.output_layout)
+        return matmul(x, weight, self._product(rows), bias)
 
     def extra_repr(self) -> str:
         return f"{self.k} → {self.n}, {self.input_layout} → {self.output_layout}, bias={self.bias is not None}"

@@ -119,18 +119,29 @@ class ModelMemory:
         return product_need(plan, self.scheme, self.word, self.staged)
 
     def linear(
-        self, layout: Layout, k: int, n: int, bias: bool = True, seen: bool = False, copied: bool = False, rows: int = 0
+        self,
+        layout: Layout,
+        k: int,
+        n: int,
+        bias: bool = True,
+        seen: bool = False,
+        copied: bool = False,
+        rows: int = 0,
+        form: str = "nn",
     ) -> Step:
         """A linear of `rows` rows, or of all tokens.
 
         seen : its input is saved by the layer before as well. copied : its weight is a copy made for this product.
+        form : nt where its block of the weight is transposed for the product, and for dX's.
         """
-        need = self.product(layout, "nn", k, n, rows)
+        need = self.product(layout, form, k, n, rows)
+        turned = need.b if form == "nt" else 0
         vector = self.block(self.scheme.vector(self.scheme.after_linear(layout)), n) if bias else 0
         weight = need.b if copied else 0
         saved = need.kept_a + need.kept_b
         saved += (weight if need.kept_b == 0 else 0) - (need.a if seen and need.kept_a == need.a else 0)
-        return Step(saved, need.forward + weight, need.backward, self.master * (need.b // self.word + vector))
+        held = self.master * (need.b // self.word + vector)
+        return Step(saved, need.forward + weight + turned, need.backward + turned, held)
 
     def norm(self, layout: Layout | None = None) -> Step:
         """x and, a row, mean and 1/σ (RMSNorm: 1/σ); of the stream, or of what lies as `layout` says."""
@@ -227,7 +238,8 @@ class ModelMemory:
         config, gated = self.config, self.config.traits.activation == "swiglu"
         columns = 2 * config.width if gated else config.width
         up = self.linear(self.scheme.stream, config.hidden, columns, bias=not gated, copied=gated)
-        return [up, self.activation_function(), self.linear(self.inner, config.width, config.hidden, bias=not gated)]
+        down = self.linear(self.inner, config.width, config.hidden, bias=not gated, form=self.scheme.down_form)
+        return [up, self.activation_function(), down]
 
     def transformer_block(self) -> list[Step]:
         """Norms and branches. The stream's gradient waits beside each branch; the last linear's is that tensor, undropped."""
@@ -344,7 +356,7 @@ class ModelMemory:
             (stream, "nn", config.hidden, self._qkv_columns),
             (inner, "nn", config.hidden, config.hidden),
             (stream, "nn", config.hidden, config.width * (1 + gated)),
-            (inner, "nn", config.width, config.hidden),
+            (inner, self.scheme.down_form, config.width, config.hidden),
             (stream, "nt", config.hidden, config.vocabulary),
         )
         return [self.product(*linear) for linear in linears]

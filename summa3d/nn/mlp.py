@@ -35,10 +35,12 @@ class MLP(nn.Module):
         super().__init__()
         self.approximate = approximate
         self.up = Linear(hidden, width, scheme, std=std, dtype=dtype)
-        self.down = Linear(width, hidden, scheme, self.up.output_layout, std=out_std, dtype=dtype)
+        transposed = scheme.kind.transposed_down
+        self.down = Linear(width, hidden, scheme, self.up.output_layout, std=out_std, dtype=dtype, transposed=transposed)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(functional.gelu(self.up(x), approximate=self.approximate))
+    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
+        """Y's block for X's; rows as in Linear."""
+        return self.down(functional.gelu(self.up(x, rows), approximate=self.approximate), rows)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -71,7 +73,8 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate = Linear(hidden, width, scheme, bias=False, std=std, dtype=dtype)
         self.up = Linear(hidden, width, scheme, bias=False, std=std, dtype=dtype)
-        self.down = Linear(width, hidden, scheme, self.up.output_layout, bias=False, std=out_std, dtype=dtype)
+        inner, transposed = self.up.output_layout, scheme.kind.transposed_down
+        self.down = Linear(width, hidden, scheme, inner, bias=False, std=out_std, dtype=dtype, transposed=transposed)
         self.joined = Joined("ffn", self.gate, self.up)
 
     def forward(self, x: Tensor) -> Tensor:

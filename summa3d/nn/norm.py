@@ -43,8 +43,8 @@ class _LayerNorm(torch.autograd.Function):
 class LayerNorm(nn.Module):
     """y = γ·(x − mean)/√(variance + eps) + β over the last dim, for x in `layout` (default: the residual stream).
 
-    One all-reduce of 2 words a row over the axes that split the last dim, forward and backward; γ's and β's gradients are
-    one all-reduce over the axes that split the rows. Saved: x and 2 words a row.
+    One all-reduce of 2 words a row over the axes that split the last dim, forward and backward; γ's and β's gradients,
+    copied as they are by default, are one all-reduce over the axes that split the rows. Saved: x and 2 words a row.
     """
 
     def __init__(
@@ -53,13 +53,14 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.n, self.eps = n, eps
         self.layout = layout or scheme.stream
-        self.columns, self.rows = scheme.columns(self.layout), scheme.rows(self.layout)
+        self.scheme, self.columns, self.rows = scheme, scheme.columns(self.layout), scheme.vector_rows(self.layout)
         vector = scheme.vector(self.layout)
         self.weight = new_parameter(scheme, vector, (n,), ("constant", 1.0), dtype, decay=False)
         self.bias = new_parameter(scheme, vector, (n,), ("constant", 0.0), dtype, decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _LayerNorm.apply(x, self.weight, self.bias, self.columns, self.rows, self.n, self.eps)
+        gamma, beta = (self.scheme.spread(vector, self.layout) for vector in (self.weight, self.bias))
+        return _LayerNorm.apply(x, gamma, beta, self.columns, self.rows, self.n, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.n}, eps={self.eps}, {self.layout}"
@@ -98,11 +99,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.n, self.eps = n, eps
         self.layout = layout or scheme.stream
-        self.columns, self.rows = scheme.columns(self.layout), scheme.rows(self.layout)
+        self.scheme, self.columns, self.rows = scheme, scheme.columns(self.layout), scheme.vector_rows(self.layout)
         self.weight = new_parameter(scheme, scheme.vector(self.layout), (n,), ("constant", 1.0), dtype, decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.columns, self.rows, self.n, self.eps)
+        gamma = self.scheme.spread(self.weight, self.layout)
+        return _RMSNorm.apply(x, gamma, self.columns, self.rows, self.n, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.n}, eps={self.eps}, {self.layout}"

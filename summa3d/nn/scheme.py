@@ -7,11 +7,12 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 from torch import Tensor
 
-from ..autograd.collectives import scatter_from
+from ..autograd.collectives import all_gather, broadcast_from, scatter_from
 from ..autograd.products import Product, product
 from ..comm.collectives import Axis
 from ..comm.grid import Grid
@@ -20,8 +21,11 @@ from ..gemm.plan import ProductPlan
 from ..gemm.workspace import Workspace
 from ..layout.layout import Layout, split_sizes
 from .config import ModelConfig
-from .scheme_check import check_grid, check_sizes
+from .scheme_check import check_grid, check_sizes, check_vectors
 from .scheme_kinds import KINDS, Kind, is_sequence_fine, row_axes
+
+if TYPE_CHECKING:
+    from .parameter import ShardedParameter
 
 SCHEMES = tuple(KINDS)
 
@@ -47,13 +51,15 @@ class Scheme:
 
     A linear maps a layout to the next, and two of them return to the residual stream's; layers carry the layout of their
     input and output, and no global does. Every layout is that of an operand of the kind's product.
-    `regather` says whether backward gathers operands again (memory 1/P) or keeps what forward gathered (fewer words).
+    `regather` says whether backward gathers operands again (memory 1/P) or keeps what forward gathered (fewer words); `vectors`
+    how γ, β and biases are stored.
     `grid` may be a `Place`, for layouts and closed forms of any rank of any grid.
     """
 
     kind: Kind
     grid: Grid
     regather: bool = True
+    vectors: str = "copied"
 
     @property
     def name(self) -> str:
@@ -64,31 +70,65 @@ class Scheme:
         """The layout of the residual stream [b, s, h]."""
         return self.kind.stream
 
+    @property
+    def down_form(self) -> str:
+        """The form of the product that narrows a feed-forward layer: nn, or nt with its weight's transpose."""
+        return "nt" if self.kind.transposed_down else "nn"
+
     def plan(self, layout: Layout, form: str, m: int, n: int, k: int) -> ProductPlan:
         """The plan of C (m×n) = an activation in `layout` times a weight ("nn") or a table ("nt")."""
         return self.kind.plan(layout, form, m, n, k)
 
     def after_linear(self, layout: Layout) -> Layout:
         """The layout of a linear's output."""
-        rows, columns = self.plan(layout, "nn", 1, 1, 1).c_layout.dims
+        c_layout = self.plan(layout, "nn", 1, 1, 1).c_layout
+        rows, columns = c_layout.dims
         if is_sequence_fine(layout):
             return Layout(rows[:1], rows[1:], columns)
-        return Layout(rows, *((),) * (len(layout.dims) - 2), columns)
+        return Layout(rows, *((),) * (len(layout.dims) - 2), columns, hosted=c_layout.hosted)
 
-    def weight(self, layout: Layout) -> Layout:
-        """The layout of a linear's weight [k, n] whose input has `layout`."""
-        return self.plan(layout, "nn", 1, 1, 1).b_layout
+    def weight(self, layout: Layout, transposed: bool = False) -> Layout:
+        """The layout of a linear's weight [k, n] whose input has `layout`; `transposed`: that of a product with its transpose."""
+        return self.table(layout).transposed() if transposed else self.plan(layout, "nn", 1, 1, 1).b_layout
 
     def table(self, layout: Layout) -> Layout:
         """The layout of an embedding table [v, h] (the tied head, form NT) for a stream in `layout`."""
         return self.plan(layout, "nt", 1, 1, 1).b_layout
 
     def vector(self, layout: Layout) -> Layout:
-        """The layout of a vector along the last dim of an activation in `layout`."""
-        return Layout(layout.dims[-1])
+        """The layout of a vector along the last dim of an activation in `layout`, as it is stored."""
+        rows, columns = row_axes(layout), layout.dims[-1]
+        if self.vectors == "hosted":
+            return Layout(columns, hosted=rows)
+        if self.vectors == "diagonal":
+            return Layout((*columns, rows[0]), hosted=rows[1:], follows={rows[1]: columns[0]})
+        return Layout(columns, hosted=layout.hosted)
+
+    def spread(self, stored: ShardedParameter, layout: Layout) -> Tensor:
+        """A vector as a layer uses it, split as the last dim of an activation in `layout`, from how it is stored, with gradient.
+
+        Copied vectors are used as they are. Hosted ones are broadcast by their host, diagonal ones then gathered along the
+        rows' coarse axis; what the layer finds as their gradient on its rows is scattered and summed the same way back.
+        """
+        if self.vectors == "copied":
+            return stored
+        grid, at, shape = self.grid, self.grid.coordinates, stored.sharding.shape
+        own = self.vector(layout)
+        vector: Tensor = stored
+        for axis in own.hosted:
+            block = Layout(*own.dims).local_shape(shape, grid.shape, at)
+            vector = broadcast_from(vector, grid[axis], own.host(axis, at), block)
+        for axis in own.dims[0][len(layout.dims[-1]) :]:
+            (whole,) = Layout(layout.dims[-1]).local_shape(shape, grid.shape, at)
+            vector = all_gather(vector, grid[axis], 0, split_sizes(whole, grid[axis].size))
+        return vector
+
+    def vector_rows(self, layout: Layout) -> Axis:
+        """The plane over which a layer sums the gradient of its vector itself: none, where `spread` does."""
+        return self.rows(layout) if self.vectors == "copied" else self.grid[()]
 
     def rows(self, layout: Layout) -> Axis:
-        """The plane of axes that split the rows (b, s) of an activation: over it a vector's gradient is summed."""
+        """The plane of axes that split the rows (b, s) of an activation."""
         return self.grid[row_axes(layout)]
 
     def columns(self, layout: Layout) -> Axis:
@@ -97,7 +137,7 @@ class Scheme:
 
     def product(self, layout: Layout, form: str, m: int, n: int, k: int) -> Product:
         """The product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt"), with its gradients."""
-        rows = self.rows(self.after_linear(layout))
+        rows = self.vector_rows(self.after_linear(layout))
         return product(self.plan(layout, form, m, n, k), self.grid, self.regather, rows, self._workspace)
 
     @cached_property
@@ -154,30 +194,42 @@ class Scheme:
         `batch` and `sequence` are b and s of one micro-batch; s is the model's if it is not given. Attention needs whole
         sequences and whole heads; every dim that is not named may be uneven.
         """
+        if self.kind.limits:
+            raise LayoutError(
+                f"The {self.name} scheme runs single layers, such as nn.MLP, not whole models: {self.kind.limits}.\n"
+                f"  Schemes for models: {', '.join(kind.name for kind in KINDS.values() if not kind.limits)}."
+            )
         inner = self.after_linear(self.stream)
         check_sizes(self.kind, inner, self.grid.shape, config, batch, config.sequence if sequence is None else sequence)
 
 
-def scheme(name: str, grid: Grid | None = None, regather: bool = True) -> Scheme:
+def scheme(name: str, grid: Grid | None = None, regather: bool = True, vectors: str = "copied") -> Scheme:
     """The scheme called `name` on `grid`.
 
     Parameters
     ----------
     name : serial (one rank), oned (Megatron's 1-D), oned-sp (and sequence parallel), summa (2-D, any R×C), tesseract (2.5-D,
-        q×q×d), cuboid (any X×Y×Z, whole sequences), cuboid-sequence (any X×Y×Z, split sequences in the residual stream)
+        q×q×d), cuboid (any X×Y×Z, whole sequences), cuboid-sequence (any X×Y×Z, split sequences in the residual stream),
+        summa-transposed (2-D, of fewer words), agarwal (3-D as first published, q×q×q, for nn.MLP alone)
     grid : its axes x, y, z, d as the scheme needs them. An axis that the scheme needs and the grid lacks is added to the grid,
         with size 1; axes of size 1 that it does not need do no harm.
     regather : whether backward gathers operands again; for the schemes that gather
+    vectors : how γ, β and biases are stored: copied; hosted on row 0 (summa, as Optimus has it); on the diagonal (cuboid with
+        Y = Z, as the 3-D paper has it)
 
-    Raises LayoutError for an unknown name; GridError, naming the grids that fit, for one that the scheme cannot use.
+    Raises LayoutError for an unknown name, or a storage of vectors that the scheme has not; GridError, naming the grids that
+    fit, for one that the scheme cannot use.
     """
     if name not in KINDS:
         raise LayoutError(f"Scheme {name!r} is not known. Schemes: {', '.join(KINDS)}.")
     kind = KINDS[name]
     if grid is None and name != "serial":
-        example = ", ".join(f"'{axis}': {size}" for axis, size in kind.grids(4)[0].items())
-        raise GridError(f"The {name} scheme needs a grid, such as summa3d.Grid(MPI.COMM_WORLD, {{{example}}}) on 4 ranks.")
+        ranks = next(ranks for ranks in (4, 8) if kind.grids(ranks))
+        raise GridError(
+            f"The {name} scheme needs a grid, such as summa3d.Grid(MPI.COMM_WORLD, {kind.grids(ranks)[0]}) on {ranks} ranks."
+        )
     grid = grid or Grid(MPI.COMM_SELF, {"x": 1, "y": 1, "z": 1})
     check_grid(kind, grid.shape)
+    check_vectors(kind, grid.shape, vectors)
     grid.add_axes(*kind.axes)
-    return Scheme(kind, grid, regather)
+    return Scheme(kind, grid, regather, vectors)

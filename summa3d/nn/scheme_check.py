@@ -11,7 +11,7 @@ from ..errors import GridError, LayoutError
 from ..gemm.plan import misfit
 from ..layout.layout import Layout
 from .config import ModelConfig
-from .scheme_kinds import Kind
+from .scheme_kinds import KINDS, Kind
 
 OUTER = ("dp", "pp", "cp", "ep")
 """Axes around the tensor-parallel grid, which no scheme splits a layer over."""
@@ -82,3 +82,20 @@ def check_grid(kind: Kind, shape: Mapping[str, int]) -> None:
     if own not in kind.grids(ranks):
         used = {axis: size for axis, size in shape.items() if axis not in OUTER}
         raise GridError(misfit(f"The {kind.name} scheme", used, kind.grids))
+
+
+def check_vectors(kind: Kind, shape: Mapping[str, int], vectors: str) -> None:
+    """Raise LayoutError unless the scheme can store its vectors so; GridError for a diagonal of unequal sides."""
+    if vectors not in kind.vectors:
+        others = " and ".join(sorted({other.name for other in KINDS.values() if vectors in other.vectors})) or "no scheme"
+        raise LayoutError(
+            f"vectors {vectors!r} is not how the {kind.name} scheme stores γ, β and biases; {others} can.\n"
+            f"  The {kind.name} scheme's: {', '.join(kind.vectors)}."
+        )
+    y, z = shape.get("y", 1), shape.get("z", 1)
+    if vectors == "diagonal" and y != z:
+        square = [grid for grid in kind.grids(prod(shape.values())) if grid["y"] == grid["z"]]
+        raise GridError(
+            f"vectors 'diagonal' needs y and z of one size; the grid has y={y}, z={z}.\n"
+            f"  Grids that fit: {' · '.join(map(describe, square))}."
+        )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..gemm.agarwal import AgarwalPlan
 from ..gemm.cuboid import CuboidPlan
 from ..gemm.oned import OnedColumnPlan, OnedRowPlan
 from ..gemm.plan import ProductPlan
@@ -25,6 +26,10 @@ class Kind:
     grids : ranks → every grid of that many that it can use; their axes are those the scheme needs.
     title : what it is called in an error.
     sequence_first : whether activations are stored [s, b, n], so that gathers and scatters over s are contiguous.
+    transposed_down : whether the projection that narrows a feed-forward layer is a product of form nt with its transpose.
+    vectors : how vectors may be stored: "copied" on the axes that do not split them; "hosted" by index 0 of the axis that splits
+        rows; "diagonal", split by the rows' coarse axis as well, on the ranks whose index on the fine one is that of the columns.
+    limits : why only single layers run on it, not whole models; or nothing.
     """
 
     name: str
@@ -33,6 +38,9 @@ class Kind:
     plan: Callable[[Layout, str, int, int, int], ProductPlan]
     grids: Grids
     sequence_first: bool = False
+    transposed_down: bool = False
+    vectors: tuple[str, ...] = ("copied",)
+    limits: str = ""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -76,6 +84,12 @@ def tesseract(layout: Layout, form: str, m: int, n: int, k: int) -> TesseractPla
     return TesseractPlan(form, m, n, k, x, y, d=d)
 
 
+def agarwal(layout: Layout, form: str, m: int, n: int, k: int) -> AgarwalPlan:
+    """Operands on three faces of the cube; y and z change places from one product to the next, and with them the faces."""
+    (x,), (z,), (y,) = row_axes(layout), layout.dims[-1], layout.hosted
+    return AgarwalPlan(form, m, n, k, x, y, z)
+
+
 def _one_rank(ranks: int) -> list[dict[str, int]]:
     return [{"x": 1, "y": 1, "z": 1}] if ranks == 1 else []
 
@@ -90,9 +104,25 @@ KINDS: dict[str, Kind] = {
         Kind("serial", "one rank", Layout(("x", "y"), (), ("z",)), cuboid, _one_rank),
         Kind("oned", "1-D", Layout((), (), ()), oned, OnedColumnPlan.grids),
         Kind("oned-sp", "sequence-parallel 1-D", Layout(("x",), ("y",), ("z",)), cuboid, _one_line, sequence_first=True),
-        Kind("summa", "2-D", Layout(("x",), (), ("y",)), summa, SummaPlan.grids),
+        Kind("summa", "2-D", Layout(("x",), (), ("y",)), summa, SummaPlan.grids, vectors=("copied", "hosted")),
+        Kind(
+            "summa-transposed",
+            "2-D, down projection stored transposed",
+            Layout(("x",), (), ("y",)),
+            summa,
+            SummaPlan.grids,
+            transposed_down=True,
+            vectors=("copied", "hosted"),
+        ),
         Kind("tesseract", "2.5-D", Layout(("d", "x"), (), ("y",)), tesseract, TesseractPlan.grids),
-        Kind("cuboid", "batch-fine cuboid", Layout(("x", "y"), (), ("z",)), cuboid, CuboidPlan.grids),
+        Kind(
+            "cuboid",
+            "batch-fine cuboid",
+            Layout(("x", "y"), (), ("z",)),
+            cuboid,
+            CuboidPlan.grids,
+            vectors=("copied", "diagonal"),
+        ),
         Kind(
             "cuboid-sequence",
             "sequence-fine cuboid",
@@ -100,6 +130,14 @@ KINDS: dict[str, Kind] = {
             cuboid,
             CuboidPlan.grids,
             sequence_first=True,
+        ),
+        Kind(
+            "agarwal",
+            "3-D as first published",
+            Layout(("x",), ("z",), hosted=("y",)),
+            agarwal,
+            AgarwalPlan.grids,
+            limits="its activations lie on one face of the cube, [rows, h] rows:x h:z, where attention cannot be split evenly",
         ),
     )
 }

@@ -85,10 +85,29 @@ class GPTVolume:
         """A product with its gradients, and its bias gradient summed over the axes that split rows; rows default to b·s."""
         plan = self.scheme.plan(layout, form, self.batch * self.sequence if rows is None else rows, n, k)
         cost = product_cost(plan, *self._grid, self.scheme.regather, need_input)
-        return cost + StepCost(NONE, self.vectors(self.scheme.after_linear(layout), (n,))) if bias else cost
+        return cost + self.vectors(self.scheme.after_linear(layout), n) if bias else cost
 
-    def vectors(self, layout: Layout, shape: tuple[int, ...], count: int = 1) -> Cost:
-        """The gradients of `count` vectors along the last dim of an activation, one all-reduce over the axes that split rows."""
+    def vectors(self, layout: Layout, n: int, count: int = 1) -> StepCost:
+        """`count` vectors along the last dim of an activation.
+
+        Copied: their gradients in one all-reduce over the axes that split rows. Else each is broadcast and gathered, and its
+        gradient scattered and reduced.
+        """
+        if self.scheme.vectors == "copied":
+            return StepCost(NONE, self._summed(layout, (n,), count))
+        own, (shape, at) = self.scheme.vector(layout), self._grid
+        stored = Layout(*own.dims)
+        block, one = block_words(stored, (n,), shape, at), StepCost(NONE, NONE)
+        for axis in own.hosted:
+            away, size = int(at[axis] != own.host(axis, at)), shape[axis]
+            reduced = Cost((size - 1) * (block // size + (at[axis] < block % size)), size - 1)
+            one += StepCost(Cost(away * block, away), reduced)
+        for axis in own.dims[0][len(layout.dims[-1]) :]:
+            one += StepCost(gather(stored, (n,), axis, shape, at), scatter(stored, (n,), axis, shape, at))
+        return StepCost(_times(one.forward, count), _times(one.backward, count))
+
+    def _summed(self, layout: Layout, shape: tuple[int, ...], count: int = 1) -> Cost:
+        """The gradients of `count` tensors split as an activation's last dim, one all-reduce over the axes that split rows."""
         own = Layout(*((),) * (len(shape) - 1), layout.dims[-1])
         return all_reduce(count * block_words(own, shape, *self._grid), row_axes(layout), *self._grid)
 
@@ -99,25 +118,25 @@ class GPTVolume:
         """
         layout, each = layout or self.scheme.stream, 2 if self.config.traits.norm == "layer" else 1
         statistics = all_reduce(each * self._rows(layout), layout.dims[-1], *self._grid)
-        return StepCost(statistics, statistics + self.vectors(layout, (self.config.hidden,), each))
+        return StepCost(statistics, statistics) + self.vectors(layout, self.config.hidden, each)
 
     def linears(self) -> StepCost:
         """The four linears of a block, without their biases."""
         h, f = self.config.hidden, self.config.width
         stream, inner = self.scheme.stream, self.scheme.after_linear(self.scheme.stream)
-        pairs = ((stream, h, 3 * h), (inner, h, h), (stream, h, f), (inner, f, h))
-        return sum((self.linear(*pair, bias=False) for pair in pairs), StepCost(NONE, NONE))
+        linears = ((stream, h, 3 * h, "nn"), (inner, h, h, "nn"), (stream, h, f, "nn"), (inner, f, h, self.scheme.down_form))
+        return sum((self.linear(*linear, bias=False) for linear in linears), StepCost(NONE, NONE))
 
     def block(self) -> StepCost:
         """The linears with their biases, and two norms."""
         h, f, stream = self.config.hidden, self.config.width, self.scheme.stream
         inner = self.scheme.after_linear(stream)
-        biases = sum((self.vectors(layout, (n,)) for layout, n in ((inner, 3 * h), (stream, h), (inner, f), (stream, h))), NONE)
-        return self.linears() + StepCost(NONE, biases) + self.norm().times(2)
+        biases = (self.vectors(layout, n) for layout, n in ((inner, 3 * h), (stream, h), (inner, f), (stream, h)))
+        return sum(biases, self.linears()) + self.norm().times(2)
 
     def small_table(self, entries: int) -> StepCost:
         """The gradient of a table that is added to the stream, such as the positions."""
-        return StepCost(NONE, self.vectors(self.scheme.stream, (entries, self.config.hidden)))
+        return StepCost(NONE, self._summed(self.scheme.stream, (entries, self.config.hidden)))
 
     def lookup(self) -> StepCost:
         """The table gathered and what was looked up summed, as the scheme's lookup says."""

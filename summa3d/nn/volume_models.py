@@ -21,7 +21,8 @@ class LlamaVolume(GPTVolume):
         h, f = self.config.hidden, self.config.width
         kv = 2 * self.config.groups * h // self.config.heads
         stream, inner = self.scheme.stream, self.scheme.after_linear(self.scheme.stream)
-        sizes = ((stream, h, h + kv), (inner, h, h), (stream, h, 2 * f), (inner, f, h))
+        down = self.scheme.down_form
+        sizes = ((stream, h, h + kv, "nn"), (inner, h, h, "nn"), (stream, h, 2 * f, "nn"), (inner, f, h, down))
         return sum((self.linear(*size, bias=False) for size in sizes), StepCost(NONE, NONE))
 
     def shared_heads(self) -> StepCost:
@@ -94,7 +95,7 @@ class ViTVolume(_Pooling):
         _, patch, channels, _ = self.config.picture
         inner = self.scheme.after_linear(self.scheme.stream)
         patches = self.linear(inner, channels * patch**2, self.config.hidden, need_input=False)
-        token = StepCost(NONE, self.vectors(self.scheme.stream, (self.config.hidden,)))
+        token = self.vectors(self.scheme.stream, self.config.hidden)
         return patches + token + self.small_table(self.config.sequence)
 
     def after_blocks(self) -> StepCost:

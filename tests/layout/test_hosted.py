@@ -3,6 +3,8 @@
 # Next: ../gemm/test_algorithms.py, whose agarwal keeps its operands so.
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -29,6 +31,32 @@ def test_hosting_is_part_of_a_layouts_identity():
     assert layout.transposed() == Layout((), ("x",), hosted=("y",)) and "hosted" in repr(layout)
     with pytest.raises(LayoutError):
         Layout(("x",), (), hosted=("x",))
+
+
+def test_a_layout_survives_being_sent_to_another_rank():
+    for layout in (Layout(("z", "x"), hosted=("y",), follows={"y": "z"}), Layout(("x",), (), hosted=("y",))):
+        assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+def test_a_host_that_follows_another_axis_holds_the_diagonal():
+    layout = Layout(("z", "x"), hosted=("y",), follows={"y": "z"})
+    assert layout != Layout(("z", "x"), hosted=("y",)) and "y=z" in repr(layout)
+    held, owners = np.zeros(7, int), 0
+    for coordinates, slices in layout.blocks((7,), GRID):
+        held[slices] += 1
+        owners += layout.is_owner(coordinates)
+        assert layout.is_host(coordinates) == (coordinates["y"] == coordinates["z"])
+    assert (held == 1).all() and owners == 4
+
+
+@pytest.mark.mpi(sizes=(8,))
+def test_a_vector_on_the_diagonal_is_collected_and_redistributed(make_grid):
+    grid, whole = make_grid(**GRID), np.arange(7.0)
+    diagonal, copied = Layout(("z", "x"), hosted=("y",), follows={"y": "z"}), Layout(("y",))
+    block = distribute(whole, grid, diagonal)
+    assert np.array_equal(collect(block, grid, diagonal, whole.shape), whole)
+    assert np.array_equal(redistribute(block, whole.shape, grid, diagonal, copied), distribute(whole, grid, copied))
+    assert np.array_equal(redistribute(distribute(whole, grid, copied), whole.shape, grid, copied, diagonal), block)
 
 
 @pytest.mark.mpi(sizes=(8,))

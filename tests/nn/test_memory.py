@@ -26,6 +26,7 @@ SCHEMES = {
         ("oned", {"y": 4}),
         ("oned-sp", {"y": 4}),
         ("summa", {"x": 2, "y": 2}),
+        ("summa-transposed", {"x": 2, "y": 2}),
         ("tesseract", {"d": 4}),
         ("cuboid", {"x": 2, "y": 2, "z": 1}),
         ("cuboid", {"x": 1, "y": 2, "z": 2}),

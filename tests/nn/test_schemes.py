@@ -101,6 +101,8 @@ def test_a_blocks_linears_move_the_mean_words_of_the_design(h):
     for r, c in ((1, 2), (2, 2), (2, 3), (3, 4), (4, 4)):
         forward = Fraction((c - 1) * 7 * e + (r - 1) * w, r * c)
         assert words("summa", x=r, y=c) == (forward, 2 * forward)
+        forward = Fraction((c - 1) * 4 * e + (r - 1) * w, r * c)
+        assert words("summa-transposed", x=r, y=c) == (forward, 2 * forward)
     for q, d in ((2, 1), (2, 2), (2, 3), (3, 2)):
         forward = Fraction(q - 1, q * q) * (Fraction(7 * e, d) + w)
         assert words("tesseract", x=q, y=q, d=d) == (forward, 2 * forward + Fraction(2 * (d - 1) * w, d * q * q))
@@ -117,6 +119,7 @@ def test_a_blocks_linears_move_the_mean_words_of_the_design(h):
     ("name", "axes", "says"),
     [
         ("oned", {"x": 2, "y": 2}, ["oned", "x=2,y=2", "y=4"]),
+        ("agarwal", {"x": 2, "y": 2, "z": 1}, ["agarwal", "1 (x=1,y=1,z=1)", "8 (x=2,y=2,z=2)"]),
         ("oned-sp", {"z": 3}, ["oned-sp", "x=1,y=3,z=1"]),
         ("summa", {"x": 2, "y": 2, "z": 2}, ["summa", "z=2", "x=2,y=4"]),
         ("tesseract", {"x": 2, "y": 3}, ["tesseract", "x=2,y=3", "x=1,y=1,d=6"]),

@@ -1,0 +1,108 @@
+# Ways of storing that are not the default: vectors hosted on a row or a diagonal, and the 3-D product as first published.
+from __future__ import annotations
+
+import pytest
+import torch
+from nn_parity import global_weights, whole
+from scheme_table import FAMILIES, GPT2, check_against_plain_torch, rows_for, tokens_and_labels
+from torch.nn import functional
+
+from summa3d.comm.grid import Place
+from summa3d.errors import GridError, LayoutError, ShapeError
+from summa3d.layout import collect, distribute
+from summa3d.nn import GPT, MLP, initialise, scheme
+from summa3d.nn.volume import GPTVolume, product_cost
+from summa3d.train.optimizer import global_gradient_norm
+
+STORED = {
+    1: [("summa", "hosted", {"x": 1, "y": 1}), ("cuboid", "diagonal", {"x": 1})],
+    2: [("summa", "hosted", {"x": 2}), ("summa", "hosted", {"y": 2}), ("cuboid", "diagonal", {"x": 2})],
+    4: [("summa", "hosted", {"x": 2, "y": 2}), ("cuboid", "diagonal", {"y": 2, "z": 2})],
+    6: [("summa-transposed", "hosted", {"x": 3, "y": 2})],
+    8: [("cuboid", "diagonal", {"x": 2, "y": 2, "z": 2})],
+    12: [("summa", "hosted", {"x": 3, "y": 4}), ("cuboid", "diagonal", {"x": 3, "y": 2, "z": 2})],
+}
+
+
+@pytest.mark.mpi(sizes=tuple(STORED), timeout=110)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_with_hosted_or_diagonal_vectors_equals_plain_torch(make_grid, world_size, family):
+    for name, vectors, axes in STORED[world_size]:
+        check_against_plain_torch(FAMILIES[family], scheme(name, make_grid(**axes), vectors=vectors))
+
+
+@pytest.mark.mpi(sizes=tuple(STORED))
+def test_hosted_and_diagonal_vectors_move_their_words_and_count_once_in_the_norm(make_grid, world_size):
+    for name, vectors, axes in STORED[world_size]:
+        on_grid = scheme(name, grid := make_grid(**axes), vectors=vectors)
+        model = GPT(GPT2, on_grid, torch.float64, seed=3).eval()
+        tokens, labels = tokens_and_labels(GPT2, rows_for(on_grid), 12)
+        with grid.ledger.watch() as forward:
+            loss = model(tokens, labels)
+        with grid.ledger.watch() as backward:
+            loss.backward()
+        cost = GPTVolume(GPT2, on_grid, *tokens.shape).step()
+        assert (forward.words, forward.messages) == (cost.forward.words, cost.forward.messages), axes
+        assert (backward.words, backward.messages) == (cost.backward.words, cost.backward.messages), axes
+        gradients = [whole(model, parameter, p.grad) for parameter, p in model.named_parameters()]
+        want = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+        assert abs(global_gradient_norm(model.parameters(), grid) - want) <= 1e-12 * want
+
+
+@pytest.mark.parametrize(
+    ("name", "vectors", "axes"),
+    [("summa", "hosted", {"x": 3, "y": 2}), ("cuboid", "diagonal", {"x": 2, "y": 3, "z": 3})],
+)
+def test_every_element_of_a_hosted_or_diagonal_vector_lies_on_one_rank(name, vectors, axes):
+    held, n = torch.zeros(29), 29
+    for rank in range(Place(axes).size):
+        on_rank = scheme(name, Place(axes, rank), vectors=vectors)
+        for layout in (on_rank.stream, on_rank.after_linear(on_rank.stream)):
+            held[on_rank.vector(layout).slices((n,), on_rank.grid.shape, on_rank.grid.coordinates)] += 1
+    assert (held == 2).all()
+
+
+def test_vectors_are_refused_where_a_scheme_or_a_grid_cannot_store_them():
+    with pytest.raises(LayoutError, match="'diagonal' is not how the summa scheme"):
+        scheme("summa", Place({"x": 2, "y": 2}), vectors="diagonal")
+    with pytest.raises(LayoutError, match="summa and summa-transposed can"):
+        scheme("oned", Place({"y": 2}), vectors="hosted")
+    with pytest.raises(GridError, match=r"y=2, z=1.\n  Grids that fit: .*x=1,y=2,z=2"):
+        scheme("cuboid", Place({"x": 2, "y": 2}), vectors="diagonal")
+
+
+@pytest.mark.mpi(sizes=(8,))
+def test_the_mlp_runs_on_the_faces_of_the_cube_and_moves_its_words(make_grid):
+    rows, h, f = 13, 11, 17
+    agarwal = scheme("agarwal", grid := make_grid(x=2, y=2, z=2))
+    mlp = MLP(h, f, agarwal, dtype=torch.float64)
+    initialise(mlp, agarwal, seed=1)
+    mlp.scheme = agarwal
+    weights = {name: value.requires_grad_() for name, value in global_weights(mlp).items()}
+    x, seed = torch.randn(2, rows, h, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    want_x = x.clone().requires_grad_()
+    inner = functional.gelu(want_x @ weights["up.weight"] + weights["up.bias"], approximate="tanh")
+    want = inner @ weights["down.weight"] + weights["down.bias"]
+    want.backward(seed)
+    block = distribute(x, grid, agarwal.stream).requires_grad_()
+    with grid.ledger.watch() as forward:
+        y = mlp(block, rows)
+    y.backward(distribute(seed, grid, agarwal.stream))
+    assert (collect(y.detach(), grid, agarwal.stream, x.shape) - want).norm() <= 1e-13 * want.norm()
+    assert (collect(block.grad, grid, agarwal.stream, x.shape) - want_x.grad).norm() <= 1e-13 * want_x.grad.norm()
+    for name, value in weights.items():
+        assert (whole(mlp, name, mlp.get_parameter(name).grad) - value.grad).norm() <= 1e-12 * value.grad.norm(), name
+    plans = (agarwal.plan(agarwal.stream, "nn", rows, f, h), agarwal.plan(mlp.up.output_layout, "nn", rows, h, f))
+    cost = sum(product_cost(plan, grid.shape, grid.coordinates).forward.words for plan in plans)
+    assert forward.words == cost
+    assert mlp.down.output_layout == agarwal.stream
+    assert sum(grid.comm.allgather(mlp.up.weight.numel() > 0)) == 4  # the other half of the cube holds none of it
+
+
+@pytest.mark.mpi(sizes=(8,))
+def test_a_model_on_the_faces_of_the_cube_is_refused(make_grid):
+    agarwal = scheme("agarwal", make_grid(x=2, y=2, z=2))
+    with pytest.raises(LayoutError, match=r"nn\.MLP, not whole models"):
+        GPT(GPT2, agarwal)
+    with pytest.raises(ShapeError, match="global number of rows"):
+        MLP(8, 8, agarwal)(torch.zeros(2, 4))
