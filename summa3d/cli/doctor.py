@@ -12,6 +12,7 @@ import platform
 import sys
 from pathlib import Path
 
+from ..capability import available
 from ..errors import LaunchError
 from .runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
 
@@ -57,6 +58,7 @@ def examine() -> dict[str, object]:
         "launcher": launcher and list(launcher.command),
         "cores": usable_cores(),
         "nodes": next((int(os.environ[name]) for name in NODE_VARIABLES if os.environ.get(name, "").isdigit()), 1),
+        "transport": _transport(),
         "gpu": _gpu(),
         "warnings": warnings + _warnings(runtime),
     }
@@ -98,6 +100,14 @@ def _openblas_core_type() -> str | None:
                 answer: bytes = ask()
                 return answer.decode()
     return None
+
+
+def _transport() -> str:
+    """Return how ranks communicate, and why."""
+    missing = available()
+    if missing is not None:
+        return f"MPI alone; no node memory: {missing}"
+    return "within a node its memory (gathers are views, who waits sleeps; SUMMA3D_NODE_MEMORY=no: MPI alone), across nodes MPI"
 
 
 def _gpu() -> str:

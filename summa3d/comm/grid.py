@@ -11,10 +11,11 @@ from types import TracebackType
 
 from mpi4py import MPI
 
+from ..capability import available
 from ..errors import GridError
 from .collectives import Axis
 from .ledger import Ledger
-from .node import NodeRule, available
+from .node import NodeRule
 
 DEFAULT_ORDER = ("z", "y", "x", "d")
 

@@ -7,19 +7,17 @@ import ctypes
 import mmap
 import os
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
 from mpi4py import MPI
 
+from ..capability import FUTEX, available
 from .arrays import Array, address, dtype_name, is_torch
 
 SLOTS = 2
 """Communications of one axis that may be under way at a time."""
-FUTEX = {"x86_64": 202}
-"""The number of the futex system call. Other machines order stores differently as well, and would need fences."""
 WAIT, WAKE, EVERYONE = 0, 1, 2**31 - 1
 LINE = 8
 """64-bit words from one flag to the next: a cache line."""
@@ -236,15 +234,6 @@ class NodeRule:
         if not self._made:
             self._made, self._ring = True, Ring.over(comm, self.crowded)
         return self._ring
-
-
-def available() -> str | None:
-    """Why this machine has no node memory of this kind; None where it has."""
-    if os.environ.get("SUMMA3D_NODE_MEMORY") == "no":
-        return "SUMMA3D_NODE_MEMORY=no"
-    if not sys.platform.startswith("linux") or platform.machine() not in FUTEX or not hasattr(os, "memfd_create"):
-        return f"{sys.platform} on {platform.machine()} (needs Linux on {', '.join(FUTEX)})"
-    return None
 
 
 def in_one_node(comm: MPI.Intracomm) -> bool:

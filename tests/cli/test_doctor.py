@@ -45,6 +45,13 @@ def test_it_names_the_kernels_that_openblas_chose() -> None:
     assert blas["core_type"]
 
 
+def test_it_says_how_ranks_communicate_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SUMMA3D_NODE_MEMORY", raising=False)
+    assert "within a node its memory" in doctor._transport() or "needs Linux" in doctor._transport()
+    monkeypatch.setenv("SUMMA3D_NODE_MEMORY", "no")
+    assert doctor._transport() == "MPI alone; no node memory: SUMMA3D_NODE_MEMORY=no"
+
+
 def test_it_says_plainly_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "is_dir", lambda self: False)
     assert doctor._gpu().startswith("no GPU")
@@ -75,7 +82,7 @@ def test_it_warns_of_a_library_path_that_hides_the_mpi_in_use(monkeypatch: pytes
 def test_without_json_it_prints_one_fact_a_line() -> None:
     ended = jobs.run_serial(["-m", "summa3d", "doctor"])
     names = [line.split()[0] for line in ended.stdout.splitlines() if not line.startswith("warning: ")]
-    assert names == ["python", "packages", "blas", "mpi", "launcher", "cores", "nodes", "gpu"]
+    assert names == ["python", "packages", "blas", "mpi", "launcher", "cores", "nodes", "transport", "gpu"]
 
 
 def test_a_library_that_cannot_be_loaded_is_reported_and_fails() -> None:

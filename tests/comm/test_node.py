@@ -1,0 +1,123 @@
+# The memory that the ranks of a node share: views and rooms, who waits sleeps, and what happens where there is none.
+# May import summa3d.comm, jobs. The collectives themselves are compared with numpy in test_collectives.py, both ways.
+# Next: ../../summa3d/comm/node.py.
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import jobs
+import numpy as np
+import pytest
+
+from summa3d.capability import available
+from summa3d.comm import node
+
+SOON = 10.0
+pytestmark = pytest.mark.skipif(available() is not None, reason=f"no node memory: {available()}")
+
+
+@pytest.mark.mpi(sizes=(2, 4))
+def test_a_view_is_what_was_gathered_until_the_next_communication_of_the_axis(comm, make_grid):
+    axis = make_grid(x=comm.size, node_memory=True)["x"]
+    blocks = [np.full((member + 1, 3), 10.0 * member) for member in range(comm.size)]
+    sizes = [len(block) for block in blocks]
+    for turn in range(5):
+        mine = blocks[comm.rank] + turn
+        view = axis.all_gather(mine, sizes=sizes, view=True)
+        mine[...] = -1  # what is viewed was laid out of the caller's reach
+        comm.Barrier()
+        assert np.array_equal(view, np.concatenate(blocks) + turn)
+        assert not view.flags.owndata
+    assert axis.all_gather(blocks[comm.rank], sizes=sizes).flags.owndata
+
+
+@pytest.mark.mpi(sizes=(3,))
+def test_summands_computed_in_a_room_are_summed_there(comm, make_grid):
+    axis = make_grid(x=3, node_memory=True)["x"]
+    like = np.empty(0)
+    for rows in (3, 9, 3):
+        room = axis.room((rows, 4), like)
+        room[...] = comm.rank + np.arange(rows)[:, None]
+        mine = slice(rows // 3 * comm.rank, rows // 3 * (comm.rank + 1))
+        assert np.array_equal(axis.reduce_scatter(room), np.broadcast_to(3 + 3 * np.arange(rows)[mine, None], (rows // 3, 4)))
+    left = axis.room((3, 4), like)  # a room that is not used is simply left
+    left[...] = 7
+    assert axis.all_reduce(np.ones(2)).tolist() == [3, 3]
+    assert np.array_equal(axis.reduce_scatter(np.ones((3, 4))), np.full((1, 4), 3))
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_slots_grow_and_more_may_be_started_than_there_are_slots(comm, make_grid):
+    grid = make_grid(x=2, node_memory=True)
+    axis, words = grid["x"], node.GRAIN // 8
+    for size in (1, words, 3 * words + 5, 7):
+        assert np.array_equal(axis.all_gather(np.full(size, comm.rank)), np.repeat([0, 1], size))
+    started = [axis.start_all_reduce(np.full(3, turn + comm.rank)) for turn in range(2 * node.SLOTS + 1)]
+    order = started if comm.rank == 0 else started[::-1]
+    for pending in order:
+        pending.wait()
+    assert [pending.wait().tolist() for pending in started] == [[2 * turn + 1] * 3 for turn in range(2 * node.SLOTS + 1)]
+    assert axis.ring.size_bytes >= 2 * (3 * words + 5) * 8 // 2
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=60)
+def test_who_waits_sleeps(comm, make_grid):
+    """A rank that polled would use all of the second that the last one takes."""
+    world = make_grid(x=4, node_memory=True).world
+    world.barrier()
+    before = time.thread_time()
+    if comm.rank == 3:
+        time.sleep(1)
+    world.barrier()
+    assert time.thread_time() - before < 0.2
+
+
+@pytest.mark.mpi(sizes=(2, 3))
+def test_a_grid_may_do_without(comm, make_grid, monkeypatch):
+    assert make_grid(x=comm.size, node_memory=False).staged == ()
+    monkeypatch.setenv("SUMMA3D_NODE_MEMORY", "no")
+    grid = make_grid(x=comm.size)
+    assert grid.staged == () and not grid["x"].offers_views(np.empty(0)) and grid["x"].room((2, 2), np.empty(0)) is None
+    assert not node.in_one_node(comm)
+    assert grid["x"].all_gather(np.array([comm.rank]), view=True).tolist() == list(range(comm.size))
+    grid.world.barrier()
+
+
+@pytest.mark.mpi(sizes=(3,))
+def test_where_one_member_cannot_map_the_memory_none_does(comm, make_grid, monkeypatch):
+    if comm.rank == 1:
+        monkeypatch.setattr(node, "_joined", lambda path, token, nbytes: None)
+    axis = make_grid(x=3, node_memory=True)["x"]
+    assert axis.ring is None
+    assert axis.all_reduce(np.ones(3)).tolist() == [3, 3, 3]
+
+
+@pytest.mark.mpi(sizes=(3,))
+def test_memory_that_runs_out_later_leaves_the_call_to_mpi(comm, make_grid, monkeypatch):
+    axis = make_grid(x=3, node_memory=True)["x"]
+    assert axis.all_reduce(np.ones(2)).tolist() == [3, 3]
+    with monkeypatch.context() as patch:
+        patch.setattr(node, "mapped", lambda comm, nbytes: None)
+        large = axis.all_gather(np.full(node.GRAIN, comm.rank))
+    assert np.array_equal(large, np.repeat(range(3), node.GRAIN))
+    for _ in range(3):
+        assert axis.all_reduce(np.ones(2)).tolist() == [3, 3]
+
+
+def test_a_member_that_is_killed_ends_those_that_sleep(tmp_path):
+    (tmp_path / "job.py").write_text(
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "from mpi4py import MPI\n"
+        "from summa3d.comm.grid import Grid\n"
+        "world = Grid(MPI.COMM_WORLD, {'x': 4}, node_memory=True).world\n"
+        "world.barrier()\n"
+        "Path(f'ready{MPI.COMM_WORLD.rank}').touch()\n"
+        f"os.kill(os.getpid(), {int(signal.SIGKILL)}) if MPI.COMM_WORLD.rank == 2 else world.barrier()\n"
+    )
+    ended = jobs.run(["job.py"], 4, cwd=tmp_path)
+    assert ended.status != 0
+    ready = [file for file in os.listdir(tmp_path) if file.startswith("ready")]
+    assert ended.seconds < SOON + 20 and len(ready) >= 1
