@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 NAP = 0.002  # seconds between a sleeping rank's looks
-SPIN = 0.06  # seconds until OpenBLAS's idle threads, which spin for 2^26 cycles after a product, have left the cores
+SPIN = 0.3  # seconds until OpenBLAS's idle threads, which spin for 2^26 cycles after a product, have left the cores
 PROBE = 1024  # side of the product that tells a core's speed
 PROBE_RUNS = 5
 

@@ -82,8 +82,9 @@ class Cuboid(Product):
 
     `run` moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean) in (Y−1)+(X−1)+(Z−1) messages; its workspace, the
     gathered A and B, the partial C and the Z parts to be summed, is allocated once. A block that lies in node-shared memory
-    (`DistMatrix.from_function(…, shared=True)`) is gathered as a view, without copy or workspace; to a C that does, the ranks
-    along z add their products in place, one after the other.
+    (`DistMatrix.from_function(…, shared=True)`) is gathered as a view, without copy or workspace; others are where the axis has
+    slots in the node's memory (comm/node.py), at one copy of the rank's own block, and summands of C are computed and summed
+    there. Without such slots, ranks along z add their products to a C in shared memory in place, one after the other.
 
     The steps are there on their own as well, for gradients: they share one gather between two products and overlap a scatter
     with the next product. Source: Bian et al. 2021, Algorithm 1, on a cuboid instead of a cube.
@@ -106,7 +107,7 @@ class Cuboid(Product):
     def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         a_gathered = self.workspace.widened("a", self._gathered(self.y, a, self.plan.a_fine, self.a_sizes, "a"))
         b_gathered = self.workspace.widened("b", self._gathered(self.x, b, self.plan.b_fine, self.b_sizes, "b"))
-        in_place = self.z.size > 1 and self.plan.c_fine == 0
+        in_place = self.z.size > 1 and self.plan.c_fine == 0 and not self.z.offers_views(out)
         blocks = self.z.view_gathered(out, (self.z.size - 1) * count(out)) if in_place else None
         if self.z.size == 1:
             accumulate(

@@ -128,11 +128,11 @@ def of_plan(
         m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
         operands = ((a, plan.a_fine, plan.y), (b, plan.b_fine, plan.x))
         workspace = sum(0 if fine == 0 and (shared or axis in staged) else step.workspace for step, fine, axis in operands)
-        if grid_shape[plan.z] > 1:
-            if shared and plan.c_fine == 0 and not half:
-                workspace += 0 if adds_in_place(dtype) else split_sizes(m, grid_shape[plan.z])[0] * n
-            elif plan.z not in staged:
+        if grid_shape[plan.z] > 1 and plan.z not in staged:
+            if not (shared and plan.c_fine == 0 and not half):
                 workspace += wide * (c.workspace + m * n)
+            elif not adds_in_place(dtype):
+                workspace += split_sizes(m, grid_shape[plan.z])[0] * n
         if half:
             workspace += wide * (m * k + k * n + block_words(plan.c_layout, plan.c_shape, grid_shape, at))
         return Cost(words, messages, workspace)
