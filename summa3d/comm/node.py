@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..capability import FUTEX, available
-from .arrays import Array, address, dtype_name, is_torch
+from .arrays import Array, address, dtype_name, empty, is_torch
 
 SLOTS = 2
 """Communications of one axis that may be under way at a time."""
@@ -66,7 +66,7 @@ class Flags:
 class Turn:
     """One communication in a slot of a ring: this member posts its part, and `finish` reads what the others laid there."""
 
-    def __init__(self, ring: Ring, number: int, memory: mmap.mmap) -> None:
+    def __init__(self, ring: Ring, number: int, memory: mmap.mmap | None) -> None:
         self.ring, self.number, self.memory = ring, number, memory
         self.read: Callable[[], Array] | None = None
         self.keeps = False
@@ -75,11 +75,11 @@ class Turn:
     def part(self, like: Array, offset: int, shape: Sequence[int]) -> Array:
         """An array of `like`'s kind and dtype on the slot's memory, `offset` elements from its start."""
         count = prod(shape)
+        if count == 0 or self.memory is None:
+            return empty(shape, like)
         if is_torch(like):
             import torch
 
-            if count == 0:
-                return like.new_empty(tuple(shape))
             flat = torch.frombuffer(self.memory, dtype=like.dtype, count=count, offset=offset * like.itemsize)
             return flat.view(tuple(shape))
         return np.frombuffer(self.memory, like.dtype, count, offset * like.itemsize).reshape(tuple(shape))
@@ -176,10 +176,10 @@ class Ring:
             if member != self.index:
                 self.flags.wait(self.closed(member, self.number), self.number - SLOTS)
         memory = self.slots[slot]
-        if memory is None or len(memory) < nbytes:
+        if nbytes > (0 if memory is None else len(memory)):
             self.slots[slot] = None
-            memory = self.slots[slot] = mapped(self.comm, -(-max(nbytes, 1) // GRAIN) * GRAIN)
-        if memory is None:
+            memory = self.slots[slot] = mapped(self.comm, -(-nbytes // GRAIN) * GRAIN)
+        if nbytes and memory is None:
             self.turns[slot] = None
             self.flags.set(self.closed(self.index, self.number), self.number)
             return None
