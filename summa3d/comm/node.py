@@ -217,10 +217,11 @@ class NodeRule:
     """Whether an axis, whose members share a node, communicates through the node's memory; and the ring once it does.
 
     Where ranks outnumber the cores (`crowded`) always: a rank that waits inside MPI polls, and takes the core from one that
-    works. Elsewhere from SMALL bytes on, below which MPI is as quick, unless `always`.
+    works. Elsewhere from SMALL bytes on, below which MPI is as quick, unless `always`. Above LARGEST bytes what must be copied
+    anyway is left to MPI, which needs no memory for it.
     """
 
-    SMALL = 1 << 15
+    SMALL, LARGEST = 1 << 15, 1 << 28
 
     def __init__(self, crowded: bool, always: bool) -> None:
         self.crowded, self.always = crowded, crowded or always
@@ -228,7 +229,8 @@ class NodeRule:
         self._ring: Ring | None = None
 
     def takes(self, array: Array, elements: int) -> bool:
-        return (self.always or elements * array.itemsize >= self.SMALL) and staged_dtype(array)
+        nbytes = elements * array.itemsize
+        return (self.always or nbytes >= self.SMALL) and nbytes <= self.LARGEST and staged_dtype(array)
 
     def ring(self, comm: MPI.Intracomm) -> Ring | None:
         if not self._made:

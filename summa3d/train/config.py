@@ -170,14 +170,16 @@ class Config:
     softmax of the loss and the loss travel in float32 or wider, the gradient norm in float64. With bfloat16 and float16 the
     weights themselves, their accumulated gradients and the optimizer's moments are float32, in memory and in checkpoints.
 
-    `scheme` says how every tensor is split over the grid's axes (`nn.scheme`). `regather` has backward gather operands again
-    instead of keeping them. `recompute` has it compute again what it would have kept: "full", every `recompute_layers` layers
-    from their input; "selective", the attention core alone.
+    `scheme` says how every tensor is split over the grid's axes (`nn.scheme`), and `vectors` how it stores γ, β and biases:
+    "copied", or what else the scheme offers. `regather` has backward gather operands again instead of keeping them. `recompute`
+    has it compute again what it would have kept: "full", every `recompute_layers` layers from their input; "selective", the
+    attention core alone.
     """
 
     scheme: str = "cuboid"
     dtype: str = "float32"
     regather: bool = True
+    vectors: str = "copied"
     recompute: str = "none"
     recompute_layers: int = 1
     grid: GridConfig = field(default_factory=GridConfig)

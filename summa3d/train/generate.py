@@ -115,4 +115,4 @@ def _open_grid(config: Config, comm: MPI.Intracomm) -> tuple[Grid, Scheme]:
             f"The run's grid {config.grid} has {size} places, but there are {comm.size} ranks. Generate on 1 rank or on {size}."
         )
     grid = Grid(comm, config.grid.axes, order=config.grid.order, tile=config.grid.tile)
-    return grid, scheme(config.scheme, grid, regather=config.regather)
+    return grid, scheme(config.scheme, grid, config.regather, config.vectors)

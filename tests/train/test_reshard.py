@@ -9,12 +9,12 @@ from mpi4py import MPI
 from small_runs import metrics_of, train_small
 
 LEGS = [
-    (8, {"scheme": "cuboid", "grid__x": 2, "grid__y": 2, "grid__z": 2}),
-    (4, {"scheme": "summa", "grid__x": 2, "grid__y": 2}),
+    (8, {"scheme": "cuboid", "grid__x": 2, "grid__y": 2, "grid__z": 2, "vectors": "diagonal"}),
+    (4, {"scheme": "summa", "grid__x": 2, "grid__y": 2, "vectors": "hosted"}),
     (2, {"scheme": "oned", "grid__y": 2}),
     (1, {"scheme": "serial"}),
 ]
-"""How many ranks, and what they run, for two steps each."""
+"""How many ranks, and what they run, for two steps each; vectors stored in every way there is."""
 CONSTANT = {"train__decay_to": 1.0}
 """After the warm-up, so that the learning rate of a step does not depend on how many are to come."""
 
