@@ -130,7 +130,7 @@ class Line(Product):
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         self.executor.check(a, b)
         c = multiply(a, b, self.plan.form)
-        return self._start_sum(c, "k").wait(), (a, b)
+        return self.axis.all_reduce(c, into=c) if self.split == "k" else c, (a, b)
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """The sum along y, if there is one, is in flight when this returns."""

@@ -201,9 +201,11 @@ class Axis(SharedViews, Checks):
         wall, cpu = time.perf_counter(), time.thread_time()
         own = sizes[self.index]
         words = (self.size - 1) * own * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
-        in_room = self._node is not None and self.ring is not None and self.ring.is_room(array)
-        ring = self.ring if in_room else self._ring(array, self.size * count(array))
-        turn = ring and staged.reduce_scatter(ring, detached(array), dim, sizes, into, blocking)
+        ring = self.ring
+        room = None if ring is None else ring.enter_room(array)
+        if room is None:
+            ring = self._ring(array, self.size * count(array))
+        turn = ring and staged.reduce_scatter(ring, detached(array), dim, sizes, into, blocking, room)
         if turn:
             return self._pending("reduce_scatter", words, self.size - 1, array, [], turn.result, wall, cpu, keep=array)
         front = contiguous(swap_front(array, dim))
@@ -231,8 +233,13 @@ class Axis(SharedViews, Checks):
         send = contiguous(array)
         n, own = count(array), share(count(array), self.size, self.index)
         words, messages = n + (self.size - 2) * own, 2 * (self.size - 1)
-        ring = self._ring(array, self.size * n) if n * array.itemsize <= staged.ALL_REDUCE_LIMIT else None
-        if ring:
+        large = n * array.itemsize > staged.ALL_REDUCE_LIMIT
+        ring = self._ring(array, self.size * n) if not large or (blocking and op == "sum") else None
+        if ring and large:
+            result = staged.all_reduce_in_parts(ring, detached(array), into)
+            if result is not None:
+                return self._pending("all_reduce", words, messages, array, [], lambda: result, wall, cpu)
+        elif ring:
             self.transport.operation(array, op)
             turn = staged.all_reduce(ring, detached(array), op, into)
             if turn:
@@ -329,7 +336,8 @@ class Axis(SharedViews, Checks):
 
     def room(self, shape: Sequence[int], like: Array) -> Array | None:
         """Shared memory to fill, which `reduce_scatter` sums without a copy if it comes next; None where there is none."""
-        return self.ring.open_room(shape, like) if self.ring is not None and self.offers_views(like) else None
+        ring = self.ring
+        return ring.open_room(shape, like) if ring is not None and staged_dtype(like) else None
 
     def offers_views(self, array: Array) -> bool:
         """Whether gathers and sums of arrays of this dtype can be read where the members laid them."""

@@ -136,7 +136,7 @@ class Ring:
         self.slots: list[mmap.mmap | None] = [None] * SLOTS
         self.turns: list[Turn | None] = [None] * SLOTS
         self.kept: Turn | None = None
-        self.room: tuple[Turn, int] | None = None
+        self.room: tuple[Turn, Array] | None = None
 
     @classmethod
     def over(cls, comm: MPI.Intracomm, crowded: bool) -> Ring | None:
@@ -198,16 +198,12 @@ class Ring:
         if turn is None:
             return None
         array = turn.part(like, self.index * count, shape)
-        self.room = turn, address(array)
+        self.room = turn, array
         return array
-
-    def is_room(self, array: Array) -> bool:
-        """Whether `array` is the memory that `open_room` gave."""
-        return self.room is not None and address(array) == self.room[1]
 
     def enter_room(self, array: Array) -> Turn | None:
         """The turn whose room `array` is, if it is one."""
-        if self.room is None or not self.is_room(array):
+        if self.room is None or self.room[1] is not array:
             return None
         turn, self.room = self.room[0], None
         return turn

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, copy_into, count, detached, empty, is_half, is_torch, widen
+from .arrays import Array, contiguous, copy_into, count, detached, empty, is_contiguous, is_half, is_torch, share, widen
 from .node import Ring, Turn
 
 OPERATIONS = {"sum": "add", "max": "maximum", "min": "minimum"}
 ALL_REDUCE_LIMIT = 1 << 20
-"""Bytes above which an all-reduce is left to MPI: every member reads every other's array here."""
+"""Bytes up to which every member reads every array to reduce it; of larger ones each sums its share, and shares are gathered."""
 
 
 def all_gather(ring: Ring, block: Array, dim: int, sizes: Sequence[int], into: Array | None, view: bool) -> Turn | None:
@@ -54,9 +54,19 @@ def all_gather(ring: Ring, block: Array, dim: int, sizes: Sequence[int], into: A
     return turn
 
 
-def reduce_scatter(ring: Ring, array: Array, dim: int, sizes: Sequence[int], into: Array | None, blocking: bool) -> Turn | None:
-    """`Axis.reduce_scatter`: every member reads its part of every array, and adds them in the members' order."""
-    turn = ring.enter_room(array)
+def reduce_scatter(
+    ring: Ring,
+    array: Array,
+    dim: int,
+    sizes: Sequence[int],
+    into: Array | None,
+    blocking: bool,
+    turn: Turn | None = None,
+) -> Turn | None:
+    """`Axis.reduce_scatter`: every member reads its part of every array, and adds them in the members' order.
+
+    With `turn`, `array` is that turn's room, and lies already where it is read.
+    """
     whole = count(array)
     begin = sum(sizes[: ring.index])
     if turn is None:
@@ -110,6 +120,20 @@ def all_reduce(ring: Ring, array: Array, op: str, into: Array | None) -> Turn | 
 
     turn.read = read
     return turn
+
+
+def all_reduce_in_parts(ring: Ring, array: Array, into: Array | None) -> Array | None:
+    """`Axis.all_reduce` by sum of a large array: each member sums its share, and the shares are gathered. Complete on return."""
+    out = into if into is not None and is_contiguous(into) else empty(array.shape, array)
+    sizes = [share(count(array), ring.size, member) for member in range(ring.size)]
+    summing = reduce_scatter(ring, contiguous(array).reshape(-1), 0, sizes, None, True)
+    if summing is None:
+        return None
+    gathering = all_gather(ring, summing.result(), 0, sizes, out.reshape(-1), False)
+    if gathering is None:
+        return None
+    gathering.finish()
+    return out if into is None or out is into else copy_into(into, out)
 
 
 def broadcast(ring: Ring, array: Array, root: int) -> Turn | None:

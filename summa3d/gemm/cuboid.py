@@ -107,16 +107,11 @@ class Cuboid(Product):
     def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         a_gathered = self.workspace.widened("a", self._gathered(self.y, a, self.plan.a_fine, self.a_sizes, "a"))
         b_gathered = self.workspace.widened("b", self._gathered(self.x, b, self.plan.b_fine, self.b_sizes, "b"))
-        in_place = self.z.size > 1 and self.plan.c_fine == 0 and not self.z.offers_views(out)
-        blocks = self.z.view_gathered(out, (self.z.size - 1) * count(out)) if in_place else None
         if self.z.size == 1:
-            accumulate(
-                a_gathered, b_gathered, self.plan.form, out, alpha, beta, self.workspace.scratch(out) if beta != 0 else None
-            )
-        elif blocks is not None:
-            self._add_in_turn(a_gathered, b_gathered, out, blocks, alpha, beta)
+            scratch = self.workspace.scratch(out) if beta != 0 else None
+            accumulate(a_gathered, b_gathered, self.plan.form, out, alpha, beta, scratch)
         else:
-            self._add_parts(a_gathered, b_gathered, out, alpha, beta)
+            self._sum(a_gathered, b_gathered, out, alpha, beta)
         self.y.release(a)
         self.x.release(b)
 
@@ -132,9 +127,19 @@ class Cuboid(Product):
             )
             self.z.release(out)
 
-    def _add_parts(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """Scatter this rank's summand of C[m:x, n:y] and add what the others send, in the members' order."""
+    def _sum(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """Sum the ranks' products over z: in the node's slots, in the memory of C, or in messages, whichever there is first."""
         room = self.z.room((self.m, self.n), out)
+        blocks = None
+        if room is None and self.plan.c_fine == 0:
+            blocks = self.z.view_gathered(out, (self.z.size - 1) * count(out))
+        if blocks is not None:
+            self._add_in_turn(a, b, out, blocks, alpha, beta)
+        else:
+            self._add_parts(a, b, out, room, alpha, beta)
+
+    def _add_parts(self, a: Array, b: Array, out: Array, room: Array | None, alpha: Any, beta: Any) -> None:
+        """Scatter this rank's summand of C[m:x, n:y] and add what the others send, in the members' order."""
         partial = self.workspace.buffer("partial", (self.m, self.n), out) if room is None else room
         parts = self.workspace.buffer("parts", (self.z.size, *out.shape), out) if room is None else None
         accumulate(a, b, self.plan.form, partial, alpha, 0)

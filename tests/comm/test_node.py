@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from summa3d.capability import available
-from summa3d.comm import node
+from summa3d.comm import node, staged
 
 SOON = 10.0
 pytestmark = pytest.mark.skipif(available() is not None, reason=f"no node memory: {available()}")
@@ -60,6 +60,23 @@ def test_slots_grow_and_more_may_be_started_than_there_are_slots(comm, make_grid
         pending.wait()
     assert [pending.wait().tolist() for pending in started] == [[2 * turn + 1] * 3 for turn in range(2 * node.SLOTS + 1)]
     assert axis.ring.size_bytes >= 2 * (3 * words + 5) * 8 // 2
+
+
+@pytest.mark.mpi(sizes=(3,))
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_a_large_all_reduce_sums_shares_and_gathers_them(comm, make_grid, dtype):
+    grid = make_grid(x=3, node_memory=True)
+    rows = staged.ALL_REDUCE_LIMIT // 16 + 1  # of 11 words: above the limit in every dtype, and no multiple of 3
+    summands = [np.random.default_rng(member).integers(-9, 9, (rows, 11)).astype(dtype) for member in range(3)]
+    for into in (None, "itself", "another", "strided"):
+        mine = summands[comm.rank].copy()
+        given = {"itself": mine, "another": np.empty_like(mine), "strided": np.empty((11, rows), dtype).T}.get(into)
+        with grid.ledger.watch() as moved:
+            total = grid["x"].all_reduce(mine, into=given)
+        assert np.array_equal(total, sum(summands)) and (given is None or total is given)
+        own = rows * 11 // 3 + (comm.rank < rows * 11 % 3)
+        assert (moved.calls, moved.words, moved.messages) == (1, rows * 11 + own, 4)
+        assert into == "itself" or np.array_equal(mine, summands[comm.rank])
 
 
 @pytest.mark.mpi(sizes=(4,), timeout=60)
