@@ -11,7 +11,7 @@ EXTRAS := train,bpe,plot,dev
 TESTS := tests/comm tests/cli
 else
 VENV := .venv
-EXTRAS := mpi,train,bpe,plot,dev
+EXTRAS := mpi,mkl,train,bpe,plot,dev
 TESTS := tests
 endif
 

@@ -18,6 +18,8 @@ TORCH = ["torch>=2.4"]
 PLOT = ["matplotlib>=3.8"]
 TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0", "tomli>=2.0; python_version < '3.11'"]
 MPI = ["mpich>=4.2"]
+# Faster than the BLAS of numpy's wheels on Intel's processors; nothing elsewhere (summa3d/gemm/libraries.py has the rule).
+MKL = ["mkl>=2024.0; platform_machine == 'x86_64' and sys_platform == 'linux'"]
 # transformers is what imported and exported models are compared with; the library itself reads and writes their files alone.
 TEST = ["pytest>=8.2", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
 DEV = [*TEST, "mypy>=1.10", "ruff>=0.6"]
@@ -42,6 +44,7 @@ setup(
         "train": TRAIN,
         "bpe": ["tokenizers>=0.15"],
         "mpi": MPI,
+        "mkl": MKL,
         "gpu": ["cupy-cuda13x>=13"],
         "plot": PLOT,
         "test": TEST,

@@ -13,8 +13,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Each part may import itself and those to its left; errors, capability and kernels stand before all others.
-ORDER = ("errors", "capability", "kernels", "comm", "layout", "gemm", "autograd", "nn", "parallel", "train", "plan", "cli")
+# Each part may import itself and those to its left; errors, capability, libraries and kernels stand before all others.
+ORDER = (
+    "errors",
+    "capability",
+    "libraries",
+    "kernels",
+    "comm",
+    "layout",
+    "gemm",
+    "autograd",
+    "nn",
+    "parallel",
+    "train",
+    "plan",
+    "cli",
+)
 HEAVY = ("torch", "cupy")
 
 

@@ -18,6 +18,7 @@ from ..comm.grid import Grid, describe
 from ..errors import ConfigError
 from ..gemm.algorithms import Algorithm, algorithm
 from ..gemm.matrix import DistMatrix
+from ..libraries import library
 from .runtime import on_all_cores, usable_cores
 
 if TYPE_CHECKING:
@@ -250,6 +251,7 @@ def machine() -> dict[str, Any]:
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "blas": " ".join(filter(None, (blas.get("internal_api"), blas.get("version")))) or None,
         "core_type": blas.get("architecture"),
+        "products": str(library()),
         "gflops_per_core": {dtype: core_speed(dtype) for dtype in ("float64", "float32")},
         "overrides": sorted(_overrides()),
         "mpi": " ".join(MPI.Get_library_version().split()[:3]).rstrip(","),

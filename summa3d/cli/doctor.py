@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 from ..capability import available
-from ..errors import LaunchError
+from ..errors import ConfigError, LaunchError
+from ..libraries import library
 from .runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
 
 PACKAGES = ("numpy", "mpi4py", "torch", "safetensors", "tokenizers", "matplotlib", "cupy")
@@ -54,6 +55,7 @@ def examine() -> dict[str, object]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "packages": {name: _package_version(name) for name in PACKAGES},
         "blas": _blas(),
+        "products": _products(warnings),
         "mpi": runtime and {"library": runtime.name, "file": str(runtime.library) if runtime.library else None},
         "launcher": launcher and list(launcher.command),
         "cores": usable_cores(),
@@ -80,6 +82,15 @@ def _blas() -> dict[str, str | None]:
 
     build = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return {"name": build.get("name"), "version": build.get("version"), "core_type": _openblas_core_type()}
+
+
+def _products(warnings: list[str]) -> str | None:
+    """Return which BLAS multiplies numpy's blocks, and why."""
+    try:
+        return f"by {library()}"
+    except ConfigError as error:
+        warnings.append(" ".join(str(error).split()))
+        return None
 
 
 def _openblas_core_type() -> str | None:

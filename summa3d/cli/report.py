@@ -74,7 +74,8 @@ def in_one_line(machine: Mapping[str, Any]) -> str:
     speeds = ", ".join(f"{speed:.1f} {dtype}" for dtype, speed in machine["gflops_per_core"].items())
     load = "" if machine.get("load") is None else f", load {machine['load']:.1f} at the start"
     blas = f"{machine['blas']} ({machine['core_type']}), one core {speeds} Gflop/s"
-    return f"{machine['cores']} cores{load}; {blas}; {machine['mpi']}; numpy {machine['numpy']}"
+    products = f"; products by {machine['products']}" if machine.get("products") else ""
+    return f"{machine['cores']} cores{load}; numpy's {blas}{products}; {machine['mpi']}; numpy {machine['numpy']}"
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

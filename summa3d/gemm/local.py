@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..comm.arrays import Array, cast, is_half, is_torch, widen
-from .blas import add
+from .blas import accumulate, add
 
 FORMS = ("nn", "nt", "tn", "tt")
 
@@ -22,18 +22,13 @@ def multiply(a: Array, b: Array, form: str, out: Array | None = None, alpha: flo
         return _multiply_torch(left, right, out, alpha, beta)
     if is_half(a):
         product = cast(alpha * (widen(left) @ widen(right)), a)
-    elif out is not None and beta == 0:
-        np.matmul(left, right, out=out)
-        if alpha != 1:
-            out *= alpha
+        if out is None:
+            return product
+        add(product, out, beta)
         return out
-    else:
-        product = left @ right
-        if alpha != 1:
-            product *= alpha
     if out is None:
-        return product
-    add(product, out, beta)
+        out = np.empty((left.shape[0], right.shape[1]), a.dtype)
+    accumulate(a, b, form, out, alpha, beta)
     return out
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError
+from .blas import accumulate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -120,7 +121,7 @@ def calibrate(comm: MPI.Intracomm | None = None, seconds: float = 0.3) -> Machin
 
 def _product_rate(side: int, budget: float) -> float:
     a, out = np.ones((side, side)), np.empty((side, side))
-    return 2 * side**3 / _seconds(lambda: np.matmul(a, a, out=out), budget)
+    return 2 * side**3 / _seconds(lambda: accumulate(a, a, "nn", out), budget)
 
 
 def _copy(nbytes: int) -> Callable[[], Any]:

@@ -15,6 +15,7 @@ from ..comm.arrays import Array, contiguous, copy_into, dtype_name, empty, is_co
 from ..comm.grid import Grid, describe
 from ..errors import GridError, ShapeError
 from ..layout.layout import Layout
+from ..libraries import library
 from .blas import LETTERS, accumulation_like
 from .workspace import Workspace
 
@@ -136,6 +137,7 @@ class Product(ABC):
 
     def __init__(self, plan: ProductPlan, grid: Grid, workspace: Workspace | None = None) -> None:
         plan.check_grid(grid.shape)
+        library()  # one that cannot be used is an error here, on every rank, before any communication
         self.plan, self.grid = plan, grid
         self.workspace = workspace or Workspace(grid)
         self.a_block, self.b_block, self.c_block = (

@@ -1,0 +1,122 @@
+# Which BLAS is taken, and that each multiplies alike: forms, strides, orders, α and β, small sizes and large ones.
+# May import summa3d.libraries, summa3d.gemm.blas.
+# Next: ../summa3d/libraries.py; gemm/test_local.py.
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from summa3d import libraries
+from summa3d.errors import ConfigError
+from summa3d.gemm.blas import accumulate
+from summa3d.gemm.local import multiply
+
+
+def numpys_file() -> Path | None:
+    """The OpenBLAS file of numpy's wheel."""
+    return next(iter(Path(np.__file__).parent.parent.glob("numpy.libs/lib*openblas*.so*")), None)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """A function: the library that SUMMA3D_BLAS = `name` leads to (None: unset), used by every product until the test ends."""
+
+    def take(name):
+        libraries.library.cache_clear()
+        libraries.gemm.cache_clear()
+        monkeypatch.delenv(libraries.VARIABLE, raising=False) if name is None else monkeypatch.setenv(libraries.VARIABLE, name)
+        return libraries.library()
+
+    yield take
+    libraries.library.cache_clear()
+    libraries.gemm.cache_clear()
+
+
+def offered():
+    names = ["numpy"]
+    if libraries._mkl_file() is not None:
+        names.append("mkl")
+    return names + ([str(numpys_file())] if numpys_file() else [])
+
+
+@pytest.mark.parametrize("name", offered(), ids=lambda name: Path(name).name.split("-")[0])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_every_library_multiplies_every_form_order_and_stride(taken, name, dtype):
+    taken(name)
+    random, real = np.random.default_rng(5), not dtype.startswith("complex")
+
+    def matrix(rows, columns):
+        values = random.standard_normal((rows, columns)) + (0 if real else 1j * random.standard_normal((rows, columns)))
+        return values.astype(dtype)
+
+    def stored(values, letter, order):
+        """What op(`letter`) turns into `values`: by rows, by columns, or every row of a wider matrix."""
+        turned = {"n": values, "t": values.T, "c": values.conj().T}[letter]
+        if order == "strided":
+            wide = np.zeros((turned.shape[0] * 2, turned.shape[1] + 3), dtype)
+            wide[::2, 2:-1] = turned
+            return wide[::2, 2:-1]
+        return np.asarray(turned, order=order)
+
+    unit = 2.0 ** (-24 if dtype in ("float32", "complex64") else -53)
+    for m, n, k in ((5, 3, 7), (131, 137, 139)):  # below and above SMALL
+        left, right, before = matrix(m, k), matrix(k, n), matrix(m, n)
+        for form, orders in product(("nn", "nt", "tn", "tt", "cn", "nc"), (("C", "C"), ("F", "C"), ("C", "F"), ("strided", "F"))):
+            a, b = stored(left, form[0], orders[0]), stored(right, form[1], orders[1])
+            for alpha, beta in ((1, 0), (-2, 0), (1, 1), (0.5, -3)):
+                out = np.full((m, n), np.nan, dtype) if beta == 0 else before.copy()
+                accumulate(a, b, form, out, alpha, beta)
+                want = alpha * (left @ right) + (beta * before if beta else 0)
+                assert np.linalg.norm(out - want) <= 8 * unit * np.sqrt(k) * np.linalg.norm(np.abs(left) @ np.abs(right)), (
+                    form,
+                    orders,
+                )
+            assert (
+                np.allclose(multiply(a, b, form), left @ right, atol=1e-3 if unit > 1e-10 else 1e-10) if "c" not in form else True
+            )
+
+
+def test_mkl_is_taken_where_it_is_installed_on_an_intel_processor(taken, monkeypatch, tmp_path):
+    if libraries._mkl_file() is None:
+        pytest.skip("the extra mkl is not installed")
+    monkeypatch.setattr(libraries, "_is_intel", lambda: True)
+    assert taken(None).name.startswith("MKL 20")
+    monkeypatch.setattr(libraries, "_is_intel", lambda: False)
+    assert taken(None).is_numpys
+    assert "not Intel's" in taken(None).reason
+    assert taken("mkl").name.startswith("MKL 20")
+    monkeypatch.setattr(libraries, "_folder", lambda: tmp_path)
+    assert "not installed" in taken(None).reason
+    with pytest.raises(ConfigError, match="there is no MKL in"):
+        taken("mkl")
+
+
+def test_a_library_that_cannot_be_loaded_or_has_no_products_is_an_error_that_names_it(taken, tmp_path):
+    with pytest.raises(ConfigError, match=r"SUMMA3D_BLAS=.*nothing\.so cannot be loaded"):
+        taken(str(tmp_path / "nothing.so"))
+    with pytest.raises(ConfigError, match=r"SUMMA3D_BLAS=libc\.so\.6 has no cblas_dgemm"):
+        taken("libc.so.6")
+
+
+def test_a_named_library_is_the_one_that_multiplies(taken):
+    file = numpys_file()
+    if file is None:
+        pytest.skip("numpy's BLAS is no file of its own here")
+    found = taken(str(file))
+    assert (found.name, found.reason, found.is_numpys) == (file.name, "SUMMA3D_BLAS names it", False)
+    assert libraries.gemm("float64") is not None
+    assert libraries.gemm("int32") is None
+
+
+def test_mkl_gets_no_threads_whose_runtime_is_missing(tmp_path, monkeypatch):
+    assert libraries._mkl_layer(tmp_path, {"OMP_NUM_THREADS": "1"}) == libraries.SEQUENTIAL
+    assert libraries._mkl_layer(tmp_path, {"MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "4"}) == libraries.SEQUENTIAL
+
+    def refuse(*args, **kwargs):
+        raise OSError("no such library")
+
+    monkeypatch.setattr(libraries.ctypes, "CDLL", refuse)
+    assert libraries._mkl_layer(tmp_path, {"OMP_NUM_THREADS": "4"}) is None
