@@ -103,7 +103,7 @@ def measure(rounds: int) -> None:
 def picked(case: Any, world: Any) -> list[Any]:
     """The fastest grids and switches of each kind in a short heat of all."""
     from summa3d.cli.blocks import Entry, Runner, gathers, grids_for, timed
-    from summa3d.nn.scheme import SCHEMES
+    from summa3d.nn.schemes import SCHEMES
 
     entries = [
         Entry(name, grid, regather)

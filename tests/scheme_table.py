@@ -16,7 +16,7 @@ from plain_llama import PlainLlama
 from torch import Tensor
 
 from summa3d.nn import ModelConfig, build
-from summa3d.nn.scheme import Scheme
+from summa3d.nn.schemes import Scheme
 
 GRIDS: dict[int, list[tuple[str, dict[str, int]]]] = {
     1: [

@@ -86,7 +86,18 @@ def test_a_back_edge_is_found_wherever_it_hides(tmp_path: Path, line: str) -> No
     assert len(back_edges({"summa3d.comm.grid": tmp_path / "grid.py"})) == 1
 
 
-@pytest.mark.parametrize("module", ["summa3d", "summa3d.gemm", "summa3d.comm", "summa3d.layout", "summa3d.cli.main"])
+NUMPY_ALONE = (
+    "summa3d",
+    "summa3d.gemm",
+    "summa3d.comm",
+    "summa3d.layout",
+    "summa3d.cli.main",
+    "summa3d.nn",
+    "summa3d.train.config",
+)
+
+
+@pytest.mark.parametrize("module", NUMPY_ALONE)
 def test_importing_loads_neither_torch_nor_cupy(module: str) -> None:
     program = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -106,6 +117,13 @@ def test_public_names_load_on_demand() -> None:
     program = "import summa3d; summa3d.nothing"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "has no attribute 'nothing'" in done.stderr
+
+
+@pytest.mark.parametrize("first", ["summa3d.nn.schemes", "summa3d.nn.config", "summa3d.nn.model", "summa3d.nn.volume"])
+def test_nn_offers_its_names_whatever_was_imported_first(first: str) -> None:
+    program = f"import inspect, {first}, summa3d.nn as nn; print([n for n in nn.__all__ if inspect.ismodule(getattr(nn, n))])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_kernels_are_installed_as_a_part_of_summa3d(tmp_path: Path) -> None:

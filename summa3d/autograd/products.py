@@ -1,6 +1,6 @@
 # Products bound to a grid together with their gradients, each callable alone. Imports comm, gemm; needs torch.
 # The set is closed: every gradient of NN, NT, TN, TT is again a product of the same algorithm, on the layouts that are there.
-# Next: matmul.py, which makes of one a torch function; nn/scheme.py, which chooses it.
+# Next: matmul.py, which makes of one a torch function; nn/schemes.py, which chooses it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod

@@ -106,7 +106,7 @@ def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterat
     """What --scheme names, in its order; raises ConfigError where a scheme has no grid that fits."""
     from mpi4py import MPI
 
-    from ..nn.scheme import SCHEMES
+    from ..nn.schemes import SCHEMES
     from .blocks import Entry, gathers, grids_for
 
     ranks = MPI.COMM_WORLD.size

@@ -21,8 +21,8 @@ from ..nn.config import ModelConfig
 from ..nn.dropout import Batch
 from ..nn.mask import Visible
 from ..nn.parameter import initialise
-from ..nn.scheme import Scheme, scheme
 from ..nn.scheme_kinds import KINDS
+from ..nn.schemes import Scheme, scheme
 from ..nn.tracked import peak_bytes, saved_bytes
 
 if TYPE_CHECKING:

@@ -1,21 +1,51 @@
-# Transformer layers, each written once for every tensor-parallel scheme. May import comm, layout, gemm, autograd; needs torch.
-# Next: scheme.py (the layouts), linear.py (the product), block.py, gpt.py.
-from .bert import BERT
-from .block import Block
-from .config import ModelConfig
-from .dropout import Batch, Dropout
-from .embedding import Embedding, Positions
-from .gpt import GPT
-from .linear import Linear
-from .llama import Llama
-from .loss import cross_entropy
-from .mlp import MLP, GatedMLP
-from .model import build
-from .norm import LayerNorm, RMSNorm
-from .parameter import ShardedParameter, initialise
-from .scheme import Scheme, scheme
-from .vit import ViT
+# Transformer layers, each written once for every tensor-parallel scheme. May import all up to autograd; layers need torch.
+# Imports nothing until a name is asked for, so that config.py and scheme_kinds.py, which are plain data, load without torch.
+# Next: schemes.py (the layouts), linear.py (the product), block.py, gpt.py.
+from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .bert import BERT
+    from .block import Block
+    from .config import ModelConfig
+    from .dropout import Batch, Dropout
+    from .embedding import Embedding, Positions
+    from .gpt import GPT
+    from .linear import Linear
+    from .llama import Llama
+    from .loss import cross_entropy
+    from .mlp import MLP, GatedMLP
+    from .model import build
+    from .norm import LayerNorm, RMSNorm
+    from .parameter import ShardedParameter, initialise
+    from .schemes import Scheme, scheme
+    from .vit import ViT
+
+HOME = {
+    "BERT": "bert",
+    "GPT": "gpt",
+    "MLP": "mlp",
+    "Batch": "dropout",
+    "Block": "block",
+    "Dropout": "dropout",
+    "Embedding": "embedding",
+    "GatedMLP": "mlp",
+    "LayerNorm": "norm",
+    "Linear": "linear",
+    "Llama": "llama",
+    "ModelConfig": "config",
+    "Positions": "embedding",
+    "RMSNorm": "norm",
+    "Scheme": "schemes",
+    "ShardedParameter": "parameter",
+    "ViT": "vit",
+    "build": "model",
+    "cross_entropy": "loss",
+    "initialise": "parameter",
+    "scheme": "schemes",
+}
 __all__ = [
     "BERT",
     "GPT",
@@ -39,3 +69,13 @@ __all__ = [
     "initialise",
     "scheme",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in HOME:
+        return getattr(importlib.import_module(f".{HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -20,7 +20,7 @@ from .joined import Joined
 from .linear import Linear
 from .mask import Visible
 from .rotary import Rotary
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 class AttentionCore(nn.Module):

@@ -17,7 +17,7 @@ from .linear import Linear
 from .mask import check_shapes, restarting_positions, visible
 from .norm import LayerNorm
 from .parameter import initialise, new_parameter
-from .scheme import Scheme
+from .schemes import Scheme
 
 TYPES = 2
 """Kinds of tokens: those of the first sentence and of the second."""

@@ -12,7 +12,7 @@ from .dropout import Batch, Dropout
 from .mask import Visible
 from .mlp import new_mlp
 from .norm import new_norm
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 class Block(nn.Module):

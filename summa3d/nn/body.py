@@ -20,7 +20,7 @@ from .embedding import Embedding
 from .loss import cross_entropy
 from .mask import Visible, check_shapes, restarting_positions, visible
 from .norm import new_norm
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 class Body(nn.Module):

@@ -1,5 +1,5 @@
 # The shape of a model, as plain data. Imports no torch, so that a configuration can be checked without it.
-# Next: scheme.py (which grid axes split which dim), then model.py.
+# Next: schemes.py (which grid axes split which dim), then model.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields

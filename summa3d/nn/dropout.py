@@ -11,7 +11,7 @@ from summa3d.kernels import reference as kernel
 
 from ..layout.layout import Layout
 from .random import keep_mask, key
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-# Vocabulary-parallel token embedding, the tied head, and learned positions. Imports scheme, parameter, autograd.
+# Vocabulary-parallel token embedding, the tied head, and learned positions. Imports schemes, parameter, autograd.
 # Next: gpt.py.
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..autograd.matmul import matmul
 from ..autograd.products import Product
 from ..layout.layout import Layout, split_sizes
 from .parameter import ShardedParameter, new_parameter
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 class Embedding(nn.Module):

@@ -9,7 +9,7 @@ from .body import LanguageModel
 from .config import ModelConfig
 from .embedding import Positions
 from .parameter import initialise
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 class GPT(LanguageModel):

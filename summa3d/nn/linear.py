@@ -1,4 +1,4 @@
-# A linear layer, written once for every scheme. Imports scheme, parameter, autograd.
+# A linear layer, written once for every scheme. Imports schemes, parameter, autograd.
 # Next: norm.py, mlp.py, attention.py.
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..autograd.products import Product
 from ..errors import ShapeError
 from ..layout.layout import Layout
 from .parameter import new_parameter
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 class Linear(nn.Module):

@@ -8,7 +8,7 @@ from .body import LanguageModel
 from .config import ModelConfig
 from .embedding import Embedding
 from .parameter import initialise
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 class Llama(LanguageModel):

@@ -1,4 +1,4 @@
-# Cross entropy over logits whose vocabulary a grid axis may split. Imports scheme, kernels.reference.
+# Cross entropy over logits whose vocabulary a grid axis may split. Imports schemes, kernels.reference.
 # Next: gpt.py.
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from summa3d.kernels import reference as kernel
 
 from ..comm.collectives import Axis
 from ..layout.layout import Layout
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -1,4 +1,4 @@
-# What attention may see, beside causality: padding and packed documents. Imports scheme.
+# What attention may see, beside causality: padding and packed documents. Imports schemes.
 # Next: attention.py.
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 @dataclass(frozen=True)

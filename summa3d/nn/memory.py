@@ -1,5 +1,5 @@
 # Closed forms: the bytes that one rank holds in a training step, layer by layer, in any scheme. Nothing is run.
-# Imports memory_products, scheme, config. tracked.py measures the same, and tests hold one against the other.
+# Imports memory_products, schemes, config. tracked.py measures the same, and tests hold one against the other.
 # Next: memory_products.py (what a product needs), plan/, which looks for grids that fit.
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..layout.layout import Layout
 from .config import ModelConfig
 from .memory_products import Need, largest, product_need
-from .scheme import Scheme
+from .schemes import Scheme
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 INDEX = 8  # bytes of a token id

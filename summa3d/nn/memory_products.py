@@ -1,4 +1,4 @@
-# Closed forms of what a product and its gradients hold on one rank, in bytes, whatever its algorithm. Imports gemm, scheme.
+# Closed forms of what a product and its gradients hold on one rank, in bytes, whatever its algorithm. Imports gemm, schemes.
 # The order of allocations is that of autograd/products.py and autograd/matmul.py. Next: memory.py.
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..gemm.plan import ProductPlan
 from ..gemm.summa import SummaPlan
 from ..gemm.volume import block_words, without
 from ..layout.layout import Layout
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from summa3d.kernels import reference as kernel
 from .config import ModelConfig
 from .joined import Joined
 from .linear import Linear
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 class MLP(nn.Module):

@@ -8,7 +8,7 @@ from .bert import BERT
 from .config import ModelConfig
 from .gpt import GPT
 from .llama import Llama
-from .scheme import Scheme
+from .schemes import Scheme
 from .vit import ViT
 
 Model = GPT | BERT | Llama | ViT

@@ -1,4 +1,4 @@
-# Layer and root-mean-square normalisation over a dim that grid axes may split. Imports scheme, parameter, kernels.reference.
+# Layer and root-mean-square normalisation over a dim that grid axes may split. Imports schemes, parameter, kernels.reference.
 # Next: block.py.
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..comm.collectives import Axis
 from ..layout.layout import Layout
 from .config import ModelConfig
 from .parameter import new_parameter
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..layout.layout import Layout, Sharding
 from .random import key, normal_
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 class ShardedParameter(nn.Parameter):

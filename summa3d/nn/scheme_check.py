@@ -1,5 +1,5 @@
 # What sizes a scheme can split, and the error that names those and the grids that would work. Imports scheme_kinds, config.
-# Next: scheme.py, whose `check` this is.
+# Next: schemes.py, whose `check` this is.
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 # The tensor-parallel schemes as data: for each name, the layout of the residual stream, the product that a linear is, its grids.
 # Imports layout and gemm's plans; no torch, no communication. All other layouts follow from the product's.
-# Next: scheme.py, which puts one on a grid; scheme_check.py, which says what sizes it can split.
+# Next: schemes.py, which puts one on a grid; scheme_check.py, which says what sizes it can split.
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -16,7 +16,7 @@ from .linear import Linear
 from .mask import Visible
 from .norm import new_norm
 from .parameter import initialise, new_parameter
-from .scheme import Scheme
+from .schemes import Scheme
 
 
 class ViT(Body):

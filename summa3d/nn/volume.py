@@ -1,5 +1,5 @@
 # Closed forms: the words each rank receives in a training step of a GPT, in any scheme: forward, backward and optimizer.
-# Imports gemm.volume, scheme, config. Nothing is run: the ledger must equal these numbers exactly, and tests assert it.
+# Imports gemm.volume, schemes, config. Nothing is run: the ledger must equal these numbers exactly, and tests assert it.
 # Next: volume_models.py (the other families), plan/, which prices them.
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..gemm.plan import ProductPlan
 from ..gemm.volume import Coordinates, Cost, all_reduce, block_words, gather, gradients, of_plan, scatter
 from ..layout.layout import Layout
 from .config import ModelConfig
-from .scheme import Scheme
 from .scheme_kinds import row_axes
+from .schemes import Scheme
 
 NONE = Cost(0, 0)
 

@@ -8,7 +8,7 @@ from ..gemm.volume import Cost, block_words
 from ..layout.layout import Layout
 from ..layout.redistribute import Placement, Redistribution
 from .config import ModelConfig
-from .scheme import Scheme
+from .schemes import Scheme
 from .volume import NONE, GPTVolume, StepCost
 
 

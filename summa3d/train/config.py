@@ -1,5 +1,5 @@
 # The configuration of a run: frozen dataclasses for the keys of DESIGN §8, read from one TOML file and `--set` overrides.
-# Imports nn.config and errors; no torch of its own.
+# Imports nn.config, nn.scheme_kinds and errors; no torch.
 # Next: tables.py (TOML ↔ dataclass), tokens.py (what data.* means), loop.py (what train.* means).
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # What a run would need, before any rank is started: bytes per rank term by term, from closed forms.
-# Imports comm.grid, nn.memory, nn.scheme, config. Nothing is allocated and nothing communicates.
+# Imports comm.grid, nn.memory, nn.schemes, config. Nothing is allocated and nothing communicates.
 # Next: nn/memory.py (the formulas), cli/train.py (`--dry-run`).
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ..comm.grid import Place
 from ..nn.memory import Memory, ModelMemory
-from ..nn.scheme import scheme
+from ..nn.schemes import scheme
 from .config import Config
 
 TERMS = tuple(field.name for field in fields(Memory))

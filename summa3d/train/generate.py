@@ -13,7 +13,7 @@ from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError, GridError, LayoutError
 from ..nn.body import LanguageModel
 from ..nn.model import Model
-from ..nn.scheme import Scheme, scheme
+from ..nn.schemes import Scheme, scheme
 from . import checkpoint, corpus
 from . import config as configuration
 from .precision import torch_dtype

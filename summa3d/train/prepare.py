@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError
 from ..nn.model import Model, build
-from ..nn.scheme import Scheme, scheme
+from ..nn.schemes import Scheme, scheme
 from . import checkpoint, tokens
 from . import config as configuration
 from .config import Config, master_dtype

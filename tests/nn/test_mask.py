@@ -13,7 +13,7 @@ from torch import Tensor
 from summa3d.errors import ShapeError
 from summa3d.nn import build, scheme
 from summa3d.nn.mask import restarting_positions, visible
-from summa3d.nn.scheme import Scheme
+from summa3d.nn.schemes import Scheme
 
 GRIDS = [
     ("oned", {"y": 4}),

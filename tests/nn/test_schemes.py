@@ -11,7 +11,7 @@ from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError
 from summa3d.layout import distribute
 from summa3d.nn import GPT, ModelConfig, scheme
-from summa3d.nn.scheme import SCHEMES
+from summa3d.nn.schemes import SCHEMES
 from summa3d.nn.volume import GPTVolume
 from summa3d.train.optimizer import global_gradient_norm
 

@@ -9,7 +9,7 @@ from nn_parity import global_weights
 from scheme_table import FAMILIES, GPT2, LLAMA
 
 from summa3d.nn import build, scheme
-from summa3d.nn.scheme import Scheme
+from summa3d.nn.schemes import Scheme
 
 GRIDS = {
     4: [

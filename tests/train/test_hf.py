@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from small_runs import assignments, metrics_of, train_small, write_corpus
 
 from summa3d.errors import CheckpointError, DataError
-from summa3d.nn.scheme import scheme
+from summa3d.nn.schemes import scheme
 from summa3d.train import checkpoint, config, corpus, hf_files, tokens
 from summa3d.train.generate import load, sample, smallest_batch
 from summa3d.train.hf import export_folder, import_folder
