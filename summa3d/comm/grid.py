@@ -143,14 +143,6 @@ class Grid:
         """The axes that communicate through their node's memory (collective at its first use)."""
         return tuple(name for name in self.shape if self[name].ring is not None)
 
-    def within_node(self, name: str) -> bool:
-        """Whether every line of ranks along this axis lies inside one node."""
-        lines: dict[tuple[int, ...], set[int]] = {}
-        for rank in range(self.size):
-            point = self.coordinates_of(rank)
-            lines.setdefault(tuple(point[axis] for axis in self.shape if axis != name), set()).add(self._node[rank])
-        return all(len(nodes) == 1 for nodes in lines.values())
-
     def free(self) -> None:
         """Release the axes' communicators (collective). The grid cannot be used afterwards."""
         for axis in self._axes.values():

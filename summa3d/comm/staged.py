@@ -103,20 +103,15 @@ def reduce_scatter(
 
 def all_reduce(ring: Ring, array: Array, op: str, into: Array | None) -> Turn | None:
     """`Axis.all_reduce`: every member reads every array, in the members' order, so that all have the same bits."""
-    whole, shape, like = count(array), tuple(array.shape), empty((0,), array)
-    turn = ring.turn(ring.size * whole * array.itemsize)
-    if turn is None:
+    laid = _laid_whole(ring, array)
+    if laid is None:
         return None
-    copy_into(turn.part(array, ring.index * whole, shape), array)
-    turn.post()
-
-    def part_of(member: int) -> Array:
-        return turn.part(like, member * whole, shape)
+    turn, part_of = laid
 
     def read() -> Array:
-        out = empty(shape, like) if into is None else into
         turn.wait_for_all()
-        return _reduced(ring, part_of, out, op)
+        first = part_of(0)
+        return _reduced(ring, part_of, empty(first.shape, first) if into is None else into, op)
 
     turn.read = read
     return turn
@@ -157,21 +152,17 @@ def broadcast(ring: Ring, array: Array, root: int) -> Turn | None:
 
 def reduce(ring: Ring, array: Array, root: int, op: str, into: Array | None) -> Turn | None:
     """`Axis.reduce`: the root reads every array."""
-    whole, shape, like = count(array), tuple(array.shape), empty((0,), array)
-    turn = ring.turn(ring.size * whole * array.itemsize)
-    if turn is None:
+    laid = _laid_whole(ring, array)
+    if laid is None:
         return None
-    copy_into(turn.part(array, ring.index * whole, shape), array)
-    turn.post()
-
-    def part_of(member: int) -> Array:
-        return turn.part(like, member * whole, shape)
+    turn, part_of = laid
 
     def read() -> Array | None:
         if ring.index != root:
             return None
         turn.wait_for_all()
-        return _reduced(ring, part_of, empty(shape, like) if into is None else into, op)
+        first = part_of(0)
+        return _reduced(ring, part_of, empty(first.shape, first) if into is None else into, op)
 
     turn.read = read
     return turn
@@ -186,6 +177,17 @@ def meet(ring: Ring) -> None:
     turn.post()
     turn.wait_for_all()
     turn.close()
+
+
+def _laid_whole(ring: Ring, array: Array) -> tuple[Turn, Callable[[int], Array]] | None:
+    """Lay this member's whole array in a slot and post it: the turn, and where each member's lies in it."""
+    whole, shape, like = count(array), tuple(array.shape), empty((0,), array)
+    turn = ring.turn(ring.size * whole * array.itemsize)
+    if turn is None:
+        return None
+    copy_into(turn.part(array, ring.index * whole, shape), array)
+    turn.post()
+    return turn, lambda member: turn.part(like, member * whole, shape)
 
 
 def _reduced(ring: Ring, part_of: Callable[[int], Array], out: Array, op: str) -> Array:

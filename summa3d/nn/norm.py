@@ -13,8 +13,27 @@ from summa3d.kernels import reference as kernel
 from ..comm.collectives import Axis
 from ..layout.layout import Layout
 from .config import ModelConfig
-from .parameter import new_parameter
+from .parameter import ShardedParameter, new_parameter
 from .schemes import Scheme
+
+
+class _Norm(nn.Module):
+    """What both norms have: γ, the axes that split the normalised dim, and those that split the rows."""
+
+    def __init__(
+        self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.n, self.eps = n, eps
+        self.layout = layout or scheme.stream
+        self.scheme, self.columns, self.rows = scheme, scheme.columns(self.layout), scheme.vector_rows(self.layout)
+        self.weight = self._vector(1.0, dtype)
+
+    def _vector(self, value: float, dtype: torch.dtype) -> ShardedParameter:
+        return new_parameter(self.scheme, self.scheme.vector(self.layout), (self.n,), ("constant", value), dtype, decay=False)
+
+    def extra_repr(self) -> str:
+        return f"{self.n}, eps={self.eps}, {self.layout}"
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -40,7 +59,7 @@ class _LayerNorm(torch.autograd.Function):
         return grad_x, grad_gamma, grad_beta, None, None, None, None
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(_Norm):
     """y = γ·(x − mean)/√(variance + eps) + β over the last dim, for x in `layout` (default: the residual stream).
 
     One all-reduce of 2 words a row over the axes that split the last dim, forward and backward; γ's and β's gradients,
@@ -50,20 +69,12 @@ class LayerNorm(nn.Module):
     def __init__(
         self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
     ) -> None:
-        super().__init__()
-        self.n, self.eps = n, eps
-        self.layout = layout or scheme.stream
-        self.scheme, self.columns, self.rows = scheme, scheme.columns(self.layout), scheme.vector_rows(self.layout)
-        vector = scheme.vector(self.layout)
-        self.weight = new_parameter(scheme, vector, (n,), ("constant", 1.0), dtype, decay=False)
-        self.bias = new_parameter(scheme, vector, (n,), ("constant", 0.0), dtype, decay=False)
+        super().__init__(n, scheme, layout, eps, dtype)
+        self.bias = self._vector(0.0, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         gamma, beta = (self.scheme.spread(vector, self.layout) for vector in (self.weight, self.bias))
         return _LayerNorm.apply(x, gamma, beta, self.columns, self.rows, self.n, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.n}, eps={self.eps}, {self.layout}"
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -86,28 +97,16 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, vector.wait(), None, None, None, None
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(_Norm):
     """y = γ·x/√(mean(x²) + eps) over the last dim, for x in `layout` (default: the residual stream).
 
     One all-reduce of 1 word a row over the axes that split the last dim, forward and backward; γ's gradient is one
     all-reduce over the axes that split the rows. Saved: x and 1 word a row.
     """
 
-    def __init__(
-        self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
-    ) -> None:
-        super().__init__()
-        self.n, self.eps = n, eps
-        self.layout = layout or scheme.stream
-        self.scheme, self.columns, self.rows = scheme, scheme.columns(self.layout), scheme.vector_rows(self.layout)
-        self.weight = new_parameter(scheme, scheme.vector(self.layout), (n,), ("constant", 1.0), dtype, decay=False)
-
     def forward(self, x: Tensor) -> Tensor:
         gamma = self.scheme.spread(self.weight, self.layout)
         return _RMSNorm.apply(x, gamma, self.columns, self.rows, self.n, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.n}, eps={self.eps}, {self.layout}"
 
 
 NORMS: dict[str, type[LayerNorm | RMSNorm]] = {"layer": LayerNorm, "rms": RMSNorm}

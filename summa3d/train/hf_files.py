@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .open_files import OpenFiles
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -64,28 +64,18 @@ def widest(dtypes: set[str], folder: Path) -> str:
     return "float32" if dtypes == {"float16", "bfloat16"} else max(dtypes, key=WIDTH.index)
 
 
-class Reader:
+class Reader(OpenFiles):
     """Reads the tensors of a folder by the names of a listing; a context, which keeps its files open."""
 
     def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
-        self.folder, self.entries = folder, entries
-        self._files: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._files.clear()
-        self._stack.close()
+        super().__init__(folder)
+        self.entries = entries
 
     def read(self, name: str) -> Tensor:
         """One whole tensor."""
         entry = self.entries[name]
         try:
-            if entry.file not in self._files:
-                self._files[entry.file] = self._stack.enter_context(safe_open(self.folder / entry.file, framework="pt"))
-            tensor: Tensor = self._files[entry.file].get_tensor(entry.name)
+            tensor: Tensor = self.file(entry.file).get_tensor(entry.name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"Cannot read {entry.name} of {self.folder / entry.file}: {error}.") from error
         return tensor

@@ -6,17 +6,17 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..errors import CheckpointError
+from .open_files import OpenFiles
 
 if TYPE_CHECKING:
     from ..comm.grid import Grid
@@ -58,20 +58,12 @@ def tensor_table(blocks: Iterable[Block], entries: Sequence[dict[str, Any]]) -> 
     return table
 
 
-class Reader:
+class Reader(OpenFiles):
     """Reads slices of global tensors out of the pieces that an index lists; a context, which keeps its files open."""
 
     def __init__(self, folder: Path, tensors: dict[str, Any]) -> None:
-        self.folder, self.tensors = folder, tensors
-        self._files: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._files.clear()
-        self._stack.close()
+        super().__init__(folder)
+        self.tensors = tensors
 
     def read(self, block: Block, grid: Grid) -> None:
         """Fill `block` from the pieces that overlap it, in place. Raises CheckpointError where the tensor differs."""
@@ -84,7 +76,7 @@ class Reader:
                 continue
             source = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, piece["slices"], strict=True))
             target = tuple(slice(a - w.start, b - w.start) for (a, b), w in zip(overlap, want, strict=True))
-            block.tensor[target].copy_(self._open(piece["file"]).get_slice(block.name)[source])
+            block.tensor[target].copy_(self.file(piece["file"]).get_slice(block.name)[source])
             filled += prod(b - a for a, b in overlap)
         if filled != block.tensor.numel():
             raise CheckpointError(
@@ -99,11 +91,6 @@ class Reader:
         want = (tuple(block.sharding.shape), dtype_name(block.tensor))
         if have != want:
             raise CheckpointError(f"{block.name} in {self.folder} is {have[1]} {have[0]}; this run's is {want[1]} {want[0]}.")
-
-    def _open(self, name: str) -> Any:
-        if name not in self._files:
-            self._files[name] = self._stack.enter_context(safe_open(self.folder / name, framework="pt"))
-        return self._files[name]
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

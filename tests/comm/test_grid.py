@@ -127,11 +127,6 @@ def test_every_rank_knows_the_node_of_every_rank(comm, make_grid):
     leaders = comm.allgather(node.bcast(comm.rank))
     node.Free()
     assert grid.nodes == [sorted(set(leaders)).index(leader) for leader in leaders]
-    grid._node = [0, 0, 1, 1]  # two nodes of two ranks: y (fast) lies inside, x crosses
-    assert grid.within_node("y") and not grid.within_node("x")
-    bunched = make_grid(x=2, y=2, order="xy")
-    bunched._node = [0, 0, 1, 1]
-    assert bunched.within_node("x") and not bunched.within_node("y")
 
 
 def refuse(axes, size=12, **options):

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from nn_parity import check_parity, global_weights
 from plain_gpt import PlainGPT
 from torch import Tensor
 
 from summa3d.comm.grid import Place
-from summa3d.layout import collect, distribute
+from summa3d.layout import distribute
 from summa3d.nn import GPT, ModelConfig, scheme
 from summa3d.nn.volume import GPTVolume
 
@@ -36,33 +37,19 @@ def batch_for(x: int, y: int, z: int) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def global_weights(model: GPT) -> dict[str, Tensor]:
-    """Weights as initialised, but γ, β and biases away from 1 and 0, the same on every rank."""
-    generator = torch.Generator().manual_seed(7)
-    grid = model.scheme.grid
-    whole = {name: collect(p.data, grid, p.sharding.layout, p.sharding.shape) for name, p in model.named_parameters()}
-    for name, value in whole.items():
-        if value.dim() == 1:
-            value += torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.dtype) * 0.3
-        model.get_parameter(name).data.copy_(distribute(value, grid, model.get_parameter(name).sharding.layout))
-    return whole
-
-
 def check_against_plain_torch(
     grid: Any, shape: tuple[int, int, int], regather: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     model = GPT(CONFIG, scheme("cuboid", grid, regather), dtype, seed=3)
     plain = PlainGPT(CONFIG, global_weights(model), seed=3)
     tokens, labels = batch_for(*shape)
-    loss = model(tokens, labels, step=STEP, first_row=FIRST_ROW)
-    want = plain.loss(tokens, labels, STEP, FIRST_ROW)
-    loss.backward()
-    want.backward()
-    assert abs(loss.item() - want.item()) <= tolerance * abs(want.item())
-    for name, parameter in model.named_parameters():
-        gradient = collect(parameter.grad, grid, parameter.sharding.layout, parameter.sharding.shape)
-        expected = plain.weights[name].grad
-        assert (gradient - expected).norm() <= tolerance * expected.norm(), name
+    check_parity(
+        model,
+        plain,
+        lambda model: model(tokens, labels, step=STEP, first_row=FIRST_ROW),
+        lambda plain: plain.loss(tokens, labels, STEP, FIRST_ROW),
+        tolerance,
+    )
 
 
 @pytest.mark.mpi(sizes=tuple(GRIDS), timeout=100)

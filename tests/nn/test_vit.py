@@ -9,7 +9,7 @@ from nn_parity import global_weights
 from plain_vit import PlainViT, pictures
 from scheme_table import GRIDS, Family, check_against_plain_torch, rows_for
 
-from summa3d.errors import ConfigError, LayoutError, ShapeError
+from summa3d.errors import LayoutError, ShapeError
 from summa3d.nn import ModelConfig, Scheme, build, scheme
 
 # Pixels of a patch, classes and f are primes or odd; 12 heads and h = 24 are divided by every axis used here.
@@ -67,24 +67,3 @@ def test_images_and_labels_that_do_not_fit_are_named(make_grid):
         model(images[:, :, 1:], torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ShapeError, match="labels have shape"):
         model(images, torch.zeros(3, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"patch": 4, "sequence": 128}, ["model.image 9", "1, 3, 9"]),
-        ({"sequence": 11}, ["model.sequence is 11", "10 positions"]),
-        ({"vocabulary": 37}, ["model.vocabulary is 37", "no tokens"]),
-        ({"classes": 0}, ["model.classes is 0"]),
-    ],
-)
-def test_a_configuration_that_cannot_be_is_refused(change, says):
-    with pytest.raises(ConfigError) as raised:
-        replace(VIT, **change)
-    for text in says:
-        assert text in str(raised.value)
-
-
-def test_the_image_makes_the_sequence():
-    assert ModelConfig(family="vit").sequence == 65
-    assert ModelConfig(family="vit", image=224, patch=16).sequence == 197
