@@ -39,6 +39,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--blocks", type=int, nargs="+", default=[128, 64, 256], help="ScaLAPACK's block sizes; the first is tried on every grid"
     )
+    parser.add_argument(
+        "--peer-blas", type=Path, metavar="FILE", help="a BLAS for ScaLAPACK instead of OpenBLAS, such as libmkl_rt.so"
+    )
     parser.add_argument("--shared", choices=("no", "yes", "both"), default="both", help="operands of ours in node-shared memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result; the plot goes beside it")
     return parser.parse_args()
@@ -51,7 +54,7 @@ def main() -> None:
     if not shared:
         raise SystemExit("--shared yes: this checkout's DistMatrix offers no node-shared operands.")
     try:
-        library = Scalapack()
+        library = Scalapack(args.peer_blas)
         note("ScaLAPACK's BLAS: " + ", ".join(library.libraries))
     except NotInstalled as missing:
         library = None
@@ -166,7 +169,8 @@ def remarks(result: dict[str, Any]) -> list[str]:
     blas = next((row["scalapack_blas"] for row in rows if row["scalapack_blas"]), None)
     if blas:
         speeds = [row["scalapack_blas"]["gflops_per_core"] for row in rows]
-        lines.append(f"ScaLAPACK's BLAS: {blas['file']} ({blas['core_type']}), one core {median(speeds):.1f} float64 Gflop/s")
+        kind = f" ({blas['core_type']})" if blas["core_type"] else ""
+        lines.append(f"ScaLAPACK's BLAS: {blas['file']}{kind}, one core {median(speeds):.1f} float64 Gflop/s")
     for own in (peer for peer in result["peers"] if peer != PEER):
         lines += [f"{own}: {line}" for line in claims(rows, own)]
     return lines

@@ -156,7 +156,8 @@ int main(int count, char **words) {
         const char *(*core_name)(void) = (const char *(*)(void))dlsym(RTLD_DEFAULT, "openblas_get_corename");
         Dl_info blas;
         dladdr(dlsym(RTLD_DEFAULT, "dgemm_"), &blas);
-        printf("{\"ranks\": %d, \"core_type\": \"%s\", \"blas\": \"%s\", ", ranks, core_name ? core_name() : "", blas.dli_fname);
+        int is_openblas = core_name && strstr(blas.dli_fname, "openblas");
+        printf("{\"ranks\": %d, \"core_type\": \"%s\", \"blas\": \"%s\", ", ranks, is_openblas ? core_name() : "", blas.dli_fname);
         printf("\"gflops_per_core\": %.2f, \"results\": [", core_speed());
     }
     MPI_Barrier(MPI_COMM_WORLD);

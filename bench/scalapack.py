@@ -43,19 +43,21 @@ class Setting:
 
 
 class Scalapack:
-    """The driver, built and checked. Raises NotInstalled where something is missing."""
+    """The driver, built and checked; with `blas`, that library's products instead of OpenBLAS's. Raises NotInstalled."""
 
-    def __init__(self) -> None:
+    def __init__(self, blas: Path | None = None) -> None:
+        self.extra = {} if blas is None else {"LD_PRELOAD": str(blas), "MKL_THREADING_LAYER": "SEQUENTIAL"}
         self.mpirun, mpicc = _of_openmpi("mpirun"), _of_openmpi("mpicc", is_launcher=False)
         if not PROGRAM.exists() or PROGRAM.stat().st_mtime < SOURCE.stat().st_mtime:
             _build(mpicc)
-        self.libraries = _blas_libraries()
+        self.libraries = _blas_libraries() if blas is None else [str(blas)]
 
     def run(self, ranks: int, sizes: tuple[int, int, int], dtype: str, repeat: int, settings: list[Setting]) -> dict[str, Any]:
         """The driver's JSON: core type, speed of a core, and for each setting the seconds of `repeat` products after a first."""
         options = [LETTER[dtype], *map(str, sizes), str(repeat), *map(str, settings)]
         command = [self.mpirun, *RUN, "-n", str(ranks), str(PROGRAM), *options]
-        done = subprocess.run(command, env=environment(threads=1), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        environ = {**environment(threads=1), **self.extra}
+        done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(command)} failed with status {done.returncode}\n{done.stdout}{done.stderr}")
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
