@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,8 @@ from ..gemm.oned import OnedColumnPlan, OnedPlan
 from ..gemm.plan import Product as Executor
 from ..gemm.plan import ProductPlan
 from ..gemm.workspace import Workspace
+from .ahead import Source
+from .later import Later
 
 T = TypeVar("T")
 
@@ -47,6 +49,19 @@ GRADIENTS = {
 }
 
 
+@dataclass(frozen=True)
+class Flights:
+    """What a product may leave in flight.
+
+    source : where B comes from, for gathers ahead of it; None, none. later : for sums of dB that are waited for later in
+    backward; None, none. input_gradient : whether dA's sum is in flight while dB is computed.
+    """
+
+    source: Source | None = None
+    later: Later | None = None
+    input_gradient: bool = True
+
+
 EXECUTORS: dict[Any, Callable[..., Executor]] = {algorithm.plan: algorithm.executor for algorithm in ALGORITHMS.values()}
 
 
@@ -54,18 +69,24 @@ class Product(ABC):
     """C = op(A)·op(B) (+ bias) on a grid, and its gradients, each callable alone.
 
     plan : sizes and layouts. rows : the plane of axes that split C's rows: over it a bias gradient is summed; None, no bias.
+    flights : what may be in flight, as far as the algorithm starts it.
     Raises ShapeError for a form without gradient here.
     """
 
-    def __init__(self, plan: ProductPlan, rows: Axis | None = None) -> None:
+    def __init__(self, plan: ProductPlan, rows: Axis | None = None, flights: Flights = Flights()) -> None:
         if plan.form not in GRADIENTS:
             raise ShapeError(f"form {plan.form!r} has no gradient here. Forms that have: {', '.join(GRADIENTS)}.")
-        self.plan, self.rows = plan, rows
+        self.plan, self.rows, self.flights = plan, rows, flights
         self.of_a, self.of_b = GRADIENTS[plan.form]
 
     @abstractmethod
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """C's block, and the operands to keep for the gradients."""
+
+    @property
+    def later(self) -> Later | None:
+        """What waits for sums of dB later in backward; None where each is complete, or waited for, at once."""
+        return None
 
     def share(self, c: Tensor) -> Tensor:
         """What both gradients take of dC, made once: dC as it is, or gathered."""
@@ -87,14 +108,14 @@ class Gathered(Product):
     are kept: fewer words.
     """
 
-    def __init__(self, cuboid: Cuboid, regather: bool = True, rows: Axis | None = None) -> None:
-        super().__init__(cuboid.plan, rows)
+    def __init__(self, cuboid: Cuboid, regather: bool = True, rows: Axis | None = None, flights: Flights = Flights()) -> None:
+        super().__init__(cuboid.plan, rows, flights)
         self.cuboid, self.regather = cuboid, regather
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         self.cuboid.check(a, b)
         view = self.regather  # what is kept for backward must be a copy
-        a_gathered, b_gathered = self.cuboid.gather_a(a, view), self.cuboid.gather_b(b, view)
+        a_gathered, b_gathered = self.cuboid.gather_a(a, view), self._gathered_b(b, view, forward=True)
         c = self.cuboid.scatter_c(self.cuboid.multiply(a_gathered, b_gathered))
         return c, (a, b) if self.regather else (a_gathered, b_gathered)
 
@@ -103,13 +124,25 @@ class Gathered(Product):
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """The scatter along y is in flight when this returns."""
-        b_gathered = self.cuboid.gather_b(b, view=True) if self.regather else b
+        b_gathered = self._gathered_b(b, view=True, forward=False) if self.regather else b
         return self.cuboid.start_scatter_a(local(self.of_a, shared, b_gathered, self.cuboid.room_for("a", shared)))
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
         """The scatter along x is in flight when this returns."""
         a_gathered = self.cuboid.gather_a(a, view=True) if self.regather else a
         return self.cuboid.start_scatter_b(local(self.of_b, shared, a_gathered, self.cuboid.room_for("b", shared)))
+
+    @property
+    def later(self) -> Later | None:
+        return self.flights.later if self.cuboid.x.size > 1 else None
+
+    def _gathered_b(self, b: Tensor, view: bool, forward: bool) -> Tensor:
+        """B gathered along x, ahead of now if it could be: into memory of its own then, as a view ends with what comes next."""
+        source = self.flights.source
+        if source is None or self.cuboid.x.size == 1:
+            return self.cuboid.gather_b(b, view)
+        gathered = source.ahead.gather(source, forward, b, self.cuboid.start_gather_b)
+        return self.cuboid.gather_b(b, view) if gathered is None else self.cuboid.ledger.track(gathered)
 
 
 class Line(Product):
@@ -119,8 +152,8 @@ class Line(Product):
     again. The sequence-parallel pair is the cuboid of 1×t×1.
     """
 
-    def __init__(self, plan: OnedPlan, grid: Grid, rows: Axis | None = None) -> None:
-        super().__init__(plan, rows)
+    def __init__(self, plan: OnedPlan, grid: Grid, rows: Axis | None = None, flights: Flights = Flights()) -> None:
+        super().__init__(plan, rows, flights)
         if plan.sequence:
             raise ShapeError("A sequence-parallel 1-D product has its gradients as the cuboid of 1×t×1: take a CuboidPlan.")
         self.executor = EXECUTORS[type(plan)](plan, grid)
@@ -180,13 +213,21 @@ class Executed(Product):
 
 
 def product(
-    plan: ProductPlan, grid: Grid, regather: bool = True, rows: Axis | None = None, workspace: Workspace | None = None
+    plan: ProductPlan,
+    grid: Grid,
+    regather: bool = True,
+    rows: Axis | None = None,
+    workspace: Workspace | None = None,
+    flights: Flights = Flights(),
 ) -> Product:
-    """The product of `plan` on `grid` with its gradients, whatever the algorithm; `regather` matters to those that gather."""
+    """The product of `plan` on `grid` with its gradients, whatever the algorithm.
+
+    `regather` matters to those that gather, `flights` to those that start what they wait for afterwards.
+    """
     if isinstance(plan, CuboidPlan):
-        return Gathered(Cuboid(plan, grid), regather, rows)
+        return Gathered(Cuboid(plan, grid), regather, rows, flights)
     if isinstance(plan, OnedPlan):
-        return Line(plan, grid, rows)
+        return Line(plan, grid, rows, flights)
     return Executed(plan, grid, rows, workspace)
 
 

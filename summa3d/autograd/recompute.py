@@ -1,5 +1,5 @@
 # Activations computed again in backward instead of kept: a stretch of layers keeps its input, and runs twice. Needs torch.
-# Imports torch only: the layers' collectives count themselves, and their dropout masks need no random state.
+# Imports later: the layers' collectives count themselves, and their dropout masks need no random state.
 # Next: nn/body.py (every n blocks), nn/attention.py (its core alone).
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from .later import Later, Mail
 
 Place = tuple[nn.Module, str]
 """Where a weight is found: the module and its name there."""
@@ -39,24 +41,36 @@ def _put(places: Sequence[Place], weights: Sequence[Any]) -> None:
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Tensor], places: list[Place], inputs: int, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, run: Callable[..., Tensor], places: list[Place], mails: list[Mail | None], inputs: int, *tensors: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.run, ctx.places, ctx.inputs = run, places, inputs
+        ctx.run, ctx.places, ctx.mails, ctx.inputs = run, places, mails, inputs
         return run(*tensors[:inputs])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[3:]
+        mails: list[Mail | None] = [None] * ctx.inputs + ctx.mails
+        needs = [
+            need and (mail is None or mail.wanted(node))
+            for need, mail, (node, _) in zip(ctx.needs_input_grad[4:], mails, ctx.next_functions, strict=True)
+        ]
         tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needs, strict=True)]
+        for tensor, mail in zip(tensors, mails, strict=True):
+            if mail is not None:
+                tensor.mail = mail.forwarded()
         with torch.enable_grad(), weights_in(ctx.places, tensors[ctx.inputs :]):
             again = ctx.run(*tensors[: ctx.inputs])
         wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
-        grads = iter(torch.autograd.grad(again, wanted, grad))
-        return None, None, None, *(next(grads) if need else None for need in needs)
+        sent = any(mail is not None for mail in mails)  # then that of a weight may be in the mail, and none is left
+        grads = iter(torch.autograd.grad(again, wanted, grad, allow_unused=sent))
+        return None, None, None, None, *(next(grads) if need else None for need in needs)
 
 
-def recompute(run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Sequence[nn.Module] = ()) -> Tensor:
+def recompute(
+    run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Sequence[nn.Module] = (), later: Later | None = None
+) -> Tensor:
     """`run(*inputs)`, keeping of it only the inputs: backward runs it again first. The gradients are the same bits.
 
     Parameters
@@ -66,6 +80,8 @@ def recompute(run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Seq
     inputs : this rank's blocks. On a grid that splits them each rank keeps its own piece, nothing is gathered to be kept
         (the distributed checkpointed activations of Xu et al. 2021, §3.2.3, without a buffer of their own).
     modules : whose weights `run` uses; those it finds now, it finds again in backward (16-bit copies, for example).
+    later : what waits for sums of weights' gradients later in backward; with it, those of `run` are waited for behind what
+        follows the whole stretch, and not at its end.
 
     Moves forward what `run` moves; backward that once more and the gradients' words. Memory kept: the inputs.
     Source: Chen et al. 2016, §3.
@@ -73,5 +89,8 @@ def recompute(run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Seq
     if not torch.is_grad_enabled():
         return run(*inputs)
     places = places_of(modules)
-    weights = [module._parameters[name] for module, name in places]
-    return _Recompute.apply(run, places, len(inputs), *inputs, *weights)
+    weights: list[Any] = [module._parameters[name] for module, name in places]
+    mails: list[Mail | None] = [None] * len(weights)
+    if later is not None:
+        weights, mails = map(list, zip(*later.take_out(weights), strict=True)) if weights else ([], [])
+    return _Recompute.apply(run, places, mails, len(inputs), *inputs, *weights)

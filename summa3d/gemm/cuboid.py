@@ -173,6 +173,10 @@ class Cuboid(Product):
         """B gathered along x. Words: gathered − own. With `view` it may hold only until the next communication along x."""
         return self._tracked(self.x, self.x.all_gather(b, self.plan.b_fine, self.b_sizes, view=view))
 
+    def start_gather_b(self, b: Array) -> Pending:
+        """Start gathering B along x, into memory of its own. Words: gathered − own."""
+        return self.x.start_all_gather(b, self.plan.b_fine, self.b_sizes)
+
     def gather_c(self, c: Array, view: bool = False) -> Array:
         """A gradient of C gathered along z: what both dA and dB are products of. `view` as in gather_a, along z."""
         return self._tracked(self.z, self.z.all_gather(c, self.plan.c_fine, self.c_sizes, view=view))

@@ -35,6 +35,8 @@ class Body(nn.Module):
         super().__init__()
         self.config, self.scheme, self.seed = config, scheme, seed
         self.recomputed_layers = 0
+        if scheme.ahead is not None:
+            scheme.ahead.follow(self)
         shape, inner = scheme.grid.shape, scheme.after_linear(scheme.stream)
         scheme.check(config, scheme.stream.ways(0, shape) * inner.ways(0, shape))
 
@@ -54,6 +56,8 @@ class Body(nn.Module):
         for module in self.modules():
             if isinstance(module, AttentionCore):
                 module.recomputed = kind == "selective"
+        if self.scheme.ahead is not None:
+            self.scheme.ahead.forget()
 
     def through_blocks(self, x: Tensor, batch: Batch, sees: Visible) -> Tensor:
         """The stream after the last block."""
@@ -67,7 +71,7 @@ class Body(nn.Module):
             return run(self.blocks, x)
         for first in range(0, len(self.blocks), self.recomputed_layers):
             blocks = self.blocks[first : first + self.recomputed_layers]
-            x = recompute(partial(run, blocks), [x], list(blocks))
+            x = recompute(partial(run, blocks), [x], list(blocks), self.scheme.later)
         return x
 
     def drop(self, x: Tensor, batch: Batch) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..autograd.ahead import Source
 from ..autograd.collectives import all_gather, all_reduce, reduce_scatter, sum_gradient
 from ..autograd.matmul import matmul
 from ..autograd.products import Product
@@ -38,10 +39,14 @@ class Embedding(nn.Module):
         self.weight = new_parameter(scheme, layout, (vocabulary, hidden), ("normal", std), dtype, decay=True)
         grid = scheme.grid
         self.part = Layout(self.lookup.part).slices((vocabulary,), grid.shape, grid.coordinates)[0]
+        self._source = lru_cache(maxsize=None)(self._new_source)
         self._product = lru_cache(maxsize=8)(self._new_product)
 
+    def _new_source(self, layout: Layout) -> Source | None:
+        return self.scheme.source(lambda: (self.weight,))
+
     def _new_product(self, layout: Layout, rows: int) -> Product:
-        return self.scheme.product(layout, "nt", rows, self.vocabulary, self.hidden)
+        return self.scheme.product(layout, "nt", rows, self.vocabulary, self.hidden, self._source(layout))
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = self.scheme.as_stored(tokens)

@@ -2,6 +2,7 @@
 # Next: mlp.py (gate and up), attention.py (q and kv).
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -34,10 +35,12 @@ class Joined:
         self._widths = [linear.n // ways for linear in linears]
         self._runs = ways // first.weight.sharding.layout.ways(1, shape)
         self._ways = self.scheme.rows(self.layout).size
+        self._source = self.scheme.source(self._parts, self._side_by_side)
         self._product = lru_cache(maxsize=8)(self._new_product)
 
     def _new_product(self, rows: int) -> Product:
-        return self.scheme.product(self.layout, "nn", rows, sum(linear.n for linear in self.linears), self.linears[0].k)
+        n = sum(linear.n for linear in self.linears)
+        return self.scheme.product(self.layout, "nn", rows, n, self.linears[0].k, self._source)
 
     def __call__(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
         """This rank's blocks of Y₁, Y₂, … for its block of X."""
@@ -46,8 +49,13 @@ class Joined:
 
     def weight(self) -> Tensor:
         """This rank's block of the joined weight."""
-        parts = [linear.weight.unflatten(1, (self._runs, -1)) for linear in self.linears]
-        return torch.cat(parts, 2).flatten(1)
+        return self._side_by_side(self._parts())
+
+    def _parts(self) -> list[Tensor]:
+        return [linear.weight for linear in self.linears]
+
+    def _side_by_side(self, weights: Sequence[Tensor]) -> Tensor:
+        return torch.cat([weight.unflatten(1, (self._runs, -1)) for weight in weights], 2).flatten(1)
 
 
 def _misfit(what: str, linear: Linear, ways: int) -> str:

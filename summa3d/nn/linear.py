@@ -56,10 +56,11 @@ class Linear(nn.Module):
             if bias
             else None
         )
+        self._source = scheme.source(lambda: (self.weight,))
         self._product = lru_cache(maxsize=8)(self._new_product)
 
     def _new_product(self, rows: int) -> Product:
-        return self.scheme.product(self.input_layout, "nt" if self.transposed else "nn", rows, self.n, self.k)
+        return self.scheme.product(self.input_layout, "nt" if self.transposed else "nn", rows, self.n, self.k, self._source)
 
     def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
         """Y's block for X's. rows: the global number of rows, where the blocks of X may be uneven; default local · ways."""

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 from torch import Tensor
 
+from ..autograd.ahead import Ahead, Source
 from ..autograd.collectives import all_gather, broadcast_from, scatter_from
-from ..autograd.products import Product, product
+from ..autograd.later import Later
+from ..autograd.products import Flights, Product, product
 from ..comm.collectives import Axis
 from ..comm.grid import Grid
 from ..errors import GridError, LayoutError
@@ -21,6 +25,7 @@ from ..gemm.plan import ProductPlan
 from ..gemm.workspace import Workspace
 from ..layout.layout import Layout, split_sizes
 from .config import ModelConfig
+from .overlap import DEFAULT, Overlap
 from .scheme_check import check_grid, check_sizes, check_vectors
 from .scheme_kinds import KINDS, Kind, is_sequence_fine, row_axes
 
@@ -52,7 +57,7 @@ class Scheme:
     A linear maps a layout to the next, and two of them return to the residual stream's; layers carry the layout of their
     input and output, and no global does. Every layout is that of an operand of the kind's product.
     `regather` says whether backward gathers operands again (memory 1/P) or keeps what forward gathered (fewer words); `vectors`
-    how γ, β and biases are stored.
+    how γ, β and biases are stored; `overlap` what is in flight while layers compute.
     `grid` may be a `Place`, for layouts and closed forms of any rank of any grid.
     """
 
@@ -60,6 +65,7 @@ class Scheme:
     grid: Grid
     regather: bool = True
     vectors: str = "copied"
+    overlap: Overlap = DEFAULT
 
     @property
     def name(self) -> str:
@@ -135,10 +141,30 @@ class Scheme:
         """The plane of axes that split the last dim of an activation: over it statistics and softmax denominators are summed."""
         return self.grid[layout.dims[-1]]
 
-    def product(self, layout: Layout, form: str, m: int, n: int, k: int) -> Product:
-        """The product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt"), with its gradients."""
+    def product(self, layout: Layout, form: str, m: int, n: int, k: int, source: Source | None = None) -> Product:
+        """The product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt"), with its gradients.
+
+        source : where the layer finds that weight, as `source` makes one.
+        """
         rows = self.vector_rows(self.after_linear(layout))
-        return product(self.plan(layout, form, m, n, k), self.grid, self.regather, rows, self._workspace)
+        flights = Flights(source, self.later, self.overlap.input_gradient)
+        return product(self.plan(layout, form, m, n, k), self.grid, self.regather, rows, self._workspace, flights)
+
+    def source(
+        self, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)
+    ) -> Source | None:
+        """Where a layer's products find their weight, for gathers ahead of it: the tensors it is made of, and how."""
+        return Source(self.ahead, parts, make) if self.ahead is not None else None
+
+    @cached_property
+    def ahead(self) -> Ahead | None:
+        """What gathers weights ahead of their layers; None where the overlap asks for none."""
+        return Ahead(self.overlap.gather) if self.overlap.gather else None
+
+    @cached_property
+    def later(self) -> Later | None:
+        """What waits for sums of weights' gradients later in backward; None where the overlap asks for none."""
+        return Later(self.overlap.weight_gradient) if self.overlap.weight_gradient else None
 
     @cached_property
     def _workspace(self) -> Workspace:
@@ -203,7 +229,13 @@ class Scheme:
         check_sizes(self.kind, inner, self.grid.shape, config, batch, config.sequence if sequence is None else sequence)
 
 
-def scheme(name: str, grid: Grid | None = None, regather: bool = True, vectors: str = "copied") -> Scheme:
+def scheme(
+    name: str,
+    grid: Grid | None = None,
+    regather: bool = True,
+    vectors: str = "copied",
+    overlap: Overlap = DEFAULT,
+) -> Scheme:
     """The scheme called `name` on `grid`.
 
     Parameters
@@ -216,6 +248,7 @@ def scheme(name: str, grid: Grid | None = None, regather: bool = True, vectors: 
     regather : whether backward gathers operands again; for the schemes that gather
     vectors : how γ, β and biases are stored: copied; hosted on row 0 (summa, as Optimus has it); on the diagonal (cuboid with
         Y = Z, as the 3-D paper has it)
+    overlap : what is in flight while layers compute; for the schemes that `Overlap` names
 
     Raises LayoutError for an unknown name, or a storage of vectors that the scheme has not; GridError, naming the grids that
     fit, for one that the scheme cannot use.
@@ -232,4 +265,4 @@ def scheme(name: str, grid: Grid | None = None, regather: bool = True, vectors: 
     check_grid(kind, grid.shape)
     check_vectors(kind, grid.shape, vectors)
     grid.add_axes(*kind.axes)
-    return Scheme(kind, grid, regather, vectors)
+    return Scheme(kind, grid, regather, vectors, overlap)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..nn.config import ModelConfig
+from ..nn.overlap import Overlap
 from ..nn.scheme_kinds import KINDS
 from . import tables
 
@@ -173,7 +174,7 @@ class Config:
     `scheme` says how every tensor is split over the grid's axes (`nn.scheme`), and `vectors` how it stores γ, β and biases:
     "copied", or what else the scheme offers. `regather` has backward gather operands again instead of keeping them. `recompute`
     has it compute again what it would have kept: "full", every `recompute_layers` layers from their input; "selective", the
-    attention core alone.
+    attention core alone. `overlap` says what is in flight meanwhile (`nn.overlap`).
     """
 
     scheme: str = "cuboid"
@@ -185,6 +186,7 @@ class Config:
     grid: GridConfig = field(default_factory=GridConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    overlap: Overlap = field(default_factory=Overlap)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     data: DataConfig = field(default_factory=DataConfig)
 

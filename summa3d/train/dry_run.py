@@ -25,7 +25,7 @@ def predict(config: Config) -> dict[str, Any]:
     shape, found = config.grid.axes, []
     for rank in range(prod(shape.values())):
         place = Place(shape, rank, order=config.grid.order, tile=config.grid.tile)
-        plan = scheme(config.scheme, place, config.regather, config.vectors)
+        plan = scheme(config.scheme, place, config.regather, config.vectors, config.overlap)
         plan.check(config.model, config.train.micro_batch)
         rows = (config.train.micro_batch, config.model.sequence)
         memory = ModelMemory(config.model, plan, *rows, config.dtype, config.recompute, config.recompute_layers)

@@ -85,7 +85,7 @@ def build_model(config: Config, plan: Scheme) -> Model:
 def open_grid(config: Config, comm: MPI.Intracomm) -> tuple[Grid, Scheme]:
     """The grid and the scheme that the configuration names, on the ranks of `comm`."""
     grid = Grid(comm, config.grid.axes, order=config.grid.order, tile=config.grid.tile)
-    return grid, scheme(config.scheme, grid, config.regather, config.vectors)
+    return grid, scheme(config.scheme, grid, config.regather, config.vectors, config.overlap)
 
 
 def open_checkpoint(config: Config, comm: MPI.Intracomm, folder: Path) -> checkpoint.Checkpoint | None:

@@ -1,0 +1,37 @@
+# What communication runs beside arithmetic, as data: three switches. Imports errors only; no torch.
+# Next: autograd/ahead.py and autograd/later.py, which do it; schemes.py, which gives it to every product.
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What may be in flight while a layer computes. Results, words and messages are the same with any of it; memory is not.
+
+    gather : how many weights are gathered ahead of the layers that use them, in forward, backward and recomputation. Each takes
+        one more gathered weight of memory; in a node's shared memory weights are then copied, not read in place. 0: none.
+    weight_gradient : how many sums of weights' gradients may be in flight behind the layers that follow in backward; each takes
+        a summand and, through MPI, the parts to be added. 0: a layer waits for its own.
+    input_gradient : whether the sum of an input's gradient is in flight while the weight's is computed.
+
+    The first two are about what moves along x: the weights of `cuboid` and `cuboid-sequence` with X > 1. Backward gathers none
+    where `regather` is off. The third is about `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`. In `summa`, `summa-transposed`,
+    `tesseract` and `agarwal`, whose products sum as they go, and on one rank none of them changes anything.
+    """
+
+    gather: int = 0
+    weight_gradient: int = 0
+    input_gradient: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("gather", "weight_gradient"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"overlap.{name} is {getattr(self, name)}; it counts what is in flight: 0 for nothing, 1 for one layer, …"
+                )
+
+
+DEFAULT = Overlap()

@@ -1,0 +1,125 @@
+# With any communication in flight, losses and gradients are the same bits and words and messages the same numbers.
+# May import summa3d.nn. What is in flight when, and what hooks see of it: test_overlap_order.py.
+# Next: ../../summa3d/nn/overlap.py.
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from scheme_table import LLAMA, rows_for, sequence_for, tokens_and_labels
+from torch import Tensor
+
+from summa3d.errors import ConfigError
+from summa3d.nn import ModelConfig, build, scheme
+from summa3d.nn.overlap import Overlap
+from summa3d.train import config as configuration
+from summa3d.train.config import Config
+from summa3d.train.precision import working_weights
+
+# 12 heads and h = 24 are divided by every axis here; v and f are primes that none divides. GPT's head is tied, Llama's not.
+GPT = ModelConfig(layers=2, hidden=24, heads=12, ffn=29, sequence=12, vocabulary=37, dropout=0.1)
+FAMILIES = {"gpt2": GPT, "llama": replace(LLAMA, layers=2, attention_dropout=0.0)}
+GRIDS: dict[int, list[tuple[str, dict[str, int]]]] = {
+    4: [
+        ("cuboid", {"x": 2, "y": 1, "z": 2}),
+        ("cuboid-sequence", {"x": 2, "y": 2, "z": 1}),
+        ("oned-sp", {"y": 4}),
+        ("oned", {"y": 4}),
+    ],
+    8: [("cuboid", {"x": 2, "y": 2, "z": 2})],
+}
+EVERY = [Overlap(*switches) for switches in product((0, 1), (0, 1), (True, False))]
+ALL = [Overlap(1, 1), Overlap(3, 2, False)]
+RECOMPUTE = [("none", 1), ("selective", 1), ("full", 1), ("full", 2)]
+MICRO_BATCHES, STEPS = 2, 2
+CASES = [("gpt2", True, True), ("gpt2", True, False), ("llama", True, False), ("gpt2", False, False), ("llama", False, True)]
+
+
+class Trace(NamedTuple):
+    """What steps computed, and what they moved."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    moved: list[tuple[int, int]]
+
+
+def steps(model: Any, recompute: tuple[str, int], dtype: str = "float64") -> Trace:
+    """Steps of accumulated micro-batches, after each of which the weights change in place; an evaluation between."""
+    plan, model_config = model.scheme, model.config
+    model.recompute(*recompute)
+    settings = Config(dtype=dtype)
+    rows, trace, before = rows_for(plan), Trace([], [], []), [p.detach().clone() for p in model.parameters()]
+    batches = [tokens_and_labels(model_config, rows, sequence_for(plan, 12)) for part in range(MICRO_BATCHES)]
+    for step in range(STEPS):
+        model.zero_grad(set_to_none=True)
+        with plan.grid.ledger.watch() as moved:
+            for part, (tokens, labels) in enumerate(batches):
+                with working_weights(model, settings):
+                    loss = model(tokens, labels, step=step, first_row=part * rows)
+                loss.backward()
+                trace.losses.append(loss.item())
+        trace.gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        trace.moved.append((moved.words, moved.messages))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(parameter.grad, alpha=-0.1)
+            if step == 0:
+                model(*batches[0])
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        parameter.data.copy_(value)
+    return trace
+
+
+def check_same(found: Trace, want: Trace, what: Any) -> None:
+    assert found.losses == want.losses, what
+    assert found.moved == want.moved, what
+    for mine, others in zip(found.gradients, want.gradients, strict=True):
+        assert [name for name in others if not torch.equal(mine[name], others[name])] == [], what
+
+
+def check(grid: Any, name: str, family: str, regather: bool, overlaps: list[Overlap], dtype: str = "float64") -> None:
+    weights = torch.float64 if dtype == "float64" else torch.float32
+    plain = build(FAMILIES[family], scheme(name, grid, regather), weights, seed=3)
+    want = {recompute: steps(plain, recompute, dtype) for recompute in RECOMPUTE}
+    assert all(grad.any() for name, grad in want["none", 1].gradients[-1].items() if "blocks" in name)
+    for overlap in overlaps:
+        model = build(FAMILIES[family], scheme(name, grid, regather, overlap=overlap), weights, seed=3)
+        for recompute in RECOMPUTE:
+            check_same(steps(model, recompute, dtype), want[recompute], (name, grid, family, overlap, recompute))
+
+
+@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=100)
+@pytest.mark.parametrize(("family", "regather", "node_memory"), CASES)
+def test_all_switches_on_change_no_bit_and_no_word(make_grid, world_size, family, regather, node_memory):
+    for name, axes in GRIDS[world_size]:
+        check(make_grid(check=False, node_memory=node_memory, **axes), name, family, regather, ALL[:1])
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=100)
+@pytest.mark.parametrize("node_memory", [True, False], ids=["node", "mpi"])
+def test_no_combination_of_switches_changes_a_bit_or_a_word(make_grid, node_memory):
+    check(make_grid(node_memory=node_memory, x=2, z=2), "cuboid", "gpt2", True, EVERY + ALL[1:])
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_16_bit_copies_of_weights_are_gathered_ahead_and_their_gradients_widened(make_grid, family):
+    check(make_grid(check=False, node_memory=False, x=4), "cuboid", family, True, ALL[:1], "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("assignments", "words"),
+    [
+        (["overlap.gather=-1"], ["overlap.gather is -1", "0 for nothing"]),
+        (["overlap.weight_gradient=-2"], ["overlap.weight_gradient is -2"]),
+        (["overlap.gathers=1"], ["overlap.gathers", "overlap.gather"]),
+        (["overlap.input_gradient=2"], ["overlap.input_gradient", "true"]),
+    ],
+)
+def test_an_overlap_that_no_run_can_have_is_refused(assignments: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        configuration.load("demo", assignments)
+    assert all(word in str(raised.value) for word in words), raised.value
