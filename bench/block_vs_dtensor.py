@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -212,9 +211,12 @@ class Peer:
     def __init__(self, label: str, stack: Any, case: Any, world: Any, threads: Any) -> None:
         import torch
 
+        from summa3d import Grid
         from summa3d.cli.blocks import inputs
+        from summa3d.cli.clock import Clock
 
         self.label, self.stack, self.case, self.comm, self.threads = label, stack, case, world, threads
+        self.clock = Clock(Grid(world, {"y": world.size}))
         x, self.gradient = inputs(case)
         self.x: torch.Tensor = x.requires_grad_()
 
@@ -223,16 +225,13 @@ class Peer:
 
     def seconds(self) -> tuple[float, float]:
         with self._threads():
-            self.comm.Barrier()
-            start = time.perf_counter()
-            y = self.stack(self.x)
-            self.comm.Barrier()
-            middle = time.perf_counter()
-            y.backward(self.gradient)
-            self.comm.Barrier()
-            end = time.perf_counter()
+            forward, backward = self.clock.spans(self._forward, lambda: self._y.backward(self.gradient))
+        del self._y
         self.forget()
-        return middle - start, end - middle
+        return forward, backward
+
+    def _forward(self) -> None:
+        self._y = self.stack(self.x)
 
     def forget(self) -> None:
         self.x.grad = None

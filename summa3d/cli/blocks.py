@@ -3,7 +3,6 @@
 # Next: block.py, which says who races; report.py, which reads the result.
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -24,6 +23,7 @@ from ..nn.parameter import initialise
 from ..nn.scheme_kinds import KINDS
 from ..nn.schemes import Scheme, scheme
 from ..nn.tracked import peak_bytes, saved_bytes
+from .clock import Clock
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -125,6 +125,7 @@ class Runner:
     def __init__(self, entry: Entry, case: Case, world: MPI.Intracomm) -> None:
         self.entry, self.case, self.comm = entry, case, world
         self.grid = Grid(world, dict(entry.grid))
+        self.clock = Clock(self.grid)
         self.scheme = scheme(entry.scheme, self.grid, entry.regather)
         self.scheme.check(case.config, case.batch)
         self.stack = Stack(case.config, self.scheme, getattr(torch, case.dtype))
@@ -156,17 +157,14 @@ class Runner:
         self.stack.zero_grad(set_to_none=True)
 
     def seconds(self) -> tuple[float, float]:
-        """Times of one forward and one backward, each from a common start until the last rank has finished."""
-        self.comm.Barrier()
-        start = time.perf_counter()
-        y = self.forward()
-        self.comm.Barrier()
-        middle = time.perf_counter()
-        self.backward(y)
-        self.comm.Barrier()
-        end = time.perf_counter()
+        """Times of one forward and one backward, of all ranks together."""
+        forward, backward = self.clock.spans(self._forward, lambda: self.backward(self._y))
+        del self._y
         self.forget()
-        return middle - start, end - middle
+        return forward, backward
+
+    def _forward(self) -> None:
+        self._y = self.forward()
 
     def output(self) -> Tensor:
         """The stack's global output [b, s, h]."""

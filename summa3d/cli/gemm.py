@@ -145,15 +145,17 @@ def timed_and_counted(
 ) -> dict[str, Any]:
     """Time a reused executor; count its words, messages and workspace; check its result if asked."""
     from ..gemm import volume
+    from .clock import Clock
 
     grid, old, factors = a.grid, c.block.copy(), (scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype))
     grid.ledger.reset_peak()
     executor = algorithm.executor(plan, grid)
-    seconds = []
+    seconds: list[float] = []
+    clock = Clock(grid)
     for _ in range(args.repeat + 1):
         c.block[...] = old
         with grid.ledger.watch() as moved:
-            seconds.append(_timed(grid, lambda: executor.run(a.block, b.block, c.block, *factors)))
+            seconds += clock.spans(lambda: executor.run(a.block, b.block, c.block, *factors))
     peak = grid.ledger.workspace_peak
     costs = (
         volume.of_plan(plan, grid.shape, args.dtype, shared, grid.staged)
@@ -245,15 +247,6 @@ def sleep_until_all_are_here(comm: Any) -> None:
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.005)
-
-
-def _timed(grid: Any, call: Any) -> float:
-    """Seconds from a common start until the last rank has finished."""
-    grid.world.barrier()
-    start = time.perf_counter()
-    call()
-    grid.world.barrier()
-    return time.perf_counter() - start
 
 
 def table(result: dict[str, Any]) -> str:
