@@ -19,7 +19,7 @@ class Source:
     """Where the B of one layer's products comes from.
 
     parts : the tensors that the layer finds at the time. make : B's block from them.
-    What backward gathers is what forward found then: it is remembered from a followed forward until the end of a backward.
+    What backward gathers is what forward found and saved: it is remembered until backward has gathered it, or has ended.
     """
 
     def __init__(self, ahead: Ahead, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor]) -> None:
@@ -71,6 +71,8 @@ class _Pass:
             self.land()
             flight = None
         self.seen.append(use)
+        if not use.forward:
+            use.source.saved = None
         gathered: Tensor = (start(b) if flight is None else flight.pending).wait()
         self.start_ahead()
         return gathered

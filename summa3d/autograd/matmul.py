@@ -71,8 +71,8 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -
     """
     mail = None
     if torch.is_grad_enabled():
-        if product.flights.source is not None:
-            product.flights.source.saved = b.detach()
+        if product.source is not None:
+            product.source.saved = b.detach()
         if product.later is not None and b.requires_grad:
             b, mail = product.later.take(b)
     return _Matmul.apply(a, b, bias, product, mail)

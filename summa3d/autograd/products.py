@@ -88,6 +88,11 @@ class Product(ABC):
         """What waits for sums of dB later in backward; None where each is complete, or waited for, at once."""
         return None
 
+    @property
+    def source(self) -> Source | None:
+        """Where the B comes from that backward gathers again, ahead; None where it gathers none, or none ahead."""
+        return None
+
     def share(self, c: Tensor) -> Tensor:
         """What both gradients take of dC, made once: dC as it is, or gathered."""
         return c
@@ -135,6 +140,10 @@ class Gathered(Product):
     @property
     def later(self) -> Later | None:
         return self.flights.later if self.cuboid.x.size > 1 else None
+
+    @property
+    def source(self) -> Source | None:
+        return self.flights.source if self.cuboid.x.size > 1 and self.regather else None
 
     def _gathered_b(self, b: Tensor, view: bool, forward: bool) -> Tensor:
         """B gathered along x, ahead of now if it could be: into memory of its own then, as a view ends with what comes next."""

@@ -1,5 +1,5 @@
 # Closed forms: the bytes that one rank holds in a training step, layer by layer, in any scheme. Nothing is run.
-# Imports memory_products, schemes, config. tracked.py measures the same, and tests hold one against the other.
+# Imports memory_products, memory_peak, schemes, config. tracked.py measures the same, and tests hold one against the other.
 # Next: memory_products.py (what a product needs), plan/, which looks for grids that fit.
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ..comm.node import SLOTS
 from ..errors import ConfigError
 from ..layout.layout import Layout
 from .config import ModelConfig
+from .memory_peak import Step, peak_of
 from .memory_products import Need, largest, product_need
+from .overlap import Overlap
 from .schemes import Scheme
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -23,29 +25,14 @@ FAMILIES = ("gpt2", "llama", "bert")
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one layer holds, in bytes.
-
-    saved : kept from its forward to its backward. forward, backward : the most it holds at once meanwhile, inputs, outputs and
-    gradients included, beyond what earlier layers saved. gradients : of its parameters. carried : the gradient that a residual
-    branch leaves waiting while its layers run backward.
-    """
-
-    saved: int = 0
-    forward: int = 0
-    backward: int = 0
-    gradients: int = 0
-    carried: int = 0
-
-
-@dataclass(frozen=True)
 class Memory:
     """Bytes on one rank.
 
     parameters : with their 16-bit copies, where there are. gradients : of all parameters. optimizer : AdamW's moments.
     activations : what forward saves for backward. workspace : the most that a single layer holds at once, forward or backward,
-    beyond what is saved. peak : the most of these at any time of a step; not all are there at that time, so it is below their
-    sum. node : this rank's share of the node's memory that its axes communicate through, at most; beside the peak.
+    beyond what is saved. in_flight : the most that weights gathered ahead of layers and sums sent behind them hold. peak : the
+    most of these at any time of a step; not all are there at that time, so it is below their sum. node : this rank's share of
+    the node's memory that its axes communicate through, at most; beside the peak.
     """
 
     parameters: int
@@ -53,6 +40,7 @@ class Memory:
     optimizer: int
     activations: int
     workspace: int
+    in_flight: int
     peak: int
     node: int
 
@@ -141,7 +129,9 @@ class ModelMemory:
         saved = need.kept_a + need.kept_b
         saved += (weight if need.kept_b == 0 else 0) - (need.a if seen and need.kept_a == need.a else 0)
         held = self.master * (need.b // self.word + vector)
-        return Step(saved, need.forward + weight + turned, need.backward + turned, held)
+        copies = weight if need.gathers else 0  # one is made for the product as well
+        forward, backward = need.forward + weight + turned, need.backward + turned
+        return Step(saved, forward, backward, held, gathers=need.gathers, copies=copies, sends=need.sends)
 
     def norm(self, layout: Layout | None = None) -> Step:
         """x and, a row, mean and 1/σ (RMSNorm: 1/σ); of the stream, or of what lies as `layout` says."""
@@ -285,7 +275,14 @@ class ModelMemory:
         bias = self.block(self.scheme.vector(self.inner), config.vocabulary) if bert else 0
         return [
             *(self._transform() if bert else [self.norm()]),
-            Step(need.kept_a + need.kept_b, need.forward, need.backward, self.master * (need.b // self.word + bias)),
+            Step(
+                need.kept_a + need.kept_b,
+                need.forward,
+                need.backward,
+                self.master * (need.b // self.word + bias),
+                gathers=need.gathers,
+                sends=need.sends,
+            ),
             Step(logits + rows * self.word + labels, 2 * logits, logits),
         ]
 
@@ -319,9 +316,8 @@ class ModelMemory:
 
     def _again(self, group: list[Step]) -> Step:
         """Blocks of which only the input is kept: backward runs them forward first."""
-        inside = peak_of(group)
-        forward = max(step.forward for step in group)
-        return Step(self.stream, forward, self.stream + inside, sum(step.gradients for step in group))
+        gradients = sum(step.gradients for step in group)
+        return Step(self.stream, 0, self.stream, gradients, inside=tuple(group))
 
     @property
     def saved(self) -> int:
@@ -335,9 +331,16 @@ class ModelMemory:
         elements = gradients // self.master
         parameters = elements * (self.master + (self.word if self.word < self.master else 0))
         optimizer = MOMENTS * gradients if training else 0
-        workspace = max(max(step.forward, step.backward) for step in steps) + self.kept_workspace
-        held = peak_of(steps, gradients if accumulate > 1 else 0) + self.kept_workspace
-        return Memory(parameters, gradients, optimizer, self.saved, workspace, parameters + optimizer + held, self.node)
+        workspace = max(map(_alone, steps)) + self.kept_workspace
+        most = peak_of(steps, gradients if accumulate > 1 else 0, self.overlap, self.scheme.regather)
+        peak = parameters + optimizer + most.held + self.kept_workspace
+        return Memory(parameters, gradients, optimizer, self.saved, workspace, most.in_flight, peak, self.node)
+
+    @property
+    def overlap(self) -> Overlap:
+        """The scheme's. The next weight of those gathered ahead is still in its slot, where the node has slots."""
+        overlap = self.scheme.overlap
+        return replace(overlap, gather=max(0, overlap.gather - 1)) if "x" in self.staged else overlap
 
     @property
     def kept_workspace(self) -> int:
@@ -362,19 +365,6 @@ class ModelMemory:
         return [self.product(*linear) for linear in linears]
 
 
-def peak_of(steps: list[Step], gradients: int = 0) -> int:
-    """The most held at any time of a forward and a backward through `steps`, with `gradients` there from the beginning.
-
-    Forward, a layer holds its own beside what those before it saved; backward, beside what it and those before it saved, the
-    gradients of the parameters of those after it, and the gradient that a residual branch leaves waiting.
-    """
-    most = saved = 0
-    for step in steps:
-        most = max(most, gradients + saved + step.forward)
-        saved += step.saved
-    made = 0
-    for step in reversed(steps):
-        most = max(most, saved + max(gradients, made) + step.backward + step.carried)
-        saved -= step.saved
-        made += step.gradients
-    return most
+def _alone(step: Step) -> int:
+    """What a layer, or a stretch that is computed again, holds at most by itself."""
+    return step.backward + peak_of(step.inside).held if step.inside else max(step.forward, step.backward)

@@ -23,7 +23,8 @@ class Need:
 
     a, b, c : the blocks. kept_a, kept_b : what is kept for backward, beside the parameter B itself. forward : the most held from
     A to C, both included. backward : the most held from dC to dA and dB, all included. rooms : by name, the buffers that the
-    executors share and keep from one call to the next. shares : by axis, of a slot of its node's memory.
+    executors share and keep from one call to the next. shares : by axis, of a slot of its node's memory. gathers : B gathered, in
+    flight ahead of the product. sends : the sum of dB in flight, beyond dB: less than nothing where both lie in a slot.
     """
 
     a: int
@@ -35,6 +36,8 @@ class Need:
     backward: int
     rooms: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, int] = field(default_factory=dict)
+    gathers: int = 0
+    sends: int = 0
 
 
 def product_need(plan: ProductPlan, scheme: Scheme, word: int, staged: Collection[str] = ()) -> Need:
@@ -93,25 +96,31 @@ def _gathered(plan: CuboidPlan, scheme: Scheme, word: int, staged: Collection[st
     of_a = moved(plan.a_layout, plan.y, plan.a_shape, plan.a_fine, a)
     of_b = moved(plan.b_layout, plan.x, plan.b_shape, plan.b_fine, b)
     of_c = moved(plan.c_layout, plan.z, plan.c_shape, plan.c_fine, c)
+    overlap = scheme.overlap
+    ahead = overlap.gather > 0 and of_b.size > 1  # then B is copied out of a node's memory
     forward = max(
         a + of_a.gathering(keep),
-        a + of_a.gathered(keep) + of_b.gathered(keep) + of_c.summand + of_c.scattering,
+        a + of_a.gathered(keep) + of_b.gathered(keep or ahead) + of_c.summand + of_c.scattering,
     )
-    again_a, again_b = (0, 0) if keep else (of_a.gathered(), of_b.gathered())
+    again_a, again_b = (0, 0) if keep else (of_a.gathered(), of_b.gathered(ahead))
+    sum_a = of_a.in_flight if overlap.input_gradient else a
     base = c + of_c.gathered()
     backward = max(
         c + of_c.gathering(),
         base + again_b + of_a.summand,
         base + of_a.in_flight + of_a.turning,
-        base + of_a.in_flight + (0 if keep else of_a.gathering()),
-        base + of_a.in_flight + again_a + of_b.summand,
-        base + of_a.in_flight + of_b.in_flight + (of_a.result if of_a.size > 1 else 0),
-        base + a + of_b.in_flight + (of_b.result if of_b.size > 1 else 0),
+        base + of_a.in_flight + (0 if overlap.input_gradient or of_a.size == 1 else of_a.result),
+        base + sum_a + (0 if keep else of_a.gathering()),
+        base + sum_a + again_a + of_b.summand,
+        base + sum_a + of_b.in_flight + (of_a.result if overlap.input_gradient and of_a.size > 1 else 0),
+        base + a + of_b.in_flight + (of_b.result if of_b.size > 1 and not overlap.weight_gradient else 0),
     )
     kept_a = of_a.whole if keep else a
     kept_b = of_b.whole if keep and of_b.size > 1 else 0
     shares = {axis: part.share for axis, part in ((plan.x, of_b), (plan.y, of_a), (plan.z, of_c)) if part.share}
-    return Need(a, b, c, kept_a, kept_b, forward, backward, shares=shares)
+    gathers = of_b.whole if ahead else 0
+    sends = of_b.in_flight - b if overlap.weight_gradient and of_b.size > 1 else 0
+    return Need(a, b, c, kept_a, kept_b, forward, backward, shares=shares, gathers=gathers, sends=sends)
 
 
 @dataclass(frozen=True)

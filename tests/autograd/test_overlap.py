@@ -12,10 +12,8 @@ import torch
 from scheme_table import LLAMA, rows_for, sequence_for, tokens_and_labels
 from torch import Tensor
 
-from summa3d.errors import ConfigError
 from summa3d.nn import ModelConfig, build, scheme
 from summa3d.nn.overlap import Overlap
-from summa3d.train import config as configuration
 from summa3d.train.config import Config
 from summa3d.train.precision import working_weights
 
@@ -119,18 +117,3 @@ def test_no_combination_of_switches_changes_a_bit_or_a_word(make_grid, node_memo
 def test_16_bit_copies_of_weights_are_gathered_ahead_and_their_gradients_widened(make_grid, family):
     grid = make_grid(check=False, node_memory=False, x=4)
     check(grid, "cuboid", family, True, [ALL], RECOMPUTE[::2], "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("assignments", "words"),
-    [
-        (["overlap.gather=-1"], ["overlap.gather is -1", "0 for nothing"]),
-        (["overlap.weight_gradient=-2"], ["overlap.weight_gradient is -2"]),
-        (["overlap.gathers=1"], ["overlap.gathers", "overlap.gather"]),
-        (["overlap.input_gradient=2"], ["overlap.input_gradient", "true"]),
-    ],
-)
-def test_an_overlap_that_no_run_can_have_is_refused(assignments: list[str], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as raised:
-        configuration.load("demo", assignments)
-    assert all(word in str(raised.value) for word in words), raised.value

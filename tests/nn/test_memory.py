@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from summa3d.comm.grid import Place
 from summa3d.errors import ConfigError
 from summa3d.nn import ModelConfig, build, scheme
 from summa3d.nn.memory import ModelMemory
+from summa3d.nn.overlap import Overlap
 from summa3d.nn.tracked import peak_bytes, saved_bytes
 
 # Odd sizes where no axis must divide them: v = 191, f = 4h or Llama's; large enough that rows of statistics are small change.
@@ -100,6 +102,29 @@ def test_what_is_computed_again_is_not_kept(make_grid, world_size, recompute):
     name, axes = SCHEMES[world_size][-1]
     for sizes in (GPT2, LLAMA):
         check(ModelConfig(**sizes), scheme(name, make_grid(check=False, **axes)), recompute)
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("recompute", [("none", 1), ("full", 1)], ids=["kept", "again"])
+def test_what_is_in_flight_between_layers_is_counted(make_grid, recompute):
+    for node_memory, overlap in product((True, False), (Overlap(1), Overlap(3), Overlap(0, 1), Overlap(2, 2, False))):
+        grid = make_grid(check=False, node_memory=node_memory, x=2, z=2)
+        for sizes, regather in ((GPT2, True), (LLAMA, not grid.staged)):
+            if sizes is GPT2 or recompute == ("none", 1):
+                check(ModelConfig(**sizes), scheme("cuboid", grid, regather, overlap=overlap), recompute)
+
+
+def test_the_dry_terms_say_what_is_in_flight():
+    config, place = ModelConfig(**GPT2), Place({"x": 2, "y": 1, "z": 2})
+    whole = {n: 4 * n * 96 // 2 for n in (96, 288, 384)}  # gathered weights of h·n words, halves along z
+
+    def in_flight(**overlap: int) -> int:
+        return ModelMemory(config, scheme("cuboid", place, overlap=Overlap(**overlap)), 8, 32).memory().in_flight
+
+    assert in_flight() == 0
+    assert in_flight(gather=1) == whole[384]
+    assert in_flight(gather=2) == 2 * whole[384]
+    assert in_flight(weight_gradient=1) == 2 * whole[384] - whole[384] // 2  # a summand and two halves, of which one is dW
 
 
 def test_a_rank_of_a_grid_that_nobody_started_has_its_share():

@@ -34,6 +34,7 @@ def test_an_override_wins_over_the_file_and_none_unsets(tmp_path: Path) -> None:
         ("train.step", "train.steps"),
         ("model.hiden", "model.hidden"),
         ("lr", "train.learning_rate"),
+        ("overlap.gathers", "overlap.gather"),
         ("steps", "train.steps"),
         ("shceme", "scheme"),
     ],
@@ -58,6 +59,7 @@ def test_an_unknown_key_in_a_file_is_found_too(tmp_path: Path) -> None:
         ("train.steps=true", ["train.steps", "True", "an integer"]),
         ("train.clip=x", ["train.clip", "a number"]),
         ("regather=1", ["regather", "true or false"]),
+        ("overlap.input_gradient=2", ["overlap.input_gradient", "true or false"]),
         ("grid.tile=3", ["grid.tile", "a table of integers"]),
         ("train.betas=[0.9]", ["train.betas", "a list of 2 numbers"]),
         ("train=3", ["train is a table", "train.steps"]),
@@ -82,6 +84,8 @@ def test_a_value_of_another_type_is_refused_with_key_value_and_type(assignment: 
         (["data.tokenizer=words"], ["'words'", "bpe:N"]),
         (["data.tokenizer=bpe:500"], ["model.vocabulary 256", "500"]),
         (["grid.d=0"], ["grid.d is 0"]),
+        (["overlap.gather=-1"], ["overlap.gather is -1", "0 for nothing"]),
+        (["overlap.weight_gradient=-2"], ["overlap.weight_gradient is -2"]),
     ],
 )
 def test_a_value_that_no_run_can_have_is_refused(assignments: list[str], words: list[str]) -> None:
