@@ -18,6 +18,8 @@ from .ledger import Ledger
 from .node import NodeRule
 
 DEFAULT_ORDER = ("z", "y", "x", "d")
+EVERYONE = ("everyone",)
+"""Names the axis of all ranks, those outside the grid included."""
 
 
 class Grid:
@@ -35,10 +37,12 @@ class Grid:
     node_memory : whether axes whose ranks share a node communicate through its memory (comm/node.py): True always, False never
         (through MPI), None where it is the quicker.
     check : compare operation, shapes and dtypes over the ranks before every collective (debugging; costs a message each).
+    ranks : the ranks of `comm` that fill the grid, in its order; default all. The others are outside (`inside` is False): they
+        make the same calls, hold nothing (blocks without elements), and take part in what `everyone` does alone.
 
     ``grid["y"]`` is an axis, ``grid["x", "y"]`` the plane of both (index = ix·Y + iy), ``grid.world`` all ranks.
-    Creating a grid is collective over `comm`; so is the first use of each plane over its members.
-    Raises GridError, on every rank and before any communication, where axes, order or tile do not fit.
+    Creating a grid is collective over its ranks; so is the first use of each plane over its members.
+    Raises GridError, on every rank and before any communication, where axes, order, tile or ranks do not fit.
     """
 
     def __init__(
@@ -49,17 +53,29 @@ class Grid:
         tile: Mapping[str, int] | None = None,
         check: bool = False,
         node_memory: bool | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
-        self.comm, self.check = comm, check
+        self.common, self.check = comm, check
         self.shape = dict(axes)
-        self.rank, self.size = comm.rank, comm.size
         self.order = _checked_order(self.shape, order)
         self.tile = _checked_tile(self.shape, tile)
+        self.ranks = _checked_ranks(ranks, comm.size)
+        self.size = len(self.ranks)
         if prod(self.shape.values()) != self.size:
             raise GridError(_misfit(self.shape, self.size))
-        self.coordinates = self.coordinates_of(self.rank)
+        self.inside = comm.rank in self.ranks
+        self.comm = comm if self.ranks == tuple(range(comm.size)) else _comm_of_some(comm, self.ranks)
+        self.rank = self.ranks.index(comm.rank) if self.inside else MPI.UNDEFINED
+        self.coordinates = self.coordinates_of(self.rank) if self.inside else {}
         self.ledger = Ledger()
         self._axes: dict[tuple[str, ...], Axis] = {}
+        self._node: list[int] = []
+        if self.inside:
+            self._meet(node_memory)
+
+    def _meet(self, node_memory: bool | None) -> None:
+        """Find out, together with the other ranks of the grid, who shares a node; and make the axes."""
+        comm = self.comm
         self._node = _node_of_each_rank(comm)
         self._crowded = _is_crowded(comm, self._node)
         self._staged = comm.size > 1 and comm.allreduce(node_memory is not False and available() is None, MPI.MIN)
@@ -82,8 +98,24 @@ class Grid:
 
     @property
     def world(self) -> Axis:
-        """All ranks as one axis."""
+        """All ranks of the grid as one axis."""
         return self._axis(self.names)
+
+    @property
+    def everyone(self) -> Axis:
+        """All ranks of the communicator that the grid was made on, in its order; those outside the grid take part."""
+        if EVERYONE not in self._axes:
+            names = self.names if len(self.ranks) == self.common.size else EVERYONE
+            self._axes[EVERYONE] = Axis(names, self.common.size, self.common.rank, self.common, self.ledger, self.check)
+        return self._axes[EVERYONE]
+
+    @property
+    def places(self) -> list[dict[str, int]]:
+        """The coordinates of every rank of the communicator that the grid was made on; {} for those outside the grid."""
+        found: list[dict[str, int]] = [{} for _ in range(self.common.size)]
+        for place, rank in enumerate(self.ranks):
+            found[rank] = self.coordinates_of(place)
+        return found
 
     def run(self, names: tuple[str, ...], size: int) -> Axis:
         """`size` consecutive members of the plane `names`, this rank among them: the plane cut into runs of that many.
@@ -105,7 +137,8 @@ class Grid:
         return self._axes[key]
 
     def __repr__(self) -> str:
-        return f"Grid({', '.join(f'{name}={size}' for name, size in self.shape.items())}, order={','.join(self.order)})"
+        part = "" if self.comm is self.common else f", ranks={','.join(map(str, self.ranks))}"
+        return f"Grid({', '.join(f'{name}={size}' for name, size in self.shape.items())}, order={','.join(self.order)}{part})"
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """Axis name → index of `rank`: the digits of the rank, tile digits first, in `order`."""
@@ -130,7 +163,8 @@ class Grid:
         """Give the grid these axes, of size 1, where it has none of that name; a layout may then name them. Moves nothing."""
         for name in names:
             if name not in self.shape:
-                self.shape[name], self.tile[name], self.coordinates[name] = 1, 1, 0
+                self.shape[name], self.tile[name] = 1, 1
+                self.coordinates |= {name: 0} if self.inside else {}
                 self.order = (*self.order, name)
 
     @property
@@ -147,9 +181,11 @@ class Grid:
         """Release the axes' communicators (collective). The grid cannot be used afterwards."""
         for axis in self._axes.values():
             axis.free()
-            if axis.comm not in (self.comm, MPI.COMM_SELF):
+            if axis.comm not in (self.comm, self.common, MPI.COMM_SELF):
                 axis.comm.Free()
         self._axes.clear()
+        if self.inside and self.comm is not self.common:
+            self.comm.Free()
 
     def __enter__(self) -> Grid:
         return self
@@ -159,6 +195,11 @@ class Grid:
             self.free()
 
     def _axis(self, names: tuple[str, ...]) -> Axis:
+        if not self.inside:
+            raise GridError(
+                f"Rank {self.common.rank} is outside {self}: it holds nothing, and takes no part in what the grid's ranks do.\n"
+                f"  Ask `grid.inside` first, or make the grid of all {self.common.size} ranks."
+            )
         if names not in self._axes:
             members = self._members(names)
             size, index = len(members), members.index(self.rank)
@@ -175,12 +216,7 @@ class Grid:
             return MPI.COMM_SELF
         if members == list(range(self.size)):
             return self.comm
-        everyone = self.comm.Get_group()
-        group = everyone.Incl(members)
-        comm = self.comm.Create_group(group)
-        group.Free()
-        everyone.Free()
-        return comm
+        return _comm_of_some(self.comm, members)
 
     def _members(self, names: tuple[str, ...]) -> list[int]:
         """The ranks that share this rank's coordinates on all other axes, in plane order."""
@@ -202,11 +238,13 @@ class Place(Grid):
         order: str | Sequence[str] | None = None,
         tile: Mapping[str, int] | None = None,
     ) -> None:
-        self.comm, self.check = MPI.Intracomm(), False  # the null communicator
+        self.comm = self.common = MPI.Intracomm()  # the null communicator
+        self.check, self.inside = False, True
         self.shape = dict(axes)
         self.order = _checked_order(self.shape, order)
         self.tile = _checked_tile(self.shape, tile)
         self.rank, self.size = rank, prod(self.shape.values())
+        self.ranks = tuple(range(self.size))
         if not 0 <= rank < self.size:
             raise GridError(f"Grid {describe(self.shape)} has no rank {rank}; its ranks are 0 to {self.size - 1}.")
         self.coordinates = self.coordinates_of(rank)
@@ -268,6 +306,26 @@ def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> d
             fits = ", ".join(str(part) for part in range(1, shape[name] + 1) if shape[name] % part == 0)
             raise GridError(f"tile {name}={size} does not divide axis {name} = {shape[name]}. Tiles that fit: {fits}.")
     return {name: (tile or {}).get(name, 1) for name in shape}
+
+
+def _checked_ranks(ranks: Sequence[int] | None, size: int) -> tuple[int, ...]:
+    named = tuple(range(size)) if ranks is None else tuple(ranks)
+    for rank in named:
+        if not 0 <= rank < size or named.count(rank) > 1:
+            raise GridError(f"ranks {list(named)} must name each rank at most once; the communicator has 0 to {size - 1}.")
+    return named
+
+
+def _comm_of_some(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
+    """A communicator of these ranks of `comm`, in this order: collective over them; the null communicator on others."""
+    if comm.rank not in ranks:
+        return MPI.Intracomm()
+    everyone = comm.Get_group()
+    group = everyone.Incl(ranks)
+    part = comm.Create_group(group)
+    group.Free()
+    everyone.Free()
+    return part
 
 
 def _is_crowded(comm: MPI.Intracomm, nodes: Sequence[int]) -> bool:

@@ -148,14 +148,9 @@ class Choice:
     def seconds(self) -> float:
         return self.best.seconds
 
-    def place(self, comm: MPI.Intracomm) -> Grid | None:
-        """The grid on the first ranks of `comm`, None on those that idle. Collective over the ranks in use.
-
-        Where ranks idle, the grid's communicator is a new one, for the caller to free after the grid.
-        """
-        if comm.rank >= self.used:
-            return None
-        return Grid(comm.Create_group(comm.group.Incl(range(self.used))) if self.idle else comm, self.grid)
+    def place(self, comm: MPI.Intracomm) -> Grid:
+        """The grid on the first ranks of `comm`; those that idle are outside it."""
+        return Grid(comm, self.grid, ranks=range(self.used))
 
     def __str__(self) -> str:
         m, n, k = self.shape

@@ -31,7 +31,7 @@ def read(path: str | Path, grid: Grid, layout: Ownership) -> tuple[np.ndarray, t
         block = np.array(taken(whole, runs), order="C", subok=False)
     except (OSError, ValueError, DataError) as caught:
         error = caught if isinstance(caught, DataError) else DataError(f"{path} is not a .npy file that can be read: {caught}")
-    agree_on_error(grid.comm, error)
+    agree_on_error(grid.common, error)
     return block, shape
 
 
@@ -57,7 +57,7 @@ def _together(grid: Grid, path: Path, step: Callable[[], object]) -> None:
         step()
     except (OSError, ValueError) as caught:
         error = DataError(f"{path} cannot be written: {caught}")
-    agree_on_error(grid.comm, error)
+    agree_on_error(grid.common, error)
 
 
 def _mapped(path: Path, mode: Literal["r", "r+"]) -> np.ndarray:
@@ -83,7 +83,7 @@ def _fill(path: Path, matrix: DistMatrix, block: np.ndarray) -> None:
 
 def _owns(grid: Grid, layout: Ownership) -> bool:
     """True on one of the ranks that hold copies of a block."""
-    return all(grid.coordinates[axis] == 0 for axis in grid.shape if axis not in layout.axes)
+    return grid.inside and all(grid.coordinates[axis] == 0 for axis in grid.shape if axis not in layout.axes)
 
 
 def _as_numpy(block: Array) -> np.ndarray:

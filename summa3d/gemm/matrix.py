@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array, dtype_name, is_torch
+from ..comm.arrays import Array, dtype_name, empty, is_torch
 from ..comm.grid import Grid
 from ..errors import LayoutError, ShapeError
 from ..layout.cyclic import BlockCyclic
@@ -27,7 +27,8 @@ class DistMatrix:
 
     `layout` is a Layout, or a BlockCyclic as ScaLAPACK has it. A block may have any memory order: `.T` is a view. Operations
     on two matrices want both in one layout on one grid, and raise LayoutError or ShapeError on every rank alike, before
-    anything moves, where they are not; `redistribute` brings them there.
+    anything moves, where they are not; `redistribute` brings them there. On a rank outside the grid the block has no elements:
+    redistribution, products, scaling, sums and files are called there too; norms and `to_global` belong to the grid's ranks.
     """
 
     block: Array
@@ -117,7 +118,8 @@ class DistMatrix:
     def redistribute(self, layout: Ownership, grid: Grid | None = None, order: str = "C") -> DistMatrix:
         """The same matrix owned otherwise: a new one. One all-to-all; what a rank holds already does not move.
 
-        `grid` may be another grid over the same ranks; `order` is the new block's memory order, C or F.
+        `grid` may be another grid made on the same communicator, of any number of its ranks (``Grid(comm, axes, ranks=…)``);
+        all ranks of the communicator call. `order` is the new block's memory order, C or F.
         """
         block = redistribute(self.block, self.shape, self.grid, self.layout, layout, grid, order)
         return DistMatrix(block, layout, grid or self.grid, self.shape, order == "F")
@@ -239,6 +241,7 @@ def matmul(
 
     Returns C in the plan's layout. The cuboid's is m:(x,z) n:y, so that products chain: C has the layout of an A whose y and z
     change places; it moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean).
+    On a rank outside the grid C has no elements, and nothing is done.
     Raises ShapeError (sizes, dtypes), LayoutError (grids, layouts), GridError (a grid that the algorithm cannot use) or
     ConfigError (an unknown algorithm) on every rank alike, before any communication.
     """
@@ -247,5 +250,8 @@ def matmul(
     if out is not None and (out.grid is not a.grid or out.layout != plan.c_layout or tuple(out.shape) != plan.c_shape):
         product = f"the product is {plan.c_shape[0]}×{plan.c_shape[1]} in {plan.c_layout} on {a.grid}"
         raise LayoutError(f"out is {out.summary}; {product}.")
-    block = found.executor(plan, a.grid).run(a.block, b.block, None if out is None else out.block, alpha, beta)
+    if a.grid.inside:
+        block = found.executor(plan, a.grid).run(a.block, b.block, None if out is None else out.block, alpha, beta)
+    else:
+        block = empty((0, 0), a.block)
     return DistMatrix(block, plan.c_layout, a.grid, plan.c_shape) if out is None else out

@@ -21,7 +21,7 @@ def summary(matrix: DistMatrix) -> str:
     """One line on the matrix and on this rank's part of it."""
     rows, columns = matrix.layout.runs(matrix.shape, matrix.grid.shape, matrix.grid.coordinates)
     size = f"{matrix.shape[0]}×{matrix.shape[1]} {dtype_name(matrix.block)}"
-    here = f"rows {ranges(rows)}, columns {ranges(columns)} here"
+    here = f"rows {ranges(rows)}, columns {ranges(columns)} here" if matrix.grid.inside else "nothing here"
     return f"DistMatrix({size}, {matrix.layout} on {matrix.grid}, {here})"
 
 
@@ -44,7 +44,7 @@ def picture(matrix: DistMatrix) -> list[str]:
         coordinates = grid.coordinates_of(rank)
         if layout.is_host(coordinates):
             rows, columns = (_hashable(part) for part in layout.runs(matrix.shape, grid.shape, coordinates))
-            holders.setdefault((rows, columns), []).append(rank)
+            holders.setdefault((rows, columns), []).append(grid.ranks[rank])
     lines, across = (sorted({key[dim] for key in holders}) for dim in (0, 1))
     table = [["rows \\ columns", *map(_written, across)]]
     for rows in lines:

@@ -19,6 +19,8 @@ def empty_shared(shape: tuple[int, int], grid: Grid, layout: Ownership, dtype: n
     if not isinstance(layout, Layout):
         raise LayoutError(f"{layout} cannot share memory: only the blocks of a Layout lie one after the other.")
     rows, columns = layout.local_shape(shape, grid.shape, grid.coordinates)
+    if not grid.inside:
+        return np.empty((rows, columns), dtype)
     axis = grid[layout.dims[0][-1:]]
     if axis.size == 1:
         return np.empty((rows, columns), dtype)

@@ -1,5 +1,5 @@
 # 2-D block-cyclic ownership, as ScaLAPACK has it: pure functions of (global shape, grid shape, coordinates), no communication.
-# Imports errors only. Offers what a Layout offers (dims, hosted, axes, runs, local_shape, …); redistribute.py takes either.
+# Imports errors, layout. Offers what a Layout offers (dims, hosted, axes, runs, local_shape, …); redistribute.py takes either.
 # Next: redistribute.py, which carries a matrix from one to the other.
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ..errors import LayoutError, ShapeError
+from .layout import Coordinates
 
-Coordinates = Mapping[str, int]
 Runs = tuple[slice, ...]
 
 
@@ -59,8 +59,8 @@ class BlockCyclic:
         return ()
 
     def is_host(self, coordinates: Coordinates) -> bool:
-        """Every rank holds a block."""
-        return True
+        """Every rank of the grid holds a block."""
+        return bool(coordinates)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -102,12 +102,12 @@ class BlockCyclic:
             raise ShapeError(f"{self} describes matrices; a tensor of shape {tuple(shape)} has {len(shape)} dims.")
         result = []
         for n, axes, block in zip(shape, self.dims, self.block, strict=True):
-            index = 0
+            index, outside = 0, not coordinates
             for axis in axes:
                 if axis not in grid_shape:
                     raise LayoutError(f"{self} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
-                index = index * grid_shape[axis] + coordinates[axis]
-            result.append((n, block, index, prod(grid_shape[axis] for axis in axes)))
+                index = 0 if outside else index * grid_shape[axis] + coordinates[axis]
+            result.append((0 if outside else n, block, index, prod(grid_shape[axis] for axis in axes)))
         return result
 
 

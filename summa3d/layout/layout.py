@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..comm.grid import Grid
 
 Coordinates = Mapping[str, int]
+"""Axis → index of a rank; {} of a rank outside the grid, which holds nothing."""
 
 
 def split_sizes(n: int, parts: int) -> list[int]:
@@ -89,8 +90,8 @@ class Layout:
         return coordinates[follows[axis]] if axis in follows else 0
 
     def is_host(self, coordinates: Coordinates) -> bool:
-        """Whether the rank holds a block: it is the host on every hosted axis."""
-        return all(coordinates[axis] == self.host(axis, coordinates) for axis in self.hosted)
+        """Whether the rank holds a block: it is on the grid, and the host on every hosted axis."""
+        return bool(coordinates) and all(coordinates[axis] == self.host(axis, coordinates) for axis in self.hosted)
 
     def is_owner(self, coordinates: Coordinates) -> bool:
         """True on exactly one of the ranks that hold a block: the host, at index 0 of every axis that only copies it."""
@@ -101,6 +102,8 @@ class Layout:
         """The part of a global tensor of `shape` that the rank at `coordinates` holds, one slice per dim."""
         if len(shape) != len(self.dims):
             raise LayoutError(f"{self} describes {len(self.dims)} dims; a tensor of shape {tuple(shape)} has {len(shape)}.")
+        if not coordinates:
+            return (slice(0, 0),) * len(shape)
         result = []
         for n, axes in zip(shape, self.dims, strict=True):
             start, stop = 0, n

@@ -1,4 +1,4 @@
-# From any ownership of a tensor to any other over the same ranks: who sends what to whom (pure data), and one all-to-all.
+# From any ownership of a tensor to any other, on two grids of one communicator: a plan, which is pure data, and one all-to-all.
 # Imports layout, cyclic, distribute, comm. Any number of dims, uneven and empty blocks, copies, block-cyclic on either side.
 # Next: gemm/matrix.py, whose `redistribute` it is.
 from __future__ import annotations
@@ -28,7 +28,10 @@ SHORT_RUN = 128
 
 
 class Placement:
-    """An ownership together with the coordinates of every rank: where each element of a tensor is, and its copies."""
+    """An ownership together with the coordinates of every rank: where each element of a tensor is, and its copies.
+
+    A point {} is that of a rank outside the grid, which holds nothing.
+    """
 
     def __init__(self, layout: Ownership, grid_shape: Mapping[str, int], points: Sequence[Coordinates]) -> None:
         for axis in sorted(layout.axes.union(layout.hosted)):
@@ -44,11 +47,11 @@ class Placement:
 
     @classmethod
     def on(cls, grid: Grid, layout: Ownership) -> Placement:
-        """The placement of `layout` on a grid."""
-        return cls(layout, grid.shape, [grid.coordinates_of(rank) for rank in range(grid.size)])
+        """The placement of `layout` over all ranks of the communicator that the grid was made on."""
+        return cls(layout, grid.shape, grid.places)
 
     def _key(self, point: Coordinates) -> Key | None:
-        if self.layout.dims and not self.layout.is_host(point):
+        if not point or (self.layout.dims and not self.layout.is_host(point)):
             return None
         return tuple(tuple(point[axis] for axis in axes) for axes in self.layout.dims)
 
@@ -81,7 +84,7 @@ class Piece:
 
 @dataclass
 class Redistribution:
-    """Who sends what to whom when a tensor of `shape` goes from one placement to another over the same ranks. Plain data.
+    """Who sends what to whom when a tensor of `shape` goes from one placement to another over one list of ranks. Plain data.
 
     Each rank receives each element of its new block once: from itself where it holds it; else from the one rank that holds
     it; else, of several that hold copies, the takers of a part take turns over its holders. Every rank computes the same plan.
@@ -96,7 +99,9 @@ class Redistribution:
     def __post_init__(self) -> None:
         if len(self.source.points) != len(self.target.points):
             before, after = len(self.source.points), len(self.target.points)
-            raise LayoutError(f"A tensor on {before} ranks cannot go to {after}: both grids must fill the same ranks.")
+            raise LayoutError(f"A tensor on {before} ranks cannot go to {after}: both placements must list the same ranks.")
+        if not self.shape and None in (*self.source.keys, *self.target.keys):
+            raise ShapeError("A tensor without dims is one element: it cannot go from or to a grid that leaves ranks outside.")
 
     def words_of(self, rank: int) -> int:
         """Words that `rank` receives: its new block less what it holds of it already."""
@@ -213,25 +218,26 @@ def redistribute(
     Parameters
     ----------
     block : this rank's block under `layout` on `grid`, in any memory order
-    to, to_grid : the new ownership and its grid, over the same ranks in the same order; None is the same grid
+    to, to_grid : the new ownership and its grid, made on the same communicator; None is the same grid. Either may leave ranks
+        of it outside: they make the same call, with a block without elements, or get one
     order : "C", or "F" for a numpy array stored by columns, as ScaLAPACK wants it
 
     Returns a new array. Moves, per rank, the words of its new block that it does not hold (`Redistribution.words_of`) in one
-    all-to-all over all ranks, counted in `grid`'s ledger; nothing, and no message, where no rank lacks anything. Needs
-    `Redistribution.workspace_of` words of workspace.
-    Raises LayoutError or ShapeError, before any communication, where the grids have other ranks or `block` is not this rank's.
+    all-to-all over the communicator (`Grid.everyone`), counted in `grid`'s ledger; nothing, and no message, where no rank lacks
+    anything. Needs `Redistribution.workspace_of` words of workspace.
+    Raises LayoutError or ShapeError, before any communication, where the grids have no common communicator or `block` is not
+    this rank's.
     """
     to_grid = to_grid or grid
-    check_same_ranks(grid, to_grid)
-    plan = Redistribution(tuple(shape), Placement.on(grid, layout), Placement.on(to_grid, to))
-    expected = plan.source.local_shape(shape, grid.rank)
+    check_common(grid, to_grid)
+    plan, here = Redistribution(tuple(shape), Placement.on(grid, layout), Placement.on(to_grid, to)), grid.common.rank
+    expected = plan.source.local_shape(shape, here)
     if tuple(block.shape) != expected:
         raise ShapeError(
-            f"Rank {grid.rank} holds a block of shape {tuple(block.shape)}; "
-            f"{layout} of {tuple(shape)} on {grid} gives {expected}."
+            f"Rank {here} holds a block of shape {tuple(block.shape)}; {layout} of {tuple(shape)} on {grid} gives {expected}."
         )
-    out = _new_block(plan.target.local_shape(shape, grid.rank), block, order)
-    kept = plan.kept_by(grid.rank)
+    out = _new_block(plan.target.local_shape(shape, here), block, order)
+    kept = plan.kept_by(here)
     if kept:
         put(out, kept.put, taken(block, kept.take))
     if plan.moves():
@@ -239,30 +245,32 @@ def redistribute(
     return out
 
 
-def check_same_ranks(grid: Grid, other: Grid) -> None:
-    """Raise LayoutError unless both grids place the same processes under the same rank numbers. Local."""
+def check_common(grid: Grid, other: Grid) -> None:
+    """Raise LayoutError unless both grids were made on communicators of the same processes in the same order. Local."""
     from mpi4py import MPI
 
-    if grid is not other and MPI.Comm.Compare(grid.comm, other.comm) not in (MPI.IDENT, MPI.CONGRUENT):
-        raise LayoutError(f"{grid} and {other} are not grids of the same ranks. Build both on one communicator.")
+    if grid is not other and MPI.Comm.Compare(grid.common, other.common) not in (MPI.IDENT, MPI.CONGRUENT):
+        raise LayoutError(
+            f"{grid} and {other} have no common communicator: one was made on {grid.common.size} ranks, the other on "
+            f"{other.common.size}, or on the same in another order.\n"
+            f"  Make both on one; Grid(comm, axes, ranks=range(n)) fills a part of it."
+        )
 
 
 def _exchange(plan: Redistribution, block: Array, out: Array, grid: Grid) -> None:
     """Pack what this rank gives, exchange it, and put what arrives in its place in `out`."""
-    from .distribute import world_ranks
-
-    gives = {piece.taker: piece for piece in plan.sent_by(grid.rank)}
-    takes = {piece.giver: piece for piece in plan.received_by(grid.rank)}
-    members = world_ranks(grid)
-    sizes = [gives[rank].words if rank in gives else 0 for rank in members]
-    receive_sizes = [takes[rank].words if rank in takes else 0 for rank in members]
+    everyone = grid.everyone
+    gives = {piece.taker: piece for piece in plan.sent_by(everyone.index)}
+    takes = {piece.giver: piece for piece in plan.received_by(everyone.index)}
+    sizes = [gives[rank].words if rank in gives else 0 for rank in range(everyone.size)]
+    receive_sizes = [takes[rank].words if rank in takes else 0 for rank in range(everyone.size)]
     packed, start = grid.ledger.track(empty((sum(sizes),), block)), 0
-    for rank, size in zip(members, sizes, strict=True):
+    for rank, size in enumerate(sizes):
         if size:
             packed[start : start + size] = taken(block, gives[rank].take).reshape(-1)
             start += size
-    arrived, start = grid.ledger.track(grid.world.all_to_all(packed, sizes=sizes, receive_sizes=receive_sizes)), 0
-    for rank, size in zip(members, receive_sizes, strict=True):
+    arrived, start = grid.ledger.track(everyone.all_to_all(packed, sizes=sizes, receive_sizes=receive_sizes)), 0
+    for rank, size in enumerate(receive_sizes):
         if size:
             put(out, takes[rank].put, arrived[start : start + size].reshape(takes[rank].shape))
             start += size

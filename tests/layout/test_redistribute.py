@@ -55,11 +55,14 @@ def ownerships(draw, dims):
 
 @st.composite
 def redistributions(draw):
+    """Between grids that each fill all ranks, or some in any order; {} are the coordinates of the others."""
     ranks = draw(st.integers(1, 12))
     shape = tuple(draw(st.lists(st.integers(0, 9), min_size=0, max_size=3)))
     placements = []
     for _ in range(2):
-        grid_shape, at = draw(grid_shapes(ranks))
+        used = draw(st.one_of(st.just(ranks), st.integers(1, ranks))) if shape else ranks
+        grid_shape, at = draw(grid_shapes(used))
+        at = draw(st.permutations([*at, *[{}] * (ranks - used)])) if used < ranks else at
         placements.append(Placement(draw(ownerships(len(shape))), grid_shape, at))
     return Redistribution(shape, *placements)
 
@@ -216,7 +219,7 @@ def test_what_cannot_be_redistributed_is_an_error_on_every_rank(comm, make_grid)
     grid, reversed_comm = make_grid(x=4), comm.Split(0, -comm.rank)
     rows, columns = Layout(("x",), ()), Layout((), ("x",))
     block = np.zeros((2, 8))
-    with Grid(reversed_comm, {"x": 4}) as other, pytest.raises(LayoutError, match="not grids of the same ranks"):
+    with Grid(reversed_comm, {"x": 4}) as other, pytest.raises(LayoutError, match="no common communicator"):
         redistribute(block, (8, 8), grid, rows, columns, other)
     with pytest.raises(LayoutError, match="names axis 'y'"):
         redistribute(block, (8, 8), grid, rows, Layout(("y",), ()))
