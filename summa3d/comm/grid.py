@@ -104,10 +104,18 @@ class Grid:
     @property
     def everyone(self) -> Axis:
         """All ranks of the communicator that the grid was made on, in its order; those outside the grid take part."""
-        if EVERYONE not in self._axes:
-            names = self.names if len(self.ranks) == self.common.size else EVERYONE
-            self._axes[EVERYONE] = Axis(names, self.common.size, self.common.rank, self.common, self.ledger, self.check)
-        return self._axes[EVERYONE]
+        return self._line(self.names if len(self.ranks) == self.common.size else EVERYONE, self.common)
+
+    @property
+    def ranked(self) -> Axis:
+        """All ranks of the grid as one axis, in the order of their ranks; `world` is in the order of coordinates."""
+        return self._line(self.names, self.comm) if self.inside else self._axis(self.names)
+
+    def _line(self, names: tuple[str, ...], comm: MPI.Intracomm) -> Axis:
+        key = (*names, "in the order of ranks")
+        if key not in self._axes:
+            self._axes[key] = Axis(names, comm.size, comm.rank, comm, self.ledger, self.check)
+        return self._axes[key]
 
     @property
     def places(self) -> list[dict[str, int]]:

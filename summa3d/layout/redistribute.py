@@ -17,6 +17,7 @@ from .cyclic import BlockCyclic, Runs
 from .layout import Coordinates, Layout
 
 if TYPE_CHECKING:
+    from ..comm.collectives import Axis
     from ..comm.grid import Grid
 
 Ownership = Layout | BlockCyclic
@@ -47,6 +48,11 @@ class Placement:
 
     @classmethod
     def on(cls, grid: Grid, layout: Ownership) -> Placement:
+        """The placement of `layout` over the ranks of a grid."""
+        return cls(layout, grid.shape, [grid.coordinates_of(rank) for rank in range(grid.size)])
+
+    @classmethod
+    def among_everyone(cls, grid: Grid, layout: Ownership) -> Placement:
         """The placement of `layout` over all ranks of the communicator that the grid was made on."""
         return cls(layout, grid.shape, grid.places)
 
@@ -218,19 +224,25 @@ def redistribute(
     Parameters
     ----------
     block : this rank's block under `layout` on `grid`, in any memory order
-    to, to_grid : the new ownership and its grid, made on the same communicator; None is the same grid. Either may leave ranks
-        of it outside: they make the same call, with a block without elements, or get one
+    to, to_grid : the new ownership and its grid; None is the same grid. Another is made on the same communicator, and either
+        may leave ranks of it outside: they make the same call, with a block without elements, or get one
     order : "C", or "F" for a numpy array stored by columns, as ScaLAPACK wants it
 
     Returns a new array. Moves, per rank, the words of its new block that it does not hold (`Redistribution.words_of`) in one
-    all-to-all over the communicator (`Grid.everyone`), counted in `grid`'s ledger; nothing, and no message, where no rank lacks
-    anything. Needs `Redistribution.workspace_of` words of workspace.
+    all-to-all over the grid's ranks, or from grid to grid over `Grid.everyone`, counted in `grid`'s ledger; nothing, and no
+    message, where no rank lacks anything. Needs `Redistribution.workspace_of` words of workspace.
     Raises LayoutError or ShapeError, before any communication, where the grids have no common communicator or `block` is not
     this rank's.
     """
-    to_grid = to_grid or grid
-    check_common(grid, to_grid)
-    plan, here = Redistribution(tuple(shape), Placement.on(grid, layout), Placement.on(to_grid, to)), grid.common.rank
+    if to_grid is None or to_grid is grid:
+        if not grid.inside:
+            return _new_block((0,) * len(shape), block, order)
+        plan, axis = Redistribution(tuple(shape), Placement.on(grid, layout), Placement.on(grid, to)), grid.ranked
+    else:
+        check_common(grid, to_grid)
+        places = Placement.among_everyone(grid, layout), Placement.among_everyone(to_grid, to)
+        plan, axis = Redistribution(tuple(shape), *places), grid.everyone
+    here = axis.index
     expected = plan.source.local_shape(shape, here)
     if tuple(block.shape) != expected:
         raise ShapeError(
@@ -241,7 +253,7 @@ def redistribute(
     if kept:
         put(out, kept.put, taken(block, kept.take))
     if plan.moves():
-        _exchange(plan, block, out, grid)
+        _exchange(plan, block, out, axis)
     return out
 
 
@@ -257,19 +269,18 @@ def check_common(grid: Grid, other: Grid) -> None:
         )
 
 
-def _exchange(plan: Redistribution, block: Array, out: Array, grid: Grid) -> None:
+def _exchange(plan: Redistribution, block: Array, out: Array, axis: Axis) -> None:
     """Pack what this rank gives, exchange it, and put what arrives in its place in `out`."""
-    everyone = grid.everyone
-    gives = {piece.taker: piece for piece in plan.sent_by(everyone.index)}
-    takes = {piece.giver: piece for piece in plan.received_by(everyone.index)}
-    sizes = [gives[rank].words if rank in gives else 0 for rank in range(everyone.size)]
-    receive_sizes = [takes[rank].words if rank in takes else 0 for rank in range(everyone.size)]
-    packed, start = grid.ledger.track(empty((sum(sizes),), block)), 0
+    gives = {piece.taker: piece for piece in plan.sent_by(axis.index)}
+    takes = {piece.giver: piece for piece in plan.received_by(axis.index)}
+    sizes = [gives[rank].words if rank in gives else 0 for rank in range(axis.size)]
+    receive_sizes = [takes[rank].words if rank in takes else 0 for rank in range(axis.size)]
+    packed, start = axis.ledger.track(empty((sum(sizes),), block)), 0
     for rank, size in enumerate(sizes):
         if size:
             packed[start : start + size] = taken(block, gives[rank].take).reshape(-1)
             start += size
-    arrived, start = grid.ledger.track(everyone.all_to_all(packed, sizes=sizes, receive_sizes=receive_sizes)), 0
+    arrived, start = axis.ledger.track(axis.all_to_all(packed, sizes=sizes, receive_sizes=receive_sizes)), 0
     for rank, size in enumerate(receive_sizes):
         if size:
             put(out, takes[rank].put, arrived[start : start + size].reshape(takes[rank].shape))

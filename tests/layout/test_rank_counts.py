@@ -49,7 +49,7 @@ def test_a_matrix_goes_from_any_grid_to_one_of_other_ranks_and_moves_the_words_o
         whole = array("numpy", dtype, numbers("float64", (13, 17), 3))
         with Grid(comm, axes, ranks=ranks, check=True) as grid, Grid(comm, to_axes, ranks=to_ranks) as to_grid:
             matrix = DistMatrix.from_global(whole, grid, layout)
-            plan = Redistribution(matrix.shape, Placement.on(grid, layout), Placement.on(to_grid, to))
+            plan = Redistribution(matrix.shape, Placement.among_everyone(grid, layout), Placement.among_everyone(to_grid, to))
             with grid.ledger.watch() as moved:
                 there = matrix.redistribute(to, to_grid)
             assert there.grid is to_grid and np.array_equal(there.block, DistMatrix.from_global(whole, to_grid, to).block)
@@ -104,6 +104,11 @@ def test_a_product_on_some_ranks_between_two_redistributions(comm, shared_tmp_pa
         C.to_file(shared_tmp_path / "c.npy")
         again = DistMatrix.from_file(shared_tmp_path / "c.npy", part, plan.c_layout)
         assert again.shape == (7, 5) and np.array_equal(again.block, C.block)
+        with part.ledger.watch() as moved:  # on one grid those outside move nothing, and need not call
+            turned = A.redistribute(Layout((), ("z",))) if part.inside else A
+        assert moved.messages == (3 if part.inside else 0)
+        assert np.array_equal(turned.block, DistMatrix.from_global(a, part, turned.layout).block)
+        assert C.redistribute(Layout((), ())).block.size == (35 if part.inside else 0)
         assert ("nothing here" in C.summary) == (comm.rank in (0, 4))
         assert [line.split()[-1] for line in repr(C).splitlines()[2:]] == ["1", "2", "3", "5"]
         shared = DistMatrix.from_function(lambda i, j: i + j, (7, 5), part, plan.c_layout, shared=True)
@@ -138,8 +143,8 @@ def test_what_cannot_be_is_refused_on_every_rank_alike(comm):
         DistMatrix.from_global(np.ones((4, 4)), grid, layout).redistribute(layout, whole)
     assert "no common communicator: one was made on 2 ranks, the other on 4" in str(refused.value)
     half.Free()
-    with Grid(comm, {"x": 2}, ranks=[0, 1]) as part:
+    with Grid(comm, {"x": 2}, ranks=[0, 1]) as part, Grid(comm, {"x": 4}) as whole:
         with pytest.raises(ShapeError, match="without dims"):
-            redistribute(np.array(1.0), (), part, Layout(), Layout())
+            redistribute(np.array(1.0), (), part, Layout(), Layout(), whole)
         with pytest.raises(ShapeError, match="holds a block of shape"):
-            redistribute(np.ones((1, 1)), (4, 4), part, layout, Layout((), ("x",)))
+            redistribute(np.ones((1, 1)), (4, 4), part, layout, Layout((), ("x",)), whole)
