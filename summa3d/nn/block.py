@@ -36,7 +36,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
         shape = (batch.sequence, self.hidden)
         if self.post_norm:
-            x = self.attention_norm(x + self.attention_dropout(self.attention(x, batch, visible), shape, batch))
-            return self.mlp_norm(x + self.mlp_dropout(self.mlp(x), shape, batch))
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), batch, visible), shape, batch)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), shape, batch)
+            x = self.attention_norm(self.attention_dropout(self.attention(x, batch, visible), shape, batch, x))
+            return self.mlp_norm(self.mlp_dropout(self.mlp(x), shape, batch, x))
+        x = self.attention_dropout(self.attention(self.attention_norm(x), batch, visible), shape, batch, x)
+        return self.mlp_dropout(self.mlp(self.mlp_norm(x)), shape, batch, x)

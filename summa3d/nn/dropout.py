@@ -1,13 +1,17 @@
-# Dropout with masks that depend on the global element index only. Imports random, kernels.reference.
+# Dropout with masks that depend on the global element index only. Imports random, kernels.dispatch.
 # Next: attention.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from summa3d.kernels import reference as kernel
+from summa3d.kernels import dispatch as kernel
+from summa3d.kernels.mask import Mask
 
 from ..layout.layout import Layout
 from .random import keep_mask, key
@@ -29,27 +33,54 @@ class Batch:
     first_row: int = 0
 
 
+class _DropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, mask: Mask, probability: float) -> Tensor:
+        kept = kernel.dropout_mask(x, mask)
+        ctx.save_for_backward(*([kept] if isinstance(kept, Tensor) else []))
+        ctx.mask, ctx.probability, ctx.added = kept if isinstance(kept, Mask) else None, probability, residual is not None
+        return kernel.dropout_add(x, kept, probability, residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        kept = ctx.saved_tensors[0] if ctx.mask is None else ctx.mask
+        grad_x = kernel.dropout_gradient(grad, kept, ctx.probability)[0] if ctx.needs_input_grad[0] else None
+        return grad_x, grad if ctx.added else None, None, None
+
+
 class Dropout(nn.Module):
     """Zero each element with `probability` and scale the rest, in training; x is a block [b, …] in `layout`.
 
     The mask is a function of (seed, `name`, step, global element index), so it is the same on every grid and differs
-    wherever blocks differ. Moves nothing.
+    wherever blocks differ. Moves nothing. Saved: the mask; on a device nothing, as it is drawn again.
     """
 
     def __init__(self, probability: float, name: str, scheme: Scheme, layout: Layout) -> None:
         super().__init__()
         self.probability, self.name, self.scheme, self.layout = probability, name, scheme, layout
 
-    def forward(self, x: Tensor, shape: Sequence[int], batch: Batch) -> Tensor:
-        """Drop from this block x of a global tensor [batch.rows, *shape]; one of three dims lies as the scheme stores it."""
+    def forward(self, x: Tensor, shape: Sequence[int], batch: Batch, residual: Tensor | None = None) -> Tensor:
+        """Drop from this block x of a global tensor [batch.rows, *shape], and add the result to `residual`, if given.
+
+        A block of three dims lies as the scheme stores it.
+        """
         if not self.training or self.probability == 0:
-            return x
+            return x if residual is None else residual + x
         grid = self.scheme.grid
         rows, *rest = self.layout.slices((batch.rows, *shape), grid.shape, grid.coordinates)
         rows = slice(rows.start + batch.first_row, rows.stop + batch.first_row)
         stream = key(batch.seed, f"dropout/{self.name}", batch.step)
-        mask = keep_mask(stream, (rows.stop, *shape), (rows, *rest), self.probability)
-        return kernel.dropout(x, self.scheme.as_stored(mask) if mask.dim() == 3 else mask, self.probability)
+        whole, slices, stored = (rows.stop, *shape), (rows, *rest), x.dim() == 3
+
+        def draw() -> Tensor:
+            mask = keep_mask(stream, whole, slices, self.probability)
+            return self.scheme.as_stored(mask) if stored else mask
+
+        mask = Mask.of(stream, whole, slices, draw)
+        if stored and self.scheme.kind.sequence_first:
+            mask = mask.swapped()
+        return _DropoutAdd.apply(x, residual, mask, self.probability)
 
     def extra_repr(self) -> str:
         return f"{self.probability}, {self.name}"

@@ -1,4 +1,4 @@
-# Cross entropy over logits whose vocabulary a grid axis may split. Imports schemes, kernels.reference.
+# Cross entropy over logits whose vocabulary a grid axis may split. Imports schemes, kernels.dispatch.
 # Next: gpt.py.
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from summa3d.kernels import reference as kernel
+from summa3d.kernels import dispatch as kernel
 
 from ..comm.collectives import Axis
 from ..layout.layout import Layout
@@ -18,21 +18,20 @@ from .schemes import Scheme
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, columns: Axis, rows: Axis, first: int, count: int) -> Tensor:
-        local = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
-        maximum = columns.all_reduce(local, "max")
-        probabilities, sums = kernel.cross_entropy_sums(logits, maximum, labels, first)
+        maximum = columns.all_reduce(kernel.row_maximum(logits), "max")
+        values, sums = kernel.cross_entropy_sums(logits, maximum, labels, first)
         total, picked = columns.all_reduce(sums).unbind(1)
-        scale = (labels >= 0).to(logits.dtype) / count
+        scale = (labels >= 0).to(maximum.dtype) / count
         loss = rows.all_reduce(((total.log() - picked) * scale).sum(dtype=torch.float64))
-        ctx.save_for_backward(probabilities.div_(total[:, None]), labels, scale)
+        ctx.save_for_backward(*kernel.cross_entropy_kept(values, maximum, total), labels, scale)
         ctx.first = first
-        return loss.to(logits.dtype)
+        return loss.to(maximum.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, labels, scale = ctx.saved_tensors
-        return kernel.cross_entropy_gradient(probabilities.clone(), labels, ctx.first, scale * grad), None, None, None, None, None
+        *kept, labels, scale = ctx.saved_tensors
+        return kernel.cross_entropy_gradient(tuple(kept), labels, ctx.first, scale * grad), None, None, None, None, None
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, scheme: Scheme, layout: Layout, vocabulary: int, count: int) -> Tensor:
@@ -45,9 +44,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, scheme: Scheme, layout: Layout
     count : the global number of labels of the whole step, so that the loss is scaled once
 
     Moves, along the axis that splits v, a maximum and 2 words a row; then 1 word over the axes that split rows. Backward
-    moves nothing. Saved: the softmax block. 16-bit logits are widened first: sums, loss and what is moved are float32.
+    moves nothing. Saved: the softmax block (on a device, the logits). 16-bit logits are widened first (on a device, as they are
+    read): sums, loss and what is moved are float32.
     """
-    flat = logits.flatten(0, -2)
-    flat = flat.float() if flat.dtype.itemsize < 4 else flat
+    flat = kernel.loss_input(logits.flatten(0, -2))
     first = Layout(layout.dims[-1]).slices((vocabulary,), scheme.grid.shape, scheme.grid.coordinates)[0].start
     return _CrossEntropy.apply(flat, labels.flatten(), scheme.columns(layout), scheme.rows(layout), first, count)

@@ -1,4 +1,4 @@
-# The feed-forward half of a block. Imports linear, joined, kernels.reference. Next: block.py.
+# The feed-forward half of a block. Imports linear, joined, kernels.dispatch. Next: block.py.
 from __future__ import annotations
 
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from summa3d.kernels import reference as kernel
+from summa3d.kernels import dispatch as kernel
 
 from .config import ModelConfig
 from .joined import Joined

@@ -1,4 +1,4 @@
-# Layer and root-mean-square normalisation over a dim that grid axes may split. Imports schemes, parameter, kernels.reference.
+# Layer and root-mean-square normalisation over a dim that grid axes may split. Imports schemes, parameter, kernels.dispatch.
 # Next: block.py.
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from summa3d.kernels import reference as kernel
+from summa3d.kernels import dispatch as kernel
 
 from ..comm.collectives import Axis
 from ..layout.layout import Layout
@@ -43,19 +43,14 @@ class _LayerNorm(torch.autograd.Function):
         mean, inverse = kernel.norm_statistics(sums, n, eps, x.dtype)
         ctx.save_for_backward(x, gamma, mean, inverse)
         ctx.columns, ctx.rows, ctx.n = columns, rows, n
-        return torch.addcmul(beta, kernel.normalise(x, mean, inverse), gamma)
+        return kernel.layer_norm(x, mean, inverse, gamma, beta)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, mean, inverse = ctx.saved_tensors
-        normal = kernel.normalise(x, mean, inverse)
-        scaled = grad * gamma
-        sums = ctx.columns.start_all_reduce(kernel.norm_gradient_sums(scaled, normal))
-        lead = tuple(range(grad.dim() - 1))
-        vectors = ctx.rows.start_all_reduce(torch.stack(((grad * normal).sum(lead), grad.sum(lead))))
-        grad_x = kernel.norm_gradient(scaled, normal, inverse, sums.wait(), ctx.n)
-        grad_gamma, grad_beta = vectors.wait().unbind()
+        grad_x, vectors = kernel.layer_norm_gradient(grad, x, gamma, mean, inverse, ctx.n, ctx.columns.start_all_reduce)
+        grad_gamma, grad_beta = ctx.rows.all_reduce(vectors).unbind()
         return grad_x, grad_gamma, grad_beta, None, None, None, None
 
 
@@ -83,18 +78,14 @@ class _RMSNorm(torch.autograd.Function):
         inverse = kernel.rms_inverse(columns.all_reduce(kernel.rms_sums(x)), n, eps, x.dtype)
         ctx.save_for_backward(x, gamma, inverse)
         ctx.columns, ctx.rows, ctx.n = columns, rows, n
-        return (x * inverse).mul_(gamma)
+        return kernel.rms_norm(x, inverse, gamma)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, inverse = ctx.saved_tensors
-        normal = x * inverse
-        scaled = grad * gamma
-        sums = ctx.columns.start_all_reduce((scaled * normal).sum(-1, keepdim=True))
-        vector = ctx.rows.start_all_reduce((grad * normal).sum(tuple(range(grad.dim() - 1))))
-        grad_x = kernel.rms_gradient(scaled, normal, inverse, sums.wait(), ctx.n)
-        return grad_x, vector.wait(), None, None, None, None
+        grad_x, vector = kernel.rms_norm_gradient(grad, x, gamma, inverse, ctx.n, ctx.columns.start_all_reduce)
+        return grad_x, ctx.rows.all_reduce(vector), None, None, None, None
 
 
 class RMSNorm(_Norm):

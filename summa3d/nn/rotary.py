@@ -1,13 +1,27 @@
-# Rotary positions: q and k turned by angles that grow with the position. Imports kernels.reference.
+# Rotary positions: q and k turned by angles that grow with the position. Imports kernels.dispatch.
 # Next: attention.py.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from summa3d.kernels import reference as kernel
+from summa3d.kernels import dispatch as kernel
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return kernel.rotate(x, cosine, sine)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return kernel.rotate(grad, *ctx.saved_tensors, back=True), None, None
 
 
 class Rotary:
@@ -21,13 +35,13 @@ class Rotary:
         self.size, self.base = size, base
         self._table = lru_cache(maxsize=4)(self._new_table)
 
-    def _new_table(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _new_table(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines [length, d/2]."""
         turns = self.base ** (-torch.arange(0, self.size, 2, dtype=torch.float64) / self.size)
         angles = torch.arange(length)[:, None] * turns
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k [b, heads, s, d], s whole, turned."""
-        table = self._table(q.shape[2], q.dtype)
-        return kernel.rotate(q, *table), kernel.rotate(k, *table)
+        table = self._table(q.shape[2], q.dtype, q.device)
+        return _Rotate.apply(q, *table), _Rotate.apply(k, *table)

@@ -22,7 +22,7 @@ from . import checkpoint, metrics
 from .config import Config
 from .generate import load, sample
 from .metrics import Recorder, Step, Stopwatch
-from .optimizer import clip_gradients, global_gradient_norm, named_parameters
+from .optimizer import clip_factor, global_gradient_norm, named_parameters
 from .plot import draw_loss
 from .precision import working_weights
 from .prepare import Run, prepare
@@ -85,8 +85,7 @@ def take_step(run: Run, number: int) -> Step:
         norm = global_gradient_norm(parameters, run.grid) / scale
         rate = learning_rate(number, settings)
         if run.loss_scale.accepts(number, loss, norm):
-            clip_gradients(parameters, norm, settings.clip, scale)
-            run.optimizer.step(rate)
+            run.optimizer.step(rate, clip_factor(norm, settings.clip, scale))
     step = Step(number, loss, norm, rate, tokens=settings.batch * run.config.model.sequence)
     if run.loss_scale.dynamic:
         step.loss_scale, step.skipped_steps = scale, run.loss_scale.skipped

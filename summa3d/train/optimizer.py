@@ -1,5 +1,5 @@
 # AdamW on the local blocks, the gradient norm of the whole model, and clipping by it.
-# Imports comm and layout for their types, torch. No arithmetic of its own but the norm.
+# Imports kernels.dispatch, comm and layout for their types, torch. No arithmetic of its own but the norm.
 # Next: schedule.py (the learning rate), checkpoint.py (how the moments are stored).
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from torch.optim.adamw import adamw
+
+from summa3d.kernels import dispatch as kernel
 
 if TYPE_CHECKING:
     from ..comm.grid import Grid
@@ -26,47 +27,46 @@ def named_parameters(model: torch.nn.Module) -> list[tuple[str, ShardedParameter
 
 
 class AdamW:
-    """torch's fused AdamW, with weight decay on the parameters that ask for it (`p.decay`: matrices, not vectors).
+    """AdamW, with weight decay on the parameters that ask for it (`p.decay`: matrices, not vectors).
 
-    It calls torch's functional form: building `torch.optim.AdamW` imports torch's compiler, 1.4 s of CPU and 73 MiB on
-    every rank. `moments[moment][name]` is the moment of the parameter called `name`, laid out as that parameter.
+    `moments[moment][name]` is the moment of the parameter called `name`, laid out as that parameter.
     """
 
     def __init__(self, model: torch.nn.Module, config: TrainConfig) -> None:
         self.config = config
         self.parameters = dict(named_parameters(model))
         self.moments = {moment: {name: torch.zeros_like(p.data) for name, p in self.parameters.items()} for moment in MOMENTS}
-        self._steps = {name: torch.zeros((), dtype=torch.float32) for name in self.parameters}
+        self._steps = dict.fromkeys(self.parameters, 0)
 
     def start_at(self, step: int) -> None:
         """Count from `step` on: the bias corrections depend on it."""
-        for count in self._steps.values():
-            count.fill_(step)
+        self._steps = dict.fromkeys(self.parameters, step)
 
     @torch.no_grad()
-    def step(self, rate: float) -> None:
-        """Update every parameter that has a gradient, with learning rate `rate`."""
+    def step(self, rate: float, factor: float = 1.0) -> None:
+        """Update every parameter that has a gradient, with learning rate `rate`, by its gradient·factor.
+
+        Gradients may be left multiplied by the factor.
+        """
         for decay in (True, False):
             names = [name for name, p in self.parameters.items() if p.decay is decay and p.grad is not None]
-            self._update(names, rate, self.config.weight_decay if decay else 0.0)
+            self._update(names, rate, self.config.weight_decay if decay else 0.0, factor)
 
-    def _update(self, names: list[str], rate: float, weight_decay: float) -> None:
+    def _update(self, names: list[str], rate: float, weight_decay: float, factor: float) -> None:
         first, second = (self.moments[moment] for moment in MOMENTS)
-        adamw(
+        for name in names:
+            self._steps[name] += 1
+        kernel.adamw(
             [self.parameters[name] for name in names],
             [grad for name in names if (grad := self.parameters[name].grad) is not None],
             [first[name] for name in names],
             [second[name] for name in names],
-            [],
             [self._steps[name] for name in names],
-            fused=True,
-            amsgrad=False,
-            beta1=self.config.betas[0],
-            beta2=self.config.betas[1],
-            lr=rate,
-            weight_decay=weight_decay,
-            eps=self.config.epsilon,
-            maximize=False,
+            rate,
+            self.config.betas,
+            self.config.epsilon,
+            weight_decay,
+            factor,
         )
 
 
@@ -85,8 +85,6 @@ def global_gradient_norm(parameters: Iterable[ShardedParameter], grid: Grid) -> 
     return sqrt(float(grid.world.all_reduce(np.array([squares]))[0]))
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float, limit: float, scale: float = 1.0) -> None:
-    """Divide all gradients by `scale`, then scale them so that their global norm, then `norm`, is at most `limit` (0: any)."""
-    factor = (limit / norm if limit and norm > limit else 1.0) / scale
-    if factor != 1:
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+def clip_factor(norm: float, limit: float, scale: float = 1.0) -> float:
+    """What gradients `scale` times too large are multiplied by, so that their norm, then `norm`, is at most `limit` (0: any)."""
+    return (limit / norm if limit and norm > limit else 1.0) / scale

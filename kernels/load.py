@@ -1,0 +1,115 @@
+# The CUDA launcher: compiles a family of kernels at its first use by NVRTC through CuPy, which keeps the result on disk, and
+# starts them on torch's current stream, with torch's tensors passed by pointer. Imports launch, rows; CuPy when it is needed.
+# Next: rows.py, elements.py (what is started), common.cuh (what every kernel shares).
+from __future__ import annotations
+
+import re
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .launch import Argument
+from .rows import Fused
+
+HERE = Path(__file__).parent
+FAMILIES = ("adamw", "columns", "dropout", "gelu", "loss", "norm", "rotary", "swiglu")
+INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
+KERNEL = re.compile(r"^(?:bias_)?(adamw|dropout|gelu|rotate|swiglu|sum_lanes)|(norm)_|^(row_maximum|cross_entropy)")
+FAMILY = {"rotate": "rotary", "sum_lanes": "columns", "row_maximum": "loss", "cross_entropy": "loss"}
+OPTIONS = ("-std=c++17",)
+MOST_BLOCKS = 2**31 - 1  # of a grid's first dim
+
+
+def family_of(kernel: str) -> str:
+    """The .cu file, without its ending, that a kernel is in."""
+    match = KERNEL.search(kernel)
+    if match is None:
+        raise KeyError(f"no family of kernels has {kernel}; the families are {', '.join(FAMILIES)}.")
+    name = next(filter(None, match.groups()))
+    return FAMILY.get(name, name)
+
+
+def source(family: str) -> str:
+    """The whole text of a family, its headers in place of their includes: CuPy's cache goes by the text it is given."""
+    placed: set[str] = set()
+
+    def place(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in placed:
+            return ""
+        placed.add(name)
+        return expand((HERE / name).read_text(encoding="utf-8").replace("#pragma once\n", ""))
+
+    def expand(text: str) -> str:
+        return INCLUDE.sub(place, text)
+
+    return expand((HERE / f"{family}.cu").read_text(encoding="utf-8"))
+
+
+class CudaLauncher:
+    """Starts kernels on one CUDA device, on the stream that torch has current there; nothing is copied, nothing waits.
+
+    Raises ImportError, with what to install, where CuPy is missing. The architecture is the device's own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cupy = cupy()
+        self.device = device
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.most_blocks = MOST_BLOCKS
+        self._module = cache(self._new_module)
+        self._stream = lru_cache(maxsize=64)(self._new_stream)
+        self._function = cache(lambda kernel: self._module(family_of(kernel)).get_function(kernel))
+
+    def __call__(self, kernel: str, blocks: int, threads: int, *arguments: Argument) -> None:
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        with self._cupy.cuda.Device(self.device.index), self._stream(stream):
+            self._function(kernel)((blocks,), (threads,), tuple(map(self._passed, arguments)))
+
+    def _new_module(self, family: str) -> Any:
+        return self._cupy.RawModule(code=source(family), options=OPTIONS, backend="nvrtc")
+
+    def _new_stream(self, pointer: int) -> Any:
+        return self._cupy.cuda.Stream.from_external(_TorchStream(pointer))
+
+    def _passed(self, argument: Argument) -> np.generic:
+        """The 8 bytes that a kernel gets: an address, an int64 or a float64."""
+        if argument is None:
+            return np.uint64(0)
+        if isinstance(argument, Tensor):
+            if argument.device != self.device:
+                raise ValueError(f"a kernel on {self.device} was given a tensor on {argument.device}.")
+            return np.uint64(argument.data_ptr())
+        return np.float64(argument) if isinstance(argument, float) else np.int64(argument)
+
+
+class _TorchStream:
+    """A stream of torch's, as CuPy takes one over."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+def cupy() -> Any:
+    """CuPy, or ImportError that says what to install."""
+    try:
+        import cupy as module
+    except ImportError as error:
+        raise ImportError(
+            "Tensors on a CUDA device need CuPy 14 or newer for the fused kernels: pip install 'summa3d[gpu]' "
+            "(cupy-cuda13x; cupy-cuda12x for CUDA 12)."
+        ) from error
+    return module
+
+
+@cache
+def fused(device: torch.device) -> Fused:
+    """The fused kernels on a CUDA device."""
+    return Fused(CudaLauncher(device))
