@@ -19,6 +19,7 @@ from ..nn.block import Block
 from ..nn.config import ModelConfig
 from ..nn.dropout import Batch
 from ..nn.mask import Visible
+from ..nn.overlap import DEFAULT, Overlap
 from ..nn.parameter import initialise
 from ..nn.scheme_kinds import KINDS
 from ..nn.schemes import Scheme, scheme
@@ -55,16 +56,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Entry:
-    """Who races: a scheme on a grid of all ranks, gathering operands again in backward or keeping them."""
+    """Who races: a scheme on a grid of all ranks, gathering operands again in backward or keeping them, with what in flight."""
 
     scheme: str
     grid: Mapping[str, int]
     regather: bool = True
+    overlap: Overlap = DEFAULT
 
     @property
     def label(self) -> str:
         axes = {axis: size for axis, size in self.grid.items() if size > 1} or self.grid
-        return f"{self.scheme} {describe(axes)}" + ("" if self.regather else " keep")
+        switches = {name: value for name, value in asdict(self.overlap).items() if value != getattr(DEFAULT, name)}
+        flying = "".join(f" {name}={int(value)}" for name, value in switches.items())
+        return f"{self.scheme} {describe(axes)}" + ("" if self.regather else " keep") + flying
 
 
 def grids_for(name: str, ranks: int, case: Case) -> list[dict[str, int]]:
@@ -94,6 +98,8 @@ class Stack(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(config, scheme, f"blocks.{index}", dtype) for index in range(config.layers))
         initialise(self, scheme, SEED)
+        if scheme.ahead is not None:
+            scheme.ahead.follow(self)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         for block in self.blocks:
@@ -126,7 +132,7 @@ class Runner:
         self.entry, self.case, self.comm = entry, case, world
         self.grid = Grid(world, dict(entry.grid))
         self.clock = Clock(self.grid)
-        self.scheme = scheme(entry.scheme, self.grid, entry.regather)
+        self.scheme = scheme(entry.scheme, self.grid, entry.regather, overlap=entry.overlap)
         self.scheme.check(case.config, case.batch)
         self.stack = Stack(case.config, self.scheme, getattr(torch, case.dtype))
         x, gradient = inputs(case)

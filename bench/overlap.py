@@ -1,0 +1,69 @@
+# What each switch of `overlap` gains or costs: transformer blocks with and without, on the same ranks in turn.
+# May import common; on the ranks, summa3d and torch. Next: README.md.
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from common import on_ranks
+
+RANKS = 8
+SIZES = {"layers": 2, "hidden": 512, "heads": 8, "sequence": 256}
+BATCH = 8
+GRIDS = [
+    ("cuboid", {"x": 8, "y": 1, "z": 1}),
+    ("cuboid", {"x": 4, "y": 2, "z": 1}),
+    ("cuboid", {"x": 2, "y": 2, "z": 2}),
+    ("oned-sp", {"x": 1, "y": 8, "z": 1}),
+    ("oned", {"y": 8}),
+]
+SWITCHES: list[dict[str, Any]] = [
+    {},
+    {"gather": 1},
+    {"weight_gradient": 1},
+    {"gather": 1, "weight_gradient": 1},
+    {"input_gradient": False},
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.on_ranks:
+        return measure(args.rounds)
+    rows = json.loads(on_ranks(RANKS, [__file__, "--rounds", str(args.rounds), "--on-ranks"]).splitlines()[-1])
+    width = max(len(label) for label, _ in rows)
+    for label, seconds in rows:
+        if " " not in label.split(" ", 1)[1]:
+            base = seconds
+        print(f"{label:<{width}}  {1e3 * seconds:7.1f} ms  {seconds / base:5.2f}×")
+
+
+def measure(rounds: int) -> None:
+    """Runs on every rank; rank 0 prints each entry's median of a forward and a backward."""
+    from summa3d.cli.main import start_mpi
+
+    start_mpi()
+    from mpi4py import MPI
+
+    from summa3d.cli.blocks import Case, Entry, Runner, timed
+    from summa3d.nn import ModelConfig
+    from summa3d.nn.overlap import Overlap
+
+    case, rows = Case(ModelConfig(**SIZES), BATCH), []
+    for name, grid in GRIDS:
+        runners = [Runner(Entry(name, grid, overlap=Overlap(**switches)), case, MPI.COMM_WORLD) for switches in SWITCHES]
+        taken = timed(runners, rounds)
+        rows += [(runner.entry.label, seconds["both"]["median"]) for runner, seconds in zip(runners, taken, strict=True)]
+        for runner in runners:
+            runner.free()
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
