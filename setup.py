@@ -45,7 +45,7 @@ setup(
         "bpe": ["tokenizers>=0.15"],
         "mpi": MPI,
         "mkl": MKL,
-        "gpu": ["cupy-cuda13x>=13"],
+        "gpu": ["cupy-cuda13x>=14"],
         "plot": PLOT,
         "test": TEST,
         "dev": DEV,
