@@ -12,14 +12,16 @@ class Overlap:
     """What may be in flight while a layer computes. Results, words and messages are the same with any of it; memory is not.
 
     gather : how many weights are gathered ahead of the layers that use them, in forward, backward and recomputation. Each takes
-        one more gathered weight of memory; in a node's shared memory weights are then copied, not read in place. 0: none.
+        one more gathered weight of memory; in a node's shared memory weights are then copied, not read in place. 0: none. Models
+        do so in their forward; a module of your own after ``scheme.ahead.follow(module)``.
     weight_gradient : how many sums of weights' gradients may be in flight behind the layers that follow in backward; each takes
         a summand and, through MPI, the parts to be added. 0: a layer waits for its own.
     input_gradient : whether the sum of an input's gradient is in flight while the weight's is computed.
 
     The first two are about what moves along x: the weights of `cuboid` and `cuboid-sequence` with X > 1. Backward gathers none
     where `regather` is off. The third is about `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`. In `summa`, `summa-transposed`,
-    `tesseract` and `agarwal`, whose products sum as they go, and on one rank none of them changes anything.
+    `tesseract` and `agarwal`, whose products sum as they go, and on one rank none of them changes anything. The defaults are for
+    ranks that outnumber the cores, where whoever waits leaves its core to another (`bench/overlap.py`).
     """
 
     gather: int = 0

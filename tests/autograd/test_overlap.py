@@ -5,16 +5,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from scheme_table import LLAMA, rows_for, sequence_for, tokens_and_labels
+from small_runs import small_config, train_small
 from torch import Tensor
 
 from summa3d.nn import ModelConfig, build, scheme
 from summa3d.nn.overlap import Overlap
+from summa3d.train import loop
 from summa3d.train.config import Config
+from summa3d.train.dry_run import predict
+from summa3d.train.loop import finish
 from summa3d.train.precision import working_weights
 
 # 12 heads and h = 24 are divided by every axis here; v and f are primes that none divides. GPT's head is tied, Llama's not.
@@ -117,3 +122,22 @@ def test_no_combination_of_switches_changes_a_bit_or_a_word(make_grid, node_memo
 def test_16_bit_copies_of_weights_are_gathered_ahead_and_their_gradients_widened(make_grid, family):
     grid = make_grid(check=False, node_memory=False, x=4)
     check(grid, "cuboid", family, True, [ALL], RECOMPUTE[::2], "bfloat16")
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_run_overlaps_as_its_configuration_says(comm: Any, shared_tmp_path: Path) -> None:
+    overlap = {"overlap__gather": 2, "overlap__weight_gradient": 1, "overlap__input_gradient": False}
+    summaries: list[Any] = []
+    plans: list[Any] = []
+    for changes in ({}, overlap):
+        folder = shared_tmp_path / str(len(summaries))
+        if comm.rank == 0:
+            folder.mkdir()
+        comm.Barrier()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "finish", lambda run, *rest: (plans.append(run.scheme), finish(run, *rest))[1])
+            summaries.append(train_small(comm, folder, grid__x=2, train__steps=3, train__keep=0, **changes))
+    assert [plan.overlap for plan in plans] == [Overlap(), Overlap(2, 1, False)]
+    assert summaries[0]["loss"] == summaries[1]["loss"] and summaries[0]["words_per_rank"] == summaries[1]["words_per_rank"]
+    settings = small_config("stdlib", grid__x=2, **overlap)
+    assert predict(settings)["bytes"]["in_flight"] > 0
