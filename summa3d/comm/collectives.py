@@ -133,7 +133,7 @@ class Axis(SharedViews, Checks):
         return self._reduce_scatter(array, dim, sizes, into, False)
 
     def start_all_reduce(self, array: Array, op: str = "sum", into: Array | None = None) -> Pending:
-        """`all_reduce`, in flight."""
+        """`all_reduce`, in flight. Members complete it at the same place among their communications over this axis."""
         return self._all_reduce(array, op, into, False)
 
     def start_broadcast(self, array: Array, root: int = 0) -> Pending:
@@ -234,11 +234,11 @@ class Axis(SharedViews, Checks):
         n, own = count(array), share(count(array), self.size, self.index)
         words, messages = n + (self.size - 2) * own, 2 * (self.size - 1)
         large = n * array.itemsize > staged.ALL_REDUCE_LIMIT
-        ring = self._ring(array, self.size * n) if not large or (blocking and op == "sum") else None
+        ring = self._ring(array, self.size * n) if not large or op == "sum" else None
         if ring and large:
-            result = staged.all_reduce_in_parts(ring, detached(array), into)
-            if result is not None:
-                return self._pending("all_reduce", words, messages, array, [], lambda: result, wall, cpu)
+            gather = staged.all_reduce_in_parts(ring, detached(array), into, blocking, self._gather_by_mpi)
+            if gather is not None:
+                return self._pending("all_reduce", words, messages, array, [], gather, wall, cpu)
         elif ring:
             self.transport.operation(array, op)
             turn = staged.all_reduce(ring, detached(array), op, into)
@@ -260,6 +260,9 @@ class Axis(SharedViews, Checks):
             return out if direct or into is None else copy_into(into, out)
 
         return self._pending("all_reduce", words, messages, array, requests, finish, wall, cpu, keep=(send, out))
+
+    def _gather_by_mpi(self, part: Array, out: Array, sizes: Sequence[int]) -> None:
+        self.transport.all_gather(self.comm, contiguous(part), out, sizes, True)
 
     def _broadcast(self, array: Array, root: int, blocking: bool) -> Pending:
         if self.size == 1:

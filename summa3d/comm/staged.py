@@ -117,18 +117,30 @@ def all_reduce(ring: Ring, array: Array, op: str, into: Array | None) -> Turn | 
     return turn
 
 
-def all_reduce_in_parts(ring: Ring, array: Array, into: Array | None) -> Array | None:
-    """`Axis.all_reduce` by sum of a large array: each member sums its share, and the shares are gathered. Complete on return."""
+def all_reduce_in_parts(
+    ring: Ring, array: Array, into: Array | None, blocking: bool, otherwise: Callable[[Array, Array, Sequence[int]], object]
+) -> Callable[[], Array] | None:
+    """`Axis.all_reduce` by sum of a large array: each member sums its share, and the shares are gathered.
+
+    What is returned completes it, and takes a turn of its own: all members call it at the same place among their
+    communications over this axis. `otherwise`(share, out, sizes) gathers where the node lacks the memory.
+    """
     out = into if into is not None and is_contiguous(into) else empty(array.shape, array)
     sizes = [share(count(array), ring.size, member) for member in range(ring.size)]
-    summing = reduce_scatter(ring, contiguous(array).reshape(-1), 0, sizes, None, True)
+    summing = reduce_scatter(ring, contiguous(array).reshape(-1), 0, sizes, None, blocking)
     if summing is None:
         return None
-    gathering = all_gather(ring, summing.result(), 0, sizes, out.reshape(-1), False)
-    if gathering is None:
-        return None
-    gathering.finish()
-    return out if into is None or out is into else copy_into(into, out)
+
+    def gather() -> Array:
+        part, flat = summing.result(), out.reshape(-1)
+        gathering = all_gather(ring, part, 0, sizes, flat, False)
+        if gathering is None:
+            otherwise(part, flat, sizes)
+        else:
+            gathering.finish()
+        return out if into is None or out is into else copy_into(into, out)
+
+    return gather
 
 
 def broadcast(ring: Ring, array: Array, root: int) -> Turn | None:

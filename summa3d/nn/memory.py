@@ -139,7 +139,10 @@ class ModelMemory:
         s, layer = self.activation(layout, self.config.hidden), self.config.traits.norm == "layer"
         statistics = (2 if layer else 1) * self.rows(layout) * self.word
         vectors = (2 if layer else 1) * self.block(self.scheme.vector(layout), self.config.hidden)
-        return Step(s + statistics, 3 * s if layer else 2 * s, 5 * s if layer else 4 * s, self.master * vectors)
+        forward, backward = (3, 5) if layer else (2, 4)
+        if layer and self.scheme.columns(layout).size == 1 and self.word > 2:  # torch's own layer norm
+            forward, backward = 1, 2
+        return Step(s + statistics, forward * s, backward * s, self.master * vectors)
 
     def residual(self) -> Step:
         """The sum, after dropout whose mask is a byte an element."""
