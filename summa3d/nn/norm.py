@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch as kernel
+from summa3d.kernels import reference
 
 from ..comm.collectives import Axis
 from ..layout.layout import Layout
@@ -36,16 +37,16 @@ class _Norm(nn.Module):
         return f"{self.n}, eps={self.eps}, {self.layout}"
 
 
-def rows_are_whole(columns: Axis, dtype: torch.dtype) -> bool:
-    """Whether torch's own layer norm serves: no axis splits a row, and its statistics are of the dtype of x."""
-    return columns.size == 1 and dtype in (torch.float32, torch.float64)
+def _torchs_own_serves(x: Tensor, columns: Axis) -> bool:
+    """Whether torch's layer norm does: no axis splits a row, statistics are of the dtype of x, and no fused kernel is at hand."""
+    return columns.size == 1 and x.dtype in (torch.float32, torch.float64) and kernel.kernels_for(x) is reference
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, columns: Axis, rows: Axis, n: int, eps: float) -> Tensor:
         ctx.columns, ctx.rows, ctx.n = columns, rows, n
-        if rows_are_whole(columns, x.dtype):
+        if _torchs_own_serves(x, columns):
             y, mean, inverse = torch.native_layer_norm(x, (n,), gamma, beta, eps)
             ctx.save_for_backward(x, gamma, mean, inverse)
             return y
@@ -58,7 +59,7 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, mean, inverse = ctx.saved_tensors
-        if rows_are_whole(ctx.columns, x.dtype):
+        if _torchs_own_serves(x, ctx.columns):
             gradient, wanted = torch.ops.aten.native_layer_norm_backward, [True] * 3
             grad_x, *of_vectors = gradient(grad, x, (ctx.n,), mean, inverse, gamma, gamma, wanted)
             vectors = torch.stack(of_vectors)
