@@ -3,6 +3,8 @@
 # Next: nn/test_llama.py.
 from __future__ import annotations
 
+import math
+
 import torch
 from plain_transformer import PlainTransformer
 from torch import Tensor
@@ -29,7 +31,7 @@ class PlainLlama(PlainTransformer):
             normal = self.rms_norm(x, f"{name}.mlp_norm")
             inner = functional.silu(self.linear(normal, f"{name}.mlp.gate")) * self.linear(normal, f"{name}.mlp.up")
             x = x + self.drop(self.linear(inner, f"{name}.mlp.down"), f"{name}.mlp_branch", config.dropout)
-        return self.rms_norm(x, "norm") @ w["head.weight"].T
+        return self.rms_norm(x, "norm") @ w["embedding.weight" if config.tied_head else "head.weight"].T
 
     def loss(self, tokens: Tensor, labels: Tensor, step: int = 0, first_row: int = 0, training: bool = True) -> Tensor:
         self.at(step, first_row, training)
@@ -43,6 +45,22 @@ class PlainLlama(PlainTransformer):
         """x [b, a, s, d] with the pair (i, i + d/2) of position p turned by p · base^(−2i/d)."""
         s, d = x.shape[2:]
         base = 10000.0 if self.config.rotary_base is None else self.config.rotary_base
-        angles = torch.arange(s, dtype=torch.float64)[:, None] / base ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
+        turns = [self.stretched(base ** (-pair / d)) for pair in range(0, d, 2)]
+        angles = torch.arange(s, dtype=torch.float64)[:, None] * torch.tensor(turns, dtype=torch.float64)
         turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat((turned.real, turned.imag), -1)
+
+    def stretched(self, turn: float) -> float:
+        """The angle of one pair, slowed by its wavelength as the configuration says."""
+        config = self.config
+        if config.rotary_scaling == "linear":
+            return turn / config.rotary_factor
+        if config.rotary_scaling != "llama3":
+            return turn
+        wavelength = 2 * math.pi / turn
+        if wavelength < config.rotary_context / config.rotary_high:
+            return turn
+        if wavelength > config.rotary_context / config.rotary_low:
+            return turn / config.rotary_factor
+        smooth = (config.rotary_context / wavelength - config.rotary_low) / (config.rotary_high - config.rotary_low)
+        return (1 - smooth) * turn / config.rotary_factor + smooth * turn

@@ -106,7 +106,7 @@ class GroupedAttention(nn.Module):
         self.kv = Linear(h, 2 * config.groups * self.size, scheme, bias=False, dtype=dtype)
         self.joined = Joined("hidden", self.q, self.kv)
         self.out = Linear(h, h, scheme, inner, bias=False, std=out_std, dtype=dtype)
-        self.rotary = Rotary(self.size, config.theta)
+        self.rotary = Rotary(self.size, config)
         self.core = AttentionCore(config.heads, config.traits.causal, config.attention_dropout, name, scheme, inner)
 
     def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:

@@ -22,14 +22,20 @@ class Family:
     options: tuple[str, ...] = ()
 
 
+ROTARY = ("rotary_scaling", "rotary_factor", "rotary_low", "rotary_high", "rotary_context")
+SCALINGS = {"default": (), "linear": ("rotary_factor",), "llama3": ROTARY[1:]}
+"""How rotary positions may be slowed for sequences longer than those first trained on, and the keys that each needs."""
+PICTURE = ("image", "patch", "channels", "classes")
 FAMILIES = {
     "gpt2": Family(True, "layer", False, "gelu_tanh", 1e-5),
     "bert": Family(False, "layer", True, "gelu", 1e-12),
-    "llama": Family(True, "rms", False, "swiglu", 1e-5, ("kv_heads", "rotary_base")),
-    "vit": Family(False, "layer", False, "gelu", 1e-12, ("image", "patch", "channels", "classes")),
+    "llama": Family(True, "rms", False, "swiglu", 1e-5, ("kv_heads", "tied_head", "rotary_base", *ROTARY)),
+    "vit": Family(False, "layer", False, "gelu", 1e-12, PICTURE),
 }
 DEFAULTS = {"rotary_base": 10000.0, "image": 32, "patch": 4, "channels": 3, "classes": 10}
-OPTIONS = ("kv_heads", *DEFAULTS)
+OPTIONS = ("kv_heads", "tied_head", *ROTARY, *DEFAULTS)
+SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "ffn", "kv_heads", "rotary_context", *PICTURE)
+ABOVE_ZERO = ("norm_eps", "rotary_base", "rotary_factor", "rotary_low", "rotary_high")
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,10 @@ class ModelConfig:
     dropout, attention_dropout : on the embedding and the two residual branches; on the attention probabilities, which takes
         attention off its fused path.
     norm_eps : added to a norm's variance; default 1e-5 (gpt2, llama), 1e-12 (bert, vit).
+    tied_head : whether the embedding's table makes the logits too (llama; a gpt2's and a bert's always does); default false.
     rotary_base : θ of the rotary positions (llama); default 10000.
+    rotary_scaling : "default"; "linear", angles divided by rotary_factor; "llama3", which divides those of pairs that turn less
+        than rotary_low times in rotary_context positions, leaves those that turn more than rotary_high times, and blends between.
     image, patch, channels, classes : a vit's square image and patch sides in pixels, its colours and its labels; default
         32, 4, 3, 10.
 
@@ -62,7 +71,13 @@ class ModelConfig:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     norm_eps: float | None = None
+    tied_head: bool | None = None
     rotary_base: float | None = None
+    rotary_scaling: str | None = None
+    rotary_factor: float | None = None
+    rotary_low: float | None = None
+    rotary_high: float | None = None
+    rotary_context: int | None = None
     image: int | None = None
     patch: int | None = None
     channels: int | None = None
@@ -72,18 +87,19 @@ class ModelConfig:
         if self.family not in FAMILIES:
             raise ConfigError(f"model.family {self.family!r} is not available. Families: {', '.join(FAMILIES)}.")
         self._check_options()
-        for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "ffn", *OPTIONS):
+        for name in SIZES:
             value = getattr(self, name)
-            if value is not None and name != "rotary_base" and value < 1:
+            if value is not None and value < 1:
                 raise ConfigError(f"model.{name} is {value}; it must be at least 1.")
         self._check_heads()
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} is {getattr(self, name)}; it must lie in [0, 1).")
-        for name in ("norm_eps", "rotary_base"):
+        for name in ABOVE_ZERO:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"model.{name} is {value}; it must be above 0.")
+        self._check_scaling()
         if self.family == "vit":
             self._settle_image()
 
@@ -117,9 +133,19 @@ class ModelConfig:
         return DEFAULTS["rotary_base"] if self.rotary_base is None else self.rotary_base
 
     @property
+    def scaling(self) -> str:
+        """How rotary positions are slowed."""
+        return self.rotary_scaling or "default"
+
+    @property
+    def tied(self) -> bool:
+        """Whether one table embeds tokens and makes logits."""
+        return bool(self.tied_head) or "tied_head" not in self.traits.options
+
+    @property
     def picture(self) -> tuple[int, int, int, int]:
         """Image side, patch side, channels and classes of a vit."""
-        given = ((name, getattr(self, name)) for name in ("image", "patch", "channels", "classes"))
+        given = ((name, getattr(self, name)) for name in PICTURE)
         image, patch, channels, classes = (int(DEFAULTS[name] if value is None else value) for name, value in given)
         return image, patch, channels, classes
 
@@ -149,6 +175,20 @@ class ModelConfig:
                 f"model.hidden {self.hidden} over model.heads {self.heads} gives heads of {self.hidden // self.heads} "
                 f"elements; rotary positions turn them in pairs, so the number must be even."
             )
+
+    def _check_scaling(self) -> None:
+        if self.scaling not in SCALINGS:
+            raise ConfigError(f"model.rotary_scaling {self.scaling!r} is not available. Those that are: {', '.join(SCALINGS)}.")
+        needed = SCALINGS[self.scaling]
+        for name in ROTARY[1:]:
+            given = getattr(self, name) is not None
+            if given != (name in needed):
+                verb = "needs" if name in needed else "does not read"
+                raise ConfigError(
+                    f"model.rotary_scaling {self.scaling!r} {verb} model.{name}. It needs: {', '.join(needed) or 'no other key'}."
+                )
+        if self.rotary_low is not None and self.rotary_high is not None and self.rotary_low >= self.rotary_high:
+            raise ConfigError(f"model.rotary_low {self.rotary_low} must be below model.rotary_high {self.rotary_high}.")
 
     def _settle_image(self) -> None:
         """Check the image and set the sequence that it makes."""

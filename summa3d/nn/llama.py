@@ -12,15 +12,16 @@ from .schemes import Scheme
 
 
 class Llama(LanguageModel):
-    """A decoder-only transformer of the Llama family; the configuration chooses its blocks, its head is a table of its own.
+    """A decoder-only transformer of the Llama family; the configuration chooses its blocks.
 
+    Its head is a table of its own, or with `tied_head` the embedding's.
     Raises LayoutError where kv_heads or ffn cannot be split (`GroupedAttention`, `GatedMLP`).
     """
 
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
         super().__init__(config, scheme, dtype, seed)
-        self.head = Embedding(config.vocabulary, config.hidden, scheme, dtype=dtype)
+        self.head = None if config.tied else Embedding(config.vocabulary, config.hidden, scheme, dtype=dtype)
         initialise(self, scheme, seed)
 
     def output(self) -> Embedding:
-        return self.head
+        return self.embedding if self.head is None else self.head

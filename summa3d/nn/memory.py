@@ -255,7 +255,7 @@ class ModelMemory:
         found = tokens * self.stream // max(self.rows(scheme.stream), 1)
         summed = 2 * found if scheme.grid[lookup.part].size > 1 else 0
         gathered = part if scheme.grid[lookup.gathered].size > 1 else 0
-        gradients = self.master * (shard // self.word) * (config.family == "llama")
+        gradients = self.master * (shard // self.word) * (not config.tied)
         saved = tokens * (INDEX + 1)
         steps = [Step(saved, saved + gathered + 2 * found + summed, 2 * found + summed + 2 * part, gradients)]
         bert = config.family == "bert"

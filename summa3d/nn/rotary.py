@@ -1,7 +1,8 @@
-# Rotary positions: q and k turned by angles that grow with the position. Imports kernels.dispatch.
+# Rotary positions: q and k turned by angles that grow with the position. Imports config, kernels.dispatch.
 # Next: attention.py.
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -23,22 +24,40 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return kernel.rotate(grad, *ctx.saved_tensors, back=True), None, None
 
+from .config import ModelConfig
+
+
+def angles_of(size: int, config: ModelConfig) -> Tensor:
+    """By how much each pair of a head of `size` elements turns from one position to the next, [d/2] in float64.
+
+    Source: Su et al. 2021; "llama3" as Llama 3.1 stretches positions: by the number of turns in the context first trained on.
+    """
+    turns = config.theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    if config.scaling == "default":
+        return turns
+    factor = config.rotary_factor or 1.0
+    if config.scaling == "linear":
+        return turns / factor
+    low, high, context = config.rotary_low or 0.0, config.rotary_high or 0.0, config.rotary_context or 0
+    kept = ((context * turns / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # 0 slowed, 1 as they were, between: blended
+    return turns * (kept + (1 - kept) / factor)
+
 
 class Rotary:
-    """Turns the pair (i, i + d/2) of each head by position · base^(−2i/d), the half-split order of Hugging Face's weights.
+    """Turns the pair (i, i + d/2) of each head by position · θ^(−2i/d), the half-split order of Hugging Face's weights.
 
+    The configuration may slow the angles (`angles_of`).
     Only differences of positions tell in q·k, so packed documents need not restart: a token sees none but its own.
     Angles are taken in float64 and rounded once. Moves nothing: attention holds whole sequences. Source: Su et al. 2021.
     """
 
-    def __init__(self, size: int, base: float) -> None:
-        self.size, self.base = size, base
+    def __init__(self, size: int, config: ModelConfig) -> None:
+        self.angles = angles_of(size, config)
         self._table = lru_cache(maxsize=4)(self._new_table)
 
     def _new_table(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines [length, d/2]."""
-        turns = self.base ** (-torch.arange(0, self.size, 2, dtype=torch.float64) / self.size)
-        angles = torch.arange(length)[:, None] * turns
+        angles = torch.arange(length)[:, None] * self.angles
         return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,8 @@ class Checkpoint:
 
 def identity(model: ModelConfig) -> dict[str, Any]:
     """What makes a model another model: every key that decides the weights, defaults filled in."""
-    filled = {"kv_heads": model.groups, "ffn": model.width, "norm_eps": model.eps, "rotary_base": model.theta}
+    filled: dict[str, Any] = {"kv_heads": model.groups, "ffn": model.width, "norm_eps": model.eps, "rotary_base": model.theta}
+    filled |= {"rotary_scaling": model.scaling, "tied_head": model.tied}
     table = {**tables.dump(model), **filled}
     return {f"model.{key}": table[key] for key in sorted(table) if key not in FREE_KEYS}
 

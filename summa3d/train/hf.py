@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 ORIGINAL = "hf_config.json"
 """Their config.json, kept in the run folder: what we have no key for comes back at export."""
+SETTLED = {"ffn": "width", "norm_eps": "eps", "kv_heads": "groups", "rotary_base": "theta"}
+SETTLED |= {"rotary_scaling": "scaling", "tied_head": "tied"}
+"""Our keys → the properties that are their values with the family's defaults filled in."""
 WHOLE = Place({"r": 1})
 """Where an exported tensor is put together: one place that holds it all."""
 
@@ -140,7 +143,8 @@ def rules_of(model: ModelConfig) -> list[Rule]:
     def numbered(rule: Rule, layer: int) -> Rule:
         return replace(rule, ours=rule.ours.format(layer), theirs=tuple(name.format(layer) for name in rule.theirs))
 
-    return [*mapping.once, *(numbered(rule, layer) for layer in range(model.layers) for rule in mapping.layer)]
+    once = (rule for rule in mapping.once if not (rule.unless and getattr(model, rule.unless)))
+    return [*once, *(numbered(rule, layer) for layer in range(model.layers) for rule in mapping.layer)]
 
 
 def to_ours(rule: Rule, theirs: list[Tensor], model: ModelConfig) -> Tensor:
@@ -192,7 +196,7 @@ def read_source(source: Path) -> Source:
         if not name.endswith(mapping.ignored)
     }
     _check_names(set(named), wanted, mapping, source)
-    _check_copies(named, mapping, source)
+    _check_copies(named, wanted, mapping, source)
     tensors = {name: entry for name, entry in named.items() if name in wanted}
     _check_shapes(tensors, model, source)
     return Source(model, hf_files.widest({entry.dtype for entry in tensors.values()}, source), original, tensors)
@@ -234,22 +238,26 @@ def config_of(model: ModelConfig, dtype: str, original: dict[str, Any]) -> dict[
             _assign(result, key, allowed[0])
     for ours, (theirs, _) in mapping.keys.items():
         value = _ours(model, ours)
-        for key in theirs:
+        for key in theirs if value is not None else ():
             _assign(result, key, value)
     return {**result, "architectures": [mapping.architecture], "dtype": dtype}
 
 
 def _ours(model: ModelConfig, key: str) -> Any:
     """The value of one of our keys, the family's default filled in."""
-    return getattr(model, {"ffn": "width", "norm_eps": "eps", "kv_heads": "groups", "rotary_base": "theta"}.get(key, key))
+    return getattr(model, SETTLED.get(key, key))
 
 
 def _renamed(original: dict[str, Any], mapping: Mapping) -> dict[str, Any]:
     """Their configuration with its older keys called by their present names."""
     result: dict[str, Any] = json.loads(json.dumps({key: value for key, value in original.items() if key != "torch_dtype"}))
     for old, new in mapping.renamed.items():
-        if old in result:
-            _assign(result, new, result.pop(old))
+        *path, name = old.split(".")
+        table = _lookup(result, ".".join(path), None) if path else result
+        if isinstance(table, dict) and name in table:
+            _assign(result, new, table.pop(name))
+            if path and not table:
+                _assign(result, ".".join(path), None)
     return result
 
 
@@ -278,9 +286,9 @@ def _check_names(names: set[str], wanted: set[str], mapping: Mapping, source: Pa
             )
 
 
-def _check_copies(named: dict[str, hf_files.Entry], mapping: Mapping, source: Path) -> None:
+def _check_copies(named: dict[str, hf_files.Entry], wanted: set[str], mapping: Mapping, source: Path) -> None:
     with hf_files.Reader(source, named) as reader:
-        for name in named.keys() & mapping.copies.keys():
+        for name in (named.keys() & mapping.copies.keys()) - wanted:
             first = mapping.copies[name]
             if not torch.equal(reader.read(name), reader.read(first)):
                 raise CheckpointError(f"{source}: {name} differs from {first}; our model has one tensor for both.")

@@ -15,6 +15,7 @@ class Rule:
     turned : theirs is [out, in], ours [in, out].
     heads : the property of ModelConfig that says in how many groups the columns of each part come. Theirs are [part][head][d],
         in one tensor of `parts` or in `parts` tensors; ours [head][part][d], so that a block of columns is whole heads.
+    unless : the property of ModelConfig that, where true, says there is no such tensor.
     """
 
     ours: str
@@ -23,6 +24,7 @@ class Rule:
     turned: bool = False
     heads: str = ""
     parts: int = 1
+    unless: str = ""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Mapping:
     """A family: `rules` for the model and for each layer, and how configurations translate.
 
     architecture : the class whose tensor names these are; `base` is what its bare model leaves off them.
-    copies : their tensors that must equal another of theirs, and that we hold once.
+    copies : their tensors that, where no rule reads them, must equal another of theirs, and that we hold once.
     ignored : the last parts of names that hold no weights.
     keys : our key → theirs, with the value that stands for a missing one; several of theirs must agree.
     renamed : keys of older configurations → what they are called now.
@@ -98,13 +100,14 @@ GPT2 = Mapping(
     ignored=(".attn.bias", ".attn.masked_bias"),
 )
 
+ROPE = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 LLAMA = Mapping(
     architecture="LlamaForCausalLM",
     base="model.",
     once=(
         Rule("embedding.weight", "v h", ("model.embed_tokens.weight",)),
         Rule("norm.weight", "h", ("model.norm.weight",)),
-        Rule("head.weight", "v h", ("lm_head.weight",)),
+        Rule("head.weight", "v h", ("lm_head.weight",), unless="tied"),
     ),
     layer=(
         Rule("blocks.{}.attention_norm.weight", "h", ("model.layers.{}.input_layernorm.weight",)),
@@ -134,18 +137,29 @@ LLAMA = Mapping(
         "attention_dropout": (("attention_dropout",), 0.0),
         "norm_eps": (("rms_norm_eps",), 1e-6),
         "rotary_base": (("rope_parameters.rope_theta",), 10000.0),
+        "rotary_scaling": (("rope_parameters.rope_type",), "default"),
+        "rotary_factor": (("rope_parameters.factor",), None),
+        "rotary_low": (("rope_parameters.low_freq_factor",), None),
+        "rotary_high": (("rope_parameters.high_freq_factor",), None),
+        "rotary_context": (("rope_parameters.original_max_position_embeddings",), None),
+        "tied_head": (("tie_word_embeddings",), False),
     },
     fixed={
         "model_type": ("llama",),
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "mlp_bias": (False,),
-        "tie_word_embeddings": (False,),
-        "rope_parameters.rope_type": ("default",),
+        "rope_parameters.rope_type": ("default", "linear", "llama3"),
+        "rope_parameters.partial_rotary_factor": (None, 1.0),
         "rope_scaling": (None,),
     },
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=(".rotary_emb.inv_freq",),
-    renamed={"rope_theta": "rope_parameters.rope_theta"},
+    renamed={
+        "rope_theta": "rope_parameters.rope_theta",
+        "rope_scaling.type": "rope_parameters.rope_type",
+        **{f"rope_scaling.{key}": f"rope_parameters.{key}" for key in ROPE},
+    },
 )
 
 BERT = Mapping(

@@ -9,6 +9,7 @@ import pytest
 from summa3d.errors import ConfigError
 from summa3d.nn.config import ModelConfig
 
+LLAMA3 = {"rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_low": 1.0, "rotary_high": 4.0, "rotary_context": 64}
 LLAMA = ModelConfig(family="llama", hidden=72, heads=12, kv_heads=2)
 VIT = ModelConfig(family="vit", hidden=24, heads=12, image=9, patch=3, classes=7)
 
@@ -19,6 +20,11 @@ VIT = ModelConfig(family="vit", hidden=24, heads=12, image=9, patch=3, classes=7
         (LLAMA, {"kv_heads": 5}, ["kv_heads 5", "1, 2, 3, 4, 6, 12"]),
         (LLAMA, {"hidden": 36}, ["heads of 3", "even"]),
         (LLAMA, {"rotary_base": 0.0}, ["rotary_base", "above 0"]),
+        (LLAMA, {"rotary_scaling": "yarn"}, ["'yarn'", "default, linear, llama3"]),
+        (LLAMA, {"rotary_scaling": "linear"}, ["'linear' needs model.rotary_factor"]),
+        (LLAMA, {"rotary_scaling": "linear", "rotary_factor": 2.0, "rotary_low": 1.0}, ["does not read model.rotary_low"]),
+        (LLAMA, {**LLAMA3, "rotary_low": 4.0}, ["rotary_low 4.0 must be below model.rotary_high 4.0"]),
+        (VIT, {"tied_head": True}, ["model.tied_head", "llama"]),
         (LLAMA, {"patch": 4}, ["model.patch", "llama does not read it", "vit"]),
         (LLAMA, {"family": "gpt2"}, ["model.kv_heads is 2", "llama"]),
         (LLAMA, {"family": "lama"}, ["'lama'", "gpt2, bert, llama, vit"]),

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from summa3d.errors import GridError, LayoutError
 from summa3d.nn import ModelConfig, build, scheme
+from summa3d.nn.rotary import angles_of
+from summa3d.nn.volume_models import model_volume
 
 # 12 heads of 6, 4 or 2 kv heads; f is a multiple of every axis used here; v and s are primes.
 CONFIG = ModelConfig(
@@ -71,6 +73,32 @@ def test_fused_attention_is_the_same_function(make_grid, world_size):
     check_parity(
         model, PlainLlama(config, global_weights(model)), lambda m: m(tokens, labels), lambda m: m.loss(tokens, labels), 1e-10
     )
+
+
+LLAMA3 = {"rotary_scaling": "llama3", "rotary_factor": 4.0, "rotary_low": 0.5, "rotary_high": 2.5, "rotary_context": 30}
+
+
+@pytest.mark.mpi(sizes=(1, 4, 8))
+@pytest.mark.parametrize("scaling", [{"rotary_scaling": "linear", "rotary_factor": 2.5}, LLAMA3], ids=["linear", "llama3"])
+def test_a_tied_head_and_stretched_positions_are_those_of_plain_torch(make_grid, world_size, scaling):
+    name, axes = {1: ("serial", {"x": 1}), 4: ("summa", {"x": 2, "y": 2}), 8: ("cuboid", {"x": 2, "y": 2, "z": 2})}[world_size]
+    grid = make_grid(**axes)
+    config = replace(CONFIG, tied_head=True, kv_heads=4, **scaling)
+    model = build(config, scheme(name, grid), torch.float64)
+    assert not any(name.startswith("head") for name, _ in model.named_parameters())
+    tokens, labels = batch_for(2, 2, 2)
+    plain = PlainLlama(config, global_weights(model))
+    check_parity(model, plain, lambda m: m(tokens, labels), lambda m: m.loss(tokens, labels), 1e-10)
+    with grid.ledger.watch() as moved:
+        model(tokens, labels).backward()
+    step = model_volume(config, model.scheme, *tokens.shape).step()
+    assert moved.words == step.forward.words + step.backward.words
+
+
+def test_llama3_slows_slow_pairs_leaves_fast_ones_and_blends_between():
+    config = replace(CONFIG, rotary_base=50.0)
+    ratio = angles_of(16, replace(config, **LLAMA3)) / angles_of(16, config)
+    assert ratio[0] == 1 and ratio[-1] == 0.25 and sum(0.25 < value < 1 for value in ratio.tolist()) >= 2
 
 
 @pytest.mark.mpi(sizes=(4,))

@@ -45,8 +45,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 12,
     },
 }
+SIZES["llama-linear"] = {**SIZES["llama"], "rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2.5}}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 2.5}
+LLAMA3 |= {"original_max_position_embeddings": 10, "rope_theta": 50.0}
+SIZES["llama3-tied"] = {**SIZES["llama"], "rope_parameters": LLAMA3, "hidden_size": 96, "tie_word_embeddings": True}
 VOCABULARY = 263
-CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "bert": "BertForPreTraining"}
+CLASSES = {"gpt2": "GPT2LMHeadModel", "bert": "BertForPreTraining"}
+CLASSES |= dict.fromkeys(("llama", "llama-linear", "llama3-tied"), "LlamaForCausalLM")
 DECODERS = ("gpt2", "llama")
 GRIDS: dict[int, list[tuple[str, dict[str, int]]]] = {
     1: [("serial", {"x": 1})],
@@ -99,10 +104,10 @@ def test_what_was_imported_is_exported_bit_for_bit(tmp_path: Path, family: str, 
         export_folder(opened(tmp_path / "run"), tmp_path / name, file_bytes=size)
         assert same_bits(their_tensors(tmp_path / "theirs"), their_tensors(tmp_path / name))
     assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
-    again = type(model).from_pretrained(tmp_path / "several", dtype=getattr(torch, dtype))
+    read = (type(model).from_pretrained(tmp_path / name, dtype=getattr(torch, dtype)).eval() for name in ("theirs", "several"))
     tokens = torch.arange(18).view(2, 9) * 13 % VOCABULARY
     with torch.no_grad():
-        assert torch.equal(model(tokens)[0], again.eval()(tokens)[0])
+        assert torch.equal(*(model(tokens)[0] for model in read))
     theirs, ours = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "one"))
     assert {key: ours[key] for key in theirs} == theirs
 
@@ -252,6 +257,25 @@ def test_an_imported_model_brings_its_tokenizer(comm: Any, shared_tmp_path: Path
         with pytest.raises(DataError, match=r"data\.tokenizer names it"):
             corpus.load_tokenizer(replace(settings.data, tokenizer="bpe:256:nowhere"), run)
     comm.Barrier()
+
+
+def test_older_files_say_rope_scaling_and_rope_theta(tmp_path: Path) -> None:
+    their_model("llama3-tied").save_pretrained(tmp_path / "theirs")
+    settings = tmp_path / "theirs" / "config.json"
+    said = json.loads(settings.read_text())
+    rope = said.pop("rope_parameters")
+    said |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    settings.write_text(json.dumps(said))
+    import_folder(tmp_path / "theirs", tmp_path / "run", MPI.COMM_SELF)
+    model = config.load(str(tmp_path / "run" / "config.toml")).model
+    assert (model.rotary_scaling, model.rotary_base, model.rotary_context) == ("llama3", 50.0, 10) and model.tied
+    export_folder(opened(tmp_path / "run"), tmp_path / "again")
+    ours = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert ours["rope_parameters"] == LLAMA3 and ours["rope_scaling"] is None
+    said["rope_scaling"] = {"type": "yarn", "factor": 2.0}
+    settings.write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match="rope_type = 'yarn'; our llama has 'default' or 'linear' or 'llama3' only"):
+        import_folder(tmp_path / "theirs", tmp_path / "other", MPI.COMM_SELF)
 
 
 def spoil(folder: Path, kind: str) -> None:

@@ -1,4 +1,4 @@
-# A checkpoint knows no scheme: a run goes on under another one, on other ranks, optimizer state included.
+# A checkpoint knows no scheme: a run of any family goes on under another one, on other ranks, optimizer state included.
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,18 +19,22 @@ CONSTANT = {"train__decay_to": 1.0}
 """After the warm-up, so that the learning rate of a step does not depend on how many are to come."""
 
 
+LLAMA = {"model__family": "llama", "model__kv_heads": 2, "model__ffn": 36}
+
+
 @pytest.mark.mpi(sizes=(8,), timeout=110)
-def test_a_run_that_changes_its_scheme_every_two_steps_is_one_run(comm: Any, shared_tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_a_run_that_changes_its_scheme_every_two_steps_is_one_run(comm: Any, shared_tmp_path: Path, model: Any) -> None:
     whole, legs = shared_tmp_path / "whole", shared_tmp_path / "legs"
     if comm.rank == 0:
         whole.mkdir()
         legs.mkdir()
-        train_small(MPI.COMM_SELF, whole, scheme="serial", train__steps=2 * len(LEGS), **CONSTANT)
+        train_small(MPI.COMM_SELF, whole, scheme="serial", train__steps=2 * len(LEGS), **CONSTANT, **model)
     comm.Barrier()
     for done, (ranks, settings) in enumerate(LEGS):
         part = comm.Split(color=0 if comm.rank < ranks else MPI.UNDEFINED)
         if part != MPI.COMM_NULL:
-            train_small(part, legs, resume=done > 0, train__steps=2 * (done + 1), **CONSTANT, **settings)
+            train_small(part, legs, resume=done > 0, train__steps=2 * (done + 1), **CONSTANT, **model, **settings)
             part.Free()
         comm.Barrier()
     assert len(metrics_of(legs)) == 2 * len(LEGS)
