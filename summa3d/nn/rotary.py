@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch as kernel
 
+from .config import ModelConfig
+
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
@@ -23,8 +25,6 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return kernel.rotate(grad, *ctx.saved_tensors, back=True), None, None
-
-from .config import ModelConfig
 
 
 def angles_of(size: int, config: ModelConfig) -> Tensor:
