@@ -48,11 +48,11 @@ SUMMA3D_FUNCTION void cross_entropy_sums(
         });
         const One all = block.template combine<Add>(sum, Compute<T>(0));
         block.each([&](int thread) {
-            const int64 label = labels[row], column = label - first;
+            const int64 column = labels[row] - first;
             if (thread == 0) sums[2 * row] = all.at[0];
             if (thread == 1)
                 sums[2 * row + 1] =
-                    label >= 0 && column >= 0 && column < columns ? widen(logits[row * stride + column]) - most : Compute<T>(0);
+                    column >= 0 && column < columns ? widen(logits[row * stride + column]) - most : Compute<T>(0);
         });
     }
 }
@@ -66,7 +66,7 @@ SUMMA3D_FUNCTION void cross_entropy_gradient(
     constexpr bool fast = sizeof(T) == 2;
     for (int64 row = block.index(); row < rows; row += block.count()) {
         const Compute<T> most = maximum[row], by = scale[row], inverse = Compute<T>(1) / total[row];
-        const int64 label = labels[row] < 0 ? -1 : labels[row] - first;
+        const int64 label = labels[row] - first;  // negative, and so no column, where there is none
         walk_row<N>(block, logits + row * stride, columns, [&](int, int64 column, int count) {
             Compute<T> v[N];
             load(v, logits + row * stride + column, count);

@@ -99,6 +99,13 @@ def test_row_sums_are_as_accurate_as_the_references(fused, dtype):
         assert torch.allclose(inverse[:, 0].double(), want_inverse, rtol=3e-7 if dtype == torch.float32 else 1e-8)
 
 
+def test_rows_of_one_number_have_no_variance_below_zero(fused, dtype):
+    x = torch.linspace(100, 40_000, 41, dtype=torch.float64)[:, None].expand(41, 517).to(DEVICE, dtype)
+    mean, inverse = fused.norm_statistics(fused.norm_sums(x), 517, EPS, dtype)
+    assert bool(inverse.isfinite().all()) and bool((inverse > 0).all())
+    assert torch.allclose(mean.double(), x[:, :1].double(), rtol=1e-6)
+
+
 def test_a_rank_without_columns_adds_nothing(fused, dtype):
     none, labels = normal(3, 0, dtype=dtype, seed=14), torch.tensor([0, 1, -1], device=DEVICE)
     assert torch.equal(fused.norm_sums(none), torch.zeros(3, 2, dtype=wide_dtype(dtype), device=DEVICE))
