@@ -1,0 +1,17 @@
+#!/bin/bash
+#SBATCH --job-name=cpu_scaling
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --exclusive
+#SBATCH --time=00:30:00
+# Strong and weak scaling of a product without GPUs, 1, 2, 4, … ranks: sbatch -A ACCOUNT -p PARTITION jobs/cpu_scaling.sh from
+# the repository. SIZE (8192), DTYPE (float32) and OUT may be set before.
+# Next: steps.sh, clusters/cpu.sh (what a site fills in).
+set -euo pipefail
+jobs=${SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}/jobs # Slurm runs a copy of this file, elsewhere
+source "$jobs/clusters/cpu.sh"
+source "$jobs/steps.sh"
+
+check
+sweep

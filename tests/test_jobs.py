@@ -1,0 +1,301 @@
+# The job scripts start what they say: each is run with a launcher that only notes its line, and every line is parsed.
+# May import cli. Next: ../jobs/steps.sh, ../jobs/clusters/, ../jobs/bind.sh.
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from summa3d.cli.main import COMMANDS
+from summa3d.train.config import load
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "jobs").rglob("*.sh"))
+SUBMITTED = ("cuda_train", "cuda_scaling", "longhorn_train", "longhorn_scaling", "cpu_train", "cpu_scaling")
+LAUNCHERS = ("srun", "ibrun")
+NOTE = """#!/bin/bash
+{{ printf '%q ' {name} "$@"; echo "| $SUMMA3D_DEVICE $SUMMA3D_TRANSPORT $OMP_NUM_THREADS"; }} >>"$LINES"
+case " $* " in *" --check "*) echo '{{"relative_error": '"${{ERROR:-1e-15}}"'}}' ;; esac
+exit "${{STATUS:-0}}"
+"""
+OWN = ("SLURM_", "SUMMA3D_", "OMP_", "OMPI_", "MV2_", "MPI_", "PMI", "UCX_", "CUDA_", "BIND_")
+ALLOCATION = {
+    "cuda": {"SLURM_JOB_NUM_NODES": "3", "SLURM_GPUS_ON_NODE": "4"},
+    "longhorn": {"SLURM_JOB_NUM_NODES": "3"},
+    "cpu": {"SLURM_NTASKS": "12", "SLURM_CPUS_PER_TASK": "7"},
+}
+
+
+class Machine:
+    """A folder of fake programs before the real ones on PATH, and what was asked of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lines = folder, folder / "lines"
+        (folder / "bin").mkdir()
+        for name in ("srun", "ibrun", "module", "conda", "summa3d"):
+            self.program(name, NOTE.format(name=name))
+        (folder / "activate/bin").mkdir(parents=True)
+        (folder / "activate/bin/activate").write_text('echo "activate | " >>"$LINES"\n')
+
+    def program(self, name: str, text: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def run(self, *command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(OWN)}
+        path = os.pathsep.join((str(self.folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
+        found = {"PATH": path, "LINES": str(self.lines), **environment}
+        return subprocess.run(command, cwd=self.folder, env=kept | found, capture_output=True, text=True, timeout=60)
+
+    def submit(self, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NAME": script, "SLURM_JOB_ID": "17", "SLURM_LOCALID": "0"}
+        job |= {**ALLOCATION[script.split("_")[0]], "VENV": f"{self.folder}/activate", **environment}
+        return self.run("bash", ROOT / "jobs" / f"{script}.sh", **job)
+
+    def asked(self) -> list[tuple[list[str], str]]:
+        """Each program's line, as words, and what stood in its environment: device, transport, threads."""
+        lines = [line.rpartition("|") for line in self.lines.read_text().splitlines()]
+        return [(shlex.split(words), environment.strip()) for words, _, environment in lines]
+
+    def started(self, script: str, **environment: str) -> list[list[str]]:
+        ended = self.submit(script, **environment)
+        assert ended.returncode == 0, ended.stderr
+        return [words for words, _ in self.asked() if words[0] in LAUNCHERS]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    """The `summa3d` command within a launcher's line, as the command itself reads it."""
+    name, *arguments = words[words.index("summa3d") + 1 :]
+    assert name in COMMANDS
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    importlib.import_module(f"summa3d.cli.{name}").add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def srun_gpu(ranks: int, nodes: int) -> list[str]:
+    line = f"srun --nodes={nodes} --ntasks={ranks} --ntasks-per-node=4 --distribution=block --cpu-bind=none --gpu-bind=none"
+    return [*line.split(), "--kill-on-bad-exit=1", f"{ROOT}/jobs/bind.sh"]
+
+
+def srun_cpu() -> list[str]:
+    line = "srun --ntasks=12 --cpus-per-task=7 --distribution=block:block --cpu-bind=cores --kill-on-bad-exit=1"
+    return line.split()
+
+
+def ibrun(ranks: int, nodes: int) -> list[str]:
+    return ["ibrun", "-n", str(ranks), f"{ROOT}/jobs/bind.sh"]
+
+
+CHECK = ["summa3d", "gemm", "--m", "1009", "--n", "997", "--k", "1013", "--dtype", "float64", "--check", "--json"]
+GPU_LAUNCHER = {"cuda": srun_gpu, "longhorn": ibrun}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_is_bash_and_says_what_it_is(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", script], capture_output=True).returncode == 0
+    lines = [line for line in script.read_text().splitlines() if not line.startswith(("#!", "#SBATCH"))]
+    assert all(re.match(r"# \S|#   \S", line) for line in lines[:3])
+    assert all(len(line) <= 130 for line in lines)
+
+
+def test_every_script_that_is_submitted_is_tested_here() -> None:
+    headed = {path.stem for path in SCRIPTS if "#SBATCH" in path.read_text()}
+    assert headed == set(SUBMITTED)
+
+
+@pytest.mark.parametrize("cluster", GPU_LAUNCHER)
+def test_training_starts_one_rank_per_gpu_after_the_check(machine: Machine, cluster: str) -> None:
+    shown, checked, trained = machine.started(f"{cluster}_train", GRID="x=3,y=2,z=2", CONFIG="demo")
+    prefix = GPU_LAUNCHER[cluster](12, 3)
+    assert shown == [*prefix, "true"]
+    assert checked == [*prefix, *CHECK]
+    settings = "--set scheme=cuboid --set grid.x=3 --set grid.y=2 --set grid.z=2 --set train.checkpoint_every=100"
+    assert trained == [*prefix, *f"summa3d train demo --run runs/{cluster}_train --resume {settings}".split()]
+    assert parsed(checked).check
+
+
+def test_training_without_gpus_gives_each_rank_its_cores(machine: Machine) -> None:
+    checked, trained = machine.started("cpu_train", GRID="x=3,y=2,z=2", RUN="runs/a", SCHEME="tesseract", CHECKPOINT_EVERY="7")
+    assert checked == [*srun_cpu(), *CHECK]
+    settings = "--set scheme=tesseract --set grid.x=3 --set grid.y=2 --set grid.z=2 --set train.checkpoint_every=7"
+    assert trained == [*srun_cpu(), *f"summa3d train demo --run runs/a --resume {settings}".split()]
+
+
+@pytest.mark.parametrize(("script", "ranks"), [("cuda_train", 4), ("longhorn_train", 4), ("cpu_train", 8)])
+def test_the_grid_of_the_header_s_allocation_is_one_that_train_accepts(machine: Machine, script: str, ranks: int) -> None:
+    args = parsed(machine.started(script)[-1])
+    config = load(args.config, args.assignments)
+    sizes = config.grid.axes
+    assert sizes["x"] * sizes["y"] * sizes["z"] == ranks == ranks_of_the_header(script)
+    assert args.resume and config.train.checkpoint_every == 100 and config.train.keep > 0
+
+
+def ranks_of_the_header(script: str) -> int:
+    header = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", (ROOT / "jobs" / f"{script}.sh").read_text(), re.MULTILINE))
+    return int(header["nodes"]) * int(header.get("gpus-per-node") or header["ntasks-per-node"])
+
+
+@pytest.mark.parametrize("cluster", GPU_LAUNCHER)
+def test_scaling_on_gpus_starts_each_rank_count_on_as_few_nodes_as_hold_it(machine: Machine, cluster: str) -> None:
+    lines = machine.started(f"{cluster}_scaling", SIZE="1000", OUT=str(machine.folder))[2:]
+    launcher = GPU_LAUNCHER[cluster]
+    want = []
+    for ranks, nodes, grown in ((1, 1, 1000), (2, 1, 1260), (4, 1, 1587), (8, 2, 2000)):
+        for size in (1000, grown):
+            command = f"summa3d gemm --m {size} --n {size} --k {size} --dtype float32 --json"
+            want.append([*launcher(ranks, nodes), *command.split()])
+    assert lines == want
+    assert all(parsed(line).json for line in lines)
+
+
+def test_scaling_without_gpus_is_one_bench_of_each_kind_and_a_table(machine: Machine) -> None:
+    strong, weak = machine.started("cpu_scaling", SIZE="1000", DTYPE="float64", OUT=str(machine.folder))[1:]
+    for kind, line in (("strong", strong), ("weak", weak)):
+        file = f"{machine.folder}/{kind}.json"
+        assert line == [*srun_cpu(), *f"summa3d bench {kind} --m 1000 --n 1000 --k 1000 --dtype float64 --json {file}".split()]
+        assert parsed(line).kind == kind
+    reported = [words for words, _ in machine.asked() if words[:2] == ["summa3d", "report"]]
+    assert [parsed(words).files for words in reported] == [[machine.folder / "strong.json", machine.folder / "weak.json"]]
+
+
+@pytest.mark.parametrize("script", SUBMITTED)
+def test_modules_and_doctor_come_before_the_first_rank(machine: Machine, script: str) -> None:
+    machine.started(script)
+    lines = [words for words, _ in machine.asked()]
+    first = next(index for index, words in enumerate(lines) if words[0] in LAUNCHERS)
+    assert [words[:2] for words in lines[: first - 2]] == [["module", "load"]]
+    assert lines[first - 2] == (["conda", "activate", "summa3d"] if script.startswith("longhorn") else ["activate"])
+    assert lines[first - 1] == ["summa3d", "doctor"]
+
+
+@pytest.mark.parametrize("script", SUBMITTED)
+def test_ranks_are_told_device_transport_and_threads(machine: Machine, script: str) -> None:
+    assert machine.submit(script).returncode == 0
+    told = {environment for words, environment in machine.asked() if words[0] in LAUNCHERS}
+    assert told == ({"7"} if script.startswith("cpu") else {"cuda auto"})
+
+
+def test_a_transport_named_before_sbatch_reaches_the_ranks(machine: Machine) -> None:
+    assert machine.submit("cuda_train", SUMMA3D_TRANSPORT="pinned").returncode == 0
+    assert {environment for words, environment in machine.asked() if words[0] == "srun"} == {"cuda pinned"}
+
+
+@pytest.mark.parametrize("script", SUBMITTED)
+@pytest.mark.parametrize("trouble", [{"ERROR": "1e-3"}, {"ERROR": "NaN"}, {"ERROR": "null"}, {"STATUS": "3"}], ids=str)
+def test_a_check_that_fails_ends_the_job(machine: Machine, script: str, trouble: dict[str, str]) -> None:
+    assert machine.submit(script, **trouble).returncode != 0
+    commands = [words[words.index("summa3d") + 1] for words, _ in machine.asked() if "summa3d" in words and words[0] in LAUNCHERS]
+    assert set(commands) <= {"gemm"} and len(commands) <= 1
+
+
+def test_gpus_that_were_not_asked_for_are_named(machine: Machine) -> None:
+    ended = machine.submit("cuda_train", SLURM_GPUS_ON_NODE="")
+    assert ended.returncode != 0
+    assert "--gpus-per-node" in ended.stderr
+
+
+class Node(Machine):
+    """Two sockets with two GPUs and two network cards each, as /sys and nvidia-smi show them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        for index in range(4):
+            self.device(f"bus/pci/devices/000{index}:0a:00.0", local_cpulist=f"{40 * (index // 2)}-{40 * (index // 2) + 39}")
+            self.device(f"bus/pci/devices/000{index}:0a:00.0", numa_node=str(8 * (index // 2)))
+        for index, (node, state, layer) in enumerate(
+            [
+                (0, "4: ACTIVE", "InfiniBand"),
+                (8, "4: ACTIVE", "InfiniBand"),
+                (8, "1: DOWN", "InfiniBand"),
+                (8, "4: ACTIVE", "Ethernet"),
+            ]
+        ):
+            self.device(f"class/infiniband/mlx5_{index}/device", numa_node=str(node))
+            self.device(f"class/infiniband/mlx5_{index}/ports/1", state=state, link_layer=layer)
+        bus = """case "$*" in
+            *query-gpu=index*) printf '0\\n1\\n2\\n3\\n' ;;
+            *--id=[0-3]*query-gpu=pci.bus_id*) id=${1#--id=}; echo "0000000$id:0A:00.0" ;;
+            *) exit 6 ;;
+        esac"""
+        self.program("nvidia-smi", f"#!/bin/bash\n{bus}\n")
+        shown = 'echo "$2 ${UCX_NET_DEVICES-none} $CUDA_DEVICE_ORDER ${CUDA_VISIBLE_DEVICES-all} ${*:3}"'
+        self.program("taskset", f"#!/bin/bash\n{shown}\n")
+
+    def device(self, path: str, **files: str) -> None:
+        place = self.folder / "sys" / path
+        place.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (place / name).write_text(text + "\n")
+
+    def bound(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        return self.run(ROOT / "jobs/bind.sh", "summa3d", "doctor", BIND_SYS=f"{self.folder}/sys", **environment)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("environment", "want"),
+    [
+        ({"SLURM_LOCALID": "1"}, "0-39 mlx5_0:1 PCI_BUS_ID all"),
+        ({"SLURM_LOCALID": "2"}, "40-79 mlx5_1:1 PCI_BUS_ID all"),
+        ({"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}, "40-79 mlx5_1:1 PCI_BUS_ID all"),
+        ({"SLURM_LOCALID": "5"}, "0-39 mlx5_0:1 PCI_BUS_ID all"),
+        ({"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0,2"}, "40-79 mlx5_1:1 PCI_BUS_ID 0,2"),
+        ({"SLURM_LOCALID": "3", "UCX_NET_DEVICES": "mlx5_7:1"}, "40-79 mlx5_7:1 PCI_BUS_ID all"),
+    ],
+    ids=str,
+)
+def test_a_rank_runs_on_the_cores_and_network_card_of_its_gpu(node: Node, environment: dict[str, str], want: str) -> None:
+    ended = node.bound(**environment)
+    assert (ended.returncode, ended.stdout) == (0, f"{want} summa3d doctor\n"), ended.stderr
+
+
+def test_a_machine_without_numa_nodes_leaves_the_network_card_to_ucx(node: Node) -> None:
+    node.device("bus/pci/devices/0000:0a:00.0", numa_node="-1")
+    assert node.bound(SLURM_LOCALID="0").stdout == "0-39 none PCI_BUS_ID all summa3d doctor\n"
+
+
+def test_a_rank_says_what_it_got_when_asked(node: Node) -> None:
+    line = node.bound(SLURM_LOCALID="3", BIND_SHOW="yes").stdout.splitlines()[0]
+    assert line.endswith("rank 3: GPU 3 at 00000003:0a:00.0, cores 40-79, network mlx5_1:1")
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({}, "SLURM_LOCALID"),
+        ({"SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": "9"}, "no GPU 9"),
+        ({"SLURM_LOCALID": "0"}, "near GPU 0"),
+    ],
+    ids=["no-rank", "no-gpu", "no-sys"],
+)
+def test_a_rank_that_cannot_be_bound_fails_and_says_why(node: Node, environment: dict[str, str], named: str) -> None:
+    if named.startswith("near"):
+        (node.folder / "sys/bus/pci/devices/0000:0a:00.0/local_cpulist").unlink()
+    ended = node.bound(**environment)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert named in ended.stderr
+
+
+def test_the_scripts_pass_shellcheck_where_it_is_installed() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    ended = subprocess.run(["shellcheck", "--severity=warning", *SCRIPTS], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout
