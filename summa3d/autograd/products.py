@@ -182,7 +182,7 @@ class Line(Product):
         return self._start_sum(local(self.of_b, shared, a), self.of_b.dims[2])
 
     def _start_sum(self, partial: Tensor, inner: str) -> Pending:
-        return self.axis.start_all_reduce(partial, into=partial) if inner == self.split else completed(partial)
+        return self.axis.start_all_reduce(partial, into=partial, in_order=True) if inner == self.split else completed(partial)
 
 
 class Executed(Product):

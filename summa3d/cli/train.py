@@ -41,7 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="train nothing: say what each rank of the grid would hold, on any number of ranks"
     )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write some steps as a trace of all ranks, for Perfetto or chrome://tracing"
+    )
+    parser.add_argument(
+        "--trace-steps", type=_steps, default=(3, 5), metavar="A:B", help="the steps that --trace writes (default 3:5)"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON line")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} names no steps; write the first and the last, as 3:5")
+    return int(first), int(last)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,9 +74,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.dry_run:
         return _dry_run(config, args.json)
-    from ..train.loop import train
+    from ..train.loop import Traced, train
 
-    summary = train(config, MPI.COMM_WORLD, args.run, resume=args.resume, overwrite=args.overwrite)
+    traced = None if args.trace is None else Traced(args.trace, *args.trace_steps)
+    summary = train(config, MPI.COMM_WORLD, args.run, args.resume, args.overwrite, traced)
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(summary) if args.json else report(summary), flush=True)
     return 0

@@ -132,9 +132,13 @@ class Axis(SharedViews, Checks):
         """`reduce_scatter`, in flight."""
         return self._reduce_scatter(array, dim, sizes, into, False)
 
-    def start_all_reduce(self, array: Array, op: str = "sum", into: Array | None = None) -> Pending:
-        """`all_reduce`, in flight. Members complete it at the same place among their communications over this axis."""
-        return self._all_reduce(array, op, into, False)
+    def start_all_reduce(self, array: Array, op: str = "sum", into: Array | None = None, in_order: bool = False) -> Pending:
+        """`all_reduce`, in flight.
+
+        `in_order` promises that every member completes it at the same place among its communications: a large sum may then go
+        through the node's memory, where completing it takes two meetings.
+        """
+        return self._all_reduce(array, op, into, False, in_order)
 
     def start_broadcast(self, array: Array, root: int = 0) -> Pending:
         """`broadcast`, in flight."""
@@ -225,7 +229,7 @@ class Axis(SharedViews, Checks):
 
         return self._pending("reduce_scatter", words, self.size - 1, array, requests, finish, wall, cpu, keep=(front, room))
 
-    def _all_reduce(self, array: Array, op: str, into: Array | None, blocking: bool) -> Pending:
+    def _all_reduce(self, array: Array, op: str, into: Array | None, blocking: bool, in_order: bool = True) -> Pending:
         if self.size == 1:
             return completed(array if into is None or into is array else copy_into(into, array))
         self._check("all_reduce", array, {"shape": tuple(array.shape), "op": op}, into_problem(into, array, array.shape))
@@ -234,7 +238,7 @@ class Axis(SharedViews, Checks):
         n, own = count(array), share(count(array), self.size, self.index)
         words, messages = n + (self.size - 2) * own, 2 * (self.size - 1)
         large = n * array.itemsize > staged.ALL_REDUCE_LIMIT
-        ring = self._ring(array, self.size * n) if not large or op == "sum" else None
+        ring = self._ring(array, self.size * n) if not large or (in_order and op == "sum") else None
         if ring and large:
             gather = staged.all_reduce_in_parts(ring, detached(array), into, blocking, self._gather_by_mpi)
             if gather is not None:
@@ -376,9 +380,12 @@ class Axis(SharedViews, Checks):
     ) -> Pending:
         amounts = Amounts(1, words, messages, words * array.itemsize, time.perf_counter() - wall, time.thread_time() - cpu)
         line = self.ledger.record(name, self.label, dtype_name(array), amounts)
+        traced = self.ledger.begin(name, self.label, dtype_name(array), amounts, wall) if self.ledger.trace is not None else None
 
         def account(wall_more: float, cpu_more: float) -> None:
             line.seconds += wall_more
             line.cpu_seconds += cpu_more
+            if traced is not None:
+                traced.end, traced.wait = time.perf_counter(), wall_more
 
         return Pending(requests, finish, account, keep)

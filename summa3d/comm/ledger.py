@@ -1,13 +1,16 @@
 # What was moved: calls, words, messages, bytes and seconds per collective, axis, phase and dtype, and the workspace in use.
-# Imports the standard library only.
+# Imports trace.
 # Next: collectives.py, which writes every line of it; gemm/volume.py, the closed forms it must equal.
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
+
+from .trace import Communication, Trace
 
 PHASES = ("forward", "backward", "optimizer", "other")
 
@@ -59,13 +62,14 @@ class Ledger:
     """The account of one rank of one grid.
 
     `phase` names what the job is doing, so that forward, backward and optimizer are counted apart. `track` counts the
-    bytes of a workspace array until it is freed, for the peak.
+    bytes of a workspace array until it is freed, for the peak. While `trace` is set, phases and communications are kept in it.
     """
 
     def __init__(self) -> None:
         self.current_phase = "other"
         self.workspace_bytes = 0
         self.workspace_peak = 0
+        self.trace: Trace | None = None
         self._lines: dict[tuple[str, str, str, str], Amounts] = {}
 
     def record(self, collective: str, axis: str, dtype: str, amounts: Amounts) -> Amounts:
@@ -77,16 +81,26 @@ class Ledger:
         line.add(amounts)
         return line
 
+    def begin(self, collective: str, axis: str, dtype: str, amounts: Amounts, start: float) -> Communication | None:
+        """Write in the trace, if there is one, that a communication was begun at `start`; whoever completes it writes when."""
+        if self.trace is None:
+            return None
+        moved = (amounts.words, amounts.messages, amounts.bytes)
+        return self.trace.begin(Communication(collective, axis, self.current_phase, dtype, *moved, start, amounts.seconds))
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count what the block moves under phase `name`."""
         if name not in PHASES:
             raise ValueError(f"phase {name!r} is not one of {', '.join(PHASES)}")
         before, self.current_phase = self.current_phase, name
+        trace, start = self.trace, time.perf_counter()
         try:
             yield
         finally:
             self.current_phase = before
+            if trace is not None:
+                trace.phases.append((name, start, time.perf_counter()))
 
     def track(self, array: Any) -> Any:
         """Count the bytes of a workspace array while it lives; returns the array."""

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from ..comm import trace
 from ..comm.failure import Watchdog
-from ..errors import CheckpointError
+from ..comm.trace import Trace
+from ..errors import CheckpointError, ConfigError
 from ..nn.body import LanguageModel
 from . import checkpoint, metrics
 from .config import Config
@@ -34,31 +37,62 @@ ONE_RANK_PARAMETERS = 100_000_000
 """Below this many parameters one rank samples faster alone than all ranks do with a message round per layer and token."""
 
 
-def train(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Traced:
+    """Which steps, from `first` to `last`, are written to `file` as a trace."""
+
+    file: Path
+    first: int
+    last: int
+
+    def check(self, done: int, steps: int) -> None:
+        """Raise ConfigError unless the file can be written and the run, after `done` steps, takes these."""
+        trace.check_file(self.file)
+        if not done < self.first <= self.last <= steps:
+            raise ConfigError(
+                f"--trace-steps {self.first}:{self.last} are not among the steps {done + 1} to {steps} that this run takes."
+            )
+
+
+def train(
+    config: Config,
+    comm: MPI.Intracomm,
+    folder: Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    traced: Traced | None = None,
+) -> dict[str, Any]:
     """Train what `config` describes on the ranks of `comm`; returns the account of the run, the same on every rank.
 
     `folder` receives config.toml, metrics.jsonl, checkpoints/step-N/, loss.png and summary.json. With `resume` the run goes
     on from its newest complete checkpoint, on whatever grid it is started now; without, a folder that holds a checkpoint is
-    refused unless `overwrite`.
+    refused unless `overwrite`. With `traced`, some steps are written as a trace.
     """
     run = prepare(config, comm, folder, resume, overwrite)
+    if traced is not None:
+        traced.check(run.done, config.train.steps)
     recorder = Recorder(run.metrics, comm, run.done)
     began = time.perf_counter()
     with Progress(config.train.steps, speak=comm.rank == 0) as progress:
         progress.say(_opening(run))
         with _watchdog(config.train.watchdog) as watchdog, torch.autograd.set_multithreading_enabled(False):
-            run_steps(run, recorder, progress, watchdog)
+            run_steps(run, recorder, progress, watchdog, traced)
     recorder.close()
     summary = finish(run, recorder, time.perf_counter() - began)
     run.grid.free()
     return summary
 
 
-def run_steps(run: Run, recorder: Recorder, progress: Progress, watchdog: Watchdog | None) -> None:
+def run_steps(run: Run, recorder: Recorder, progress: Progress, watchdog: Watchdog | None, traced: Traced | None = None) -> None:
     """Take the steps that are left, evaluating and saving where they are due; the last step is always both."""
-    settings = run.config.train
+    settings, ledger = run.config.train, run.grid.ledger
     for number in range(run.done + 1, settings.steps + 1):
+        if traced is not None and number == traced.first:
+            ledger.trace = Trace()
         step = take_step(run, number)
+        if traced is not None and number == traced.last and ledger.trace is not None:
+            trace.write(traced.file, ledger.trace, run.grid.comm)
+            ledger.trace = None
         if _due(number, settings.evaluate_every, settings.steps):
             step.validation_loss = evaluate(run)
         recorder.post(step)

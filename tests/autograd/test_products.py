@@ -6,6 +6,8 @@ import torch
 from gradients import close, operands
 
 from summa3d.autograd import all_reduce, matmul, product, scatter_from
+from summa3d.comm.staged import ALL_REDUCE_LIMIT
+from summa3d.comm.transport import HostTransport
 from summa3d.errors import ShapeError
 from summa3d.gemm.algorithms import ALGORITHMS
 from summa3d.layout import collect, distribute, split_sizes
@@ -64,6 +66,22 @@ def test_each_gradient_is_callable_alone(make_grid, name):
     shared = bound.share(local_c)
     assert close(bound.start_grad_b(shared, local_a).wait(), grid, plan.b_layout, b.grad)
     assert close(bound.start_grad_a(shared, local_b).wait(), grid, plan.a_layout, a.grad)
+
+
+@pytest.mark.mpi(sizes=(3,))
+def test_a_large_sum_of_a_columns_dx_goes_through_the_nodes_memory_and_not_through_mpi(make_grid, monkeypatch):
+    grid, rows = make_grid(y=3, node_memory=True), ALL_REDUCE_LIMIT // 8 // K + 1
+    plan = ALGORITHMS["oned-column"].plan("nn", rows, N, K)
+    a, b, _, dc = operands(plan)
+    (a @ b).backward(dc)
+    local_b, local_c = distribute(b.detach(), grid, plan.b_layout), distribute(dc, grid, plan.c_layout)
+    monkeypatch.delattr(HostTransport, "all_reduce")
+    bound = product(plan, grid)
+    with grid.ledger.watch() as moved:
+        got = bound.start_grad_a(bound.share(local_c), local_b).wait()
+    assert close(got, grid, plan.a_layout, a.grad)
+    own = rows * K // 3 + (grid["y"].index < rows * K % 3)
+    assert (moved.words, moved.messages) == (rows * K + own, 4)
 
 
 @pytest.mark.mpi(sizes=(2,))
