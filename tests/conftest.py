@@ -16,10 +16,19 @@ def make_grid(comm: Any) -> Iterator[Callable[..., Any]]:
     """``make_grid(x=2, y=2, z=2)`` → a Grid on `comm`, its agreement checks on, freed at the end of the test."""
     grids = []
 
-    def make(order: Any = None, tile: Any = None, check: bool = True, node_memory: Any = None, **axes: int) -> Any:
+    def make(
+        order: Any = None,
+        tile: Any = None,
+        check: bool = True,
+        node_memory: Any = None,
+        transport: str | None = None,
+        device: Any = None,
+        **axes: int,
+    ) -> Any:
         from summa3d.comm.grid import Grid
 
-        grids.append(Grid(comm, axes, order=order, tile=tile, check=check, node_memory=node_memory))
+        options = {"order": order, "tile": tile, "check": check, "node_memory": node_memory}
+        grids.append(Grid(comm, axes, **options, transport=transport, device=device))
         return grids[-1]
 
     yield make

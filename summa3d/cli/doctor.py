@@ -9,8 +9,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from ..capability import available
 from ..errors import ConfigError, LaunchError
@@ -62,6 +64,7 @@ def examine() -> dict[str, object]:
         "nodes": next((int(os.environ[name]) for name in NODE_VARIABLES if os.environ.get(name, "").isdigit()), 1),
         "transport": _transport(),
         "gpu": _gpu(),
+        "device": _device_transport(),
         "warnings": warnings + _warnings(runtime),
     }
 
@@ -121,11 +124,54 @@ def _transport() -> str:
     return "within a node its memory (gathers are views, who waits sleeps; SUMMA3D_NODE_MEMORY=no: MPI alone), across nodes MPI"
 
 
+def _cards() -> list[Path]:
+    folder = Path("/proc/driver/nvidia/gpus")
+    return sorted(folder.glob("*")) if folder.is_dir() else []
+
+
 def _gpu() -> str:
-    cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else []
+    cards = _cards()
     if cards:
         return f"{len(cards)} NVIDIA GPU{'s' if len(cards) > 1 else ''}"
     return "no GPU: everything runs on the CPU"
+
+
+def _device_transport() -> str:
+    """Return what would carry device arrays between ranks with a GPU each, and between ranks that share one, and why."""
+    from ..comm import choice
+    from ..comm.probe import cuda_aware
+
+    if not _cards():
+        return "no GPU: nothing to communicate from one"
+    nccl, probe = _nccl(), cuda_aware()
+    wanted = choice.requested()
+    alone, shared = (_chosen(choice.Facts(devices, nccl is None, probe.works), wanted) for devices in (("0", "1"), ("0", "0")))
+    seen = f"CUDA-aware MPI: {'yes' if probe.works else 'no'}, {probe.reason}; NCCL: {'yes' if nccl is None else nccl}"
+    return f"a GPU for each rank: {alone}; ranks that share one: {shared}. {seen}"
+
+
+def _chosen(facts: Any, wanted: str) -> str:
+    from ..comm import choice
+
+    try:
+        chosen = choice.choose(facts, wanted)
+    except ConfigError as error:
+        return str(error).splitlines()[0]
+    return f"{chosen.name} ({chosen.reason})"
+
+
+def _nccl() -> str | None:
+    """Why NCCL cannot be used; None where it can. In a process of its own, as it loads CUDA."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from cupy.cuda import nccl; print(nccl.available)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if done.stdout.strip() == "True":
+        return None
+    return (done.stderr.strip().splitlines() or ["CuPy was built without it"])[-1]
 
 
 def _warnings(runtime: Runtime | None) -> list[str]:

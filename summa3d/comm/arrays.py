@@ -1,39 +1,61 @@
-# The few array operations that communication needs, for numpy and torch alike. Imports numpy; never torch itself.
-# A torch tensor is recognised by a method that numpy arrays lack, so that summa3d.gemm works where torch is not installed.
+# The few array operations that communication needs, for numpy, CuPy and torch alike. Imports numpy; never the others itself.
+# A torch tensor is recognised by a method that others lack, CuPy's arrays by their CUDA interface: neither need be installed.
 # Next: transport.py, which hands the bytes to MPI.
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 Array = Any
-"""A numpy array or a torch tensor on the CPU, C-contiguous where it is communicated."""
+"""A numpy array, a CuPy array or a torch tensor, C-contiguous where it is communicated."""
 
 
 def is_torch(array: Array) -> bool:
     return hasattr(type(array), "data_ptr")
 
 
+def is_on_device(array: Array) -> bool:
+    """Whether the memory is a CUDA device's: a CuPy array, or a torch tensor that says so."""
+    if isinstance(array, np.ndarray):
+        return False
+    return bool(array.is_cuda) if is_torch(array) else hasattr(type(array), "__cuda_array_interface__")
+
+
+def library_of(array: Array) -> Any:
+    """The library that made an array other than torch's, numpy or CuPy: its functions have the same names."""
+    return np if isinstance(array, np.ndarray) else sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def kind_of(array: Array) -> str:
+    """What must be alike where arrays are combined: the library, and where the memory lies."""
+    library = "torch" if is_torch(array) else library_of(array).__name__
+    return f"{library} on a device" if is_on_device(array) else library
+
+
 def address(array: Array) -> int:
     """Where the first element lies."""
-    return int(array.data_ptr() if is_torch(array) else array.__array_interface__["data"][0])
+    if is_torch(array):
+        return int(array.data_ptr())
+    interface = array.__array_interface__ if isinstance(array, np.ndarray) else array.__cuda_array_interface__
+    return int(interface["data"][0])
 
 
-def empty(shape: Sequence[int], like: Array) -> Array:
-    """An uninitialised C-ordered array of `like`'s kind, dtype and device."""
+def empty(shape: Sequence[int], like: Array, order: Literal["C", "F"] = "C") -> Array:
+    """An uninitialised array of `like`'s kind, dtype and device; in C order, or with order F in that of its transpose."""
     if is_torch(like):
-        return like.new_empty(tuple(shape))
-    return np.empty(tuple(shape), like.dtype)
+        return like.new_empty(tuple(shape)) if order == "C" else like.new_empty(tuple(shape)[::-1]).permute(*_reversed(shape))
+    return library_of(like).empty(tuple(shape), like.dtype, order=order)
 
 
 def contiguous(array: Array) -> Array:
     """`array` itself if it is C-contiguous, else a C-ordered copy."""
     if not is_torch(array):
-        return np.asarray(array, order="C")
+        return library_of(array).asarray(array, order="C")
     return array if is_contiguous(array) else array.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -51,12 +73,12 @@ def is_contiguous(array: Array) -> bool:
 
 def swap_front(array: Array, dim: int) -> Array:
     """A view with `dim` moved to the front."""
-    return array.movedim(dim, 0) if is_torch(array) else np.moveaxis(array, dim, 0)
+    return array.movedim(dim, 0) if is_torch(array) else library_of(array).moveaxis(array, dim, 0)
 
 
 def restore_front(array: Array, dim: int) -> Array:
     """The inverse of `swap_front`."""
-    return array.movedim(0, dim) if is_torch(array) else np.moveaxis(array, 0, dim)
+    return array.movedim(0, dim) if is_torch(array) else library_of(array).moveaxis(array, 0, dim)
 
 
 def copy_into(out: Array, source: Array) -> Array:
@@ -64,7 +86,7 @@ def copy_into(out: Array, source: Array) -> Array:
     if is_torch(out):
         out.copy_(source)
     else:
-        np.copyto(out, source)
+        library_of(out).copyto(out, source)
     return out
 
 
@@ -110,7 +132,7 @@ def sum_parts(parts: Array, out: Array) -> Array:
 
         torch.add(parts[0], parts[1], out=out)
     else:
-        np.add(parts[0], parts[1], out=out)
+        library_of(parts).add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out += part
     return out
@@ -133,9 +155,24 @@ def delivered(out: Array, dim: int, into: Array | None) -> Array:
     return contiguous(result) if into is None else copy_into(into, result)
 
 
+def to_host(array: Array) -> np.ndarray:
+    """`array` as a numpy array: itself or a view on the host, a copy from a device."""
+    if is_torch(array):
+        return np.asarray(array.detach().cpu().numpy())
+    return np.asarray(array.get() if is_on_device(array) else array)
+
+
+def _reversed(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(reversed(range(len(shape))))
+
+
 def into_problem(into: Array | None, array: Array, shape: Sequence[int]) -> str | None:
     """Why `into` cannot take a result of `shape` and of the dtype of `array`."""
-    if into is None or (tuple(into.shape) == tuple(shape) and into.dtype == array.dtype):
+    if into is None:
+        return None
+    if kind_of(into) != kind_of(array):
+        return f"into is an array of {kind_of(into)}; the result is one of {kind_of(array)}."
+    if tuple(into.shape) == tuple(shape) and into.dtype == array.dtype:
         return None
     return f"into is {tuple(into.shape)} {dtype_name(into)}; the result is {tuple(shape)} {dtype_name(array)}."
 

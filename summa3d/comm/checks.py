@@ -8,7 +8,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ..errors import ShapeError
-from .arrays import Array, dtype_name, into_problem
+from .arrays import Array, dtype_name, into_problem, is_on_device
 from .failure import check_agreement
 
 
@@ -82,7 +82,9 @@ class Checks:
     def _check(self, name: str, array: Array, facts: dict[str, Any], problem: str | None = None) -> None:
         """Raise ShapeError for a `problem` with this call; in debug mode an error on all members if they differ in anything."""
         if self.check:
-            check_agreement(self.comm, f"{name} over {self.label}", {"dtype": dtype_name(array), **facts, "problem": problem})
+            memory = "a device's" if is_on_device(array) else "the host's"
+            known = {"dtype": dtype_name(array), "memory": memory, **facts, "problem": problem}
+            check_agreement(self.comm, f"{name} over {self.label}", known)
         if problem is not None:
             raise ShapeError(problem)
 

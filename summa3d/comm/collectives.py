@@ -35,15 +35,16 @@ from .ledger import Amounts, Ledger
 from .node import NodeRule, Ring, staged_dtype
 from .pending import Pending, completed
 from .shared import SharedViews
-from .transport import HostTransport, Requests
+from .transport import Carriers, Requests
 
 
 class Axis(SharedViews, Checks):
     """One axis of a grid, or a plane of several, seen from this rank: its size, this rank's index, and its collectives.
 
-    Arrays are numpy arrays or torch CPU tensors. `sizes` are the members' extents along `dim`; without it they are equal.
-    Results are new C-ordered arrays, or `into` where given. On an axis of size 1 every collective returns its input,
-    uncopied, and costs nothing. Words are counted as DESIGN §1 defines them; n is the whole, n_r this rank's part.
+    Arrays are numpy arrays, CuPy arrays or torch tensors; those of a call lie all on the host or all on a device. `sizes` are
+    the members' extents along `dim`; without it they are equal. Results are new C-ordered arrays, or `into` where given. On an
+    axis of size 1 every collective returns its input, uncopied, and costs nothing. Words are counted as DESIGN §1 defines
+    them; n is the whole, n_r this rank's part. `carriers` are the transports, of the host and of a device.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class Axis(SharedViews, Checks):
         ledger: Ledger,
         check: bool = False,
         node: NodeRule | None = None,
+        carriers: Carriers | None = None,
     ):
         self.names, self.size, self.index, self.comm, self.ledger, self.check = names, size, index, comm, ledger, check
         self.label = "·".join(names)
-        self.transport = HostTransport()
+        self.carriers = Carriers() if carriers is None else carriers
         self._shared = {}
         self._node = node if size > 1 else None
 
@@ -157,15 +159,17 @@ class Axis(SharedViews, Checks):
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
         wall, cpu = time.perf_counter(), time.thread_time()
-        requests = self.transport.send(self._peer_comm("send", to), contiguous(array), to, tag)
-        return self._pending("send", 0, 0, array, requests, lambda: None, wall, cpu)
+        comm, buffer = self._peer_comm("send", to), contiguous(array)
+        requests = self.carriers.of(array, self.comm).send(comm, buffer, to, tag)
+        return self._pending("send", 0, 0, array, requests, lambda: None, wall, cpu, keep=buffer)
 
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
         if not is_contiguous(array):
             raise ShapeError("receive overwrites its array in place, so the array must be C-contiguous.")
         wall, cpu = time.perf_counter(), time.thread_time()
-        requests = self.transport.receive(self._peer_comm("receive", source), array, source, tag)
+        comm = self._peer_comm("receive", source)
+        requests = self.carriers.of(array, self.comm).receive(comm, array, source, tag)
         return self._pending("receive", count(array), 1, array, requests, lambda: array, wall, cpu)
 
     # -- the work ---------------------------------------------------------------------------------------------------------
@@ -188,7 +192,7 @@ class Axis(SharedViews, Checks):
         rest = prod(front.shape[1:])
         direct = into is not None and dim == 0 and is_contiguous(into)
         out = into if direct else empty(shape, block)
-        requests = self.transport.all_gather(self.comm, front, out, [size * rest for size in sizes], blocking)
+        requests = self.carriers.of(block, self.comm).all_gather(self.comm, front, out, [size * rest for size in sizes], blocking)
 
         def finish() -> Array:
             return out if direct else delivered(out, dim, into)
@@ -201,7 +205,8 @@ class Axis(SharedViews, Checks):
         if self.size == 1:
             return completed(array if into is None else copy_into(into, array))
         dim, sizes = self._settled("reduce_scatter", array, dim, sizes, True, into)
-        self.transport.operation(array, "sum")
+        carrier = self.carriers.of(array, self.comm)
+        carrier.operation(array, "sum")
         wall, cpu = time.perf_counter(), time.thread_time()
         own = sizes[self.index]
         words = (self.size - 1) * own * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
@@ -215,13 +220,21 @@ class Axis(SharedViews, Checks):
         front = contiguous(swap_front(array, dim))
         rest = prod(front.shape[1:])
         shape = (self.size, own, *front.shape[1:])
+        direct = into is not None and dim == 0
+        if carrier.sums_parts(array):
+            part = into if direct and is_contiguous(into) else empty(shape[1:], array)
+            requests = carrier.reduce_scatter(self.comm, front, [size * rest for size in sizes], part)
+
+            def deliver() -> Array:
+                return part if part is into else delivered(part, dim, into)
+
+            return self._pending("reduce_scatter", words, self.size - 1, array, requests, deliver, wall, cpu, keep=(front, part))
         room = self.ledger.track(empty(shape, array)) if parts is None else parts.reshape(shape)
         counts = [size * rest for size in sizes]
         largest = max(count(front), self.size * max(sizes) * rest)
-        requests = self.transport.all_to_all(
+        requests = carrier.all_to_all(
             self.comm, front, counts, room, [own * rest] * self.size, blocking, equal=len(set(sizes)) == 1, largest=largest
         )
-        direct = into is not None and dim == 0
 
         def finish() -> Array:
             out = sum_parts(room, into if direct else empty(shape[1:], room))
@@ -233,6 +246,7 @@ class Axis(SharedViews, Checks):
         if self.size == 1:
             return completed(array if into is None or into is array else copy_into(into, array))
         self._check("all_reduce", array, {"shape": tuple(array.shape), "op": op}, into_problem(into, array, array.shape))
+        carrier = self.carriers.of(array, self.comm)
         wall, cpu = time.perf_counter(), time.thread_time()
         send = contiguous(array)
         n, own = count(array), share(count(array), self.size, self.index)
@@ -244,13 +258,13 @@ class Axis(SharedViews, Checks):
             if gather is not None:
                 return self._pending("all_reduce", words, messages, array, [], gather, wall, cpu)
         elif ring:
-            self.transport.operation(array, op)
+            carrier.operation(array, op)
             turn = staged.all_reduce(ring, detached(array), op, into)
             if turn:
                 return self._pending("all_reduce", words, messages, array, [], turn.result, wall, cpu)
         if is_half(array):
             wide = widen(send)
-            requests = self.transport.all_reduce(self.comm, wide, wide, op, blocking)
+            requests = carrier.all_reduce(self.comm, wide, wide, op, blocking)
 
             def narrow() -> Array:
                 return cast(wide, array) if into is None else copy_into(into, cast(wide, array))
@@ -258,7 +272,7 @@ class Axis(SharedViews, Checks):
             return self._pending("all_reduce", words, messages, wide, requests, narrow, wall, cpu, keep=wide)
         direct = into is not None and is_contiguous(into)
         out = send if into is array and direct else into if direct else empty(array.shape, array)
-        requests = self.transport.all_reduce(self.comm, send, out, op, blocking)
+        requests = carrier.all_reduce(self.comm, send, out, op, blocking)
 
         def finish() -> Array:
             return out if direct or into is None else copy_into(into, out)
@@ -280,7 +294,7 @@ class Axis(SharedViews, Checks):
         if turn:
             return self._pending("broadcast", words, int(received), array, [], turn.result, wall, cpu)
         buffer = contiguous(array)
-        requests = self.transport.broadcast(self.comm, buffer, root, blocking)
+        requests = self.carriers.of(array, self.comm).broadcast(self.comm, buffer, root, blocking)
 
         def finish() -> Array:
             return array if buffer is array else copy_into(array, buffer)
@@ -295,15 +309,16 @@ class Axis(SharedViews, Checks):
         wall, cpu = time.perf_counter(), time.thread_time()
         words = (self.size - 1) * share(count(array), self.size, self.index)
         ring = self._ring(array, self.size * count(array))
+        carrier = self.carriers.of(array, self.comm)
         if ring:
-            self.transport.operation(array, op)
+            carrier.operation(array, op)
             turn = staged.reduce(ring, detached(array), root, op, into)
             if turn:
                 return self._pending("reduce", words, self.size - 1, array, [], turn.result, wall, cpu)
         send = widen(contiguous(array)) if is_half(array) else contiguous(array)
         direct = into is not None and not is_half(array) and is_contiguous(into)
         out = None if self.index != root else into if direct else empty(send.shape, send)
-        requests = self.transport.reduce(self.comm, send, out, op, root, blocking)
+        requests = carrier.reduce(self.comm, send, out, op, root, blocking)
 
         def finish() -> Array | None:
             if out is None or out is into:
@@ -326,7 +341,7 @@ class Axis(SharedViews, Checks):
         front = contiguous(swap_front(array, dim))
         rest = prod(front.shape[1:])
         out = empty((sum(receive_sizes), *front.shape[1:]), array)
-        requests = self.transport.all_to_all(
+        requests = self.carriers.of(array, self.comm).all_to_all(
             self.comm, front, [size * rest for size in sizes], out, [size * rest for size in receive_sizes], blocking, equal
         )
         words = (sum(receive_sizes) - receive_sizes[self.index]) * rest
@@ -361,7 +376,7 @@ class Axis(SharedViews, Checks):
         """The ring, if a communication of so many elements shall go through it."""
         if self._node is None or not self._node.takes(array, elements):
             return None
-        self.transport.datatype(array)  # the same dtypes as through MPI
+        self.carriers.host.datatype(array)  # the same dtypes as through MPI
         return self.ring
 
     # -- the account ------------------------------------------------------------------------------------------------------

@@ -13,9 +13,12 @@ from mpi4py import MPI
 
 from ..capability import available
 from ..errors import GridError
+from .choice import requested
 from .collectives import Axis
+from .device import Backend
 from .ledger import Ledger
 from .node import NodeRule
+from .transport import Carriers
 
 DEFAULT_ORDER = ("z", "y", "x", "d")
 EVERYONE = ("everyone",)
@@ -36,6 +39,9 @@ class Grid:
         grid (the "bunched" arrangement of the 2-D paper). Must divide the axis.
     node_memory : whether axes whose ranks share a node communicate through its memory (comm/node.py): True always, False never
         (through MPI), None where it is the quicker.
+    transport : what carries device arrays (comm/choice.py): auto, cuda-aware, pinned or nccl; None, what SUMMA3D_TRANSPORT says,
+        else auto. mpi: there are none, and one that comes is an error.
+    device : this process's device, as comm/device.py describes it; None, CuPy's, when the first device array comes.
     check : compare operation, shapes and dtypes over the ranks before every collective (debugging; costs a message each).
     ranks : the ranks of `comm` that fill the grid, in its order; default all. The others are outside (`inside` is False): they
         make the same calls, hold nothing (blocks without elements), and take part in what `everyone` does alone.
@@ -54,7 +60,10 @@ class Grid:
         check: bool = False,
         node_memory: bool | None = None,
         ranks: Sequence[int] | None = None,
+        transport: str | None = None,
+        device: Backend | None = None,
     ) -> None:
+        self.transport, self.device = requested(transport), device
         self.common, self.check = comm, check
         self.shape = dict(axes)
         self.order = _checked_order(self.shape, order)
@@ -114,7 +123,7 @@ class Grid:
     def _line(self, names: tuple[str, ...], comm: MPI.Intracomm) -> Axis:
         key = (*names, "in the order of ranks")
         if key not in self._axes:
-            self._axes[key] = Axis(names, comm.size, comm.rank, comm, self.ledger, self.check)
+            self._axes[key] = Axis(names, comm.size, comm.rank, comm, self.ledger, self.check, carriers=self._carriers())
         return self._axes[key]
 
     @property
@@ -141,7 +150,7 @@ class Grid:
             first = plane.index - plane.index % size
             members = self._members(names)[first : first + size]
             comm = self._comm_of(members)
-            self._axes[key] = Axis(key, size, plane.index % size, comm, self.ledger, self.check)
+            self._axes[key] = Axis(key, size, plane.index % size, comm, self.ledger, self.check, carriers=self._carriers())
         return self._axes[key]
 
     def __repr__(self) -> str:
@@ -189,6 +198,7 @@ class Grid:
         """Release the axes' communicators (collective). The grid cannot be used afterwards."""
         for axis in self._axes.values():
             axis.free()
+            axis.carriers.free()
             if axis.comm not in (self.comm, self.common, MPI.COMM_SELF):
                 axis.comm.Free()
         self._axes.clear()
@@ -216,8 +226,12 @@ class Grid:
                 if self._staged and len({self._node[rank] for rank in members}) == 1
                 else None
             )
-            self._axes[names] = Axis(names, size, index, self._comm_of(members), self.ledger, self.check, node)
+            comm = self._comm_of(members)
+            self._axes[names] = Axis(names, size, index, comm, self.ledger, self.check, node, self._carriers())
         return self._axes[names]
+
+    def _carriers(self) -> Carriers:
+        return Carriers(self.transport, self.device)
 
     def _comm_of(self, members: list[int]) -> MPI.Intracomm:
         if len(members) == 1:
@@ -260,6 +274,7 @@ class Place(Grid):
         self._axes = {}
         self._node = [0] * self.size
         self._crowded = self._staged = self._always = False
+        self.transport, self.device = "auto", None
 
     def _comm_of(self, members: list[int]) -> MPI.Intracomm:
         return self.comm

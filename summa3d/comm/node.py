@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..capability import FUTEX, available
-from .arrays import Array, address, dtype_name, empty, is_torch
+from .arrays import Array, address, dtype_name, empty, is_on_device, is_torch
 
 SLOTS = 2
 """Communications of one axis that may be under way at a time."""
@@ -283,5 +283,5 @@ def _joined(path: str, token: bytes, nbytes: int) -> mmap.mmap | None:
 
 
 def staged_dtype(array: Array) -> bool:
-    """Whether arrays of this dtype can be added up in place; booleans are left to MPI's own operations."""
-    return dtype_name(array) != "bool"
+    """Whether arrays like this one can be added up in place: on the host, and no booleans, which are left to MPI's operations."""
+    return dtype_name(array) != "bool" and not is_on_device(array)

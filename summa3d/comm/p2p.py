@@ -2,9 +2,9 @@
 # Next: transport.py, which falls back on `exchange` where a collective cannot address an array.
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 EXCHANGE_TAG = 32767  # the largest that every MPI offers; users' tags start at 0
@@ -16,15 +16,24 @@ def pieces(n: int, limit: int) -> list[slice]:
 
 
 def exchange(
-    comm: MPI.Comm, sends: Sequence[np.ndarray], receives: Sequence[np.ndarray], kind: MPI.Datatype, limit: int
+    comm: MPI.Comm,
+    sends: Sequence[Any],
+    receives: Sequence[Any],
+    kind: MPI.Datatype,
+    limit: int,
+    buffer: Callable[[Any], Any],
 ) -> list[MPI.Request]:
-    """Start sending sends[i] to member i and receiving receives[i] from it, for all members but this one."""
+    """Start sending sends[i] to member i and receiving receives[i] from it, for all members but this one.
+
+    Both are flat memory, which `buffer` gives to mpi4py.
+    """
     others = [member for member in range(comm.size) if member != comm.rank]
     requests = []
     for source in others:
-        requests += [
-            comm.Irecv([receives[source][part], kind], source, EXCHANGE_TAG) for part in pieces(len(receives[source]), limit)
-        ]
+        parts = pieces(len(receives[source]), limit)
+        requests += [comm.Irecv([buffer(receives[source][part]), kind], source, EXCHANGE_TAG) for part in parts]
     for target in others:
-        requests += [comm.Isend([sends[target][part], kind], target, EXCHANGE_TAG) for part in pieces(len(sends[target]), limit)]
+        requests += [
+            comm.Isend([buffer(sends[target][part]), kind], target, EXCHANGE_TAG) for part in pieces(len(sends[target]), limit)
+        ]
     return requests

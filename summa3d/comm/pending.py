@@ -1,4 +1,4 @@
-# A communication in flight, and what completes it. Imports mpi4py only.
+# A communication in flight, and what completes it. Imports transport.
 # Next: collectives.py, which starts them.
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mpi4py import MPI
-
 from .arrays import Array
-from .transport import Requests
+from .transport import Requests, complete
 
 
 class Pending:
     """A communication in flight. `wait()` completes it and returns its result; a second call returns the same result.
 
-    It keeps every buffer alive until then.
+    It keeps every buffer alive until then. On a device, `wait` has the caller's stream wait, and the result is there for what is
+    queued on that stream afterwards; what a device still reads or writes is kept by its transport (device.Held), whether or
+    not anybody waits.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Pending:
         if not self._done:
             wall, cpu = time.perf_counter(), time.thread_time()
             if self._requests:
-                MPI.Request.Waitall(self._requests)
+                complete(self._requests)
             self._result = self._finish()
             self._done = True
             self._account(time.perf_counter() - wall, time.thread_time() - cpu)

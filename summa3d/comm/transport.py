@@ -1,17 +1,22 @@
-# How bytes travel: the one place that knows about MPI datatypes and, later, about devices. Imports arrays, p2p.
-# A transport offers the same few calls for every kind of memory; collectives.py picks one per communicator, and no more.
-# Next: collectives.py, which gives these calls dims, uneven blocks and an account.
+# How bytes travel: MPI on host memory, and the one place that branches on where arrays lie. Imports arrays, p2p, choice.
+# A transport offers the same few calls for every kind of memory; an axis has one for the host, and one for its device.
+# Next: collectives.py, which gives these calls dims, uneven blocks and an account; nccl.py, cuda_aware.py, pinned.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
 from ..errors import ShapeError
-from .arrays import Array, dtype_name, raw
+from .arrays import Array, dtype_name, is_on_device, raw
+from .choice import Choice, Facts, choose
 from .p2p import exchange, pieces
+
+if TYPE_CHECKING:
+    from .device import Backend
 
 DATATYPES = {
     "bool": MPI.C_BOOL,
@@ -29,7 +34,8 @@ BOOL_OPERATIONS = {"max": MPI.LOR, "min": MPI.LAND}
 COMPLEX_OPERATIONS = {"sum": MPI.SUM}
 LARGE = 2**62  # more elements than any array has
 
-Requests = list[MPI.Request]
+Requests = list[Any]
+"""What is in flight: MPI's requests, or a device transport's own, which have a `wait` each."""
 
 
 class HostTransport:
@@ -60,19 +66,36 @@ class HostTransport:
             raise ShapeError(f"Reduction {op!r} is not defined for dtype {name}. Defined: {', '.join(table)}.")
         return table[op]
 
+    def memory(self, array: Array) -> Any:
+        """The elements of an array, flat, in slices of which MPI is given them by `buffer`."""
+        return raw(array)
+
+    def buffer(self, memory: Any) -> Any:
+        """`memory` as mpi4py takes it."""
+        return memory
+
+    def copy(self, target: Any, source: Any) -> None:
+        """target = source, both memory; complete on return."""
+        np.copyto(target, source)
+
+    def close(self) -> None:
+        """Release what the transport holds; nothing here."""
+
     def all_gather(self, comm: MPI.Comm, block: Array, out: Array, counts: Sequence[int], blocking: bool) -> Requests:
         """out = the blocks of all members, `counts` elements each, one after the other."""
-        kind, send, receive = self.datatype(block), raw(block), raw(out)
+        kind, send, receive = self.datatype(block), self.memory(block), self.memory(out)
         if sum(counts) > self.limit:
             parts = _parts(receive, counts)
-            requests = exchange(comm, [send] * comm.size, parts, kind, self.limit)
-            np.copyto(parts[comm.rank], send)
+            requests = exchange(comm, [send] * comm.size, parts, kind, self.limit, self.buffer)
+            self.copy(parts[comm.rank], send)
             return _finish(requests, blocking)
         if len(set(counts)) == 1:
             call = comm.Allgather if blocking else comm.Iallgather
-            return _started(call([send, counts[0], kind], [receive, counts[0], kind]))
+            return _started(call([self.buffer(send), counts[0], kind], [self.buffer(receive), counts[0], kind]))
         vcall = comm.Allgatherv if blocking else comm.Iallgatherv
-        return _started(vcall([send, counts[comm.rank], kind], [receive, counts, _offsets(counts), kind]))
+        return _started(
+            vcall([self.buffer(send), counts[comm.rank], kind], [self.buffer(receive), counts, _offsets(counts), kind])
+        )
 
     def all_to_all(
         self,
@@ -90,59 +113,140 @@ class HostTransport:
         `equal` says that all pieces of all members have one size, `largest` how many elements any member sends or receives at
         most (None: not known). All members must take the same way, so neither can be read off one member's counts.
         """
-        kind, send, receive = self.datatype(array), raw(array), raw(out)
+        kind, send, receive = self.datatype(array), self.memory(array), self.memory(out)
         largest = sum(counts) if equal else largest
         if self.limit < LARGE and (largest is None or largest > self.limit):
             sends, receives = _parts(send, counts), _parts(receive, out_counts)
-            requests = exchange(comm, sends, receives, kind, self.limit)
-            np.copyto(receives[comm.rank], sends[comm.rank])
+            requests = exchange(comm, sends, receives, kind, self.limit, self.buffer)
+            self.copy(receives[comm.rank], sends[comm.rank])
             return _finish(requests, blocking)
         if equal:
             call = comm.Alltoall if blocking else comm.Ialltoall
-            return _started(call([send, counts[0], kind], [receive, counts[0], kind]))
+            return _started(call([self.buffer(send), counts[0], kind], [self.buffer(receive), counts[0], kind]))
         vcall = comm.Alltoallv if blocking else comm.Ialltoallv
-        return _started(vcall([send, counts, _offsets(counts), kind], [receive, out_counts, _offsets(out_counts), kind]))
+        return _started(
+            vcall(
+                [self.buffer(send), counts, _offsets(counts), kind],
+                [self.buffer(receive), out_counts, _offsets(out_counts), kind],
+            )
+        )
+
+    def sums_parts(self, array: Array) -> bool:
+        """Whether `reduce_scatter` is there for arrays like this one.
+
+        Else the sum is the caller's, after an `all_to_all`, in the members' order, and the same in every run.
+        """
+        return False
 
     def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, op: str, blocking: bool) -> Requests:
         """out = the reduction of all members' arrays; `out` may be `array` itself."""
-        kind, operation, send, receive = self.datatype(array), self.operation(array, op), raw(array), raw(out)
+        kind, operation, send, receive = self.datatype(array), self.operation(array, op), self.memory(array), self.memory(out)
         call = comm.Allreduce if blocking else comm.Iallreduce
         requests: Requests = []
         for part in pieces(len(send), self.limit):
-            source = MPI.IN_PLACE if array is out else [send[part], kind]
-            requests += _started(call(source, [receive[part], kind], operation))
+            source = MPI.IN_PLACE if array is out else [self.buffer(send[part]), kind]
+            requests += _started(call(source, [self.buffer(receive[part]), kind], operation))
         return requests
 
     def broadcast(self, comm: MPI.Comm, array: Array, root: int, blocking: bool) -> Requests:
         """Every member's `array` becomes the root's, in place."""
-        kind, flat = self.datatype(array), raw(array)
+        kind, flat = self.datatype(array), self.memory(array)
         call = comm.Bcast if blocking else comm.Ibcast
         requests: Requests = []
         for part in pieces(len(flat), self.limit):
-            requests += _started(call([flat[part], kind], root))
+            requests += _started(call([self.buffer(flat[part]), kind], root))
         return requests
 
     def reduce(self, comm: MPI.Comm, array: Array, out: Array | None, op: str, root: int, blocking: bool) -> Requests:
         """At the root, out = the reduction of all members' arrays, `out` may be `array` itself; elsewhere `out` is None."""
-        kind, operation, send = self.datatype(array), self.operation(array, op), raw(array)
-        receive = None if out is None else raw(out)
+        kind, operation, send = self.datatype(array), self.operation(array, op), self.memory(array)
+        receive = None if out is None else self.memory(out)
         call = comm.Reduce if blocking else comm.Ireduce
         requests: Requests = []
         for part in pieces(len(send), self.limit):
-            target = None if receive is None else [receive[part], kind]
-            source = MPI.IN_PLACE if array is out else [send[part], kind]
+            target = None if receive is None else [self.buffer(receive[part]), kind]
+            source = MPI.IN_PLACE if array is out else [self.buffer(send[part]), kind]
             requests += _started(call(source, target, operation, root))
         return requests
 
     def send(self, comm: MPI.Comm, array: Array, to: int, tag: int) -> Requests:
         """Start sending `array` to member `to`."""
-        kind, flat = self.datatype(array), raw(array)
-        return [comm.Isend([flat[part], kind], to, tag) for part in pieces(len(flat), self.limit)]
+        kind, flat = self.datatype(array), self.memory(array)
+        return [comm.Isend([self.buffer(flat[part]), kind], to, tag) for part in pieces(len(flat), self.limit)]
 
     def receive(self, comm: MPI.Comm, array: Array, source: int, tag: int) -> Requests:
         """Start receiving `array` from member `source`, in place."""
-        kind, flat = self.datatype(array), raw(array)
-        return [comm.Irecv([flat[part], kind], source, tag) for part in pieces(len(flat), self.limit)]
+        kind, flat = self.datatype(array), self.memory(array)
+        return [comm.Irecv([self.buffer(flat[part]), kind], source, tag) for part in pieces(len(flat), self.limit)]
+
+
+def complete(requests: Requests) -> None:
+    """Wait for them: on the host for MPI's, on the caller's stream for a device's."""
+    if isinstance(requests[0], MPI.Request):
+        MPI.Request.Waitall(requests)
+    else:
+        for request in requests:
+            request.wait()
+
+
+class Carriers:
+    """The transports of one axis: of arrays on the host, and, from the first one that comes, of arrays on its device.
+
+    wanted : the device transport asked for (choice.py). backend : the device; None, this process's, by CuPy.
+    """
+
+    def __init__(self, wanted: str = "auto", backend: Backend | None = None) -> None:
+        self.wanted, self.backend = wanted, backend
+        self.host = HostTransport()
+        self.choice: Choice | None = None
+        self._device: Any = None
+
+    def of(self, array: Array, comm: MPI.Comm) -> Any:
+        """The transport for `array`; the first one on a device is collective over `comm`.
+
+        Raises ConfigError or GridError on all members alike where the device transport that was asked for cannot be had.
+        """
+        if not is_on_device(array):
+            return self.host
+        if self._device is None:
+            self._device = self._made(comm)
+        return self._device
+
+    def _made(self, comm: MPI.Comm) -> Any:
+        if self.backend is None:
+            from .cupy_backend import CupyBackend
+
+            self.backend = CupyBackend()
+        backend = self.backend
+        known = comm.allgather((backend.identity(), backend.nccl is not None))
+        devices = [identity for identity, _ in known]
+        self.choice = choose(Facts(devices, all(nccl for _, nccl in known), _reads_devices(comm, self.wanted)), self.wanted)
+        if self.choice.name == "nccl":
+            from .nccl import NcclTransport
+
+            return NcclTransport(backend, comm)
+        if self.choice.name == "cuda-aware":
+            from .cuda_aware import CudaAwareTransport
+
+            return CudaAwareTransport(backend)
+        from .pinned import PinnedTransport
+
+        return PinnedTransport(backend)
+
+    def free(self) -> None:
+        """Release what the device transport holds (collective)."""
+        if self._device is not None:
+            self._device.close()
+            self._device = None
+
+
+def _reads_devices(comm: MPI.Comm, wanted: str) -> bool:
+    """Whether MPI reads device pointers, as rank 0 finds out, where it matters."""
+    if wanted in ("pinned", "nccl", "mpi"):
+        return False
+    from .probe import cuda_aware
+
+    return bool(comm.bcast(cuda_aware().works if comm.rank == 0 else None))
 
 
 def _offsets(counts: Sequence[int]) -> list[int]:

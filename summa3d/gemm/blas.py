@@ -1,12 +1,14 @@
 # C = α·op(A)·op(B) + β·C on one rank, accumulated in place: numpy's matmul cannot add to C, a BLAS can.
-# Imports comm.arrays, libraries.
+# Imports comm.arrays, libraries; cuBLAS by CuPy where C is a CuPy array.
 # Next: plan.py, whose executors call `accumulate`; local.py, the product without accumulation.
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 
-from ..comm.arrays import Array, dtype_name, is_half, is_torch
-from ..libraries import gemm, library
+from ..comm.arrays import Array, dtype_name, is_half, is_torch, library_of
+from ..libraries import KINDS, gemm, library
 
 LETTERS = "ntc"
 """op of a product: none, transpose, conjugate transpose."""
@@ -37,6 +39,8 @@ def accumulate(
 
         torch.addmm(out, _op(a, form[0]), _op(b, form[1]), alpha=alpha, beta=beta, out=out)
         return
+    if not isinstance(out, np.ndarray):
+        return _accumulate_on_device(a, b, form, out, alpha, beta)
     if beta == 0 and alpha == 1 and "c" not in form and (library().is_numpys or out.size * a.size < SMALL * len(out)):
         np.matmul(_op(a, form[0]), _op(b, form[1]), out=out)
         return
@@ -51,6 +55,19 @@ def accumulate(
         product *= alpha
     if beta != 0:
         add(product, out, beta)
+
+
+def _accumulate_on_device(a: Array, b: Array, form: str, out: Array, alpha: complex, beta: complex) -> None:
+    """`accumulate` for CuPy's arrays: by cuBLAS straight into C, or for integers by a product that is added."""
+    if dtype_name(out) not in KINDS:
+        product = library_of(out).matmul(_op(a, form[0]), _op(b, form[1]))
+        if alpha != 1:
+            product *= alpha
+        return add(product, out, beta)
+    first, second = (_op(block, "c") if letter == "c" else block for block, letter in zip((a, b), form, strict=True))
+    turns = ["T" if letter == "t" else "N" for letter in form]  # a conjugate was copied: cuBLAS conjugates only what it turns
+    cublas = importlib.import_module(f"{library_of(out).__name__}.cublas")
+    cublas.gemm(turns[0], turns[1], first, second, out=out, alpha=alpha, beta=beta)
 
 
 def add(product: Array, out: Array, beta: complex) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..comm.arrays import Array, dtype_name, is_torch
+from ..comm.arrays import dtype_name, to_host
 from ..comm.failure import agree_on_error
 from ..comm.grid import Grid
 from ..errors import DataError
@@ -44,7 +44,7 @@ def write(matrix: DistMatrix, path: str | Path) -> None:
     if dtype_name(matrix.block) == "bfloat16":
         raise DataError("A .npy file cannot hold bfloat16. Those it can: numpy's dtypes, such as float32.")
     part = path.with_name(path.name + ".part")
-    block = _as_numpy(matrix.block)
+    block = to_host(matrix.block)
     _together(grid, part, lambda: _create(part, block.dtype, matrix.shape) if grid.rank == 0 else None)
     _together(grid, part, lambda: _fill(part, matrix, block) if _owns(grid, layout) and block.size else None)
     _together(grid, path, lambda: part.replace(path) if grid.rank == 0 else None)
@@ -84,7 +84,3 @@ def _fill(path: Path, matrix: DistMatrix, block: np.ndarray) -> None:
 def _owns(grid: Grid, layout: Ownership) -> bool:
     """True on one of the ranks that hold copies of a block."""
     return grid.inside and all(grid.coordinates[axis] == 0 for axis in grid.shape if axis not in layout.axes)
-
-
-def _as_numpy(block: Array) -> np.ndarray:
-    return np.asarray(block.detach().numpy() if is_torch(block) else block)

@@ -1,10 +1,8 @@
-# One product on one rank, for numpy and torch. Imports comm.arrays, blas.
+# One product on one rank, for numpy, CuPy and torch. Imports comm.arrays, blas.
 # Next: cuboid.py, which surrounds it with two gathers and a scatter.
 from __future__ import annotations
 
-import numpy as np
-
-from ..comm.arrays import Array, cast, is_half, is_torch, widen
+from ..comm.arrays import Array, cast, empty, is_half, is_torch, widen
 from .blas import accumulate, add
 
 FORMS = ("nn", "nt", "tn", "tt")
@@ -27,7 +25,7 @@ def multiply(a: Array, b: Array, form: str, out: Array | None = None, alpha: flo
         add(product, out, beta)
         return out
     if out is None:
-        out = np.empty((left.shape[0], right.shape[1]), a.dtype)
+        out = empty((left.shape[0], right.shape[1]), a)
     accumulate(a, b, form, out, alpha, beta)
     return out
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array, dtype_name, empty, is_torch
+from ..comm.arrays import Array, dtype_name, empty, is_torch, kind_of, library_of
 from ..comm.grid import Grid
 from ..errors import LayoutError, ShapeError
 from ..layout.cyclic import BlockCyclic
@@ -201,6 +201,8 @@ def check_kind(a: DistMatrix, b: DistMatrix, what: str) -> None:
     """Raise LayoutError or ShapeError unless both matrices live on one grid and are of one dtype, of one library."""
     if a.grid is not b.grid:
         raise LayoutError(f"{what}: A lives on {a.grid} and B on another grid, {b.grid}. Both must live on one grid.")
+    if kind_of(a.block) != kind_of(b.block):
+        raise ShapeError(f"{what}: A is made of arrays of {kind_of(a.block)} and B of {kind_of(b.block)}; both must be of one.")
     if a.block.dtype != b.block.dtype:
         raise ShapeError(f"{what}: A has dtype {a.block.dtype} and B {b.block.dtype}; both must have one dtype, of one library.")
 
@@ -211,7 +213,7 @@ def _ordered_copy(part: Array) -> Array:
         import torch
 
         return part.clone(memory_format=torch.contiguous_format)
-    return np.array(part, order="C")
+    return library_of(part).array(part, order="C")
 
 
 def _indices(runs: tuple[slice, ...]) -> np.ndarray:

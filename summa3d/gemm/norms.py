@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..comm.arrays import Array, is_torch
+from ..comm.arrays import Array, is_torch, to_host
 from ..errors import ShapeError
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def norm(matrix: DistMatrix, order: str | float = "fro") -> float:
 def magnitudes(block: Array) -> np.ndarray:
     """|block| in float64, as a numpy array."""
     if is_torch(block):
-        return np.asarray(block.detach().abs().double().numpy())
+        return np.asarray(block.detach().abs().double().cpu().numpy())
+    block = to_host(block)
     return np.abs(block.astype(np.complex128 if np.iscomplexobj(block) else np.float64))
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from ..comm.arrays import Array, contiguous, copy_into, dtype_name, empty, is_contiguous, is_half, is_torch
+from ..comm.arrays import Array, contiguous, copy_into, dtype_name, empty, is_contiguous, is_half, kind_of
 from ..comm.grid import Grid, describe
 from ..errors import GridError, ShapeError
 from ..layout.layout import Layout
@@ -186,7 +186,11 @@ class Product(ABC):
                 raise ShapeError(
                     f"The block of {name} has shape {tuple(array.shape)}; {self.plan} expects {expected} on this rank."
                 )
-            if is_torch(array) != is_torch(a) or array.dtype != a.dtype:
+            if kind_of(array) != kind_of(a):
+                raise ShapeError(
+                    f"{name} is an array of {kind_of(array)}, A of {kind_of(a)}; a product takes one library and memory."
+                )
+            if array.dtype != a.dtype:
                 raise ShapeError(f"{name} has dtype {array.dtype}, A has {a.dtype}; a product takes one dtype, of one library.")
         if out is None and beta != 0:
             raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")

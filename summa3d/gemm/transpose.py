@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from ..comm.arrays import Array, dtype_name, is_torch
+from ..comm.arrays import Array, dtype_name, is_torch, library_of
 from ..comm.grid import Grid
 from ..layout.distribute import world_ranks
 from ..layout.redistribute import Piece, Placement, Redistribution
@@ -65,7 +63,7 @@ class Transposed:
         if is_torch(block):
             conjugate.copy_(block.conj())
         else:
-            np.conjugate(block, out=conjugate)
+            library_of(block).conjugate(block, out=conjugate)
         return conjugate
 
     def _pieces(self, name: str, pieces: list[Piece], like: Array) -> list[Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ..comm.arrays import Array, copy_into, dtype_name, empty, is_half, is_torch
+from ..comm.arrays import Array, copy_into, dtype_name, empty, is_half, kind_of
 from ..comm.grid import Grid
 from .blas import accumulation_like, adds_in_place
 
@@ -20,7 +20,7 @@ class Workspace:
     def buffer(self, name: str, shape: Sequence[int], like: Array, room: int | None = None) -> Array:
         """A C-ordered array of `shape` and of `like`'s kind and dtype; `room`, its largest size, is what is kept."""
         held, count = self._rooms.get(name), prod(shape)
-        if held is None or is_torch(held) != is_torch(like) or held.dtype != like.dtype or len(held) < count:
+        if held is None or kind_of(held) != kind_of(like) or held.dtype != like.dtype or len(held) < count:
             self._rooms.pop(name, None)
             del held
             held = self._rooms[name] = self._ledger.track(empty((max(count, room or 0),), like))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..comm.arrays import Array, empty, is_torch
+from ..comm.arrays import Array, empty, is_on_device
 from ..errors import LayoutError, ShapeError
 from .cyclic import BlockCyclic, Runs
 from .layout import Coordinates, Layout
@@ -291,7 +291,7 @@ def taken(block: Array, runs: tuple[Runs, ...]) -> Array:
     """The elements of `block` in the ranges of each dim: a view where each dim has one range, else a copy."""
     if _single(runs):
         return block[tuple(part[0] for part in runs)]
-    if _short(runs):
+    if _short(runs) and not is_on_device(block):
         return block[_open_mesh(runs)]
     result = empty([sum(run.stop - run.start for run in part) for part in runs], block)
     for inside, outside in _boxes(runs):
@@ -303,7 +303,7 @@ def put(out: Array, runs: tuple[Runs, ...], piece: Array) -> None:
     """Overwrite the elements of `out` in the ranges of each dim by `piece`; the inverse of `taken`."""
     if _single(runs):
         out[tuple(part[0] for part in runs)] = piece
-    elif _short(runs):
+    elif _short(runs) and not is_on_device(out):
         out[_open_mesh(runs)] = piece
     else:
         for inside, outside in _boxes(runs):
@@ -337,8 +337,4 @@ def _boxes(runs: tuple[Runs, ...]) -> Iterator[tuple[tuple[slice, ...], tuple[sl
 def _new_block(shape: tuple[int, ...], like: Array, order: str) -> Array:
     if order not in ("C", "F"):
         raise ShapeError(f"order {order!r} is neither 'C' (by rows) nor 'F' (by columns).")
-    if order == "C":
-        return empty(shape, like)
-    if is_torch(like):
-        return empty(shape[::-1], like).permute(*reversed(range(len(shape))))
-    return np.empty(shape, like.dtype, order="F")
+    return empty(shape, like, "F")

@@ -82,7 +82,7 @@ def test_it_warns_of_a_library_path_that_hides_the_mpi_in_use(monkeypatch: pytes
 def test_without_json_it_prints_one_fact_a_line() -> None:
     ended = jobs.run_serial(["-m", "summa3d", "doctor"])
     names = [line.split()[0] for line in ended.stdout.splitlines() if not line.startswith("warning: ")]
-    assert names == ["python", "packages", "blas", "products", "mpi", "launcher", "cores", "nodes", "transport", "gpu"]
+    assert names == ["python", "packages", "blas", "products", "mpi", "launcher", "cores", "nodes", "transport", "gpu", "device"]
 
 
 def test_a_library_that_cannot_be_loaded_is_reported_and_fails() -> None:

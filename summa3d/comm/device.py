@@ -1,0 +1,103 @@
+# What communication needs of a device, as an interface: streams, events, copies, pinned memory, NCCL. Imports arrays.
+# Events order streams; nothing here waits for a whole device. Times on a device are `milliseconds` between two recorded events.
+# Next: cupy_backend.py (the real one), nccl.py, cuda_aware.py, pinned.py (transports that are written with it).
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .arrays import Array
+
+
+class Event(Protocol):
+    """A mark in a stream."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream has passed it; never waits."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host, and nothing else, until the stream has passed it."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work on a device; `ptr` is its handle."""
+
+    @property
+    def ptr(self) -> int: ...
+
+
+class Backend(Protocol):
+    """The device of this process. Every call returns at once, whatever the streams still have to do."""
+
+    @property
+    def nccl(self) -> Any:
+        """The NCCL bindings, with the names of `cupy.cuda.nccl`; None where there are none."""
+        ...
+
+    def identity(self) -> str:
+        """What tells this device from all others of all nodes."""
+        ...
+
+    def current(self, array: Array) -> Stream:
+        """The stream on which the caller's work on `array` is queued: the current one of its library, on this thread."""
+        ...
+
+    def stream(self) -> Stream:
+        """A new stream, which waits for no other by itself."""
+        ...
+
+    def record(self, stream: Stream, timing: bool = False) -> Event:
+        """A mark behind all that `stream` holds."""
+        ...
+
+    def milliseconds(self, start: Event, end: Event) -> float:
+        """Between two marks that were recorded for timing and have been passed."""
+        ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Have what `stream` is given from now on wait for `event`."""
+        ...
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        """Copy between device and pinned memory, by address, on `stream`."""
+        ...
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """Page-locked host memory, as bytes."""
+        ...
+
+    def buffer(self, address: int, nbytes: int) -> Any:
+        """Device memory as mpi4py takes it, for an MPI that reads device pointers."""
+        ...
+
+
+class Arrival:
+    """A communication on a device: `wait` has the caller's stream wait for it, and leaves the host alone."""
+
+    def __init__(self, backend: Backend, event: Event, array: Array) -> None:
+        self._backend, self._event, self._array = backend, event, array
+
+    def wait(self) -> None:
+        self._backend.wait(self._backend.current(self._array), self._event)
+
+
+class Held:
+    """Arrays that a stream reads or writes, kept alive until it has passed a mark, whoever else has let go of them."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[Event, Sequence[Any]]] = deque()
+
+    def hold(self, event: Event, arrays: Sequence[Any]) -> None:
+        """Keep `arrays` until `event` has passed; lets go of those whose mark has, in the order of the stream."""
+        while self._held and self._held[0][0].done:
+            self._held.popleft()
+        self._held.append((event, arrays))
+
+    def __len__(self) -> int:
+        return len(self._held)

@@ -1,0 +1,88 @@
+# Which device is this rank's, and making it the current one of CuPy and torch, with one pool of memory for both. Imports failure.
+# Next: cupy_backend.py, which communicates from it; cli/gemm.py, which asks for one.
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from mpi4py import MPI
+
+from ..errors import ConfigError
+from .failure import agree_on_error
+
+VARIABLE = "SUMMA3D_DEVICE"
+DEVICES = ("cpu", "cuda")
+
+
+def requested_device(name: str | None = None) -> str:
+    """Where arrays shall lie: `name`, else SUMMA3D_DEVICE, else cpu. Raises ConfigError for a device that does not exist."""
+    wanted = name or os.environ.get(VARIABLE) or "cpu"
+    if wanted not in DEVICES:
+        raise ConfigError(f"device {wanted!r} does not exist. Devices: {', '.join(DEVICES)} ({VARIABLE} names one as well).")
+    return wanted
+
+
+def device_number(local_rank: int, visible: int) -> int:
+    """The device of the node's rank `local_rank` among those that CUDA_VISIBLE_DEVICES lets it see: in turn."""
+    return local_rank % visible
+
+
+def take_device(comm: MPI.Intracomm) -> int:
+    """Make this rank's device the current one of CuPy, and of torch where it is loaded; returns its number (collective).
+
+    CuPy then takes its memory from torch's pool, so that what one frees the other can have. torch's backward threads take the
+    device and the stream of the forward by themselves, and cupy_backend reads torch's stream on the thread that calls.
+    Raises ConfigError on all ranks where one of them has no GPU or no CuPy.
+    """
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    local_rank = node.rank
+    node.Free()
+    error: Exception | None = None
+    number = 0
+    try:
+        number = device_number(local_rank, visible_devices())
+    except ConfigError as caught:
+        error = caught
+    agree_on_error(comm, error)
+    import cupy
+
+    cupy.cuda.Device(number).use()
+    if "torch" in sys.modules:
+        torch: Any = sys.modules["torch"]
+        if torch.cuda.is_available():
+            torch.cuda.set_device(number)
+            share_pool(cupy, torch)
+    return number
+
+
+def visible_devices() -> int:
+    """How many CUDA devices this process sees, at least 1. Raises ConfigError where there is none, or no CuPy to use it."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(
+            f"device cuda needs CuPy, which cannot be imported here ({error}). Install it, or use device cpu."
+        ) from error
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise ConfigError(f"device cuda: there is no GPU here that CUDA can use ({error}). Use device cpu.") from error
+    if count == 0:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ConfigError(f"device cuda: CUDA sees no GPU (CUDA_VISIBLE_DEVICES={seen}). Let it see one, or use device cpu.")
+    return count
+
+
+def share_pool(cupy: Any, torch: Any) -> None:
+    """Have CuPy allocate from torch's pool, on the stream on which it works."""
+
+    def malloc(nbytes: int, device: int) -> int:
+        stream = cupy.cuda.get_current_stream().ptr
+        return int(torch.cuda.caching_allocator_alloc(nbytes, device, stream)) if nbytes else 0
+
+    def free(address: int, device: int) -> None:
+        if address:
+            torch.cuda.caching_allocator_delete(address)
+
+    cupy.cuda.set_allocator(cupy.cuda.PythonFunctionAllocator(malloc, free).malloc)

@@ -1,0 +1,467 @@
+# A device without a GPU: arrays that the host cannot read, streams that run late, events, NCCL over MPI, poison in freed memory.
+# May import numpy and mpi4py; what it offers is named as CuPy's functions and as comm/device.py's Backend.
+# Next: comm/test_device.py, which runs the real transports on it.
+"""Nothing runs when it is queued. What an event needs runs when somebody waits for it, in an order that the streams allow:
+
+lazy : nothing else runs, so that what was not waited for has not happened.
+eager : the transports' streams run ahead of the caller's as far as they can, so that what they do not wait for comes after them.
+random : now and then all streams run ahead where they meet no other rank, so that what nobody holds is freed and overwritten.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+POISON = 0xFF  # NaN in floats, −1 in whole numbers
+MODES = ("lazy", "eager", "random")
+KINDS = {
+    "NCCL_UINT8": "uint8",
+    "NCCL_INT32": "int32",
+    "NCCL_INT64": "int64",
+    "NCCL_FLOAT16": "float16",
+    "NCCL_FLOAT32": "float32",
+    "NCCL_FLOAT64": "float64",
+}
+OPERATIONS = {"NCCL_SUM": MPI.SUM, "NCCL_MAX": MPI.MAX, "NCCL_MIN": MPI.MIN}
+
+
+class Event:
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self.device, self.stream, self.done = device, stream, False
+
+    def synchronize(self) -> None:
+        self.device.synchronize(self)
+
+
+class Op:
+    """What a stream does in its turn: `run` something, wait for an event, or pass one."""
+
+    def __init__(
+        self, number: int, run: Callable[[], None] | None, waits: Event | None = None, meets_others: bool = False
+    ) -> None:
+        self.number, self.run, self.waits, self.meets_others = number, run, waits, meets_others
+
+
+class Stream:
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+        self.queue: deque[Op] = deque()
+
+    @property
+    def blocked(self) -> Event | None:
+        """The event that its next op waits for in vain."""
+        event = self.queue[0].waits if self.queue else None
+        return event if event is not None and not event.done else None
+
+
+class Device:
+    """The backend of one rank. `calls` lists NCCL's calls and the copies, in the order in which they were queued."""
+
+    def __init__(self, world: MPI.Intracomm, mode: str = "lazy", shared: bool = False, seed: int = 0) -> None:
+        assert mode in MODES
+        self.world, self.mode, self.shared = world, mode, shared
+        self.random = random.Random(seed)
+        self.streams: list[Stream] = []
+        self.compute = self.stream()
+        self.allocated: list[np.ndarray] = []  # kept, so that who reads freed memory finds poison there
+        self.calls: list[tuple[Any, ...]] = []
+        self.pinned_bytes = 0
+        self.bindings: Any = Nccl(self)
+        self._number = 0
+
+    # -- comm/device.py's Backend ------------------------------------------------------------------------------------------
+
+    @property
+    def nccl(self) -> Any:
+        return self.bindings
+
+    def identity(self) -> str:
+        return "device 0" if self.shared else f"device {self.world.rank}"
+
+    def current(self, array: Any) -> Stream:
+        assert isinstance(array, FakeArray)
+        return self.compute
+
+    def stream(self) -> Stream:
+        self.streams.append(Stream(len(self.streams) + 1))
+        return self.streams[-1]
+
+    def record(self, stream: Stream, timing: bool = False) -> Event:
+        event = Event(self, stream)
+        self.queue(stream, lambda: setattr(event, "done", True))
+        return event
+
+    def milliseconds(self, start: Event, end: Event) -> float:
+        assert start.done and end.done
+        return 0.0
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self.queue(stream, None, event)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        self.calls.append(("copy", nbytes))
+        self.queue(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        self.pinned_bytes += nbytes
+        return np.full(nbytes, POISON, np.uint8)
+
+    def buffer(self, address: int, nbytes: int) -> Any:
+        return (ctypes.c_char * nbytes).from_address(address) if nbytes else bytearray()
+
+    # -- running -----------------------------------------------------------------------------------------------------------
+
+    def queue(self, stream: Stream, run: Any, waits: Event | None = None, meets_others: bool = False) -> None:
+        self._number += 1
+        stream.queue.append(Op(self._number, run, waits, meets_others))
+
+    def synchronize(self, event: Event) -> None:
+        while not event.done:
+            self._run_others()
+            if not event.done:
+                self._step(self._needed(event))
+
+    def finish(self) -> None:
+        """Run all that is queued, in the order of queueing as far as the streams allow."""
+        while any(stream.queue for stream in self.streams):
+            ready = [stream for stream in self.streams if stream.queue and stream.blocked is None]
+            self._step(min(ready, key=lambda stream: stream.queue[0].number))
+
+    def _needed(self, event: Event) -> Stream:
+        """The stream that must take a step for `event` to come."""
+        stream = event.stream
+        while stream.blocked is not None:
+            stream = stream.blocked.stream
+        return stream
+
+    def _run_others(self) -> None:
+        """Let streams run ahead: alike on all ranks where they meet, else at random."""
+        if self.mode == "eager":
+            while ready := [one for one in self.streams if one is not self.compute and one.queue and one.blocked is None]:
+                self._step(min(ready, key=lambda stream: stream.queue[0].number))
+        if self.mode != "random" or self.random.random() < 0.5:
+            return
+        streams = self.streams[:]
+        self.random.shuffle(streams)
+        for stream in streams:
+            while stream.queue and stream.blocked is None and not stream.queue[0].meets_others:
+                self._step(stream)
+                if self.random.random() < 0.1:
+                    break
+
+    def _step(self, stream: Stream) -> None:
+        op = stream.queue.popleft()
+        if op.run is not None:
+            op.run()
+
+    # -- memory ------------------------------------------------------------------------------------------------------------
+
+    def put(self, values: np.ndarray) -> FakeArray:
+        """`values` on the device, once the caller's stream has come so far."""
+        array = self.empty(values.shape, values.dtype, "C" if values.flags.c_contiguous else "F")
+        view, values = array._view, values.copy()
+        self.queue(self.compute, lambda: np.copyto(view, values))
+        return array
+
+    def read(self, array: FakeArray) -> np.ndarray:
+        """What `array` holds once the caller's stream has done what it was given."""
+        self.record(self.compute).synchronize()
+        return array._view.copy()
+
+    def empty(self, shape: Sequence[int], dtype: Any, order: Any = "C") -> FakeArray:
+        dtype = np.dtype(dtype)
+        size = int(np.prod(shape)) * dtype.itemsize
+        data = np.full(max(size, 1), POISON, np.uint8)
+        self.allocated.append(data)
+        memory = Memory()
+        # The allocator hands freed memory to whom the same stream serves next: poison comes in the order of that stream.
+        weakref.finalize(memory, self.queue, self.compute, lambda: data.fill(POISON)).atexit = False
+        return FakeArray(self, memory, np.ndarray(tuple(shape), dtype, data, order=order))
+
+
+class Memory:
+    """An allocation; all views hold it, and no op that is queued does."""
+
+
+class FakeArray:
+    """An array of a fake device, as CuPy's are: what it holds is only read by what is queued."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, device: Device, memory: Memory, view: np.ndarray) -> None:
+        self._device, self._memory, self._view = device, memory, view
+        self.shape, self.dtype, self.itemsize, self.nbytes = view.shape, view.dtype, view.dtype.itemsize, view.nbytes
+        self.flags, self.ndim, self.size, self.strides = view.flags, view.ndim, view.size, view.strides
+
+    def __array__(self, *arguments: Any, **options: Any) -> np.ndarray:
+        raise TypeError("the host reads device memory")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        address = self._view.__array_interface__["data"][0]
+        return {"shape": self.shape, "typestr": self.dtype.str, "data": (address, False), "version": 3}
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def _on(self, view: np.ndarray) -> FakeArray:
+        return FakeArray(self._device, self._memory, view)
+
+    def __getitem__(self, key: Any) -> FakeArray:
+        view = self._view[key]
+        if not isinstance(view, np.ndarray) or not (view.base is not None or view.size == 0):
+            raise TypeError("the host reads device memory")
+        return self._on(view)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        copyto(self[key], value)
+
+    def reshape(self, *shape: Any) -> FakeArray:
+        if not self.flags.c_contiguous and not np.shares_memory(self._view.reshape(*shape), self._view):
+            return asarray(self, "C").reshape(*shape)
+        return self._on(self._view.reshape(*shape))
+
+    def astype(self, dtype: Any) -> FakeArray:
+        return copyto(self._device.empty(self.shape, dtype), self)
+
+    @property
+    def T(self) -> FakeArray:
+        return self._on(self._view.T)
+
+    def conj(self) -> FakeArray:
+        return conjugate(self, out=empty(self.shape, self.dtype, device=self._device))
+
+    def _binary(self, function: Any, other: Any, out: FakeArray | None = None) -> FakeArray:
+        if out is None:
+            kind = function(np.ones((), self.dtype), other if np.isscalar(other) else np.ones((), other.dtype)).dtype
+            out = self._device.empty(
+                np.broadcast_shapes(self.shape, np.shape(other) if np.isscalar(other) else other.shape), kind
+            )
+        left, right, target = self._view, other if np.isscalar(other) else other._view, out._view
+        self._device.queue(self._device.compute, lambda: function(left, right, out=target))
+        return out
+
+    def __iadd__(self, other: Any) -> FakeArray:
+        return self._binary(np.add, other, self)
+
+    def __imul__(self, other: Any) -> FakeArray:
+        return self._binary(np.multiply, other, self)
+
+    def __add__(self, other: Any) -> FakeArray:
+        return self._binary(np.add, other)
+
+    def __sub__(self, other: Any) -> FakeArray:
+        return self._binary(np.subtract, other)
+
+    def __mul__(self, other: Any) -> FakeArray:
+        return self._binary(np.multiply, other)
+
+    __rmul__ = __mul__
+
+    def get(self) -> np.ndarray:
+        return self._device.read(self)
+
+    def __matmul__(self, other: FakeArray) -> FakeArray:
+        return matmul(self, other)
+
+
+DEFAULT: list[Device] = []
+"""The device on which `empty` makes arrays, as CuPy's current one; the last that a test has taken."""
+
+
+def use(device: Device) -> Device:
+    DEFAULT[:] = [device]
+    return device
+
+
+def empty(shape: Sequence[int], dtype: Any, order: Any = "C", device: Device | None = None) -> FakeArray:
+    return (device or DEFAULT[0]).empty(shape, dtype, order)
+
+
+def copyto(out: FakeArray, source: Any) -> FakeArray:
+    target = out._view
+    values = source._view if isinstance(source, FakeArray) else source
+    assert isinstance(source, FakeArray) or np.isscalar(source), "the host's array on a device"
+    out._device.queue(out._device.compute, lambda: np.copyto(target, values, casting="unsafe"))
+    return out
+
+
+def asarray(array: FakeArray, order: Any = None) -> FakeArray:
+    if order is None or array.flags.c_contiguous:
+        return array
+    return copyto(array._device.empty(array.shape, array.dtype), array)
+
+
+def moveaxis(array: FakeArray, source: int, target: int) -> FakeArray:
+    return array._on(np.moveaxis(array._view, source, target))
+
+
+def add(left: FakeArray, right: FakeArray, out: FakeArray) -> FakeArray:
+    return left._binary(np.add, right, out)
+
+
+def conjugate(array: FakeArray, out: FakeArray) -> FakeArray:
+    source, target = array._view, out._view
+    array._device.queue(array._device.compute, lambda: np.conjugate(source, out=target))
+    return out
+
+
+def matmul(left: FakeArray, right: FakeArray, out: FakeArray | None = None) -> FakeArray:
+    out = left._device.empty((left.shape[0], right.shape[1]), left.dtype) if out is None else out
+    return left._binary(np.matmul, right, out)
+
+
+def array(source: FakeArray, order: Any = "C") -> FakeArray:
+    return copyto(source._device.empty(source.shape, source.dtype, order), source)
+
+
+def _gemm(turn_a: str, turn_b: str, a: FakeArray, b: FakeArray, out: FakeArray, alpha: Any, beta: Any) -> FakeArray:
+    left, right = a._view.T if turn_a == "T" else a._view, b._view.T if turn_b == "T" else b._view
+    assert turn_a in "NT" and turn_b in "NT" and out.dtype.char in "fdFD" and a.dtype == b.dtype == out.dtype
+    target = out._view
+
+    def run() -> None:
+        product = alpha * (left @ right)
+        np.copyto(target, product if beta == 0 else product + beta * target)
+
+    a._device.calls.append(("gemm", alpha, beta))
+    a._device.queue(a._device.compute, run)
+    return out
+
+
+sys.modules[f"{__name__}.cublas"] = types.SimpleNamespace(gemm=_gemm)  # type: ignore[assignment]
+
+
+class Nccl:
+    """The names of `cupy.cuda.nccl` that are used, over MPI. A group is one op."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.kinds = {}
+        for number, (name, kind) in enumerate(KINDS.items()):
+            setattr(self, name, number)
+            self.kinds[number] = np.dtype(kind)
+        self.operations = {}
+        for number, (name, operation) in enumerate(OPERATIONS.items()):
+            setattr(self, name, number)
+            self.operations[number] = operation
+        self.group: list[tuple[int, Callable[[], Any]]] | None = None
+        self.names = 0
+
+    def get_unique_id(self) -> tuple[int, int]:
+        self.names += 1
+        return self.device.world.rank, self.names
+
+    def NcclCommunicator(self, size: int, name: tuple[int, int], rank: int) -> Communicator:
+        return Communicator(self, size, name, rank)
+
+    def groupStart(self) -> None:
+        assert self.group is None
+        self.group = []
+
+    def groupEnd(self) -> None:
+        assert self.group is not None
+        group, self.group = self.group, None
+        if group:
+            assert len({stream for stream, _ in group}) == 1
+            self._queue(group[0][0], [run for _, run in group])
+
+    def call(self, stream: int, run: Callable[[], Any]) -> None:
+        if self.group is None:
+            self._queue(stream, [run])
+        else:
+            self.group.append((stream, run))
+
+    def _queue(self, ptr: int, runs: list[Callable[[], Any]]) -> None:
+        def together() -> None:
+            requests = [request for request in [run() for run in runs] if request is not None]
+            MPI.Request.Waitall(requests)
+
+        self.device.queue(self.device.streams[ptr - 1], together, meets_others=True)
+
+
+class Communicator:
+    """`cupy.cuda.nccl.NcclCommunicator`, its arguments in the same order."""
+
+    def __init__(self, nccl: Nccl, size: int, name: tuple[int, int], rank: int) -> None:
+        world, (first, number) = nccl.device.world, name
+        tag = 1000 + number
+        if rank == 0:
+            members = {0: world.rank} | dict(world.recv(tag=tag) for _ in range(size - 1))
+            ranks = [members[member] for member in range(size)]
+            for other in ranks[1:]:
+                world.send(ranks, other, tag)
+        else:
+            world.send((rank, world.rank), first, tag)
+            ranks = world.recv(source=first, tag=tag)
+        self.nccl, self.comm = nccl, world.Create_group(world.group.Incl(ranks), tag)
+        self.destroyed = False
+
+    def _view(self, address: int, count: int, kind: int) -> np.ndarray:
+        dtype = self.nccl.kinds[kind]
+        data = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+        return np.frombuffer(data, dtype)
+
+    def _call(self, name: str, count: int, kind: int, stream: int, run: Callable[[], Any]) -> None:
+        assert not self.destroyed and count > 0
+        self.nccl.device.calls.append((name, count, str(self.nccl.kinds[kind])))
+        self.nccl.call(stream, run)
+
+    def allGather(self, send: int, receive: int, count: int, kind: int, stream: int) -> None:
+        source, target = self._view(send, count, kind), self._view(receive, count * self.comm.size, kind)
+        self._call("allGather", count, kind, stream, lambda: self.comm.Allgather(_bytes(source), _bytes(target)))
+
+    def allReduce(self, send: int, receive: int, count: int, kind: int, op: int, stream: int) -> None:
+        source, target = self._view(send, count, kind), self._view(receive, count, kind)
+        operation = self.nccl.operations[op]
+        self._call("allReduce", count, kind, stream, lambda: self.comm.Allreduce(source.copy(), target, operation))
+
+    def reduceScatter(self, send: int, receive: int, count: int, kind: int, op: int, stream: int) -> None:
+        source, target = self._view(send, count * self.comm.size, kind), self._view(receive, count, kind)
+        operation = self.nccl.operations[op]
+        self._call("reduceScatter", count, kind, stream, lambda: self.comm.Reduce_scatter_block(source.copy(), target, operation))
+
+    def broadcast(self, send: int, receive: int, count: int, kind: int, root: int, stream: int) -> None:
+        source, target = self._view(send, count, kind), self._view(receive, count, kind)
+
+        def run() -> None:
+            if self.comm.rank == root:
+                np.copyto(target, source)
+            self.comm.Bcast(_bytes(target), root)
+
+        self._call("broadcast", count, kind, stream, run)
+
+    def reduce(self, send: int, receive: int, count: int, kind: int, op: int, root: int, stream: int) -> None:
+        source, target = self._view(send, count, kind), self._view(receive, count, kind)
+        operation = self.nccl.operations[op]
+
+        def run() -> None:
+            self.comm.Reduce(source.copy(), target if self.comm.rank == root else None, operation, root)
+
+        self._call("reduce", count, kind, stream, run)
+
+    def send(self, send: int, count: int, kind: int, peer: int, stream: int) -> None:
+        source = self._view(send, count, kind)
+        self._call("send", count, kind, stream, lambda: self.comm.Isend(_bytes(source), peer))
+
+    def recv(self, receive: int, count: int, kind: int, peer: int, stream: int) -> None:
+        target = self._view(receive, count, kind)
+        self._call("recv", count, kind, stream, lambda: self.comm.Irecv(_bytes(target), peer))
+
+    def destroy(self) -> None:
+        self.destroyed = True
+        self.comm.Free()
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint8)

@@ -1,0 +1,110 @@
+# Products and distributed matrices of device arrays, on a fake device: the results and the words of the host's.
+# May import summa3d and fake_device.
+# Next: ../comm/test_device.py, the collectives under it; ../../summa3d/gemm/blas.py.
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import fake_device
+import numpy as np
+import pytest
+
+from summa3d.errors import ShapeError
+from summa3d.gemm.algorithms import ALGORITHMS
+from summa3d.gemm.blas import accumulate
+from summa3d.gemm.matrix import DistMatrix, matmul
+
+CASES = [
+    ("cuboid", {"x": 2, "y": 2, "z": 1}, "nn", "float64", 1, 0),
+    ("cuboid", {"x": 1, "y": 2, "z": 2}, "nt", "complex128", 2, 3),
+    ("cuboid", {"x": 1, "y": 1, "z": 4}, "tn", "float32", 1, 1),
+    ("cuboid", {"x": 2, "y": 1, "z": 2}, "tt", "int32", 2, 3),
+    ("cuboid", {"x": 1, "y": 2, "z": 2}, "nn", "float16", 1, 0),
+    ("summa", {"x": 2, "y": 2}, "nn", "float64", 2, 3),
+    ("summa", {"x": 2, "y": 2}, "nt", "float64", 1, 1),
+    ("cannon", {"x": 2, "y": 2}, "nn", "float64", 1, 0),
+]
+
+
+def elements(rows, columns, seed, dtype):
+    values = np.random.default_rng(seed).integers(-2, 3, (rows, columns))
+    return (values + 1j * values[::-1] if dtype.startswith("complex") else values).astype(dtype)
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=120)
+@pytest.mark.parametrize("transport", ["nccl", "pinned"])
+def test_products_on_a_device_are_those_of_the_host_word_for_word(comm, make_grid, transport):
+    for name, shape, form, dtype, alpha, beta in CASES:
+        device = fake_device.use(fake_device.Device(comm, "random", seed=comm.rank))
+        plan = ALGORITHMS[name].plan(form, 7, 5, 11)
+        whole = [elements(*plan.a_shape, 1, dtype), elements(*plan.b_shape, 2, dtype), elements(7, 5, 3, dtype)]
+        layouts = (plan.a_layout, plan.b_layout, plan.c_layout)
+        found = []
+        for grid in (make_grid(**shape, node_memory=False), make_grid(**shape, transport=transport, device=device)):
+            a, b, c = (DistMatrix.from_global(one, grid, layout) for one, layout in zip(whole, layouts, strict=True))
+            if grid.device is not None:
+                a, b, c = (DistMatrix(device.put(one.block), one.layout, grid, one.shape) for one in (a, b, c))
+            with grid.ledger.watch() as moved:
+                matmul(a, b, form, algorithm=name, alpha=alpha, beta=beta, out=c)
+            got = c.to_global()
+            found.append((got if grid.device is None else device.read(got), moved.words, moved.messages))
+        device.finish()
+        left, right = (one.T if letter == "t" else one for one, letter in zip(whole, form, strict=False))
+        want = alpha * (left.astype(complex) @ right.astype(complex)) + beta * whole[2]
+        assert np.array_equal(found[1][0], want.astype(dtype) if dtype.startswith("complex") else want.real), (name, form, dtype)
+        assert found[0][1:] == found[1][1:], (name, form, dtype)
+
+
+@pytest.mark.parametrize("form", ["nn", "nt", "tn", "cn", "nc"])
+def test_a_local_product_on_a_device_is_one_call_that_adds_into_c(form):
+    device = fake_device.use(fake_device.Device(fake_device.MPI.COMM_SELF, "random"))
+    a, b, c = (elements(*shape, seed, "complex128") for seed, shape in enumerate(((4, 4), (4, 4), (4, 4))))
+    out = device.put(c)
+    accumulate(device.put(a), device.put(b), form, out, 2, 1)
+    turned = {"n": lambda one: one, "t": lambda one: one.T, "c": lambda one: one.T.conj()}
+    assert np.array_equal(device.read(out), 2 * turned[form[0]](a) @ turned[form[1]](b) + c)
+    assert [call for call in device.calls if call[0] == "gemm"] == [("gemm", 2, 1)]
+
+
+@pytest.mark.mpi(sizes=(2,), timeout=60)
+def test_a_product_of_a_host_and_a_device_matrix_is_an_error(comm, make_grid):
+    device = fake_device.use(fake_device.Device(comm))
+    grid = make_grid(x=1, y=1, z=2, device=device, transport="pinned")
+    plan = ALGORITHMS["cuboid"].plan("nn", 4, 4, 4)
+    a = DistMatrix.from_global(np.ones((4, 4)), grid, plan.a_layout)
+    b = DistMatrix.from_global(np.ones((4, 4)), grid, plan.b_layout)
+    with pytest.raises(ShapeError, match="numpy and B of fake_device on a device"):
+        matmul(a, DistMatrix(device.put(b.block), b.layout, grid, b.shape))
+    device.finish()
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=60)
+def test_a_device_matrix_is_redistributed_and_measured(comm, make_grid):
+    device = fake_device.use(fake_device.Device(comm, "eager"))
+    grid = make_grid(x=2, y=2, device=device, transport="nccl")
+    plan = ALGORITHMS["summa"].plan("nn", 7, 5, 3)
+    whole = elements(7, 5, 4, "float64")
+    host = DistMatrix.from_global(whole, grid, plan.c_layout)
+    matrix = DistMatrix(device.put(host.block), host.layout, grid, host.shape)
+    dealt = matrix.to_scalapack(("x", 2), ("y", 1))
+    assert np.array_equal(device.read(dealt.redistribute(plan.c_layout).to_global()), whole)
+    assert matrix.norm() == pytest.approx(np.linalg.norm(whole))
+    device.finish()
+
+
+def test_gemm_works_where_neither_torch_nor_cupy_can_be_imported():
+    program = """
+import sys
+for name in ("torch", "cupy", "cupy_backends", "cuda"):
+    sys.modules[name] = None
+import numpy as np, summa3d
+from mpi4py import MPI
+grid = summa3d.Grid(MPI.COMM_SELF, {"x": 1, "y": 1, "z": 1})
+plan = summa3d.gemm.CuboidPlan("nn", m=3, n=4, k=5)
+a = summa3d.DistMatrix.from_global(np.ones((3, 5)), grid, plan.a_layout)
+b = summa3d.DistMatrix.from_global(np.ones((5, 4)), grid, plan.b_layout)
+print((a @ b).to_global().sum())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "60.0", done.stderr
