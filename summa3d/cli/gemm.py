@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="shared: operands in node-shared memory, so that the cuboid's gathers are views; auto: where ranks share a node",
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where the operands lie; default: SUMMA3D_DEVICE, else cpu")
+    parser.add_argument("--transport", help="what carries device arrays; default: SUMMA3D_TRANSPORT, else auto")
     parser.add_argument("--alpha", type=float, default=1.0)
     parser.add_argument("--beta", type=float, default=0.0)
     parser.add_argument("--repeat", type=int, default=5, help="timed runs, after one that is not counted")
@@ -61,9 +63,16 @@ def parse_grid(text: str) -> dict[str, int]:
 def run(args: argparse.Namespace) -> int:
     from mpi4py import MPI
 
+    from ..comm.choice import requested
+    from ..comm.places import requested_device, take_device
+
     for name in ("m", "n", "k", "repeat"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    args.device = requested_device(args.device)
+    requested(args.transport)
+    if args.device == "cuda":
+        take_device(MPI.COMM_WORLD)
     algorithm, plan, shape = decided(args, MPI.COMM_WORLD)
     result = measure(args, algorithm, plan, shape, MPI.COMM_WORLD)
     if MPI.COMM_WORLD.rank == 0:
@@ -103,6 +112,7 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
 def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str, int], world: Any) -> dict[str, Any]:
     """Run the product and return the fields of DESIGN §8, on rank 0. Ranks beyond the grid sleep."""
     from ..comm.grid import Grid
+    from ..comm.places import placed
     from ..gemm.matrix import DistMatrix
 
     used = prod(shape.values())
@@ -110,7 +120,7 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
     comm = world if not idle else world.Split(int(world.rank >= used), world.rank)
     result: dict[str, Any] = {}
     if not idle or world.rank < used:
-        with Grid(comm, shape) as grid:
+        with Grid(comm, shape, transport=args.transport) as grid:
             shared = shares_memory(args, algorithm, grid)
             a, b, c = (
                 DistMatrix.from_function(element(args.dtype), extent, grid, layout, args.dtype, shared)
@@ -120,6 +130,8 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
                     (plan.c_shape, plan.c_layout),
                 )
             )
+            for operand in (a, b, c):
+                operand.block = placed(operand.block, args.device)
             result = timed_and_counted(args, algorithm, plan, a, b, c, shared)
     sleep_until_all_are_here(world)
     return result
@@ -127,6 +139,10 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
 
 def shares_memory(args: argparse.Namespace, algorithm: Any, grid: Any) -> bool:
     """Whether operands lie in node-shared memory. `auto` wants the cuboid, one node, and room for them."""
+    if args.device != "cpu":
+        if args.memory == "shared":
+            raise ConfigError(f"--memory shared is the node's, on the host; with --device {args.device} take --memory private.")
+        return False
     if args.memory != "auto":
         if args.memory == "shared" and algorithm.name != "cuboid":
             raise ConfigError(f"--memory shared means nothing to {algorithm.name}; the cuboid reads operands where they lie.")
@@ -144,6 +160,7 @@ def timed_and_counted(
     args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any, shared: bool
 ) -> dict[str, Any]:
     """Time a reused executor; count its words, messages and workspace; check its result if asked."""
+    from ..comm.places import settle
     from ..gemm import volume
     from .clock import Clock
 
@@ -152,10 +169,16 @@ def timed_and_counted(
     executor = algorithm.executor(plan, grid)
     seconds: list[float] = []
     clock = Clock(grid)
+
+    def once() -> None:
+        executor.run(a.block, b.block, c.block, *factors)
+        settle(c.block)
+
     for _ in range(args.repeat + 1):
         c.block[...] = old
+        settle(c.block)
         with grid.ledger.watch() as moved:
-            seconds += clock.spans(lambda: executor.run(a.block, b.block, c.block, *factors))
+            seconds += clock.spans(once)
     peak = grid.ledger.workspace_peak
     costs = (
         volume.of_plan(plan, grid.shape, args.dtype, shared, grid.staged)
@@ -196,7 +219,9 @@ def scalar(value: float, dtype: str) -> float | int:
 
 def relative_error(args: argparse.Namespace, plan: Any, c: Any, serial_seconds: list[float]) -> float:
     """‖C − C_serial‖ / ‖C_serial‖ (Frobenius) on rank 0, 0 elsewhere; times the serial product, which has all cores to itself."""
-    whole, error = c.to_global(), 0.0
+    from ..comm.arrays import to_host
+
+    whole, error = to_host(c.to_global()), 0.0
     if c.grid.rank == 0:
         wide = np.float32 if args.dtype == "float16" else np.dtype(args.dtype).type
         shapes = (plan.a_shape, plan.b_shape, plan.c_shape)

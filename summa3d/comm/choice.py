@@ -34,8 +34,8 @@ class Choice:
 
 
 def requested(name: str | None = None) -> str:
-    """The transport asked for: `name`, else SUMMA3D_TRANSPORT, else auto. Raises ConfigError for one that does not exist."""
-    wanted = name or os.environ.get(VARIABLE) or "auto"
+    """The transport asked for: `name`, else (auto too) SUMMA3D_TRANSPORT, else auto. ConfigError for one that does not exist."""
+    wanted = name if name not in (None, "", "auto") else os.environ.get(VARIABLE) or "auto"
     if wanted not in NAMES:
         raise ConfigError(f"transport {wanted!r} does not exist. Transports: {', '.join(NAMES)} ({VARIABLE} names one as well).")
     return wanted

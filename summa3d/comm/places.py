@@ -9,6 +9,8 @@ from typing import Any
 from mpi4py import MPI
 
 from ..errors import ConfigError
+from .arrays import Array, is_on_device
+from .cupy_backend import CupyBackend
 from .failure import agree_on_error
 
 VARIABLE = "SUMMA3D_DEVICE"
@@ -54,6 +56,22 @@ def take_device(comm: MPI.Intracomm) -> int:
             torch.cuda.set_device(number)
             share_pool(cupy, torch)
     return number
+
+
+def placed(array: Array, device: str) -> Array:
+    """A numpy array where `device` says: itself, or a copy on the current device."""
+    if device == "cpu":
+        return array
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def settle(array: Array) -> None:
+    """Return once what was queued on the caller's stream is done; on the host it is."""
+    if is_on_device(array):
+        backend = CupyBackend()
+        backend.record(backend.current(array)).synchronize()
 
 
 def visible_devices() -> int:

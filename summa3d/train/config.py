@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..comm.choice import NAMES as TRANSPORTS
 from ..errors import ConfigError
 from ..nn.config import ModelConfig
 from ..nn.overlap import Overlap
@@ -174,7 +175,8 @@ class Config:
     `scheme` says how every tensor is split over the grid's axes (`nn.scheme`), and `vectors` how it stores γ, β and biases:
     "copied", or what else the scheme offers. `regather` has backward gather operands again instead of keeping them. `recompute`
     has it compute again what it would have kept: "full", every `recompute_layers` layers from their input; "selective", the
-    attention core alone. `overlap` says what is in flight meanwhile (`nn.overlap`).
+    attention core alone. `overlap` says what is in flight meanwhile (`nn.overlap`). `transport` is what carries device arrays
+    (`comm.choice`); auto leaves it to SUMMA3D_TRANSPORT, or the rule.
     """
 
     scheme: str = "cuboid"
@@ -183,6 +185,7 @@ class Config:
     vectors: str = "copied"
     recompute: str = "none"
     recompute_layers: int = 1
+    transport: str = "auto"
     grid: GridConfig = field(default_factory=GridConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -191,7 +194,12 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self) -> None:
-        choices = (("scheme", self.scheme, SCHEMES), ("dtype", self.dtype, DTYPES), ("recompute", self.recompute, RECOMPUTE))
+        choices = (
+            ("scheme", self.scheme, SCHEMES),
+            ("dtype", self.dtype, DTYPES),
+            ("recompute", self.recompute, RECOMPUTE),
+            ("transport", self.transport, TRANSPORTS),
+        )
         for name, value, known in choices:
             if value not in known:
                 raise ConfigError(

@@ -114,5 +114,5 @@ def _open_grid(config: Config, comm: MPI.Intracomm) -> tuple[Grid, Scheme]:
         raise GridError(
             f"The run's grid {config.grid} has {size} places, but there are {comm.size} ranks. Generate on 1 rank or on {size}."
         )
-    grid = Grid(comm, config.grid.axes, order=config.grid.order, tile=config.grid.tile)
+    grid = Grid(comm, config.grid.axes, order=config.grid.order, tile=config.grid.tile, transport=config.transport)
     return grid, scheme(config.scheme, grid, config.regather, config.vectors)

@@ -84,7 +84,7 @@ def build_model(config: Config, plan: Scheme) -> Model:
 
 def open_grid(config: Config, comm: MPI.Intracomm) -> tuple[Grid, Scheme]:
     """The grid and the scheme that the configuration names, on the ranks of `comm`."""
-    grid = Grid(comm, config.grid.axes, order=config.grid.order, tile=config.grid.tile)
+    grid = Grid(comm, config.grid.axes, order=config.grid.order, tile=config.grid.tile, transport=config.transport)
     return grid, scheme(config.scheme, grid, config.regather, config.vectors, config.overlap)
 
 

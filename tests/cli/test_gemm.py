@@ -135,3 +135,18 @@ def test_bad_input_is_one_message_and_a_non_zero_status(ranks, arguments, messag
     assert done.returncode != 0 and done.stdout == ""
     assert done.stderr.count(message) == 1, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "cuda"), "device cuda"),
+        (("--transport", "ncl"), "transport 'ncl' does not exist"),
+    ],
+)
+def test_a_device_that_is_not_there_and_a_transport_that_does_not_exist_are_one_error(arguments, message):
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "summa3d", "gemm", "--m", "8", "--n", "8", "--k", "8", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=hidden)
+    assert ended.returncode != 0 and message in ended.stderr and "Traceback" not in ended.stderr
+    assert "use device cpu" in ended.stderr.lower() or "Transports: auto" in ended.stderr
