@@ -201,10 +201,10 @@ def check_kind(a: DistMatrix, b: DistMatrix, what: str) -> None:
     """Raise LayoutError or ShapeError unless both matrices live on one grid and are of one dtype, of one library."""
     if a.grid is not b.grid:
         raise LayoutError(f"{what}: A lives on {a.grid} and B on another grid, {b.grid}. Both must live on one grid.")
-    if kind_of(a.block) != kind_of(b.block):
-        raise ShapeError(f"{what}: A is made of arrays of {kind_of(a.block)} and B of {kind_of(b.block)}; both must be of one.")
     if a.block.dtype != b.block.dtype:
         raise ShapeError(f"{what}: A has dtype {a.block.dtype} and B {b.block.dtype}; both must have one dtype, of one library.")
+    if kind_of(a.block) != kind_of(b.block):
+        raise ShapeError(f"{what}: A is made of arrays of {kind_of(a.block)} and B of {kind_of(b.block)}; both must be of one.")
 
 
 def _ordered_copy(part: Array) -> Array:

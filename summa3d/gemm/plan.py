@@ -186,12 +186,12 @@ class Product(ABC):
                 raise ShapeError(
                     f"The block of {name} has shape {tuple(array.shape)}; {self.plan} expects {expected} on this rank."
                 )
+            if array.dtype != a.dtype:
+                raise ShapeError(f"{name} has dtype {array.dtype}, A has {a.dtype}; a product takes one dtype, of one library.")
             if kind_of(array) != kind_of(a):
                 raise ShapeError(
                     f"{name} is an array of {kind_of(array)}, A of {kind_of(a)}; a product takes one library and memory."
                 )
-            if array.dtype != a.dtype:
-                raise ShapeError(f"{name} has dtype {array.dtype}, A has {a.dtype}; a product takes one dtype, of one library.")
         if out is None and beta != 0:
             raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
         for name, factor in (("alpha", alpha), ("beta", beta)):
