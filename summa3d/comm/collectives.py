@@ -280,7 +280,7 @@ class Axis(SharedViews, Checks):
         return self._pending("all_reduce", words, messages, array, requests, finish, wall, cpu, keep=(send, out))
 
     def _gather_by_mpi(self, part: Array, out: Array, sizes: Sequence[int]) -> None:
-        self.transport.all_gather(self.comm, contiguous(part), out, sizes, True)
+        self.carriers.host.all_gather(self.comm, contiguous(part), out, sizes, True)
 
     def _broadcast(self, array: Array, root: int, blocking: bool) -> Pending:
         if self.size == 1:
