@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -135,11 +136,7 @@ class Axis(SharedViews, Checks):
         return self._reduce_scatter(array, dim, sizes, into, False)
 
     def start_all_reduce(self, array: Array, op: str = "sum", into: Array | None = None, in_order: bool = False) -> Pending:
-        """`all_reduce`, in flight.
-
-        `in_order` promises that every member completes it at the same place among its communications: a large sum may then go
-        through the node's memory, where completing it takes two meetings.
-        """
+        """`all_reduce`, in flight. `in_order`: all members complete it between the same two of their communications."""
         return self._all_reduce(array, op, into, False, in_order)
 
     def start_broadcast(self, array: Array, root: int = 0) -> Pending:
@@ -254,7 +251,8 @@ class Axis(SharedViews, Checks):
         large = n * array.itemsize > staged.ALL_REDUCE_LIMIT
         ring = self._ring(array, self.size * n) if not large or (in_order and op == "sum") else None
         if ring and large:
-            gather = staged.all_reduce_in_parts(ring, detached(array), into, blocking, self._gather_by_mpi)
+            by_mpi = partial(carrier.all_gather, self.comm, blocking=True)
+            gather = staged.all_reduce_in_parts(ring, detached(array), into, blocking, by_mpi)
             if gather is not None:
                 return self._pending("all_reduce", words, messages, array, [], gather, wall, cpu)
         elif ring:
@@ -278,9 +276,6 @@ class Axis(SharedViews, Checks):
             return out if direct or into is None else copy_into(into, out)
 
         return self._pending("all_reduce", words, messages, array, requests, finish, wall, cpu, keep=(send, out))
-
-    def _gather_by_mpi(self, part: Array, out: Array, sizes: Sequence[int]) -> None:
-        self.carriers.host.all_gather(self.comm, contiguous(part), out, sizes, True)
 
     def _broadcast(self, array: Array, root: int, blocking: bool) -> Pending:
         if self.size == 1:
