@@ -390,12 +390,5 @@ class Axis(SharedViews, Checks):
     ) -> Pending:
         amounts = Amounts(1, words, messages, words * array.itemsize, time.perf_counter() - wall, time.thread_time() - cpu)
         line = self.ledger.record(name, self.label, dtype_name(array), amounts)
-        traced = self.ledger.begin(name, self.label, dtype_name(array), amounts, wall) if self.ledger.trace is not None else None
-
-        def account(wall_more: float, cpu_more: float) -> None:
-            line.seconds += wall_more
-            line.cpu_seconds += cpu_more
-            if traced is not None:
-                traced.end, traced.wait = time.perf_counter(), wall_more
-
-        return Pending(requests, finish, account, keep)
+        traced = self.ledger.begin(name, self.label, dtype_name(array), amounts, wall)
+        return Pending(requests, finish, partial(self.ledger.complete, line, traced), keep)

@@ -88,6 +88,13 @@ class Ledger:
         moved = (amounts.words, amounts.messages, amounts.bytes)
         return self.trace.begin(Communication(collective, axis, self.current_phase, dtype, *moved, start, amounts.seconds))
 
+    def complete(self, line: Amounts, traced: Communication | None, seconds: float, cpu_seconds: float) -> None:
+        """Add to a communication's line, and write in the trace, what completing it took."""
+        line.seconds += seconds
+        line.cpu_seconds += cpu_seconds
+        if traced is not None:
+            traced.end, traced.wait = time.perf_counter(), seconds
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count what the block moves under phase `name`."""
