@@ -1,5 +1,5 @@
 # Which BLAS multiplies the blocks of numpy arrays: numpy's own, MKL where it is installed beside it, or a named one.
-# Imports errors only, no MPI, so that `summa3d doctor` can ask. A library multiplies small matrices before it is trusted.
+# Imports errors only, no MPI, so that `summa3d doctor` can ask. A library must multiply two matrices rightly to be trusted.
 # Next: gemm/blas.py, which calls what is found here.
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ROW_MAJOR, TRANSPOSE = 101, {"n": 111, "t": 112, "c": 113}
 KINDS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 NAMES = ("scipy_cblas_{}gemm64_", "cblas_{}gemm64_", "cblas_{}gemm_64", "cblas_{}gemm")
 """What the BLAS of numpy's wheels, of distributions with 64-bit integers, MKL, and all others call it."""
-SEQUENTIAL, INTEL_THREADS, GNU_THREADS = 1, 0, 3  # MKL's threading layers
+SEQUENTIAL, GNU_THREADS = 1, 3  # MKL's threading layers
+CHECKED = 256  # side of a product that a library spreads over its threads
 
 Gemm = Callable[[np.ndarray, np.ndarray, str, np.ndarray, complex, complex], None]
 
@@ -48,7 +49,7 @@ def library() -> Library:
 
     SUMMA3D_BLAS names it: `numpy`, `mkl`, or the name or path of a library with the C interface. Without it, MKL where the extra
     `mkl` (or conda) has put it beside this interpreter and the processor is Intel's, else numpy's.
-    Raises ConfigError for a library that cannot be loaded or fails a small product.
+    Raises ConfigError for a library that cannot be loaded or fails a product.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "numpy":
@@ -74,7 +75,7 @@ def library() -> Library:
 
 @cache
 def gemm(dtype: str) -> Gemm | None:
-    """C = α·op(A)·op(B) + β·C of this process's BLAS for a dtype; None where there is none, or it fails a small product."""
+    """C = α·op(A)·op(B) + β·C of this process's BLAS for a dtype; None where there is none, or it fails a product."""
     handle = library().handle
     return None if handle is None or dtype not in KINDS else _checked(handle, dtype)
 
@@ -113,7 +114,7 @@ def _mkl_file() -> Path | None:
 def _mkl(file: Path, reason: str) -> Library | None:
     """MKL with the threads that the environment asks for; None without their OpenMP runtime, where it would end the process."""
     handle = ctypes.CDLL(str(file))
-    layer = _mkl_layer(file.parent)
+    layer = _mkl_layer()
     if layer is None:
         return None
     handle.MKL_Set_Threading_Layer(layer)
@@ -124,18 +125,15 @@ def _mkl(file: Path, reason: str) -> Library | None:
     return Library(f"MKL {version}".strip(), reason, handle)
 
 
-def _mkl_layer(folder: Path, environ: Mapping[str, str] = os.environ) -> int | None:
-    threads = environ.get("MKL_NUM_THREADS") or environ.get("OMP_NUM_THREADS")
-    if threads == "1":
+def _mkl_layer(environ: Mapping[str, str] = os.environ) -> int | None:
+    """MKL's threads: none for one, else GNU's OpenMP; with Intel's, products are wrong beside torch, which loads GNU's."""
+    if (environ.get("MKL_NUM_THREADS") or environ.get("OMP_NUM_THREADS")) == "1":
         return SEQUENTIAL
-    for layer, runtimes in ((INTEL_THREADS, (str(folder / "libiomp5.so"), "libiomp5.so")), (GNU_THREADS, ("libgomp.so.1",))):
-        for runtime in runtimes:
-            try:
-                ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-            except OSError:
-                continue
-            return layer
-    return None
+    try:
+        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return None
+    return GNU_THREADS
 
 
 def _is_intel() -> bool:
@@ -144,7 +142,7 @@ def _is_intel() -> bool:
 
 
 def _checked(handle: Any, dtype: str) -> Gemm | None:
-    """The library's gemm for a dtype; None where it has none, pointers are not 8 bytes, or a small product is wrong."""
+    """The library's gemm for a dtype; None where it has none, pointers are not 8 bytes, or a product is wrong."""
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
@@ -155,7 +153,10 @@ def _checked(handle: Any, dtype: str) -> Gemm | None:
     a, b, out = a[:, :4], b[:, :4], out[:, :2].copy()
     want = 2 * (a @ b.T) + 3 * out
     bound(a, b, "nt", out, 2, 3)
-    return bound if np.array_equal(out, want) else None
+    large = (np.arange(CHECKED * CHECKED) % 7).astype(dtype).reshape(CHECKED, CHECKED)  # whole numbers: exact in any order
+    square = np.empty_like(large)
+    bound(large, large, "nn", square, 1, 0)
+    return bound if np.array_equal(out, want) and np.array_equal(square, large @ large) else None
 
 
 def _bound(library: Any, dtype: str) -> Gemm:

@@ -3,6 +3,9 @@
 # Next: ../summa3d/libraries.py; gemm/test_local.py.
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -111,12 +114,29 @@ def test_a_named_library_is_the_one_that_multiplies(taken):
     assert libraries.gemm("int32") is None
 
 
-def test_mkl_gets_no_threads_whose_runtime_is_missing(tmp_path, monkeypatch):
-    assert libraries._mkl_layer(tmp_path, {"OMP_NUM_THREADS": "1"}) == libraries.SEQUENTIAL
-    assert libraries._mkl_layer(tmp_path, {"MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "4"}) == libraries.SEQUENTIAL
+def test_mkl_gets_no_threads_whose_runtime_is_missing(monkeypatch):
+    assert libraries._mkl_layer({"OMP_NUM_THREADS": "1"}) == libraries.SEQUENTIAL
+    assert libraries._mkl_layer({"MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "4"}) == libraries.SEQUENTIAL
 
     def refuse(*args, **kwargs):
         raise OSError("no such library")
 
     monkeypatch.setattr(libraries.ctypes, "CDLL", refuse)
-    assert libraries._mkl_layer(tmp_path, {"OMP_NUM_THREADS": "4"}) is None
+    assert libraries._mkl_layer({"OMP_NUM_THREADS": "4"}) is None
+
+
+@pytest.mark.parametrize("threads", ["1", "2", ""])
+@pytest.mark.parametrize("order", ["torch first", "torch last"])
+def test_products_are_right_beside_torch_whichever_is_loaded_first(threads, order):
+    pytest.importorskip("torch")
+    load = "import torch; torch.ones(300, 300) @ torch.ones(300, 300)\n"
+    multiply = (
+        "import numpy as np\nfrom summa3d.gemm.local import multiply\n"
+        "a = (np.arange(400 * 400) % 7).reshape(400, 400).astype('float64')\n"
+        "assert np.array_equal(multiply(a, a, 'nn'), (a.astype(int) @ a.astype(int)))\n"
+    )
+    program = load + multiply if order == "torch first" else multiply + load + multiply
+    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    environ |= {"OMP_NUM_THREADS": threads} if threads else {}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
