@@ -20,6 +20,7 @@ SIZES = {"layers": 2, "hidden": 512, "heads": 8, "sequence": 256}
 BATCH = 8
 ONE_D = ("oned", "oned-sp")
 BEST_CUBOID, SEVERAL_AXES, ONED = 0.9, 1.0, 1.0  # limits of the three claims
+WAYS = {"node": "yes", "mpi": "no"}  # SUMMA3D_NODE_MEMORY
 TRIALS = 1  # rounds of the heat that picks who races
 FINALISTS = 2  # of each kind: oned, oned-sp, cuboids with one axis, cuboids with several
 TOLERANCE = 1e-4
@@ -33,10 +34,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, metavar="FILE", help="for `summa3d report`")
+    parser.add_argument("--through", choices=WAYS, default="node", help="our ranks communicate by the node's memory, or by MPI alone")
     parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_ranks:
         return measure(args.rounds)
+    os.environ["SUMMA3D_NODE_MEMORY"] = WAYS[args.through]
     result = json.loads(on_ranks(RANKS, [__file__, "--rounds", str(args.rounds), "--on-ranks"]).splitlines()[-1])
     from summa3d.cli.report import table
 
