@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from summa3d.cli.main import COMMANDS
+from summa3d.comm import choice, places
 from summa3d.train.config import load
 
 ROOT = Path(__file__).parent.parent
@@ -206,6 +207,25 @@ def test_gpus_that_were_not_asked_for_are_named(machine: Machine) -> None:
     ended = machine.submit("cuda_train", SLURM_GPUS_ON_NODE="")
     assert ended.returncode != 0
     assert "--gpus-per-node" in ended.stderr
+
+
+NAMED = {places.VARIABLE: places.DEVICES, choice.VARIABLE: choice.NAMES}
+SET_OR_SUPPOSED = re.compile(r"(SUMMA3D_DEVICE|SUMMA3D_TRANSPORT)(?:=(?:\$\{\w+:-)?|:-)([a-z][a-z-]*)")
+COMPARED = re.compile(r"(SUMMA3D_DEVICE|SUMMA3D_TRANSPORT)[^}\s]*\} == ([a-z][a-z-]*)")
+
+
+def test_every_device_and_transport_that_a_script_names_exists() -> None:
+    texts = [script.read_text() for script in SCRIPTS]
+    found = [pair for text in texts for form in (SET_OR_SUPPOSED, COMPARED) for pair in form.findall(text)]
+    assert {name for _, name in found} >= {"cpu", "cuda", "auto", "cuda-aware"}
+    wrong = [(variable, name) for variable, name in found if name not in NAMED[variable]]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_no_script_sets_a_variable_of_summa3d_that_nobody_reads(script: Path) -> None:
+    read = {*NAMED, *re.findall(r"SUMMA3D_[A-Z]+", "".join(path.read_text() for path in (ROOT / "summa3d").rglob("*.py")))}
+    assert set(re.findall(r"SUMMA3D_[A-Z]+", script.read_text())) <= read
 
 
 class Node(Machine):

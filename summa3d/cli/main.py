@@ -14,7 +14,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import LaunchError, Summa3dError
-from .runtime import THREAD_VARIABLES, VENDOR_NAMES, launched_as, take_core, usable_cores, vendor_of, version_of, waiting_settings
+from .runtime import (
+    LIKE_OPEN_MPI,
+    THREAD_VARIABLES,
+    VENDOR_NAMES,
+    launched_as,
+    take_core,
+    usable_cores,
+    vendor_of,
+    version_of,
+    waiting_settings,
+)
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -149,7 +159,7 @@ def _check_launcher(version: str, size: int | None) -> None:
         return
     ranks, _, launcher = launched
     vendor = vendor_of(version)
-    crosses = size is None and launcher.startswith("Open MPI") and vendor != "openmpi"
+    crosses = size is None and launcher.startswith(("Open MPI", "jsrun")) and vendor not in LIKE_OPEN_MPI
     if crosses or size == 1:
         name = f"{VENDOR_NAMES[vendor]} {version_of(version)}"
         raise LaunchError(

@@ -19,11 +19,20 @@ from ..errors import LaunchError
 
 MPIEXEC_VARIABLE = "SUMMA3D_MPIEXEC"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-LAUNCHER_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi", "orterun", "prterun")
+LAUNCHER_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi", "orterun", "prterun", "jsrun")
+JSRUN = ("jsm_pmix/bin", "jsrun")  # where Spectrum MPI keeps it, and its name: its `--version` names nobody
 CORES_VARIABLE = "SUMMA3D_CORES"  # the cores of a process that has taken one of them
-VENDOR_NAMES = {"mpich": "MPICH", "openmpi": "Open MPI", "intel": "Intel MPI", "slurm": "Slurm", "unknown": "an unknown MPI"}
+VENDOR_NAMES = {
+    "mpich": "MPICH",
+    "openmpi": "Open MPI",
+    "spectrum": "IBM Spectrum MPI",
+    "intel": "Intel MPI",
+    "slurm": "Slurm",
+    "unknown": "an unknown MPI",
+}
+LIKE_OPEN_MPI = ("openmpi", "spectrum")  # Spectrum MPI is made of Open MPI: the same variables tell its launcher and its ranks
 # The Hydra launcher is shared by everything built on MPICH.
-FITTING_LAUNCHERS = {"mpich": ("mpich",), "intel": ("intel", "mpich"), "openmpi": ("openmpi",)}
+FITTING_LAUNCHERS = {"mpich": ("mpich",), "intel": ("intel", "mpich"), "openmpi": ("openmpi",), "spectrum": ("spectrum",)}
 WAITING_VARIABLES = {
     "mpich": ("MPIR_CVAR_POLLS_BEFORE_YIELD", "MPIR_CVAR_ENABLE_HEAVY_YIELD"),
     "openmpi": ("OMPI_MCA_mpi_yield_when_idle",),
@@ -65,6 +74,8 @@ def vendor_of(text: str) -> str:
     lower = text.lower()
     if "intel(r) mpi" in lower:
         return "intel"
+    if "spectrum mpi" in lower:  # before Open MPI, which its library names first
+        return "spectrum"
     if any(mark in lower for mark in ("open mpi", "openrte", "prrte", "prterun", "open-mpi")):
         return "openmpi"
     if any(mark in lower for mark in ("mpich", "hydra", "mvapich")):
@@ -89,7 +100,7 @@ def loaded_runtime() -> Runtime:
             "  or point MPI4PY_LIBMPI at its libmpi.so."
         )
     facts = json.loads(child.stdout.splitlines()[-1])
-    libraries = [Path(file) for file in facts["files"] if re.match(r"lib(mpi|mpich)\b[^/]*\.so", Path(file).name)]
+    libraries = [Path(file) for file in facts["files"] if re.match(r"lib(mpi|mpich|mpi_ibm)\b[^/]*\.so", Path(file).name)]
     return Runtime(vendor_of(facts["version"]), version_of(facts["version"]), libraries[0] if libraries else None)
 
 
@@ -125,7 +136,9 @@ def _chosen_launcher(runtime: Runtime, command: tuple[str, ...]) -> Launcher:
 
 
 def launcher_vendor(command: tuple[str, ...]) -> str:
-    """Return the vendor that a launcher's `--version` names, or "unknown"."""
+    """Return the vendor that a launcher's `--version` names, or "unknown"; jsrun, which names nobody, is Spectrum MPI's."""
+    if Path(command[0]).name == JSRUN[1]:
+        return "spectrum"
     try:
         answer = subprocess.run([*command, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -136,7 +149,7 @@ def launcher_vendor(command: tuple[str, ...]) -> str:
 def _candidates(runtime: Runtime, environ: Mapping[str, str]) -> list[Path]:
     """Every launcher-like program, nearest to the library first."""
     above = [] if runtime.library is None else [*runtime.library.parents, *runtime.library.resolve().parents]
-    folders = [folder / "bin" for folder in above] + [Path(sys.prefix) / "bin"]
+    folders = [folder / place for folder in above for place in ("bin", JSRUN[0])] + [Path(sys.prefix) / "bin"]
     folders += [Path(folder) for folder in environ.get("PATH", "").split(os.pathsep) if folder]
     programs = (folder / name for folder in dict.fromkeys(folders) for name in LAUNCHER_NAMES)
     return [program for program in programs if shutil.which(program)]
@@ -200,7 +213,7 @@ def rank_environment(vendor: str, ranks: int, cores: int, environ: Mapping[str, 
         share = max(1, cores // ranks)
         settings |= dict.fromkeys(THREAD_VARIABLES, str(share))
         words.append(f"{share} BLAS thread{'s' if share > 1 else ''} per rank")
-    if vendor == "openmpi":
+    if vendor in LIKE_OPEN_MPI:
         settings |= _openmpi_settings(ranks > cores)
     if ranks > cores:
         waiting = waiting_settings(vendor, environ)
@@ -211,8 +224,9 @@ def rank_environment(vendor: str, ranks: int, cores: int, environ: Mapping[str, 
 
 def waiting_settings(vendor: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """How ranks that wait leave their core to others, as variables that MPI_Init reads; {} where the user has said how."""
-    names = WAITING_VARIABLES["openmpi" if vendor == "openmpi" else "mpich"]
-    return {} if any(name in environ for name in names) else {names[0]: POLLS_BEFORE_YIELD if vendor != "openmpi" else "1"}
+    kind = "openmpi" if vendor in LIKE_OPEN_MPI else "mpich"
+    names, value = WAITING_VARIABLES[kind], {"openmpi": "1", "mpich": POLLS_BEFORE_YIELD}[kind]
+    return {} if any(name in environ for name in names) else {names[0]: value}
 
 
 def _openmpi_settings(oversubscribed: bool) -> dict[str, str]:
@@ -231,7 +245,8 @@ def launched_as(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str]
     SLURM_NTASKS is not asked: it is also set for a serial process inside an allocation. A step's own count is.
     """
     hints = (
-        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's launcher"),
+        ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun (IBM Spectrum MPI)"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's or Spectrum MPI's launcher"),
         ("PMI_SIZE", "PMI_RANK", "a PMI launcher (MPICH's or Intel MPI's mpiexec, or srun)"),
         ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
     )

@@ -3,7 +3,9 @@
 # Next: ../../summa3d/cli/runtime.py.
 from __future__ import annotations
 
+import json
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from summa3d.cli import main as entry
 from summa3d.cli.runtime import (
+    LIKE_OPEN_MPI,
     THREAD_VARIABLES,
     Runtime,
     find_launcher,
@@ -20,11 +23,13 @@ from summa3d.cli.runtime import (
     loaded_runtime,
     rank_environment,
     vendor_of,
+    version_of,
 )
 from summa3d.errors import LaunchError
 
 HYDRA = "HYDRA build details:\n    Version: 5.0.2"
 OPEN_MPI = "mpirun (Open MPI) 4.1.4"
+SPECTRUM = "Open MPI v10.3.1.03rtm0, package: IBM Spectrum MPI, ident: IBM Spectrum MPI, repo rev: 10.3.1.03rtm0"
 
 
 def program(path: Path, says: str) -> Path:
@@ -43,6 +48,8 @@ def program(path: Path, says: str) -> Path:
         ("Open MPI v4.1.4, package: Debian OpenMPI", "openmpi"),
         ("mpiexec (OpenRTE) 4.1.4", "openmpi"),
         ("prterun (PRRTE) 3.0", "openmpi"),
+        (SPECTRUM, "spectrum"),
+        ("mpirun (IBM Spectrum MPI) 10.3.1.03rtm0", "spectrum"),
         ("Intel(R) MPI Library 2021.12 for Linux* OS, based on MPICH", "intel"),
         ("slurm 22.05.8", "slurm"),
         ("something else", "unknown"),
@@ -89,11 +96,48 @@ def test_the_users_choice_wins_unless_it_belongs_to_another_mpi(tmp_path: Path) 
         find_launcher(runtime, {"SUMMA3D_MPIEXEC": str(wrong)})
 
 
-@pytest.mark.parametrize("vendor", ["mpich", "openmpi"])
+@pytest.mark.parametrize("says", ["mpirun (IBM Spectrum MPI) 10.3.1.03rtm0", None], ids=["mpirun", "jsrun"])
+def test_spectrum_mpi_is_started_by_its_own_mpirun_or_jsrun(tmp_path: Path, says: str | None) -> None:
+    home = tmp_path / "spectrum_mpi"
+    program(tmp_path / "path" / "mpirun", OPEN_MPI)
+    own = program(home / "bin/mpirun", says) if says else program(home / "jsm_pmix/bin/jsrun", "10.03.01")
+    runtime = Runtime(vendor_of(SPECTRUM), version_of(SPECTRUM), home / "lib" / "libmpi_ibm.so.3")
+    assert runtime.name == "IBM Spectrum MPI 10.3.1.03rtm0"
+    assert find_launcher(runtime, {"PATH": str(tmp_path / "path")}).command == (str(own),)
+    own.unlink()
+    with pytest.raises(LaunchError, match=r"(?s)belongs to IBM Spectrum MPI 10.*mpirun \(Open MPI\)"):
+        find_launcher(runtime, {"PATH": str(tmp_path / "path")})
+
+
+def test_the_library_of_spectrum_mpi_is_found_among_the_files_that_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [
+        "/usr/lib/libc.so.6",
+        "/opt/ibm/spectrum_mpi/lib/libmpiprofilesupport.so.3",
+        "/opt/ibm/spectrum_mpi/lib/libmpi_ibm.so.3",
+    ]
+    answer = subprocess.CompletedProcess([], 0, json.dumps({"version": SPECTRUM, "files": files}), "")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: answer)
+    assert loaded_runtime() == Runtime("spectrum", "10.3.1.03rtm0", Path(files[2]))
+
+
+def test_what_jsrun_and_spectrums_mpirun_started_is_known_by_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    jsrun = {"JSM_NAMESPACE_SIZE": "8", "JSM_NAMESPACE_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "3"}
+    assert launched_as(jsrun) == (8, 3, "jsrun (IBM Spectrum MPI)")
+    for name in jsrun:
+        monkeypatch.setenv(name, jsrun[name])
+    entry._check_launcher(SPECTRUM, size=None)
+    entry._check_launcher(SPECTRUM, size=8)
+    with pytest.raises(LaunchError, match=r"jsrun \(IBM Spectrum MPI\) started 8 processes.*MPICH 5\.0\.2"):
+        entry._check_launcher("MPICH Version:      5.0.2", size=None)
+
+
+@pytest.mark.parametrize("vendor", ["mpich", "openmpi", "spectrum"])
 def test_ranks_share_the_cores_and_yield_only_where_they_outnumber_them(vendor: str) -> None:
     crowded, words = rank_environment(vendor, ranks=8, cores=2, environ={})
     roomy, _ = rank_environment(vendor, ranks=2, cores=8, environ={})
-    waiting = {"mpich": "MPIR_CVAR_POLLS_BEFORE_YIELD", "openmpi": "OMPI_MCA_mpi_yield_when_idle"}[vendor]
+    waiting = {"mpich": "MPIR_CVAR_POLLS_BEFORE_YIELD", "openmpi": "OMPI_MCA_mpi_yield_when_idle"}.get(
+        vendor, "OMPI_MCA_mpi_yield_when_idle"
+    )
     assert all(crowded[name] == "1" and roomy[name] == "4" for name in THREAD_VARIABLES)
     assert waiting in crowded and waiting not in roomy
     assert words == "1 BLAS thread per rank, waiting ranks yield"
@@ -137,14 +181,14 @@ def test_launch_without_a_command_is_an_error_with_an_example() -> None:
 def test_several_launched_but_a_world_of_one_is_an_error_that_names_both() -> None:
     """A launcher of another MPI, as its variables show it: this process is one of 8, but MPI sees a single rank."""
     vendor = loaded_runtime().vendor
-    name = "PMI" if vendor == "openmpi" else "OMPI_COMM_WORLD"
+    name = "PMI" if vendor in LIKE_OPEN_MPI else "OMPI_COMM_WORLD"
     crossed = {f"{name}_SIZE": "8", f"{name}_RANK": "0"}
     arguments = ["-m", "summa3d", "gemm", "--m", "8", "--n", "8", "--k", "8", "--grid", "x=1,y=1,z=1"]
     ended = jobs.run_serial(arguments, extra=crossed)
     assert ended.status == 1
     assert ended.stderr.startswith("LaunchError: "), ended.stderr
     assert loaded_runtime().name in ended.stderr
-    assert ("PMI launcher" if vendor == "openmpi" else "Open MPI's launcher") in ended.stderr
+    assert ("PMI launcher" if vendor in LIKE_OPEN_MPI else "Open MPI's or Spectrum MPI's launcher") in ended.stderr
     assert "Traceback" not in ended.stderr
     other = jobs.run_serial(arguments, extra={**crossed, f"{name}_RANK": "1"})
     assert other.status == 1 and other.stderr == ""
