@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, metavar="FILE", help="for `summa3d report`")
-    parser.add_argument("--through", choices=WAYS, default="node", help="our ranks communicate by the node's memory, or by MPI alone")
+    parser.add_argument("--through", choices=WAYS, default="node", help="our ranks through the node's memory, or MPI alone")
     parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_ranks:
