@@ -34,3 +34,16 @@ def make_grid(comm: Any) -> Iterator[Callable[..., Any]]:
     yield make
     for grid in grids:
         grid.free()
+
+
+@pytest.fixture
+def kernel_libraries(comm: Any) -> Any:
+    """The fused kernels compiled for the host."""
+    import host_kernels
+
+    if host_kernels.compiler() is None:
+        pytest.skip("no C++ compiler")
+    if comm.rank == 0:
+        host_kernels.built()
+    comm.Barrier()
+    return host_kernels.built()

@@ -29,6 +29,7 @@ KINDS = {
     "NCCL_INT32": "int32",
     "NCCL_INT64": "int64",
     "NCCL_FLOAT16": "float16",
+    "NCCL_BFLOAT16": "uint16",  # numpy has none: they travel as they are, and nobody adds them
     "NCCL_FLOAT32": "float32",
     "NCCL_FLOAT64": "float64",
 }
@@ -65,7 +66,10 @@ class Stream:
 
 
 class Device:
-    """The backend of one rank. `calls` lists NCCL's calls and the copies, in the order in which they were queued."""
+    """The backend of one rank. `calls` lists NCCL's calls and the copies, in the order in which they were queued.
+
+    `words` counts what NCCL's calls bring this rank by DESIGN §1, from their own arguments.
+    """
 
     def __init__(self, world: MPI.Intracomm, mode: str = "lazy", shared: bool = False, seed: int = 0) -> None:
         assert mode in MODES
@@ -75,6 +79,7 @@ class Device:
         self.compute = self.stream()
         self.allocated: list[np.ndarray] = []  # kept, so that who reads freed memory finds poison there
         self.calls: list[tuple[Any, ...]] = []
+        self.words = 0
         self.pinned_bytes = 0
         self.bindings: Any = Nccl(self)
         self._number = 0
@@ -412,24 +417,32 @@ class Communicator:
         data = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
         return np.frombuffer(data, dtype)
 
-    def _call(self, name: str, count: int, kind: int, stream: int, run: Callable[[], Any]) -> None:
+    def _call(self, name: str, count: int, kind: int, stream: int, words: int, run: Callable[[], Any]) -> None:
         assert not self.destroyed and count > 0
+        self.nccl.device.words += words
         self.nccl.device.calls.append((name, count, str(self.nccl.kinds[kind])))
         self.nccl.call(stream, run)
 
     def allGather(self, send: int, receive: int, count: int, kind: int, stream: int) -> None:
         source, target = self._view(send, count, kind), self._view(receive, count * self.comm.size, kind)
-        self._call("allGather", count, kind, stream, lambda: self.comm.Allgather(_bytes(source), _bytes(target)))
+        words = count * (self.comm.size - 1)
+        self._call("allGather", count, kind, stream, words, lambda: self.comm.Allgather(_bytes(source), _bytes(target)))
 
     def allReduce(self, send: int, receive: int, count: int, kind: int, op: int, stream: int) -> None:
         source, target = self._view(send, count, kind), self._view(receive, count, kind)
-        operation = self.nccl.operations[op]
-        self._call("allReduce", count, kind, stream, lambda: self.comm.Allreduce(source.copy(), target, operation))
+        operation = self._operation(kind, op)
+        words = count + (self.comm.size - 2) * self._share(count)
+        self._call("allReduce", count, kind, stream, words, lambda: self.comm.Allreduce(source.copy(), target, operation))
 
     def reduceScatter(self, send: int, receive: int, count: int, kind: int, op: int, stream: int) -> None:
         source, target = self._view(send, count * self.comm.size, kind), self._view(receive, count, kind)
-        operation = self.nccl.operations[op]
-        self._call("reduceScatter", count, kind, stream, lambda: self.comm.Reduce_scatter_block(source.copy(), target, operation))
+        operation = self._operation(kind, op)
+        words = count * (self.comm.size - 1)
+
+        def run() -> None:
+            self.comm.Reduce_scatter_block(source.copy(), target, operation)
+
+        self._call("reduceScatter", count, kind, stream, words, run)
 
     def broadcast(self, send: int, receive: int, count: int, kind: int, root: int, stream: int) -> None:
         source, target = self._view(send, count, kind), self._view(receive, count, kind)
@@ -439,24 +452,33 @@ class Communicator:
                 np.copyto(target, source)
             self.comm.Bcast(_bytes(target), root)
 
-        self._call("broadcast", count, kind, stream, run)
+        self._call("broadcast", count, kind, stream, count if self.comm.rank != root else 0, run)
 
     def reduce(self, send: int, receive: int, count: int, kind: int, op: int, root: int, stream: int) -> None:
         source, target = self._view(send, count, kind), self._view(receive, count, kind)
-        operation = self.nccl.operations[op]
+        operation = self._operation(kind, op)
+        own = count * (self.comm.rank == root) if self.nccl.group is not None else self._share(count)  # a part, or the whole
 
         def run() -> None:
             self.comm.Reduce(source.copy(), target if self.comm.rank == root else None, operation, root)
 
-        self._call("reduce", count, kind, stream, run)
+        self._call("reduce", count, kind, stream, own * (self.comm.size - 1), run)
 
     def send(self, send: int, count: int, kind: int, peer: int, stream: int) -> None:
         source = self._view(send, count, kind)
-        self._call("send", count, kind, stream, lambda: self.comm.Isend(_bytes(source), peer))
+        self._call("send", count, kind, stream, 0, lambda: self.comm.Isend(_bytes(source), peer))
 
     def recv(self, receive: int, count: int, kind: int, peer: int, stream: int) -> None:
         target = self._view(receive, count, kind)
-        self._call("recv", count, kind, stream, lambda: self.comm.Irecv(_bytes(target), peer))
+        words = count if peer != self.comm.rank else 0
+        self._call("recv", count, kind, stream, words, lambda: self.comm.Irecv(_bytes(target), peer))
+
+    def _operation(self, kind: int, op: int) -> MPI.Op:
+        assert kind != self.nccl.NCCL_BFLOAT16, "16-bit floats are added in 32"
+        return self.nccl.operations[op]
+
+    def _share(self, count: int) -> int:
+        return count // self.comm.size + (self.comm.rank < count % self.comm.size)
 
     def destroy(self) -> None:
         self.destroyed = True

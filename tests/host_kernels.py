@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import torch
@@ -39,6 +42,22 @@ def build(folder: Path) -> dict[str, ctypes.CDLL]:
     for _, process in parts:
         assert process.wait() == 0
     return {family: ctypes.CDLL(str(part)) for family, (part, _) in zip(load.FAMILIES, parts, strict=True)}
+
+
+def built() -> dict[str, ctypes.CDLL]:
+    """The kernels, compiled once for each state of their sources: whoever asks next on this machine finds them."""
+    texts = "".join(load.source(family) for family in load.FAMILIES) + " ".join(HOST_FLAGS) + str(compiler())
+    digest = hashlib.sha256(texts.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"summa3d-kernels-{os.getuid()}-{digest}"
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            build(Path(temporary))
+            shutil.copytree(temporary, f"{temporary}.done")
+            try:
+                os.rename(f"{temporary}.done", folder)
+            except OSError:  # another process was first
+                shutil.rmtree(f"{temporary}.done")
+    return {family: ctypes.CDLL(str(folder / f"{family}.so")) for family in load.FAMILIES}
 
 
 class HostLauncher:

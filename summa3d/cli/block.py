@@ -54,6 +54,7 @@ def add_block_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ffn", type=int, help="f (default: 4h)")
     parser.add_argument("--dropout", type=float, default=0.0, help="of the two residual branches")
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where blocks compute; default: SUMMA3D_DEVICE, else cpu")
     parser.add_argument("--regather", choices=("yes", "no", "both"), default="yes", help="gather operands again in backward")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not")
     parser.add_argument("--paper-shape", choices=PAPER_SHAPES, help="b, s, h and a of a row of the papers' tables, scaled down")
@@ -66,12 +67,14 @@ def block_result(args: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault(*QUIET_PROFILER)
     from mpi4py import MPI
 
+    from ..train.device import open_device
     from .blocks import Case, race
 
     for name in ("blocks", "batch", "rounds", "factor"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
-    case, about = _paper_case(args) if args.paper_shape else (Case(_config(args), args.batch, args.dtype), {})
+    args.device = open_device(args.device, MPI.COMM_WORLD).type
+    case, about = _paper_case(args) if args.paper_shape else (Case(_config(args), args.batch, args.dtype, args.device), {})
     entries = list(_entries(args.scheme or [ALL], {"yes": (True,), "no": (False,), "both": (True, False)}[args.regather], case))
     return {"kind": "block", **about, **race(entries, case, MPI.COMM_WORLD, args.rounds)}
 
@@ -99,7 +102,9 @@ def _paper_case(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
             )
     config = _config(args, hidden=shape.hidden // factor, heads=shape.heads, sequence=PAPER_SEQUENCE // factor, ffn=None)
     paper = {"name": args.paper_shape, "source": shape.source, "factor": factor, "batch": shape.batch, "hidden": shape.hidden}
-    return Case(config, shape.batch, args.dtype), {"paper": {**paper, "heads": shape.heads, "sequence": PAPER_SEQUENCE}}
+    return Case(config, shape.batch, args.dtype, args.device), {
+        "paper": {**paper, "heads": shape.heads, "sequence": PAPER_SEQUENCE}
+    }
 
 
 def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.grid import Grid, Place, describe
+from ..comm.places import settle
 from ..errors import LayoutError
 from ..gemm.cuboid import CuboidPlan
 from ..layout.distribute import collect, distribute
@@ -34,11 +35,12 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Case:
-    """A stack of `config.layers` blocks on b × s tokens."""
+    """A stack of `config.layers` blocks on b × s tokens, on the host or on each rank's current CUDA device."""
 
     config: ModelConfig
     batch: int
     dtype: str = "float32"
+    device: str = "cpu"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -109,7 +111,8 @@ class Stack(nn.Module):
 
 def inputs(case: Case) -> tuple[Tensor, Tensor]:
     """The global input [b, s, h] and the gradient of the output, the same for all who race."""
-    x, gradient = torch.randn((2, *case.shape), generator=torch.Generator().manual_seed(SEED)).to(getattr(torch, case.dtype))
+    drawn = torch.randn((2, *case.shape), generator=torch.Generator().manual_seed(SEED))
+    x, gradient = drawn.to(getattr(torch, case.dtype)).to(case.device)
     return x, gradient
 
 
@@ -130,11 +133,12 @@ class Runner:
 
     def __init__(self, entry: Entry, case: Case, world: MPI.Intracomm) -> None:
         self.entry, self.case, self.comm = entry, case, world
-        self.grid = Grid(world, dict(entry.grid))
+        self.grid = Grid(world, dict(entry.grid), node_memory=None if case.device == "cpu" else False)
         self.clock = Clock(self.grid)
         self.scheme = scheme(entry.scheme, self.grid, entry.regather, overlap=entry.overlap)
         self.scheme.check(case.config, case.batch)
-        self.stack = Stack(case.config, self.scheme, getattr(torch, case.dtype))
+        with torch.device(case.device):
+            self.stack = Stack(case.config, self.scheme, getattr(torch, case.dtype))
         x, gradient = inputs(case)
         self.x = self._stored(x).requires_grad_()
         self.gradient = self._stored(gradient)
@@ -164,13 +168,18 @@ class Runner:
 
     def seconds(self) -> tuple[float, float]:
         """Times of one forward and one backward, of all ranks together."""
-        forward, backward = self.clock.spans(self._forward, lambda: self.backward(self._y))
+        forward, backward = self.clock.spans(self._forward, self._backward)
         del self._y
         self.forget()
         return forward, backward
 
     def _forward(self) -> None:
         self._y = self.forward()
+        settle(self._y)
+
+    def _backward(self) -> None:
+        self.backward(self._y)
+        settle(self._y)
 
     def output(self) -> Tensor:
         """The stack's global output [b, s, h]."""
@@ -193,7 +202,7 @@ class Runner:
         def step() -> None:
             self.backward(self.forward())
 
-        peak = peak_bytes(step)
+        peak = peak_bytes(step, self.x.device)
         self.forget()
         held = sum(parameter.nbytes for parameter in self.stack.parameters())
         mine = (forward.words, backward.words, forward.messages, backward.messages, saved.bytes, peak + held, held)
@@ -228,7 +237,10 @@ def race(entries: Sequence[Entry], case: Case, world: MPI.Intracomm, rounds: int
 
 def facts(case: Case, ranks: int) -> dict[str, Any]:
     """What was run, for a result."""
-    return {"case": {**asdict(case.config), "batch": case.batch, "dtype": case.dtype, "flops": case.flops}, "ranks": ranks}
+    return {
+        "case": {**asdict(case.config), "batch": case.batch, "dtype": case.dtype, "device": case.device, "flops": case.flops},
+        "ranks": ranks,
+    }
 
 
 def timed(racers: Sequence[Racer], rounds: int) -> list[dict[str, Any]]:

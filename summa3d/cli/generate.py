@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token every time")
     parser.add_argument("--top-k", type=int, default=0, help="choose among the k likeliest tokens only; 0 means all")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to compute; default: where the run did")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
 
 
@@ -30,9 +31,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--prompt is empty; give at least one character to continue.")
     from mpi4py import MPI
 
+    from ..train.device import open_device
     from ..train.generate import load, sample
 
-    model, plan, config, tokenizer = load(args.run, MPI.COMM_WORLD)
+    device = None if args.device is None else open_device(args.device, MPI.COMM_WORLD)
+    model, plan, config, tokenizer = load(args.run, MPI.COMM_WORLD, device)
     began = time.perf_counter()
     text = sample(model, plan, config.model, tokenizer, args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
     seconds = time.perf_counter() - began

@@ -30,11 +30,12 @@ def device_number(local_rank: int, visible: int) -> int:
     return local_rank % visible
 
 
-def take_device(comm: MPI.Intracomm) -> int:
+def take_device(comm: MPI.Intracomm, tf32: bool = False) -> int:
     """Make this rank's device the current one of CuPy, and of torch where it is loaded; returns its number (collective).
 
     CuPy then takes its memory from torch's pool, so that what one frees the other can have. torch's backward threads take the
     device and the stream of the forward by themselves, and cupy_backend reads torch's stream on the thread that calls.
+    Products of float32 are taken in float32, or with `tf32` on operands rounded to 11 bits; 16-bit floats are summed in float32.
     Raises ConfigError on all ranks where one of them has no GPU or no CuPy.
     """
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -50,12 +51,22 @@ def take_device(comm: MPI.Intracomm) -> int:
     import cupy
 
     cupy.cuda.Device(number).use()
+    if tf32:  # cuBLAS's own default, which CuPy leaves alone, is float32
+        cupy.cuda.cublas.setMathMode(cupy.cuda.get_cublas_handle(), cupy.cuda.cublas.CUBLAS_TF32_TENSOR_OP_MATH)
     if "torch" in sys.modules:
         torch: Any = sys.modules["torch"]
+        set_precision(torch, tf32)
         if torch.cuda.is_available():
             torch.cuda.set_device(number)
             share_pool(cupy, torch)
     return number
+
+
+def set_precision(torch: Any, tf32: bool) -> None:
+    """What torch's products on devices may round: the operands of float32 only with `tf32`, sums of 16-bit floats never."""
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def placed(array: Array, device: str) -> Array:

@@ -56,7 +56,7 @@ class AttentionCore(nn.Module):
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])  # [b/(XZ), a/Y, s, s]
         if allowed is None and self.causal:
-            allowed = torch.ones(s, s, dtype=torch.bool).tril_()
+            allowed = torch.ones(s, s, dtype=torch.bool, device=q.device).tril_()
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -math.inf)
         return self.dropout(scores.softmax(-1), (self.heads, s, s), batch) @ v

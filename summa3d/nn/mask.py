@@ -43,7 +43,7 @@ def visible(scheme: Scheme, causal: bool, attention_mask: Tensor | None = None, 
     if not given:
         return Visible()
     s = given[0].shape[1]
-    allowed = torch.ones(1, 1, s, s, dtype=torch.bool)
+    allowed = torch.ones(1, 1, s, s, dtype=torch.bool, device=given[0].device)
     if causal:
         allowed.tril_()
     if documents is not None:

@@ -64,14 +64,17 @@ def _run(stream: int, first: int, count: int) -> np.ndarray:
 
 
 def normal_(out: Tensor, stream: int, shape: Sequence[int], slices: Sequence[slice], std: float) -> Tensor:
-    """Overwrite a block by normal numbers of mean 0 and deviation `std`, by the inverse of the normal distribution."""
+    """Overwrite a block by normal numbers of mean 0 and deviation `std`, by the inverse of the normal distribution.
+
+    They are drawn and rounded on the host, some at a time, so that a block on a device gets the same numbers.
+    """
     if out.numel() == 0:
         return out
     step = max(1, CHUNK // prod(out.shape[1:]))
     for row in range(0, len(out), step):
         part = slice(slices[0].start + row, min(slices[0].start + row + step, slices[0].stop))
         uniform = (bits(stream, shape, (part, *slices[1:])) + 0.5) / 2**32
-        out[row : row + step] = torch.special.ndtri(torch.from_numpy(uniform)).mul_(std)
+        out[row : row + step].copy_(torch.special.ndtri(torch.from_numpy(uniform)).mul_(std).to(out.dtype))
     return out
 
 

@@ -28,11 +28,11 @@ class _Rotate(torch.autograd.Function):
 
 
 def angles_of(size: int, config: ModelConfig) -> Tensor:
-    """By how much each pair of a head of `size` elements turns from one position to the next, [d/2] in float64.
+    """By how much each pair of a head of `size` elements turns from one position to the next, [d/2] in float64 on the host.
 
     Source: Su et al. 2021; "llama3" as Llama 3.1 stretches positions: by the number of turns in the context first trained on.
     """
-    turns = config.theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turns = config.theta ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
     if config.scaling == "default":
         return turns
     factor = config.rotary_factor or 1.0
@@ -57,7 +57,7 @@ class Rotary:
 
     def _new_table(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines [length, d/2]."""
-        angles = torch.arange(length)[:, None] * self.angles
+        angles = torch.arange(length, device="cpu")[:, None] * self.angles
         return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

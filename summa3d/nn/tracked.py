@@ -48,12 +48,17 @@ def _local(tensor: Tensor) -> Tensor:
     return local
 
 
-def peak_bytes(step: Callable[[], object]) -> int:
-    """The most that torch's CPU allocator held at once while `step` ran, beyond what it held before.
+def peak_bytes(step: Callable[[], object], device: torch.device | None = None) -> int:
+    """The most that torch's allocator, of the host or of `device`, held at once while `step` ran, beyond what it held before.
 
-    From the allocator's own reports to torch's profiler: every tensor and every buffer inside a kernel, freed when it was
-    freed. numpy's arrays are not among them.
+    The host's is from the allocator's own reports to torch's profiler: every tensor and every buffer inside a kernel, freed when
+    it was freed. numpy's arrays are not among them.
     """
+    if device is not None and device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return int(torch.cuda.max_memory_allocated(device)) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     held = peak = 0

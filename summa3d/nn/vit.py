@@ -78,7 +78,7 @@ class ViT(Body):
         rows, _, pixels = self.patches.input_layout.slices(whole, grid.shape, grid.coordinates)
         flat = self._flattened(images[rows])[..., pixels].to(self.patches.weight.dtype)
         x = self.patches(scheme.as_stored(flat))
-        first = torch.arange(batch.sequence).expand(batch.rows, -1) == 0
+        first = torch.arange(batch.sequence, device=images.device).expand(batch.rows, -1) == 0
         token = sum_gradient(scheme.spread(self.class_token, scheme.stream), scheme.vector_rows(scheme.stream))
         x = torch.where(scheme.as_stored(scheme.block_of(first, scheme.stream))[..., None], token, x)
         return self.drop(self.positions(x, batch.sequence), batch)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.choice import NAMES as TRANSPORTS
+from ..comm.places import DEVICES
 from ..errors import ConfigError
 from ..nn.config import ModelConfig
 from ..nn.overlap import Overlap
@@ -176,7 +177,8 @@ class Config:
     "copied", or what else the scheme offers. `regather` has backward gather operands again instead of keeping them. `recompute`
     has it compute again what it would have kept: "full", every `recompute_layers` layers from their input; "selective", the
     attention core alone. `overlap` says what is in flight meanwhile (`nn.overlap`). `transport` is what carries device arrays
-    (`comm.choice`); auto leaves it to SUMMA3D_TRANSPORT, or the rule.
+    (`comm.choice`); auto leaves it to SUMMA3D_TRANSPORT, or the rule. `device` is where the run computes, cpu or cuda; left out,
+    it is what SUMMA3D_DEVICE says, else cpu. `tf32` lets a device round the operands of float32 products to 11 bits.
     """
 
     scheme: str = "cuboid"
@@ -185,6 +187,8 @@ class Config:
     vectors: str = "copied"
     recompute: str = "none"
     recompute_layers: int = 1
+    device: str | None = None
+    tf32: bool = False
     transport: str = "auto"
     grid: GridConfig = field(default_factory=GridConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -199,6 +203,7 @@ class Config:
             ("dtype", self.dtype, DTYPES),
             ("recompute", self.recompute, RECOMPUTE),
             ("transport", self.transport, TRANSPORTS),
+            *([] if self.device is None else [("device", self.device, DEVICES)]),
         )
         for name, value, known in choices:
             if value not in known:

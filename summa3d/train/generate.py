@@ -16,8 +16,9 @@ from ..nn.model import Model
 from ..nn.schemes import Scheme, scheme
 from . import checkpoint, corpus
 from . import config as configuration
+from .device import open_device
 from .precision import torch_dtype
-from .prepare import build_model, open_checkpoint
+from .prepare import build_model, open_checkpoint, open_grid
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,12 +50,12 @@ def sample(
     if not isinstance(model, LanguageModel):
         raise ConfigError(f"A model of the family {config.family} does not continue a text. Families that do: gpt2, llama.")
     known = [int(token) for token in tokenizer.encode(prompt.encode())]
-    rows = smallest_batch(plan, config)
+    rows, device = smallest_batch(plan, config), next(model.parameters()).device
     model.eval()
     with torch.no_grad():
         for position in range(count):
-            context = torch.tensor(known[-config.sequence :]).expand(rows, -1).contiguous()  # [b, s]
-            logits = model.next_logits(context)[0].double().numpy()[: tokenizer.vocabulary]  # [v]
+            context = torch.tensor(known[-config.sequence :], device=device).expand(rows, -1).contiguous()  # [b, s]
+            logits = model.next_logits(context)[0].double().cpu().numpy()[: tokenizer.vocabulary]  # [v]
             known.append(choose(logits, temperature, top_k, uniform(seed, position)))
     model.train()
     return tokenizer.decode(known)
@@ -88,25 +89,28 @@ def choose(logits: np.ndarray, temperature: float, top_k: int, random: float) ->
     return min(int(np.searchsorted(cumulative, random * cumulative[-1], side="right")), int(np.flatnonzero(logits > -np.inf)[-1]))
 
 
-def load(folder: Path, comm: MPI.Intracomm) -> tuple[Model, Scheme, Config, corpus.Tokenizer]:
+def load(folder: Path, comm: MPI.Intracomm, device: torch.device | None = None) -> tuple[Model, Scheme, Config, corpus.Tokenizer]:
     """The model of a run's newest checkpoint, in the dtype that it computed in: in serial on one rank, else on the run's grid.
+
+    device : where it shall compute; default where the run's configuration says.
 
     Raises CheckpointError where the run has no checkpoint or a damaged one, GridError for another number of ranks.
     """
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no config.toml. Give the folder of --run.")
     config = configuration.load(str(folder / "config.toml"))
-    grid, plan = _open_grid(config, comm)
+    device = open_device(config.device, comm, config.tf32) if device is None else device
+    grid, plan = _open_grid(config, comm, device)
     saved = open_checkpoint(config, comm, folder)
     if saved is None:
         raise CheckpointError(f"{folder} holds no complete checkpoint yet.")
-    model = build_model(config, plan)
+    model = build_model(config, plan, device)
     saved.load(checkpoint.model_blocks(model), grid)
     model.to(torch_dtype(config.dtype))
     return model, plan, config, corpus.load_tokenizer(config.data, folder / "data")
 
 
-def _open_grid(config: Config, comm: MPI.Intracomm) -> tuple[Grid, Scheme]:
+def _open_grid(config: Config, comm: MPI.Intracomm, device: torch.device) -> tuple[Grid, Scheme]:
     size = int(np.prod(list(config.grid.axes.values())))
     if comm.size == 1:
         return (grid := Grid(comm, {"x": 1, "y": 1, "z": 1})), scheme("serial", grid)
@@ -114,5 +118,4 @@ def _open_grid(config: Config, comm: MPI.Intracomm) -> tuple[Grid, Scheme]:
         raise GridError(
             f"The run's grid {config.grid} has {size} places, but there are {comm.size} ranks. Generate on 1 rank or on {size}."
         )
-    grid = Grid(comm, config.grid.axes, order=config.grid.order, tile=config.grid.tile, transport=config.transport)
-    return grid, scheme(config.scheme, grid, config.regather, config.vectors)
+    return open_grid(config, comm, device)

@@ -1,29 +1,25 @@
 # The safetensors files of a Transformers folder: what they list, one tensor read at a time, and written one at a time.
-# Imports errors; torch, safetensors.
+# Imports tensor_file, open_files, errors; torch, safetensors.
 # Next: hf.py, which says what the tensors mean.
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
 from .open_files import OpenFiles
+from .tensor_file import CODES, ITEM_BYTES, write_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-CODES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 WIDTH = ("float16", "bfloat16", "float32", "float64")
 """The dtypes of weights, so that each holds what stands before it, float16 in bfloat16 excepted: those two make float32."""
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-ALIGNMENT = 8
-"""safetensors pads its header to a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -97,27 +93,10 @@ def write(
     files = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     files = files if len(files) > 1 else [SINGLE]
     for file, group in zip(files, groups, strict=True):
-        _write_file(folder / file, group, dtype, tensors)
+        write_tensors(folder / file, [(name, shape, dtype) for name, shape in group], islice(tensors, len(group)))
     if len(files) > 1:
         weight_map = {name: file for file, group in zip(files, groups, strict=True) for name, _ in group}
         total = sum(prod(shape) for _, shape in listed) * ITEM_BYTES[dtype]
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return [folder / file for file in files]
-
-
-def _write_file(path: Path, listed: Sequence[tuple[str, tuple[int, ...]]], dtype: str, tensors: Iterator[Tensor]) -> None:
-    """A safetensors file: the header's length in 8 bytes, the header, then the tensors one after the other."""
-    code = next(code for code, name in CODES.items() if name == dtype)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in listed:
-        begin, end = end, end + prod(shape) * ITEM_BYTES[dtype]
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for _ in listed:
-            file.write(next(tensors).contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
+from torch import Tensor
 
 from ..comm import trace
 from ..comm.failure import Watchdog
@@ -23,6 +25,7 @@ from ..errors import CheckpointError, ConfigError
 from ..nn.body import LanguageModel
 from . import checkpoint, metrics
 from .config import Config
+from .device import on_device, peak_device_memory
 from .generate import load, sample
 from .metrics import Recorder, Step, Stopwatch
 from .optimizer import clip_factor, global_gradient_norm, named_parameters
@@ -108,13 +111,15 @@ def run_steps(run: Run, recorder: Recorder, progress: Progress, watchdog: Watchd
 def take_step(run: Run, number: int) -> Step:
     """One optimizer step, the `number`-th of the run: accumulate gradients, clip them by their global norm, update.
 
-    With dynamic loss scaling the update may be skipped; the step counts all the same.
+    With dynamic loss scaling the update may be skipped; the step counts all the same. A device is waited for twice: for the loss
+    and for the norm, both at the end of backward.
     """
     settings, ledger, scale = run.config.train, run.grid.ledger, run.loss_scale.value
     stopwatch = Stopwatch(ledger, torch.get_num_threads())
     parameters = [p for _, p in named_parameters(run.model)]
     run.model.zero_grad(set_to_none=True)
-    loss = sum(accumulate(run, number, part * settings.micro_batch) for part in range(settings.accumulate))
+    losses = [accumulate(run, number, part * settings.micro_batch) for part in range(settings.accumulate)]
+    loss = total(losses)
     with ledger.phase("optimizer"):
         norm = global_gradient_norm(parameters, run.grid) / scale
         rate = learning_rate(number, settings)
@@ -127,28 +132,34 @@ def take_step(run: Run, number: int) -> Step:
     return step
 
 
-def accumulate(run: Run, number: int, first_row: int) -> float:
+def accumulate(run: Run, number: int, first_row: int) -> Tensor:
     """Forward and backward of one micro-batch; returns its part of the step's loss. Random numbers count steps from 0."""
     settings, ledger = run.config.train, run.grid.ledger
-    inputs = run.objective.training(settings.seed, number - 1, first_row, settings.micro_batch)
+    rows = run.objective.training(settings.seed, number - 1, first_row, settings.micro_batch)
+    inputs = on_device(rows, run.device)
     with ledger.phase("forward"), working_weights(run.model, run.config):
         loss = run.model(**inputs, step=number - 1, first_row=first_row, **run.objective.counts(settings.batch))
     with ledger.phase("backward"):
         (loss * run.loss_scale.value).backward()
-    return loss.item()
+    return loss.detach()
+
+
+def total(losses: Sequence[Tensor]) -> float:
+    """Their sum in float64, in order."""
+    return float(sum(loss.double() for loss in losses))
 
 
 def evaluate(run: Run) -> float:
     """Mean loss on the held-out rows, which are always the same."""
     settings = run.config.train
     rows, micro = settings.evaluate_batches * settings.batch, settings.micro_batch
-    inputs = run.objective.held_out(rows)
+    inputs = on_device(run.objective.held_out(rows), run.device)
     run.model.eval()
     with torch.no_grad(), run.grid.ledger.phase("other"), working_weights(run.model, run.config):
         parts = [{name: whole[row : row + micro] for name, whole in inputs.items()} for row in range(0, rows, micro)]
-        total = sum(run.model(**part).item() for part in parts)
+        losses = [run.model(**part, **run.objective.counts(micro)) for part in parts]
     run.model.train()
-    return total / len(parts)
+    return total(losses) / len(parts)
 
 
 def finish(run: Run, recorder: Recorder, seconds: float) -> dict[str, Any]:
@@ -157,9 +168,9 @@ def finish(run: Run, recorder: Recorder, seconds: float) -> dict[str, Any]:
     text = continue_prompt(run) if run.config.train.sample_tokens and isinstance(run.model, LanguageModel) else None
     entries = metrics.read(run.metrics) if comm.rank == 0 else []
     plot = _draw(run, entries) if comm.rank == 0 else None
-    peak = comm.allreduce(metrics.peak_memory())
+    peak, device_peak = comm.allreduce(metrics.peak_memory()), comm.allreduce(peak_device_memory(run.device))
     summary = _account(run, recorder.account, entries, seconds)
-    summary |= {"peak_memory_bytes": peak, "plot": plot, "sample": text}
+    summary |= {"peak_memory_bytes": peak, "peak_device_bytes": device_peak, "plot": plot, "sample": text}
     if comm.rank == 0:
         (run.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     return comm.bcast(summary)
@@ -171,7 +182,7 @@ def continue_prompt(run: Run) -> str:
     if settings.keep and _parameters(run) < ONE_RANK_PARAMETERS:
 
         def alone() -> str:
-            model, plan, config, tokenizer = load(run.folder, MPI.COMM_SELF)
+            model, plan, config, tokenizer = load(run.folder, MPI.COMM_SELF, run.device)
             return sample(model, plan, config.model, tokenizer, settings.sample_prompt, settings.sample_tokens)
 
         return on_root(run.grid.comm, alone, CheckpointError)
@@ -188,6 +199,7 @@ def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], 
         "ranks": run.grid.size,
         "scheme": run.config.scheme,
         "grid": run.config.grid.axes,
+        "device": run.device.type,
         "step": run.done,
         "steps_taken": account.steps,
         "loss": entries[-1]["loss"] if entries else None,
@@ -222,8 +234,9 @@ def _draw(run: Run, entries: list[dict[str, Any]]) -> str | None:
 
 def _opening(run: Run) -> str:
     start = f"resumed after step {run.done}" if run.done else "from the start"
+    where = f"{run.grid.size} rank(s), grid {run.config.grid}, {run.config.dtype} on {run.device.type}"
     return (
-        f"{_parameters(run):,} parameters on {run.grid.size} rank(s), grid {run.config.grid}, {run.config.dtype}; "
+        f"{_parameters(run):,} parameters on {where}; "
         f"{len(run.tokens.train):,} training and {len(run.tokens.validation):,} validation tokens; {start}"
     )
 

@@ -74,14 +74,14 @@ def global_gradient_norm(parameters: Iterable[ShardedParameter], grid: Grid) -> 
     """The 2-norm of all gradients of the whole model, the same number on every rank.
 
     Every element is counted once, by the rank that owns it (`Sharding.owned`), in float64; one all-reduce of one word. It is
-    finite only if every gradient is, copies included: what a rank decides by it, all decide.
+    finite only if every gradient is, copies included: what a rank decides by it, all decide. A device is waited for once.
     """
+    found = [p for p in parameters if p.grad is not None]
+    norms = [torch.linalg.vector_norm(cast(torch.Tensor, p.grad), dtype=torch.float64) for p in found]
     squares = 0.0
-    for p in parameters:
-        if p.grad is not None:
-            square = torch.linalg.vector_norm(p.grad, dtype=torch.float64).item() ** 2
-            if p.sharding.owned(grid) or not isfinite(square):
-                squares += square
+    for p, norm in zip(found, torch.stack(norms).tolist() if norms else (), strict=True):
+        if p.sharding.owned(grid) or not isfinite(norm):
+            squares += norm * norm
     return sqrt(float(grid.world.all_reduce(np.array([squares]))[0]))
 
 

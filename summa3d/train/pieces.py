@@ -1,5 +1,5 @@
 # Global tensors as pieces in safetensors files: each rank writes the blocks it owns, any rank reads any slice.
-# Imports layout and comm for their types, errors, torch, safetensors.
+# Imports tensor_file, open_files, layout and comm for their types, errors, torch.
 # Next: checkpoint.py, which joins the files to a checkpoint that is complete or absent.
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from ..errors import CheckpointError
 from .open_files import OpenFiles
+from .tensor_file import save_file
 
 if TYPE_CHECKING:
     from ..comm.grid import Grid
@@ -38,10 +37,10 @@ def write(path: Path, blocks: Sequence[Block], grid: Grid) -> dict[str, Any]:
     """Write the blocks that this rank owns to `path`; returns the file's index entry: size, checksum and pieces."""
     owned = [block for block in blocks if block.sharding.owned(grid) and block.tensor.numel()]
     try:
-        save_file({block.name: block.tensor.detach().contiguous() for block in owned}, path)
+        save_file({block.name: block.tensor for block in owned}, path)
         sync(path)
         size, digest = path.stat().st_size, checksum(path)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"Cannot write the checkpoint file {path}: {error}.") from error
     pieces = {block.name: [[part.start, part.stop] for part in block.sharding.slices(grid)] for block in owned}
     return {"file": path.name, "bytes": size, "sha256": digest, "pieces": pieces}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError
 from ..nn.model import Model, build
@@ -15,6 +17,7 @@ from ..nn.schemes import Scheme, scheme
 from . import checkpoint, tokens
 from . import config as configuration
 from .config import Config, master_dtype
+from .device import HOST, open_device
 from .objective import Objective, objective
 from .optimizer import AdamW
 from .precision import LossScale, torch_dtype
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A run in its folder: model and optimizer after `done` steps, on a grid."""
+    """A run in its folder: model and optimizer after `done` steps, on a grid and, each rank, on its device."""
 
     config: Config
     folder: Path
@@ -38,6 +41,7 @@ class Run:
     optimizer: AdamW
     loss_scale: LossScale
     done: int = 0
+    device: torch.device = HOST
 
     @property
     def checkpoints(self) -> Path:
@@ -53,20 +57,21 @@ class Run:
 
 
 def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = False, overwrite: bool = False) -> Run:
-    """Check grid, sizes, folder, checkpoint and corpus, in this order; then build the model and load what there is to resume.
+    """Check device, grid, sizes, folder, checkpoint and corpus, in this order; then build the model, and load what is resumed.
 
     Raises the error of the first check that fails (GridError, LayoutError, ConfigError, CheckpointError, DataError), on every
     rank alike.
     """
-    grid, plan = open_grid(config, comm)
+    device = open_device(config.device, comm, config.tf32)
+    grid, plan = open_grid(config, comm, device)
     plan.check(config.model, config.train.micro_batch)
     on_root(comm, lambda: open_folder(folder, resume, overwrite), ConfigError)
     saved = open_checkpoint(config, comm, folder) if resume else None
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm)
-    model = build_model(config, plan)
+    model = build_model(config, plan, device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
     learns = objective(config.model, corpus)
-    run = Run(config, folder, grid, plan, corpus, learns, model, AdamW(model, config.train), loss_scale)
+    run = Run(config, folder, grid, plan, corpus, learns, model, AdamW(model, config.train), loss_scale, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
         saved.load(run.blocks() if saved.has_moments else checkpoint.model_blocks(model), grid)
@@ -75,16 +80,19 @@ def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = Fa
     return run
 
 
-def build_model(config: Config, plan: Scheme) -> Model:
-    """The model that the configuration describes, with the weights of its seed, in the dtype that they are kept in."""
-    model = build(config.model, plan, torch_dtype(master_dtype(config.dtype)), config.train.seed)
+def build_model(config: Config, plan: Scheme, device: torch.device = HOST) -> Model:
+    """The model that the configuration describes on `device`, with the weights of its seed, in the dtype they are kept in."""
+    with device:
+        model = build(config.model, plan, torch_dtype(master_dtype(config.dtype)), config.train.seed)
     model.recompute(config.recompute, config.recompute_layers)
     return model
 
 
-def open_grid(config: Config, comm: MPI.Intracomm) -> tuple[Grid, Scheme]:
-    """The grid and the scheme that the configuration names, on the ranks of `comm`."""
-    grid = Grid(comm, config.grid.axes, order=config.grid.order, tile=config.grid.tile, transport=config.transport)
+def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) -> tuple[Grid, Scheme]:
+    """The grid and the scheme that the configuration names, on the ranks of `comm`; ranks with devices share no host memory."""
+    order, tile = config.grid.order, config.grid.tile
+    shared = None if device.type == "cpu" else False
+    grid = Grid(comm, config.grid.axes, order, tile, node_memory=shared, transport=config.transport)
     return grid, scheme(config.scheme, grid, config.regather, config.vectors, config.overlap)
 
 

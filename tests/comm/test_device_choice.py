@@ -135,6 +135,8 @@ def test_the_real_device_uses_what_cupy_has():
 def test_the_fake_nccl_takes_the_arguments_of_cupys():
     pytest.importorskip("cupy")
     real = pytest.importorskip("cupy.cuda.nccl")
+    if not real.available:
+        pytest.skip("CuPy finds no NCCL library here")
     for name, _ in nccl.DATATYPES.values():
         assert hasattr(real, name), name
     for name in (*nccl.OPERATIONS.values(), "get_unique_id", "groupStart", "groupEnd", "available"):

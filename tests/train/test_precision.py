@@ -67,11 +67,11 @@ def test_16_bit_runs_reach_the_loss_of_float32_within_2_percent(comm: Any, share
 def test_16_bit_gradients_are_near_float64s_in_every_scheme(comm: Any, shared_tmp_path: Path, dtype: str) -> None:
     llama = {"model__family": "llama", "model__heads": 12, "model__kv_heads": 2, "train__batch": 8}
     exact = prepared(MPI.COMM_SELF, shared_tmp_path, f"exact-{comm.rank}", scheme="serial", **llama)
-    loss, want = accumulate(exact, 1, 0), {name: p.grad for name, p in exact.model.named_parameters()}
+    loss, want = accumulate(exact, 1, 0).item(), {name: p.grad for name, p in exact.model.named_parameters()}
     for name, axes in SCHEMES.items():
         run = prepared(comm, shared_tmp_path, scheme=name, dtype=dtype, **axes, **llama)
         run.loss_scale.value = 1024.0 if dtype == "float16" else 1.0
-        assert accumulate(run, 1, 0) == pytest.approx(loss, rel=2e-3), name
+        assert accumulate(run, 1, 0).item() == pytest.approx(loss, rel=2e-3), name
         for one, p in run.model.named_parameters():
             whole = collect(p.grad, run.grid, p.sharding.layout, p.sharding.shape).double() / run.loss_scale.value
             assert (whole - want[one]).norm() < 0.03 * want[one].norm(), (name, one)

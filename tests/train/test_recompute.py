@@ -27,7 +27,7 @@ MODELS = [
 def gradients(run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and accumulated gradients of two micro-batches."""
     run.model.zero_grad()
-    losses = [accumulate(run, 1, row) for row in (0, 12)]
+    losses = [accumulate(run, 1, row).item() for row in (0, 12)]
     return losses, {name: p.grad.clone() for name, p in run.model.named_parameters()}
 
 

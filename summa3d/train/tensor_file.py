@@ -1,0 +1,57 @@
+# A safetensors file, written one tensor at a time: nothing but the piece at hand lies on the host besides. Imports torch.
+# Next: pieces.py and hf_files.py, which write with it; open_files.py, which reads.
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CODES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ALIGNMENT = 8
+"""safetensors pads its header to a multiple of this."""
+STAGING_BYTES = 1 << 26
+"""Of pinned memory, through which a tensor comes from a device."""
+
+
+def save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors by name; those of a device come to the host piece by piece. Raises OSError."""
+    listed = [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
+    write_tensors(path, listed, tensors.values())
+
+
+def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]], tensors: Iterable[Tensor]) -> None:
+    """A file of `tensors`, which come in the order of `listed` (name, shape, dtype): each is written as it comes.
+
+    The header's length in 8 bytes, the header, then the tensors one after the other. Raises OSError.
+    """
+    codes = {name: code for code, name in CODES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape, dtype in listed:
+        begin, end = end, end + prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": codes[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for _, tensor in zip(listed, tensors, strict=True):
+            for part in _on_host(tensor.detach().contiguous().view(-1).view(torch.uint8)):
+                file.write(part.numpy().data)
+
+
+def _on_host(data: Tensor) -> Iterator[Tensor]:
+    """The bytes of a tensor: as they are, or from a device through one pinned buffer."""
+    if not data.is_cuda:
+        yield data
+        return
+    staging = torch.empty(min(STAGING_BYTES, len(data)), dtype=torch.uint8, device="cpu", pin_memory=True)
+    for start in range(0, len(data), STAGING_BYTES):
+        part = data[start : start + STAGING_BYTES]
+        yield staging[: len(part)].copy_(part)
