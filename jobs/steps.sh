@@ -26,9 +26,6 @@ sys.exit(0 if error < 1e-13 else f"the product is wrong: relative error {error}"
 # Choose CHECKPOINT_EVERY so that those are minutes. With --resume the same line starts a run and goes on with it.
 train() {
     local settings=() part
-    if [[ ${SUMMA3D_DEVICE:-cpu} == cuda ]]; then
-        echo "warning: see whether this summa3d trains on GPUs (README, On a GPU cluster); one that does not uses the cores" >&2
-    fi
     for part in ${GRID//,/ }; do
         settings+=(--set "grid.$part")
     done

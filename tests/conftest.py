@@ -1,14 +1,32 @@
 # Fixtures of all tests. The plugin mpiworlds brings `comm`, `world_size` and `shared_tmp_path`.
-# May import summa3d, lazily: tests of gemm must not pull in torch through here.
-# Next: mpiworlds.py.
+# May import devices; summa3d, lazily: tests of gemm must not pull in torch through here.
+# Next: mpiworlds.py, devices.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import devices
 import pytest
 
 pytest_plugins = ("mpiworlds",)
+
+
+def pytest_configure() -> None:
+    """End the run at once where it cannot be on the device that it shall be on."""
+    reason = devices.why_not()
+    if reason is not None:
+        pytest.exit(reason, returncode=4)
+
+
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take the device that SUMMA3D_DEVICE names, for a test that asks for a communicator."""
+    if devices.NAME == "cpu" or "comm" not in request.fixturenames:
+        yield
+        return
+    with devices.taken(request.getfixturevalue("comm"), monkeypatch):
+        yield
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
 # One comparison for every family: a model on a grid against its plain oracle, loss and every raw gradient.
-# May import summa3d.nn, summa3d.layout.
+# May import summa3d.nn, summa3d.layout, devices.
 # Next: nn/test_llama.py, nn/test_bert.py, nn/test_vit.py.
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import devices
 import torch
 from torch import Tensor
 
@@ -13,9 +14,9 @@ from summa3d.layout import collect, distribute
 
 
 def whole(model: Any, name: str, block: Tensor) -> Tensor:
-    """The global tensor of a parameter's block, or of its gradient's."""
+    """The global tensor of a parameter's block, or of its gradient's, on the host."""
     sharding = model.get_parameter(name).sharding
-    return collect(block, model.scheme.grid, sharding.layout, sharding.shape)
+    return devices.to_host(collect(block, model.scheme.grid, sharding.layout, sharding.shape))
 
 
 def global_weights(model: Any) -> dict[str, Tensor]:

@@ -258,6 +258,8 @@ def pretended(monkeypatch: Any, libraries: Any) -> Iterator[tuple[Pretended, lis
         patch.setattr(cupy_backend, "CupyBackend", backend)
         patch.setattr(places, "take_device", lambda comm, tf32=False: 0)
         patch.setattr("summa3d.train.device.take_device", lambda comm, tf32=False: 0)
-        patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+        patch.setattr(places, "CupyBackend", backend)
+        for account in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+            patch.setattr(torch.cuda, account, lambda device: 0)
         with device:
             yield device, backends

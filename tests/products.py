@@ -1,5 +1,5 @@
 # One product of any algorithm, run and judged on every rank: its result, words, messages and workspace.
-# May import summa3d.gemm, kinds; torch only where a torch array is asked for.
+# May import summa3d.gemm, kinds, devices; torch only where a torch array is asked for.
 # Next: gemm/test_algorithms.py, which runs every algorithm, form and dtype through it.
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod, sqrt
 from typing import Any
 
+import devices
 import numpy as np
 from kinds import array, plain
 
@@ -72,7 +73,8 @@ class Judge:
         plan = algorithm.plan(form, m, n, k, **options)
         wholes = [operand(shape, dtype, kind, seed) for seed, shape in enumerate((plan.a_shape, plan.b_shape, plan.c_shape))]
         layouts = (plan.a_layout, plan.b_layout, plan.c_layout)
-        a, b, c = (stored(distribute(whole, self.grid, layout), order) for whole, layout in zip(wholes, layouts, strict=True))
+        blocks = (distribute(whole, self.grid, layout) for whole, layout in zip(wholes, layouts, strict=True))
+        a, b, c = (devices.on_device(stored(block, order)) for block in blocks)
         case = (self.name, dict(self.grid.shape), form, dtype, sizes, alpha, beta, order, kind, options)
         ledger, executor = self.grid.ledger, algorithm.executor(plan, self.grid)
         for _ in range(repeat - 1):
@@ -93,7 +95,7 @@ class Judge:
         exact = self.name == "cuboid" or not self.grid.staged  # sums through the node's memory need no room of the caller's
         if repeat == 1 and order == "C" and (peak != formula if exact else peak > formula):
             self.wrong.append((*case, f"workspace {peak} bytes, the formula has {formula}"))
-        self._compare(case, out, wholes, plan, alpha, beta)
+        self._compare(case, devices.to_host(out), wholes, plan, alpha, beta)
 
     def _compare(self, case: Any, out: Any, wholes: list[Any], plan: Any, alpha: Any, beta: Any) -> None:
         whole_a, whole_b, whole_c = (plain(whole) for whole in wholes)

@@ -1,5 +1,5 @@
 # The schemes and grids that every family of models is tested on, the families, and the comparison with plain torch.
-# May import summa3d, nn_parity and the plain models. A family is one line of FAMILIES; a scheme one line of GRIDS.
+# May import summa3d, nn_parity, devices and the plain models. A family is one line of FAMILIES; a scheme one line of GRIDS.
 # Next: nn/test_schemes.py, which runs them all.
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
+import devices
 import torch
 from nn_parity import check_parity, global_weights
 from plain_bert import PlainBERT, sentence_pairs
@@ -126,14 +127,15 @@ def sequence_for(scheme: Scheme, longest: int) -> int:
 def check_against_plain_torch(family: Family, scheme: Scheme, tolerance: float = 1e-10) -> None:
     """Loss and every raw gradient, in float64 with dropout on, equal the plain model's of the same weights."""
     config = family.config(scheme)
-    model = build(config, scheme, torch.float64, seed=3)
+    with devices.place():
+        model = build(config, scheme, torch.float64, seed=3)
     plain = family.plain(config, global_weights(model), seed=3)
     rows = rows_for(scheme)
     batch = family.batch(config, rows * (2 if rows < 4 else 1), sequence_for(scheme, config.sequence))
     check_parity(
         model,
         plain,
-        lambda model: model(**batch, step=STEP, first_row=FIRST_ROW),
+        lambda model: model(**devices.on_device(batch), step=STEP, first_row=FIRST_ROW),
         lambda plain: plain.loss(**batch, step=STEP, first_row=FIRST_ROW),
         tolerance,
     )

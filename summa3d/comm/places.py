@@ -36,7 +36,7 @@ def take_device(comm: MPI.Intracomm, tf32: bool = False) -> int:
     CuPy then takes its memory from torch's pool, so that what one frees the other can have. torch's backward threads take the
     device and the stream of the forward by themselves, and cupy_backend reads torch's stream on the thread that calls.
     Products of float32 are taken in float32, or with `tf32` on operands rounded to 11 bits; 16-bit floats are summed in float32.
-    Raises ConfigError on all ranks where one of them has no GPU or no CuPy.
+    Raises ConfigError on all ranks where one of them has no GPU, no CuPy, or a torch that is loaded and cannot use the GPU.
     """
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     local_rank = node.rank
@@ -45,6 +45,7 @@ def take_device(comm: MPI.Intracomm, tf32: bool = False) -> int:
     number = 0
     try:
         number = device_number(local_rank, visible_devices())
+        check_torch(sys.modules.get("torch"))
     except ConfigError as caught:
         error = caught
     agree_on_error(comm, error)
@@ -56,10 +57,19 @@ def take_device(comm: MPI.Intracomm, tf32: bool = False) -> int:
     if "torch" in sys.modules:
         torch: Any = sys.modules["torch"]
         set_precision(torch, tf32)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(number)
-            share_pool(cupy, torch)
+        torch.cuda.set_device(number)
+        share_pool(cupy, torch)
     return number
+
+
+def check_torch(torch: Any) -> None:
+    """Raise ConfigError where torch is loaded, and cannot use the GPU that CuPy sees."""
+    if torch is not None and not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise ConfigError(
+            f"device cuda: torch {torch.__version__}, {built}, sees no GPU where CuPy does. "
+            "Install a torch for this machine's CUDA, or use device cpu."
+        )
 
 
 def set_precision(torch: Any, tf32: bool) -> None:

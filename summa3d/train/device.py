@@ -29,7 +29,7 @@ def on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
     """Host tensors where the model is: themselves, or copies through pinned memory, for which the host does not wait."""
     if device.type == "cpu":
         return dict(tensors)
-    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
+    return {name: tensor.contiguous().pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def peak_device_memory(device: torch.device) -> int:

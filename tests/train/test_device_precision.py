@@ -58,6 +58,12 @@ def test_a_device_rounds_float32_operands_only_where_that_is_asked_for(asked: li
     assert asked == ([("cublas", (9, 3))] if tf32 else []) + [("torch", 0), "one pool"]
 
 
+def test_a_torch_without_cuda_is_an_error_that_names_it(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"torch .*, built (without|for) CUDA.* sees no GPU where CuPy does"):
+        open_device("cuda", MPI.COMM_SELF)
+
+
 def test_sums_of_16_bit_floats_are_taken_in_float32(asked: list[Any]) -> None:
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True

@@ -13,7 +13,7 @@ from summa3d.train import loop, tensor_file
 
 GRIDS: dict[int, dict[str, Any]] = {
     1: {},
-    2: {"scheme": "oned", "grid__y": 2, "model__family": "bert", "model__vocabulary": 259, "train__accumulate": 2},
+    2: {"scheme": "oned", "grid__y": 2, "model__family": "bert", "model__vocabulary": 259, "dtype": "bfloat16"},
     4: {"scheme": "cuboid", "grid__x": 2, "grid__z": 2, "train__accumulate": 3, "overlap__gather": 1, "recompute": "full"},
 }
 
@@ -23,6 +23,7 @@ def test_a_run_on_a_device_is_the_hosts_and_the_host_goes_on_with_it(
     comm, shared_tmp_path, world_size, kernel_libraries, monkeypatch
 ):
     settings = {**GRIDS[world_size], "train__sample_tokens": 5, "train__steps": 3}
+    tolerance = 1e-9 if "dtype" not in settings else 5e-3
     for name in ("host", "device"):
         (shared_tmp_path / name).mkdir(exist_ok=True)
     host = train_small(comm, shared_tmp_path / "host", **settings)
@@ -48,8 +49,8 @@ def test_a_run_on_a_device_is_the_hosts_and_the_host_goes_on_with_it(
     for ours, theirs in zip(metrics_of(shared_tmp_path / "device"), metrics_of(shared_tmp_path / "host"), strict=True):
         assert ours["words_per_rank"] == theirs["words_per_rank"]
         for name in ("loss", "grad_norm", "validation_loss"):
-            assert name not in theirs or ours[name] == pytest.approx(theirs[name], rel=1e-9), (name, ours["step"])
+            assert name not in theirs or ours[name] == pytest.approx(theirs[name], rel=tolerance), (name, ours["step"])
     for folder in ("device", "host"):
         train_small(comm, shared_tmp_path / folder, resume=True, **{**settings, "train__steps": 4})
     last = [metrics_of(shared_tmp_path / folder)[-1] for folder in ("device", "host")]
-    assert last[0]["step"] == 4 and last[0]["grad_norm"] == pytest.approx(last[1]["grad_norm"], rel=1e-8)
+    assert last[0]["step"] == 4 and last[0]["grad_norm"] == pytest.approx(last[1]["grad_norm"], rel=10 * tolerance)
