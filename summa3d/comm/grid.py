@@ -6,7 +6,9 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from math import log, prod
+from functools import cache
+from math import isqrt, log, prod
+from operator import index
 from types import TracebackType
 
 from mpi4py import MPI
@@ -51,6 +53,8 @@ class Grid:
     Raises GridError, on every rank and before any communication, where axes, order, tile or ranks do not fit.
     """
 
+    freed = False
+
     def __init__(
         self,
         comm: MPI.Intracomm,
@@ -65,7 +69,7 @@ class Grid:
     ) -> None:
         self.transport, self.device = requested(transport), device
         self.common, self.check = comm, check
-        self.shape = dict(axes)
+        self.shape = _sizes(axes)
         self.order = _checked_order(self.shape, order)
         self.tile = _checked_tile(self.shape, tile)
         self.ranks = _checked_ranks(ranks, comm.size)
@@ -123,6 +127,7 @@ class Grid:
     def _line(self, names: tuple[str, ...], comm: MPI.Intracomm) -> Axis:
         key = (*names, "in the order of ranks")
         if key not in self._axes:
+            self._check_in_use()
             self._axes[key] = Axis(names, comm.size, comm.rank, comm, self.ledger, self.check, carriers=self._carriers())
         return self._axes[key]
 
@@ -141,7 +146,7 @@ class Grid:
         """
         plane = self[names]
         if size < 1 or plane.size % size:
-            fits = ", ".join(str(part) for part in range(1, plane.size + 1) if plane.size % part == 0)
+            fits = ", ".join(map(str, divisors(plane.size)))
             raise GridError(f"Runs of {size} do not divide the {plane.size} members of {plane.label}. Runs that do: {fits}.")
         key = (*names, f"runs of {size}")
         if size == plane.size:
@@ -195,7 +200,10 @@ class Grid:
         return tuple(name for name in self.shape if self[name].ring is not None)
 
     def free(self) -> None:
-        """Release the axes' communicators (collective). The grid cannot be used afterwards."""
+        """Release the axes' communicators (collective); a second call does nothing. The grid cannot communicate afterwards."""
+        if self.freed:
+            return
+        self.freed = True
         for axis in self._axes.values():
             axis.free()
             axis.carriers.free()
@@ -219,6 +227,7 @@ class Grid:
                 f"  Ask `grid.inside` first, or make the grid of all {self.common.size} ranks."
             )
         if names not in self._axes:
+            self._check_in_use()
             members = self._members(names)
             size, index = len(members), members.index(self.rank)
             node = (
@@ -229,6 +238,10 @@ class Grid:
             comm = self._comm_of(members)
             self._axes[names] = Axis(names, size, index, comm, self.ledger, self.check, node, self._carriers())
         return self._axes[names]
+
+    def _check_in_use(self) -> None:
+        if self.freed:
+            raise GridError(f"{self} was freed: its axes communicate no more. Make another grid.")
 
     def _carriers(self) -> Carriers:
         return Carriers(self.transport, self.device)
@@ -262,7 +275,7 @@ class Place(Grid):
     ) -> None:
         self.comm = self.common = MPI.Intracomm()  # the null communicator
         self.check, self.inside = False, True
-        self.shape = dict(axes)
+        self.shape = _sizes(axes)
         self.order = _checked_order(self.shape, order)
         self.tile = _checked_tile(self.shape, tile)
         self.rank, self.size = rank, prod(self.shape.values())
@@ -284,12 +297,14 @@ def grids_of(ranks: int, names: Sequence[str]) -> list[dict[str, int]]:
     """Every grid of `ranks` ranks with these axes."""
     if len(names) == 1:
         return [{names[0]: ranks}]
-    return [
-        {names[0]: size, **rest}
-        for size in range(1, ranks + 1)
-        if ranks % size == 0
-        for rest in grids_of(ranks // size, names[1:])
-    ]
+    return [{names[0]: size, **rest} for size in divisors(ranks) for rest in grids_of(ranks // size, names[1:])]
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """1 to `number`, in order: those that divide it."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))
 
 
 def describe(shape: Mapping[str, int]) -> str:
@@ -306,6 +321,13 @@ def _misfit(shape: Mapping[str, int], ranks: int) -> str:
         f"Grid {describe(shape)} has {prod(shape.values())} places, but there are {ranks} ranks.\n"
         f"  Start {prod(shape.values())} ranks, or choose a grid of {ranks}: {' · '.join(describe(fit) for fit in fits)}."
     )
+
+
+def _sizes(axes: Mapping[str, int]) -> dict[str, int]:
+    """The axes as a dict of Python's own whole numbers; what is no whole number is left as it is, to be refused."""
+    if not isinstance(axes, Mapping):
+        raise GridError(f"axes is {axes!r}; a grid takes names and sizes, such as {{'x': 2, 'y': 2}}.")
+    return {name: index(size) if hasattr(size, "__index__") else size for name, size in axes.items()}
 
 
 def _checked_order(shape: Mapping[str, int], order: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -326,7 +348,7 @@ def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> d
         if name not in shape:
             raise GridError(f"tile names axis {name!r}; the axes are {', '.join(shape)}.")
         if size < 1 or shape[name] % size:
-            fits = ", ".join(str(part) for part in range(1, shape[name] + 1) if shape[name] % part == 0)
+            fits = ", ".join(map(str, divisors(shape[name])))
             raise GridError(f"tile {name}={size} does not divide axis {name} = {shape[name]}. Tiles that fit: {fits}.")
     return {name: (tile or {}).get(name, 1) for name in shape}
 

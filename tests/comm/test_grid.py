@@ -190,3 +190,20 @@ def test_two_grids_on_one_communicator_do_not_meet(comm, make_grid):
     second = two["x"].start_all_gather(np.array([10 + comm.rank]))
     assert second.wait().tolist() == [10, 11] and first.wait().tolist() == [0, 1]
     assert one.ledger is not two.ledger
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_freed_grid_says_so_and_may_be_freed_again(comm):
+    grid = Grid(comm, {"x": 2})
+    grid.free()
+    grid.free()
+    for use in (lambda: grid["x"], lambda: grid.world, lambda: grid.everyone, lambda: grid.ranked):
+        with pytest.raises(GridError, match=r"Grid\(x=2, order=x\) was freed: its axes communicate no more"):
+            use()
+
+
+def test_sizes_may_be_numpys_whole_numbers_and_axes_must_be_named():
+    grid = Grid(MPI.COMM_SELF, {"x": np.int64(1), "y": 1})
+    assert grid.shape == {"x": 1, "y": 1} and all(type(size) is int for size in grid.shape.values())
+    with pytest.raises(GridError, match=r"axes is \[1, 1\]; a grid takes names and sizes"):
+        Grid(MPI.COMM_SELF, [1, 1])
