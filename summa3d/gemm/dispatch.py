@@ -11,7 +11,6 @@ from ..errors import ConfigError, GridError, LayoutError, ShapeError
 from ..layout.redistribute import Ownership
 from .algorithms import ALGORITHMS, Algorithm
 from .algorithms import algorithm as named
-from .plan import ProductPlan
 
 if TYPE_CHECKING:
     from .matrix import DistMatrix
@@ -34,7 +33,7 @@ def product_of(a: DistMatrix, b: DistMatrix, form: str, algorithm: str | None, o
             plan = plan_of(name, first + second, extents, left.layout, right.layout, grid_shape, settings, algorithm is None)
             if plan is not None:
                 return left, right, ALGORITHMS[name], plan
-    raise LayoutError(_no_plan(a, b, form, extents, names))
+    raise LayoutError(_no_plan(a, b, form, extents, names, options))
 
 
 def _names(algorithm: str | None, options: Mapping[str, Any]) -> list[str]:
@@ -83,8 +82,7 @@ def plan_of(
         try:
             plan = candidate.plan(form, *extents, **dict(zip(candidate.axes, axes, strict=True)), **variant)
             if (plan.a_layout, plan.b_layout) == (a_layout, b_layout):
-                if isinstance(plan, ProductPlan):
-                    plan.check_grid(shape)
+                plan.check_grid(shape)
                 return plan
         except (GridError, ShapeError):
             if not any_algorithm:
@@ -104,10 +102,13 @@ def _readings(matrix: DistMatrix, letter: str) -> list[tuple[DistMatrix, str]]:
     return readings[::-1] if matrix.turned else readings
 
 
-def _no_plan(a: DistMatrix, b: DistMatrix, form: str, extents: tuple[int, int, int], names: list[str]) -> str:
+def _no_plan(
+    a: DistMatrix, b: DistMatrix, form: str, extents: tuple[int, int, int], names: list[str], options: Mapping[str, Any]
+) -> str:
+    """Which layouts there would be a plan for. Raises the plan's own ShapeError where an option has a value that none takes."""
     wanted, others = ALGORITHMS[names[0]], ", ".join(names[1:])
     roles = [*a.grid.names, *(axis for axis in wanted.axes if axis not in a.grid.names)]
-    expected = wanted.plan(form, *extents, **dict(zip(wanted.axes, roles, strict=False)))
+    expected = wanted.plan(form, *extents, **dict(zip(wanted.axes, roles, strict=False)), **options)
     return (
         f"A in {a.layout} and B in {b.layout} are not the operands of a {wanted.name} product of form {form}"
         f"{f' (nor of {others})' if others else ''}.\n"

@@ -46,10 +46,17 @@ KINDS = {
 def kind_of(dtype: Any) -> Kind:
     """The numbers of a dtype of numpy or torch, or of a dtype's name."""
     text = str(dtype).removeprefix("torch.")
-    name = text if text in KINDS else np.dtype(dtype).name if text != "None" else text
+    name = text if text in KINDS or text == "None" else _numpys_name(dtype)
     if name not in KINDS:
         raise ConfigError(f"dtype {name} has no product here. Those that have: {', '.join(KINDS)}.")
     return KINDS[name]
+
+
+def _numpys_name(dtype: Any) -> str:
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return str(dtype)
 
 
 @dataclass(frozen=True)

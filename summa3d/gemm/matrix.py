@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..layout.distribute import collect
 from ..layout.layout import Layout
 from ..layout.redistribute import Ownership, redistribute, taken
 from .dispatch import product_of
+from .operands import is_whole
 from .shared import empty_shared
 
 
@@ -41,6 +43,7 @@ class DistMatrix:
     __array_ufunc__ = None  # so that numpy's scalars leave 2 * matrix to the matrix
 
     def __post_init__(self) -> None:
+        _check_sizes(self.shape)
         expected = self.layout.local_shape(self.shape, self.grid.shape, self.grid.coordinates)
         if tuple(self.block.shape) != expected:
             here = tuple(self.block.shape)
@@ -71,6 +74,7 @@ class DistMatrix:
         so that gathering them along it is a view; `grid.free()` gives the memory back. Raises GridError where that axis
         leaves the node.
         """
+        _check_sizes(shape)
         rows, columns = (_indices(runs) for runs in layout.runs(shape, grid.shape, grid.coordinates))
         values = np.broadcast_to(function(rows[:, None], columns[None, :]), (len(rows), len(columns)))
         block = empty_shared(shape, grid, layout, dtype) if shared else np.empty(values.shape, dtype)
@@ -145,12 +149,12 @@ class DistMatrix:
         return self._with(self.block - self._alike(other, "subtract").block, self.turned and other.turned)
 
     def __mul__(self, factor: complex) -> DistMatrix:
-        return self._with(self.block * self._factor(factor), self.turned) if np.isscalar(factor) else NotImplemented
+        return self._with(self.block * self._factor(factor), self.turned) if isinstance(factor, Number) else NotImplemented
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: complex) -> DistMatrix:
-        return self * (1 / divisor) if np.isscalar(divisor) else NotImplemented
+        return self * (1 / divisor) if isinstance(divisor, Number) else NotImplemented
 
     def __neg__(self) -> DistMatrix:
         return self._with(-self.block, self.turned)
@@ -207,6 +211,11 @@ def check_kind(a: DistMatrix, b: DistMatrix, what: str) -> None:
         raise ShapeError(f"{what}: A is made of arrays of {kind_of(a.block)} and B of {kind_of(b.block)}; both must be of one.")
 
 
+def _check_sizes(shape: tuple[int, int]) -> None:
+    if len(shape) != 2 or any(not is_whole(size) or size < 0 for size in shape):
+        raise ShapeError(f"A matrix cannot have the shape {tuple(shape)}; it takes two whole numbers of at least 0.")
+
+
 def _ordered_copy(part: Array) -> Array:
     """A C-ordered copy of a part of another array."""
     if is_torch(part):
@@ -238,7 +247,7 @@ def matmul(
         roles), or the .T of what it lists for the form with the other op
     form : nn, nt, tn or tt: op is none (n) or the transpose (t); with c, where the algorithm has it, the conjugate transpose
     algorithm : a name from `algorithms.ALGORITHMS`; None takes the first whose layouts these are, the cuboid before all
-    out : C, overwritten in place; needed for β ≠ 0
+    out : C, overwritten in place; needed for β ≠ 0. Its block lies apart from those of a and b
     options : of the algorithm, such as panel=256 for summa
 
     Returns C in the plan's layout. The cuboid's is m:(x,z) n:y, so that products chain: C has the layout of an A whose y and z
@@ -247,7 +256,16 @@ def matmul(
     Raises ShapeError (sizes, dtypes), LayoutError (grids, layouts), GridError (a grid that the algorithm cannot use) or
     ConfigError (an unknown algorithm) on every rank alike, before any communication.
     """
+    operands: dict[str, Any] = {"a": a, "b": b, "out": a if out is None else out}
+    for name, operand in operands.items():
+        if not isinstance(operand, DistMatrix):
+            kind = type(operand).__name__
+            raise ShapeError(f"{name} is a {kind}; matmul takes DistMatrix. DistMatrix.from_global makes one of an array.")
     check_kind(a, b, f"No product of form {form}")
+    if out is not None and (out.block is a.block or out.block is b.block):  # on every rank alike, also where blocks are empty
+        raise ShapeError(
+            f"out is {'a' if out.block is a.block else 'b'} itself, read while C is written. Pass an out of its own."
+        )
     a, b, found, plan = product_of(a, b, form, algorithm, options)
     if out is not None and (out.grid is not a.grid or out.layout != plan.c_layout or tuple(out.shape) != plan.c_shape):
         product = f"the product is {plan.c_shape[0]}×{plan.c_shape[1]} in {plan.c_layout} on {a.grid}"

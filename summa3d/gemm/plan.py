@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, TypeVar
 
@@ -17,6 +18,7 @@ from ..errors import GridError, ShapeError
 from ..layout.layout import Layout
 from ..libraries import library
 from .blas import LETTERS, accumulation_like
+from .operands import check_apart, check_dtype, check_factor, is_whole
 from .workspace import Workspace
 
 Plan = TypeVar("Plan", bound="ProductPlan")
@@ -44,8 +46,9 @@ class ProductPlan(ABC):
                 f"form {self.form!r} is not two of the letters n (as is), t (transpose), c (conjugate transpose), such as nt."
             )
         for name in ("m", "n", "k"):
-            if getattr(self, name) < 0:
-                raise ShapeError(f"{name} is {getattr(self, name)}; sizes are at least 0.")
+            size = getattr(self, name)
+            if not is_whole(size) or size < 0:
+                raise ShapeError(f"{name} is {size!r}; sizes are whole numbers of at least 0.")
 
     @property
     @abstractmethod
@@ -85,6 +88,11 @@ class ProductPlan(ABC):
     @property
     def c_shape(self) -> tuple[int, int]:
         return (self.m, self.n)
+
+    @cached_property
+    def spread(self) -> frozenset[str]:
+        """The axes that split A, B and C each."""
+        return self.a_layout.axes & self.b_layout.axes & self.c_layout.axes
 
     @property
     def by_transpose(self) -> bool:
@@ -161,7 +169,7 @@ class Product(ABC):
 
         Returns the block of C. Words, messages and workspace are those of the algorithm's closed form (algorithms.py).
         16-bit floats are multiplied and summed over ranks in float32, and rounded once.
-        Raises ShapeError where a, b, out, α or β is not what the plan expects, before any communication.
+        Raises ShapeError where a, b, out, α or β is not what the plan expects, or out overlaps a or b, before any communication.
         """
         self.check(a, b, out, alpha, beta)
         a, b = contiguous(a), contiguous(b)
@@ -178,7 +186,8 @@ class Product(ABC):
         return copy_into(out, target)
 
     def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:
-        """Raise ShapeError unless the blocks have the plan's shapes and one dtype, and α and β suit it."""
+        """Raise ShapeError unless the blocks have the plan's shapes and one dtype, α and β suit it, and C lies apart."""
+        check_dtype(a)
         for name, array, expected in (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block)):
             if array is None:
                 continue
@@ -195,8 +204,10 @@ class Product(ABC):
         if out is None and beta != 0:
             raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
         for name, factor in (("alpha", alpha), ("beta", beta)):
-            if dtype_name(a).startswith("int") and factor != int(factor):
-                raise ShapeError(f"{name} = {factor} is not a whole number; a product of {a.dtype} takes whole numbers.")
+            check_factor(name, factor, dtype_name(a))
+        if out is not None:
+            check_apart(out, a, "A")
+            check_apart(out, b, "B")
 
     def _execute(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         if dtype_name(a).startswith("int"):

@@ -9,9 +9,11 @@ from typing import Any
 
 from ..comm.arrays import Array, dtype_name
 from ..comm.collectives import Axis
+from ..comm.grid import grids_of
 from ..errors import ShapeError
 from ..layout.layout import Layout
 from .blas import accumulate, add, adds_in_place, scale
+from .operands import is_whole
 from .panels import Panel, Stream, panels
 from .plan import Product, ProductPlan
 from .workspace import Workspace
@@ -41,8 +43,8 @@ class SummaPlan(ProductPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.panel is not None and self.panel < 1:
-            raise ShapeError(f"panel is {self.panel}; a panel is at least 1 wide.")
+        if self.panel is not None and (not is_whole(self.panel) or self.panel < 1):
+            raise ShapeError(f"panel is {self.panel!r}; its width is a whole number of at least 1.")
 
     @property
     def a_layout(self) -> Layout:
@@ -52,7 +54,7 @@ class SummaPlan(ProductPlan):
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
-        return [{"x": rows, "y": ranks // rows} for rows in range(1, ranks + 1) if ranks % rows == 0]
+        return grids_of(ranks, ("x", "y"))
 
 
 class Summa(Product):

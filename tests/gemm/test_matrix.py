@@ -111,6 +111,7 @@ def test_what_cannot_be_multiplied_is_refused_on_every_rank_before_anything_move
     a = DistMatrix.from_global(np.ones((8, 4)), grid, plan.a_layout)
     b = DistMatrix.from_global(np.ones((4, 6)), grid, plan.b_layout)
     c = DistMatrix.from_global(np.ones((8, 6)), grid, plan.c_layout)
+    square = DistMatrix.from_global(np.ones((4, 4)), grid, Layout(("x",), ("z",)))
     refused = [
         (
             lambda: matmul(a, DistMatrix.from_global(np.ones((5, 6)), grid, plan.b_layout)),
@@ -146,6 +147,14 @@ def test_what_cannot_be_multiplied_is_refused_on_every_rank_before_anything_move
             "C has dtype float32",
         ),
         (lambda: DistMatrix(a.block, plan.b_layout, grid, (9, 9)), ShapeError, "gives blocks"),
+        (lambda: DistMatrix.from_function(np.add, (-1, 5), grid, plan.a_layout), ShapeError, "cannot have the shape (-1, 5)"),
+        (lambda: DistMatrix.from_function(np.add, (4.0, 5), grid, plan.a_layout), ShapeError, "two whole numbers"),
+        (lambda: matmul(a.block, b), ShapeError, "a is a ndarray; matmul takes DistMatrix"),
+        (lambda: matmul(a, b, out=c.block), ShapeError, "out is a ndarray"),
+        (lambda: matmul(square, square, panel=0), ShapeError, "panel is 0; its width is a whole number of at least 1"),
+        (lambda: matmul(square, square, panel=1.5), ShapeError, "panel is 1.5"),
+        (lambda: matmul(a, b, a_fine=2), ShapeError, "a_fine is 2"),
+        (lambda: CuboidPlan("nn", 1.5, 2, 3), ShapeError, "m is 1.5; sizes are whole numbers"),
     ]
     with grid.ledger.watch() as moved:
         for attempt, kind, words in refused:
@@ -162,3 +171,64 @@ def test_a_grid_with_fewer_axes_than_roles_is_told_so(comm, make_grid):
     a = DistMatrix.from_global(np.ones((4, 4)), grid, Layout(("y",), ()))
     with pytest.raises(LayoutError, match="not the operands of a cuboid product"):
         matmul(a, a)
+
+
+@pytest.mark.mpi(sizes=(1, 4))
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_an_output_that_shares_memory_with_an_operand_is_refused_and_one_beside_it_is_not(comm, make_grid, library):
+    grid = make_grid(x=2, y=2) if comm.size == 4 else make_grid(x=1, y=1)
+    side, layout, whole = 6 * grid.shape["x"], Layout(("x",), ("y",)), random((6, 18), 3)
+    memory = whole.copy() if library == "numpy" else pytest.importorskip("torch").from_numpy(whole.copy())
+
+    def of(block):
+        return DistMatrix(block, layout, grid, (side, side))
+
+    a, b, c = (of(memory[:, start : start + 6]) for start in (0, 6, 12))
+    want = a.to_global() @ b.to_global()
+    for out, name in ((a, "out is a itself"), (b, "out is b itself"), (of(memory[:, 1:7]), "shares memory with A")):
+        with pytest.raises(ShapeError, match=name):
+            matmul(a, b, out=out)
+    with pytest.raises(ShapeError, match="shares memory with B"):
+        matmul(a, b, "nt", out=of(b.block.T))
+    assert np.array_equal(memory, whole)
+    assert np.allclose(matmul(a, b, out=c).to_global(), want, rtol=1e-13)  # in columns beside them, of the same memory
+    empty = DistMatrix.from_global(np.zeros((0, 0)), grid, layout)
+    with pytest.raises(ShapeError, match="out is a itself"):
+        matmul(empty, empty, out=empty)
+
+
+@pytest.mark.mpi(sizes=(1, 2))
+def test_a_factor_that_the_dtype_cannot_hold_is_refused_before_anything_moves(comm, make_grid):
+    grid = make_grid(x=1, y=comm.size, z=1)
+    plan = CuboidPlan("nn", 4, 4, 4)
+
+    def product(dtype, alpha):
+        a, b = (DistMatrix.from_global(np.ones((4, 4), dtype), grid, layout) for layout in (plan.a_layout, plan.b_layout))
+        return matmul(a, b, alpha=alpha).to_global()
+
+    with grid.ledger.watch() as moved:
+        for dtype, alpha, words in (
+            ("float64", 1j, "alpha = 1j is complex; a product of float64 takes real numbers"),
+            ("float32", np.complex64(2), "is complex"),
+            ("float64", "2", "alpha is '2'; it must be a number"),
+            ("float64", None, "alpha is None"),
+            ("float64", np.ones(2), "it must be a number"),
+            ("int32", 0.5, "alpha = 0.5 is not a whole number"),
+            ("int32", np.nan, "alpha = nan is not a whole number"),
+            ("int32", np.inf, "alpha = inf is not a whole number"),
+            ("int32", 1j, "alpha = 1j is complex"),
+        ):
+            with pytest.raises(ShapeError, match=words):
+                product(dtype, alpha)
+        for dtype in ("bool", "int8", "longdouble", ">f8", "object"):
+            with pytest.raises(ShapeError, match=r"has no product here\. Those that have: float64, "):
+                product(dtype, 1)
+    assert moved.calls == 0
+    for dtype, alpha in (
+        ("float64", np.array(2.0)),
+        ("int32", 2.0),
+        ("complex128", 2j),
+        ("float32", np.float64(2)),
+        ("int64", True),
+    ):
+        assert np.array_equal(product(dtype, alpha), np.full((4, 4), 4 * alpha))
