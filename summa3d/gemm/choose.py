@@ -14,6 +14,7 @@ from ..errors import ConfigError, ShapeError
 from . import algorithms
 from .forms import MEANS, Mean, lower_bound
 from .machine import Kind, Machine, kind_of
+from .operands import is_whole
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,7 +24,7 @@ AWKWARD = 1.15
 ALIKE = 1.10
 """Predicted seconds within this factor are alike; of rank counts that are alike, the one with the fewest words is taken."""
 EVERY_COUNT = 256
-"""Up to this many ranks every smaller count down to half is looked at, beyond it the largest sixteenth."""
+"""Up to this many ranks every smaller count down to half is looked at, beyond it the largest sixteenth, and no more than this."""
 PANELS = (256, 64)
 """Panel widths to fall back on when a memory limit forbids panels as wide as the splits allow."""
 SHOWN = 8
@@ -86,8 +87,7 @@ class Candidate:
     @property
     def even(self) -> bool:
         """Whether A, B and C are each spread over all ranks, no element on two."""
-        split = frozenset.intersection(self.plan.a_layout.axes, self.plan.b_layout.axes, self.plan.c_layout.axes)
-        return all(size == 1 or axis in split for axis, size in self.grid.items())
+        return all(size == 1 or axis in self.plan.spread for axis, size in self.grid.items())
 
     def __str__(self) -> str:
         panel = getattr(self.plan, "panel", None)
@@ -200,12 +200,14 @@ def choose(
     algorithm : a name, to choose the grid only; None takes all algorithms that spread every operand over all ranks, uncopied
     machine : what predicted times rest on (`calibrate` measures one); must be the same on all ranks
 
-    Raises ShapeError for sizes below 0; ConfigError for an unknown algorithm or dtype, and for a memory limit that nothing
+    Raises ShapeError for what is no size; ConfigError for an unknown algorithm or dtype, and for a memory limit that nothing
     meets, naming the smallest workspace; GridError for an algorithm that cannot use `ranks` ranks, naming those that can.
     """
     for name, value, least in (("m", m, 0), ("n", n, 0), ("k", k, 0), ("ranks", ranks, 1)):
-        if value < least:
-            raise ShapeError(f"{name} is {value}; it must be at least {least}.")
+        if not is_whole(value) or value < least:
+            raise ShapeError(f"{name} is {value!r}; it must be a whole number, at least {least}.")
+    if memory_limit is not None and not (is_whole(memory_limit) or isinstance(memory_limit, float)):
+        raise ConfigError(f"memory_limit is {memory_limit!r}; it takes a number of bytes, such as {2**30} for 1 GiB.")
     names = list(MEANS) if algorithm is None else [algorithms.algorithm(algorithm, ranks).name]
     search = Search((m, n, k), kind_of(dtype), memory_limit, names, form, machine or Machine(), even=algorithm is None)
     bound = lower_bound(m, n, k, ranks)
@@ -213,7 +215,7 @@ def choose(
     counts = [here[0]] if here else []
     awkward = not here or (here[0].mean.words > AWKWARD * bound and not search.machine.node)
     if awkward:
-        fewer = range(ranks - 1, ranks // 2 if ranks <= EVERY_COUNT else ranks - ranks // 16, -1)
+        fewer = range(ranks - 1, ranks // 2 if ranks <= EVERY_COUNT else ranks - min(ranks // 16, EVERY_COUNT), -1)
         counts += [found[0] for found in map(search.best_of, fewer) if found]
     if not counts:
         raise ConfigError(_nothing_fits(search, ranks))
@@ -252,8 +254,8 @@ class Search:
             found = algorithms.ALGORITHMS[name]
             limited = self.memory_limit is not None and "panel" in found.options
             widths: tuple[int | None, ...] = (None, *PANELS) if limited else (None,)
-            for grid, width in product(found.grids(ranks), widths):
-                plan = found.plan(self.form, m, n, k, **({"panel": width} if width else {}))
+            plans = [(width, found.plan(self.form, m, n, k, **({"panel": width} if width else {}))) for width in widths]
+            for grid, (width, plan) in product(found.grids(ranks), plans):
                 mean = MEANS[name](self.form.replace("c", "t"), m, n, k, grid)
                 if width and k:
                     mean = _in_panels(mean, max(mean.products, -(-k // width)))

@@ -102,7 +102,7 @@ def test_every_algorithm_has_its_closed_form():
     assert set(MEANS) == set(ALGORITHMS)
 
 
-@pytest.mark.parametrize("ranks", [4093, 4096])
+@pytest.mark.parametrize("ranks", [4093, 4096, 75277])
 def test_thousands_of_ranks_take_seconds(ranks):
     start = time.thread_time()
     choose(8192, 8192, 8192, ranks)
@@ -141,8 +141,14 @@ def test_bad_sizes_and_dtypes():
         choose(-1, 10, 10, 4)
     with pytest.raises(ShapeError, match="ranks is 0"):
         choose(10, 10, 10, 0)
-    with pytest.raises(ConfigError, match="dtype bool"):
-        choose(10, 10, 10, 4, "bool")
+    for sizes in ((10.5, 10, 10, 4), (10, "10", 10, 4), (10, 10, 10, 4.0)):
+        with pytest.raises(ShapeError, match="must be a whole number"):
+            choose(*sizes)
+    for dtype in ("bool", "foo"):
+        with pytest.raises(ConfigError, match=f"dtype {dtype} has no product"):
+            choose(10, 10, 10, 4, dtype)
+    with pytest.raises(ConfigError, match="memory_limit is '1GiB'; it takes a number of bytes"):
+        choose(10, 10, 10, 4, memory_limit="1GiB")
     assert choose(0, 10, 10, 4).words >= 0 and choose(10, 10, 0, 3).bound == 0
 
 
