@@ -2,6 +2,8 @@
 # Next: matrix.py, whose `from_file` and `to_file` they are.
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -12,6 +14,7 @@ from ..comm.arrays import dtype_name, to_host
 from ..comm.failure import agree_on_error
 from ..comm.grid import Grid
 from ..errors import DataError
+from ..layout.layout import Layout
 from ..layout.redistribute import Ownership, put, taken
 
 if TYPE_CHECKING:
@@ -19,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def read(path: str | Path, grid: Grid, layout: Ownership) -> tuple[np.ndarray, tuple[int, int]]:
-    """This rank's block of the matrix in a .npy file, and the shape of the whole. Only the block is read from disk.
+    """This rank's block of the matrix in a .npy file, in this machine's byte order, and the shape of the whole.
+
+    Only the block is read from disk.
 
     Raises DataError on all ranks, also where one alone cannot read the file.
     """
@@ -28,7 +33,7 @@ def read(path: str | Path, grid: Grid, layout: Ownership) -> tuple[np.ndarray, t
         whole = _mapped(Path(path), "r")
         shape = (whole.shape[0], whole.shape[1])
         runs = layout.runs(shape, grid.shape, grid.coordinates)
-        block = np.array(taken(whole, runs), order="C", subok=False)
+        block = np.array(taken(whole, runs), whole.dtype.newbyteorder("="), order="C", subok=False)
     except (OSError, ValueError, DataError) as caught:
         error = caught if isinstance(caught, DataError) else DataError(f"{path} is not a .npy file that can be read: {caught}")
     agree_on_error(grid.common, error)
@@ -38,16 +43,23 @@ def read(path: str | Path, grid: Grid, layout: Ownership) -> tuple[np.ndarray, t
 def write(matrix: DistMatrix, path: str | Path) -> None:
     """Write the matrix to a .npy file that all ranks can reach; each element is written by one rank that holds it.
 
-    The file appears under its name when it is whole. Raises DataError on all ranks.
+    The file appears under its name when it is whole; where that fails, nothing is left of it. Raises DataError on all ranks.
     """
     grid, layout, path = matrix.grid, matrix.layout, Path(path)
     if dtype_name(matrix.block) == "bfloat16":
         raise DataError("A .npy file cannot hold bfloat16. Those it can: numpy's dtypes, such as float32.")
     part = path.with_name(path.name + ".part")
     block = to_host(matrix.block)
-    _together(grid, part, lambda: _create(part, block.dtype, matrix.shape) if grid.rank == 0 else None)
-    _together(grid, part, lambda: _fill(part, matrix, block) if _owns(grid, layout) and block.size else None)
-    _together(grid, path, lambda: part.replace(path) if grid.rank == 0 else None)
+    first = grid.rank == 0
+    try:
+        _together(grid, part, lambda: _create(part, block.dtype, matrix.shape) if first else None)
+        _together(grid, part, lambda: _fill(part, matrix, block) if _owns(grid, layout) and block.size else None)
+        _together(grid, path, lambda: part.replace(path) if first else None)
+    except DataError:
+        if first:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+        raise
 
 
 def _together(grid: Grid, path: Path, step: Callable[[], object]) -> None:
@@ -73,6 +85,9 @@ def _create(path: Path, dtype: np.dtype, shape: tuple[int, int]) -> None:
             np.save(file, np.empty(shape, dtype))
         return
     np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)  # a full disk is an error now, not a signal at a touch
 
 
 def _fill(path: Path, matrix: DistMatrix, block: np.ndarray) -> None:
@@ -83,4 +98,6 @@ def _fill(path: Path, matrix: DistMatrix, block: np.ndarray) -> None:
 
 def _owns(grid: Grid, layout: Ownership) -> bool:
     """True on one of the ranks that hold copies of a block."""
+    if isinstance(layout, Layout):
+        return layout.is_owner(grid.coordinates)
     return grid.inside and all(grid.coordinates[axis] == 0 for axis in grid.shape if axis not in layout.axes)

@@ -261,3 +261,37 @@ def test_what_cannot_be_combined_is_refused_on_every_rank_before_anything_moves(
             with pytest.raises(TypeError):
                 nonsense()
     assert moved.calls == 0
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_a_file_in_the_other_byte_order_is_read_as_this_machines(comm, make_grid, shared_tmp_path):
+    grid, whole, path = grid_of(comm, make_grid), random((6, 9)), shared_tmp_path / "other.npy"
+    if comm.rank == 0:
+        np.save(path, whole.astype(whole.dtype.newbyteorder()))
+    comm.Barrier()
+    matrix = DistMatrix.from_file(path, grid, Layout(("x",), ("z",)))
+    assert matrix.block.dtype.isnative and matrix.block.dtype == np.float64 and np.array_equal(matrix.to_global(), whole)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_a_vectors_diagonal_is_written_by_who_holds_it(comm, make_grid, shared_tmp_path):
+    grid, whole, path = make_grid(y=2, z=2), random((6, 9)), shared_tmp_path / "diagonal.npy"
+    matrix = DistMatrix.from_global(whole, grid, Layout(("z",), (), hosted=("y",), follows={"y": "z"}))
+    matrix.to_file(path)
+    assert np.array_equal(np.load(path), whole)
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_file_that_does_not_fit_is_an_error_on_all_ranks_and_leaves_nothing(comm, make_grid, shared_tmp_path):
+    import resource
+
+    grid, before = make_grid(x=2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    matrix = DistMatrix.from_function(np.add, (1000, 100), grid, Layout(("x",), ()))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # as a full disk, or a quota
+    try:
+        with pytest.raises(DataError, match=r"whole\.npy\.part cannot be written: .*too large"):
+            matrix.to_file(shared_tmp_path / "whole.npy")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    comm.Barrier()
+    assert not list(shared_tmp_path.iterdir())
