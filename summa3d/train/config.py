@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,8 @@ class TrainConfig:
             raise ConfigError(f"train.decay_to = {self.decay_to}; it is a part of train.learning_rate, in [0, 1].")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"train.betas = {list(self.betas)}; both must lie in [0, 1).")
-        if self.epsilon <= 0:
-            raise ConfigError(f"train.epsilon = {self.epsilon}; it must be positive.")
+        if not 0 < self.epsilon < inf:
+            raise ConfigError(f"train.epsilon = {self.epsilon}; it must be positive and finite.")
         if not self.sample_prompt:
             raise ConfigError("train.sample_prompt is empty; a sample continues at least one character.")
 
@@ -243,8 +244,8 @@ def master_dtype(dtype: str) -> str:
 
 
 def at_least(key: str, value: float, minimum: float) -> None:
-    if value < minimum:
-        raise ConfigError(f"{key} is {value}; it must be at least {minimum}.")
+    if not minimum <= value < inf:
+        raise ConfigError(f"{key} is {value}; it must be at least {minimum}{'' if isfinite(value) else ', and finite'}.")
 
 
 def load(source: str, assignments: Sequence[str] = ()) -> Config:
