@@ -37,8 +37,13 @@ OPERATIONS = {"NCCL_SUM": MPI.SUM, "NCCL_MAX": MPI.MAX, "NCCL_MIN": MPI.MIN}
 
 
 class Event:
+    """`time` is the stream's, in milliseconds, when it passed."""
+
     def __init__(self, device: Device, stream: Stream) -> None:
-        self.device, self.stream, self.done = device, stream, False
+        self.device, self.stream, self.done, self.time = device, stream, False, 0.0
+
+    def passed(self) -> None:
+        self.done, self.time = True, self.stream.time
 
     def synchronize(self) -> None:
         self.device.synchronize(self)
@@ -48,14 +53,19 @@ class Op:
     """What a stream does in its turn: `run` something, wait for an event, or pass one."""
 
     def __init__(
-        self, number: int, run: Callable[[], None] | None, waits: Event | None = None, meets_others: bool = False
+        self,
+        number: int,
+        run: Callable[[], None] | None,
+        waits: Event | None = None,
+        meets_others: bool = False,
+        milliseconds: float = 0.0,
     ) -> None:
-        self.number, self.run, self.waits, self.meets_others = number, run, waits, meets_others
+        self.number, self.run, self.waits, self.meets_others, self.milliseconds = number, run, waits, meets_others, milliseconds
 
 
 class Stream:
     def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
+        self.ptr, self.time = ptr, 0.0
         self.queue: deque[Op] = deque()
 
     @property
@@ -69,6 +79,7 @@ class Device:
     """The backend of one rank. `calls` lists NCCL's calls and the copies, in the order in which they were queued.
 
     `words` counts what NCCL's calls bring this rank by DESIGN §1, from their own arguments.
+    `takes` says how many milliseconds a call takes on its stream's clock, by its name and size: nothing takes any by default.
     """
 
     def __init__(self, world: MPI.Intracomm, mode: str = "lazy", shared: bool = False, seed: int = 0) -> None:
@@ -82,6 +93,8 @@ class Device:
         self.words = 0
         self.pinned_bytes = 0
         self.bindings: Any = Nccl(self)
+        self.takes: Callable[[str, int], float] = lambda name, size: 0.0
+        self.host_waits = 0
         self._number = 0
 
     # -- comm/device.py's Backend ------------------------------------------------------------------------------------------
@@ -103,19 +116,24 @@ class Device:
 
     def record(self, stream: Stream, timing: bool = False) -> Event:
         event = Event(self, stream)
-        self.queue(stream, lambda: setattr(event, "done", True))
+        self.queue(stream, event.passed)
         return event
+
+    def mark(self, event: Event, stream: Stream) -> None:
+        assert event.done, "a mark is recorded anew before it was passed"
+        event.stream, event.done = stream, False
+        self.queue(stream, event.passed)
 
     def milliseconds(self, start: Event, end: Event) -> float:
         assert start.done and end.done
-        return 0.0
+        return end.time - start.time
 
     def wait(self, stream: Stream, event: Event) -> None:
         self.queue(stream, None, event)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         self.calls.append(("copy", nbytes))
-        self.queue(stream, lambda: ctypes.memmove(target, source, nbytes))
+        self.queue(stream, lambda: ctypes.memmove(target, source, nbytes), milliseconds=self.takes("copy", nbytes))
 
     def pinned(self, nbytes: int) -> np.ndarray:
         self.pinned_bytes += nbytes
@@ -126,11 +144,14 @@ class Device:
 
     # -- running -----------------------------------------------------------------------------------------------------------
 
-    def queue(self, stream: Stream, run: Any, waits: Event | None = None, meets_others: bool = False) -> None:
+    def queue(
+        self, stream: Stream, run: Any, waits: Event | None = None, meets_others: bool = False, milliseconds: float = 0.0
+    ) -> None:
         self._number += 1
-        stream.queue.append(Op(self._number, run, waits, meets_others))
+        stream.queue.append(Op(self._number, run, waits, meets_others, milliseconds))
 
     def synchronize(self, event: Event) -> None:
+        self.host_waits += 1
         while not event.done:
             self._run_others()
             if not event.done:
@@ -166,6 +187,7 @@ class Device:
 
     def _step(self, stream: Stream) -> None:
         op = stream.queue.popleft()
+        stream.time = max(stream.time, op.waits.time if op.waits is not None else 0.0) + op.milliseconds
         if op.run is not None:
             op.run()
 
@@ -340,7 +362,7 @@ def _gemm(turn_a: str, turn_b: str, a: FakeArray, b: FakeArray, out: FakeArray, 
         np.copyto(target, product if beta == 0 else product + beta * target)
 
     a._device.calls.append(("gemm", alpha, beta))
-    a._device.queue(a._device.compute, run)
+    a._device.queue(a._device.compute, run, milliseconds=a._device.takes("gemm", out.size * left.shape[1]))
     return out
 
 
@@ -360,7 +382,7 @@ class Nccl:
         for number, (name, operation) in enumerate(OPERATIONS.items()):
             setattr(self, name, number)
             self.operations[number] = operation
-        self.group: list[tuple[int, Callable[[], Any]]] | None = None
+        self.group: list[tuple[int, Callable[[], Any], float]] | None = None
         self.names = 0
 
     def get_unique_id(self) -> tuple[int, int]:
@@ -378,21 +400,21 @@ class Nccl:
         assert self.group is not None
         group, self.group = self.group, None
         if group:
-            assert len({stream for stream, _ in group}) == 1
-            self._queue(group[0][0], [run for _, run in group])
+            assert len({stream for stream, _, _ in group}) == 1
+            self._queue(group[0][0], [run for _, run, _ in group], sum(taken for _, _, taken in group))
 
-    def call(self, stream: int, run: Callable[[], Any]) -> None:
+    def call(self, stream: int, run: Callable[[], Any], milliseconds: float) -> None:
         if self.group is None:
-            self._queue(stream, [run])
+            self._queue(stream, [run], milliseconds)
         else:
-            self.group.append((stream, run))
+            self.group.append((stream, run, milliseconds))
 
-    def _queue(self, ptr: int, runs: list[Callable[[], Any]]) -> None:
+    def _queue(self, ptr: int, runs: list[Callable[[], Any]], milliseconds: float) -> None:
         def together() -> None:
             requests = [request for request in [run() for run in runs] if request is not None]
             MPI.Request.Waitall(requests)
 
-        self.device.queue(self.device.streams[ptr - 1], together, meets_others=True)
+        self.device.queue(self.device.streams[ptr - 1], together, meets_others=True, milliseconds=milliseconds)
 
 
 class Communicator:
@@ -421,7 +443,7 @@ class Communicator:
         assert not self.destroyed and count > 0
         self.nccl.device.words += words
         self.nccl.device.calls.append((name, count, str(self.nccl.kinds[kind])))
-        self.nccl.call(stream, run)
+        self.nccl.call(stream, run, self.nccl.device.takes(name, count))
 
     def allGather(self, send: int, receive: int, count: int, kind: int, stream: int) -> None:
         source, target = self._view(send, count, kind), self._view(receive, count * self.comm.size, kind)

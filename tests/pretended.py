@@ -238,7 +238,7 @@ class Backend(fake_device.Device):
         self.waited.append((stream, event.stream))
         super().wait(stream, event)
 
-    def queue(self, stream: Any, run: Any, waits: Any = None, meets_others: bool = False) -> None:
+    def queue(self, stream: Any, run: Any, waits: Any = None, meets_others: bool = False, milliseconds: float = 0.0) -> None:
         if run is not None:
             run()
 

@@ -18,7 +18,6 @@ from ..errors import ShapeError
 from ..gemm.agarwal import AgarwalPlan
 from ..gemm.algorithms import ALGORITHMS
 from ..gemm.cuboid import Cuboid, CuboidPlan
-from ..gemm.local import multiply
 from ..gemm.oned import OnedColumnPlan, OnedPlan
 from ..gemm.plan import Product as Executor
 from ..gemm.plan import ProductPlan
@@ -130,12 +129,16 @@ class Gathered(Product):
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """The scatter along y is in flight when this returns."""
         b_gathered = self._gathered_b(b, view=True, forward=False) if self.regather else b
-        return self.cuboid.start_scatter_a(local(self.of_a, shared, b_gathered, self.cuboid.room_for("a", shared)))
+        return self.cuboid.start_scatter_a(
+            local(self.cuboid.workspace, self.of_a, shared, b_gathered, self.cuboid.room_for("a", shared))
+        )
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
         """The scatter along x is in flight when this returns."""
         a_gathered = self.cuboid.gather_a(a, view=True) if self.regather else a
-        return self.cuboid.start_scatter_b(local(self.of_b, shared, a_gathered, self.cuboid.room_for("b", shared)))
+        return self.cuboid.start_scatter_b(
+            local(self.cuboid.workspace, self.of_b, shared, a_gathered, self.cuboid.room_for("b", shared))
+        )
 
     @property
     def later(self) -> Later | None:
@@ -171,15 +174,15 @@ class Line(Product):
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         self.executor.check(a, b)
-        c = multiply(a, b, self.plan.form)
+        c = self.executor.workspace.multiply(a, b, self.plan.form)
         return self.axis.all_reduce(c, into=c) if self.split == "k" else c, (a, b)
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """The sum along y, if there is one, is in flight when this returns."""
-        return self._start_sum(local(self.of_a, shared, b), self.of_a.dims[2])
+        return self._start_sum(local(self.executor.workspace, self.of_a, shared, b), self.of_a.dims[2])
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
-        return self._start_sum(local(self.of_b, shared, a), self.of_b.dims[2])
+        return self._start_sum(local(self.executor.workspace, self.of_b, shared, a), self.of_b.dims[2])
 
     def _start_sum(self, partial: Tensor, inner: str) -> Pending:
         return self.axis.start_all_reduce(partial, into=partial, in_order=True) if inner == self.split else completed(partial)
@@ -271,6 +274,6 @@ def in_order(gradient: Gradient, c: T, other: T) -> tuple[T, T]:
     return (c, other) if gradient.c_first else (other, c)
 
 
-def local(gradient: Gradient, c: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
+def local(workspace: Workspace, gradient: Gradient, c: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
     """A gradient's product on this rank, in `out` if given."""
-    return multiply(*in_order(gradient, c, other), gradient.form, out)
+    return workspace.multiply(*in_order(gradient, c, other), gradient.form, out)

@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import ConfigError
 from .block import add_block_arguments, block_result
 from .runtime import usable_cores
+from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 DTYPES = ("float64", "float32", "complex128", "complex64")
 SWITCHES = ("lookahead", "sequence")  # options that are on or off
@@ -29,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="gemm|strong|weak|block")
     gemm = kinds.add_parser("gemm", help="algorithms and grids side by side on all ranks")
     strong = kinds.add_parser("strong", help="one product on 1, 2, 4, … ranks")
-    add_block_arguments(kinds.add_parser("block", help="transformer blocks side by side, in any schemes and grids of all ranks"))
+    block = kinds.add_parser("block", help="transformer blocks side by side, in any schemes and grids of all ranks")
+    add_block_arguments(block)
     weak = kinds.add_parser("weak", help="a product whose work per rank stays: m, n and k grow with the cube root of the ranks")
     for kind in (gemm, strong, weak):
         for size in ("m", "n", "k"):
@@ -49,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help="time numpy's product on rank 0 too (with all cores)",
         )
         kind.add_argument("--json", metavar="FILE", help="write the result; - prints it as one line instead of the table")
+    for kind in (gemm, strong, weak, block):
+        add_trace_arguments(kind, "one more round")
     gemm.add_argument("--entry", action="append", default=[], metavar="NAME[:x=2,y=1,…]", help=ENTRY)
     gemm.add_argument("--every-grid", action="store_true", help=EVERY)
     for kind in (strong, weak):
@@ -64,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from .report import table
 
     world = MPI.COMM_WORLD
+    check_trace_arguments(args)
     found = machine() if world.rank == 0 else {}
     sleep_until_all_are_here(world)
     result = {"machine": found, **(block_result(args) if args.kind == "block" else _product_result(args))}
@@ -86,7 +91,7 @@ def _product_result(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
     threads = 0 if args.ceiling is None else args.ceiling or usable_cores()
     entries = list(MAKERS[args.kind](args, MPI.COMM_WORLD.size))
-    return {"kind": args.kind, **race(entries, MPI.COMM_WORLD, args.rounds, threads)}
+    return {"kind": args.kind, **race(entries, MPI.COMM_WORLD, args.rounds, threads, args.trace, ranges_for(args))}
 
 
 def _counts(text: str) -> list[int]:

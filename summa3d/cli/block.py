@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
+from .traces import ranges_for
 
 ALL = "all"
 SCHEME = (
@@ -76,7 +77,7 @@ def block_result(args: argparse.Namespace) -> dict[str, Any]:
     args.device = open_device(args.device, MPI.COMM_WORLD).type
     case, about = _paper_case(args) if args.paper_shape else (Case(_config(args), args.batch, args.dtype, args.device), {})
     entries = list(_entries(args.scheme or [ALL], {"yes": (True,), "no": (False,), "both": (True, False)}[args.regather], case))
-    return {"kind": "block", **about, **race(entries, case, MPI.COMM_WORLD, args.rounds)}
+    return {"kind": "block", **about, **race(entries, case, MPI.COMM_WORLD, args.rounds, args.trace, ranges_for(args))}
 
 
 def _config(args: argparse.Namespace, **sizes: int | None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from ..comm.grid import Grid, Place, describe
 from ..comm.places import settle
+from ..comm.ranges import Ranges
+from ..comm.trace import Trace, write
 from ..errors import LayoutError
 from ..gemm.cuboid import CuboidPlan
 from ..layout.distribute import collect, distribute
@@ -26,6 +29,7 @@ from ..nn.scheme_kinds import KINDS
 from ..nn.schemes import Scheme, scheme
 from ..nn.tracked import peak_bytes, saved_bytes
 from .clock import Clock
+from .traces import show
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -168,7 +172,8 @@ class Runner:
 
     def seconds(self) -> tuple[float, float]:
         """Times of one forward and one backward, of all ranks together."""
-        forward, backward = self.clock.spans(self._forward, self._backward)
+        with self.grid.ledger.run(self.entry.label):
+            forward, backward = self.clock.spans(self._forward, self._backward)
         del self._y
         self.forget()
         return forward, backward
@@ -222,14 +227,30 @@ class Runner:
         self.grid.free()
 
 
-def race(entries: Sequence[Entry], case: Case, world: MPI.Intracomm, rounds: int) -> dict[str, Any]:
+def race(
+    entries: Sequence[Entry],
+    case: Case,
+    world: MPI.Intracomm,
+    rounds: int,
+    file: Path | None = None,
+    ranges: Ranges | None = None,
+) -> dict[str, Any]:
     """Run every entry once a round, in turn; one more round before is not counted. Collective over `world`.
+
+    With `file`, one more round after them is written there as a trace; in that round `ranges` show it to a profiler.
 
     Rows have min, median, max and all seconds of forward, backward and both, and `Runner.amounts`. `relative_difference` is the
     norm of the difference between an entry's output and the first entry's, by the latter's norm: all compute one function.
     """
     runners = [Runner(entry, case, world) for entry in entries]
-    rows = list(rows_of(runners, timed(runners, rounds)))
+    seconds = timed(runners, rounds)
+    if file is not None or ranges is not None:
+        whole = Trace()
+        for runner in runners:
+            show(runner.grid.ledger, runner.seconds, whole, ranges)
+        if file is not None:
+            write(file, whole, world)
+    rows = list(rows_of(runners, seconds))
     for runner in runners:
         runner.free()
     return {**facts(case, world.size), "rows": rows}

@@ -21,7 +21,7 @@ class Clock:
     """
 
     def __init__(self, grid: Grid) -> None:
-        self.world = grid.world
+        self.grid, self.world = grid, grid.world
         self.one_node = len(set(grid.nodes)) == 1
 
     def spans(self, *acts: Callable[[], Any]) -> list[float]:

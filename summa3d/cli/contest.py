@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,15 @@ import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from ..comm.grid import Grid, describe
+from ..comm.ranges import Ranges
+from ..comm.trace import Trace, write
 from ..errors import ConfigError
 from ..gemm.algorithms import Algorithm, algorithm
 from ..gemm.matrix import DistMatrix
 from ..libraries import library
 from .clock import Clock
 from .runtime import on_all_cores, usable_cores
+from .traces import show
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -114,7 +118,10 @@ class Runner:
 
     def seconds(self) -> float:
         """Time of one product, of all its ranks together; 0 on ranks that have no part in it."""
-        return self.clock.spans(self.run)[0] if self.here else 0.0
+        if not self.here:
+            return 0.0
+        with self.grid.ledger.run(self.entry.label):
+            return self.clock.spans(self.run)[0]
 
     def moved(self) -> dict[str, int]:
         """What one product moves and needs, the largest over ranks; {} on ranks that have no part in it."""
@@ -174,11 +181,19 @@ def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
         time.sleep(NAP)
 
 
-def race(entries: Sequence[Entry], world: MPI.Intracomm, rounds: int, ceiling_threads: int = 0) -> dict[str, Any]:
+def race(
+    entries: Sequence[Entry],
+    world: MPI.Intracomm,
+    rounds: int,
+    ceiling_threads: int = 0,
+    file: Path | None = None,
+    ranges: Ranges | None = None,
+) -> dict[str, Any]:
     """Run every entry once a round, in turn, and with `ceiling_threads` numpy too; one more round before is not counted.
 
     Collective over `world`; the result is complete on rank 0. Its rows have min, median, max and all seconds, Gflop/s, and the
-    largest words, messages and bytes of workspace over ranks; its ceiling, the same times of numpy for each problem.
+    largest words, messages and bytes of workspace over ranks; its ceiling, the same times of numpy for each problem. With
+    `file`, one more round after them is written there as a trace; in that round `ranges` show it to a profiler.
     """
     runners = [Runner(entry, world) for entry in entries]
     problems = dict.fromkeys(entry.problem for entry in entries) if ceiling_threads else ()
@@ -195,6 +210,8 @@ def race(entries: Sequence[Entry], world: MPI.Intracomm, rounds: int, ceiling_th
             seconds.append(racer.seconds())
             alone = partial
     sleep_until_all_are_here(world)
+    if file is not None or ranges is not None:
+        _show(runners, world, file, ranges)
     moved = []
     for runner in runners:
         moved.append(runner.moved())
@@ -206,6 +223,17 @@ def race(entries: Sequence[Entry], world: MPI.Intracomm, rounds: int, ceiling_th
     for row in rows:
         row["fraction_of_ceiling"] = next((fraction(row, top) for top in tops if same_problem(row, top)), None)
     return {"rows": rows, "ceiling": tops}
+
+
+def _show(runners: Sequence[Runner], world: MPI.Intracomm, file: Path | None, ranges: Ranges | None) -> None:
+    """One round of all in turn, those without a part in it asleep."""
+    whole = Trace()
+    for runner in runners:
+        if runner.here:
+            show(runner.grid.ledger, runner.seconds, whole, ranges)
+        sleep_until_all_are_here(world)
+    if file is not None:
+        write(file, whole, world)
 
 
 def _row(entry: Entry, seconds: list[float], moved: Mapping[str, int]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from ..errors import ConfigError
 from .runtime import on_all_cores, shared_memory_free, usable_cores
+from .traces import add_trace_arguments, check_trace_arguments, ranges_for, show
 
 DTYPES = ("float64", "float32", "float16", "complex64", "complex128", "int32")
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beta", type=float, default=0.0)
     parser.add_argument("--repeat", type=int, default=5, help="timed runs, after one that is not counted")
     parser.add_argument("--check", action="store_true", help="compare with a serial product on rank 0, and time that too")
+    add_trace_arguments(parser, "one more run")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
 
 
@@ -71,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
     args.device = requested_device(args.device)
     requested(args.transport)
+    check_trace_arguments(args)
     if args.device == "cuda":
         take_device(MPI.COMM_WORLD)
     algorithm, plan, shape = decided(args, MPI.COMM_WORLD)
@@ -180,6 +183,10 @@ def timed_and_counted(
         with grid.ledger.watch() as moved:
             seconds += clock.spans(once)
     peak = grid.ledger.workspace_peak
+    if args.trace is not None or args.nvtx:
+        c.block[...] = old
+        settle(c.block)
+        show_once(args, clock, once)
     costs = (
         volume.of_plan(plan, grid.shape, args.dtype, shared, grid.staged)
         if algorithm.name == "cuboid"
@@ -210,6 +217,21 @@ def timed_and_counted(
         "relative_error": error,
         **({"serial_seconds": median(serial_seconds)} if serial_seconds else {}),
     }
+
+
+def show_once(args: argparse.Namespace, clock: Any, once: Callable[[], None]) -> None:
+    """Run the product once more, for the trace and for a profiler."""
+    from ..comm.trace import Trace, write
+
+    ledger, whole = clock.grid.ledger, Trace()
+
+    def run() -> None:
+        with ledger.run("product"):
+            once()
+
+    show(ledger, lambda: clock.spans(run), whole, ranges_for(args))
+    if args.trace is not None:
+        write(args.trace, whole, clock.grid.comm)
 
 
 def scalar(value: float, dtype: str) -> float | int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 if TYPE_CHECKING:
     from ..train.config import Config
@@ -41,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="train nothing: say what each rank of the grid would hold, on any number of ranks"
     )
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write some steps as a trace of all ranks, for Perfetto or chrome://tracing"
-    )
+    add_trace_arguments(parser, "some steps")
     parser.add_argument(
         "--trace-steps", type=_steps, default=(3, 5), metavar="A:B", help="the steps that --trace writes (default 3:5)"
     )
@@ -76,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
         return _dry_run(config, args.json)
     from ..train.loop import Traced, train
 
+    check_trace_arguments(args)
     traced = None if args.trace is None else Traced(args.trace, *args.trace_steps)
-    summary = train(config, MPI.COMM_WORLD, args.run, args.resume, args.overwrite, traced)
+    summary = train(config, MPI.COMM_WORLD, args.run, args.resume, args.overwrite, traced, ranges_for(args))
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(summary) if args.json else report(summary), flush=True)
     return 0

@@ -1,18 +1,18 @@
 # Collectives along one axis of a grid, on blocks with a dim and uneven sizes, counted in the ledger.
-# Imports arrays, transport, ledger, failure. Each exists blocking and started (`start_…` → Pending).
+# Imports arrays, transport, account, ledger. Each exists blocking and started (`start_…` → Pending).
 # Next: grid.py, which builds the axes; gemm/cuboid.py, which is written with them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any
 
 from mpi4py import MPI
 
 from ..errors import ShapeError
 from . import staged
+from .account import Accounted, shown
 from .arrays import (
     Array,
     cast,
@@ -21,7 +21,6 @@ from .arrays import (
     count,
     delivered,
     detached,
-    dtype_name,
     empty,
     into_problem,
     is_contiguous,
@@ -32,14 +31,14 @@ from .arrays import (
     widen,
 )
 from .checks import Checks
-from .ledger import Amounts, Ledger
+from .ledger import Ledger
 from .node import NodeRule, Ring, staged_dtype
 from .pending import Pending, completed
 from .shared import SharedViews
-from .transport import Carriers, Requests
+from .transport import Carriers
 
 
-class Axis(SharedViews, Checks):
+class Axis(SharedViews, Accounted, Checks):
     """One axis of a grid, or a plane of several, seen from this rank: its size, this rank's index, and its collectives.
 
     Arrays are numpy arrays, CuPy arrays or torch tensors; those of a call lie all on the host or all on a device. `sizes` are
@@ -153,6 +152,7 @@ class Axis(SharedViews, Checks):
         """`all_to_all`, in flight."""
         return self._all_to_all(array, dim, sizes, receive_sizes, False)
 
+    @shown
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
         wall, cpu = time.perf_counter(), time.thread_time()
@@ -160,6 +160,7 @@ class Axis(SharedViews, Checks):
         requests = self.carriers.of(array, self.comm).send(comm, buffer, to, tag)
         return self._pending("send", 0, 0, array, requests, lambda: None, wall, cpu, keep=buffer)
 
+    @shown
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
         if not is_contiguous(array):
@@ -171,6 +172,7 @@ class Axis(SharedViews, Checks):
 
     # -- the work ---------------------------------------------------------------------------------------------------------
 
+    @shown
     def _all_gather(
         self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool, view: bool = False
     ) -> Pending:
@@ -196,6 +198,7 @@ class Axis(SharedViews, Checks):
 
         return self._pending("all_gather", words, self.size - 1, block, requests, finish, wall, cpu, keep=(front, out))
 
+    @shown
     def _reduce_scatter(
         self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool, parts: Array | None = None
     ) -> Pending:
@@ -239,6 +242,7 @@ class Axis(SharedViews, Checks):
 
         return self._pending("reduce_scatter", words, self.size - 1, array, requests, finish, wall, cpu, keep=(front, room))
 
+    @shown
     def _all_reduce(self, array: Array, op: str, into: Array | None, blocking: bool, in_order: bool = True) -> Pending:
         if self.size == 1:
             return completed(array if into is None or into is array else copy_into(into, array))
@@ -277,6 +281,7 @@ class Axis(SharedViews, Checks):
 
         return self._pending("all_reduce", words, messages, array, requests, finish, wall, cpu, keep=(send, out))
 
+    @shown
     def _broadcast(self, array: Array, root: int, blocking: bool) -> Pending:
         if self.size == 1:
             return completed(array)
@@ -296,6 +301,7 @@ class Axis(SharedViews, Checks):
 
         return self._pending("broadcast", words, int(received), array, requests, finish, wall, cpu, keep=buffer)
 
+    @shown
     def _reduce(self, array: Array, root: int, op: str, blocking: bool, into: Array | None = None) -> Pending:
         if self.size == 1:
             return completed(array if into is None or into is array else copy_into(into, array))
@@ -322,6 +328,7 @@ class Axis(SharedViews, Checks):
 
         return self._pending("reduce", words, self.size - 1, send, requests, finish, wall, cpu, keep=send)
 
+    @shown
     def _all_to_all(
         self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None, blocking: bool
     ) -> Pending:
@@ -373,22 +380,3 @@ class Axis(SharedViews, Checks):
             return None
         self.carriers.host.datatype(array)  # the same dtypes as through MPI
         return self.ring
-
-    # -- the account ------------------------------------------------------------------------------------------------------
-
-    def _pending(
-        self,
-        name: str,
-        words: int,
-        messages: int,
-        array: Array,
-        requests: Requests,
-        finish: Callable[[], Any],
-        wall: float,
-        cpu: float,
-        keep: Any = None,
-    ) -> Pending:
-        amounts = Amounts(1, words, messages, words * array.itemsize, time.perf_counter() - wall, time.thread_time() - cpu)
-        line = self.ledger.record(name, self.label, dtype_name(array), amounts)
-        traced = self.ledger.begin(name, self.label, dtype_name(array), amounts, wall)
-        return Pending(requests, finish, partial(self.ledger.complete, line, traced), keep)

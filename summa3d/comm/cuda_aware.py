@@ -3,6 +3,7 @@
 # Next: choice.py, which says where it is used; probe.py, which finds out whether this MPI can.
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from .arrays import Array, address, count
@@ -36,11 +37,19 @@ class CudaAwareTransport(HostTransport):
         super().__init__(limit)
         self.backend = backend
         self.stream = backend.stream()
+        self.waited = 0.0
 
     def memory(self, array: Array) -> Span:
         """The memory of `array` once the caller's stream has done what it was given."""
+        began = time.perf_counter()
         self.backend.record(self.backend.current(array)).synchronize()
+        self.waited += time.perf_counter() - began
         return Span(self.backend, address(array), count(array), array.itemsize)
+
+    def on_host(self, seconds: float) -> float:
+        """MPI's, which is on the host all the time; not those for which the host has waited for the caller's stream."""
+        waited, self.waited = self.waited, 0.0
+        return max(0.0, seconds - waited)
 
     def buffer(self, memory: Any) -> Any:
         return self.backend.buffer(memory.address, memory.length * memory.itemsize)

@@ -56,6 +56,9 @@ class CupyBackend:
         event.record(stream)
         return event
 
+    def mark(self, event: Any, stream: Any) -> None:
+        event.record(stream)
+
     def milliseconds(self, start: Any, end: Any) -> float:
         return float(self._cuda.get_elapsed_time(start, end))
 

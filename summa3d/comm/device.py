@@ -1,4 +1,4 @@
-# What communication needs of a device, as an interface: streams, events, copies, pinned memory, NCCL. Imports arrays.
+# What communication needs of a device, as an interface: streams, events, copies, pinned memory, NCCL. Imports arrays, timeline.
 # Events order streams; nothing here waits for a whole device. Times on a device are `milliseconds` between two recorded events.
 # Next: cupy_backend.py (the real one), nccl.py, cuda_aware.py, pinned.py (transports that are written with it).
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .arrays import Array
+from .timeline import Span, Timed
 
 
 class Event(Protocol):
@@ -56,6 +57,10 @@ class Backend(Protocol):
         """A mark behind all that `stream` holds."""
         ...
 
+    def mark(self, event: Event, stream: Stream) -> None:
+        """Record a mark anew, behind all that `stream` holds now; nobody may still wait for what it marked."""
+        ...
+
     def milliseconds(self, start: Event, end: Event) -> float:
         """Between two marks that were recorded for timing and have been passed."""
         ...
@@ -77,11 +82,11 @@ class Backend(Protocol):
         ...
 
 
-class Arrival:
+class Arrival(Timed):
     """A communication on a device: `wait` has the caller's stream wait for it, and leaves the host alone."""
 
-    def __init__(self, backend: Backend, event: Event, array: Array) -> None:
-        self._backend, self._event, self._array = backend, event, array
+    def __init__(self, backend: Backend, event: Event, array: Array, *spans: Span) -> None:
+        self._backend, self._event, self._array, self.spans = backend, event, array, spans
 
     def wait(self) -> None:
         self._backend.wait(self._backend.current(self._array), self._event)

@@ -80,7 +80,7 @@ class Grid:
         self.comm = comm if self.ranks == tuple(range(comm.size)) else _comm_of_some(comm, self.ranks)
         self.rank = self.ranks.index(comm.rank) if self.inside else MPI.UNDEFINED
         self.coordinates = self.coordinates_of(self.rank) if self.inside else {}
-        self.ledger = Ledger()
+        self.ledger = Ledger(device)
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._node: list[int] = []
         if self.inside:
@@ -244,7 +244,7 @@ class Grid:
             raise GridError(f"{self} was freed: its axes communicate no more. Make another grid.")
 
     def _carriers(self) -> Carriers:
-        return Carriers(self.transport, self.device)
+        return Carriers(self.transport, self.ledger.timeline)
 
     def _comm_of(self, members: list[int]) -> MPI.Intracomm:
         if len(members) == 1:

@@ -1,5 +1,5 @@
-# NCCL on device arrays through CuPy's bindings: one communicator per axis, on its own stream. Imports device, transport.
-# The host never waits: work is ordered behind the caller's stream by an event, and the caller's stream behind it by another.
+# NCCL on device arrays through CuPy's bindings: one communicator per axis, on its own stream. Imports device, timeline,
+# transport. The host never waits: work is ordered behind the caller's stream by an event, and that behind it by another.
 # Next: choice.py, which says where NCCL can be used; collectives.py, which gives these calls dims and an account.
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mpi4py import MPI
 
 from ..errors import GridError
 from .arrays import Array, address, count, dtype_name, is_half
-from .device import Arrival, Backend, Held
+from .device import Arrival, Held
+from .timeline import Span, Timed, Timeline
 from .transport import LARGE, HostTransport, Requests
 
 DATATYPES = {
@@ -29,11 +30,12 @@ DATATYPES = {
 OPERATIONS = {"sum": "NCCL_SUM", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 
 
-class Message:
+class Message(Timed):
     """A send or a receive that is queued at the latest when somebody waits for it."""
 
     def __init__(self, transport: NcclTransport, array: Array, peer: int, sends: bool) -> None:
         self.transport, self.array, self.peer, self.sends = transport, array, peer, sends
+        self.spans = (Span("nccl"),) if count(array) else ()
         self.arrival: Arrival | None = None
 
     def wait(self) -> None:
@@ -52,11 +54,12 @@ class NcclTransport(HostTransport):
     members messages arrive in the order in which they were sent, and must be received in that order.
     """
 
-    def __init__(self, backend: Backend, comm: MPI.Comm) -> None:
+    def __init__(self, timeline: Timeline, comm: MPI.Comm) -> None:
         super().__init__(LARGE)
-        self.backend, self.nccl = backend, backend.nccl
+        self.timeline, self.backend = timeline, timeline.backend
+        self.nccl = self.backend.nccl
         self.communicator = _joined(self.nccl, comm)
-        self.stream = backend.stream()
+        self.stream = self.backend.stream()
         self.held = Held()
         self.messages: list[Message] = []
 
@@ -153,6 +156,10 @@ class NcclTransport(HostTransport):
     def receive(self, comm: MPI.Comm, array: Array, source: int, tag: int) -> Requests:
         return self._posted(array, source, False)
 
+    def on_host(self, seconds: float) -> float:
+        """None: the host queues work, and what that takes the device is in its spans."""
+        return 0.0
+
     def close(self) -> None:
         self.launch_messages()
         self.backend.record(self.stream).synchronize()
@@ -171,7 +178,10 @@ class NcclTransport(HostTransport):
                     call = self.communicator.send if message.sends else self.communicator.recv
                     call(address(message.array), count(message.array) * width, kind, message.peer, stream)
 
-        event = self._queued(queue, [message.array for message in messages])
+        spans = [span for message in messages for span in message.spans]
+        for span in spans:
+            span.share = 1 / len(spans)
+        event = self._queued(queue, [message.array for message in messages], *spans)
         for message in messages:
             message.arrival = Arrival(self.backend, event, message.array)
 
@@ -184,12 +194,20 @@ class NcclTransport(HostTransport):
     def _launched(self, queue: Callable[[int], None] | None, arrays: Sequence[Array]) -> Requests:
         """Queue a collective; with no elements there is none. What was posted before goes first, on every member."""
         self.launch_messages()
-        return [] if queue is None else [Arrival(self.backend, self._queued(queue, arrays), arrays[0])]
+        if queue is None:
+            return []
+        span = Span("nccl")
+        return [Arrival(self.backend, self._queued(queue, arrays, span), arrays[0], span)]
 
-    def _queued(self, queue: Callable[[int], None], arrays: Sequence[Array]) -> Any:
-        """Queue NCCL's work behind what the caller's stream holds; returns the mark behind it, until which arrays are held."""
+    def _queued(self, queue: Callable[[int], None], arrays: Sequence[Array], *spans: Span) -> Any:
+        """Queue NCCL's work behind what the caller's stream holds; returns the mark behind it, until which arrays are held.
+
+        The span begins when the caller's stream has come so far, and has the wait for the other members in it, as on the host.
+        """
         self.backend.wait(self.stream, self.backend.record(self.backend.current(arrays[0])))
+        start = self.timeline.start(self.stream)
         queue(self.stream.ptr)
+        self.timeline.stop(start, self.stream, *spans)
         event = self.backend.record(self.stream)
         self.held.hold(event, tuple(arrays))
         return event

@@ -1,8 +1,9 @@
-# MPI on page-locked copies of device arrays: for an MPI without CUDA, and ranks that share a device. Imports transport.
+# MPI on page-locked copies of device arrays: for an MPI without CUDA, and ranks that share a device. Imports timeline, transport.
 # Down on a stream of its own, MPI on the copy, up on the same stream; the buffers are used again.
 # Next: choice.py, which says where it is used.
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from mpi4py import MPI
 
 from .arrays import Array, address, count, dtype_name
 from .device import Backend, Held
+from .timeline import Span, Timed, Timeline
 from .transport import HostTransport, Requests
 
 SMALLEST = 1 << 12
@@ -49,21 +51,24 @@ class Buffers:
 
 
 class Copy:
-    """A pinned copy of a device array, or room for one: `host` is what MPI is given."""
+    """A pinned copy of a device array, or room for one: `host` is what MPI is given, `down` the way of what it holds."""
 
-    def __init__(self, memory: np.ndarray, array: Array) -> None:
-        self.memory, self.array = memory, array
+    def __init__(self, memory: np.ndarray, array: Array, down: Span | None = None) -> None:
+        self.memory, self.array, self.down = memory, array, down
         name = dtype_name(array)
         kind = np.dtype("float16" if name == "bfloat16" else name)  # two bytes either way: MPI carries them, nobody adds them
         self.nbytes = count(array) * kind.itemsize
         self.host = memory[: self.nbytes].view(kind)
 
 
-class Staged:
+class Staged(Timed):
     """MPI's work on pinned copies: `wait` ends it, and queues the way up; the caller's stream waits for that."""
 
     def __init__(self, transport: PinnedTransport, requests: Requests, sent: Copy | None, received: Copy | None) -> None:
         self.transport, self.requests, self.sent, self.received = transport, requests, sent, received
+        self.up = Span("up")
+        downs = [copy.down for copy in (sent, received) if copy is not None and copy.down is not None]
+        self.spans = (*downs, *([] if received is None else [self.up]))
 
     def wait(self) -> None:
         MPI.Request.Waitall(self.requests)
@@ -77,15 +82,21 @@ class PinnedTransport:
     rank's part (an event of this stream), and at the end for MPI, but never for the way up. Sums are the host transport's.
     """
 
-    def __init__(self, backend: Backend, limit: int | None = None) -> None:
-        self.backend, self.host = backend, HostTransport(limit)
+    def __init__(self, timeline: Timeline, limit: int | None = None) -> None:
+        self.timeline, self.backend, self.host = timeline, timeline.backend, HostTransport(limit)
         self.datatype, self.operation = self.host.datatype, self.host.operation
-        self.stream = backend.stream()
-        self.held, self.buffers = Held(), Buffers(backend)
+        self.stream = self.backend.stream()
+        self.held, self.buffers = Held(), Buffers(self.backend)
         self.flying: set[Staged] = set()
+        self.waited = 0.0
 
     def sums_parts(self, array: Array) -> bool:
         return False
+
+    def on_host(self, seconds: float) -> float:
+        """MPI's: the way down, for which the host waits, and the way up are in the device's spans."""
+        waited, self.waited = self.waited, 0.0
+        return max(0.0, seconds - waited)
 
     def close(self) -> None:
         """Wait for the ways up that are under way."""
@@ -113,7 +124,7 @@ class PinnedTransport:
     def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, op: str, blocking: bool) -> Requests:
         self.operation(array, op)
         sent = self._down(array)
-        received = Copy(sent.memory, out) if out is array else self._room(out)
+        received = Copy(sent.memory, out, sent.down) if out is array else self._room(out)
         host = sent.host if out is array else received.host
         requests = self.host.all_reduce(comm, sent.host, host, op, False)
         return self._flown(requests, None if out is array else sent, received)
@@ -149,7 +160,9 @@ class PinnedTransport:
         array, memory = staged.received.array, staged.received.memory
         caller = self.backend.current(array)
         self.backend.wait(self.stream, self.backend.record(caller))  # what still reads the memory of `array` comes first
+        start = self.timeline.start(self.stream)
         self.backend.copy(address(array), address(memory), staged.received.nbytes, self.stream)
+        self.timeline.stop(start, self.stream, staged.up)
         event = self.backend.record(self.stream)
         self.backend.wait(caller, event)
         self.held.hold(event, (array,))
@@ -164,8 +177,12 @@ class PinnedTransport:
         """`array` in pinned memory; the host waits until it is there."""
         copy = self._room(array)
         self.backend.wait(self.stream, self.backend.record(self.backend.current(array)))
+        start, copy.down = self.timeline.start(self.stream), Span("down")
         self.backend.copy(address(copy.memory), address(array), copy.nbytes, self.stream)
+        self.timeline.stop(start, self.stream, copy.down)
+        began = time.perf_counter()
         self.backend.record(self.stream).synchronize()
+        self.waited += time.perf_counter() - began
         return copy
 
     def _room(self, array: Array) -> Copy:

@@ -13,6 +13,7 @@ from mpi4py import MPI
 from ..errors import GridError
 from .arrays import Array, address
 from .ledger import Amounts, Ledger
+from .trace import Communication
 
 
 class SharedBlocks:
@@ -28,6 +29,7 @@ class SharedBlocks:
         self, comm: MPI.Intracomm, label: str, sizes: Sequence[int], rest: Sequence[int], dtype: np.typing.DTypeLike
     ) -> None:
         self.comm, self.dtype = comm, np.dtype(dtype)
+        self.traced: Communication | None = None  # the view that is being read, in a trace
         _check_one_node(comm, label)
         row = prod(rest) * self.dtype.itemsize
         self.window = _allocated(comm, label, sizes, row, self.dtype.itemsize)
@@ -86,8 +88,9 @@ class SharedViews:
         wall, cpu = time.perf_counter(), time.thread_time()
         whole = shared.ready(self.barrier)
         seconds, cpu_seconds = time.perf_counter() - wall, time.thread_time() - cpu
-        nbytes = words * shared.dtype.itemsize
-        self.ledger.record("view", self.label, str(shared.dtype), Amounts(1, words, self.size - 1, nbytes, seconds, cpu_seconds))
+        amounts = Amounts(1, words, self.size - 1, words * shared.dtype.itemsize, seconds, cpu_seconds)
+        self.ledger.record("view", self.label, str(shared.dtype), amounts)
+        shared.traced = self.ledger.begin("view", self.label, str(shared.dtype), amounts, wall, seconds)
         return whole
 
     def release(self, block: Array) -> None:
@@ -96,8 +99,9 @@ class SharedViews:
         if shared is not None:
             wall, cpu = time.perf_counter(), time.thread_time()
             self.barrier()
-            waited = Amounts(0, 0, 0, 0, time.perf_counter() - wall, time.thread_time() - cpu)
-            self.ledger.record("view", self.label, str(shared.dtype), waited)
+            seconds, cpu_seconds = time.perf_counter() - wall, time.thread_time() - cpu
+            line = self.ledger.record("view", self.label, str(shared.dtype), Amounts())
+            self.ledger.complete(line, shared.traced, seconds, cpu_seconds, seconds)
 
     def free(self) -> None:
         """Give back the shared memory of adopted blocks (collective)."""

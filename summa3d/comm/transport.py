@@ -1,11 +1,11 @@
-# How bytes travel: MPI on host memory, and the one place that branches on where arrays lie. Imports arrays, p2p, choice.
-# A transport offers the same few calls for every kind of memory; an axis has one for the host, and one for its device.
+# How bytes travel: MPI on host memory, and the one place that branches on where arrays lie. Imports arrays, p2p, choice,
+# timeline. A transport offers the same few calls for every kind of memory; an axis has one for the host, and one for its device.
 # Next: collectives.py, which gives these calls dims, uneven blocks and an account; nccl.py, cuda_aware.py, pinned.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -14,9 +14,7 @@ from ..errors import ShapeError
 from .arrays import Array, dtype_name, is_on_device, raw
 from .choice import Choice, Facts, choose
 from .p2p import exchange, pieces
-
-if TYPE_CHECKING:
-    from .device import Backend
+from .timeline import Timeline
 
 DATATYPES = {
     "bool": MPI.C_BOOL,
@@ -77,6 +75,10 @@ class HostTransport:
     def copy(self, target: Any, source: Any) -> None:
         """target = source, both memory; complete on return."""
         np.copyto(target, source)
+
+    def on_host(self, seconds: float) -> float:
+        """Of the `seconds` that the host was in the last call or wait, those that the communication took it."""
+        return seconds
 
     def close(self) -> None:
         """Release what the transport holds; nothing here."""
@@ -192,11 +194,11 @@ def complete(requests: Requests) -> None:
 class Carriers:
     """The transports of one axis: of arrays on the host, and, from the first one that comes, of arrays on its device.
 
-    wanted : the device transport asked for (choice.py). backend : the device; None, this process's, by CuPy.
+    wanted : the device transport asked for (choice.py). timeline : where the device's times go, and which device that is.
     """
 
-    def __init__(self, wanted: str = "auto", backend: Backend | None = None) -> None:
-        self.wanted, self.backend = wanted, backend
+    def __init__(self, wanted: str = "auto", timeline: Timeline | None = None) -> None:
+        self.wanted, self.timeline = wanted, timeline or Timeline()
         self.host = HostTransport()
         self.choice: Choice | None = None
         self._device: Any = None
@@ -213,25 +215,21 @@ class Carriers:
         return self._device
 
     def _made(self, comm: MPI.Comm) -> Any:
-        if self.backend is None:
-            from .cupy_backend import CupyBackend
-
-            self.backend = CupyBackend()
-        backend = self.backend
+        backend = self.timeline.backend
         known = comm.allgather((backend.identity(), backend.nccl is not None))
         devices = [identity for identity, _ in known]
         self.choice = choose(Facts(devices, all(nccl for _, nccl in known), _reads_devices(comm, self.wanted)), self.wanted)
         if self.choice.name == "nccl":
             from .nccl import NcclTransport
 
-            return NcclTransport(backend, comm)
+            return NcclTransport(self.timeline, comm)
         if self.choice.name == "cuda-aware":
             from .cuda_aware import CudaAwareTransport
 
             return CudaAwareTransport(backend)
         from .pinned import PinnedTransport
 
-        return PinnedTransport(backend)
+        return PinnedTransport(self.timeline)
 
     def free(self) -> None:
         """Release what the device transport holds (collective)."""

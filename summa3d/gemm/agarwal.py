@@ -9,7 +9,6 @@ from typing import Any
 from ..comm.arrays import Array
 from ..comm.collectives import Axis
 from ..layout.layout import Layout
-from .blas import accumulate
 from .plan import Product, ProductPlan
 
 
@@ -71,7 +70,7 @@ class Agarwal(Product):
         b = self.workspace.widened("b", self._broadcast("b", b, self.b_whole, self.x))
         hosts = self.z.index == 0
         partial = out if hosts else self.workspace.buffer("partial", self.c_whole, out)
-        accumulate(a, b, self.plan.form, partial, alpha, beta if hosts else 0, self.workspace.scratch(partial))
+        self.workspace.accumulate(a, b, self.plan.form, partial, alpha, beta if hosts else 0, self.workspace.scratch(partial))
         self.z.reduce(partial, into=partial)
 
     def _broadcast(self, name: str, block: Array, shape: tuple[int, ...], axis: Axis) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 from ..comm.arrays import Array
 from ..comm.collectives import Axis, Pending
 from ..layout.layout import Layout, split_sizes
-from .blas import accumulate, add
+from .blas import add
 from .plan import Product, ProductPlan, square_root
 from .summa import normal
 from .workspace import Workspace
@@ -73,7 +73,7 @@ class Cannon(Product):
 
     def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         if self.q == 1:
-            accumulate(
+            self.workspace.accumulate(
                 self.workspace.widened("a", a),
                 self.workspace.widened("b", b),
                 self.plan.form,
@@ -97,7 +97,7 @@ class Cannon(Product):
             left, right = arrived
             last = step == self.q - 1
             coming = () if last else (along_y.shift(left, 1, first + step + 1), along_x.shift(right, 1, first + step + 1))
-            accumulate(
+            self.workspace.accumulate(
                 along_y.widened(left), along_x.widened(right), self.plan.form, out, alpha, beta if step == 0 else 1, scratch
             )
             arrived = finish(*coming)
@@ -116,7 +116,9 @@ class Cannon(Product):
                 (total,) = finish(sums.shift(total, 1, first + step))
             panel = moving.widened(block)
             operands = (panel, staying) if a_moves else (staying, panel)
-            accumulate(*operands, self.plan.form, total, alpha, int(step > 0), self.workspace.scratch(total, sums.room))
+            self.workspace.accumulate(
+                *operands, self.plan.form, total, alpha, int(step > 0), self.workspace.scratch(total, sums.room)
+            )
             block = finish(*coming)[0] if coming else block
         (total,) = finish(sums.shift(total, -moving.axis.index, sums.axis.index))
         add(total, out, beta)

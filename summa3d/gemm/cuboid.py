@@ -15,8 +15,7 @@ from ..comm.grid import grids_of
 from ..comm.pending import Pending
 from ..errors import ShapeError
 from ..layout.layout import Layout, split_sizes
-from .blas import accumulate, scale
-from .local import multiply
+from .blas import scale
 from .plan import Product, ProductPlan
 
 
@@ -109,7 +108,7 @@ class Cuboid(Product):
         b_gathered = self.workspace.widened("b", self._gathered(self.x, b, self.plan.b_fine, self.b_sizes, "b"))
         if self.z.size == 1:
             scratch = self.workspace.scratch(out) if beta != 0 else None
-            accumulate(a_gathered, b_gathered, self.plan.form, out, alpha, beta, scratch)
+            self.workspace.accumulate(a_gathered, b_gathered, self.plan.form, out, alpha, beta, scratch)
         else:
             self._sum(a_gathered, b_gathered, out, alpha, beta)
         self.y.release(a)
@@ -122,7 +121,7 @@ class Cuboid(Product):
             member = (self.z.index + turn) % self.z.size
             rows = slice(starts[member], starts[member + 1])
             part = a[rows] if self.plan.form[0] == "n" else a[:, rows]
-            accumulate(
+            self.workspace.accumulate(
                 part, b, self.plan.form, blocks[rows], alpha, beta if turn == 0 else 1, self.workspace.scratch(blocks[rows])
             )
             self.z.release(out)
@@ -142,7 +141,7 @@ class Cuboid(Product):
         """Scatter this rank's summand of C[m:x, n:y] and add what the others send, in the members' order."""
         partial = self.workspace.buffer("partial", (self.m, self.n), out) if room is None else room
         parts = self.workspace.buffer("parts", (self.z.size, *out.shape), out) if room is None else None
-        accumulate(a, b, self.plan.form, partial, alpha, 0)
+        self.workspace.accumulate(a, b, self.plan.form, partial, alpha, 0)
         if beta != 0:  # β·C comes along in this rank's own part
             scale(out, beta)
             start = sum(self.c_sizes[: self.z.index])
@@ -184,7 +183,7 @@ class Cuboid(Product):
     def multiply(self, a_gathered: Array, b_gathered: Array) -> Array:
         """This rank's summand of C[m:x, n:y], to be scattered next."""
         room = self.room_for("c", a_gathered)
-        return self._tracked(self.z, multiply(a_gathered, b_gathered, self.plan.form, room))
+        return self._tracked(self.z, self.workspace.multiply(a_gathered, b_gathered, self.plan.form, room))
 
     def room_for(self, operand: str, like: Array) -> Array | None:
         """Where a summand of the operand (a, b or c) may be computed, so that its scatter, if it comes next, copies nothing."""

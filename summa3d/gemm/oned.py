@@ -8,7 +8,7 @@ from typing import Any
 
 from ..comm.arrays import Array
 from ..layout.layout import Layout, split_sizes
-from .blas import accumulate, seed
+from .blas import seed
 from .plan import Product, ProductPlan
 
 
@@ -77,7 +77,7 @@ class OnedColumn(Product):
         if self.plan.sequence and self.axis.size > 1:
             a = self.axis.all_gather(a, sizes=self.sizes, into=self.workspace.buffer("a", self.plan.a_shape, a))
         a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
-        accumulate(a, b, self.plan.form, out, alpha, beta, self.workspace.scratch(out))
+        self.workspace.accumulate(a, b, self.plan.form, out, alpha, beta, self.workspace.scratch(out))
 
 
 class OnedRow(Product):
@@ -94,9 +94,11 @@ class OnedRow(Product):
         if self.plan.sequence and self.axis.size > 1:
             partial = self.workspace.buffer("partial", self.plan.c_shape, out)
             seeded = seed(partial, self.sizes, self.axis.index, out, beta)
-            accumulate(a, b, self.plan.form, partial, alpha, seeded, self.workspace.scratch(partial))
+            self.workspace.accumulate(a, b, self.plan.form, partial, alpha, seeded, self.workspace.scratch(partial))
             parts = self.workspace.buffer("parts", (self.axis.size, *out.shape), out)
             self.axis.reduce_scatter(partial, sizes=self.sizes, into=out, parts=parts)
             return
-        accumulate(a, b, self.plan.form, out, alpha, beta if self.axis.index == 0 else 0, self.workspace.scratch(out))
+        self.workspace.accumulate(
+            a, b, self.plan.form, out, alpha, beta if self.axis.index == 0 else 0, self.workspace.scratch(out)
+        )
         self.axis.all_reduce(out, into=out)

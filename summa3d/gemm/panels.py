@@ -84,7 +84,7 @@ class Stream:
         if own is not None and is_contiguous(own):
             panel = own
         elif own is not None:
-            panel[...] = own
+            self.workspace.copy(panel, own)
         if self.lookahead:
             return self.axis.start_broadcast(panel, owner).wait
         self.axis.broadcast(panel, owner)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from ..comm.arrays import Array, contiguous, copy_into, dtype_name, empty, is_contiguous, is_half, kind_of
+from ..comm.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_half, kind_of
 from ..comm.grid import Grid, describe
 from ..errors import GridError, ShapeError
 from ..layout.layout import Layout
@@ -181,9 +181,9 @@ class Product(ABC):
             return out
         target = self.workspace.buffer("c", self.c_block, like) if is_half(a) else empty(self.c_block, like)
         if beta != 0:
-            copy_into(target, out)
+            self.workspace.copy(target, out)
         self._execute(a, b, target, alpha, beta)
-        return copy_into(out, target)
+        return self.workspace.copy(out, target)
 
     def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:
         """Raise ShapeError unless the blocks have the plan's shapes and one dtype, α and β suit it, and C lies apart."""

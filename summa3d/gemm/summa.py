@@ -12,7 +12,7 @@ from ..comm.collectives import Axis
 from ..comm.grid import grids_of
 from ..errors import ShapeError
 from ..layout.layout import Layout
-from .blas import accumulate, add, adds_in_place, scale
+from .blas import add, adds_in_place, scale
 from .operands import is_whole
 from .panels import Panel, Stream, panels
 from .plan import Product, ProductPlan
@@ -105,7 +105,7 @@ class Outer:
         if not self.left.cuts:
             scale(out, beta)
         for left, right in zip(self.left.through(a), self.right.through(b), strict=True):
-            accumulate(left, right, self.form, out, alpha, beta, scratch)
+            self.workspace.accumulate(left, right, self.form, out, alpha, beta, scratch)
             beta = 1
 
 
@@ -125,14 +125,14 @@ class Inner:
             operands = (panel, staying) if self.a_moves else (staying, panel)
             owner, target = self._home(count, out)
             if direct:
-                accumulate(*operands, self.form, target, alpha, beta)
+                self.workspace.accumulate(*operands, self.form, target, alpha, beta)
                 continue
             shape = (
                 (self.moving.cuts[count].width, out.shape[1]) if self.a_moves else (out.shape[0], self.moving.cuts[count].width)
             )
             slot = count % 2 if self.moving.lookahead else 0
             partial = self.workspace.buffer(f"partial {slot}", shape, out, room)
-            accumulate(*operands, self.form, partial, alpha, 0)
+            self.workspace.accumulate(*operands, self.form, partial, alpha, 0)
             last()
             last = self._reduced(partial, owner, target, beta)
             if not self.moving.lookahead:

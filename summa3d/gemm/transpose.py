@@ -46,7 +46,7 @@ class Transposed:
             for piece, block in zip(self.received, arriving, strict=True)
         ]
         for piece, block in zip(self.sent, leaving, strict=True):
-            block[...] = turned.T[_box(piece.take)]
+            self.workspace.copy(block, turned.T[_box(piece.take)])
             pending.append(self.world.start_send(block, self.member[piece.taker]))
         if self.kept:
             add(turned.T[_box(self.kept.take)], out[_box(self.kept.put)], beta)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..comm import trace
 from ..comm.failure import Watchdog
-from ..comm.trace import Trace
+from ..comm.ranges import Ranges
 from ..errors import CheckpointError, ConfigError
 from ..nn.body import LanguageModel
 from . import checkpoint, metrics
@@ -64,16 +64,19 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     traced: Traced | None = None,
+    ranges: Ranges | None = None,
 ) -> dict[str, Any]:
     """Train what `config` describes on the ranks of `comm`; returns the account of the run, the same on every rank.
 
     `folder` receives config.toml, metrics.jsonl, checkpoints/step-N/, loss.png and summary.json. With `resume` the run goes
     on from its newest complete checkpoint, on whatever grid it is started now; without, a folder that holds a checkpoint is
-    refused unless `overwrite`. With `traced`, some steps are written as a trace.
+    refused unless `overwrite`. With `traced`, some steps are written as a trace; `ranges` show the
+    run's steps, phases and communications to a profiler.
     """
     run = prepare(config, comm, folder, resume, overwrite)
     if traced is not None:
         traced.check(run.done, config.train.steps)
+    run.grid.ledger.ranges = ranges
     recorder = Recorder(run.metrics, comm, run.done)
     began = time.perf_counter()
     with Progress(config.train.steps, speak=comm.rank == 0) as progress:
@@ -91,11 +94,11 @@ def run_steps(run: Run, recorder: Recorder, progress: Progress, watchdog: Watchd
     settings, ledger = run.config.train, run.grid.ledger
     for number in range(run.done + 1, settings.steps + 1):
         if traced is not None and number == traced.first:
-            ledger.trace = Trace()
-        step = take_step(run, number)
-        if traced is not None and number == traced.last and ledger.trace is not None:
-            trace.write(traced.file, ledger.trace, run.grid.comm)
-            ledger.trace = None
+            ledger.start_trace()
+        with ledger.run(f"step {number}"):
+            step = take_step(run, number)
+        if traced is not None and number == traced.last:
+            trace.write(traced.file, ledger.stop_trace(), run.grid.comm)
         if _due(number, settings.evaluate_every, settings.steps):
             step.validation_loss = evaluate(run)
         recorder.post(step)

@@ -10,6 +10,7 @@ from summa3d.comm.staged import ALL_REDUCE_LIMIT
 from summa3d.comm.transport import HostTransport
 from summa3d.errors import ShapeError
 from summa3d.gemm.algorithms import ALGORITHMS
+from summa3d.gemm.workspace import Workspace
 from summa3d.layout import collect, distribute, split_sizes
 from summa3d.nn.volume import product_cost
 
@@ -120,12 +121,10 @@ def test_a_sum_that_all_use_alike_has_their_gradient_and_a_scatter_has_the_roots
 
 @pytest.mark.mpi(sizes=(4,))
 def test_the_sum_of_a_columns_dx_is_in_flight_while_dw_is_computed(make_grid, monkeypatch):
-    from summa3d.autograd import products as module
-
     grid, plan = make_grid(y=4), ALGORITHMS["oned-column"].plan("nn", M, N, K)
     a, b, _, dc = operands(plan)
     events = []
-    start, multiply = type(grid["y"]).start_all_reduce, module.multiply
+    start, multiply = type(grid["y"]).start_all_reduce, Workspace.multiply
 
     def started(axis, *args, **kwargs):
         pending = start(axis, *args, **kwargs)
@@ -135,7 +134,7 @@ def test_the_sum_of_a_columns_dx_is_in_flight_while_dw_is_computed(make_grid, mo
         return pending
 
     monkeypatch.setattr(type(grid["y"]), "start_all_reduce", started)
-    monkeypatch.setattr(module, "multiply", lambda *args: (events.append("product"), multiply(*args))[1])
+    monkeypatch.setattr(Workspace, "multiply", lambda *args: (events.append("product"), multiply(*args))[1])
     local_a, local_b = (distribute(v.detach(), grid, x).requires_grad_() for v, x in ((a, plan.a_layout), (b, plan.b_layout)))
     matmul(local_a, local_b, product(plan, grid)).backward(distribute(dc, grid, plan.c_layout))
     assert events == ["product", "product", "start", "product", "wait"]

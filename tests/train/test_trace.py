@@ -1,5 +1,5 @@
 # A trace of training: every communication of every rank is in it once, with its words, inside the phase that it belongs to.
-# May import summa3d.train, summa3d.comm.trace.
+# May import pretended, small_runs, summa3d.train, summa3d.comm.trace.
 # Next: ../../summa3d/comm/trace.py.
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from itertools import pairwise
 
+import pretended
 import pytest
 from small_runs import assignments, write_corpus
 
@@ -69,6 +70,35 @@ def test_a_trace_holds_every_communication_of_its_steps_once_with_the_words_of_t
         ordered = sorted(begun, key=lambda event: event["ts"])
         assert any(ends[one["id"]] > after["ts"] for one, after in pairwise(ordered))
     assert min(event["ts"] for event in events if "ts" in event) == 0
+
+
+@pytest.mark.mpi(sizes=(2,), timeout=60)
+def test_on_a_device_every_product_and_communication_has_its_time_by_events_and_the_step_waits_no_more_often(
+    comm, shared_folder, kernel_libraries, monkeypatch
+):
+    grid = {"scheme": "cuboid", "grid__x": 1, "grid__y": 1, "grid__z": 2, "overlap__weight_gradient": 1}
+    waits, take_step, file = [], loop.take_step, shared_folder / "trace.json"
+    with pretended.pretended(monkeypatch, kernel_libraries) as (device, backends):
+        config = small(shared_folder, comm, **grid, train__steps=3, train__evaluate_every=0, device="cuda", transport="nccl")
+
+        def take(run, number):
+            before = len(device.waits), backends[0].host_waits
+            step = take_step(run, number)
+            waits.append((len(device.waits) - before[0], backends[0].host_waits - before[1]))
+            return step
+
+        monkeypatch.setattr(loop, "take_step", take)
+        loop.train(config, comm, shared_folder / "run", traced=loop.Traced(file, 2, 2))
+    assert waits == [(2, 0)] * 3
+    if comm.rank:
+        return
+    events = [event for event in json.loads(file.read_text())["traceEvents"] if event["pid"] == 0]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = Counter(tracks[event["tid"]] for event in events if event["ph"] == "X")
+    begun = Counter(event["cat"] for event in events if event["ph"] == "b")
+    assert spans["products on the device"] == spans["products"] > 0
+    assert begun["axis z"] > 0 and {axis: spans[f"{axis} on the device"] for axis in begun} == begun
+    assert [event["name"] for event in events if event["ph"] == "X" and tracks[event["tid"]] == "runs"] == ["step 2"]
 
 
 @pytest.mark.mpi(sizes=(1, 2), timeout=60)

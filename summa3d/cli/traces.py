@@ -1,0 +1,54 @@
+# `--trace FILE` and `--nvtx`, the same for every command that has them. May import comm.
+# Next: comm/trace.py (what is written), comm/ranges.py (what a profiler shows).
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..comm.ledger import Ledger
+    from ..comm.ranges import Ranges
+    from ..comm.trace import Trace
+
+TRACE = (
+    "write {} as a trace of all ranks: products, copies and communications; open it in Perfetto (https://ui.perfetto.dev, "
+    "Open trace file) or chrome://tracing (Load)"
+)
+NVTX = (
+    "show phases and communications to a profiler as NVTX ranges, by CuPy or torch; with --trace they are shown where they can be"
+)
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    """`what` says what is traced."""
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=TRACE.format(what))
+    parser.add_argument("--nvtx", action="store_true", help=NVTX)
+
+
+def check_trace_arguments(args: argparse.Namespace) -> None:
+    """Raise ConfigError unless the file can be written and NVTX, where it is asked for, is there; on every rank alike."""
+    from ..comm.ranges import nvtx
+    from ..comm.trace import check_file
+
+    if args.trace is not None:
+        check_file(args.trace)
+    if args.nvtx:
+        nvtx()
+
+
+def ranges_for(args: argparse.Namespace) -> Ranges | None:
+    """NVTX ranges where they are asked for, or where there is a trace and a library that has them."""
+    from ..comm.ranges import nvtx, nvtx_or_none
+
+    return nvtx() if args.nvtx else nvtx_or_none() if args.trace is not None else None
+
+
+def show(ledger: Ledger, act: Callable[[], Any], whole: Trace, ranges: Ranges | None) -> None:
+    """Do `act` with what it does in the trace `whole`, and shown to a profiler by `ranges`."""
+    ledger.ranges = ranges
+    ledger.start_trace(whole)
+    act()
+    ledger.stop_trace()
+    ledger.ranges = None
