@@ -81,10 +81,13 @@ def test_on_a_device_every_product_and_communication_has_its_time_by_events_and_
     with pretended.pretended(monkeypatch, kernel_libraries) as (device, backends):
         config = small(shared_folder, comm, **grid, train__steps=3, train__evaluate_every=0, device="cuda", transport="nccl")
 
+        def waited():
+            return len(device.waits), sum(backend.host_waits for backend in backends)
+
         def take(run, number):
-            before = len(device.waits), backends[0].host_waits
+            before = waited()
             step = take_step(run, number)
-            waits.append((len(device.waits) - before[0], backends[0].host_waits - before[1]))
+            waits.append(tuple(now - then for now, then in zip(waited(), before, strict=True)))
             return step
 
         monkeypatch.setattr(loop, "take_step", take)
@@ -97,6 +100,7 @@ def test_on_a_device_every_product_and_communication_has_its_time_by_events_and_
     spans = Counter(tracks[event["tid"]] for event in events if event["ph"] == "X")
     begun = Counter(event["cat"] for event in events if event["ph"] == "b")
     assert spans["products on the device"] == spans["products"] > 0
+    assert begun.pop("axis x·y·z") == 1 and "axis x·y·z on the device" not in spans  # the norm, which lies on the host
     assert begun["axis z"] > 0 and {axis: spans[f"{axis} on the device"] for axis in begun} == begun
     assert [event["name"] for event in events if event["ph"] == "X" and tracks[event["tid"]] == "runs"] == ["step 2"]
 
