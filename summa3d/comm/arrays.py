@@ -33,6 +33,8 @@ def library_of(array: Array) -> Any:
 
 def kind_of(array: Array) -> str:
     """What must be alike where arrays are combined: the library, and where the memory lies."""
+    if isinstance(array, np.ndarray):
+        return "numpy"
     library = "torch" if is_torch(array) else library_of(array).__name__
     return f"{library} on a device" if is_on_device(array) else library
 

@@ -188,6 +188,7 @@ class Product(ABC):
     def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:
         """Raise ShapeError unless the blocks have the plan's shapes and one dtype, α and β suit it, and C lies apart."""
         check_dtype(a)
+        dtype, kind = a.dtype, kind_of(a)
         for name, array, expected in (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block)):
             if array is None:
                 continue
@@ -195,12 +196,10 @@ class Product(ABC):
                 raise ShapeError(
                     f"The block of {name} has shape {tuple(array.shape)}; {self.plan} expects {expected} on this rank."
                 )
-            if array.dtype != a.dtype:
-                raise ShapeError(f"{name} has dtype {array.dtype}, A has {a.dtype}; a product takes one dtype, of one library.")
-            if kind_of(array) != kind_of(a):
-                raise ShapeError(
-                    f"{name} is an array of {kind_of(array)}, A of {kind_of(a)}; a product takes one library and memory."
-                )
+            if array.dtype != dtype:
+                raise ShapeError(f"{name} has dtype {array.dtype}, A has {dtype}; a product takes one dtype, of one library.")
+            if kind_of(array) != kind:
+                raise ShapeError(f"{name} is an array of {kind_of(array)}, A of {kind}; a product takes one library and memory.")
         if out is None and beta != 0:
             raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
         for name, factor in (("alpha", alpha), ("beta", beta)):
