@@ -106,13 +106,14 @@ def memory_table(found: dict[str, Any]) -> str:
 
 def report(summary: dict[str, Any]) -> str:
     """The summary as text."""
-    memory = summary["peak_memory_bytes"] / MEBI
+    memory, on_devices = summary["peak_memory_bytes"] / MEBI, summary["peak_device_bytes"] / MEBI
     lines = [
         f"step {summary['step']} · loss {_number(summary['loss'], '.4f')} · "
         f"validation loss {_number(summary['validation_loss'], '.4f')}",
         f"{summary['training_seconds']:.1f} s of training · {_number(summary['tokens_per_second'], ',.0f')} tokens/s · "
         f"{summary['words_per_rank']:,} words moved per rank and step",
-        f"arithmetic {summary['arithmetic_share']:.0%} of {summary['cores']} cores · peak memory of all ranks {memory:,.0f} MiB",
+        f"arithmetic {summary['arithmetic_share']:.0%} of {summary['cores']} cores · peak memory of all ranks {memory:,.0f} MiB"
+        + (f", of their devices {on_devices:,.0f} MiB" if on_devices else ""),
     ]
     if summary["sample"] is not None:
         lines = ["sample:", *("  " + line for line in summary["sample"].splitlines()), "", *lines]

@@ -167,7 +167,7 @@ def test_a_model_trained_here_is_exported_to_the_logits_it_has(comm: Any, shared
 
         export_folder(opened(shared_tmp_path / "run"), shared_tmp_path / "theirs")
         model = getattr(transformers, CLASSES[family]).from_pretrained(shared_tmp_path / "theirs").eval()
-        ours, plan, settings, _ = load(shared_tmp_path / "run", MPI.COMM_SELF)
+        ours, plan, settings, _ = load(shared_tmp_path / "run", MPI.COMM_SELF, torch.device("cpu"))
         tokens = torch.arange(9).view(1, 9) * 17
         with torch.no_grad():
             assert (model(tokens).logits[:, -1] - ours.eval().next_logits(tokens)).abs().max() < 1e-5

@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 from small_runs import assignments, metrics_of, write_corpus
 
 from summa3d.cli.launch import mpi_command
+
+pytestmark = pytest.mark.skipif(devices.NAME == "pretended", reason="other processes have no pretended device")
 
 RANKS = 2
 ENDS_WITHIN = 10.0

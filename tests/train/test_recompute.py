@@ -4,6 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
 from small_runs import shared_corpus, small_config, train_small
@@ -118,6 +119,7 @@ def saved_bytes(run: Run) -> int:
     return sizes
 
 
+@pytest.mark.skipif(devices.NAME != "cpu", reason="a device keeps no masks")
 @pytest.mark.mpi(sizes=(1, 4))
 def test_less_is_kept_the_more_is_computed_again(comm: Any, shared_tmp_path: Path) -> None:
     run = prepared(comm, shared_tmp_path, GRIDS[comm.size], model__layers=4, model__attention_dropout=0.1)

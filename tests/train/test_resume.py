@@ -4,6 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
 from mpi4py import MPI
@@ -108,7 +109,7 @@ def test_every_step_has_its_own_windows_and_dropout_masks(comm: Any, shared_tmp_
     run = prepare(small_config(shared_corpus(comm, shared_tmp_path), **changes), comm, shared_tmp_path / "again")
     for line in numbers(shared_tmp_path):
         number = line["step"] - 1
-        windows = torch.from_numpy(run.tokens.batch(1, number, 0, 12))
+        windows = devices.on_device(torch.from_numpy(run.tokens.batch(1, number, 0, 12)))
         assert run.model(windows[:, :-1], windows[:, 1:], step=number).item() == pytest.approx(line["loss"], rel=1e-12)
     assert len({line["loss"] for line in numbers(shared_tmp_path)}) == 6
 
