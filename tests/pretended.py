@@ -118,9 +118,10 @@ class Pretended(TorchFunctionMode):
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a function makes where its argument `device` says."""
-        before, self.place = self.place, torch.device(kwargs.pop("device")).type
+        asked = torch.device(kwargs["device"])
+        before, self.place = self.place, asked.type
         try:
-            result = func(*args, **kwargs, device="cpu")
+            result = func(*args, **kwargs | {"device": "cpu" if asked.type == "cuda" else asked})
             if self.place == "cuda":
                 self.storages.add(result)
             return result
@@ -131,24 +132,23 @@ class Pretended(TorchFunctionMode):
         """Tensor.to, cpu and cuda: a copy where the tensor goes to the other side."""
         source, *rest = args
         target = {T.cpu: "cpu", T.cuda: "cuda"}.get(func)
-        others: list[Any] = []
-        for value in [*rest, kwargs.pop("device", None)]:
+        dtypes: list[Any] = []
+        for value in [*rest, kwargs.get("device")]:
             if isinstance(value, (str, torch.device)):
                 target = torch.device(value).type
             elif isinstance(value, T):
-                target, others = "cuda" if value in self.storages else "cpu", [*others, value.dtype]
+                target, dtypes = "cuda" if value in self.storages else "cpu", [value.dtype]
             elif value is not None:
-                others.append(value)
-        here = "cuda" if source in self.storages else "cpu"
-        if target is None or target == here:
-            return T.to(source, *others, **kwargs) if others or kwargs.get("dtype") else source
+                dtypes.append(value)
+        if target not in (None, "cpu", "cuda"):
+            return func(*args, **kwargs)
+        kwargs.pop("device", None)
+        kwargs.setdefault("dtype", dtypes[0] if dtypes else source.dtype)
+        if target is None or (target == "cuda") is (source in self.storages):
+            return T.to(source, **kwargs)
         before, self.place = self.place, target
         try:
-            return (
-                T.to(source, *others, **kwargs | {"copy": True})
-                if others or "dtype" in kwargs
-                else T.to(source, source.dtype, **kwargs | {"copy": True})
-            )
+            return T.to(source, **kwargs | {"copy": True})
         finally:
             self.place = before
 
