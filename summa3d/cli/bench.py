@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from .report import table
 
     world = MPI.COMM_WORLD
-    check_trace_arguments(args)
+    check_trace_arguments(args, MPI.COMM_WORLD)
     found = machine() if world.rank == 0 else {}
     sleep_until_all_are_here(world)
     result = {"machine": found, **(block_result(args) if args.kind == "block" else _product_result(args))}

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
     args.device = requested_device(args.device)
     requested(args.transport)
-    check_trace_arguments(args)
+    check_trace_arguments(args, MPI.COMM_WORLD)
     if args.device == "cuda":
         take_device(MPI.COMM_WORLD)
     algorithm, plan, shape = decided(args, MPI.COMM_WORLD)

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ConfigError
+
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from ..comm.ledger import Ledger
     from ..comm.ranges import Ranges
     from ..comm.trace import Trace
@@ -27,15 +31,26 @@ def add_trace_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--nvtx", action="store_true", help=NVTX)
 
 
-def check_trace_arguments(args: argparse.Namespace) -> None:
-    """Raise ConfigError unless the file can be written and NVTX, where it is asked for, is there; on every rank alike."""
+def check_trace_arguments(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
+    """Raise ConfigError, on every rank alike, unless the file can be written and NVTX, where it is asked for, is there.
+
+    Collective where there is something to check.
+    """
+    from ..comm.failure import agree_on_error
     from ..comm.ranges import nvtx
     from ..comm.trace import check_file
 
-    if args.trace is not None:
-        check_file(args.trace)
-    if args.nvtx:
-        nvtx()
+    if args.trace is None and not args.nvtx:
+        return
+    error: Exception | None = None
+    try:
+        if args.trace is not None:
+            check_file(args.trace)
+        if args.nvtx:
+            nvtx()
+    except ConfigError as caught:
+        error = caught
+    agree_on_error(comm, error)
 
 
 def ranges_for(args: argparse.Namespace) -> Ranges | None:

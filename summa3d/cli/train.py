@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         return _dry_run(config, args.json)
     from ..train.loop import Traced, train
 
-    check_trace_arguments(args)
+    check_trace_arguments(args, MPI.COMM_WORLD)
     traced = None if args.trace is None else Traced(args.trace, *args.trace_steps)
     summary = train(config, MPI.COMM_WORLD, args.run, args.resume, args.overwrite, traced, ranges_for(args))
     if MPI.COMM_WORLD.rank == 0:

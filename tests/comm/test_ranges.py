@@ -1,13 +1,15 @@
 # NVTX ranges: around phases, runs and communications where they are asked for, by a recorded stand-in for CuPy's and torch's.
-# May import summa3d.comm. Next: ../../summa3d/comm/ranges.py.
+# May import summa3d.comm, summa3d.cli.traces. Next: ../../summa3d/comm/ranges.py.
 from __future__ import annotations
 
+import argparse
 import sys
 import types
 
 import numpy as np
 import pytest
 
+from summa3d.cli.traces import check_trace_arguments
 from summa3d.comm.ledger import Ledger
 from summa3d.comm.ranges import nvtx, nvtx_or_none
 from summa3d.errors import ConfigError, ShapeError
@@ -69,6 +71,21 @@ def test_phases_and_communications_are_ranges_in_each_other_and_cost_nothing_whe
         (2, "wait for all_reduce x"),
         (2, "wait for all_gather x"),
     ]
+
+
+@pytest.mark.mpi(sizes=(2,), timeout=60)
+def test_nvtx_that_one_rank_lacks_and_a_folder_that_one_rank_lacks_are_errors_on_all(comm, recorder, monkeypatch, tmp_path):
+    def refused():
+        raise ConfigError("NVTX ranges need CuPy")
+
+    if comm.rank == 1:
+        monkeypatch.setattr("summa3d.comm.ranges.nvtx", refused)
+    with pytest.raises(ConfigError, match="NVTX ranges need CuPy"):
+        check_trace_arguments(argparse.Namespace(trace=None, nvtx=True), comm)
+    file = tmp_path / "none" / "trace.json" if comm.rank == 1 else tmp_path / "trace.json"
+    with pytest.raises(ConfigError, match="which is no folder"):
+        check_trace_arguments(argparse.Namespace(trace=file, nvtx=False), comm)
+    check_trace_arguments(argparse.Namespace(trace=tmp_path / "trace.json", nvtx=False), comm)
 
 
 @pytest.mark.mpi(sizes=(2,), timeout=60)
