@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from .block import add_block_arguments, block_result
 from .runtime import usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
@@ -64,21 +64,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from mpi4py import MPI
 
+    from ..comm.trace import check_file
     from .contest import machine, sleep_until_all_are_here
     from .report import table
 
-    world = MPI.COMM_WORLD
-    check_trace_arguments(args, MPI.COMM_WORLD)
+    world, file = MPI.COMM_WORLD, None if args.json in (None, "-") else Path(args.json)
+    if file is not None:
+        check_file(file, "--json")  # now, not after the race
+    check_trace_arguments(args, world)
     found = machine() if world.rank == 0 else {}
     sleep_until_all_are_here(world)
     result = {"machine": found, **(block_result(args) if args.kind == "block" else _product_result(args))}
     if world.rank == 0:
         for name in found["overrides"]:
             print(f"warning: {name} is exported: OpenBLAS may run at half its speed", file=sys.stderr)
-        if args.json not in (None, "-"):
-            Path(args.json).write_text(json.dumps(result) + "\n", encoding="utf-8")
         print(json.dumps(result) if args.json == "-" else table(result), flush=True)
+        if file is not None:
+            _write(file, json.dumps(result) + "\n")
     return 0
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--json {file} cannot be written: {error}") from error
 
 
 def _product_result(args: argparse.Namespace) -> dict[str, Any]:

@@ -24,9 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..train.config import at_least
+
     for name, lowest in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        if getattr(args, name) < lowest:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {lowest}.")
+        at_least(f"--{name.replace('_', '-')}", getattr(args, name), lowest)
     if not args.prompt:
         raise ConfigError("--prompt is empty; give at least one character to continue.")
     from mpi4py import MPI

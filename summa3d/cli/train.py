@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ..train.config import Config
 
 MEBI = 1 << 20
+TRACED = (3, 5)
+"""The steps that are traced unless others are asked for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="train nothing: say what each rank of the grid would hold, on any number of ranks"
     )
     add_trace_arguments(parser, "some steps")
-    parser.add_argument(
-        "--trace-steps", type=_steps, default=(3, 5), metavar="A:B", help="the steps that --trace writes (default 3:5)"
-    )
+    parser.add_argument("--trace-steps", type=_steps, metavar="A:B", help="the steps that --trace writes (default 3:5)")
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON line")
 
 
@@ -69,6 +69,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "Name a configuration: `summa3d train demo --run DIR`, or a TOML file. Only --resume takes it from the run."
         )
+    if args.dry_run and args.trace:
+        raise ConfigError("--dry-run takes no steps, and so --trace has none to write. Give one of them.")
+    if args.trace_steps and not args.trace:
+        raise ConfigError("--trace-steps says which steps --trace writes. Give --trace FILE as well.")
     config = configuration.load(args.config or str(args.run / "config.toml"), args.assignments)
 
     if args.dry_run:
@@ -76,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from ..train.loop import Traced, train
 
     check_trace_arguments(args, MPI.COMM_WORLD)
-    traced = None if args.trace is None else Traced(args.trace, *args.trace_steps)
+    traced = None if args.trace is None else Traced(args.trace, *(args.trace_steps or TRACED))
     summary = train(config, MPI.COMM_WORLD, args.run, args.resume, args.overwrite, traced, ranges_for(args))
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(summary) if args.json else report(summary), flush=True)

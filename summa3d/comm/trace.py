@@ -78,11 +78,11 @@ class Trace:
         return communication
 
 
-def check_file(path: Path) -> None:
-    """Raise ConfigError unless a trace can be written there."""
+def check_file(path: Path, option: str = "--trace") -> None:
+    """Raise ConfigError unless `option` names a file in a folder that there is."""
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
-        raise ConfigError(f"--trace {path} {what}. Name a file in a folder that exists.")
+        raise ConfigError(f"{option} {path} {what}. Name a file in a folder that exists.")
 
 
 def write(path: Path, trace: Trace, comm: MPI.Intracomm) -> None:

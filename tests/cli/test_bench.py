@@ -102,6 +102,7 @@ def test_weak_scaling_keeps_the_work_per_rank():
         ("gemm", ["--algorithm", "strassen"], "ConfigError: Algorithm 'strassen' is not known."),
         ("gemm", ["--algorithm", "cannon"], "GridError: cannon cannot use 2 ranks."),
         ("gemm", ["--rounds", "0"], "ConfigError: --rounds is 0; it must be at least 1."),
+        ("gemm", ["--json", "none/x.json"], "ConfigError: --json none/x.json lies in none, which is no folder."),
         ("strong", ["--ranks", "1,4"], "ConfigError: --ranks asks for 4; 2 were started."),
         ("strong", ["--ranks", "1,two"], "'1,two' is not a list of rank counts; write it as 1,2,4"),
     ],
@@ -144,3 +145,10 @@ def test_peers_stand_side_by_side_and_a_missing_one_is_left_blank(tmp_path):
     pytest.importorskip("matplotlib")
     (picture,) = report.draw(result, tmp_path / "peers", ["svg"])
     assert "tall" in picture.read_text()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that is always full")
+def test_a_result_that_cannot_be_written_has_been_printed():
+    done = bench(1, "gemm", "--rounds", "1", "--json", "/dev/full")
+    assert done.returncode != 0 and "oned-column y=1" in done.stdout
+    assert "DataError: --json /dev/full cannot be written: [Errno 28]" in done.stderr and "Traceback" not in done.stderr

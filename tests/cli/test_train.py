@@ -106,6 +106,12 @@ def test_an_error_is_printed_once_for_all_ranks_before_training_starts(tmp_path:
         (["generate", "nowhere", "--prompt", "x"], "nowhere is not a run folder"),
         (["generate", "nowhere", "--prompt", ""], "--prompt is empty"),
         (["generate", "nowhere", "--prompt", "x", "--top-k", "-1"], "--top-k is -1"),
+        (
+            ["generate", "nowhere", "--prompt", "x", "--temperature", "nan"],
+            "--temperature is nan; it must be at least 0, and finite",
+        ),
+        (["train", "demo", "--run", "nowhere", "--trace-steps", "1:2"], "Give --trace FILE as well"),
+        (["train", "demo", "--dry-run", "--trace", "t.json"], "--dry-run takes no steps"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: list[str], words: str) -> None:
