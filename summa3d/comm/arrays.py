@@ -47,6 +47,30 @@ def address(array: Array) -> int:
     return int(interface["data"][0])
 
 
+def overlap(one: Array, other: Array) -> bool:
+    """Whether two arrays of one kind have elements in common; columns side by side in one memory have not."""
+    if isinstance(one, np.ndarray):
+        return bool(np.may_share_memory(one, other) and np.shares_memory(one, other))
+    if is_torch(one) and one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    return bool(np.shares_memory(_Outline(one), _Outline(other)))
+
+
+class _Outline:
+    """Where an array's elements lie, in a form that numpy compares without reading them: they may be a device's."""
+
+    def __init__(self, array: Array) -> None:
+        size = int(array.itemsize)
+        steps = [step * size for step in array.stride()] if is_torch(array) else array.strides
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(array.shape),
+            "strides": tuple(steps),
+            "typestr": f"|V{size}",
+            "data": (address(array), True),
+        }
+
+
 def empty(shape: Sequence[int], like: Array, order: Literal["C", "F"] = "C") -> Array:
     """An uninitialised array of `like`'s kind, dtype and device; in C order, or with order F in that of its transpose."""
     if is_torch(like):

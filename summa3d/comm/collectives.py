@@ -25,6 +25,7 @@ from .arrays import (
     into_problem,
     is_contiguous,
     is_half,
+    overlap,
     share,
     sum_parts,
     swap_front,
@@ -44,7 +45,8 @@ class Axis(SharedViews, Accounted, Checks):
     Arrays are numpy arrays, CuPy arrays or torch tensors; those of a call lie all on the host or all on a device. `sizes` are
     the members' extents along `dim`; without it they are equal. Results are new C-ordered arrays, or `into` where given. On an
     axis of size 1 every collective returns its input, uncopied, and costs nothing. Words are counted as DESIGN §1 defines
-    them; n is the whole, n_r this rank's part. `carriers` are the transports, of the host and of a device.
+    them; n is the whole, n_r this rank's part. `into` may lie in the memory of what is sent. `carriers` are the transports, of
+    the host and of a device.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class Axis(SharedViews, Accounted, Checks):
         front = contiguous(swap_front(block, dim))
         shape = (sum(sizes), *front.shape[1:])
         rest = prod(front.shape[1:])
-        direct = into is not None and dim == 0 and is_contiguous(into)
+        direct = into is not None and dim == 0 and is_contiguous(into) and not overlap(into, front)
         out = into if direct else empty(shape, block)
         requests = self.carriers.of(block, self.comm).all_gather(self.comm, front, out, [size * rest for size in sizes], blocking)
 
@@ -272,7 +274,7 @@ class Axis(SharedViews, Accounted, Checks):
                 return cast(wide, array) if into is None else copy_into(into, cast(wide, array))
 
             return self._pending("all_reduce", words, messages, wide, requests, narrow, wall, cpu, keep=wide)
-        direct = into is not None and is_contiguous(into)
+        direct = into is not None and is_contiguous(into) and (into is array or not overlap(into, send))
         out = send if into is array and direct else into if direct else empty(array.shape, array)
         requests = carrier.all_reduce(self.comm, send, out, op, blocking)
 

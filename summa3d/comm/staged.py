@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, contiguous, copy_into, count, detached, empty, is_contiguous, is_half, is_torch, share, widen
+from .arrays import Array, contiguous, copy_into, count, detached, empty, is_contiguous, is_half, is_torch, overlap, share, widen
 from .node import Ring, Turn
 
 OPERATIONS = {"sum": "add", "max": "maximum", "min": "minimum"}
@@ -79,8 +79,8 @@ def reduce_scatter(
             at = (slice(None),) * dim + (part,)
             copy_into(mine[at], array[at])
         own = array[(slice(None),) * dim + (slice(begin, end),)]
-        if not blocking:
-            own = copy_into(empty(own.shape, array), own)  # ... but the caller may overwrite it meanwhile
+        if not blocking or (into is not None and overlap(into, own)):
+            own = copy_into(empty(own.shape, array), own)  # ... but the caller may overwrite it meanwhile, or the sum
     else:
         own = None
     turn.post()

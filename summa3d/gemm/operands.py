@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array, address, dtype_name, is_torch
+from ..comm.arrays import Array, dtype_name, overlap
 from ..errors import ShapeError
 from .machine import KINDS
 
@@ -39,30 +39,7 @@ def check_factor(name: str, factor: Any, dtype: str) -> None:
 
 def check_apart(out: Array, operand: Array, name: str) -> None:
     """Raise ShapeError where `out` and an operand have elements in common: one would be overwritten before it is read."""
-    if _overlap(out, operand):
+    if overlap(out, operand):
         raise ShapeError(
             f"out shares memory with {name}, which is read while C is written. Pass an out of its own, or a copy of {name}."
         )
-
-
-def _overlap(one: Array, other: Array) -> bool:
-    if isinstance(one, np.ndarray):
-        return bool(np.may_share_memory(one, other) and np.shares_memory(one, other))
-    if is_torch(one) and one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
-        return False
-    return bool(np.shares_memory(_Outline(one), _Outline(other)))
-
-
-class _Outline:
-    """Where an array's elements lie, in a form that numpy compares without reading them: they may be a device's."""
-
-    def __init__(self, array: Array) -> None:
-        size = int(array.itemsize)
-        steps = [step * size for step in array.stride()] if is_torch(array) else array.strides
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(array.shape),
-            "strides": tuple(steps),
-            "typestr": f"|V{size}",
-            "data": (address(array), True),
-        }

@@ -45,3 +45,25 @@ def test_reduce_scatter_uses_the_room_it_is_given_for_the_parts(comm, make_grid)
             room.reshape(comm.size, -1, 4)[:, : len(out)], [part[start : start + len(out)] for part in summands]
         )
     assert grid.ledger.workspace_peak == 0
+
+
+@pytest.mark.mpi(sizes=(2, 3, 4))
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_result_may_be_written_over_what_is_sent(comm, make_grid, kind):
+    axis, size = make_grid(y=comm.size)["y"], 2
+    parts = [numbers("float64", (size * comm.size, 3), 5, member) for member in range(comm.size)]
+    total, own = sum(parts), slice(size * comm.rank, size * (comm.rank + 1))
+
+    def fresh():
+        return array(kind, "float64", parts[comm.rank])
+
+    for scatter in (axis.reduce_scatter, lambda *given, **also: axis.start_reduce_scatter(*given, **also).wait()):
+        whole = fresh()
+        scatter(whole, into=whole[own])
+        assert np.array_equal(plain(whole[own]), total[own])
+    whole = fresh()
+    axis.all_gather(whole[own], into=whole)
+    assert np.array_equal(plain(whole), np.concatenate([part[size * i : size * (i + 1)] for i, part in enumerate(parts)]))
+    whole = fresh()
+    axis.all_reduce(whole, into=whole[:])
+    assert np.array_equal(plain(whole), total)
