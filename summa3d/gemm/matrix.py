@@ -77,6 +77,8 @@ class DistMatrix:
         _check_sizes(shape)
         rows, columns = (_indices(runs) for runs in layout.runs(shape, grid.shape, grid.coordinates))
         values = np.broadcast_to(function(rows[:, None], columns[None, :]), (len(rows), len(columns)))
+        if np.iscomplexobj(values) and np.dtype(dtype).kind != "c":
+            raise ShapeError(f"The function's values are complex, and dtype {np.dtype(dtype)} is not. Give it a complex dtype.")
         block = empty_shared(shape, grid, layout, dtype) if shared else np.empty(values.shape, dtype)
         block[...] = values
         return cls(block, layout, grid, (shape[0], shape[1]))

@@ -80,7 +80,10 @@ class Reader(OpenFiles):
 def write(
     folder: Path, listed: Sequence[tuple[str, tuple[int, ...]]], dtype: str, tensors: Iterator[Tensor], file_bytes: int
 ) -> list[Path]:
-    """Write `tensors`, which come in the order of `listed`, each as it comes; in several files with an index if it takes them."""
+    """Write `tensors`, which come in the order of `listed`, each as it comes; in several files with an index if it takes them.
+
+    Raises CheckpointError where a file cannot be written.
+    """
     groups: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     size = 0
     for name, shape in listed:
@@ -93,7 +96,10 @@ def write(
     files = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     files = files if len(files) > 1 else [SINGLE]
     for file, group in zip(files, groups, strict=True):
-        write_tensors(folder / file, [(name, shape, dtype) for name, shape in group], islice(tensors, len(group)))
+        try:
+            write_tensors(folder / file, [(name, shape, dtype) for name, shape in group], islice(tensors, len(group)))
+        except OSError as error:
+            raise CheckpointError(f"Cannot write {folder / file}: {error}.") from error
     if len(files) > 1:
         weight_map = {name: file for file, group in zip(files, groups, strict=True) for name, _ in group}
         total = sum(prod(shape) for _, shape in listed) * ITEM_BYTES[dtype]

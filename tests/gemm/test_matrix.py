@@ -148,6 +148,11 @@ def test_what_cannot_be_multiplied_is_refused_on_every_rank_before_anything_move
         ),
         (lambda: DistMatrix(a.block, plan.b_layout, grid, (9, 9)), ShapeError, "gives blocks"),
         (lambda: DistMatrix.from_function(np.add, (-1, 5), grid, plan.a_layout), ShapeError, "cannot have the shape (-1, 5)"),
+        (
+            lambda: DistMatrix.from_function(lambda i, j: i + 1j * j, (4, 4), grid, plan.a_layout),
+            ShapeError,
+            "values are complex",
+        ),
         (lambda: DistMatrix.from_function(np.add, (4.0, 5), grid, plan.a_layout), ShapeError, "two whole numbers"),
         (lambda: matmul(a.block, b), ShapeError, "a is a ndarray; matmul takes DistMatrix"),
         (lambda: matmul(a, b, out=c.block), ShapeError, "out is a ndarray"),

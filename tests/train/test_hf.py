@@ -278,6 +278,11 @@ def test_older_files_say_rope_scaling_and_rope_theta(tmp_path: Path) -> None:
         import_folder(tmp_path / "theirs", tmp_path / "other", MPI.COMM_SELF)
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"Cannot write .*none/model\.safetensors: .*No such file"):
+        hf_files.write(tmp_path / "none", [("a", (2,))], "float32", iter([torch.zeros(2)]), 1 << 30)
+
+
 def spoil(folder: Path, kind: str) -> None:
     """Make an imported folder wrong in one way."""
     file, settings = folder / "model.safetensors", folder / "config.json"
