@@ -13,7 +13,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from ..errors import LaunchError, Summa3dError
+from ..capability import forbidden
+from ..errors import ConfigError, LaunchError, Summa3dError
 from .runtime import (
     LIKE_OPEN_MPI,
     THREAD_VARIABLES,
@@ -77,12 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
     try:
         start_mpi()
-    except LaunchError as error:
+    except (ConfigError, LaunchError) as error:
         launched = launched_as()
         if launched is not None and launched[1] != 0:
             time.sleep(TIME_TO_SPEAK)
         else:
-            print(f"LaunchError: {error}", file=sys.stderr, flush=True)
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
     return _run(name, arguments[1:])
 
@@ -130,6 +131,7 @@ def start_mpi() -> None:
     """
     import mpi4py
 
+    forbidden("SUMMA3D_BIND")  # a wrong value is an error here, on every rank
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = True
     from mpi4py import MPI

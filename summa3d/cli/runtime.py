@@ -1,5 +1,5 @@
 # Which MPI library this interpreter loads, which launcher belongs to it, and the settings that fit ranks to cores.
-# May import errors only; nothing here calls MPI_Init. Used by launch, main, doctor and by the tests' plugin.
+# May import errors and capability only; nothing here calls MPI_Init. Used by launch, main, doctor and by the tests' plugin.
 # Next: launch.py, which becomes the launcher found here; main.py, which checks what it was started by.
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..capability import forbidden
 from ..errors import LaunchError
 
 MPIEXEC_VARIABLE = "SUMMA3D_MPIEXEC"
@@ -175,7 +176,7 @@ def take_core(place: int) -> None:
     takes caches away from a product. SUMMA3D_BIND=no leaves them to the kernel.
     """
     cores = _cores()
-    if hasattr(os, "sched_setaffinity") and len(cores) > 1 and os.environ.get("SUMMA3D_BIND") != "no":
+    if hasattr(os, "sched_setaffinity") and len(cores) > 1 and not forbidden("SUMMA3D_BIND"):
         os.environ[CORES_VARIABLE] = ",".join(map(str, cores))
         os.sched_setaffinity(0, {cores[place % len(cores)]})
         if hasattr(os, "SCHED_BATCH"):

@@ -13,6 +13,7 @@ import pytest
 
 from summa3d.capability import available
 from summa3d.comm import node, staged
+from summa3d.errors import ConfigError
 
 SOON = 10.0
 pytestmark = pytest.mark.skipif(available() is not None, reason=f"no node memory: {available()}")
@@ -100,6 +101,9 @@ def test_a_grid_may_do_without(comm, make_grid, monkeypatch):
     assert not node.in_one_node(comm)
     assert grid["x"].all_gather(np.array([comm.rank]), view=True).tolist() == list(range(comm.size))
     grid.world.barrier()
+    monkeypatch.setenv("SUMMA3D_NODE_MEMORY", "off")
+    with pytest.raises(ConfigError, match="SUMMA3D_NODE_MEMORY is 'off'; it takes yes or no"):
+        make_grid(x=comm.size)
 
 
 @pytest.mark.mpi(sizes=(3,))
