@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "summa3d" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
 README = HERE / "README.md"
 
-TORCH = ["torch>=2.4"]
+TORCH = ["torch>=2.5"]
 PLOT = ["matplotlib>=3.8"]
 TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0", "tomli>=2.0; python_version < '3.11'"]
 MPI = ["mpich>=4.2"]

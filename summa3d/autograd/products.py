@@ -119,26 +119,29 @@ class Gathered(Product):
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         self.cuboid.check(a, b)
         view = self.regather  # what is kept for backward must be a copy
-        a_gathered, b_gathered = self.cuboid.gather_a(a, view), self._gathered_b(b, view, forward=True)
-        c = self.cuboid.scatter_c(self.cuboid.multiply(a_gathered, b_gathered))
-        return c, (a, b) if self.regather else (a_gathered, b_gathered)
+        gathered = self.cuboid.gather_a(a, view), self._gathered_b(b, view, forward=True)
+        partial, kept = self.cuboid.multiply(*gathered), (a, b) if self.regather else gathered
+        del gathered  # before what the sum needs is there
+        return self.cuboid.scatter_c(partial), kept
 
     def share(self, c: Tensor) -> Tensor:
         return self.cuboid.gather_c(c, view=True)
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """The scatter along y is in flight when this returns."""
-        b_gathered = self._gathered_b(b, view=True, forward=False) if self.regather else b
-        return self.cuboid.start_scatter_a(
-            local(self.cuboid.workspace, self.of_a, shared, b_gathered, self.cuboid.room_for("a", shared))
-        )
+        if self.regather:
+            b = self._gathered_b(b, view=True, forward=False)
+        partial = local(self.cuboid.workspace, self.of_a, shared, b, self.cuboid.room_for("a", shared))
+        del b  # gathered, before what the sum needs is there
+        return self.cuboid.start_scatter_a(partial)
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
         """The scatter along x is in flight when this returns."""
-        a_gathered = self.cuboid.gather_a(a, view=True) if self.regather else a
-        return self.cuboid.start_scatter_b(
-            local(self.cuboid.workspace, self.of_b, shared, a_gathered, self.cuboid.room_for("b", shared))
-        )
+        if self.regather:
+            a = self.cuboid.gather_a(a, view=True)
+        partial = local(self.cuboid.workspace, self.of_b, shared, a, self.cuboid.room_for("b", shared))
+        del a
+        return self.cuboid.start_scatter_b(partial)
 
     @property
     def later(self) -> Later | None:

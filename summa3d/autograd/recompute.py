@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from .later import Later, Mail
 
@@ -61,10 +62,10 @@ class _Recompute(torch.autograd.Function):
             if mail is not None:
                 tensor.mail = mail.forwarded()
         with torch.enable_grad(), weights_in(ctx.places, tensors[ctx.inputs :]):
-            again = ctx.run(*tensors[: ctx.inputs])
+            end = get_gradient_edge(ctx.run(*tensors[: ctx.inputs]))  # nobody reads the output itself: it is not kept
         wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
         sent = any(mail is not None for mail in mails)  # then that of a weight may be in the mail, and none is left
-        grads = iter(torch.autograd.grad(again, wanted, grad, allow_unused=sent))
+        grads = iter(torch.autograd.grad(end, wanted, grad, allow_unused=sent))
         return None, None, None, None, *(next(grads) if need else None for need in needs)
 
 

@@ -100,7 +100,8 @@ def _gathered(plan: CuboidPlan, scheme: Scheme, word: int, staged: Collection[st
     ahead = overlap.gather > 0 and of_b.size > 1  # then B is copied out of a node's memory
     forward = max(
         a + of_a.gathering(keep),
-        a + of_a.gathered(keep) + of_b.gathered(keep or ahead) + of_c.summand + of_c.scattering,
+        a + of_a.gathered(keep) + of_b.gathered(keep or ahead) + of_c.summand,
+        a + (of_a.gathered(keep) + of_b.gathered(keep)) * keep + of_c.summand + of_c.scattering,
     )
     again_a, again_b = (0, 0) if keep else (of_a.gathered(), of_b.gathered(ahead))
     sum_a = of_a.in_flight if overlap.input_gradient else a
