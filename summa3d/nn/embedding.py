@@ -73,7 +73,7 @@ class Embedding(nn.Module):
         """
         layout = layout or self.scheme.stream
         rows = x.shape[:-1].numel() * self.scheme.rows(layout).size if rows is None else rows
-        added = None if bias is None else self.scheme.spread(bias, self.scheme.after_linear(layout))
+        added = None if bias is None else self.scheme.spread(bias, self.scheme.after_linear(layout), self.vocabulary)
         return matmul(x, self.weight, self._product(layout, rows), added)
 
 

@@ -73,7 +73,7 @@ class Linear(nn.Module):
             )
         rows = x.shape[:-1].numel() * self.scheme.rows(self.input_layout).size if rows is None else rows
         weight = self.weight.t() if self.transposed else self.weight
-        bias = None if self.bias is None else self.scheme.spread(self.bias, self.output_layout)
+        bias = None if self.bias is None else self.scheme.spread(self.bias, self.output_layout, self.n)
         return matmul(x, weight, self._product(rows), bias)
 
     def extra_repr(self) -> str:

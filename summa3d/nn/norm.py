@@ -84,7 +84,7 @@ class LayerNorm(_Norm):
         self.bias = self._vector(0.0, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        gamma, beta = (self.scheme.spread(vector, self.layout) for vector in (self.weight, self.bias))
+        gamma, beta = (self.scheme.spread(vector, self.layout, self.n) for vector in (self.weight, self.bias))
         return _LayerNorm.apply(x, gamma, beta, self.columns, self.rows, self.n, self.eps)
 
 
@@ -112,7 +112,7 @@ class RMSNorm(_Norm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        gamma = self.scheme.spread(self.weight, self.layout)
+        gamma = self.scheme.spread(self.weight, self.layout, self.n)
         return _RMSNorm.apply(x, gamma, self.columns, self.rows, self.n, self.eps)
 
 

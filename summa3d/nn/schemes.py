@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 from torch import Tensor
@@ -28,9 +27,6 @@ from .config import ModelConfig
 from .overlap import DEFAULT, Overlap
 from .scheme_check import check_grid, check_sizes, check_vectors
 from .scheme_kinds import KINDS, Kind, is_sequence_fine, row_axes
-
-if TYPE_CHECKING:
-    from .parameter import ShardedParameter
 
 SCHEMES = tuple(KINDS)
 
@@ -110,17 +106,16 @@ class Scheme:
             return Layout((*columns, rows[0]), hosted=rows[1:], follows={rows[1]: columns[0]})
         return Layout(columns, hosted=layout.hosted)
 
-    def spread(self, stored: ShardedParameter, layout: Layout) -> Tensor:
-        """A vector as a layer uses it, split as the last dim of an activation in `layout`, from how it is stored, with gradient.
+    def spread(self, stored: Tensor, layout: Layout, n: int) -> Tensor:
+        """A vector of n as a layer uses it, with gradient: what is `stored`, split as the last dim of an activation in `layout`.
 
         Copied vectors are used as they are. Hosted ones are broadcast by their host, diagonal ones then gathered along the
         rows' coarse axis; what the layer finds as their gradient on its rows is scattered and summed the same way back.
         """
         if self.vectors == "copied":
             return stored
-        grid, at, shape = self.grid, self.grid.coordinates, stored.sharding.shape
-        own = self.vector(layout)
-        vector: Tensor = stored
+        grid, at, shape = self.grid, self.grid.coordinates, (n,)
+        own, vector = self.vector(layout), stored
         for axis in own.hosted:
             block = Layout(*own.dims).local_shape(shape, grid.shape, at)
             vector = broadcast_from(vector, grid[axis], own.host(axis, at), block)

@@ -79,7 +79,8 @@ class ViT(Body):
         flat = self._flattened(images[rows])[..., pixels].to(self.patches.weight.dtype)
         x = self.patches(scheme.as_stored(flat))
         first = torch.arange(batch.sequence, device=images.device).expand(batch.rows, -1) == 0
-        token = sum_gradient(scheme.spread(self.class_token, scheme.stream), scheme.vector_rows(scheme.stream))
+        vector = scheme.spread(self.class_token, scheme.stream, self.config.hidden)
+        token = sum_gradient(vector, scheme.vector_rows(scheme.stream))
         x = torch.where(scheme.as_stored(scheme.block_of(first, scheme.stream))[..., None], token, x)
         return self.drop(self.positions(x, batch.sequence), batch)
 

@@ -7,6 +7,7 @@ from nn_parity import global_weights, whole
 from scheme_table import FAMILIES, GPT2, check_against_plain_torch, rows_for, tokens_and_labels
 from torch.nn import functional
 
+from summa3d.autograd.recompute import places_of, weights_in
 from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError, ShapeError
 from summa3d.layout import collect, distribute
@@ -47,6 +48,24 @@ def test_hosted_and_diagonal_vectors_move_their_words_and_count_once_in_the_norm
         gradients = [whole(model, parameter, p.grad) for parameter, p in model.named_parameters()]
         want = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
         assert abs(global_gradient_norm(model.parameters(), grid) - want) <= 1e-12 * want
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_hosted_and_diagonal_vectors_are_found_by_what_is_computed_again_and_as_copies_in_other_dtypes(make_grid, world_size):
+    for name, vectors, axes in STORED[world_size]:
+        model = GPT(GPT2, scheme(name, make_grid(**axes), vectors=vectors), torch.float64, seed=3).eval()
+        tokens, labels = tokens_and_labels(GPT2, rows_for(model.scheme), 12)
+        places, gradients = places_of([model]), []
+        for kind, weights in (
+            ("none", [module._parameters[name] for module, name in places]),
+            ("full", [module._parameters[name].to(torch.float64, copy=True) for module, name in places]),
+        ):
+            model.recompute(kind)
+            model.zero_grad(set_to_none=True)
+            with weights_in(places, weights):
+                model(tokens, labels).backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+        assert all(torch.equal(first, second) for first, second in zip(*gradients, strict=True)), name
 
 
 @pytest.mark.parametrize(
