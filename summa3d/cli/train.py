@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="train nothing: say what each rank of the grid would hold, on any number of ranks"
     )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="of a --dry-run: how many consecutive ranks share a node's memory; without it, both one and all are said",
+    )
     add_trace_arguments(parser, "some steps")
     parser.add_argument("--trace-steps", type=_steps, metavar="A:B", help="the steps that --trace writes (default 3:5)")
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON line")
@@ -76,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     config = configuration.load(args.config or str(args.run / "config.toml"), args.assignments)
 
     if args.dry_run:
-        return _dry_run(config, args.json)
+        return _dry_run(config, args.ranks_per_node, args.json)
     from ..train.loop import Traced, train
 
     check_trace_arguments(args, MPI.COMM_WORLD)
@@ -87,25 +94,37 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _dry_run(config: Config, as_json: bool) -> int:
+def _dry_run(config: Config, ranks_per_node: int | None, as_json: bool) -> int:
     from mpi4py import MPI
 
     from ..train.dry_run import predict
 
-    found = predict(config)
+    found = predict(config, ranks_per_node)
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(found) if as_json else memory_table(found), flush=True)
     return 0
 
 
 def memory_table(found: dict[str, Any]) -> str:
-    """What `predict` found, as text."""
+    """What `predict` found, as text: for each placement, the fullest rank's terms and the means."""
     axes = ",".join(f"{name}={size}" for name, size in found["grid"].items())
     lines = [f"{found['scheme']} on {found['ranks']} rank(s), grid {axes}, {found['dtype']}, recompute {found['recompute']}"]
-    lines.append(f"{'MiB per rank':<16}{'rank ' + str(found['fullest_rank']):>12}{'mean':>12}")
-    for term, count in found["bytes"].items():
-        lines.append(f"{term:<16}{count / MEBI:>12,.2f}{found['mean_bytes'][term] / MEBI:>12,.2f}")
+    placements = [found, *([found["one_node"]] if "one_node" in found else [])]
+    heads = [f"{'rank ' + str(one['fullest_rank']):>12}{'mean':>12}" for one in placements]
+    lines += [_row("", [f"{_carried(one):>24}" for one in placements]), _row("MiB per rank", heads)]
+    for term in found["bytes"]:
+        cells = (f"{one['bytes'][term] / MEBI:>12,.2f}{one['mean_bytes'][term] / MEBI:>12,.2f}" for one in placements)
+        lines.append(_row(term, cells))
     return "\n".join(lines)
+
+
+def _row(name: str, cells: Iterable[str]) -> str:
+    return f"{name:<16}" + "  ".join(cells)
+
+
+def _carried(placement: dict[str, Any]) -> str:
+    """Which axes communicate through a node's memory."""
+    return f"node: {' '.join(placement['node_axes'])}" if placement["node_axes"] else "MPI"
 
 
 def report(summary: dict[str, Any]) -> str:

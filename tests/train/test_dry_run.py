@@ -1,13 +1,19 @@
-# `train --dry-run`: the bytes of every rank before any is started, by the formulas that nn's tests hold to the measured ones.
+# `train --dry-run`: the bytes of every rank before any is started, and the same bytes of a step that was taken.
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
+from mpi4py import MPI
+from small_runs import shared_corpus
 
 from summa3d.errors import ConfigError, GridError, LayoutError
+from summa3d.nn.tracked import peak_bytes
 from summa3d.train import config
 from summa3d.train.dry_run import TERMS, predict
+from summa3d.train.loop import take_step
+from summa3d.train.prepare import prepare
 
 CUBE = ["grid.x=2", "grid.y=2", "grid.z=2"]
 
@@ -44,6 +50,48 @@ def test_recomputation_micro_batches_and_more_ranks_take_less() -> None:
     assert predicted("recompute=full")["bytes"]["activations"] < 0.4 * base["activations"]
     assert predicted("train.batch=48", "train.accumulate=4")["bytes"]["activations"] < 0.6 * base["activations"]
     assert predict(config.load("demo", [*CUBE[:2], "grid.z=4", "train.batch=24"]))["bytes"]["peak"] < base["peak"]
+
+
+def test_axes_inside_a_node_take_less_than_those_between_nodes() -> None:
+    apart = predict(config.load("demo", CUBE))
+    some, together = predict(config.load("demo", CUBE), 4), apart["one_node"]
+    assert (apart["node_axes"], some["node_axes"], together["node_axes"]) == ([], ["y", "z"], ["x", "y", "z"])
+    assert apart["bytes"]["peak"] > some["bytes"]["peak"] > together["bytes"]["peak"] and apart["bytes"]["node"] == 0
+    assert predict(config.load("demo", CUBE), 3)["node_axes"] == []  # ranks 0 to 2: no axis of rank 3, the fullest, is inside
+    assert predict(config.load("demo", CUBE), 8) | {"one_node": together} == apart | together | {"one_node": together}
+    assert "one_node" not in predict(config.load("demo", ["scheme=serial"]))
+    with pytest.raises(ConfigError, match="ranks per node is 0"):
+        predict(config.load("demo", CUBE), 0)
+
+
+STEPS = {
+    "cuboid": ["scheme=cuboid", "grid.x=2", "grid.z=2", "train.accumulate=2", "train.batch=16"],
+    "diagonal": ["scheme=cuboid", "grid.y=2", "grid.z=2", "vectors=diagonal", "recompute=full", "model.dropout=0.1"],
+    "summa": ["scheme=summa", "grid.x=2", "grid.y=2", "vectors=hosted", "model.family=bert", "model.vocabulary=259"],
+    "oned-sp": ["scheme=oned-sp", "grid.y=4", "model.family=llama", "recompute=selective"],
+}
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("node_memory", ["yes", "no"])
+@pytest.mark.parametrize("settings", STEPS.values(), ids=STEPS)
+def test_the_peak_is_that_of_a_step_of_the_run(comm, shared_tmp_path, settings, node_memory, monkeypatch) -> None:
+    monkeypatch.setenv("SUMMA3D_NODE_MEMORY", node_memory)
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    sizes = ["model.layers=2", "model.hidden=96", "model.heads=4", "model.sequence=64", "train.batch=8", "train.warmup=1"]
+    loaded = config.load("demo", [*sizes, f"data.path={shared_corpus(comm, shared_tmp_path)}", *settings])
+    run = prepare(loaded, comm, shared_tmp_path / "run")
+    held = sum(weight.nbytes for weight in run.model.parameters())
+    moments = sum(moment.nbytes for kind in run.optimizer.moments.values() for moment in kind.values())
+    with torch.autograd.set_multithreading_enabled(False):
+        peak = held + moments + peak_bytes(lambda: take_step(run, 1))
+    found = predict(loaded, comm.size)
+    assert found["node_axes"] == [axis for axis in ("x", "y", "z") if run.grid.shape[axis] > 1] * (node_memory == "yes")
+    assert found["bytes"]["parameters"] == comm.allreduce(held, MPI.MAX) and found["mean_bytes"][
+        "optimizer"
+    ] * 4 == comm.allreduce(moments)
+    assert abs(found["bytes"]["peak"] - comm.allreduce(peak, MPI.MAX)) <= 0.05 * peak
+    run.grid.free()
 
 
 @pytest.mark.parametrize(
