@@ -17,7 +17,7 @@ from ..layout.layout import Layout
 from .config import ModelConfig
 from .dropout import Batch, Dropout
 from .joined import Joined
-from .linear import Linear
+from .linear import Linear, added
 from .mask import Visible
 from .rotary import Rotary
 from .schemes import Scheme
@@ -80,9 +80,13 @@ class SelfAttention(nn.Module):
         self.core = AttentionCore(config.heads, config.traits.causal, config.attention_dropout, name, scheme, inner)
 
     def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        return added(*self.handed_on(x, batch, visible))
+
+    def handed_on(self, x: Tensor, batch: Batch, visible: Visible) -> tuple[Tensor, Tensor | None]:
+        """As Linear's: Y, or Y without the output's bias, and that."""
         qkv = self.scheme.batch_first(self.qkv(x)).unflatten(-1, (-1, 3, self.size))  # [b/(XZ), s, a/Y, 3, d]
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [b/(XZ), a/Y, s, d]
-        return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme))  # [b/(XY), s, h/Z]
+        return self.out.handed_on(_stored(self.core(q, k, v, batch, visible), self.scheme))  # [b/(XY), s, h/Z]
 
 
 class GroupedAttention(nn.Module):
@@ -110,12 +114,16 @@ class GroupedAttention(nn.Module):
         self.core = AttentionCore(config.heads, config.traits.causal, config.attention_dropout, name, scheme, inner)
 
     def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        return added(*self.handed_on(x, batch, visible))
+
+    def handed_on(self, x: Tensor, batch: Batch, visible: Visible) -> tuple[Tensor, Tensor | None]:
+        """As Linear's."""
         q, kv = (self.scheme.batch_first(part) for part in self.joined(x))  # [b/(XZ), s, h/Y], [b/(XZ), s, 2·kv·d/Y]
         kv = all_gather(kv, self.run, 2, [kv.shape[2]] * self.run.size)
         q = q.unflatten(-1, (-1, self.size)).transpose(1, 2)  # [b/(XZ), a/Y, s, d]
         k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (-1, 2, self.size)).unbind(3))  # [b/(XZ), kv/Y, s, d]
         q, k = self.rotary(q, k)
-        return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme))  # [b/(XY), s, h/Z]
+        return self.out.handed_on(_stored(self.core(q, k, v, batch, visible), self.scheme))  # [b/(XY), s, h/Z]
 
 
 def run_sharing_a_head(config: ModelConfig, scheme: Scheme, inner: Layout) -> Axis:
@@ -141,7 +149,9 @@ def _stored(context: Tensor, scheme: Scheme) -> Tensor:
     return scheme.as_stored(context.transpose(1, 2).flatten(2))
 
 
-def new_attention(config: ModelConfig, scheme: Scheme, name: str, out_std: float, dtype: torch.dtype) -> nn.Module:
+def new_attention(
+    config: ModelConfig, scheme: Scheme, name: str, out_std: float, dtype: torch.dtype
+) -> SelfAttention | GroupedAttention:
     """The attention of the model's family."""
     kind = GroupedAttention if "rotary_base" in config.traits.options else SelfAttention
     return kind(config, scheme, name, out_std, dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..autograd.relayout import relayout
 from ..errors import ShapeError
@@ -15,6 +14,7 @@ from .dropout import Batch
 from .embedding import Embedding, Positions
 from .linear import Linear
 from .mask import check_shapes, restarting_positions, visible
+from .mlp import gelu
 from .norm import LayerNorm
 from .parameter import initialise, new_parameter
 from .schemes import Scheme
@@ -115,7 +115,7 @@ class BERT(Body):
     def _token_logits(self, x: Tensor, batch: Batch) -> Tensor:
         """[b/(XY), s, h/Z] → [b/(XZ), s, v/Y]."""
         scheme, inner = self.scheme, self.transform.output_layout
-        x = self.transform_norm(functional.gelu(self.transform(x)))
+        x = self.transform_norm(gelu(*self.transform.handed_on(x), "none"))
         shape = (batch.rows, batch.sequence, self.config.hidden)
         x = scheme.as_stored(relayout(scheme.batch_first(x), shape, scheme.grid, inner, scheme.stream))
         return self.embedding.head(x, bias=self.head_bias)

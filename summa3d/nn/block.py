@@ -34,9 +34,13 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(config.dropout, f"{name}.mlp_branch", scheme, scheme.stream)
 
     def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
-        shape = (batch.sequence, self.hidden)
         if self.post_norm:
-            x = self.attention_norm(self.attention_dropout(self.attention(x, batch, visible), shape, batch, x))
-            return self.mlp_norm(self.mlp_dropout(self.mlp(x), shape, batch, x))
-        x = self.attention_dropout(self.attention(self.attention_norm(x), batch, visible), shape, batch, x)
-        return self.mlp_dropout(self.mlp(self.mlp_norm(x)), shape, batch, x)
+            x = self.attention_norm(self._joined(self.attention_dropout, self.attention.handed_on(x, batch, visible), batch, x))
+            return self.mlp_norm(self._joined(self.mlp_dropout, self.mlp.handed_on(x), batch, x))
+        branch = self.attention.handed_on(self.attention_norm(x), batch, visible)
+        x = self._joined(self.attention_dropout, branch, batch, x)
+        return self._joined(self.mlp_dropout, self.mlp.handed_on(self.mlp_norm(x)), batch, x)
+
+    def _joined(self, dropout: Dropout, branch: tuple[Tensor, Tensor | None], batch: Batch, stream: Tensor) -> Tensor:
+        """The stream with a branch, which hands its last bias on, dropped and added."""
+        return dropout(branch[0], (batch.sequence, self.hidden), batch, stream, branch[1])

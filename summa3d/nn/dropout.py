@@ -1,4 +1,4 @@
-# Dropout with masks that depend on the global element index only. Imports random, kernels.dispatch.
+# Dropout with masks that depend on the global element index only. Imports random, linear, kernels.dispatch.
 # Next: attention.py.
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from summa3d.kernels import dispatch as kernel
 from summa3d.kernels.mask import Mask
 
 from ..layout.layout import Layout
+from .linear import added
 from .random import keep_mask, key
 from .schemes import Scheme
 
@@ -35,18 +36,19 @@ class Batch:
 
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, mask: Mask, probability: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, bias: Tensor | None, mask: Mask, probability: float) -> Tensor:
         kept = kernel.dropout_mask(x, mask)
         ctx.save_for_backward(*([kept] if isinstance(kept, Tensor) else []))
-        ctx.mask, ctx.probability, ctx.added = kept if isinstance(kept, Mask) else None, probability, residual is not None
-        return kernel.dropout_add(x, kept, probability, residual)
+        ctx.mask, ctx.probability = kept if isinstance(kept, Mask) else None, probability
+        return kernel.dropout_add(x, kept, probability, residual, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept = ctx.saved_tensors[0] if ctx.mask is None else ctx.mask
-        grad_x = kernel.dropout_gradient(grad, kept, ctx.probability)[0] if ctx.needs_input_grad[0] else None
-        return grad_x, grad if ctx.added else None, None, None
+        of_x, of_residual, of_bias, *_ = ctx.needs_input_grad
+        grads = kernel.dropout_gradient(grad, kept, ctx.probability, of_bias) if of_x or of_bias else (None, None)
+        return grads[0], grad if of_residual else None, grads[1], None, None
 
 
 class Dropout(nn.Module):
@@ -60,12 +62,15 @@ class Dropout(nn.Module):
         super().__init__()
         self.probability, self.name, self.scheme, self.layout = probability, name, scheme, layout
 
-    def forward(self, x: Tensor, shape: Sequence[int], batch: Batch, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, shape: Sequence[int], batch: Batch, residual: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         """Drop from this block x of a global tensor [batch.rows, *shape], and add the result to `residual`, if given.
 
-        A block of three dims lies as the scheme stores it.
+        A block of three dims lies as the scheme stores it. bias : of x's last dim, if it is still to be added to x.
         """
         if not self.training or self.probability == 0:
+            x = added(x, bias)
             return x if residual is None else residual + x
         grid = self.scheme.grid
         rows, *rest = self.layout.slices((batch.rows, *shape), grid.shape, grid.coordinates)
@@ -80,7 +85,7 @@ class Dropout(nn.Module):
         mask = Mask.of(stream, whole, slices, draw)
         if stored and self.scheme.kind.sequence_first:
             mask = mask.swapped()
-        return _DropoutAdd.apply(x, residual, mask, self.probability)
+        return _DropoutAdd.apply(x, residual, bias, mask, self.probability)
 
     def extra_repr(self) -> str:
         return f"{self.probability}, {self.name}"

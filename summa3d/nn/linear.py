@@ -1,4 +1,4 @@
-# A linear layer, written once for every scheme. Imports schemes, parameter, autograd.
+# A linear layer, written once for every scheme. Imports schemes, parameter, autograd, kernels.dispatch.
 # Next: norm.py, mlp.py, attention.py.
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from summa3d.kernels import dispatch as kernel
+from summa3d.kernels import reference
+
+from ..autograd.collectives import sum_gradient
 from ..autograd.matmul import matmul
 from ..autograd.products import Product
 from ..errors import ShapeError
@@ -64,6 +68,20 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
         """Y's block for X's. rows: the global number of rows, where the blocks of X may be uneven; default local · ways."""
+        bias = None if self.bias is None else self.scheme.spread(self.bias, self.output_layout, self.n)
+        return self._times(x, rows, bias)
+
+    def handed_on(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """Y and None; where fused kernels are at hand, X·W and the b that the one which comes next adds, [n/Y].
+
+        Its gradient there is of this rank's rows, and is summed on the way back: the words are the same.
+        """
+        if self.bias is None or kernel.kernels_for(x) is reference:  # b is added in place to what the product wrote
+            return self(x, rows), None
+        bias = self.scheme.spread(self.bias, self.output_layout, self.n)
+        return self._times(x, rows, None), sum_gradient(bias, self.scheme.vector_rows(self.output_layout))
+
+    def _times(self, x: Tensor, rows: int | None, bias: Tensor | None) -> Tensor:
         if x.dim() < 2:
             raise ShapeError(f"Linear takes a block [rows…, {self.k}] with at least 2 dims; it was given {tuple(x.shape)}.")
         if self.input_layout.hosted and (rows is None or x.dim() > 2):
@@ -73,8 +91,12 @@ class Linear(nn.Module):
             )
         rows = x.shape[:-1].numel() * self.scheme.rows(self.input_layout).size if rows is None else rows
         weight = self.weight.t() if self.transposed else self.weight
-        bias = None if self.bias is None else self.scheme.spread(self.bias, self.output_layout, self.n)
         return matmul(x, weight, self._product(rows), bias)
 
     def extra_repr(self) -> str:
         return f"{self.k} → {self.n}, {self.input_layout} → {self.output_layout}, bias={self.bias is not None}"
+
+
+def added(y: Tensor, bias: Tensor | None) -> Tensor:
+    """What was handed on, with the bias."""
+    return y if bias is None else y + bias

@@ -12,8 +12,26 @@ from summa3d.kernels import dispatch as kernel
 
 from .config import ModelConfig
 from .joined import Joined
-from .linear import Linear
+from .linear import Linear, added
 from .schemes import Scheme
+
+
+class _BiasGELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.approximate = approximate
+        return kernel.bias_gelu(x, bias, approximate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *kernel.bias_gelu_gradient(grad, *ctx.saved_tensors, ctx.approximate), None
+
+
+def gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    """GELU(x + bias) of what a linear handed on; x is kept for backward. approximate: as torch's."""
+    return functional.gelu(x, approximate=approximate) if bias is None else _BiasGELU.apply(x, bias, approximate)
 
 
 class MLP(nn.Module):
@@ -40,7 +58,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
         """Y's block for X's; rows as in Linear."""
-        return self.down(functional.gelu(self.up(x, rows), approximate=self.approximate), rows)
+        return added(*self.handed_on(x, rows))
+
+    def handed_on(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """As Linear's: Y, or Y without b2, and b2."""
+        return self.down.handed_on(gelu(*self.up.handed_on(x, rows), self.approximate), rows)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -78,11 +100,15 @@ class GatedMLP(nn.Module):
         self.joined = Joined("ffn", self.gate, self.up)
 
     def forward(self, x: Tensor) -> Tensor:
+        return added(*self.handed_on(x))
+
+    def handed_on(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As Linear's."""
         gate, up = self.joined(x)  # [b/(XZ), s, f/Y] each
-        return self.down(_SwiGLU.apply(gate, up))
+        return self.down.handed_on(_SwiGLU.apply(gate, up))
 
 
-def new_mlp(config: ModelConfig, scheme: Scheme, out_std: float, dtype: torch.dtype) -> nn.Module:
+def new_mlp(config: ModelConfig, scheme: Scheme, out_std: float, dtype: torch.dtype) -> MLP | GatedMLP:
     """The feed-forward half of the model's family."""
     if config.traits.activation == "swiglu":
         return GatedMLP(config.hidden, config.width, scheme, out_std=out_std, dtype=dtype)

@@ -2,6 +2,7 @@
 # Imports torch only. Next: memory.py, whose closed forms must equal these.
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device | None = None) -
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return int(torch.cuda.max_memory_allocated(device)) - before
+    gc.collect()  # what is freed meanwhile shall be the step's own
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     held = peak = 0

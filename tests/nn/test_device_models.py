@@ -30,11 +30,12 @@ VIT = ModelConfig(
     attention_dropout=0.2,
 )
 KINDS = {**FAMILIES, "vit": Family(lambda scheme: VIT, PlainViT, pictures)}
+GELU = ("layer_norm_sums", "layer_norm_gradient_sums", "dropout_add", "dropout_gradient", "sum_lanes")
 ALONE = {  # family → kernels that one step of it starts, whatever the scheme
-    "gpt2": ("layer_norm_sums", "layer_norm_gradient_sums", "dropout_add", "dropout_gradient"),
+    "gpt2": (*GELU, "bias_gelu_tanh", "bias_gelu_tanh_gradient"),
     "llama": ("rms_norm_sums", "rms_norm_gradient_sums", "swiglu", "swiglu_gradient", "rotate", "dropout_add"),
-    "bert": ("layer_norm_sums", "layer_norm_gradient_sums", "dropout_add", "dropout_gradient"),
-    "vit": ("layer_norm_sums", "layer_norm_gradient_sums", "dropout_add", "dropout_gradient"),
+    "bert": (*GELU, "bias_gelu_none", "bias_gelu_none_gradient"),
+    "vit": (*GELU, "bias_gelu_none", "bias_gelu_none_gradient"),
 }
 ALWAYS = ("row_maximum", "cross_entropy_sums", "cross_entropy_gradient", "adamw")
 
