@@ -24,7 +24,7 @@ LLAMA = {**GPT2, "family": "llama", "kv_heads": 2}
 BERT = {**GPT2, "family": "bert"}
 VIT = {"layers": 2, "hidden": 96, "heads": 4, "family": "vit", "image": 20, "patch": 4, "channels": 3, "classes": 11}
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT, "vit": VIT}
-BATCH, SAVED, PEAK, IN_FLIGHT = 8, 0.001, 0.02, 0.05
+BATCH, SAVED, PEAK, IN_FLIGHT = 8, 0.001, 0.03, 0.05
 SCHEMES = {
     1: [("serial", {"x": 1})],
     4: [
