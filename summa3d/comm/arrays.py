@@ -16,7 +16,7 @@ Array = Any
 
 
 def is_torch(array: Array) -> bool:
-    return hasattr(type(array), "data_ptr")
+    return not isinstance(array, np.ndarray) and hasattr(type(array), "data_ptr")  # the first, because every call passes here
 
 
 def is_on_device(array: Array) -> bool:
@@ -80,9 +80,11 @@ def empty(shape: Sequence[int], like: Array, order: Literal["C", "F"] = "C") -> 
 
 def contiguous(array: Array) -> Array:
     """`array` itself if it is C-contiguous, else a C-ordered copy."""
+    if is_contiguous(array):
+        return array
     if not is_torch(array):
         return library_of(array).asarray(array, order="C")
-    return array if is_contiguous(array) else array.detach().resolve_conj().resolve_neg().contiguous()
+    return array.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def detached(array: Array) -> Array:
