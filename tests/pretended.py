@@ -140,7 +140,7 @@ class Pretended(TorchFunctionMode):
                 target, dtypes = "cuda" if value in self.storages else "cpu", [value.dtype]
             elif value is not None:
                 dtypes.append(value)
-        if target not in (None, "cpu", "cuda"):
+        if target != "cuda" and source not in self.storages:
             return func(*args, **kwargs)
         kwargs.pop("device", None)
         kwargs.setdefault("dtype", dtypes[0] if dtypes else source.dtype)
