@@ -12,7 +12,7 @@ from small_runs import metrics_of, train_small
 from summa3d.train import loop, tensor_file
 
 GRIDS: dict[int, dict[str, Any]] = {
-    1: {},
+    1: {"train__accumulate": 2},
     2: {"scheme": "oned", "grid__y": 2, "model__family": "bert", "model__vocabulary": 259, "dtype": "bfloat16"},
     4: {"scheme": "cuboid", "grid__x": 2, "grid__z": 2, "train__accumulate": 3, "overlap__gather": 1, "recompute": "full"},
 }
