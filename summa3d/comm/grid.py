@@ -213,6 +213,9 @@ class Grid:
         if self.inside and self.comm is not self.common:
             self.comm.Free()
 
+    def __deepcopy__(self, memo: object) -> Grid:
+        return self  # copies of what lies on it, a model or a matrix, lie on it too
+
     def __enter__(self) -> Grid:
         return self
 

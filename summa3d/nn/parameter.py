@@ -22,6 +22,11 @@ class ShardedParameter(nn.Parameter):
     decay: bool
     initial: tuple[str, float]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedParameter:
+        copied: ShardedParameter = super().__deepcopy__(memo)
+        copied.sharding, copied.decay, copied.initial = self.sharding, self.decay, self.initial  # which torch leaves behind
+        return copied
+
 
 def new_parameter(
     scheme: Scheme, layout: Layout, shape: tuple[int, ...], initial: tuple[str, float], dtype: torch.dtype, decay: bool

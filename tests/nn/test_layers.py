@@ -1,6 +1,8 @@
 # Layers on their own, as a user puts them into a torch module; and the checks that speak before anything runs.
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional
@@ -37,6 +39,22 @@ def test_two_linears_in_a_users_module_train_like_torchs(make_grid, world_size):
     assert torch.allclose(got, plain[2].weight.data.T, rtol=1e-12, atol=1e-15)
     got = collect(up.bias.data, grid, up.bias.sharding.layout, (13,))
     assert torch.allclose(got, plain[0].bias.data, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_a_deep_copy_of_a_model_lies_on_the_same_grid_and_is_another_model(make_grid):
+    cuboid = scheme("cuboid", make_grid(x=2, y=1, z=2))
+    model = Linear(10, 13, cuboid)
+    initialise(model, cuboid, seed=1)
+    x = distribute(torch.randn(4, 5, 10, generator=torch.Generator().manual_seed(1)), cuboid.grid, cuboid.stream)
+    before = model(x)
+    other = copy.deepcopy(model)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert theirs.sharding == mine.sharding and theirs.decay == mine.decay and theirs.initial == mine.initial
+    assert other.scheme.grid is cuboid.grid and torch.equal(other(x), before)
+    with torch.no_grad():
+        other.weight.zero_()
+    assert torch.equal(model(x), before) and not torch.equal(other(x), before)
 
 
 @pytest.mark.mpi(sizes=(1, 4, 8))
