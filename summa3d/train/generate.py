@@ -115,7 +115,6 @@ def _open_grid(config: Config, comm: MPI.Intracomm, device: torch.device) -> tup
     if comm.size == 1:
         return (grid := Grid(comm, {"x": 1, "y": 1, "z": 1})), scheme("serial", grid)
     if comm.size != size:
-        raise GridError(
-            f"The run's grid {config.grid} has {size} places, but there are {comm.size} ranks. Generate on 1 rank or on {size}."
-        )
+        fits = "1 rank" if size == 1 else f"1 rank or on {size}"
+        raise GridError(f"The run's grid {config.grid} has {size} places, but there are {comm.size} ranks. Generate on {fits}.")
     return open_grid(config, comm, device)
