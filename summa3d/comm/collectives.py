@@ -362,12 +362,12 @@ class Axis(SharedViews, Accounted, Checks):
 
     def room(self, shape: Sequence[int], like: Array) -> Array | None:
         """Shared memory to fill, which `reduce_scatter` sums without a copy if it comes next; None where there is none."""
-        ring = self.ring
-        return ring.open_room(shape, like) if ring is not None and staged_dtype(like) else None
+        ring = self.ring if staged_dtype(like) else None
+        return None if ring is None else ring.open_room(shape, like)
 
     def offers_views(self, array: Array) -> bool:
         """Whether gathers and sums of arrays of this dtype can be read where the members laid them."""
-        return self.ring is not None and staged_dtype(array)
+        return staged_dtype(array) and self.ring is not None
 
     def barrier(self) -> None:
         """Return once every member has called. Members that share a node wait asleep."""

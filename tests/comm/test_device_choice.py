@@ -1,5 +1,5 @@
 # Which transport carries device arrays, by which rule; the probe of MPI; the calls of CuPy that the real device makes.
-# May import summa3d.comm and fake_device; CuPy where it is installed.
+# May import summa3d.comm, fake_device and fake_nccl; CuPy where it is installed.
 # Next: ../../summa3d/comm/choice.py, probe.py, cupy_backend.py.
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import fake_device
+import fake_nccl
 import numpy as np
 import pytest
 
@@ -145,7 +146,7 @@ def test_the_fake_nccl_takes_the_arguments_of_cupys():
     for name in ("allGather", "allReduce", "reduceScatter", "broadcast", "reduce", "send", "recv"):
         line = getattr(real.NcclCommunicator, name).__doc__.splitlines()[0]
         count = len(re.search(r"\((.*)\)", line)[1].split(",")) - 1
-        assert count == len(inspect.signature(getattr(fake_device.Communicator, name)).parameters) - 1, line
+        assert count == len(inspect.signature(getattr(fake_nccl.Communicator, name)).parameters) - 1, line
     assert hasattr(real.NcclCommunicator, "destroy")
 
 
