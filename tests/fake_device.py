@@ -1,5 +1,5 @@
 # A device without a GPU: arrays that the host cannot read, streams that run late, events, poison in freed memory.
-# May import numpy, mpi4py, fake_nccl; what it offers is named as CuPy's functions and as comm/device.py's Backend.
+# May import numpy, mpi4py, fake_nccl, fake_cublas; what it offers is named as CuPy's functions and as comm/device.py's Backend.
 # Next: comm/test_device.py, which runs the real transports on it.
 """Nothing runs when it is queued. What an event needs runs when somebody waits for it, in an order that the streams allow:
 
@@ -13,12 +13,12 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import fake_cublas
 import numpy as np
 from fake_nccl import Nccl
 from mpi4py import MPI
@@ -343,18 +343,11 @@ def array(source: FakeArray, order: Any = "C") -> FakeArray:
     return copyto(source._device.empty(source.shape, source.dtype, order), source)
 
 
-def _gemm(turn_a: str, turn_b: str, a: FakeArray, b: FakeArray, out: FakeArray, alpha: Any, beta: Any) -> FakeArray:
-    left, right = a._view.T if turn_a == "T" else a._view, b._view.T if turn_b == "T" else b._view
-    assert turn_a in "NT" and turn_b in "NT" and out.dtype.char in "fdFD" and a.dtype == b.dtype == out.dtype
-    target = out._view
-
-    def run() -> None:
-        product = alpha * (left @ right)
-        np.copyto(target, product if beta == 0 else product + beta * target)
-
-    a._device.calls.append(("gemm", alpha, beta))
-    a._device.queue(a._device.compute, run, milliseconds=a._device.takes("gemm", out.size * left.shape[1]))
-    return out
+def _called(device: Device, call: tuple[Any, ...], run: Callable[[], None], size: int = 0) -> None:
+    """Queue a product on the caller's stream, and list it."""
+    device.calls.append(call)
+    device.queue(device.compute, run, milliseconds=device.takes("gemm", size))
 
 
-sys.modules[f"{__name__}.cublas"] = types.SimpleNamespace(gemm=_gemm)  # type: ignore[assignment]
+sys.modules[f"{__name__}.cublas"] = fake_cublas.plain(_called)
+sys.modules[f"{__name__}.cuda"] = fake_cublas.cuda(lambda call, run: _called(DEFAULT[0], call, run))

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import fake_cublas
 import fake_device
 import host_kernels
 import torch
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from summa3d.comm import cupy_backend, places
+from summa3d.gemm import cublas
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -247,6 +249,10 @@ class Backend(fake_device.Device):
 def pretended(monkeypatch: Any, libraries: Any) -> Iterator[tuple[Pretended, list[Backend]]]:
     """The device, and the backends that are made on it: NCCL, kernels and `take_device` are those of the pretended one."""
     device, backends = Pretended(), []
+    of_cupy, at_once = cublas.bindings, fake_cublas.cuda(lambda call, run: run())
+
+    def bindings(array: Any) -> Any:
+        return (at_once, nullcontext()) if isinstance(array, T) else of_cupy(array)
 
     def backend() -> Backend:
         backends.append(Backend())
@@ -259,6 +265,7 @@ def pretended(monkeypatch: Any, libraries: Any) -> Iterator[tuple[Pretended, lis
         patch.setattr(places, "take_device", lambda comm, tf32=False: 0)
         patch.setattr("summa3d.train.device.take_device", lambda comm, tf32=False: 0)
         patch.setattr(places, "CupyBackend", backend)
+        patch.setattr(cublas, "bindings", bindings)
         for account in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
             patch.setattr(torch.cuda, account, lambda device: 0)
         with device:

@@ -187,10 +187,11 @@ def timed_and_counted(
         c.block[...] = old
         settle(c.block)
         show_once(args, clock, once)
+    on_device = args.device == "cuda"
     costs = (
-        volume.of_plan(plan, grid.shape, args.dtype, shared, grid.staged)
+        volume.of_plan(plan, grid.shape, args.dtype, shared, grid.staged, on_device)
         if algorithm.name == "cuboid"
-        else algorithm.volume(plan, grid.shape, args.dtype)
+        else algorithm.volume(plan, grid.shape, args.dtype, on_device)
     )
     words, messages, workspace = (grid.comm.allgather(value) for value in (moved.words, moved.messages, peak))
     serial_seconds: list[float] = []

@@ -69,6 +69,13 @@ class Axis(SharedViews, Accounted, Checks):
     def __repr__(self) -> str:
         return f"Axis({self.label}: {self.index} of {self.size})"
 
+    def open_device(self, array: Array) -> None:
+        """Open the transport of arrays that lie where `array` does, for messages between two members (collective).
+
+        A collective does so by itself; on the host there is nothing to open.
+        """
+        self.carriers.of(array, self.comm)
+
     # -- blocking: the started form, completed at once ------------------------------------------------------------------
 
     def all_gather(
@@ -115,7 +122,10 @@ class Axis(SharedViews, Accounted, Checks):
         return self._all_to_all(array, dim, sizes, receive_sizes, True).wait()
 
     def send(self, array: Array, to: int, tag: int = 0) -> None:
-        """Send `array` to member `to`; returns when the buffer may be reused. Moves nothing *to* this rank."""
+        """Send `array` to member `to`; returns when the buffer may be reused. Moves nothing *to* this rank.
+
+        Raises GridError where it lies on a device and no collective, nor `open_device`, has come before along this axis.
+        """
         self.start_send(array, to, tag).wait()
 
     def receive(self, array: Array, source: int, tag: int = 0) -> Array:
@@ -159,7 +169,7 @@ class Axis(SharedViews, Accounted, Checks):
         """`send`, in flight."""
         wall, cpu = time.perf_counter(), time.thread_time()
         comm, buffer = self._peer_comm("send", to), contiguous(array)
-        requests = self.carriers.of(array, self.comm).send(comm, buffer, to, tag)
+        requests = self.carriers.between_two(array).send(comm, buffer, to, tag)
         return self._pending("send", 0, 0, array, requests, lambda: None, wall, cpu, keep=buffer)
 
     @shown
@@ -169,7 +179,7 @@ class Axis(SharedViews, Accounted, Checks):
             raise ShapeError("receive overwrites its array in place, so the array must be C-contiguous.")
         wall, cpu = time.perf_counter(), time.thread_time()
         comm = self._peer_comm("receive", source)
-        requests = self.carriers.of(array, self.comm).receive(comm, array, source, tag)
+        requests = self.carriers.between_two(array).receive(comm, array, source, tag)
         return self._pending("receive", count(array), 1, array, requests, lambda: array, wall, cpu)
 
     # -- the work ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from .failure import agree_on_error
 
 VARIABLE = "SUMMA3D_DEVICE"
 DEVICES = ("cpu", "cuda")
+WIDE_SUMS, TF32 = 16, 3  # cublasMath_t: DISALLOW_REDUCED_PRECISION_REDUCTION, TF32_TENSOR_OP_MATH; CuPy names neither
 
 
 def requested_device(name: str | None = None) -> str:
@@ -52,8 +53,7 @@ def take_device(comm: MPI.Intracomm, tf32: bool = False) -> int:
     import cupy
 
     cupy.cuda.Device(number).use()
-    if tf32:  # cuBLAS's own default, which CuPy leaves alone, is float32
-        cupy.cuda.cublas.setMathMode(cupy.cuda.get_cublas_handle(), cupy.cuda.cublas.CUBLAS_TF32_TENSOR_OP_MATH)
+    cupy.cuda.cublas.setMathMode(cupy.cuda.get_cublas_handle(), WIDE_SUMS | (TF32 if tf32 else 0))
     if "torch" in sys.modules:
         torch: Any = sys.modules["torch"]
         set_precision(torch, tf32)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..errors import ShapeError
+from ..errors import GridError, ShapeError
 from .arrays import Array, dtype_name, is_on_device, raw
 from .choice import Choice, Facts, choose
 from .p2p import exchange, pieces
@@ -213,6 +213,15 @@ class Carriers:
         if self._device is None:
             self._device = self._made(comm)
         return self._device
+
+    def between_two(self, array: Array) -> Any:
+        """The transport for a message from one member to another. Raises GridError on a device where none has been opened."""
+        if is_on_device(array) and self._device is None:
+            raise GridError(
+                "the first communication of device arrays along an axis opens its transport, and must be a collective: members "
+                "that take no part in a message would not come. Have all of them call open_device(array) first."
+            )
+        return self._device if is_on_device(array) else self.host
 
     def _made(self, comm: MPI.Comm) -> Any:
         backend = self.timeline.backend

@@ -24,9 +24,9 @@ class Algorithm:
     """One way to multiply.
 
     `plan(form, m, n, k, **options)` is plain data with layouts and shapes; `executor(plan, grid).run(a, b, out, alpha, beta)`
-    multiplies this rank's blocks; `volume(plan, grid_shape, dtype)` is what that costs on every rank; `grids(ranks)` lists the
-    grids of exactly that many ranks it can use; `options` are the plan's keywords that are no axes; `variants` are the settings
-    of them that give operands other layouts, tried where operands are already laid out.
+    multiplies this rank's blocks; `volume(plan, grid_shape, dtype, device=False)` is what that costs on every rank;
+    `grids(ranks)` lists the grids of exactly that many ranks it can use; `options` are the plan's keywords that are no axes;
+    `variants` are the settings of them that give operands other layouts, tried where operands are already laid out.
     """
 
     name: str

@@ -1,5 +1,5 @@
 # C = α·op(A)·op(B) + β·C on one rank, accumulated in place: numpy's matmul cannot add to C, a BLAS can.
-# Imports comm.arrays, libraries; cuBLAS by CuPy where C is a CuPy array.
+# Imports comm.arrays, libraries, cublas; cuBLAS by CuPy where C is a CuPy array.
 # Next: plan.py, whose executors call `accumulate`; local.py, the product without accumulation.
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from ..comm.arrays import Array, dtype_name, is_half, is_torch, library_of
 from ..libraries import KINDS, gemm, library
+from .cublas import multiply_halves
 
 LETTERS = "ntc"
 """op of a product: none, transpose, conjugate transpose."""
@@ -28,13 +29,16 @@ def accumulate(
     """out = α·op(A)·op(B) + β·out for one block each; `form` is two of the letters n, t, c. With β = 0, `out` is not read.
 
     Rows may be strided. Allocates nothing where a row's elements are adjacent and either β = 0 or `adds_in_place`; elsewhere
-    `scratch`, an array of out's shape, saves an allocation. Not for 16-bit floats, which executors widen first.
+    `scratch`, an array of out's shape, saves an allocation. 16-bit floats are multiplied on a device, into 16 bits or float32; on
+    the host executors widen them first.
     """
     if 0 in out.shape:
         return
     if 0 in a.shape:
         return scale(out, beta)
     if is_torch(out):
+        if a.dtype != out.dtype:
+            return multiply_halves(a, b, form, out, float(alpha.real), float(beta.real))
         import torch
 
         torch.addmm(out, _op(a, form[0]), _op(b, form[1]), alpha=alpha, beta=beta, out=out)
@@ -59,6 +63,8 @@ def accumulate(
 
 def _accumulate_on_device(a: Array, b: Array, form: str, out: Array, alpha: complex, beta: complex) -> None:
     """`accumulate` for CuPy's arrays: by cuBLAS straight into C, or for integers by a product that is added."""
+    if is_half(a):
+        return multiply_halves(a, b, form, out, float(alpha.real), float(beta.real))
     if dtype_name(out) not in KINDS:
         product = library_of(out).matmul(_op(a, form[0]), _op(b, form[1]))
         if alpha != 1:

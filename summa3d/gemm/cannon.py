@@ -72,6 +72,8 @@ class Cannon(Product):
             )
 
     def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        for axis in (self.x, self.y) if self.q > 1 else ():
+            axis.open_device(a)
         if self.q == 1:
             self.workspace.accumulate(
                 self.workspace.widened("a", a),

@@ -4,7 +4,7 @@
 # Next: volume.py (its closed forms), autograd/matmul.py (its gradients).
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate as accumulated
 from typing import Any
@@ -59,6 +59,9 @@ class CuboidPlan(ProductPlan):
     @property
     def c_layout(self) -> Layout:
         return _fine((self.x, self.y), self.z, self.c_fine)
+
+    def sums_once(self, grid_shape: Mapping[str, int]) -> bool:
+        return grid_shape[self.z] == 1
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:

@@ -3,6 +3,7 @@
 # Next: volume_2d.py (closed forms), cuboid.py (a grid 1×t×1 is the sequence-parallel pair).
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,9 @@ class OnedColumnPlan(OnedPlan):
     @property
     def c_layout(self) -> Layout:
         return Layout((), (self.y,))
+
+    def sums_once(self, grid_shape: Mapping[str, int]) -> bool:
+        return True
 
 
 @dataclass(frozen=True)

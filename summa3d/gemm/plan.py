@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from ..comm.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_half, kind_of
+from ..comm.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_on_device, kind_of
 from ..comm.grid import Grid, describe
 from ..errors import GridError, ShapeError
 from ..layout.layout import Layout
@@ -99,6 +99,10 @@ class ProductPlan(ABC):
         """Whether the product is taken as the transpose of (B·A)."""
         return self.transposes and "n" not in self.form
 
+    def sums_once(self, grid_shape: Mapping[str, int]) -> bool:
+        """Whether every element of C comes of one product on one rank, so that nothing is summed after it was rounded."""
+        return False
+
     def swapped(self: Plan) -> Plan:
         """The plan of B·A, whose transpose is the product asked for."""
         return replace(self, form="nn", m=self.n, n=self.m)
@@ -146,7 +150,7 @@ class Product(ABC):
     def __init__(self, plan: ProductPlan, grid: Grid, workspace: Workspace | None = None) -> None:
         plan.check_grid(grid.shape)
         library()  # one that cannot be used is an error here, on every rank, before any communication
-        self.plan, self.grid = plan, grid
+        self.plan, self.grid, self.sums_once = plan, grid, plan.sums_once(grid.shape)
         self.workspace = workspace or Workspace(grid)
         self.a_block, self.b_block, self.c_block = (
             layout.local_shape(shape, grid.shape, grid.coordinates)
@@ -168,18 +172,19 @@ class Product(ABC):
         out : the block of C, optional, overwritten in place; needed for β ≠ 0
 
         Returns the block of C. Words, messages and workspace are those of the algorithm's closed form (algorithms.py).
-        16-bit floats are multiplied and summed over ranks in float32, and rounded once.
+        16-bit floats are multiplied and summed over ranks in float32, and rounded once; on the host their operands are copied to
+        float32, on a device they are read as they are, and C is written as it is where `plan.sums_once`.
         Raises ShapeError where a, b, out, α or β is not what the plan expects, or out overlaps a or b, before any communication.
         """
         self.check(a, b, out, alpha, beta)
         a, b = contiguous(a), contiguous(b)
         if out is None:
             out = empty(self.c_block, a)
-        like = accumulation_like(a)
+        like = a[:0] if self.sums_once and is_on_device(a) else accumulation_like(a)
         if out.dtype == like.dtype and is_contiguous(out):
             self._execute(a, b, out, alpha, beta)
             return out
-        target = self.workspace.buffer("c", self.c_block, like) if is_half(a) else empty(self.c_block, like)
+        target = self.workspace.buffer("c", self.c_block, like) if out.dtype != like.dtype else empty(self.c_block, like)
         if beta != 0:
             self.workspace.copy(target, out)
         self._execute(a, b, target, alpha, beta)

@@ -39,6 +39,8 @@ class Transposed:
         left, right = self._plain("b", b, self.plan.form[1]), self._plain("a", a, self.plan.form[0])
         turned = self.workspace.buffer("turned", self.inner.c_block, out)  # [n/y, m/x] before, [m, n] in view
         self.inner._multiply(left, right, turned, alpha, 0)
+        if self.world.size > 1:
+            self.world.open_device(turned)
         arriving = self._pieces("received", self.received, out)
         leaving = self._pieces("sent", self.sent, out)
         pending = [

@@ -110,13 +110,14 @@ def of_plan(
     dtype: str = "float64",
     shared: bool = False,
     staged: Collection[str] = (),
+    device: bool = False,
 ) -> Volume:
     """The cost of `Cuboid.run`: mean words [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ); workspace in words of `dtype`.
 
     Workspace: the gathered A and B, the partial C and the Z parts to be summed; an axis of size 1 needs none of its own, nor does
     an operand that is read where its owners keep it: one in shared memory (`shared`), or one whose axis is `staged`
-    (`Grid.staged`), if its fine split lies on its rows. 16-bit floats add A, B and C in float32; dtypes that no BLAS adds to C
-    in place, with β ≠ 0 and Z = 1, a product (not counted here, since it depends on β).
+    (`Grid.staged`), if its fine split lies on its rows. 16-bit floats add A, B and C in float32, on a `device` C alone where
+    Z > 1; dtypes that no BLAS adds to C in place, with β ≠ 0 and Z = 1, a product (not counted here, since it depends on β).
     """
     dtype = str(dtype)
     half = dtype in ("float16", "bfloat16")
@@ -133,8 +134,10 @@ def of_plan(
                 workspace += wide * (c.workspace + m * n)
             elif not adds_in_place(dtype):
                 workspace += split_sizes(m, grid_shape[plan.z])[0] * n
-        if half:
-            workspace += wide * (m * k + k * n + block_words(plan.c_layout, plan.c_shape, grid_shape, at))
+        if half and not device:
+            workspace += wide * (m * k + k * n)
+        if half and not (device and plan.sums_once(grid_shape)):
+            workspace += wide * block_words(plan.c_layout, plan.c_shape, grid_shape, at)
         return Cost(words, messages, workspace)
 
     return Volume(grid_shape, cost_of)

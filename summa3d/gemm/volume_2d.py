@@ -28,35 +28,40 @@ Shape = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a dtype means for workspace: `wide` words hold one summed element; `scratch`: products are not added in place."""
+    """What a dtype means for workspace: `wide` words hold one summed element; `scratch`: products are not added in place.
+
+    `widened` words hold an element of an operand in the float32 that it is copied to; 0 where it is multiplied as it is.
+    """
 
     wide: int
-    half: bool
+    widened: int
     scratch: bool
     complex: bool
 
     @classmethod
-    def of(cls, dtype: str) -> Kind:
+    def of(cls, dtype: str, device: bool) -> Kind:
         half = dtype in ("float16", "bfloat16")
-        return cls(2 if half else 1, half, not adds_in_place(dtype), dtype.startswith("complex"))
+        return cls(2 if half else 1, 2 if half and not device else 0, not adds_in_place(dtype), dtype.startswith("complex"))
 
 
-def volume(plan: ProductPlan, grid_shape: Shape, dtype: str = "float64") -> Volume:
+def volume(plan: ProductPlan, grid_shape: Shape, dtype: str = "float64", device: bool = False) -> Volume:
     """The cost of `run` for C-ordered blocks of `dtype` on every rank; workspace in words of that dtype.
 
-    Mean words are those of the plan's table. A transposed product adds its exchange; 16-bit floats add C in float32.
+    Mean words are those of the plan's table. A transposed product adds its exchange; 16-bit floats add operands and C in float32,
+    on a `device` C alone, unless the plan sums it once.
     """
     plan.check_grid(grid_shape)
-    kind = Kind.of(str(dtype))
+    kind = Kind.of(str(dtype), device)
     inner = plan.swapped() if plan.by_transpose else plan
     algorithm = COSTS[type(plan)]
     exchanged = transposition(plan, grid_shape, kind) if plan.by_transpose else None
+    summed = kind.wide > 1 and not (device and plan.sums_once(grid_shape))
 
     def cost_of(at: Coordinates) -> Cost:
         cost = algorithm(inner, grid_shape, at, kind)
         if exchanged is not None:
             cost = together(cost, exchanged(at))
-        return together(cost, Cost(0, 0, kind.wide * size_of(plan.c_layout, plan.c_shape, grid_shape, at) if kind.half else 0))
+        return together(cost, Cost(0, 0, kind.wide * size_of(plan.c_layout, plan.c_shape, grid_shape, at) if summed else 0))
 
     return Volume(grid_shape, cost_of)
 
@@ -111,7 +116,7 @@ def stream(
     """Broadcast an operand's panels along the axis that splits its dim `dim`: what others own of `extent`, times its rest."""
     axis = plan.x if role == "x" else plan.y
     rest = block[1 - dim]
-    wide = kind.wide * cut.widest * rest if kind.half else 0
+    wide = kind.widened * cut.widest * rest
     if grid_shape[axis] == 1:
         return Cost(0, 0, wide)
     return Cost(
@@ -148,7 +153,7 @@ def inner(plan: SummaPlan, a_moves: bool, grid_shape: Shape, at: Coordinates, ki
     partial = 0 if size == 1 and not kind.scratch else buffers(plan, cut) * cut.widest * rest * kind.wide
     return together(
         stream(plan, role, moving, dim, extent, cut, grid_shape, at, kind),
-        Cost(reduced, (size - 1) * cut.count, partial + (kind.wide * prod(staying) if kind.half else 0)),
+        Cost(reduced, (size - 1) * cut.count, partial + kind.widened * prod(staying)),
     )
 
 
@@ -196,7 +201,7 @@ def cannon(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kind) ->
     m, n, k = (split_sizes(extent, q) for extent in (plan.m, plan.n, plan.k))
     scratch = Cost(0, 0, m[i] * n[j] if kind.scratch else 0)
     if q == 1:
-        return together(scratch, Cost(0, 0, kind.wide * (m[0] * k[0] + k[0] * n[0]) if kind.half else 0))
+        return together(scratch, Cost(0, 0, kind.widened * (m[0] * k[0] + k[0] * n[0])))
     if form == "nn":
         arriving = range(i + j, i + j + q)
         a = ring([m[i] * k[index % q] for index in arriving], i != 0, m[i] * k[0], kind)
@@ -212,14 +217,14 @@ def cannon(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kind) ->
     moving = ring([rest * extent[index % q] for index in arriving], skewed, rest * extent[0], kind)
     passing = [sum_rest * extent[index % q] for index in arriving][1:] + ([own] if home else [])
     room = sum_rest * extent[0]
-    workspace = kind.wide * 2 * room + (kind.wide * staying if kind.half else 0) + (room if kind.scratch else 0)
+    workspace = kind.wide * 2 * room + kind.widened * staying + (room if kind.scratch else 0)
     return together(moving, Cost(sum(passing), len(passing), workspace))
 
 
 def ring(blocks: list[int], skewed: bool, room: int, kind: Kind) -> Cost:
     """The words of the blocks in the order in which a rank multiplies them; the first is its own unless it is skewed."""
     moves = len(blocks) - 1 + skewed
-    return Cost(sum(blocks) - (0 if skewed else blocks[0]), moves, (min(2, moves) + (kind.wide if kind.half else 0)) * room)
+    return Cost(sum(blocks) - (0 if skewed else blocks[0]), moves, (min(2, moves) + kind.widened) * room)
 
 
 # -- faces and lines: agarwal, oned --------------------------------------------------------------------------------------------
@@ -234,9 +239,7 @@ def agarwal(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kind) -
     )
     size, index = grid_shape[plan.z], at[plan.z]
     received = [block for block, axis in ((a, plan.y), (b, plan.x)) if at[axis] != 0]
-    workspace = (
-        sum(received) + (kind.wide * c if index else 0) + (kind.wide * (a + b) if kind.half else 0) + (c if kind.scratch else 0)
-    )
+    workspace = sum(received) + (kind.wide * c if index else 0) + kind.widened * (a + b) + (c if kind.scratch else 0)
     return Cost(sum(received) + (size - 1) * share(c, size, index), len(received) + size - 1, workspace)
 
 
@@ -247,7 +250,7 @@ def oned_column(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kin
     local = Cost(
         0,
         0,
-        (kind.wide * (a + b) if kind.half else 0) + (size_of(plan.c_layout, plan.c_shape, grid_shape, at) if kind.scratch else 0),
+        kind.widened * (a + b) + (size_of(plan.c_layout, plan.c_shape, grid_shape, at) if kind.scratch else 0),
     )
     if not plan.sequence or size == 1:
         return local
@@ -259,7 +262,7 @@ def oned_row(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kind) 
     assert isinstance(plan, OnedRowPlan)
     size, index, c = grid_shape[plan.y], at[plan.y], plan.m * plan.n
     operands = size_of(plan.a_layout, plan.a_shape, grid_shape, at) + size_of(plan.b_layout, plan.b_shape, grid_shape, at)
-    local = Cost(0, 0, (kind.wide * operands if kind.half else 0) + (c if kind.scratch else 0))
+    local = Cost(0, 0, kind.widened * operands + (c if kind.scratch else 0))
     if not plan.sequence or size == 1:
         return together(local, all_reduce(c, size, index))
     own = size_of(plan.c_layout, plan.c_shape, grid_shape, at)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ..comm.arrays import Array, copy_into, dtype_name, empty, is_half, kind_of
+from ..comm.arrays import Array, copy_into, dtype_name, empty, is_half, is_on_device, kind_of
 from ..comm.grid import Grid
 from . import blas
 from .blas import accumulation_like, adds_in_place
@@ -34,8 +34,8 @@ class Workspace:
         return held[:count].reshape(tuple(shape))
 
     def widened(self, name: str, array: Array, room: int | None = None) -> Array:
-        """`array` in the dtype that sums are taken in: itself, or for 16-bit floats a copy in workspace `name`."""
-        if not is_half(array):
+        """`array` as products take it: itself, or for 16-bit floats on the host a copy in float32 in workspace `name`."""
+        if not is_half(array) or is_on_device(array):
             return array
         return self.copy(self.buffer(f"wide {name}", array.shape, accumulation_like(array), room), array)
 

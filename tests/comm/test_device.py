@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from kinds import numbers
 
+from summa3d.errors import GridError
 from summa3d.layout import split_sizes
 
 TRANSPORTS = ("nccl", "pinned", "cuda-aware")
@@ -135,6 +136,7 @@ def test_a_ring_of_sends_that_all_begin_by_sending_arrives(comm, world):
     _, device, grid, _ = world
     axis, me, members = grid["x"], comm.rank, comm.size
     values = numbers("float64", (4, 3), 6, me).astype("float64")
+    axis.open_device(device.put(values))
     for _ in range(members):
         arriving = fake_device.empty((4, 3), "float64")
         mine = device.put(values)
@@ -144,6 +146,22 @@ def test_a_ring_of_sends_that_all_begin_by_sending_arrives(comm, world):
             communication.wait()
         values = device.read(arriving)
     assert np.array_equal(values, numbers("float64", (4, 3), 6, me))
+
+
+@pytest.mark.mpi(sizes=(3,), timeout=60)
+def test_a_message_between_two_of_three_members_needs_a_transport_that_all_have_opened(comm, world):
+    """Opening one is collective: a message that did it would wait for the member that takes no part in it."""
+    _, device, grid, _ = world
+    axis, values = grid["x"], device.put(np.arange(6.0))
+    if comm.rank > 0:
+        with pytest.raises(GridError, match="open_device"):
+            axis.send(values, 3 - comm.rank)
+    axis.open_device(values)
+    if comm.rank == 1:
+        axis.send(values, 2)
+    if comm.rank == 2:
+        arriving = fake_device.empty((6,), "float64")
+        assert np.array_equal(device.read(axis.receive(arriving, 1)), np.arange(6.0))
 
 
 @pytest.mark.mpi(sizes=(3,), timeout=120)

@@ -14,6 +14,7 @@ from summa3d.errors import ShapeError
 from summa3d.gemm.algorithms import ALGORITHMS
 from summa3d.gemm.blas import accumulate
 from summa3d.gemm.matrix import DistMatrix, matmul
+from summa3d.layout.distribute import collect
 
 CASES = [
     ("cuboid", {"x": 2, "y": 2, "z": 1}, "nn", "float64", 1, 0),
@@ -23,7 +24,9 @@ CASES = [
     ("cuboid", {"x": 1, "y": 2, "z": 2}, "nn", "float16", 1, 0),
     ("summa", {"x": 2, "y": 2}, "nn", "float64", 2, 3),
     ("summa", {"x": 2, "y": 2}, "nt", "float64", 1, 1),
+    ("summa", {"x": 2, "y": 2}, "tt", "float64", 2, 3),
     ("cannon", {"x": 2, "y": 2}, "nn", "float64", 1, 0),
+    ("cannon", {"x": 2, "y": 2}, "tt", "float64", 1, 1),
 ]
 
 
@@ -65,6 +68,68 @@ def test_a_local_product_on_a_device_is_one_call_that_adds_into_c(form):
     turned = {"n": lambda one: one, "t": lambda one: one.T, "c": lambda one: one.T.conj()}
     assert np.array_equal(device.read(out), 2 * turned[form[0]](a) @ turned[form[1]](b) + c)
     assert [call for call in device.calls if call[0] == "gemm"] == [("gemm", 2, 1)]
+
+
+@pytest.mark.parametrize("sums", ["float16", "float32"])
+@pytest.mark.parametrize("form", ["nn", "nt", "tn", "tt", "cn", "nc"])
+def test_16_bit_operands_on_a_device_are_read_as_they_lie(form, sums):
+    """By rows, by columns, as columns of a wider matrix, one row, one column; only what has gaps in rows is copied."""
+    device = fake_device.use(fake_device.Device(fake_device.MPI.COMM_SELF, "random"))
+    for number, (m, n, k) in enumerate(((3, 4, 5), (1, 4, 5), (3, 1, 5), (3, 4, 1), (1, 1, 7))):
+        shapes = ((m, k) if form[0] == "n" else (k, m), (k, n) if form[1] == "n" else (n, k), (m, n))
+        c = elements(*shapes[2], 3, sums)
+        for place in ("rows", "columns", "among columns", "with gaps"):
+            a, b = (placed(device, elements(*shape, seed, "float16"), place) for seed, shape in enumerate(shapes[:2]))
+            out = placed(device, c, "among columns" if number % 2 else "rows")
+            accumulate(a, b, form, out, 2, 3)
+            left, right = (device.read(one).astype(float) for one in (a, b))
+            want = 2 * (left if form[0] == "n" else left.T) @ (right if form[1] == "n" else right.T) + 3 * c
+            assert np.array_equal(device.read(out), want), (form, place, (m, n, k))
+    assert set(device.calls) == {("gemm", 2, 3)}
+
+
+def placed(device, values, place):
+    """`values` on the device, by rows, by columns, or as part of a larger matrix by rows."""
+    rows, columns = values.shape
+    if place == "rows":
+        return device.put(values)
+    if place == "columns":
+        return device.put(np.ascontiguousarray(values.T)).T
+    part = (slice(1, rows + 1), slice(2, columns + 2)) if place == "among columns" else (slice(0, None, 2), slice(0, None, 2))
+    whole = np.full((2 * rows + 2, 2 * columns + 2), 99, values.dtype)
+    cut = whole[part][:rows, :columns]
+    cut[...] = values
+    return device.put(whole)[part][:rows, :columns]
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=120)
+def test_16_bit_products_on_a_device_copy_no_operand_to_float32(comm, make_grid):
+    """C is summed in float32 where several products meet in it, and is otherwise written as it is, β·C included."""
+    for name, shape, room in (
+        ("cuboid", {"x": 2, "y": 2, "z": 1}, lambda a, b, c: 4 * (a + b)),
+        ("cuboid", {"x": 1, "y": 2, "z": 2}, lambda a, b, c: 4 * a + 4 * (4 * c + c)),
+        ("summa", {"x": 2, "y": 2}, lambda a, b, c: 2 * (a + b) + 4 * c),
+        ("cannon", {"x": 2, "y": 2}, lambda a, b, c: 4 * (a + b) + 4 * c),
+        ("oned-column", {"y": 4}, lambda a, b, c: 0),
+        ("oned-row", {"y": 4}, lambda a, b, c: 4 * c),
+    ):
+        device = fake_device.use(fake_device.Device(comm, "random", seed=comm.rank))
+        grid = make_grid(**shape, transport="nccl", device=device)
+        plan = ALGORITHMS[name].plan("nn", 8, 4, 16)
+        whole = [elements(*extent, seed, "float16") for seed, extent in enumerate((plan.a_shape, plan.b_shape, plan.c_shape))]
+        a, b, c = (
+            device.put(DistMatrix.from_global(one, grid, layout).block)
+            for one, layout in zip(whole, (plan.a_layout, plan.b_layout, plan.c_layout), strict=True)
+        )
+        grid.ledger.reset_peak()
+        ALGORITHMS[name].executor(plan, grid).run(a, b, c, 2, 3)
+        got = collect(device.read(c), grid, plan.c_layout, plan.c_shape)
+        want = 2 * whole[0].astype(float) @ whole[1].astype(float) + 3 * whole[2]
+        assert np.array_equal(got, want), name
+        volume = ALGORITHMS[name].volume(plan, grid.shape, "float16", device=True)
+        assert grid.ledger.workspace_peak == 2 * volume.workspace_of(grid.coordinates), name
+        assert grid.ledger.workspace_peak <= room(a.size, b.size, c.size), name
+        device.finish()
 
 
 @pytest.mark.mpi(sizes=(2,), timeout=60)

@@ -35,7 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         runtime=types.SimpleNamespace(getDeviceCount=lambda: 2, CUDARuntimeError=RuntimeError),
         Device=Device,
         get_cublas_handle=lambda: 9,
-        cublas=types.SimpleNamespace(CUBLAS_TF32_TENSOR_OP_MATH=3, setMathMode=lambda *mode: calls.append(("cublas", mode))),
+        cublas=types.SimpleNamespace(setMathMode=lambda *mode: calls.append(("cublas", mode))),
         PythonFunctionAllocator=lambda malloc, free: types.SimpleNamespace(malloc=malloc),
         set_allocator=lambda malloc: calls.append("one pool"),
     )
@@ -55,7 +55,8 @@ def test_a_device_rounds_float32_operands_only_where_that_is_asked_for(asked: li
     device = open_device("cuda", MPI.COMM_SELF, tf32)
     assert device == torch.device("cuda", 0) and Device.used == 0
     assert torch.backends.cuda.matmul.allow_tf32 is tf32
-    assert asked == ([("cublas", (9, 3))] if tf32 else []) + [("torch", 0), "one pool"]
+    only_wide_sums, on_11_bits = 16, 3  # cublasMath_t
+    assert asked == [("cublas", (9, only_wide_sums | on_11_bits if tf32 else only_wide_sums)), ("torch", 0), "one pool"]
 
 
 def test_a_torch_without_cuda_is_an_error_that_names_it(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
