@@ -1,5 +1,5 @@
 # Transformer blocks, forward and backward, against an equal model in PyTorch's own tensor parallelism (DTensor over gloo).
-# Both run in the same processes, in turn, from the same weights and input. May import common; on the ranks, summa3d and torch.
+# Both run in the same processes, in turn, from the same weights and input. May import common; on ranks, plain_block and summa3d.
 # Next: README.md.
 from __future__ import annotations
 
@@ -162,53 +162,10 @@ def peers_of(case: Any, world: Any) -> list[Any]:
 
 def dtensor_stack(case: Any, mesh: Any) -> Any:
     """Our blocks in plain torch modules with our serial weights, split by PyTorch's own plan."""
-    import torch
+    from plain_block import plain_stack
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from torch.nn import functional
 
-    from summa3d.cli.blocks import Stack
-    from summa3d.nn import scheme
-
-    config = case.config
-    size, ways = config.hidden // config.heads, mesh.size()
-
-    class Attention(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = torch.nn.Linear(config.hidden, 3 * config.hidden)
-            self.out = torch.nn.Linear(config.hidden, config.hidden)
-
-        def forward(self, x: Any) -> Any:
-            parts = self.qkv(x).unflatten(-1, (config.heads // ways, 3, size)).unbind(3)
-            q, k, v = (part.transpose(1, 2) for part in parts)
-            context = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return self.out(context.transpose(1, 2).flatten(2))
-
-    class MLP(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = torch.nn.Linear(config.hidden, config.width)
-            self.down = torch.nn.Linear(config.width, config.hidden)
-
-        def forward(self, x: Any) -> Any:
-            return self.down(functional.gelu(self.up(x), approximate="tanh"))
-
-    class PlainBlock(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention_norm, self.mlp_norm = torch.nn.LayerNorm(config.hidden), torch.nn.LayerNorm(config.hidden)
-            self.attention, self.mlp = Attention(), MLP()
-
-        def forward(self, x: Any) -> Any:
-            x = x + self.attention(self.attention_norm(x))
-            return x + self.mlp(self.mlp_norm(x))
-
-    stack = torch.nn.Sequential(*(PlainBlock() for _ in range(config.layers)))
-    weights = Stack(config, scheme("serial"), getattr(torch, case.dtype)).state_dict()
-    with torch.no_grad():
-        for name, parameter in stack.named_parameters():
-            value = weights[f"blocks.{name}"]
-            parameter.copy_(value.T if parameter.dim() == 2 else value)
+    stack = plain_stack(case, mesh.size())
     column, row = ColwiseParallel, RowwiseParallel
     plan = {"attention.qkv": column(), "attention.out": row(), "mlp.up": column(), "mlp.down": row()}
     for block in stack:

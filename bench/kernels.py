@@ -1,5 +1,5 @@
 # Each fused kernel's share of the bandwidth of a device-to-device copy, at 64 M elements. Needs a CUDA device and CuPy.
-# May import common, summa3d.kernels. Next: README.md; ../kernels/rows.py and elements.py, which start the kernels.
+# May import common, gpu, summa3d.kernels. Next: README.md; ../kernels/rows.py and elements.py, which start the kernels.
 from __future__ import annotations
 
 import argparse
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import note, save, verdict
+from gpu import milliseconds, without_gpu
 from summa3d.kernels import load
 from summa3d.kernels.mask import Mask
 from summa3d.kernels.rows import Fused
@@ -81,40 +82,24 @@ def cases(fused: Fused, elements: int, dtype: torch.dtype) -> Iterator[Case]:
     yield Case("AdamW", update, 7 * single + (word if copies else 0))
 
 
-def milliseconds(run: Callable[[], object], repeat: int) -> float:
-    """The median time of a call by the device's own events, after three calls that are not counted."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeat):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=1 << 26)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no GPU: the fused kernels' bandwidth can only be measured on a CUDA device")
+    if without_gpu("the fused kernels' bandwidth"):
         return
     fused = load.fused(torch.device("cuda", torch.cuda.current_device()))
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "elements": args.elements, "kernels": []}
     for name, dtype in DTYPES.items():
         source = torch.empty(args.elements, dtype=dtype, device=fused.device)
         target = torch.empty_like(source)
-        copied = 2 * source.nbytes / milliseconds(lambda to=target, of=source: to.copy_(of), args.repeat)
+        copied = 2 * source.nbytes / median(milliseconds(lambda to=target, of=source: to.copy_(of), args.repeat))
         del source, target
         print(f"{name}: a copy moves {copied / 1e9:.2f} TB/s")
         for case in cases(fused, args.elements, dtype):
-            moved = case.bytes / milliseconds(case.run, args.repeat)
+            moved = case.bytes / median(milliseconds(case.run, args.repeat))
             result["kernels"].append({"dtype": name, "kernel": case.name, "bytes_per_s": moved * 1e3, "share": moved / copied})
             print(f"  {case.name:28} {moved / 1e9:5.2f} TB/s  {moved / copied:4.0%} of the copy's")
     worst = min(result["kernels"], key=lambda kernel: kernel["share"])

@@ -86,7 +86,9 @@ class Pretended(TorchFunctionMode):
             here = args[0] in self.storages
             return {"device": CUDA if here else torch.device("cpu"), "is_cuda": here, "is_cpu": not here}[GETTERS[func]]
         if func is T.backward:
-            return self._differentiated(args[0], (), args[1] if len(args) > 1 else kwargs.get("gradient"))
+            return self._differentiated(
+                args[0], (), args[1] if len(args) > 1 else kwargs.get("gradient"), keep=bool(kwargs.get("retain_graph"))
+            )
         if func is torch.autograd.grad:
             return self._differentiated(_only(args[0]), tuple(args[1]), _only(kwargs["grad_outputs"]), kwargs["allow_unused"])
         if func in (T.numpy, T.__array__) and args[0] in self.storages:
@@ -106,14 +108,16 @@ class Pretended(TorchFunctionMode):
             self.pinned.add(result)
         return result
 
-    def _differentiated(self, output: T, inputs: tuple[T, ...], gradient: T | None, allow_unused: bool = True) -> Any:
+    def _differentiated(
+        self, output: T, inputs: tuple[T, ...], gradient: T | None, allow_unused: bool = True, keep: bool = False
+    ) -> Any:
         """Tensor.backward and torch.autograd.grad, within which this mode is on, as it is not in what it calls itself."""
         with torch._C.DisableTorchFunction():
             gradient = torch.ones_like(output) if gradient is None else gradient
         super().__enter__()
         try:
             return torch.autograd.graph._engine_run_backward(
-                (output,), (gradient,), False, False, inputs, allow_unused, accumulate_grad=not inputs
+                (output,), (gradient,), keep, False, inputs, allow_unused, accumulate_grad=not inputs
             )
         finally:
             super().__exit__(None, None, None)

@@ -1,0 +1,93 @@
+# One GPT block on one GPU, forward and backward, against the same block under torch.compile; and the share of the rate of a bare
+# product that its model's flops reach. May import common, gpu, plain_block, summa3d. With --device cpu: to try the script.
+# Next: README.md; ../summa3d/nn/block.py.
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import median
+
+import torch
+from common import save, verdict
+from gpu import in_turn, without_gpu
+from mpi4py import MPI
+from plain_block import plain_stack
+
+from summa3d.cli.blocks import Case, Entry, Runner, inputs
+from summa3d.comm.places import take_device
+from summa3d.nn import ModelConfig
+
+SPEED, SHARE = 1.0, 0.7
+PRODUCT = 8192
+TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, value in (("hidden", 4096), ("heads", 32), ("sequence", 2048), ("batch", 8), ("product", PRODUCT)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16")
+    parser.add_argument("--calls", type=int, default=5, help="steps of a time")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.device == "cuda":
+        if without_gpu("a block's speed against torch.compile"):
+            return
+        take_device(MPI.COMM_SELF)
+    config = ModelConfig(layers=1, hidden=args.hidden, heads=args.heads, sequence=args.sequence)
+    case = Case(config, args.batch, args.dtype, args.device)
+    ours = Runner(Entry("serial", {"x": 1, "y": 1, "z": 1}), case, MPI.COMM_SELF)
+    plain = plain_stack(case)
+    compiled = torch.compile(plain)
+    x, gradient = inputs(case)
+    x.requires_grad_()
+
+    def our_step() -> None:
+        ours.backward(ours.forward())
+        ours.forget()
+
+    def step(model: torch.nn.Module) -> None:
+        model(x).backward(gradient)
+        x.grad = None
+        plain.zero_grad(set_to_none=True)
+
+    with torch.no_grad():
+        wanted = plain(x)
+        difference = float((ours.output() - wanted).norm() / wanted.norm())
+    if difference > TOLERANCE[args.dtype]:
+        raise ValueError(f"the two compute different functions: the outputs differ by {difference:.1e}")
+    a, b, c = (torch.randn(args.product, args.product, device=args.device).to(getattr(torch, args.dtype)) for _ in range(3))
+    runs = {
+        "ours": our_step,
+        "compiled": lambda: step(compiled),
+        "eager": lambda: step(plain),
+        "product": lambda: torch.mm(a, b, out=c),
+    }
+    times = in_turn(runs, args.calls, args.rounds, args.device)
+    speed = median(other / own for own, other in zip(times["ours"], times["compiled"], strict=True))
+    rate = 2 * args.product**3 / median(times["product"])
+    share = model_flops(case) / median(times["ours"]) / rate
+    sizes = f"h = {args.hidden}, a = {args.heads}, s = {args.sequence}, b = {args.batch}"
+    print(f"{sizes}, {args.dtype}: outputs differ by {difference:.1e}")
+    print("  " + ", ".join(f"{name} {1e3 * median(taken):.2f} ms" for name, taken in times.items()))
+    print(f"  a product of {args.product}³ runs at {rate / 1e12:.1f} Tflop/s")
+    claims = [
+        (f"≥ {SPEED:.1f}× the speed of torch.compile ({speed:.2f}×)", speed >= SPEED),
+        (f"the model's flops at ≥ {SHARE:.0%} of that product's rate ({share:.0%})", share >= SHARE),
+    ]
+    for claim, held in claims if args.device == "cuda" else ():
+        print(verdict(claim, held))
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    save({"kind": "compile", "device": name, "speed": speed, "share": share, "seconds": times}, args.json)
+
+
+def model_flops(case: Case) -> float:
+    """Forward and backward; of attention's s² the half that a causal mask leaves."""
+    config = case.config
+    return case.flops - 6 * case.batch * config.sequence * config.layers * config.sequence * config.hidden
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+# Our product of device arrays on one GPU against the bare call of cuBLAS in it, for CuPy's arrays and torch's tensors.
+# May import common, gpu, summa3d.gemm; CuPy. With --device cpu: numpy and torch on the host, to try the script.
+# Next: README.md; ../summa3d/gemm/cublas.py, plan.py.
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from common import save, verdict
+from gpu import in_turn, without_gpu
+from mpi4py import MPI
+
+from summa3d import Grid
+from summa3d.comm.arrays import is_torch
+from summa3d.comm.places import take_device
+from summa3d.gemm import CuboidPlan
+from summa3d.gemm.cuboid import Cuboid
+
+SHARE = 0.97
+DTYPES = ("bfloat16", "float64")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=8192)
+    parser.add_argument("--calls", type=int, default=10, help="calls of a time")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.device == "cuda":
+        if without_gpu("a product's share of cuBLAS's speed"):
+            return
+        take_device(MPI.COMM_SELF)
+    n, rows = args.size, []
+    with Grid(MPI.COMM_SELF, {"x": 1, "y": 1, "z": 1}) as grid:
+        executor = Cuboid(CuboidPlan("nn", n, n, n), grid)
+        for library in ("cupy" if args.device == "cuda" else "numpy", "torch"):
+            for dtype in DTYPES:
+                if (library, dtype) == ("numpy", "bfloat16"):
+                    continue
+                a, b, c, other = (matrix(library, dtype, n, args.device) for _ in range(4))
+                runs = {"ours": lambda a=a, b=b, c=c: executor.run(a, b, c), "bare": bare(a, b, other)}
+                times = in_turn(runs, args.calls, args.rounds, args.device)
+                difference = float(abs(c - other).max()) / float(abs(other).max())
+                rows.append(row(library, dtype, n, times, difference))
+    for one in rows:
+        print(
+            f"{one['library']} {one['dtype']} {n}³: ours {one['tflops']:.1f} Tflop/s, {one['share']:.3f} of the bare call's speed"
+        )
+        if args.device == "cuda":
+            print("  " + verdict(f"≥ {SHARE:.0%}; the results differ by {one['difference']:.1e}", one["share"] >= SHARE))
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    save({"kind": "cublas", "device": name, "rows": rows}, args.json)
+
+
+def row(library: str, dtype: str, n: int, times: dict[str, list[float]], difference: float) -> dict[str, Any]:
+    share = median(bare / ours for ours, bare in zip(times["ours"], times["bare"], strict=True))
+    tflops = 2 * n**3 / median(times["ours"]) / 1e12
+    return {"library": library, "dtype": dtype, "share": share, "tflops": tflops, "difference": difference, "seconds": times}
+
+
+def matrix(library: str, dtype: str, n: int, device: str) -> Any:
+    """n×n normal numbers."""
+    if library == "torch":
+        return torch.randn(n, n, device=device).to(getattr(torch, dtype))
+    if library == "numpy":
+        return np.random.default_rng(0).standard_normal((n, n)).astype(dtype)
+    import cupy
+    import ml_dtypes
+
+    return cupy.random.standard_normal((n, n), dtype=cupy.float32).astype(getattr(ml_dtypes, dtype, dtype))
+
+
+def bare(a: Any, b: Any, c: Any) -> Callable[[], object]:
+    """The call of the library alone: by rows, cuBLAS is asked for Cᵀ = Bᵀ·Aᵀ."""
+    if is_torch(a):
+        return lambda: torch.mm(a, b, out=c)
+    if isinstance(a, np.ndarray):
+        return lambda: np.matmul(a, b, out=c)
+    from cupy import cuda
+
+    cublas, handle, n = cuda.cublas, cuda.get_cublas_handle(), len(a)
+    kind = {"bfloat16": cuda.runtime.CUDA_R_16BF, "float64": cuda.runtime.CUDA_R_64F}[str(a.dtype)]
+    sums = cublas.CUBLAS_COMPUTE_64F if str(a.dtype) == "float64" else cublas.CUBLAS_COMPUTE_32F
+    factors = np.array([1, 0], np.float64 if str(a.dtype) == "float64" else np.float32)
+    one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
+    plain = cublas.CUBLAS_OP_N
+
+    def call() -> np.ndarray:
+        cublas.gemmEx(
+            *(handle, plain, plain, n, n, n, one, b.data.ptr, kind, n, a.data.ptr, kind, n, zero, c.data.ptr, kind, n),
+            *(sums, cublas.CUBLAS_GEMM_DEFAULT),
+        )
+        return factors  # alive for as long as the call is
+
+    return call
+
+
+if __name__ == "__main__":
+    main()
