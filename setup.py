@@ -20,8 +20,9 @@ TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0", "tomli>=2.0; py
 MPI = ["mpich>=4.2"]
 # Faster than the BLAS of numpy's wheels on Intel's processors; nothing elsewhere (summa3d/gemm/libraries.py has the rule).
 MKL = ["mkl>=2024.0; platform_machine == 'x86_64' and sys_platform == 'linux'"]
+BF16 = ["ml_dtypes>=0.5"]  # a bfloat16 for numpy's arrays and CuPy's
 # transformers is what imported and exported models are compared with; the library itself reads and writes their files alone.
-TEST = ["pytest>=8.2", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
+TEST = [*BF16, "pytest>=8.2", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
 DEV = [*TEST, "mypy>=1.10", "ruff>=0.6"]
 
 kernels = ["summa3d.kernels"] + [f"summa3d.kernels.{name}" for name in find_packages("kernels")]
@@ -45,7 +46,8 @@ setup(
         "bpe": ["tokenizers>=0.15"],
         "mpi": MPI,
         "mkl": MKL,
-        "gpu": ["cupy-cuda13x>=14"],
+        "gpu": ["cupy-cuda13x>=14", *BF16],
+        "bf16": BF16,
         "plot": PLOT,
         "test": TEST,
         "dev": DEV,

@@ -33,7 +33,7 @@ train() {
         --set "scheme=${SCHEME:-cuboid}" "${settings[@]}" --set "train.checkpoint_every=${CHECKPOINT_EVERY:-100}"
 }
 
-# Strong and weak scaling in one start each: ranks that a smaller count leaves over wait. For the host; bench takes no device.
+# Strong and weak scaling in one start each: ranks that a smaller count leaves over wait. For the host.
 sweep() {
     local out=${OUT:-runs/scaling-$SLURM_JOB_ID} size=${SIZE:-8192} kind
     mkdir -p "$out"

@@ -1,5 +1,5 @@
 # Arrays of every kind and dtype that summa3d communicates, from small whole numbers that all of them hold exactly.
-# May import numpy; torch only when a torch array is asked for.
+# May import numpy, summa3d.comm.arrays; torch only when a torch array is asked for.
 # Next: comm/test_collectives.py, which sends them.
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-NUMPY_DTYPES = ("bool", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128")
-TORCH_DTYPES = (*NUMPY_DTYPES, "bfloat16")
-DTYPES = {"numpy": NUMPY_DTYPES, "torch": TORCH_DTYPES}
+from summa3d.comm.arrays import numpy_dtype
+
+DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 
 def numbers(dtype: str, shape: tuple[int, ...], *seed: int) -> np.ndarray:
@@ -26,7 +26,8 @@ def array(kind: str, dtype: str, values: Any, transposed: bool = False) -> Any:
         turned = array(kind, dtype, values.T)
         return turned.T if kind == "numpy" else turned.permute(tuple(reversed(range(values.ndim))))
     if kind == "numpy":
-        return np.ascontiguousarray(values.astype(dtype)) if values.ndim else values.astype(dtype)
+        values = values.astype(numpy_dtype(dtype))
+        return np.ascontiguousarray(values) if values.ndim else values
     import torch
 
     wide = values.astype(np.complex128 if np.iscomplexobj(values) else np.float64)

@@ -39,7 +39,7 @@ def stored(block: Any, order: str) -> Any:
     if order == "C":
         return block
     if order == "F":
-        return array("numpy", block.dtype, block, transposed=True) if isinstance(block, np.ndarray) else block.T.contiguous().T
+        return np.asfortranarray(block) if isinstance(block, np.ndarray) else block.T.contiguous().T
     shape = [2 * extent for extent in block.shape]
     wide = np.zeros(shape, block.dtype) if isinstance(block, np.ndarray) else block.new_zeros(shape)
     wide[::2, ::2] = block

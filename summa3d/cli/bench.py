@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..comm.arrays import HALVES
 from ..errors import ConfigError, DataError
 from .block import add_block_arguments, block_result
 from .runtime import usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
-DTYPES = ("float64", "float32", "complex128", "complex64")
+DTYPES = ("float64", "float32", "float16", "bfloat16", "complex128", "complex64")
 SWITCHES = ("lookahead", "sequence")  # options that are on or off
 FORMS = ("nn", "nt", "tn", "tt")
 ALL = "all"
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="THREADS",
             help="time numpy's product on rank 0 too (with all cores)",
         )
+        kind.add_argument("--device", choices=("cpu", "cuda"), help="where operands lie; default: SUMMA3D_DEVICE, else cpu")
         kind.add_argument("--json", metavar="FILE", help="write the result; - prints it as one line instead of the table")
     for kind in (gemm, strong, weak, block):
         add_trace_arguments(kind, "one more round")
@@ -94,14 +96,30 @@ def _write(file: Path, text: str) -> None:
 def _product_result(args: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
 
+    from ..comm.places import requested_device, take_device
     from .contest import race
 
     for name in ("m", "n", "k", "rounds"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    args.device = requested_device(args.device)
     threads = 0 if args.ceiling is None else args.ceiling or usable_cores()
+    check_places(args.device, args.dtype, args.shared, threads)
+    if args.device == "cuda":
+        take_device(MPI.COMM_WORLD)
     entries = list(MAKERS[args.kind](args, MPI.COMM_WORLD.size))
     return {"kind": args.kind, **race(entries, MPI.COMM_WORLD, args.rounds, threads, args.trace, ranges_for(args))}
+
+
+def check_places(device: str, dtype: str, shared: str, ceiling: int) -> None:
+    """Raise ConfigError where operands cannot lie as asked, or the ceiling, numpy's product on the host, means nothing."""
+    if device != "cpu" and shared != "no":
+        raise ConfigError(f"--shared {shared}: the memory that ranks share is the host's; with --device {device} take no.")
+    if ceiling and (device != "cpu" or dtype in HALVES):
+        raise ConfigError(
+            f"--ceiling is numpy's product on the host, which says nothing of {dtype} on {device}. "
+            "Leave it out, or take float32 or float64 on cpu."
+        )
 
 
 def _counts(text: str) -> list[int]:
@@ -122,7 +140,7 @@ def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
     """What --entry names, then what --algorithm names; without either, the library's own choice."""
     from .contest import Entry, Problem
 
-    problem = Problem(args.m, args.n, args.k, args.form, args.dtype)
+    problem = Problem(args.m, args.n, args.k, args.form, args.dtype, args.device)
     for shared in _memory(args):
         for text in args.entry:
             name, grid, options = parse_entry(text, problem, ranks)
@@ -159,7 +177,8 @@ def _scaling(args: argparse.Namespace, ranks: int, sizes: Callable[[int], tuple[
         raise ConfigError(f"--ranks asks for {max(counts)}; {ranks} were started.")
     for shared in _memory(args):
         for count in counts:
-            yield from _of_algorithms(args.algorithm, Problem(*sizes(count), form=args.form, dtype=args.dtype), count, shared)
+            problem = Problem(*sizes(count), args.form, args.dtype, args.device)
+            yield from _of_algorithms(args.algorithm, problem, count, shared)
 
 
 def _of_algorithms(names: list[str] | None, problem: Any, ranks: int, shared: bool) -> Iterator[Any]:
@@ -186,7 +205,7 @@ def own_choice(problem: Any, ranks: int, shared: bool = False) -> Any:
     from ..gemm.machine import Machine
     from .contest import Entry
 
-    machine = Machine(node=in_one_node(MPI.COMM_WORLD))
+    machine = Machine(node=problem.device == "cpu" and in_one_node(MPI.COMM_WORLD))
     choice = choose(problem.m, problem.n, problem.k, ranks, problem.dtype, form=problem.form, machine=machine)
     return Entry(choice.algorithm, choice.grid, problem, shared=shared, chosen=True)
 

@@ -16,6 +16,7 @@ import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from ..comm.grid import Grid, describe
+from ..comm.places import placed, settle
 from ..comm.ranges import Ranges
 from ..comm.trace import Trace, write
 from ..errors import ConfigError
@@ -37,13 +38,14 @@ PROBE_RUNS = 5
 
 @dataclass(frozen=True)
 class Problem:
-    """C (m×n) = op(A)·op(B), op(A) m×k."""
+    """C (m×n) = op(A)·op(B), op(A) m×k, on the host or on each rank's current CUDA device."""
 
     m: int
     n: int
     k: int
     form: str = "nn"
     dtype: str = "float64"
+    device: str = "cpu"
 
     @property
     def flops(self) -> int:
@@ -113,8 +115,12 @@ class Runner:
             )
         )
 
+        for operand in (self.a, self.b, self.c):
+            operand.block = placed(operand.block, problem.device)
+
     def run(self) -> None:
         self.executor.run(self.a.block, self.b.block, self.c.block)
+        settle(self.c.block)
 
     def seconds(self) -> float:
         """Time of one product, of all its ranks together; 0 on ranks that have no part in it."""

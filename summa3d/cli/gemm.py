@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from ..comm.arrays import HALVES, numpy_dtype
 from ..errors import ConfigError
 from .runtime import on_all_cores, shared_memory_free, usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for, show
 
-DTYPES = ("float64", "float32", "float16", "complex64", "complex128", "int32")
+DTYPES = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int32")
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
 
 
@@ -95,7 +96,7 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
         if args.panel is not None and args.algorithm is None:
             raise ConfigError("--panel cuts the panels of an algorithm: name it with --algorithm summa, tesseract or ca25d.")
         name = None if args.algorithm is None else named(args.algorithm, comm.size).name
-        machine = Machine(node=in_one_node(comm))
+        machine = Machine(node=args.device == "cpu" and in_one_node(comm))
         choice = choose(args.m, args.n, args.k, comm.size, args.dtype, algorithm=name, form=args.form, machine=machine)
         algorithm, shape = ALGORITHMS[choice.algorithm], dict(choice.grid)
         if comm.rank == 0:
@@ -155,7 +156,7 @@ def shares_memory(args: argparse.Namespace, algorithm: Any, grid: Any) -> bool:
         algorithm.name == "cuboid"
         and grid.size > 1
         and len(set(grid.nodes)) == 1
-        and bool(grid.comm.bcast(words * np.dtype(args.dtype).itemsize < shared_memory_free() / 2))
+        and bool(grid.comm.bcast(words * numpy_dtype(args.dtype).itemsize < shared_memory_free() / 2))
     )
 
 
@@ -246,7 +247,7 @@ def relative_error(args: argparse.Namespace, plan: Any, c: Any, serial_seconds: 
 
     whole, error = to_host(c.to_global()), 0.0
     if c.grid.rank == 0:
-        wide = np.float32 if args.dtype == "float16" else np.dtype(args.dtype).type
+        wide = np.float32 if args.dtype in HALVES else np.dtype(args.dtype).type
         shapes = (plan.a_shape, plan.b_shape, plan.c_shape)
         a, b, old = (whole_operand(rows, columns, args.dtype).astype(wide) for rows, columns in shapes)
         product = serial_product(turned(a, args.form[0]), turned(b, args.form[1]), args.repeat, serial_seconds)
@@ -275,7 +276,7 @@ def element(dtype: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
 
 def whole_operand(rows: int, columns: int, dtype: str) -> np.ndarray:
     """What `element` gives for every index."""
-    return element(dtype)(np.arange(rows)[:, None], np.arange(columns)[None, :]).astype(dtype)
+    return element(dtype)(np.arange(rows)[:, None], np.arange(columns)[None, :]).astype(numpy_dtype(dtype))
 
 
 def serial_product(left: np.ndarray, right: np.ndarray, repeat: int, seconds: list[float]) -> np.ndarray:

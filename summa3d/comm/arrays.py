@@ -1,4 +1,4 @@
-# The few array operations that communication needs, for numpy, CuPy and torch alike. Imports numpy; never the others itself.
+# The few array operations that communication needs, for numpy, CuPy and torch alike. Imports errors, numpy; never the others.
 # A torch tensor is recognised by a method that others lack, CuPy's arrays by their CUDA interface: neither need be installed.
 # Next: transport.py, which hands the bytes to MPI.
 from __future__ import annotations
@@ -11,8 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..errors import ConfigError
+
 Array = Any
 """A numpy array, a CuPy array or a torch tensor, C-contiguous where it is communicated."""
+HALVES = ("float16", "bfloat16")
+"""The 16-bit floats, whose sums are accumulated in float32."""
 
 
 def is_torch(array: Array) -> bool:
@@ -128,6 +132,19 @@ def widen(array: Array) -> Array:
     return array.detach().float() if is_torch(array) else array.astype(np.float32)
 
 
+def numpy_dtype(dtype: np.typing.DTypeLike) -> np.dtype:
+    """numpy's dtype, or of the name bfloat16, which numpy has not, that of ml_dtypes. Raises ConfigError where it is missing."""
+    if not isinstance(dtype, str) or dtype != "bfloat16":
+        return np.dtype(dtype)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ConfigError(
+            "numpy has no bfloat16; the package ml_dtypes gives it one, and cannot be imported here. Install it, or take float16."
+        ) from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
 def dtype_name(array: Array) -> str:
     """``float32``, ``bfloat16``, ``int64``, … for numpy and torch alike."""
     return _name_of(array.dtype)
@@ -140,7 +157,7 @@ def _name_of(dtype: Any) -> str:
 
 def is_half(array: Array) -> bool:
     """True for the 16-bit floats, whose sums are accumulated in float32."""
-    return dtype_name(array) in ("float16", "bfloat16")
+    return dtype_name(array) in HALVES
 
 
 def sum_parts(parts: Array, out: Array) -> Array:

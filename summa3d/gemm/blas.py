@@ -7,7 +7,7 @@ import importlib
 
 import numpy as np
 
-from ..comm.arrays import Array, dtype_name, is_half, is_torch, library_of
+from ..comm.arrays import HALVES, Array, dtype_name, is_half, is_torch, library_of
 from ..libraries import KINDS, gemm, library
 from .cublas import multiply_halves
 
@@ -20,7 +20,7 @@ TURNED = {"n": "t", "t": "n"}
 
 def adds_in_place(dtype: str) -> bool:
     """Whether products of this dtype are added to C without a buffer; integers, which no BLAS multiplies, are not."""
-    return gemm("float32" if dtype in ("float16", "bfloat16") else dtype) is not None
+    return gemm("float32" if dtype in HALVES else dtype) is not None
 
 
 def accumulate(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array, dtype_name, empty, is_torch, kind_of, library_of
+from ..comm.arrays import Array, dtype_name, empty, is_torch, kind_of, library_of, numpy_dtype
 from ..comm.grid import Grid
 from ..errors import LayoutError, ShapeError
 from ..layout.cyclic import BlockCyclic
@@ -72,13 +72,14 @@ class DistMatrix:
         `function` is called once with the block's global row indices [r, 1] and column indices [1, c] and returns [r, c].
         With `shared` (collective) the blocks of the axis that splits the rows last lie in one stretch of node-shared memory,
         so that gathering them along it is a view; `grid.free()` gives the memory back. Raises GridError where that axis
-        leaves the node.
+        leaves the node. `dtype` is one of numpy's, or the name bfloat16 where ml_dtypes is installed.
         """
         _check_sizes(shape)
+        dtype = numpy_dtype(dtype)
         rows, columns = (_indices(runs) for runs in layout.runs(shape, grid.shape, grid.coordinates))
         values = np.broadcast_to(function(rows[:, None], columns[None, :]), (len(rows), len(columns)))
-        if np.iscomplexobj(values) and np.dtype(dtype).kind != "c":
-            raise ShapeError(f"The function's values are complex, and dtype {np.dtype(dtype)} is not. Give it a complex dtype.")
+        if np.iscomplexobj(values) and dtype.kind != "c":
+            raise ShapeError(f"The function's values are complex, and dtype {dtype} is not. Give it a complex dtype.")
         block = empty_shared(shape, grid, layout, dtype) if shared else np.empty(values.shape, dtype)
         block[...] = values
         return cls(block, layout, grid, (shape[0], shape[1]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
+from ..comm.arrays import HALVES
 from ..layout.layout import Layout, split_sizes
 from .blas import adds_in_place
 from .cuboid import CuboidPlan
@@ -120,7 +121,7 @@ def of_plan(
     Z > 1; dtypes that no BLAS adds to C in place, with β ≠ 0 and Z = 1, a product (not counted here, since it depends on β).
     """
     dtype = str(dtype)
-    half = dtype in ("float16", "bfloat16")
+    half = dtype in HALVES
     wide = 2 if half else 1
 
     def cost_of(at: Coordinates) -> Cost:

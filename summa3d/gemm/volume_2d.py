@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from ..comm.arrays import HALVES
 from ..layout.layout import Layout, split_range, split_sizes
 from ..layout.redistribute import Placement, Redistribution
 from .agarwal import AgarwalPlan, everywhere
@@ -40,7 +41,7 @@ class Kind:
 
     @classmethod
     def of(cls, dtype: str, device: bool) -> Kind:
-        half = dtype in ("float16", "bfloat16")
+        half = dtype in HALVES
         return cls(2 if half else 1, 2 if half and not device else 0, not adds_in_place(dtype), dtype.startswith("complex"))
 
 

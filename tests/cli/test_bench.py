@@ -103,6 +103,13 @@ def test_weak_scaling_keeps_the_work_per_rank():
         ("gemm", ["--algorithm", "cannon"], "GridError: cannon cannot use 2 ranks."),
         ("gemm", ["--rounds", "0"], "ConfigError: --rounds is 0; it must be at least 1."),
         ("gemm", ["--json", "none/x.json"], "ConfigError: --json none/x.json lies in none, which is no folder."),
+        (
+            "gemm",
+            ["--device", "cuda", "--shared", "yes"],
+            "the memory that ranks share is the host's; with --device cuda take no.",
+        ),
+        ("gemm", ["--dtype", "bfloat16", "--ceiling"], "says nothing of bfloat16 on cpu."),
+        ("strong", ["--device", "cuda"], "ConfigError: device cuda"),
         ("strong", ["--ranks", "1,4"], "ConfigError: --ranks asks for 4; 2 were started."),
         ("strong", ["--ranks", "1,two"], "'1,two' is not a list of rank counts; write it as 1,2,4"),
     ],

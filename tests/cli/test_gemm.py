@@ -29,8 +29,8 @@ FIELDS = {
     ),
     *("messages_per_rank", "workspace_bytes", "workspace_bytes_formula", "relative_error"),
 }
-BYTES = {"float64": 8, "float32": 4, "float16": 2, "complex128": 16, "int32": 4}
-BOUND = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2, "complex128": 1e-14, "int32": 0}
+BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 16, "int32": 4}
+BOUND = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2, "bfloat16": 1e-2, "complex128": 1e-14, "int32": 0}
 
 
 def gemm(ranks, *arguments, timeout=100):
@@ -58,6 +58,7 @@ def result(ranks, m, n, k, grid, *arguments):
         ("nt", "float64", (3, 2, 2), "shared", ["--alpha", "-1.5", "--beta", "0.5"]),
         ("tn", "float32", (1, 2, 4), "private", ["--repeat", "1"]),
         ("tt", "float16", (2, 1, 1), "private", ["--repeat", "2", "--algorithm", "cuboid"]),
+        ("nt", "bfloat16", (1, 2, 2), "shared", ["--repeat", "2", "--beta", "2"]),
         ("cn", "complex128", (1, 1, 2), "shared", ["--repeat", "2"]),
         ("tn", "int32", (2, 1, 2), "shared", ["--repeat", "2"]),
         ("nn", "float16", (1, 2, 2), "shared", ["--repeat", "2"]),

@@ -14,7 +14,7 @@ from summa3d.gemm.algorithms import ALGORITHMS, algorithm
 from summa3d.layout import distribute
 
 SIZES = (1, 2, 3, 4, 6, 8, 9, 12, 16, 27)
-NUMPY_DTYPES = ("float16", "float32", "float64", "complex64", "complex128", "int32")
+NUMPY_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int32")
 FORMS = ("nn", "nt", "tn", "tt")
 CONJUGATE_FORMS = ("nc", "cn", "cc", "tc", "ct")
 UNEVEN = (19, 13, 23)
@@ -86,7 +86,7 @@ def test_conjugate_forms_complex_factors_and_any_memory_order(judges):
             judge.product(form, "complex128", UNEVEN, alpha=2 - 1j, beta=1j)
         judge.product("nc", "float64", UNEVEN)
         for order in ("F", "strided"):
-            for form, dtype in zip(FORMS, ("float64", "float16", "complex64", "int32"), strict=True):
+            for form, dtype in zip(FORMS, ("float64", "bfloat16", "complex64", "int32"), strict=True):
                 judge.product(form, dtype, UNEVEN, order=order, beta=3)
 
 

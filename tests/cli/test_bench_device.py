@@ -1,0 +1,39 @@
+# Products that race on a fake device: operands there, each time one of a product that is done, the words of the host's.
+# May import summa3d.cli.contest and fake_device.
+# Next: test_bench.py, the same on the host from outside.
+from __future__ import annotations
+
+import fake_device
+import pytest
+
+from summa3d.cli import contest
+from summa3d.cli.contest import Entry, Problem
+from summa3d.comm import cupy_backend, places
+
+
+@pytest.mark.mpi(sizes=(3,), timeout=120)
+def test_a_race_on_a_device_waits_for_each_product_and_counts_what_the_host_would(comm, monkeypatch):
+    device = fake_device.use(fake_device.Device(comm, "lazy"))
+    for module, name, value in (
+        (contest, "placed", lambda array, where: array if where == "cpu" else device.put(array)),
+        (places, "CupyBackend", lambda: device),
+        (cupy_backend, "CupyBackend", lambda: device),
+    ):
+        monkeypatch.setattr(module, name, value)
+    grids = [("cuboid", {"x": 3, "y": 1, "z": 1}), ("cuboid", {"x": 1, "y": 1, "z": 3}), ("summa", {"x": 1, "y": 2})]
+    for dtype in ("float32", "float16"):
+        found = []
+        for place in ("cpu", "cuda"):
+            entries = [Entry(name, grid, Problem(17, 13, 11, "nn", dtype, place)) for name, grid in grids]
+            device.calls.clear()
+            device.host_waits = 0
+            found.append(contest.race(entries, comm, 2)["rows"])
+        products = [call for call in device.calls if call[0] == "gemm"]
+        runs = 2 * (2 + 1) + 2  # of the two cuboids, on which all ranks are: rounds, one before, one whose words are counted
+        assert len(products) >= runs and device.host_waits >= runs
+        for host, there in zip(*found, strict=True):
+            assert (host["device"], there["device"]) == ("cpu", "cuda")
+            assert [host[name] for name in ("words_per_rank", "messages_per_rank")] == [
+                there[name] for name in ("words_per_rank", "messages_per_rank")
+            ]
+    device.finish()
