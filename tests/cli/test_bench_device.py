@@ -33,7 +33,6 @@ def test_a_race_on_a_device_waits_for_each_product_and_counts_what_the_host_woul
         assert len(products) >= runs and device.host_waits >= runs
         for host, there in zip(*found, strict=True):
             assert (host["device"], there["device"]) == ("cpu", "cuda")
-            assert [host[name] for name in ("words_per_rank", "messages_per_rank")] == [
-                there[name] for name in ("words_per_rank", "messages_per_rank")
-            ]
+            for count in ("words_per_rank", "messages_per_rank"):  # none on a rank that has no part in it
+                assert host.get(count) == there.get(count)
     device.finish()
