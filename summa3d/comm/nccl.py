@@ -183,7 +183,7 @@ class NcclTransport(HostTransport):
             span.share = 1 / len(spans)
         event = self._queued(queue, [message.array for message in messages], *spans)
         for message in messages:
-            message.arrival = Arrival(self.backend, event, message.array)
+            message.arrival = Arrival(self.backend, event, message.array, self.held)
 
     def _posted(self, array: Array, peer: int, sends: bool) -> Requests:
         self._kind(array)
@@ -197,7 +197,7 @@ class NcclTransport(HostTransport):
         if queue is None:
             return []
         span = Span("nccl")
-        return [Arrival(self.backend, self._queued(queue, arrays, span), arrays[0], span)]
+        return [Arrival(self.backend, self._queued(queue, arrays, span), arrays[0], self.held, span)]
 
     def _queued(self, queue: Callable[[int], None], arrays: Sequence[Array], *spans: Span) -> Any:
         """Queue NCCL's work behind what the caller's stream holds; returns the mark behind it, until which arrays are held.

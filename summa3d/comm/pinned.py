@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .arrays import Array, address, count, dtype_name
-from .device import Backend, Held
+from .device import Backend
 from .timeline import Span, Timed, Timeline
 from .transport import HostTransport, Requests
 
@@ -86,7 +86,7 @@ class PinnedTransport:
         self.timeline, self.backend, self.host = timeline, timeline.backend, HostTransport(limit)
         self.datatype, self.operation = self.host.datatype, self.host.operation
         self.stream = self.backend.stream()
-        self.held, self.buffers = Held(), Buffers(self.backend)
+        self.buffers = Buffers(self.backend)
         self.flying: set[Staged] = set()
         self.waited = 0.0
 
@@ -164,8 +164,7 @@ class PinnedTransport:
         self.backend.copy(address(array), address(memory), staged.received.nbytes, self.stream)
         self.timeline.stop(start, self.stream, staged.up)
         event = self.backend.record(self.stream)
-        self.backend.wait(caller, event)
-        self.held.hold(event, (array,))
+        self.backend.wait(caller, event)  # and so does whoever gets the memory of `array` next
         self.buffers.give(memory, event)
 
     def _flown(self, requests: Requests, sent: Copy | None, received: Copy | None) -> Requests:

@@ -37,8 +37,8 @@ class Block(nn.Module):
         if self.post_norm:
             x = self.attention_norm(self._joined(self.attention_dropout, self.attention.handed_on(x, batch, visible), batch, x))
             return self.mlp_norm(self._joined(self.mlp_dropout, self.mlp.handed_on(x), batch, x))
-        branch = self.attention.handed_on(self.attention_norm(x), batch, visible)
-        x = self._joined(self.attention_dropout, branch, batch, x)
+        # No name for a branch: it would be held while the next one runs.
+        x = self._joined(self.attention_dropout, self.attention.handed_on(self.attention_norm(x), batch, visible), batch, x)
         return self._joined(self.mlp_dropout, self.mlp.handed_on(self.mlp_norm(x)), batch, x)
 
     def _joined(self, dropout: Dropout, branch: tuple[Tensor, Tensor | None], batch: Batch, stream: Tensor) -> Tensor:

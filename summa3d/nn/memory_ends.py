@@ -81,16 +81,17 @@ def pixels_of(layers: LayerMemory) -> int:
 
 
 def _logits(layers: LayerMemory) -> list[Step]:
-    """The head by a table, and the loss, which keeps the softmax and a number a row."""
+    """The head by a table, and the loss, which keeps the softmax and a number a row; on a device the logits and three."""
     config, scheme, inner = layers.config, layers.scheme, layers.inner
     need = layers.product(scheme.stream, "nt", config.hidden, config.vocabulary)
     logits, rows = layers.activation(inner, config.vocabulary), layers.rows(inner)
     labels = INDEX * rows if scheme.kind.sequence_first else 0
+    kept, computed = (rows * 3 * layers.master, logits) if layers.device else (rows * layers.word, 2 * logits)
     bias = layers.vector(inner, config.vocabulary) if config.family == "bert" else 0
     held = layers.master * (need.b // layers.word) + bias
     return [
         Step(need.kept_a + need.kept_b, need.forward, need.backward, held, gathers=need.gathers, sends=need.sends),
-        Step(logits + rows * layers.word + labels, 2 * logits, logits),
+        Step(logits + kept + labels, computed, logits),
     ]
 
 

@@ -25,6 +25,7 @@ class LayerMemory:
     dtype : of activations; 16-bit ones have float32 parameters, gradients and moments beside 16-bit copies of the weights.
     recompute, layers : "none"; "full", every `layers` blocks from their input; "selective", the attention core.
     staged : the axes that communicate through their node's memory, `Grid.staged`; the others go through MPI.
+    device : on a CUDA device, by NCCL and the fused kernels, which draw masks twice and keep none.
     MPI's own buffers and numpy's (masks while they are drawn) are not counted.
     """
 
@@ -36,6 +37,7 @@ class LayerMemory:
     recompute: str = "none"
     layers: int = 1
     staged: Collection[str] = ()
+    device: bool = False
 
     # -- sizes of this rank's blocks, in bytes -----------------------------------------------------------------------------
 
@@ -47,6 +49,11 @@ class LayerMemory:
     def master(self) -> int:
         """Bytes of a parameter's element."""
         return max(self.word, BYTES["float32"])
+
+    @property
+    def statistic(self) -> int:
+        """Bytes of a number that a norm keeps for a row: a kernel on a device keeps 32 bits of 16-bit rows."""
+        return self.master if self.device else self.word
 
     def block(self, layout: Layout, *shape: int) -> int:
         """Elements of this rank's block."""
@@ -82,7 +89,7 @@ class LayerMemory:
 
     def product(self, layout: Layout, form: str, k: int, n: int, rows: int = 0) -> Need:
         plan = self.scheme.plan(layout, form, rows or self.batch * self.sequence, n, k)
-        return product_need(plan, self.scheme, self.word, self.staged)
+        return product_need(plan, self.scheme, self.word, self.staged, self.device)
 
     def linear(
         self,
@@ -114,19 +121,21 @@ class LayerMemory:
         """x, unless it is `seen`, and, a row, mean and 1/σ (RMSNorm: 1/σ); of the stream, or of what lies as `layout` says."""
         layout, n = layout or self.scheme.stream, self.config.hidden
         s, layer = self.activation(layout, n), self.config.traits.norm == "layer"
-        statistics = (2 if layer else 1) * self.rows(layout) * self.word
+        statistics = (2 if layer else 1) * self.rows(layout) * self.statistic
         gamma = self.spread(layout, n)
         vectors = 2 if layer else 1
         forward, backward = (3, 5) if layer else (2, 4)
-        if layer and self.scheme.columns(layout).size == 1 and self.word > 2:  # torch's own layer norm
-            forward, backward = 1, 2
+        if self.device or (layer and self.scheme.columns(layout).size == 1 and self.word > 2):  # one kernel, or torch's own
+            forward, backward = 1 if seen else 2, 2
         saved = (0 if seen else s) + statistics + gamma
         return Step(saved, forward * s + vectors * gamma, backward * s, vectors * self.vector(layout, n))
 
     def residual(self) -> Step:
-        """The sum, after dropout whose mask is a byte an element."""
-        mask = self.stream // self.word if self.config.dropout else 0
-        return Step(mask, 2 * self.stream + (self.stream + mask if self.config.dropout else 0), 2 * self.stream + mask)
+        """The sum, after dropout whose mask is a byte an element; on a device both in one, and no mask."""
+        if self.device or not self.config.dropout:
+            return Step(0, 2 * self.stream, 2 * self.stream)
+        mask = self.stream // self.word
+        return Step(mask, 3 * self.stream + mask, 2 * self.stream + mask)
 
     def activation_function(self) -> Step:
         """GELU keeps its input. SwiGLU: gate and up side by side."""
@@ -158,7 +167,7 @@ class LayerMemory:
         """What the unfused core keeps: q (in qkv, where its rows can be seen as one dim), k, v, softmax, dropped, two masks."""
         plain = not self.grouped and (self.scheme.kind.sequence_first or 1 in self._sequences_and_heads)
         tables = self._tables if self.grouped else 0
-        masks = scores + self.sequence**2 * self.config.traits.causal
+        masks = scores * (not self.device) + self.sequence**2 * self.config.traits.causal
         return (5 if plain else 3) * context + 2 * scores * self.word + masks + tables
 
     @property

@@ -40,15 +40,18 @@ class Need:
     sends: int = 0
 
 
-def product_need(plan: ProductPlan, scheme: Scheme, word: int, staged: Collection[str] = ()) -> Need:
-    """What the product that `scheme` makes of `plan` needs, `word` bytes an element; `staged`: as in `Grid.staged`."""
+def product_need(plan: ProductPlan, scheme: Scheme, word: int, staged: Collection[str] = (), device: bool = False) -> Need:
+    """What the product that `scheme` makes of `plan` needs, `word` bytes an element; `staged`: as in `Grid.staged`.
+
+    On a `device` NCCL adds up what has more than 16 bits, and needs no room for the parts.
+    """
     shape, at = scheme.grid.shape, scheme.grid.coordinates
     a, b, c = (
         word * block_words(layout, extents, shape, at)
         for layout, extents in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
     )
     if isinstance(plan, CuboidPlan):
-        return _gathered(plan, scheme, word, staged, a, b, c)
+        return _gathered(plan, scheme, word, staged, device and word > 2, a, b, c)
     if isinstance(plan, SummaPlan):
         used = [_rooms(part, scheme) for part in (plan, *gradient_plans(plan)) if isinstance(part, SummaPlan)]
         return Need(a, b, c, a, 0, a + c, c + a + b, {name: word * size for name, size in largest(used).items()})
@@ -86,12 +89,14 @@ def _rooms(plan: SummaPlan, scheme: Scheme) -> dict[str, int]:
     return {name: size for name, size in rooms.items() if size}
 
 
-def _gathered(plan: CuboidPlan, scheme: Scheme, word: int, staged: Collection[str], a: int, b: int, c: int) -> Need:
+def _gathered(
+    plan: CuboidPlan, scheme: Scheme, word: int, staged: Collection[str], summing: bool, a: int, b: int, c: int
+) -> Need:
     shape, at, keep = scheme.grid.shape, scheme.grid.coordinates, not scheme.regather
 
     def moved(layout: Layout, axis: str, extents: tuple[int, ...], fine: int, own: int) -> _Moved:
         whole = word * block_words(without(layout, axis), extents, shape, at)
-        return _Moved(shape[axis], own, whole, bool(fine), axis in staged)
+        return _Moved(shape[axis], own, whole, bool(fine), axis in staged, summing)
 
     of_a = moved(plan.a_layout, plan.y, plan.a_shape, plan.a_fine, a)
     of_b = moved(plan.b_layout, plan.x, plan.b_shape, plan.b_fine, b)
@@ -129,7 +134,8 @@ class _Moved:
     """An operand that an axis of `size` gathers, or whose summands it scatters, in bytes of torch's memory.
 
     own : the block. whole : gathered, or the summand. turned : its fine split lies on columns, so that MPI needs it turned
-    first. staged : the axis goes through its node's memory, where views are read and summands computed.
+    first. staged : the axis goes through its node's memory, where views are read and summands computed. summing : a scatter
+    adds up as it moves, straight into the result.
     """
 
     size: int
@@ -137,6 +143,7 @@ class _Moved:
     whole: int
     turned: bool
     staged: bool
+    summing: bool
 
     def gathered(self, copied: bool = False) -> int:
         """What a gather leaves: nothing where the node's memory is read in place."""
@@ -158,13 +165,13 @@ class _Moved:
 
     @property
     def in_flight(self) -> int:
-        """A started scatter: the summand, and the parts that will be added."""
-        return self.summand + (self.size * self.own if self.size > 1 and not self.staged else 0)
+        """A started scatter: the summand, and the parts that will be added, or the result."""
+        return self.summand + (self.own * (1 if self.summing else self.size) if self.size > 1 and not self.staged else 0)
 
     @property
     def result(self) -> int:
-        """The sum; turned, where MPI summed it turned."""
-        return self.own * (1 + (self.turned and not self.staged))
+        """The sum, where it is not there yet; turned, where it was summed turned."""
+        return self.own * ((not self.summing or self.staged) + (self.turned and not self.staged))
 
     @property
     def scattering(self) -> int:

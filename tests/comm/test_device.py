@@ -164,6 +164,21 @@ def test_a_message_between_two_of_three_members_needs_a_transport_that_all_have_
         assert np.array_equal(device.read(axis.receive(arriving, 1)), np.arange(6.0))
 
 
+@pytest.mark.mpi(sizes=(3,), timeout=60)
+def test_what_was_waited_for_is_not_kept_until_the_device_has_done_with_it(comm, world):
+    """The caller's stream waits for it, and with it whoever gets its memory next: a step's peak has no finished communication."""
+    transport, device, grid, _ = world
+    axis = grid["x"]
+    if transport != "nccl":
+        return
+    pending = axis.start_all_reduce(device.put(np.ones(64)))
+    axis.all_gather(device.put(np.ones((3, 4))))
+    carrier = axis.carriers.of(device.put(np.ones(1)), axis.comm)
+    assert len(carrier.held) == 1
+    pending.wait()
+    assert len(carrier.held) == 0
+
+
 @pytest.mark.mpi(sizes=(3,), timeout=120)
 def test_what_nobody_waits_for_is_kept_until_the_device_has_done_with_it(comm, world):
     transport, device, grid, _ = world

@@ -15,7 +15,7 @@ from summa3d.train.dry_run import TERMS, predict
 from summa3d.train.loop import take_step
 from summa3d.train.prepare import prepare
 
-CUBE = ["grid.x=2", "grid.y=2", "grid.z=2"]
+CUBE = ["grid.x=2", "grid.y=2", "grid.z=2", "device=cpu"]
 
 
 def predicted(*assignments: str) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def test_weights_gradients_and_moments_are_the_models_divided_over_the_grid() ->
     held = 8 * (MATRICES + 4 * VECTORS)  # every vector is split by one axis of the three and copied on the others
     for term, times in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
         assert found["mean_bytes"][term] * 8 == times * held
-    serial = predict(config.load("demo", ["scheme=serial", "dtype=float64"]))["bytes"]
+    serial = predict(config.load("demo", ["scheme=serial", "dtype=float64", "device=cpu"]))["bytes"]
     assert serial["parameters"] == 8 * (MATRICES + VECTORS)
     assert serial["peak"] > serial["parameters"] + serial["optimizer"] + serial["activations"]
 
@@ -49,7 +49,7 @@ def test_recomputation_micro_batches_and_more_ranks_take_less() -> None:
     base = predicted()["bytes"]
     assert predicted("recompute=full")["bytes"]["activations"] < 0.4 * base["activations"]
     assert predicted("train.batch=48", "train.accumulate=4")["bytes"]["activations"] < 0.6 * base["activations"]
-    assert predict(config.load("demo", [*CUBE[:2], "grid.z=4", "train.batch=24"]))["bytes"]["peak"] < base["peak"]
+    assert predict(config.load("demo", [*CUBE, "grid.z=4", "train.batch=24"]))["bytes"]["peak"] < base["peak"]
 
 
 def test_axes_inside_a_node_take_less_than_those_between_nodes() -> None:
@@ -59,7 +59,10 @@ def test_axes_inside_a_node_take_less_than_those_between_nodes() -> None:
     assert apart["bytes"]["peak"] > some["bytes"]["peak"] > together["bytes"]["peak"] and apart["bytes"]["node"] == 0
     assert predict(config.load("demo", CUBE), 3)["node_axes"] == []  # ranks 0 to 2: no axis of rank 3, the fullest, is inside
     assert predict(config.load("demo", CUBE), 8) | {"one_node": together} == apart | together | {"one_node": together}
-    assert "one_node" not in predict(config.load("demo", ["scheme=serial"]))
+    assert "one_node" not in predict(config.load("demo", ["scheme=serial", "device=cpu"]))
+    there = predict(config.load("demo", [*CUBE[:3], "device=cuda"]))
+    assert "one_node" not in there and (there["device"], there["node_axes"], there["bytes"]["node"]) == ("cuda", [], 0)
+    assert there["bytes"]["peak"] < apart["bytes"]["peak"]  # sums without parts; no masks
     with pytest.raises(ConfigError, match="ranks per node is 0"):
         predict(config.load("demo", CUBE), 0)
 
@@ -86,7 +89,9 @@ def test_the_peak_is_that_of_a_step_of_the_run(comm, shared_tmp_path, settings, 
     with torch.autograd.set_multithreading_enabled(False):
         peak = held + moments + peak_bytes(lambda: take_step(run, 1))
     found = predict(loaded, comm.size)
-    assert found["node_axes"] == [axis for axis in ("x", "y", "z") if run.grid.shape[axis] > 1] * (node_memory == "yes")
+    assert found["node_axes"] == [axis for axis in ("x", "y", "z") if run.grid.shape[axis] > 1] * (
+        node_memory == "yes" and found["device"] == "cpu"
+    )
     assert found["bytes"]["parameters"] == comm.allreduce(held, MPI.MAX) and found["mean_bytes"][
         "optimizer"
     ] * 4 == comm.allreduce(moments)

@@ -1,0 +1,45 @@
+# What a step holds on a device is what the closed forms say of one: no masks kept, no node's memory, NCCL's sums without parts,
+# and nothing of a communication that has been waited for.
+# May import pretended, memory_cases, summa3d.
+# Next: test_memory.py, the same on the host; ../../summa3d/nn/memory_layers.py.
+from __future__ import annotations
+
+import pretended
+import pytest
+from memory_cases import BATCH, FAMILIES, PEAK, SAVED, SCHEMES, measured
+from summa3d.kernels import launch
+
+from summa3d.nn import ModelConfig, build, scheme
+from summa3d.nn.memory import ModelMemory
+
+SETTINGS = [
+    ({}, ("none", 1)),
+    ({"dropout": 0.1, "attention_dropout": 0.1}, ("none", 1)),
+    ({"dropout": 0.1}, ("full", 1)),
+    ({"dropout": 0.1}, ("selective", 1)),
+]
+
+
+@pytest.mark.mpi(sizes=(1, 4), timeout=300)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_on_a_device_holds_what_its_closed_forms_say(make_grid, world_size, family, kernel_libraries, monkeypatch):
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    monkeypatch.setattr(launch, "SUMMING_BLOCKS_A_PROCESSOR", 1)  # partial sums, not counted, are some MB on any device
+    wrong = []
+    for turn, (name, axes) in enumerate(SCHEMES[world_size]):
+        if (family, name) == ("vit", "oned-sp"):  # 1 + n² tokens are never divided by 4
+            continue
+        for more, recompute in SETTINGS if world_size == 1 else SETTINGS[turn % 2 :: 2]:
+            config = ModelConfig(**FAMILIES[family], **more)
+            with pretended.pretended(monkeypatch, kernel_libraries):
+                on_grid = scheme(name, make_grid(check=False, node_memory=False, transport="nccl", **axes))
+                with pretended.CUDA:
+                    model = build(config, on_grid)
+                model.recompute(*recompute)
+                saved, peak = measured(model, pretended.CUDA)
+                peak += sum(weight.nbytes for weight in model.parameters())
+            predicted = ModelMemory(config, on_grid, BATCH, config.sequence, "float32", *recompute, device=True)
+            memory = predicted.memory(training=False)
+            if abs(memory.activations - saved) > SAVED * saved or abs(memory.peak - peak) > PEAK * peak or memory.node:
+                wrong.append((name, axes, more, recompute, memory.activations / saved, memory.peak / peak))
+    assert not wrong
