@@ -1,5 +1,5 @@
 # The CUDA launcher: compiles a family of kernels at its first use by NVRTC through CuPy, which keeps the result on disk, and
-# starts them on torch's current stream, with torch's tensors passed by pointer. Imports launch, rows; CuPy when it is needed.
+# starts them on torch's current stream, with torch's tensors passed by pointer. Imports launch, rows, streams; CuPy when needed.
 # Next: rows.py, elements.py (what is started), common.cuh (what every kernel shares).
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .launch import Argument
 from .rows import Fused
+from .streams import taken_over
 
 HERE = Path(__file__).parent
 FAMILIES = ("adamw", "columns", "dropout", "gelu", "loss", "norm", "rotary", "swiglu")
@@ -74,7 +75,7 @@ class CudaLauncher:
         return self._cupy.RawModule(code=source(family), options=OPTIONS, backend="nvrtc")
 
     def _new_stream(self, pointer: int) -> Any:
-        return self._cupy.cuda.Stream.from_external(_TorchStream(pointer))
+        return taken_over(self._cupy.cuda, pointer)
 
     def _passed(self, argument: Argument) -> np.generic:
         """The 8 bytes that a kernel gets: an address, an int64 or a float64."""
@@ -85,16 +86,6 @@ class CudaLauncher:
                 raise ValueError(f"a kernel on {self.device} was given a tensor on {argument.device}.")
             return np.uint64(argument.data_ptr())
         return np.float64(argument) if isinstance(argument, float) else np.int64(argument)
-
-
-class _TorchStream:
-    """A stream of torch's, as CuPy takes one over."""
-
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer
 
 
 def cupy() -> Any:

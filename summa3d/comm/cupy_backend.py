@@ -45,8 +45,9 @@ class CupyBackend:
             return self._cuda.get_current_stream()
         import torch
 
-        stream = torch.cuda.current_stream(array.device)
-        return self._cuda.ExternalStream(stream.cuda_stream, array.device.index)
+        from summa3d.kernels.streams import taken_over
+
+        return taken_over(self._cuda, torch.cuda.current_stream(array.device).cuda_stream)
 
     def stream(self) -> Any:
         return self._cuda.Stream(non_blocking=True)

@@ -46,8 +46,10 @@ def bindings(array: Array) -> tuple[Any, AbstractContextManager[Any]]:
         return importlib.import_module(f"{library_of(array).__name__}.cuda"), nullcontext()
     import torch
 
+    from summa3d.kernels.streams import taken_over
+
     cuda = importlib.import_module("cupy.cuda")
-    return cuda, cuda.ExternalStream(torch.cuda.current_stream(array.device).cuda_stream, array.device.index)
+    return cuda, taken_over(cuda, torch.cuda.current_stream(array.device).cuda_stream)
 
 
 def _by_rows(array: Array, letter: str) -> tuple[Array, int, str]:

@@ -3,9 +3,11 @@
 # Next: ../comm/test_device.py, the collectives under it; ../../summa3d/gemm/blas.py.
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
+import fake_cublas
 import fake_device
 import numpy as np
 import pytest
@@ -130,6 +132,23 @@ def test_16_bit_products_on_a_device_copy_no_operand_to_float32(comm, make_grid)
         assert grid.ledger.workspace_peak == 2 * volume.workspace_of(grid.coordinates), name
         assert grid.ledger.workspace_peak <= room(a.size, b.size, c.size), name
         device.finish()
+
+
+def test_the_fake_cublas_takes_the_arguments_of_cupys():
+    cuda = pytest.importorskip("cupy.cuda")
+    try:
+        real = cuda.cublas
+    except ImportError:
+        pytest.skip("CuPy finds no cuBLAS here")
+    fake = fake_cublas.cuda(lambda call, run: None)
+    for owner, ours in ((real, fake.cublas), (cuda.runtime, fake.runtime), (cuda, fake)):
+        for name in (name for name in dir(ours) if not name.startswith("_") and name != "queue"):
+            assert hasattr(owner, name), name
+    line = real.gemmEx.__doc__.splitlines()[0]
+    taken = [part.split()[-1] for part in re.search(r"\((.*)\)", line)[1].split(", ")]
+    of_a, of_b, of_c = (["A", "Atype", "lda"], ["B", "Btype", "ldb"], ["C", "Ctype", "ldc"])
+    assert taken == ["handle", "transa", "transb", "m", "n", "k", "alpha", *of_a, *of_b, "beta", *of_c, "computeType", "algo"]
+    assert callable(real.setMathMode) and callable(cuda.Stream.from_external)
 
 
 @pytest.mark.mpi(sizes=(2,), timeout=60)
