@@ -35,5 +35,9 @@ class CheckpointError(Summa3dError):
     """A checkpoint that is incomplete, altered, or of another model."""
 
 
+class CapacityError(Summa3dError):
+    """More memory than a host or a device has."""
+
+
 class LaunchError(Summa3dError):
     """An MPI launcher that does not belong to the MPI library of the running interpreter."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from ..capability import forbidden
-from ..errors import ConfigError, LaunchError, Summa3dError
+from ..errors import CapacityError, ConfigError, LaunchError, Summa3dError
 from .runtime import (
     LIKE_OPEN_MPI,
     THREAD_VARIABLES,
@@ -101,7 +101,17 @@ def _run(name: str, arguments: list[str]) -> int:
 
             end_job(request.code if isinstance(request.code, int) else int(request.code is not None))
         raise
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        hint = "\n  `summa3d train … --dry-run` says what each rank of a grid would hold." if name == "train" else ""
+        raise CapacityError(f"rank {_rank()} has not the memory for this: {str(error).splitlines()[0]}{hint}") from error
     return status
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether numpy, CuPy or torch, each in its own way, could not allocate."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
 def _without_command(name: str) -> int:

@@ -1,5 +1,5 @@
 # When everything happened: phases, products, copies and communications of every rank on one clock, as a trace for Perfetto.
-# Imports errors, mpi4py. Whoever has no trace pays one test a communication.
+# Imports errors, failure, mpi4py. Whoever has no trace pays one test a communication.
 # Next: ledger.py, whose `trace` this is; account.py, which writes communications to it; timeline.py, the device's times.
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
+from .failure import agree_on_error
 
 PHASES, RUNS, PRODUCTS, COPIES = "phases", "runs", "products", "copies"
 ON_DEVICE = " on the device"
@@ -91,6 +92,7 @@ def write(path: Path, trace: Trace, comm: MPI.Intracomm) -> None:
     A process for each rank; tracks for its phases, runs, products, copies, and for each axis. On an axis's track lie the calls
     that begin a communication and the waits that complete one; above them each communication from begin to end, with its words,
     messages, bytes and phase. What a device did has tracks of its own, by events of its streams.
+    Raises DataError on all ranks where rank 0 cannot write it.
     """
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     one_clock = bool(comm.allreduce(node.size == comm.size, MPI.MIN))
@@ -99,22 +101,32 @@ def write(path: Path, trace: Trace, comm: MPI.Intracomm) -> None:
     here = time.perf_counter()
     offset = 0.0 if one_clock else comm.bcast(here) - here
     parts = comm.gather((_Events(trace, comm.rank, offset).all(), trace.error))
-    if parts is None:
-        return
+    text = None if parts is None else _joined(parts, comm.size, one_clock)
+    error = None
+    try:
+        if text is not None:
+            path.write_text(text, encoding="utf-8")
+    except OSError as caught:
+        error = DataError(f"--trace {path} cannot be written: {caught.strerror}.")
+    agree_on_error(comm, error)
+
+
+def _joined(parts: list[tuple[list[dict[str, Any]], float | None]], ranks: int, one_clock: bool) -> str:
+    """The file's text, from each rank's events and how far its device's clock may be off."""
     events = [event for part, _ in parts for event in part]
     origin = min((event["ts"] for event in events if "ts" in event), default=0.0)
     for event in events:
         if "ts" in event:
             event["ts"] = round(event["ts"] - origin, 3)
     about: dict[str, Any] = {
-        "ranks": comm.size,
+        "ranks": ranks,
         "clock": "the node's own clock" if one_clock else "each rank's clock, set to rank 0's when all had left a barrier",
     }
     errors = [error for _, error in parts if error is not None]
     if errors:
         tied = f"tied to the host's by one event a rank, at most {max(errors) * MICRO:.1f} µs off when it was"
         about["device clock"] = tied
-    path.write_text(json.dumps({"traceEvents": events, "otherData": about}) + "\n", encoding="utf-8")
+    return json.dumps({"traceEvents": events, "otherData": about}) + "\n"
 
 
 class _Events:

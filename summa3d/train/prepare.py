@@ -97,12 +97,19 @@ def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) 
 
 
 def open_checkpoint(config: Config, comm: MPI.Intracomm, folder: Path) -> checkpoint.Checkpoint | None:
-    """The newest complete checkpoint of a run folder, checked and verified; None if there is none."""
+    """The newest complete checkpoint of a run folder, checked and verified; None if there is none.
+
+    Raises ConfigError where the run was to end before it.
+    """
     path = on_root(comm, lambda: checkpoint.newest(folder / "checkpoints"), CheckpointError)
     if path is None:
         return None
     saved = checkpoint.read(path, comm)
     saved.check_model(config)
+    if saved.step > config.train.steps:
+        raise ConfigError(
+            f"train.steps is {config.train.steps}, and {path} is after step {saved.step}. Set {saved.step} or more to go on."
+        )
     saved.verify(comm)
     return saved
 

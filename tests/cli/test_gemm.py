@@ -129,6 +129,11 @@ def test_without_algorithm_or_grid_the_chooser_decides_and_says_so():
         ),
         (2, ["--grid", "x=2", "--panel", "3"], "ConfigError: --panel means nothing to cuboid."),
         (2, ["--grid", "x=2", "--dtype", "int4"], "invalid choice: 'int4'"),
+        (
+            2,
+            ["--grid", "x=2", "--m", str(10**7), "--k", str(10**7)],
+            "CapacityError: rank 0 has not the memory for this: Unable to",
+        ),
     ],
 )
 def test_bad_input_is_one_message_and_a_non_zero_status(ranks, arguments, message):

@@ -154,6 +154,13 @@ def test_a_trace_that_cannot_be_written_is_one_message_before_anything_runs(tmp_
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full")
+def test_a_trace_that_the_disk_has_no_room_for_is_one_message():
+    done = summa3d("gemm", "--m", 5, "--n", 4, "--k", 3, "--trace", "/dev/full", ranks=2)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert done.stderr.count("DataError: --trace /dev/full cannot be written: No space left") == 1
+
+
 @pytest.mark.parametrize("command", ["gemm", "bench block", "train"])
 def test_help_says_what_opens_a_trace(command):
     done = summa3d(*command.split(), "--help", ranks=1)

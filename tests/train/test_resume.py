@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from small_runs import metrics_of, shared_corpus, small_config, train_small
 
-from summa3d.errors import Summa3dError
+from summa3d.errors import ConfigError, Summa3dError
 from summa3d.train import checkpoint
 from summa3d.train.prepare import prepare
 
@@ -84,6 +84,14 @@ def test_a_checkpoint_of_eight_ranks_goes_on_on_two_and_on_one(comm: Any, shared
     for name in ("two", "one"):
         found = [line["loss"] for line in numbers(shared_tmp_path / name)]
         assert found == pytest.approx(want, rel=1e-10) and len(found) == 6
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_run_that_was_to_end_before_its_checkpoint_is_an_error(comm: Any, shared_tmp_path: Path) -> None:
+    train_small(comm, shared_tmp_path, **grid_of(2), train__steps=3)
+    with pytest.raises(ConfigError, match=r"train.steps is 2, and .*step-3 is after step 3. Set 3 or more"):
+        train_small(comm, shared_tmp_path, resume=True, **grid_of(2), train__steps=2)
+    train_small(comm, shared_tmp_path, resume=True, **grid_of(2), train__steps=3)  # ended: nothing is left to do
 
 
 def copy(source: Path, target: Path) -> None:
