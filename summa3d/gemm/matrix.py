@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..comm.arrays import Array, dtype_name, empty, is_torch, kind_of, library_of, numpy_dtype
+from ..comm.convert import converted
 from ..comm.grid import Grid
 from ..errors import LayoutError, ShapeError
 from ..layout.cyclic import BlockCyclic
@@ -132,6 +133,14 @@ class DistMatrix:
         return DistMatrix(block, layout, grid or self.grid, self.shape, order == "F")
 
     # -- algebra ----------------------------------------------------------------------------------------------------------
+
+    def to(self, library: str, device: str | None = None) -> DistMatrix:
+        """The same matrix in arrays of `library` (numpy, torch, cupy), on `device` (cpu, cuda) where torch has the choice.
+
+        Moves nothing between ranks. Shares this matrix's memory where it stays on one side: numpy ↔ torch on the host, CuPy ↔
+        torch on a device (DLPack); else copies the block. Raises ConfigError for what does not exist or cannot be imported.
+        """
+        return self._with(converted(self.block, library, device), self.turned)
 
     @property
     def T(self) -> DistMatrix:

@@ -100,6 +100,19 @@ def test_empty_and_unreadable_files(comm, make_grid, shared_tmp_path):
 
 
 @SIZES
+def test_a_matrix_goes_to_another_library_and_its_products_with_it(comm, make_grid):
+    grid, whole = grid_of(comm, make_grid), random((7, 12))
+    for ownership in ownerships():
+        matrix = DistMatrix.from_global(whole, grid, ownership)
+        with grid.ledger.watch() as moved:
+            other = matrix.to("torch")
+        assert moved.calls == 0 and (other.layout, other.shape) == (matrix.layout, matrix.shape)
+        assert np.array_equal(plain((2 * other).to_global()), 2 * whole) and np.array_equal(
+            (other.to("numpy").T).block, matrix.T.block
+        )
+
+
+@SIZES
 def test_a_transpose_moves_and_copies_nothing(comm, make_grid):
     grid, whole = grid_of(comm, make_grid), random((7, 12))
     for ownership in ownerships():
