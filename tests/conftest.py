@@ -19,6 +19,13 @@ def pytest_configure() -> None:
         pytest.exit(reason, returncode=4)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a real device, leave out tests that make a device of their own."""
+    for item in items if devices.NAME == "cuda" else ():
+        if isinstance(item, pytest.Function) and {"pretended", "fake_device"} & vars(item.module).keys():
+            item.add_marker(pytest.mark.skip(reason="makes a device of its own"))
+
+
 @pytest.fixture(autouse=True)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take the device that SUMMA3D_DEVICE names, for a test that asks for a communicator."""
