@@ -16,7 +16,7 @@ from gpu import in_turn, without_gpu
 from mpi4py import MPI
 
 from summa3d import Grid
-from summa3d.comm.arrays import is_torch
+from summa3d.comm.arrays import is_half, is_torch, widen
 from summa3d.comm.places import take_device
 from summa3d.gemm import CuboidPlan
 from summa3d.gemm.cuboid import Cuboid
@@ -47,6 +47,7 @@ def main() -> None:
                 a, b, c, other = (matrix(library, dtype, n, args.device) for _ in range(4))
                 runs = {"ours": lambda a=a, b=b, c=c: executor.run(a, b, c), "bare": bare(a, b, other)}
                 times = in_turn(runs, args.calls, args.rounds, args.device)
+                c, other = (widen(one) if is_half(one) else one for one in (c, other))
                 difference = float(abs(c - other).max()) / float(abs(other).max())
                 rows.append(row(library, dtype, n, times, difference))
     for one in rows:

@@ -3,6 +3,7 @@
 # Next: mpiworlds.py, devices.py.
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ def pytest_configure() -> None:
     reason = devices.why_not()
     if reason is not None:
         pytest.exit(reason, returncode=4)
+    if devices.NAME == "pretended":
+        os.environ |= {"SUMMA3D_TESTED_DEVICE": "pretended", "SUMMA3D_DEVICE": "cpu"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,8 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take the device that SUMMA3D_DEVICE names, for a test that asks for a communicator."""
     if devices.NAME == "cpu" or "comm" not in request.fixturenames:
-        if devices.NAME == "pretended":
-            monkeypatch.setenv("SUMMA3D_DEVICE", "cpu")  # which no other code, nor process, knows
         yield
         return
     with devices.taken(request.getfixturevalue("comm"), monkeypatch):

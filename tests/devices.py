@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-NAME = os.environ.get("SUMMA3D_DEVICE") or "cpu"
+NAME = os.environ.get("SUMMA3D_TESTED_DEVICE") or os.environ.get("SUMMA3D_DEVICE") or "cpu"
+"""The first is conftest.py's own: what is pretended here is the host to any other process."""
 
 
 def why_not() -> str | None:

@@ -90,7 +90,14 @@ class Pretended(TorchFunctionMode):
                 args[0], (), args[1] if len(args) > 1 else kwargs.get("gradient"), keep=bool(kwargs.get("retain_graph"))
             )
         if func is torch.autograd.grad:
-            return self._differentiated(_only(args[0]), tuple(args[1]), _only(kwargs["grad_outputs"]), kwargs["allow_unused"])
+            given, inputs = kwargs.get("grad_outputs"), args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
+            return self._differentiated(
+                _only(args[0]),
+                tuple(inputs),
+                None if given is None else _only(given),
+                bool(kwargs.get("allow_unused")),
+                bool(kwargs.get("retain_graph")),
+            )
         if func in (T.numpy, T.__array__) and args[0] in self.storages:
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
         if func is T.tolist and args[0] in self.storages:

@@ -263,7 +263,7 @@ def timing(seconds: list[float], problem: Problem) -> dict[str, Any]:
 
 
 def same_problem(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(row[name] == other[name] for name in ("m", "n", "k", "form", "dtype"))
+    return all(row[name] == other[name] for name in ("m", "n", "k", "form", "dtype", "device"))
 
 
 def fraction(row: Mapping[str, Any], top: Mapping[str, Any]) -> float:

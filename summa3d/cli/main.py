@@ -105,7 +105,8 @@ def _run(name: str, arguments: list[str]) -> int:
         if not _out_of_memory(error):
             raise
         hint = "\n  `summa3d train … --dry-run` says what each rank of a grid would hold." if name == "train" else ""
-        raise CapacityError(f"rank {_rank()} has not the memory for this: {str(error).splitlines()[0]}{hint}") from error
+        what = next(iter(str(error).splitlines()), "nothing says how much")
+        raise CapacityError(f"rank {_rank()} has not the memory for this: {what}{hint}") from error
     return status
 
 

@@ -98,7 +98,7 @@ def share(value: float | None) -> str:
 
 
 def _shape(row: Mapping[str, Any]) -> str:
-    return f"{row['m']}×{row['n']}×{row['k']} {row['form']} {row['dtype']}"
+    return f"{row['m']}×{row['n']}×{row['k']} {row['form']} {row['dtype']}{place_of([row])}"
 
 
 def _ceilings(result: Mapping[str, Any]) -> list[str]:
@@ -159,8 +159,15 @@ def scaling_table(result: Mapping[str, Any]) -> list[str]:
         for row in rows
     ]
     what = "the same product on more ranks" if result["kind"] == "strong" else "the same work per rank on more ranks"
-    cores = f"; beyond {result['machine']['cores']} ranks they share cores" if result.get("machine") else ""
-    return [f"{what}, {rows[0]['form']} {rows[0]['dtype']}{cores}", *aligned(header, cells), *_ceilings(result)]
+    shared = result.get("machine") and not place_of(rows)
+    cores = f"; beyond {result['machine']['cores']} ranks they share cores" if shared else ""
+    return [f"{what}, {rows[0]['form']} {rows[0]['dtype']}{place_of(rows)}{cores}", *aligned(header, cells), *_ceilings(result)]
+
+
+def place_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """For a title: the device that they ran on; nothing for the host."""
+    device = rows[0].get("device", "cpu")
+    return "" if device == "cpu" else f" on {device}"
 
 
 def versus_table(result: Mapping[str, Any]) -> list[str]:
@@ -190,7 +197,7 @@ def _times(ratio: Mapping[str, float] | None) -> str:
 def block_title(result: Mapping[str, Any]) -> str:
     """The sizes of the blocks, in DESIGN's letters; and, of a paper's shape, what it was scaled from."""
     case, paper = result["case"], result.get("paper")
-    sizes = f"b={case['batch']} s={case['sequence']} h={case['hidden']} a={case['heads']} {case['dtype']}"
+    sizes = f"b={case['batch']} s={case['sequence']} h={case['hidden']} a={case['heads']} {case['dtype']}{place_of([case])}"
     source = f"; {paper['name']} with s and h divided by {paper['factor']} ({paper['source']})" if paper else ""
     return f"{case['layers']} {case['family']} block{'s' if case['layers'] > 1 else ''}, {sizes}, {result['ranks']} ranks{source}"
 

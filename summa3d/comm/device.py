@@ -85,7 +85,7 @@ class Held:
     """Arrays that a stream reads or writes, kept alive until it has passed a mark, whoever else has let go of them.
 
     Who has had the stream that the arrays came from wait for the mark may release them before: that stream's memory goes to
-    nobody but what is queued on it later.
+    nobody but what is queued on it later. Arrays are taken to come from the stream that is current when a communication begins.
     """
 
     def __init__(self) -> None:
@@ -108,15 +108,16 @@ class Held:
 class Arrival(Timed):
     """A communication on a device: `wait` has the caller's stream wait for it, and leaves the host alone.
 
-    What it reads and writes is `held` until then; where another stream waits than the one it was begun on, until it is done.
+    What it reads and writes is `held` until then; where another stream waits than the one it was begun on, or where `held` is
+    None because the mark is of other communications too, until it is done.
     """
 
-    def __init__(self, backend: Backend, event: Event, array: Array, held: Held, *spans: Span) -> None:
+    def __init__(self, backend: Backend, event: Event, array: Array, held: Held | None, *spans: Span) -> None:
         self._backend, self._event, self._array, self._held, self.spans = backend, event, array, held, spans
         self._begun_on = backend.current(array).ptr
 
     def wait(self) -> None:
         stream = self._backend.current(self._array)
         self._backend.wait(stream, self._event)
-        if stream.ptr == self._begun_on:
+        if self._held is not None and stream.ptr == self._begun_on:
             self._held.release(self._event)

@@ -183,7 +183,7 @@ class NcclTransport(HostTransport):
             span.share = 1 / len(spans)
         event = self._queued(queue, [message.array for message in messages], *spans)
         for message in messages:
-            message.arrival = Arrival(self.backend, event, message.array, self.held)
+            message.arrival = Arrival(self.backend, event, message.array, None)
 
     def _posted(self, array: Array, peer: int, sends: bool) -> Requests:
         self._kind(array)

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .arrays import Array, address, count, dtype_name
-from .device import Backend
+from .device import Backend, Held
 from .timeline import Span, Timed, Timeline
 from .transport import HostTransport, Requests
 
@@ -66,6 +66,7 @@ class Staged(Timed):
 
     def __init__(self, transport: PinnedTransport, requests: Requests, sent: Copy | None, received: Copy | None) -> None:
         self.transport, self.requests, self.sent, self.received = transport, requests, sent, received
+        self.begun_on = None if received is None else transport.backend.current(received.array)
         self.up = Span("up")
         downs = [copy.down for copy in (sent, received) if copy is not None and copy.down is not None]
         self.spans = (*downs, *([] if received is None else [self.up]))
@@ -86,7 +87,7 @@ class PinnedTransport:
         self.timeline, self.backend, self.host = timeline, timeline.backend, HostTransport(limit)
         self.datatype, self.operation = self.host.datatype, self.host.operation
         self.stream = self.backend.stream()
-        self.buffers = Buffers(self.backend)
+        self.held, self.buffers = Held(), Buffers(self.backend)
         self.flying: set[Staged] = set()
         self.waited = 0.0
 
@@ -158,13 +159,18 @@ class PinnedTransport:
         if staged.received is None:
             return
         array, memory = staged.received.array, staged.received.memory
-        caller = self.backend.current(array)
+        caller, begun_on = self.backend.current(array), staged.begun_on
         self.backend.wait(self.stream, self.backend.record(caller))  # what still reads the memory of `array` comes first
+        elsewhere = begun_on if begun_on is not None and begun_on.ptr != caller.ptr else None
+        if elsewhere is not None:
+            self.backend.wait(self.stream, self.backend.record(elsewhere))
         start = self.timeline.start(self.stream)
         self.backend.copy(address(array), address(memory), staged.received.nbytes, self.stream)
         self.timeline.stop(start, self.stream, staged.up)
         event = self.backend.record(self.stream)
-        self.backend.wait(caller, event)  # and so does whoever gets the memory of `array` next
+        self.backend.wait(caller, event)  # and so does whoever gets the memory of `array` next, if it came from this stream
+        if elsewhere is not None:
+            self.held.hold(event, (array,))
         self.buffers.give(memory, event)
 
     def _flown(self, requests: Requests, sent: Copy | None, received: Copy | None) -> Requests:

@@ -37,6 +37,7 @@ def take_device(comm: MPI.Intracomm, tf32: bool = False) -> int:
     CuPy then takes its memory from torch's pool, so that what one frees the other can have. torch's backward threads take the
     device and the stream of the forward by themselves, and cupy_backend reads torch's stream on the thread that calls.
     Products of float32 are taken in float32, or with `tf32` on operands rounded to 11 bits; 16-bit floats are summed in float32.
+    CuPy has a cuBLAS handle for each thread: its products on other threads than the caller's take cuBLAS's own settings.
     Raises ConfigError on all ranks where one of them has no GPU, no CuPy, or a torch that is loaded and cannot use the GPU.
     """
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)

@@ -1,5 +1,5 @@
 # When everything happened: phases, products, copies and communications of every rank on one clock, as a trace for Perfetto.
-# Imports errors, failure, mpi4py. Whoever has no trace pays one test a communication.
+# Imports errors, mpi4py. Whoever has no trace pays one test a communication.
 # Next: ledger.py, whose `trace` this is; account.py, which writes communications to it; timeline.py, the device's times.
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 from mpi4py import MPI
 
 from ..errors import ConfigError, DataError
-from .failure import agree_on_error
 
 PHASES, RUNS, PRODUCTS, COPIES = "phases", "runs", "products", "copies"
 ON_DEVICE = " on the device"
@@ -108,7 +107,9 @@ def write(path: Path, trace: Trace, comm: MPI.Intracomm) -> None:
             path.write_text(text, encoding="utf-8")
     except OSError as caught:
         error = DataError(f"--trace {path} cannot be written: {caught.strerror}.")
-    agree_on_error(comm, error)
+    error = comm.bcast(error)
+    if error is not None:
+        raise error
 
 
 def _joined(parts: list[tuple[list[dict[str, Any]], float | None]], ranks: int, one_clock: bool) -> str:

@@ -72,5 +72,5 @@ def _row_step(array: Array) -> int:
     if columns > 1 and element != 1:
         return 0
     if rows == 1:
-        return max(row, columns)
+        return max(columns, 1)
     return int(row) if row >= columns else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array, dtype_name, empty, is_torch, kind_of, library_of, numpy_dtype
+from ..comm.arrays import Array, cast, dtype_name, empty, is_half, is_torch, kind_of, library_of, numpy_dtype
 from ..comm.convert import converted
 from ..comm.grid import Grid
 from ..errors import LayoutError, ShapeError
@@ -161,7 +161,10 @@ class DistMatrix:
         return self._with(self.block - self._alike(other, "subtract").block, self.turned and other.turned)
 
     def __mul__(self, factor: complex) -> DistMatrix:
-        return self._with(self.block * self._factor(factor), self.turned) if isinstance(factor, Number) else NotImplemented
+        if not isinstance(factor, Number):
+            return NotImplemented
+        scaled = self.block * self._factor(factor)
+        return self._with(cast(scaled, self.block) if is_half(self.block) else scaled, self.turned)  # ml_dtypes' grow to float32
 
     __rmul__ = __mul__
 

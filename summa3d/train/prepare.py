@@ -67,6 +67,10 @@ def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = Fa
     plan.check(config.model, config.train.micro_batch)
     on_root(comm, lambda: open_folder(folder, resume, overwrite), ConfigError)
     saved = open_checkpoint(config, comm, folder) if resume else None
+    if saved is not None and saved.step > config.train.steps:
+        raise ConfigError(
+            f"train.steps is {config.train.steps}, and {saved.path} is after step {saved.step}: take {saved.step} or more."
+        )
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm)
     model = build_model(config, plan, device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
@@ -97,19 +101,12 @@ def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) 
 
 
 def open_checkpoint(config: Config, comm: MPI.Intracomm, folder: Path) -> checkpoint.Checkpoint | None:
-    """The newest complete checkpoint of a run folder, checked and verified; None if there is none.
-
-    Raises ConfigError where the run was to end before it.
-    """
+    """The newest complete checkpoint of a run folder, checked and verified; None if there is none."""
     path = on_root(comm, lambda: checkpoint.newest(folder / "checkpoints"), CheckpointError)
     if path is None:
         return None
     saved = checkpoint.read(path, comm)
     saved.check_model(config)
-    if saved.step > config.train.steps:
-        raise ConfigError(
-            f"train.steps is {config.train.steps}, and {path} is after step {saved.step}. Set {saved.step} or more to go on."
-        )
     saved.verify(comm)
     return saved
 

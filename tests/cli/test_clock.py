@@ -27,7 +27,7 @@ def test_a_rank_that_begins_late_does_not_shorten_the_span(comm, make_grid, monk
     late = iter([0.05 * comm.rank, 0])  # rank 1 leaves the first barrier late, and does nothing
     monkeypatch.setattr(clock.world, "barrier", lambda: (barrier(), time.sleep(next(late))))
     assert clock.one_node
-    assert clock.spans(lambda: None)[0] >= 0.05
+    assert clock.spans(lambda: None)[0] >= 0.045  # rank 0 may leave the barrier a little after rank 1
     clock.one_node = False  # of ranks whose clocks differ, the longest that one saw
     late = iter([0.05 * comm.rank, 0])
     assert clock.spans(lambda: None)[0] < 0.05

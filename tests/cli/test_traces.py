@@ -159,6 +159,7 @@ def test_a_trace_that_the_disk_has_no_room_for_is_one_message():
     done = summa3d("gemm", "--m", 5, "--n", 4, "--k", 3, "--trace", "/dev/full", ranks=2)
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert done.stderr.count("DataError: --trace /dev/full cannot be written: No space left") == 1
+    assert " of 2 only" not in done.stderr  # one writes, for all
 
 
 @pytest.mark.parametrize("command", ["gemm", "bench block", "train"])

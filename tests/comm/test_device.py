@@ -179,6 +179,21 @@ def test_what_was_waited_for_is_not_kept_until_the_device_has_done_with_it(comm,
     assert len(carrier.held) == 0
 
 
+@pytest.mark.mpi(sizes=(3,), timeout=60)
+@pytest.mark.parametrize("transport", ["nccl", "pinned"])
+def test_what_another_stream_waits_for_is_kept_until_the_device_has_done_with_it(comm, make_grid, transport, monkeypatch):
+    """The stream that it was begun on, whose memory it is, has not waited."""
+    device = fake_device.use(fake_device.Device(comm, "lazy"))
+    axis = make_grid(x=comm.size, transport=transport, device=device)["x"]
+    other = device.stream()
+    pending = axis.start_all_gather(device.put(np.ones((3, 4))))
+    carrier = axis.carriers.of(device.put(np.ones(1)), axis.comm)
+    monkeypatch.setattr(device, "current", lambda array: other)
+    pending.wait()
+    assert len(carrier.held) == 1
+    device.finish()
+
+
 @pytest.mark.mpi(sizes=(3,), timeout=120)
 def test_what_nobody_waits_for_is_kept_until_the_device_has_done_with_it(comm, world):
     transport, device, grid, _ = world

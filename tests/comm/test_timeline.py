@@ -135,8 +135,9 @@ def test_a_trace_has_products_and_collectives_when_the_device_was_at_them(comm, 
 def test_messages_that_are_queued_as_one_share_its_seconds(comm, make_device):
     device, grid = make_device("nccl", x=2)
     axis, other = grid["x"], 1 - comm.rank
-    grid.ledger.start_trace()
     arriving = put(device, (3, 4))
+    axis.open_device(arriving)
+    grid.ledger.start_trace()
     pending = [axis.start_send(put(device, (3, 4)), other), axis.start_receive(arriving, other)]
     pending.append(axis.start_send(put(device, (0, 4)), other))
     for one in pending:

@@ -205,6 +205,16 @@ def test_norms_of_empty_matrices_and_of_nan(comm, make_grid):
     assert all(np.isnan(DistMatrix.from_global(whole, grid, ownership).norm(order)) for order in ("fro", "max", 1, inf))
 
 
+@pytest.mark.mpi(sizes=(1,))
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_scalar_leaves_the_dtype_as_it_is(comm, make_grid, dtype, kind):
+    matrix = DistMatrix.from_global(array(kind, dtype, np.ones((2, 3))), make_grid(x=1), Layout(("x",), ()))
+    for scaled in (matrix * 0.5, matrix / 2, 2 * matrix, -matrix, matrix * np.float64(0.5)):
+        assert scaled.block.dtype == matrix.block.dtype
+    assert (plain((matrix + matrix * 0.5).to_global()) == 1.5).all()
+
+
 @pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex64"])
 def test_torch_matrices(comm, make_grid, dtype):

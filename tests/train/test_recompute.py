@@ -84,7 +84,7 @@ def test_full_recomputation_moves_the_blocks_forward_once_more_and_selective_not
     assert phases(moved["selective"]) == before
     x = torch.randn(12, 16, 24, dtype=torch.float64)[run.scheme.stream.slices((12, 16, 24), run.grid.shape, run.grid.coordinates)]
     with ledger.watch() as forward, torch.no_grad():
-        run.model.through_blocks(x.contiguous(), Batch(12, 16), visible(run.scheme, True, None, None))
+        run.model.through_blocks(x.contiguous().to(run.device), Batch(12, 16), visible(run.scheme, True, None, None))
     after = phases(moved["full"])
     assert after["forward"] == before["forward"] and after["optimizer"] == before["optimizer"]
     assert after["backward"] == tuple(a + b for a, b in zip(before["backward"], (forward.words, forward.messages), strict=True))
