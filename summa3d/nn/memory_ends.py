@@ -86,12 +86,16 @@ def _logits(layers: LayerMemory) -> list[Step]:
     need = layers.product(scheme.stream, "nt", config.hidden, config.vocabulary)
     logits, rows = layers.activation(inner, config.vocabulary), layers.rows(inner)
     labels = INDEX * rows if scheme.kind.sequence_first else 0
-    kept, computed = (rows * 3 * layers.master, logits) if layers.device else (rows * layers.word, 2 * logits)
+    wide = layers.master * (logits // layers.word)
+    widened = logits if wide > logits else 0  # 16-bit logits beside those in float32, and so their gradient
+    loss = Step(wide + rows * layers.master + labels, widened + 2 * wide, widened + wide)
+    if layers.device:
+        loss = Step(logits + 3 * rows * layers.master + labels, logits, logits)
     bias = layers.vector(inner, config.vocabulary) if config.family == "bert" else 0
     held = layers.master * (need.b // layers.word) + bias
     return [
         Step(need.kept_a + need.kept_b, need.forward, need.backward, held, gathers=need.gathers, sends=need.sends),
-        Step(logits + kept + labels, computed, logits),
+        loss,
     ]
 
 
@@ -137,7 +141,7 @@ def _classifier(layers: LayerMemory, layout: Layout, classes: int, seen: bool = 
     """One of `classes` for each sequence, from an activation [b, h] in `layout`; and the loss."""
     output = layers.scheme.after_linear(layout)
     sequences = layers.block(Layout(output.dims[0]), layers.batch)
-    kept = sequences * (layers.block(Layout(output.dims[-1]), classes) + 1) * layers.word
+    kept = sequences * (layers.block(Layout(output.dims[-1]), classes) + 1) * layers.master
     linear = layers.linear(layout, layers.config.hidden, classes, rows=layers.batch, seen=seen)
     return [linear, Step(kept, 2 * kept, kept)]
 

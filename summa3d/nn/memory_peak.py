@@ -53,15 +53,23 @@ class Peak(NamedTuple):
     in_flight: int
 
 
-def peak_of(steps: Sequence[Step], gradients: int = 0, overlap: Overlap = DEFAULT, regather: bool = True, slots: int = 0) -> Peak:
+def peak_of(
+    steps: Sequence[Step],
+    gradients: int = 0,
+    overlap: Overlap = DEFAULT,
+    regather: bool = True,
+    slots: int = 0,
+    copied: float = 0.0,
+) -> Peak:
     """The most held at any time of a forward and a backward through `steps`, with `gradients` there from the beginning.
 
     Forward, a layer holds its own beside what those before it saved; backward, beside what it and those before it saved, the
     gradients of the parameters of those after it, and the gradient that a residual branch leaves waiting. In flight are the
     weights of the next layers that gather one, as many as `overlap` says, and the sums that the last layers sent. `slots` :
-    of a node's memory, in which that many communications may lie instead.
+    of a node's memory, in which that many communications may lie instead. `copied` : bytes of a weight's 16-bit copy, which goes
+    when backward has used it, for each byte of its gradient.
     """
-    passes = (list(_forward(steps, gradients)), list(_backward(steps, gradients, regather)))
+    passes = (list(_forward(steps, gradients)), list(_backward(steps, gradients, regather, copied)))
     totals = [
         (moment.held + flying, flying)
         for moments, begun in zip(passes, (True, False), strict=True)
@@ -79,10 +87,10 @@ def _forward(steps: Sequence[Step], held: int, saving: bool = True, again: bool 
         held += step.saved * saving
 
 
-def _backward(steps: Sequence[Step], gradients: int, regather: bool) -> Iterator[_Moment]:
+def _backward(steps: Sequence[Step], gradients: int, regather: bool, copied: float = 0.0) -> Iterator[_Moment]:
     saved, made = sum(step.saved for step in steps), 0
     for step in reversed(steps):
-        held = saved + max(gradients, made) + step.carried
+        held = saved + max(gradients, made) - int(copied * made) + step.carried
         if step.inside:
             yield from _forward(step.inside, held + step.backward, again=True)
             for moment in _backward(step.inside, 0, regather):

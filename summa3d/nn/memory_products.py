@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from ..autograd.products import gradient_plans
 from ..errors import ConfigError
 from ..gemm import volume_2d
 from ..gemm.cuboid import CuboidPlan
-from ..gemm.oned import OnedPlan
+from ..gemm.oned import OnedPlan, OnedRowPlan
 from ..gemm.plan import ProductPlan
 from ..gemm.summa import SummaPlan
 from ..gemm.volume import block_words, without
@@ -43,20 +44,25 @@ class Need:
 def product_need(plan: ProductPlan, scheme: Scheme, word: int, staged: Collection[str] = (), device: bool = False) -> Need:
     """What the product that `scheme` makes of `plan` needs, `word` bytes an element; `staged`: as in `Grid.staged`.
 
-    On a `device` NCCL adds up what has more than 16 bits, and needs no room for the parts.
+    On a `device` NCCL adds up what has more than 16 bits, and needs no room for the parts. 16-bit floats are summed in float32.
     """
+    half = word == 2
     shape, at = scheme.grid.shape, scheme.grid.coordinates
     a, b, c = (
         word * block_words(layout, extents, shape, at)
         for layout, extents in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
     )
     if isinstance(plan, CuboidPlan):
-        return _gathered(plan, scheme, word, staged, device and word > 2, a, b, c)
+        return _gathered(plan, scheme, word, staged, device and not half, a, b, c)
     if isinstance(plan, SummaPlan):
-        used = [_rooms(part, scheme) for part in (plan, *gradient_plans(plan)) if isinstance(part, SummaPlan)]
+        parts = (part for part in (plan, *gradient_plans(plan)) if isinstance(part, SummaPlan))
+        used = [_rooms(part, scheme, half, device) for part in parts]
         return Need(a, b, c, a, 0, a + c, c + a + b, {name: word * size for name, size in largest(used).items()})
     if isinstance(plan, OnedPlan):
-        return Need(a, b, c, a, 0, a + c, c + a + b)
+        wide = half and plan.y not in staged and shape[plan.y] > 1  # a copy in float32 is summed, and one made of the sum
+        if isinstance(plan, OnedRowPlan):
+            return Need(a, b, c, a, 0, a + (4 if wide else 1) * c, c + a + b)
+        return Need(a, b, c, a, 0, a + c, c + 3 * a + max(a, b) if wide else c + a + b)
     raise ConfigError(
         f"The memory of a {plan.name} product has no closed form here. Those that have: cuboid, oned, summa, tesseract."
     )
@@ -71,8 +77,11 @@ def largest(rooms: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return result
 
 
-def _rooms(plan: SummaPlan, scheme: Scheme) -> dict[str, int]:
-    """Words of the buffers of a product on the plane of x and y: panels of what moves, and of a C that is summed."""
+def _rooms(plan: SummaPlan, scheme: Scheme, half: bool, device: bool) -> dict[str, int]:
+    """Words of the buffers of a product on the plane of x and y: panels of what moves, and of a C that is summed.
+
+    16-bit floats have C in float32, and on the host the operands too.
+    """
     shape, at, form = scheme.grid.shape, scheme.grid.coordinates, plan.form
     a, b, c = (
         layout.local_shape(extents, shape, at)
@@ -81,10 +90,16 @@ def _rooms(plan: SummaPlan, scheme: Scheme) -> dict[str, int]:
     cut = volume_2d.cuts(0, {"nn": plan.k, "nt": plan.n, "tn": plan.m}[form], shape[plan.x], shape[plan.y], plan.panel)
     many = volume_2d.buffers(plan, cut) * cut.widest
     over_x, over_y = shape[plan.x] > 1, shape[plan.y] > 1
+    sums, copies = (2 if half else 1), (2 if half and not device else 0)
+    staying = {"nn": 0, "nt": prod(a), "tn": prod(b)}[form]
     rooms = {
         "panel a": many * a[0] * (form != "nt" and over_y),
         "panel b": many * b[1] * (form != "tn" and over_x),
-        "partial": many * (c[0] * over_y if form == "nt" else c[1] * over_x if form == "tn" else 0),
+        "partial": sums * many * (c[0] * over_y if form == "nt" else c[1] * over_x if form == "tn" else 0),
+        "wide a": copies * cut.widest * a[0] * (form != "nt"),
+        "wide b": copies * cut.widest * b[1] * (form != "tn"),
+        "wide staying": copies * staying,
+        "c": 2 * prod(c) * half,
     }
     return {name: size for name, size in rooms.items() if size}
 
@@ -96,7 +111,7 @@ def _gathered(
 
     def moved(layout: Layout, axis: str, extents: tuple[int, ...], fine: int, own: int) -> _Moved:
         whole = word * block_words(without(layout, axis), extents, shape, at)
-        return _Moved(shape[axis], own, whole, bool(fine), axis in staged, summing)
+        return _Moved(shape[axis], own, whole, bool(fine), axis in staged, summing, word == 2)
 
     of_a = moved(plan.a_layout, plan.y, plan.a_shape, plan.a_fine, a)
     of_b = moved(plan.b_layout, plan.x, plan.b_shape, plan.b_fine, b)
@@ -135,7 +150,7 @@ class _Moved:
 
     own : the block. whole : gathered, or the summand. turned : its fine split lies on columns, so that MPI needs it turned
     first. staged : the axis goes through its node's memory, where views are read and summands computed. summing : a scatter
-    adds up as it moves, straight into the result.
+    adds up as it moves, straight into the result. half : 16-bit floats.
     """
 
     size: int
@@ -144,6 +159,7 @@ class _Moved:
     turned: bool
     staged: bool
     summing: bool
+    half: bool
 
     def gathered(self, copied: bool = False) -> int:
         """What a gather leaves: nothing where the node's memory is read in place."""
@@ -170,8 +186,9 @@ class _Moved:
 
     @property
     def result(self) -> int:
-        """The sum, where it is not there yet; turned, where it was summed turned."""
-        return self.own * ((not self.summing or self.staged) + (self.turned and not self.staged))
+        """The sum, where it is not there yet; turned, where it was summed turned; of 16-bit floats with two in float32."""
+        added = 1 + 4 * self.half
+        return self.own * ((0 if self.summing and not self.staged else added) + (self.turned and not self.staged))
 
     @property
     def scattering(self) -> int:
