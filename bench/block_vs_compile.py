@@ -3,39 +3,28 @@
 # Next: README.md; ../summa3d/nn/block.py.
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from statistics import median
 
 import torch
 from common import save, verdict
-from gpu import in_turn, without_gpu
+from gpu import in_turn, race_parser, taken
 from mpi4py import MPI
 from plain_block import plain_stack
 
 from summa3d.cli.blocks import Case, Entry, Runner, inputs
-from summa3d.comm.places import take_device
 from summa3d.nn import ModelConfig
 
 SPEED, SHARE = 1.0, 0.7
-PRODUCT = 8192
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("hidden", 4096), ("heads", 32), ("sequence", 2048), ("batch", 8), ("product", PRODUCT)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser = race_parser("steps", 5, hidden=4096, heads=32, sequence=2048, batch=8, product=8192)
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16")
-    parser.add_argument("--calls", type=int, default=5, help="steps of a time")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if args.device == "cuda":
-        if without_gpu("a block's speed against torch.compile"):
-            return
-        take_device(MPI.COMM_SELF)
+    device = taken(args.device, "a block's speed against torch.compile")
+    if device is None:
+        return
     config = ModelConfig(layers=1, hidden=args.hidden, heads=args.heads, sequence=args.sequence)
     case = Case(config, args.batch, args.dtype, args.device)
     ours = Runner(Entry("serial", {"x": 1, "y": 1, "z": 1}), case, MPI.COMM_SELF)
@@ -79,8 +68,7 @@ def main() -> None:
     ]
     for claim, held in claims if args.device == "cuda" else ():
         print(verdict(claim, held))
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    save({"kind": "compile", "device": name, "speed": speed, "share": share, "seconds": times}, args.json)
+    save({"kind": "compile", "device": device, "speed": speed, "share": share, "seconds": times}, args.json)
 
 
 def model_flops(case: Case) -> float:

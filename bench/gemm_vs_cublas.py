@@ -3,21 +3,18 @@
 # Next: README.md; ../summa3d/gemm/cublas.py, plan.py.
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from common import save, verdict
-from gpu import in_turn, without_gpu
+from gpu import in_turn, race_parser, taken
 from mpi4py import MPI
 
 from summa3d import Grid
 from summa3d.comm.arrays import is_half, is_torch, widen
-from summa3d.comm.places import take_device
 from summa3d.gemm import CuboidPlan
 from summa3d.gemm.cuboid import Cuboid
 
@@ -26,17 +23,10 @@ DTYPES = ("bfloat16", "float64")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=int, default=8192)
-    parser.add_argument("--calls", type=int, default=10, help="calls of a time")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    if args.device == "cuda":
-        if without_gpu("a product's share of cuBLAS's speed"):
-            return
-        take_device(MPI.COMM_SELF)
+    args = race_parser("products", 10, size=8192).parse_args()
+    device = taken(args.device, "a product's share of cuBLAS's speed")
+    if device is None:
+        return
     n, rows = args.size, []
     with Grid(MPI.COMM_SELF, {"x": 1, "y": 1, "z": 1}) as grid:
         executor = Cuboid(CuboidPlan("nn", n, n, n), grid)
@@ -56,8 +46,7 @@ def main() -> None:
         )
         if args.device == "cuda":
             print("  " + verdict(f"≥ {SHARE:.0%}; the results differ by {one['difference']:.1e}", one["share"] >= SHARE))
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    save({"kind": "cublas", "device": name, "rows": rows}, args.json)
+    save({"kind": "cublas", "device": device, "rows": rows}, args.json)
 
 
 def row(library: str, dtype: str, n: int, times: dict[str, list[float]], difference: float) -> dict[str, Any]:

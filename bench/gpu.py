@@ -1,13 +1,41 @@
-# What the scripts for a GPU share: whether there is one, and times by its own events. May import torch.
+# What the scripts for a GPU share: options, whether there is one, times by its own events. May import summa3d, torch.
+# Import common first: it makes this checkout importable.
 # Next: kernels.py, gemm_vs_cublas.py, block_vs_compile.py.
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from mpi4py import MPI
+
+from summa3d.comm.places import take_device
 
 BUSY = 4_000_000  # cycles, some milliseconds: longer than the host takes to queue what is timed
+
+
+def race_parser(what: str, calls: int, **sizes: int) -> argparse.ArgumentParser:
+    """The options of a script that times `calls` of `what` in turn with a peer; `sizes` are its own, with their defaults."""
+    parser = argparse.ArgumentParser()
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--calls", type=int, default=calls, help=f"{what} of a time")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script")
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def taken(device: str, what: str) -> str | None:
+    """The name of the device, this process's own from now on; None, and a line that says so, without the GPU asked for."""
+    if device == "cpu":
+        return "cpu"
+    if without_gpu(what):
+        return None
+    take_device(MPI.COMM_SELF)
+    return torch.cuda.get_device_name()
 
 
 def without_gpu(what: str) -> bool:

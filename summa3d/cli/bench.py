@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..comm.arrays import HALVES
+from ..comm.arrays import DEVICES, HALVES
 from ..errors import ConfigError, DataError
 from .block import add_block_arguments, block_result
 from .runtime import usable_cores
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="THREADS",
             help="time numpy's product on rank 0 too (with all cores)",
         )
-        kind.add_argument("--device", choices=("cpu", "cuda"), help="where operands lie; default: SUMMA3D_DEVICE, else cpu")
+        kind.add_argument("--device", choices=DEVICES, help="where operands lie; default: SUMMA3D_DEVICE, else cpu")
         kind.add_argument("--json", metavar="FILE", help="write the result; - prints it as one line instead of the table")
     for kind in (gemm, strong, weak, block):
         add_trace_arguments(kind, "one more round")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..comm.arrays import DEVICES
 from ..errors import ConfigError
 from .traces import ranges_for
 
@@ -55,7 +56,7 @@ def add_block_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ffn", type=int, help="f (default: 4h)")
     parser.add_argument("--dropout", type=float, default=0.0, help="of the two residual branches")
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where blocks compute; default: SUMMA3D_DEVICE, else cpu")
+    parser.add_argument("--device", choices=DEVICES, help="where blocks compute; default: SUMMA3D_DEVICE, else cpu")
     parser.add_argument("--regather", choices=("yes", "no", "both"), default="yes", help="gather operands again in backward")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not")
     parser.add_argument("--paper-shape", choices=PAPER_SHAPES, help="b, s, h and a of a row of the papers' tables, scaled down")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ..comm.arrays import HALVES, numpy_dtype
+from ..comm.arrays import DEVICES, HALVES, numpy_dtype
 from ..errors import ConfigError
 from .runtime import on_all_cores, shared_memory_free, usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for, show
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="shared: operands in node-shared memory, so that the cuboid's gathers are views; auto: where ranks share a node",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where the operands lie; default: SUMMA3D_DEVICE, else cpu")
+    parser.add_argument("--device", choices=DEVICES, help="where the operands lie; default: SUMMA3D_DEVICE, else cpu")
     parser.add_argument("--transport", help="what carries device arrays; default: SUMMA3D_TRANSPORT, else auto")
     parser.add_argument("--alpha", type=float, default=1.0)
     parser.add_argument("--beta", type=float, default=0.0)

@@ -8,6 +8,7 @@ import json
 import time
 from pathlib import Path
 
+from ..comm.arrays import DEVICES
 from ..errors import ConfigError
 
 
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token every time")
     parser.add_argument("--top-k", type=int, default=0, help="choose among the k likeliest tokens only; 0 means all")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to compute; default: where the run did")
+    parser.add_argument("--device", choices=DEVICES, help="where to compute; default: where the run did")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
 
 

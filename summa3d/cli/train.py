@@ -110,9 +110,8 @@ def memory_table(found: dict[str, Any]) -> str:
     axes = ",".join(f"{name}={size}" for name, size in found["grid"].items())
     lines = [f"{found['scheme']} on {found['ranks']} rank(s), grid {axes}, {found['dtype']}, recompute {found['recompute']}"]
     placements = [found, *([found["one_node"]] if "one_node" in found else [])]
-    on_device = found["device"] == "cuda"
     heads = [f"{'rank ' + str(one['fullest_rank']):>12}{'mean':>12}" for one in placements]
-    lines += [_row("", [f"{'NCCL' if on_device else _carried(one):>24}" for one in placements]), _row("MiB per rank", heads)]
+    lines += [_row("", [f"{_carried(one, found['device']):>24}" for one in placements]), _row("MiB per rank", heads)]
     for term in found["bytes"]:
         cells = (f"{one['bytes'][term] / MEBI:>12,.2f}{one['mean_bytes'][term] / MEBI:>12,.2f}" for one in placements)
         lines.append(_row(term, cells))
@@ -123,8 +122,10 @@ def _row(name: str, cells: Iterable[str]) -> str:
     return f"{name:<16}" + "  ".join(cells)
 
 
-def _carried(placement: dict[str, Any]) -> str:
-    """Which axes communicate through a node's memory."""
+def _carried(placement: dict[str, Any], device: str) -> str:
+    """What communicates; of a node's memory, along which axes."""
+    if device == "cuda":
+        return "NCCL"
     return f"node: {' '.join(placement['node_axes'])}" if placement["node_axes"] else "MPI"
 
 

@@ -15,6 +15,7 @@ from ..errors import ConfigError
 
 Array = Any
 """A numpy array, a CuPy array or a torch tensor, C-contiguous where it is communicated."""
+DEVICES = ("cpu", "cuda")
 HALVES = ("float16", "bfloat16")
 """The 16-bit floats, whose sums are accumulated in float32."""
 

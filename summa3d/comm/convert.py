@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from .arrays import Array, dtype_name, is_on_device, is_torch, numpy_dtype, to_host
+from .arrays import DEVICES, Array, dtype_name, is_on_device, is_torch, numpy_dtype, to_host
 
 LIBRARIES = ("numpy", "torch", "cupy")
-DEVICES = ("cpu", "cuda")
 
 
 def converted(array: Array, library: str, device: str | None = None) -> Array:

@@ -9,12 +9,11 @@ from typing import Any
 from mpi4py import MPI
 
 from ..errors import ConfigError
-from .arrays import Array, is_on_device
+from .arrays import DEVICES, Array, is_on_device
 from .cupy_backend import CupyBackend
 from .failure import agree_on_error
 
 VARIABLE = "SUMMA3D_DEVICE"
-DEVICES = ("cpu", "cuda")
 WIDE_SUMS, TF32 = 16, 3  # cublasMath_t: DISALLOW_REDUCED_PRECISION_REDUCTION, TF32_TENSOR_OP_MATH; CuPy names neither
 
 

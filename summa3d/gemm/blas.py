@@ -1,5 +1,5 @@
 # C = α·op(A)·op(B) + β·C on one rank, accumulated in place: numpy's matmul cannot add to C, a BLAS can.
-# Imports comm.arrays, libraries, cublas; cuBLAS by CuPy where C is a CuPy array.
+# Imports comm.arrays, libraries, cublas, stored; cuBLAS by CuPy where C is a CuPy array.
 # Next: plan.py, whose executors call `accumulate`; local.py, the product without accumulation.
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from ..comm.arrays import HALVES, Array, dtype_name, is_half, is_torch, library_of
 from ..libraries import KINDS, gemm, library
 from .cublas import multiply_halves
+from .stored import by_rows, row_step
 
 LETTERS = "ntc"
 """op of a product: none, transpose, conjugate transpose."""
 SMALL = 128**3
 """m·n·k below which numpy's call, the quickest there is, makes up for a faster BLAS."""
-TURNED = {"n": "t", "t": "n"}
 
 
 def adds_in_place(dtype: str) -> bool:
@@ -49,8 +49,8 @@ def accumulate(
         np.matmul(_op(a, form[0]), _op(b, form[1]), out=out)
         return
     bound = gemm(dtype_name(out))
-    if bound is not None and _adjacent(out):
-        first, second = _by_rows(a, form[0]), _by_rows(b, form[1])
+    if bound is not None and row_step(out):
+        first, second = by_rows(a, form[0]), by_rows(b, form[1])
         if first is not None and second is not None:
             return bound(first[0], second[0], first[1] + second[1], out, alpha, beta)
     product = out if beta == 0 else np.empty_like(out) if scratch is None else scratch
@@ -112,21 +112,6 @@ def seed(partial: Array, sizes: list[int], index: int, out: Array, beta: complex
 def _op(array: Array, letter: str) -> Array:
     turned = array if letter == "n" else array.T
     return turned.conj() if letter == "c" and dtype_name(array).startswith("complex") else turned
-
-
-def _by_rows(array: np.ndarray, letter: str) -> tuple[np.ndarray, str] | None:
-    """The matrix as BLAS reads it, by rows, and its letter then; None where neither it nor its transpose lies by rows."""
-    if _adjacent(array):
-        return array, letter
-    return (array.T, TURNED[letter]) if letter in TURNED and _adjacent(array.T) else None
-
-
-def _adjacent(array: np.ndarray) -> bool:
-    """Whether BLAS can read a matrix by rows: adjacent elements in a row, rows that do not overlap."""
-    rows, columns = array.shape
-    row, element = array.strides
-    size = array.itemsize
-    return (element == size or columns == 1) and (rows == 1 or (row >= columns * size and row % size == 0))
 
 
 def accumulation_like(array: Array) -> Array:

@@ -72,8 +72,6 @@ class Cannon(Product):
             )
 
     def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        for axis in (self.x, self.y) if self.q > 1 else ():
-            axis.open_device(a)
         if self.q == 1:
             self.workspace.accumulate(
                 self.workspace.widened("a", a),
@@ -84,10 +82,11 @@ class Cannon(Product):
                 beta,
                 self.workspace.scratch(out),
             )
-        elif normal(self.plan.form) == "nn":
-            self._shift_both(a, b, out, alpha, beta)
-        else:
-            self._shift_sum(a, b, out, alpha, beta)
+            return
+        for axis in (self.x, self.y):
+            axis.open_device(a)
+        shift = self._shift_both if normal(self.plan.form) == "nn" else self._shift_sum
+        shift(a, b, out, alpha, beta)
 
     def _shift_both(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """C stays. The next blocks of A and B are in flight during the product of these."""

@@ -81,22 +81,26 @@ def pixels_of(layers: LayerMemory) -> int:
 
 
 def _logits(layers: LayerMemory) -> list[Step]:
-    """The head by a table, and the loss, which keeps the softmax and a number a row; on a device the logits and three."""
+    """The head by a table, and the loss."""
     config, scheme, inner = layers.config, layers.scheme, layers.inner
     need = layers.product(scheme.stream, "nt", config.hidden, config.vocabulary)
     logits, rows = layers.activation(inner, config.vocabulary), layers.rows(inner)
-    labels = INDEX * rows if scheme.kind.sequence_first else 0
-    wide = layers.master * (logits // layers.word)
-    widened = logits if wide > logits else 0  # 16-bit logits beside those in float32, and so their gradient
-    loss = Step(wide + rows * layers.master + labels, widened + 2 * wide, widened + wide)
-    if layers.device:
-        loss = Step(logits + 3 * rows * layers.master + labels, logits, logits)
     bias = layers.vector(inner, config.vocabulary) if config.family == "bert" else 0
     held = layers.master * (need.b // layers.word) + bias
     return [
         Step(need.kept_a + need.kept_b, need.forward, need.backward, held, gathers=need.gathers, sends=need.sends),
-        loss,
+        _loss(layers, logits, rows),
     ]
+
+
+def _loss(layers: LayerMemory, logits: int, rows: int) -> Step:
+    """It keeps the softmax and a number a row; on a device the logits and three numbers. Labels are laid as the rows are."""
+    labels = INDEX * rows if layers.scheme.kind.sequence_first else 0
+    if layers.device:
+        return Step(logits + 3 * rows * layers.master + labels, logits, logits)
+    wide = layers.master * (logits // layers.word)
+    narrow = logits if wide > logits else 0  # in 16 bits, beside those in float32; and so their gradient
+    return Step(wide + rows * layers.master + labels, narrow + 2 * wide, narrow + wide)
 
 
 def _language_head(layers: LayerMemory) -> list[Step]:

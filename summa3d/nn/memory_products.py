@@ -186,9 +186,10 @@ class _Moved:
 
     @property
     def result(self) -> int:
-        """The sum, where it is not there yet; turned, where it was summed turned; of 16-bit floats with two in float32."""
-        added = 1 + 4 * self.half
-        return self.own * ((0 if self.summing and not self.staged else added) + (self.turned and not self.staged))
+        """The sum, where it is not there yet; turned, where it was summed turned; of 16-bit floats beside two in float32."""
+        if self.half:
+            return 5 * self.own
+        return self.own * ((self.staged or not self.summing) + (self.turned and not self.staged))
 
     @property
     def scattering(self) -> int:

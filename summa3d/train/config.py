@@ -10,8 +10,8 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
+from ..comm.arrays import DEVICES
 from ..comm.choice import NAMES as TRANSPORTS
-from ..comm.places import DEVICES
 from ..errors import ConfigError
 from ..nn.config import ModelConfig
 from ..nn.overlap import Overlap

@@ -2,13 +2,14 @@
 # May import summa3d.gemm and kinds. Next: test_cuboid.py.
 from __future__ import annotations
 
+import itertools
 from math import sqrt
 
 import numpy as np
 import pytest
 from kinds import array, plain
 
-from summa3d.gemm.blas import add
+from summa3d.gemm.blas import accumulate, add
 from summa3d.gemm.local import FORMS, multiply
 
 UNIT = {
@@ -82,3 +83,17 @@ def test_add_never_reads_out_where_beta_is_zero():
     assert out.tolist() == [1, 1, 1]
     add(np.ones(3), out, -2)
     assert out.tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("form", ["nn", "tn", "nt", "tt"])
+def test_rows_that_overlap_or_are_one_are_no_rows_to_a_blas(form):
+    """Windows that slide over a vector, and one row shown many times: a BLAS would be given a step shorter than a row."""
+    vector = np.random.default_rng(1).standard_normal(60)
+    shown = np.lib.stride_tricks.sliding_window_view(vector, 30), np.broadcast_to(vector[:31], (31, 31))
+    for left, right in itertools.product(shown, repeat=2):
+        out = np.ones((31 if form[0] == "n" else left.shape[1], right.shape[1] if form[1] == "n" else 31))
+        first, second = (one if letter == "n" else one.T for one, letter in zip((left, right), form, strict=True))
+        if first.shape[1] != second.shape[0]:
+            continue
+        accumulate(left, right, form, out, 2, 3)
+        np.testing.assert_allclose(out, 2 * first @ second + 3, rtol=1e-12, atol=1e-12)

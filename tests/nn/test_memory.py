@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from memory_cases import BATCH, BERT, FAMILIES, GPT2, IN_FLIGHT, LLAMA, PEAK, SAVED, SCHEMES, VIT, measured
 
 from summa3d.comm.grid import Place
@@ -99,6 +100,19 @@ def test_what_is_computed_again_is_not_kept(make_grid, world_size, recompute):
     for sizes, node_memory, turn in ((GPT2, None, -1), (LLAMA, False, -1), (BERT, None, -1), (VIT, False, -1), (GPT2, None, 0)):
         name, axes = SCHEMES[world_size][turn]  # the last, and oned, whose stream is whole on every rank
         check(ModelConfig(**sizes), scheme(name, make_grid(check=False, node_memory=node_memory, **axes)), recompute)
+
+
+@pytest.mark.mpi(sizes=(1, 4))
+def test_the_loss_of_16_bit_logits_is_counted_in_32(make_grid, world_size):
+    """Of a model so small, and a vocabulary so large, that little else is held."""
+    config = ModelConfig(**{**GPT2, "layers": 1, "hidden": 24, "vocabulary": 4003})
+    name, axes = SCHEMES[world_size][-1]
+    on_grid = scheme(name, make_grid(check=False, node_memory=False, **axes))
+    model = build(config, on_grid, torch.bfloat16)
+    saved, peak = measured(model)
+    memory = ModelMemory(config, on_grid, BATCH, config.sequence, "bfloat16").memory(training=False)
+    assert abs(memory.activations - saved) <= 10 * SAVED * saved
+    assert abs(memory.peak - memory.parameters - peak) <= PEAK * peak
 
 
 @pytest.mark.mpi(sizes=(4,))
