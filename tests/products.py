@@ -12,7 +12,7 @@ import numpy as np
 from kinds import array, plain
 
 from summa3d.comm.arrays import is_on_device
-from summa3d.gemm.algorithms import ALGORITHMS
+from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.layout import distribute
 
 ACCUMULATED = {"int32": 0.0, **dict.fromkeys(("float64", "complex128"), 2.0**-53)}

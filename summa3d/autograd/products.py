@@ -15,13 +15,13 @@ from ..comm.collectives import Axis
 from ..comm.grid import Grid
 from ..comm.pending import Pending, completed
 from ..errors import ShapeError
-from ..gemm.agarwal import AgarwalPlan
-from ..gemm.algorithms import ALGORITHMS
-from ..gemm.cuboid import Cuboid, CuboidPlan
-from ..gemm.oned import OnedColumnPlan, OnedPlan
-from ..gemm.plan import Product as Executor
-from ..gemm.plan import ProductPlan
-from ..gemm.workspace import Workspace
+from ..gemm.algorithms.agarwal import AgarwalPlan
+from ..gemm.algorithms.cuboid import Cuboid, CuboidPlan
+from ..gemm.algorithms.oned import OnedColumnPlan, OnedPlan
+from ..gemm.algorithms.plan import Product as Executor
+from ..gemm.algorithms.plan import ProductPlan
+from ..gemm.algorithms.registry import ALGORITHMS
+from ..gemm.algorithms.workspace import Workspace
 from .ahead import Source
 from .later import Later
 

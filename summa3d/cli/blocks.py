@@ -17,7 +17,7 @@ from ..comm.places import settle
 from ..comm.ranges import Ranges
 from ..comm.trace import Trace, write
 from ..errors import LayoutError
-from ..gemm.cuboid import CuboidPlan
+from ..gemm.algorithms.cuboid import CuboidPlan
 from ..layout.distribute import collect, distribute
 from ..nn.block import Block
 from ..nn.config import ModelConfig

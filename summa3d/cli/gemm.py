@@ -24,7 +24,7 @@ FORMS = tuple(first + second for first in "ntc" for second in "ntc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ..gemm.algorithms import ALGORITHMS, ALIASES
+    from ..gemm.algorithms.registry import ALGORITHMS, ALIASES
 
     parser.description = "Multiply C = alpha·op(A)·op(B) + beta·C on a grid of MPI ranks; print time, words moved and error."
     for size in ("m", "n", "k"):
@@ -81,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
 def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, int]]:
     """The algorithm, its plan and its grid: what the command line says, and what it leaves open by the chooser."""
     from ..comm.node import in_one_node
-    from ..gemm.algorithms import ALGORITHMS
-    from ..gemm.algorithms import algorithm as named
-    from ..gemm.choose import choose
-    from ..gemm.machine import Machine
+    from ..gemm.algorithms.registry import ALGORITHMS
+    from ..gemm.algorithms.registry import algorithm as named
+    from ..gemm.cost.choose import choose
+    from ..gemm.cost.machine import Machine
 
     if args.grid is None:
         if args.panel is not None and args.algorithm is None:

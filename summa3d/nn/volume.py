@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..autograd.products import gradient_plans
-from ..gemm import volume_2d
-from ..gemm.cuboid import CuboidPlan
-from ..gemm.oned import OnedColumnPlan, OnedRowPlan
-from ..gemm.plan import ProductPlan
-from ..gemm.volume import Coordinates, Cost, all_reduce, block_words, gather, gradients, of_plan, scatter
+from ..gemm.algorithms.cuboid import CuboidPlan
+from ..gemm.algorithms.oned import OnedColumnPlan, OnedRowPlan
+from ..gemm.algorithms.plan import ProductPlan
+from ..gemm.cost import per_rank
+from ..gemm.cost.volume import Coordinates, Cost, all_reduce, block_words, gather, gradients, of_plan, scatter
 from ..layout.layout import Layout
 from .config import ModelConfig
 from .scheme_kinds import row_axes
@@ -55,7 +55,7 @@ def product_cost(
     if isinstance(plan, OnedRowPlan):
         return StepCost(all_reduce(plan.m * plan.n, (plan.y,), grid_shape, at), NONE)
     plans = (plan, *gradient_plans(plan)[0 if need_a else 1 :])
-    forward, *both = (_times(volume_2d.volume(part, grid_shape).cost_of(at), 1) for part in plans)
+    forward, *both = (_times(per_rank.volume(part, grid_shape).cost_of(at), 1) for part in plans)
     return StepCost(forward, sum(both, NONE))
 
 

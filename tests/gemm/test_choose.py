@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from summa3d.comm.grid import grids_of
 from summa3d.errors import ConfigError, GridError, ShapeError
 from summa3d.gemm import DistMatrix, matmul
-from summa3d.gemm.algorithms import ALGORITHMS
-from summa3d.gemm.choose import AWKWARD, choose
-from summa3d.gemm.forms import MEANS, lower_bound
-from summa3d.gemm.machine import Machine, calibrate, kind_of
+from summa3d.gemm.algorithms.registry import ALGORITHMS
+from summa3d.gemm.cost.choose import AWKWARD, choose
+from summa3d.gemm.cost.machine import Machine, calibrate, kind_of
+from summa3d.gemm.cost.mean import MEANS, lower_bound
 
 RANKS = (8, 64, 512, 4096)
 SQUARE, MIXED, FLAT = (8192, 8192, 8192), (16384, 8192, 4096), (24576, 24576, 1536)

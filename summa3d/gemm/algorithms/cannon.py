@@ -1,16 +1,15 @@
-# Cannon's 2-D product on q×q ranks: a skew, then q−1 shifts around rings; no rank ever holds more than blocks of its own size.
-# Imports plan, summa (layouts), layout, comm, blas.
-# Next: summa.py (broadcasts instead, on any R×C), volume_2d.py (closed forms).
+"""Cannon's 2-D product on q×q ranks: a skew, then q−1 shifts around rings; no rank holds more than blocks of its own size."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.arrays import Array
-from ..comm.collectives import Axis, Pending
-from ..layout.layout import Layout, split_sizes
-from .blas import add
+from ...comm.arrays import Array
+from ...comm.collectives import Axis, Pending
+from ...layout.layout import Layout, split_sizes
+from ..local.blas import add
 from .plan import Product, ProductPlan, square_root
 from .summa import normal
 from .workspace import Workspace

@@ -1,14 +1,13 @@
-# Every algorithm by name: its plan, its executor, its closed forms, the grids it can use. Imports all of them.
-# matmul, the chooser, the command line and the tests read this table and name no algorithm themselves.
-# Next: plan.py (what they share), volume_2d.py (what they cost).
+"""Every algorithm by name. `matmul`, the chooser, the gradients, the command line and the tests read this table."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, GridError
-from . import volume, volume_2d
+from ...errors import ConfigError, GridError
+from ..cost import per_rank, volume
 from .agarwal import Agarwal, AgarwalPlan
 from .ca25d import Ca25d, Ca25dPlan
 from .cannon import Cannon, CannonPlan
@@ -44,18 +43,18 @@ FINE = ("a_fine", "b_fine", "c_fine")
 FINE_OPERANDS: tuple[Mapping[str, Any], ...] = ({}, {"b_fine": 1}, {"a_fine": 1}, {"a_fine": 1, "b_fine": 1})
 SEQUENCE: tuple[tuple[str, ...], tuple[Mapping[str, Any], ...]] = (("sequence",), ({}, {"sequence": True}))
 CUBOID = Algorithm("cuboid", ("x", "y", "z"), CuboidPlan, Cuboid, volume.of_plan, CuboidPlan.grids, FINE, FINE_OPERANDS)
-ROW = Algorithm("oned-row", ("y",), OnedRowPlan, OnedRow, volume_2d.volume, OnedRowPlan.grids, *SEQUENCE)
+ROW = Algorithm("oned-row", ("y",), OnedRowPlan, OnedRow, per_rank.volume, OnedRowPlan.grids, *SEQUENCE)
 
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm
     for algorithm in (
         CUBOID,
-        Algorithm("agarwal", ("x", "y", "z"), AgarwalPlan, Agarwal, volume_2d.volume, AgarwalPlan.grids),
-        Algorithm("summa", ("x", "y"), SummaPlan, Summa, volume_2d.volume, SummaPlan.grids, PANELS),
-        Algorithm("cannon", ("x", "y"), CannonPlan, Cannon, volume_2d.volume, CannonPlan.grids),
-        Algorithm("tesseract", ("x", "y", "d"), TesseractPlan, Tesseract, volume_2d.volume, TesseractPlan.grids, PANELS),
-        Algorithm("ca25d", ("x", "y", "d"), Ca25dPlan, Ca25d, volume_2d.volume, Ca25dPlan.grids, PANELS),
-        Algorithm("oned-column", ("y",), OnedColumnPlan, OnedColumn, volume_2d.volume, OnedColumnPlan.grids, *SEQUENCE),
+        Algorithm("agarwal", ("x", "y", "z"), AgarwalPlan, Agarwal, per_rank.volume, AgarwalPlan.grids),
+        Algorithm("summa", ("x", "y"), SummaPlan, Summa, per_rank.volume, SummaPlan.grids, PANELS),
+        Algorithm("cannon", ("x", "y"), CannonPlan, Cannon, per_rank.volume, CannonPlan.grids),
+        Algorithm("tesseract", ("x", "y", "d"), TesseractPlan, Tesseract, per_rank.volume, TesseractPlan.grids, PANELS),
+        Algorithm("ca25d", ("x", "y", "d"), Ca25dPlan, Ca25d, per_rank.volume, Ca25dPlan.grids, PANELS),
+        Algorithm("oned-column", ("y",), OnedColumnPlan, OnedColumn, per_rank.volume, OnedColumnPlan.grids, *SEQUENCE),
         ROW,
     )
 }

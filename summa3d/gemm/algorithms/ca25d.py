@@ -1,14 +1,13 @@
-# The communication-avoiding 2.5-D product on q×q×d ranks: every depth sums its share of the SUMMA steps into a copy of C.
-# Imports summa, panels, plan, tesseract (its grids), layout, comm.
-# Next: tesseract.py (the depths split the rows instead), volume_2d.py (closed forms).
+"""The communication-avoiding 2.5-D product on q×q×d ranks: every depth sums its share of the SUMMA steps into a copy of C."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.arrays import Array
-from ..layout.layout import Layout, split_range, split_sizes
-from .blas import seed
+from ...comm.arrays import Array
+from ...layout.layout import Layout, split_range, split_sizes
+from ..local.blas import seed
 from .panels import Stream, panels
 from .plan import Product
 from .summa import Outer, SummaPlan

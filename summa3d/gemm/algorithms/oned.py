@@ -1,15 +1,14 @@
-# The two 1-D products: by columns (each rank its columns of C) and by rows of the inner dim (each rank a summand of C).
-# Imports plan, layout, comm, blas. They are Megatron's two linears, with and without sequence-parallel ends.
-# Next: volume_2d.py (closed forms), cuboid.py (a grid 1×t×1 is the sequence-parallel pair).
+"""The two 1-D products, Megatron's two linears: by columns (each rank has columns of C), by rows of k (each a summand of C)."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.arrays import Array
-from ..layout.layout import Layout, split_sizes
-from .blas import seed
+from ...comm.arrays import Array
+from ...layout.layout import Layout, split_sizes
+from ..local.blas import seed
 from .plan import Product, ProductPlan
 
 

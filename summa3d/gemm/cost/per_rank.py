@@ -1,6 +1,5 @@
-# Closed forms of all algorithms but the cuboid: words, messages and workspace of each rank, before anything runs.
-# Imports the plans, layout, volume; no communication. The ledger must equal them exactly; tests assert it.
-# Next: algorithms.py, which names them; volume.py (Cost, Volume, the cuboid's forms).
+"""Closed forms of all algorithms but the cuboid: words, messages and workspace of each rank, before anything runs."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -9,19 +8,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from ..comm.arrays import HALVES
-from ..layout.layout import Layout, split_range, split_sizes
-from ..layout.redistribute import Placement, Redistribution
-from .agarwal import AgarwalPlan, everywhere
-from .blas import adds_in_place
-from .ca25d import Ca25dPlan
-from .cannon import CannonPlan
-from .oned import OnedColumnPlan, OnedRowPlan
-from .panels import panels
-from .plan import ProductPlan
-from .summa import SummaPlan, normal
-from .tesseract import TesseractPlan
-from .transpose import exchange
+from ...comm.arrays import HALVES
+from ...layout.layout import Layout, split_range, split_sizes
+from ...layout.redistribute import Placement, Redistribution
+from ..algorithms.agarwal import AgarwalPlan, everywhere
+from ..algorithms.ca25d import Ca25dPlan
+from ..algorithms.cannon import CannonPlan
+from ..algorithms.oned import OnedColumnPlan, OnedRowPlan
+from ..algorithms.panels import panels
+from ..algorithms.plan import ProductPlan
+from ..algorithms.summa import SummaPlan, normal
+from ..algorithms.tesseract import TesseractPlan
+from ..algorithms.transpose import exchange
+from ..local.blas import adds_in_place
 from .volume import Coordinates, Cost, Volume
 
 Shape = Mapping[str, int]

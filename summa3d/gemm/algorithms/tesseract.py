@@ -1,14 +1,13 @@
-# Tesseract, the 2.5-D product on q×q×d ranks: SUMMA on every depth, each with its own rows of A and C and a copy of B.
-# Imports summa, panels, plan, layout. It is data parallelism over d around the 2-D product: a weight's gradient is summed over d.
-# Next: summa.py (the product of one depth), ca25d.py (the depths share the steps instead), volume_2d.py (closed forms).
+"""Tesseract, the 2.5-D product on q×q×d ranks: SUMMA on every depth, each with its own rows of A and C and a copy of B."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-from ..comm.arrays import Array
-from ..layout.layout import Layout
+from ...comm.arrays import Array
+from ...layout.layout import Layout
 from .panels import panels
 from .plan import Product
 from .summa import SummaPlan, engine, normal

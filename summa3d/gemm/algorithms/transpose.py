@@ -1,15 +1,14 @@
-# op(A)·op(B) with both transposed, for the algorithms that have no form of their own for it: B·A by form nn, then transposed.
-# Imports plan, layout, comm. The transpose is one counted exchange: who needs what of whom is layout/redistribute.py's data.
-# Next: summa.py, cannon.py, tesseract.py, which use it; volume_2d.py, which counts it.
+"""Form tt for algorithms that have none: B·A by form nn, then one counted exchange that transposes."""
+
 from __future__ import annotations
 
 from typing import Any
 
-from ..comm.arrays import Array, dtype_name, is_torch, library_of
-from ..comm.grid import Grid
-from ..layout.distribute import world_ranks
-from ..layout.redistribute import Piece, Placement, Redistribution
-from .blas import add
+from ...comm.arrays import Array, dtype_name, is_torch, library_of
+from ...comm.grid import Grid
+from ...layout.distribute import world_ranks
+from ...layout.redistribute import Piece, Placement, Redistribution
+from ..local.blas import add
 from .plan import Product, ProductPlan
 
 

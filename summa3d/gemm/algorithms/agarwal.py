@@ -1,14 +1,13 @@
-# The 3-D product as first published, on q×q×q ranks: operands on three faces of the cube, two broadcasts and a reduction.
-# Imports plan, layout, comm, blas. The words of the cube, on the faces' memory; cuboid.py is the load-balanced one.
-# Next: cuboid.py, volume_2d.py (closed forms).
+"""The 3-D product as first published, on q×q×q ranks: operands on three faces of the cube, two broadcasts and a reduction."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.arrays import Array
-from ..comm.collectives import Axis
-from ..layout.layout import Layout
+from ...comm.arrays import Array
+from ...comm.collectives import Axis
+from ...layout.layout import Layout
 from .plan import Product, ProductPlan
 
 

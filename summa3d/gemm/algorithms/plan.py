@@ -1,6 +1,5 @@
-# What all algorithms share: the plan of a product (plain data) and the executor that runs it with persistent workspace.
-# Imports layout, comm, blas, workspace. An algorithm adds three layouts, a rule for its grids, and one method `_multiply`.
-# Next: summa.py, oned.py (algorithms), algorithms.py (all of them by name), volume_2d.py (what they cost).
+"""What the plans of all algorithms share: form, sizes, three layouts, and the grids that fit. Plain data."""
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -12,13 +11,13 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from ..comm.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_on_device, kind_of
-from ..comm.grid import Grid, describe
-from ..errors import GridError, ShapeError
-from ..layout.layout import Layout
-from ..libraries import library
-from .blas import LETTERS, accumulation_like
-from .operands import check_apart, check_dtype, check_factor, is_whole
+from ...comm.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_on_device, kind_of
+from ...comm.grid import Grid, describe
+from ...errors import GridError, ShapeError
+from ...layout.layout import Layout
+from ...libraries import library
+from ..local.blas import LETTERS, accumulation_like
+from .checks import check_apart, check_dtype, check_factor, is_whole
 from .workspace import Workspace
 
 Plan = TypeVar("Plan", bound="ProductPlan")

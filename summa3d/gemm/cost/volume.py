@@ -1,6 +1,5 @@
-# Closed forms: words, messages and workspace of a product, for each rank, before it runs. Imports layout; no communication.
-# Words are those received (DESIGN §1). The ledger must equal them exactly; tests assert it.
-# Next: nn/volume.py, which adds up the products of a transformer.
+"""Closed forms: words, messages and workspace of a product, for each rank, before it runs. The ledger must equal them exactly."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
@@ -8,9 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
-from ..comm.arrays import HALVES
-from ..layout.layout import Layout
-from .cuboid import CuboidPlan
+from ...comm.arrays import HALVES
+from ...layout.layout import Layout
+from ..algorithms.cuboid import CuboidPlan
 
 Coordinates = Mapping[str, int]
 

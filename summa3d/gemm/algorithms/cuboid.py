@@ -1,20 +1,22 @@
-# The load-balanced 3-D product on any X×Y×Z grid: the plan (who holds what) and its executor. Imports layout, comm, plan, blas.
-# Roles, not letters: y gathers A, x gathers B, z reduces C. Any grid axes may take the roles, so the gradients of a product
-# are products of the same kind with permuted roles (dA: y↔z, dB: x↔z), and nothing is ever redistributed.
-# Next: volume.py (its closed forms), autograd/matmul.py (its gradients).
+"""The load-balanced 3-D product on any X×Y×Z grid: its plan and its executor.
+
+Axes have roles: y gathers A, x gathers B, z reduces C. Any grid axes may take the roles, so the gradients of a product are
+products of the same algorithm with permuted roles (dA: y↔z, dB: x↔z), and nothing is ever redistributed.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.arrays import Array
-from ..comm.collectives import Axis
-from ..comm.grid import grids_of
-from ..comm.pending import Pending
-from ..errors import ShapeError
-from ..layout.layout import Layout, split_sizes
-from .blas import scale
+from ...comm.arrays import Array
+from ...comm.collectives import Axis
+from ...comm.grid import grids_of
+from ...comm.pending import Pending
+from ...errors import ShapeError
+from ...layout.layout import Layout, split_sizes
+from ..local.blas import scale
 from .plan import Product, ProductPlan
 
 

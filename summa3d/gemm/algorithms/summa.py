@@ -1,19 +1,18 @@
-# SUMMA, the 2-D product on any R×C grid: the plan, and the two ways to take it (C stays, or an operand stays).
-# Imports panels, plan, layout, comm, blas. tesseract.py and ca25d.py take the same ways on each depth.
-# Next: panels.py (what is broadcast), volume_2d.py (its closed forms), tesseract.py, ca25d.py.
+"""SUMMA, the 2-D product on any R×C grid: the plan, and its two loops (C stays, or an operand stays)."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.arrays import Array, dtype_name
-from ..comm.collectives import Axis
-from ..comm.grid import grids_of
-from ..errors import ShapeError
-from ..layout.layout import Layout
-from .blas import add, adds_in_place, scale
-from .operands import is_whole
+from ...comm.arrays import Array, dtype_name
+from ...comm.collectives import Axis
+from ...comm.grid import grids_of
+from ...errors import ShapeError
+from ...layout.layout import Layout
+from ..local.blas import add, adds_in_place, scale
+from .checks import is_whole
 from .panels import Panel, Stream, panels
 from .plan import Product, ProductPlan
 from .workspace import Workspace
