@@ -210,9 +210,8 @@ def every_grid(problem: Any, ranks: int) -> Iterator[Any]:
     yield chosen
     for name, found in ALGORITHMS.items():
         plan = found.plan(problem.form, problem.m, problem.n, problem.k)
-        split = plan.a_layout.axes & plan.b_layout.axes & plan.c_layout.axes
         for grid in found.grids(ranks):
-            spread = all(size == 1 or axis in split for axis, size in grid.items())
+            spread = all(size == 1 or axis in plan.split_by_all for axis, size in grid.items())
             if spread and (name, grid) != (chosen.algorithm, chosen.grid):
                 yield Entry(name, grid, problem)
 

@@ -137,7 +137,6 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
 def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any) -> dict[str, Any]:
     """Time a reused executor; count its words, messages and workspace; check its result if asked."""
     from ..comm.places import settle
-    from ..gemm import volume
     from .clock import Clock
 
     grid, old, factors = a.grid, c.block.copy(), (scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype))
@@ -161,11 +160,7 @@ def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: An
         settle(c.block)
         show_once(args, clock, once)
     on_device = args.device == "cuda"
-    costs = (
-        volume.of_plan(plan, grid.shape, args.dtype, grid.staged, on_device)
-        if algorithm.name == "cuboid"
-        else algorithm.volume(plan, grid.shape, args.dtype, on_device)
-    )
+    costs = algorithm.volume(plan, grid.shape, args.dtype, grid.staged, on_device)
     words, messages, workspace = (grid.comm.allgather(value) for value in (moved.words, moved.messages, peak))
     serial_seconds: list[float] = []
     error = relative_error(args, plan, c, serial_seconds) if args.check else None

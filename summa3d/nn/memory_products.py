@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ..autograd.products import gradient_plans
 from ..errors import ConfigError
 from ..gemm.algorithms.cuboid import CuboidPlan
+from ..gemm.algorithms.gradients import gradient_plans
 from ..gemm.algorithms.oned import OnedPlan, OnedRowPlan
 from ..gemm.algorithms.plan import ProductPlan
 from ..gemm.algorithms.summa import SummaPlan

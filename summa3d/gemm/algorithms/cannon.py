@@ -10,7 +10,8 @@ from ...comm.arrays import Array
 from ...comm.collectives import Axis, Pending
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import add
-from .plan import Product, ProductPlan, square_root
+from .executor import Executor
+from .plan import ProductPlan, square_root
 from .summa import normal
 from .workspace import Workspace
 
@@ -44,7 +45,7 @@ class CannonPlan(ProductPlan):
         return [{"x": root, "y": root}] if root else []
 
 
-class Cannon(Product):
+class Cannon(Executor):
     """Source: Cannon 1969; in the transposed forms the accumulating C takes the place of the operand that stays."""
 
     plan: CannonPlan
@@ -70,7 +71,7 @@ class Cannon(Product):
                 Ring(self.workspace, "c", self.x, lambda at: (m[at], n[j])),
             )
 
-    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         if self.q == 1:
             self.workspace.accumulate(
                 self.workspace.widened("a", a),

@@ -13,8 +13,9 @@ from ...errors import ShapeError
 from ...layout.layout import Layout
 from ..local.blas import add, adds_in_place, scale
 from .checks import is_whole
+from .executor import Executor
 from .panels import Panel, Stream, panels
-from .plan import Product, ProductPlan
+from .plan import ProductPlan
 from .workspace import Workspace
 
 
@@ -56,7 +57,7 @@ class SummaPlan(ProductPlan):
         return grids_of(ranks, ("x", "y"))
 
 
-class Summa(Product):
+class Summa(Executor):
     """A panel of one operand at a time. Source: van de Geijn and Watts 1997, on splits that need not be even."""
 
     plan: SummaPlan
@@ -67,7 +68,7 @@ class Summa(Product):
         cuts = panels(0, extent, x.size, y.size, plan.panel)
         self.engine = engine(self.workspace, plan.form, x, y, cuts, plan.lookahead)
 
-    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         self.engine(a, b, out, alpha, beta)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...comm.arrays import Array
 from ...layout.layout import Layout
+from .executor import Executor
 from .panels import panels
-from .plan import Product
 from .summa import SummaPlan, engine, normal
 
 
@@ -55,7 +55,7 @@ def square_grids(ranks: int) -> list[dict[str, int]]:
     return [{"x": root, "y": root, "d": ranks // (root * root)} for root in roots]
 
 
-class Tesseract(Product):
+class Tesseract(Executor):
     """SUMMA on each depth; form tn sums C over the depths. Source: Wang et al. 2021, with its two transposed forms."""
 
     plan: TesseractPlan
@@ -66,7 +66,7 @@ class Tesseract(Product):
         self.engine = engine(self.workspace, plan.form, x, y, panels(0, extent, x.size, y.size, plan.panel), plan.lookahead)
         self.depth = self.grid[plan.d]
 
-    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         if normal(self.plan.form) != "tn":
             return self.engine(a, b, out, alpha, beta)
         self.engine(a, b, out, alpha, beta if self.depth.index == 0 else 0)  # one depth brings what C held

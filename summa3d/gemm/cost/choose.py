@@ -13,7 +13,7 @@ from ...errors import ConfigError, ShapeError
 from ..algorithms import registry
 from ..algorithms.checks import is_whole
 from .machine import Kind, Machine, kind_of
-from .mean import MEANS, Mean, lower_bound
+from .mean import Mean, lower_bound
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -56,7 +56,7 @@ class Candidate:
         imbalance = max(1.0, m * n * k / (mean.m * mean.n * mean.k)) if m * n * k else 1.0
         one = self.machine.product(m, n, k, self.kind)
         reduced = float(mean.reduced) * imbalance
-        if self.machine.node and self.algorithm == "cuboid":
+        if self.machine.node and registry.ALGORITHMS[self.algorithm].reads_in_place:
             return crowding * (one + self.machine.staging(self._laid(), reduced, mean.messages, self.kind))
         moved = self.machine.transfer(float(mean.gathered) * imbalance, reduced, mean.messages, self.kind)
         return crowding * (mean.products * one + moved)
@@ -86,7 +86,7 @@ class Candidate:
     @property
     def even(self) -> bool:
         """Whether A, B and C are each spread over all ranks, no element on two."""
-        return all(size == 1 or axis in self.plan.spread for axis, size in self.grid.items())
+        return all(size == 1 or axis in self.plan.split_by_all for axis, size in self.grid.items())
 
     def __str__(self) -> str:
         panel = getattr(self.plan, "panel", None)
@@ -207,7 +207,7 @@ def choose(
             raise ShapeError(f"{name} is {value!r}; it must be a whole number, at least {least}.")
     if memory_limit is not None and not (is_whole(memory_limit) or isinstance(memory_limit, float)):
         raise ConfigError(f"memory_limit is {memory_limit!r}; it takes a number of bytes, such as {2**30} for 1 GiB.")
-    names = list(MEANS) if algorithm is None else [registry.algorithm(algorithm, ranks).name]
+    names = list(registry.ALGORITHMS) if algorithm is None else [registry.algorithm(algorithm, ranks).name]
     search = Search((m, n, k), kind_of(dtype), memory_limit, names, form, machine or Machine(), even=algorithm is None)
     bound = lower_bound(m, n, k, ranks)
     here = search.best_of(ranks)
@@ -255,7 +255,7 @@ class Search:
             widths: tuple[int | None, ...] = (None, *PANELS) if limited else (None,)
             plans = [(width, found.plan(self.form, m, n, k, **({"panel": width} if width else {}))) for width in widths]
             for grid, (width, plan) in product(found.grids(ranks), plans):
-                mean = MEANS[name](self.form.replace("c", "t"), m, n, k, grid)
+                mean = found.mean(self.form.replace("c", "t"), m, n, k, grid)
                 if width and k:
                     mean = _in_panels(mean, max(mean.products, -(-k // width)))
                 candidate = Candidate(name, grid, ranks, plan, mean, self.kind, self.machine)

@@ -1,83 +1,91 @@
-"""Closed forms of all algorithms but the cuboid: words, messages and workspace of each rank, before anything runs."""
+"""Closed forms of every algorithm: words, messages and workspace of one rank, before anything runs.
+
+Each is ``(plan, grid_shape, coordinates, conditions) → Cost``; the registry says which belongs to which algorithm.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
-from ...comm.arrays import HALVES
-from ...layout.layout import Layout, split_range, split_sizes
+from ...comm.arrays import share
+from ...layout.layout import Coordinates, Layout, split_range, split_sizes
 from ...layout.redistribute import Placement, Redistribution
 from ..algorithms.agarwal import AgarwalPlan, everywhere
 from ..algorithms.ca25d import Ca25dPlan
 from ..algorithms.cannon import CannonPlan
+from ..algorithms.cuboid import CuboidPlan
 from ..algorithms.oned import OnedColumnPlan, OnedRowPlan
 from ..algorithms.panels import panels
 from ..algorithms.plan import ProductPlan
 from ..algorithms.summa import SummaPlan, normal
 from ..algorithms.tesseract import TesseractPlan
 from ..algorithms.transpose import exchange
-from ..local.blas import adds_in_place
-from .volume import Coordinates, Cost, Volume
+from .steps import Conditions, Cost, GridShape, Volume, all_reduce, block_words, gather, scatter, together
 
-Shape = Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a dtype means for workspace: `wide` words hold one summed element; `scratch`: products are not added in place.
-
-    `widened` words hold an element of an operand in the float32 that it is copied to; 0 where it is multiplied as it is.
-    """
-
-    wide: int
-    widened: int
-    scratch: bool
-    complex: bool
-
-    @classmethod
-    def of(cls, dtype: str, device: bool) -> Kind:
-        half = dtype in HALVES
-        return cls(2 if half else 1, 2 if half and not device else 0, not adds_in_place(dtype), dtype.startswith("complex"))
+CostOf = Callable[[Any, GridShape, Coordinates, Conditions], Cost]
 
 
-def volume(plan: ProductPlan, grid_shape: Shape, dtype: str = "float64", device: bool = False) -> Volume:
-    """The cost of `run` for C-ordered blocks of `dtype` on every rank; workspace in words of that dtype.
+def volume(
+    cost: CostOf,
+    plan: ProductPlan,
+    grid_shape: GridShape,
+    dtype: str = "float64",
+    staged: Collection[str] = (),
+    device: bool = False,
+) -> Volume:
+    """The cost of an executor's `run` for C-ordered blocks of `dtype` on every rank; workspace in words of that dtype.
 
-    Mean words are those of the plan's table. A transposed product adds its exchange; 16-bit floats add operands and C in float32,
-    on a `device` C alone, unless the plan sums it once.
+    `cost` is the algorithm's. Mean words are those of the plan's table. A transposed product adds its exchange; 16-bit floats add
+    operands and C in float32, on a `device` C alone, unless the plan sums it on one rank.
     """
     plan.check_grid(grid_shape)
-    kind = Kind.of(str(dtype), device)
+    conditions = Conditions.of(str(dtype), staged, device)
     inner = plan.swapped() if plan.by_transpose else plan
-    algorithm = COSTS[type(plan)]
-    exchanged = transposition(plan, grid_shape, kind) if plan.by_transpose else None
-    summed = kind.wide > 1 and not (device and plan.sums_once(grid_shape))
+    exchanged = transposition(plan, grid_shape, conditions) if plan.by_transpose else None
+    summed = conditions.wide > 1 and not (device and plan.no_reduction(grid_shape))
 
     def cost_of(at: Coordinates) -> Cost:
-        cost = algorithm(inner, grid_shape, at, kind)
+        found = cost(inner, grid_shape, at, conditions)
         if exchanged is not None:
-            cost = together(cost, exchanged(at))
-        return together(cost, Cost(0, 0, kind.wide * size_of(plan.c_layout, plan.c_shape, grid_shape, at) if summed else 0))
+            found = together(found, exchanged(at))
+        own = block_words(plan.c_layout, plan.c_shape, grid_shape, at) if summed else 0
+        return together(found, Cost(0, 0, conditions.wide * own))
 
     return Volume(grid_shape, cost_of)
 
 
-def together(*costs: Cost) -> Cost:
-    """The sum of costs whose workspace is held at one time."""
-    return Cost(sum(cost.words for cost in costs), sum(cost.messages for cost in costs), sum(cost.workspace for cost in costs))
+# -- gathers and a scatter: cuboid ---------------------------------------------------------------------------------------------
 
 
-def size_of(layout: Layout, shape: tuple[int, ...], grid_shape: Shape, at: Coordinates) -> int:
-    return prod(layout.local_shape(shape, grid_shape, at))
+def plan_steps(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates) -> tuple[Cost, Cost, Cost]:
+    """Gather A along y, gather B along x, scatter C along z."""
+    return (
+        gather(plan.a_layout, plan.a_shape, plan.y, grid_shape, at),
+        gather(plan.b_layout, plan.b_shape, plan.x, grid_shape, at),
+        scatter(plan.c_layout, plan.c_shape, plan.z, grid_shape, at),
+    )
 
 
-def share(n: int, parts: int, index: int) -> int:
-    """Part `index` of the balanced split of n: what a rank reduces."""
-    return n // parts + (index < n % parts)
+def cuboid(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
+    """[(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ). Workspace: the gathered A and B, the partial C and the Z parts to be summed.
+
+    An axis of size 1 needs none of its own, nor does an operand that is read in the node's memory: one whose axis is staged, if
+    its fine split lies on its rows. Not counted, since it depends on β: where dtypes that no BLAS adds to C in place meet β ≠ 0
+    and Z = 1, a product.
+    """
+    a, b, c = plan_steps(plan, grid_shape, at)
+    m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
+    operands = ((a, plan.a_fine, plan.y), (b, plan.b_fine, plan.x))
+    workspace = sum(0 if fine == 0 and axis in conditions.staged else step.workspace for step, fine, axis in operands)
+    if grid_shape[plan.z] > 1 and plan.z not in conditions.staged:
+        workspace += conditions.wide * (c.workspace + m * n)
+    workspace += conditions.widened * (m * k + k * n)
+    return Cost(a.words + b.words + c.words, a.messages + b.messages + c.messages, workspace)
 
 
 # -- panels: summa, tesseract, ca25d ------------------------------------------------------------------------------------------
@@ -109,14 +117,14 @@ def stream(
     dim: int,
     extent: int,
     cut: Cuts,
-    grid_shape: Shape,
+    grid_shape: GridShape,
     at: Coordinates,
-    kind: Kind,
+    conditions: Conditions,
 ) -> Cost:
     """Broadcast an operand's panels along the axis that splits its dim `dim`: what others own of `extent`, times its rest."""
     axis = plan.x if role == "x" else plan.y
     rest = block[1 - dim]
-    wide = kind.widened * cut.widest * rest
+    wide = conditions.widened * cut.widest * rest
     if grid_shape[axis] == 1:
         return Cost(0, 0, wide)
     return Cost(
@@ -128,21 +136,21 @@ def buffers(plan: SummaPlan, cut: Cuts) -> int:
     return 2 if plan.lookahead and cut.count > 1 else 1
 
 
-def outer(plan: SummaPlan, span: tuple[int, int], grid_shape: Shape, at: Coordinates, kind: Kind) -> Cost:
+def outer(plan: SummaPlan, span: tuple[int, int], grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """C stays; panels of the part `span` of k."""
     a, b = (plan.a_layout.local_shape(plan.a_shape, grid_shape, at), plan.b_layout.local_shape(plan.b_shape, grid_shape, at))
     cut = cuts(*span, grid_shape[plan.x], grid_shape[plan.y], plan.panel)
     extent = span[1] - span[0]
     a_dim, b_dim = (1 if plan.form[0] == "n" else 0), (0 if plan.form[1] == "n" else 1)
-    scratch = a[1 - a_dim] * b[1 - b_dim] if kind.scratch else 0
+    scratch = a[1 - a_dim] * b[1 - b_dim] if conditions.scratch else 0
     return together(
-        stream(plan, "y", a, a_dim, extent, cut, grid_shape, at, kind),
-        stream(plan, "x", b, b_dim, extent, cut, grid_shape, at, kind),
+        stream(plan, "y", a, a_dim, extent, cut, grid_shape, at, conditions),
+        stream(plan, "x", b, b_dim, extent, cut, grid_shape, at, conditions),
         Cost(0, 0, scratch),
     )
 
 
-def inner(plan: SummaPlan, a_moves: bool, grid_shape: Shape, at: Coordinates, kind: Kind) -> Cost:
+def inner(plan: SummaPlan, a_moves: bool, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """An operand stays; panels of the other, and of C summed along the other axis."""
     a, b = (plan.a_layout.local_shape(plan.a_shape, grid_shape, at), plan.b_layout.local_shape(plan.b_shape, grid_shape, at))
     extent, role, along = (plan.m, "y", plan.x) if a_moves else (plan.n, "x", plan.y)
@@ -150,62 +158,53 @@ def inner(plan: SummaPlan, a_moves: bool, grid_shape: Shape, at: Coordinates, ki
     cut = cuts(0, extent, grid_shape[plan.x], grid_shape[plan.y], plan.panel)
     size, index = grid_shape[along], at[along]
     reduced = (size - 1) * sum(times * share(rest * width, size, index) for width, times in cut.widths.items())
-    partial = 0 if size == 1 and not kind.scratch else buffers(plan, cut) * cut.widest * rest * kind.wide
+    partial = 0 if size == 1 and not conditions.scratch else buffers(plan, cut) * cut.widest * rest * conditions.wide
     return together(
-        stream(plan, role, moving, dim, extent, cut, grid_shape, at, kind),
-        Cost(reduced, (size - 1) * cut.count, partial + kind.widened * prod(staying)),
+        stream(plan, role, moving, dim, extent, cut, grid_shape, at, conditions),
+        Cost(reduced, (size - 1) * cut.count, partial + conditions.widened * prod(staying)),
     )
 
 
-def summa(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kind) -> Cost:
+def summa(plan: SummaPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """nn [(C−1)mk + (R−1)kn]/P; nt [(R−1)kn + (C−1)mn]/P; tn [(C−1)mk + (R−1)mn]/P."""
-    assert isinstance(plan, SummaPlan)
     if normal(plan.form) == "nn":
-        return outer(plan, (0, plan.k), grid_shape, at, kind)
-    return inner(plan, normal(plan.form) == "tn", grid_shape, at, kind)
+        return outer(plan, (0, plan.k), grid_shape, at, conditions)
+    return inner(plan, normal(plan.form) == "tn", grid_shape, at, conditions)
 
 
-def tesseract(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kind) -> Cost:
+def tesseract(plan: TesseractPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """That of summa on each depth, and for tn an all-reduce of C's block over the depths."""
-    assert isinstance(plan, TesseractPlan)
-    cost = summa(plan, grid_shape, at, kind)
+    cost = summa(plan, grid_shape, at, conditions)
     if normal(plan.form) != "tn":
         return cost
-    return together(cost, all_reduce(size_of(plan.c_layout, plan.c_shape, grid_shape, at), grid_shape[plan.d], at[plan.d]))
+    return together(cost, all_reduce(block_words(plan.c_layout, plan.c_shape, grid_shape, at), (plan.d,), grid_shape, at))
 
 
-def ca25d(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kind) -> Cost:
+def ca25d(plan: Ca25dPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """[(q−1)(mk + kn) + (d−1)mn]/P. Workspace: the panels, the copy of C, and the parts of it to be summed."""
-    assert isinstance(plan, Ca25dPlan)
     depth = grid_shape[plan.d]
-    cost = outer(plan, split_range(0, plan.k, depth, at[plan.d]), grid_shape, at, kind)
+    cost = outer(plan, split_range(0, plan.k, depth, at[plan.d]), grid_shape, at, conditions)
     if depth == 1:
         return cost
-    copy = size_of(Layout((plan.x,), (plan.y,)), plan.c_shape, grid_shape, at)
-    own = size_of(plan.c_layout, plan.c_shape, grid_shape, at)
-    return together(cost, Cost((depth - 1) * own, depth - 1, kind.wide * (copy + depth * own)))
-
-
-def all_reduce(n: int, size: int, index: int) -> Cost:
-    """n + (g−2)·n_r words, 2(g−1) messages; in place."""
-    return Cost(n + (size - 2) * share(n, size, index), 2 * (size - 1)) if size > 1 else Cost(0, 0)
+    copy = block_words(Layout((plan.x,), (plan.y,)), plan.c_shape, grid_shape, at)
+    own = block_words(plan.c_layout, plan.c_shape, grid_shape, at)
+    return together(cost, Cost((depth - 1) * own, depth - 1, conditions.wide * (copy + depth * own)))
 
 
 # -- rings: cannon -------------------------------------------------------------------------------------------------------------
 
 
-def cannon(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kind) -> Cost:
+def cannon(plan: CannonPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """Each ring: q−1 blocks, and one more on the ranks that a skew moves; two buffers of the largest block, or one."""
-    assert isinstance(plan, CannonPlan)
     q, i, j, form = grid_shape[plan.x], at[plan.x], at[plan.y], normal(plan.form)
     m, n, k = (split_sizes(extent, q) for extent in (plan.m, plan.n, plan.k))
-    scratch = Cost(0, 0, m[i] * n[j] if kind.scratch else 0)
+    scratch = Cost(0, 0, m[i] * n[j] if conditions.scratch else 0)
     if q == 1:
-        return together(scratch, Cost(0, 0, kind.widened * (m[0] * k[0] + k[0] * n[0])))
+        return together(scratch, Cost(0, 0, conditions.widened * (m[0] * k[0] + k[0] * n[0])))
     if form == "nn":
         arriving = range(i + j, i + j + q)
-        a = ring([m[i] * k[index % q] for index in arriving], i != 0, m[i] * k[0], kind)
-        b = ring([k[index % q] * n[j] for index in arriving], j != 0, k[0] * n[j], kind)
+        a = ring([m[i] * k[index % q] for index in arriving], i != 0, m[i] * k[0], conditions)
+        b = ring([k[index % q] * n[j] for index in arriving], j != 0, k[0] * n[j], conditions)
         return together(a, b, scratch)
     arriving = range(i + j + 1, i + j + 1 + q)
     if form == "nt":
@@ -214,65 +213,64 @@ def cannon(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kind) ->
     else:
         rest, extent, staying, sum_rest, skewed, home = k[i], m, k[i] * n[j], n[j], i != q - 1, j != 0
         own = m[i] * n[j]
-    moving = ring([rest * extent[index % q] for index in arriving], skewed, rest * extent[0], kind)
+    moving = ring([rest * extent[index % q] for index in arriving], skewed, rest * extent[0], conditions)
     passing = [sum_rest * extent[index % q] for index in arriving][1:] + ([own] if home else [])
     room = sum_rest * extent[0]
-    workspace = kind.wide * 2 * room + kind.widened * staying + (room if kind.scratch else 0)
+    workspace = conditions.wide * 2 * room + conditions.widened * staying + (room if conditions.scratch else 0)
     return together(moving, Cost(sum(passing), len(passing), workspace))
 
 
-def ring(blocks: list[int], skewed: bool, room: int, kind: Kind) -> Cost:
+def ring(blocks: list[int], skewed: bool, room: int, conditions: Conditions) -> Cost:
     """The words of the blocks in the order in which a rank multiplies them; the first is its own unless it is skewed."""
     moves = len(blocks) - 1 + skewed
-    return Cost(sum(blocks) - (0 if skewed else blocks[0]), moves, (min(2, moves) + kind.widened) * room)
+    return Cost(sum(blocks) - (0 if skewed else blocks[0]), moves, (min(2, moves) + conditions.widened) * room)
 
 
 # -- faces and lines: agarwal, oned --------------------------------------------------------------------------------------------
 
 
-def agarwal(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kind) -> Cost:
+def agarwal(plan: AgarwalPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """(q−1)(mk + kn + mn)/P. Workspace: what is broadcast to the rank, and off C's face the partial C."""
-    assert isinstance(plan, AgarwalPlan)
     a, b, c = (
-        size_of(everywhere(layout), shape, grid_shape, at)
+        block_words(everywhere(layout), shape, grid_shape, at)
         for layout, shape in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
     )
     size, index = grid_shape[plan.z], at[plan.z]
     received = [block for block, axis in ((a, plan.y), (b, plan.x)) if at[axis] != 0]
-    workspace = sum(received) + (kind.wide * c if index else 0) + kind.widened * (a + b) + (c if kind.scratch else 0)
+    workspace = (
+        sum(received) + (conditions.wide * c if index else 0) + conditions.widened * (a + b) + (c if conditions.scratch else 0)
+    )
     return Cost(sum(received) + (size - 1) * share(c, size, index), len(received) + size - 1, workspace)
 
 
-def oned_column(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kind) -> Cost:
+def oned_column(plan: OnedColumnPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """Nothing; of a split input (t−1)/t·mk."""
-    assert isinstance(plan, OnedColumnPlan)
-    size, a, b = grid_shape[plan.y], plan.m * plan.k, size_of(plan.b_layout, plan.b_shape, grid_shape, at)
+    size, a, b = grid_shape[plan.y], plan.m * plan.k, block_words(plan.b_layout, plan.b_shape, grid_shape, at)
     local = Cost(
         0,
         0,
-        kind.widened * (a + b) + (size_of(plan.c_layout, plan.c_shape, grid_shape, at) if kind.scratch else 0),
+        conditions.widened * (a + b) + (block_words(plan.c_layout, plan.c_shape, grid_shape, at) if conditions.scratch else 0),
     )
     if not plan.sequence or size == 1:
         return local
-    return together(local, Cost(a - size_of(plan.a_layout, plan.a_shape, grid_shape, at), size - 1, a))
+    return together(local, Cost(a - block_words(plan.a_layout, plan.a_shape, grid_shape, at), size - 1, a))
 
 
-def oned_row(plan: ProductPlan, grid_shape: Shape, at: Coordinates, kind: Kind) -> Cost:
+def oned_row(plan: OnedRowPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """2(t−1)/t·mn; scattered (t−1)/t·mn."""
-    assert isinstance(plan, OnedRowPlan)
-    size, index, c = grid_shape[plan.y], at[plan.y], plan.m * plan.n
-    operands = size_of(plan.a_layout, plan.a_shape, grid_shape, at) + size_of(plan.b_layout, plan.b_shape, grid_shape, at)
-    local = Cost(0, 0, kind.widened * operands + (c if kind.scratch else 0))
+    size, c = grid_shape[plan.y], plan.m * plan.n
+    operands = block_words(plan.a_layout, plan.a_shape, grid_shape, at) + block_words(plan.b_layout, plan.b_shape, grid_shape, at)
+    local = Cost(0, 0, conditions.widened * operands + (c if conditions.scratch else 0))
     if not plan.sequence or size == 1:
-        return together(local, all_reduce(c, size, index))
-    own = size_of(plan.c_layout, plan.c_shape, grid_shape, at)
-    return together(local, Cost((size - 1) * own, size - 1, kind.wide * (c + size * own)))
+        return together(local, all_reduce(c, (plan.y,), grid_shape, at))
+    own = block_words(plan.c_layout, plan.c_shape, grid_shape, at)
+    return together(local, Cost((size - 1) * own, size - 1, conditions.wide * (c + size * own)))
 
 
 # -- the transpose ---------------------------------------------------------------------------------------------------------------
 
 
-def transposition(plan: ProductPlan, grid_shape: Shape, kind: Kind) -> Callable[[Coordinates], Cost]:
+def transposition(plan: ProductPlan, grid_shape: GridShape, conditions: Conditions) -> Callable[[Coordinates], Cost]:
     """What `transpose.Transposed` adds to the product B·A: the words of C's block that a rank does not hold after it."""
     points = [coordinates for coordinates, _ in Layout().blocks((), grid_shape)]
     layout = plan.swapped().c_layout.transposed()
@@ -286,19 +284,8 @@ def transposition(plan: ProductPlan, grid_shape: Shape, kind: Kind) -> Callable[
         conjugates = sum(
             prod(where.local_shape(shape, grid_shape, at))
             for letter, where, shape in zip(plan.form, (plan.a_layout, plan.b_layout), (plan.a_shape, plan.b_shape), strict=True)
-            if letter == "c" and kind.complex
+            if letter == "c" and conditions.complex
         )
-        return Cost(words, len(received), kind.wide * (turned + words + sum(piece.words for piece in sent)) + conjugates)
+        return Cost(words, len(received), conditions.wide * (turned + words + sum(piece.words for piece in sent)) + conjugates)
 
     return cost_of
-
-
-COSTS: dict[type, Callable[[ProductPlan, Shape, Coordinates, Kind], Cost]] = {
-    SummaPlan: summa,
-    TesseractPlan: tesseract,
-    Ca25dPlan: ca25d,
-    CannonPlan: cannon,
-    AgarwalPlan: agarwal,
-    OnedColumnPlan: oned_column,
-    OnedRowPlan: oned_row,
-}
