@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from summa3d.kernels import dispatch as kernel
+from summa3d.kernels import dispatch
 from summa3d.kernels import reference
 
 from ..autograd.collectives import sum_gradient
@@ -76,7 +76,7 @@ class Linear(nn.Module):
 
         Its gradient there is of this rank's rows, and is summed on the way back: the words are the same.
         """
-        if self.bias is None or kernel.kernels_for(x) is reference:  # b is added in place to what the product wrote
+        if self.bias is None or dispatch.kernels_for(x) is reference:  # b is added in place to what the product wrote
             return self(x, rows), None
         bias = self.scheme.spread(self.bias, self.output_layout, self.n)
         return self._times(x, rows, None), sum_gradient(bias, self.scheme.vector_rows(self.output_layout))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from summa3d.kernels import dispatch as kernel
+from summa3d.kernels import dispatch
 
 from .config import ModelConfig
 from .joined import Joined
@@ -21,12 +21,12 @@ class _BiasGELU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(x, bias)
         ctx.approximate = approximate
-        return kernel.bias_gelu(x, bias, approximate)
+        return dispatch.kernels_for(x).bias_gelu(x, bias, approximate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *kernel.bias_gelu_gradient(grad, *ctx.saved_tensors, ctx.approximate), None
+        return *dispatch.kernels_for(grad).bias_gelu_gradient(grad, *ctx.saved_tensors, ctx.approximate), None
 
 
 def gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
@@ -69,12 +69,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return kernel.swiglu(gate, up)
+        return dispatch.kernels_for(gate).swiglu(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return kernel.swiglu_gradient(grad, *ctx.saved_tensors)
+        return dispatch.kernels_for(grad).swiglu_gradient(grad, *ctx.saved_tensors)
 
 
 class GatedMLP(nn.Module):
