@@ -14,7 +14,6 @@ from summa3d.kernels import dispatch
 from summa3d.kernels.mask import Mask
 
 from ..layout.layout import Layout
-from .linear import added
 from .random import keep_mask, key
 from .schemes import Scheme
 
@@ -72,7 +71,7 @@ class Dropout(nn.Module):
         A block of three dims lies as the scheme stores it. bias : of x's last dim, if it is still to be added to x.
         """
         if not self.training or self.probability == 0:
-            x = added(x, bias)
+            x = x if bias is None else x + bias
             return x if residual is None else residual + x
         grid = self.scheme.grid
         rows, *rest = self.layout.slices((batch.rows, *shape), grid.shape, grid.coordinates)

@@ -12,7 +12,7 @@ from summa3d.kernels import dispatch
 
 from .config import ModelConfig
 from .joined import Joined
-from .linear import Linear, added
+from .linear import Linear
 from .schemes import Scheme
 
 
@@ -29,8 +29,8 @@ class _BiasGELU(torch.autograd.Function):
         return *dispatch.kernels_for(grad).bias_gelu_gradient(grad, *ctx.saved_tensors, ctx.approximate), None
 
 
-def gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """GELU(x + bias) of what a linear handed on; x is kept for backward. approximate: as torch's."""
+def gelu(x: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
+    """GELU(x + bias), the bias fused where a linear skipped it; x is kept for backward. approximate: as torch's."""
     return functional.gelu(x, approximate=approximate) if bias is None else _BiasGELU.apply(x, bias, approximate)
 
 
@@ -56,13 +56,9 @@ class MLP(nn.Module):
         transposed = scheme.kind.transposed_down
         self.down = Linear(width, hidden, scheme, self.up.output_layout, std=out_std, dtype=dtype, transposed=transposed)
 
-    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
-        """Y's block for X's; rows as in Linear."""
-        return added(*self.handed_on(x, rows))
-
-    def handed_on(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor | None]:
-        """As Linear's: Y, or Y without b2, and b2."""
-        return self.down.handed_on(gelu(*self.up.handed_on(x, rows), self.approximate), rows)
+    def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Y's block for X's, or with `skip_bias_add` (Y without b2, b2); both as in Linear."""
+        return self.down(gelu(*self.up(x, rows, skip_bias_add=True), approximate=self.approximate), rows, skip_bias_add)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -99,13 +95,10 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, hidden, scheme, inner, bias=False, std=out_std, dtype=dtype, transposed=transposed)
         self.joined = Joined("ffn", self.gate, self.up)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return added(*self.handed_on(x))
-
-    def handed_on(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As Linear's."""
+    def forward(self, x: Tensor, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Y's block for X's, or with `skip_bias_add` (Y, None)."""
         gate, up = self.joined(x)  # [b/(XZ), s, f/Y] each
-        return self.down.handed_on(_SwiGLU.apply(gate, up))
+        return self.down(_SwiGLU.apply(gate, up), None, skip_bias_add)
 
 
 def new_mlp(config: ModelConfig, scheme: Scheme, out_std: float, dtype: torch.dtype) -> MLP | GatedMLP:

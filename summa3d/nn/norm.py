@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from summa3d.kernels import dispatch
-from summa3d.kernels import reference
+from summa3d.kernels import dispatch, reference
 
 from ..comm.collectives import Axis
 from ..layout.layout import Layout
