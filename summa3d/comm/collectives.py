@@ -66,6 +66,9 @@ class Axis(SharedViews, Accounted, Checks):
         self._shared = {}
         self._node = node if size > 1 else None
 
+    def __deepcopy__(self, memo: object) -> Axis:
+        return self  # a copied layer communicates over the same grid's axes
+
     def __repr__(self) -> str:
         return f"Axis({self.label}: {self.index} of {self.size})"
 
