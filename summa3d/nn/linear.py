@@ -2,8 +2,6 @@
 # Next: norm.py, mlp.py, attention.py.
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +12,7 @@ from ..autograd.matmul import matmul
 from ..autograd.products import Product
 from ..errors import ShapeError
 from ..layout.layout import Layout
+from .layer_cache import LayerCache
 from .parameter import new_parameter
 from .schemes import Scheme
 
@@ -59,8 +58,11 @@ class Linear(nn.Module):
             if bias
             else None
         )
-        self._source = scheme.source(lambda: (self.weight,))
-        self._product = lru_cache(maxsize=8)(self._new_product)
+        self._source = scheme.source(self._weights)
+        self._product = LayerCache(self._new_product, 8)
+
+    def _weights(self) -> tuple[Tensor]:
+        return (self.weight,)
 
     def _new_product(self, rows: int) -> Product:
         return self.scheme.product(self.input_layout, "nt" if self.transposed else "nn", rows, self.n, self.k, self._source)

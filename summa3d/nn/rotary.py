@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from summa3d.kernels import dispatch
 
 from .config import ModelConfig
+from .layer_cache import LayerCache
 
 
 class _Rotate(torch.autograd.Function):
@@ -53,7 +53,7 @@ class Rotary:
 
     def __init__(self, size: int, config: ModelConfig) -> None:
         self.angles = angles_of(size, config)
-        self._table = lru_cache(maxsize=4)(self._new_table)
+        self._table = LayerCache(self._new_table, 4)
 
     def _new_table(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines [length, d/2]."""
