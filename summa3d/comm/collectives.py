@@ -64,6 +64,9 @@ class Axis(Accounted, Checks):
         self.carriers = Carriers() if carriers is None else carriers
         self._node = node if size > 1 else None
 
+    def __deepcopy__(self, memo: object) -> Axis:
+        return self  # a copied layer communicates over the same grid's axes
+
     def __repr__(self) -> str:
         return f"Axis({self.label}: {self.index} of {self.size})"
 
