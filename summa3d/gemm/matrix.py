@@ -1,6 +1,5 @@
-# A distributed matrix: this rank's block, who owns what, the grid, the global shape; and `matmul` on such matrices.
-# Imports layout, dispatch; norms, files and picture where they are asked for.
-# Next: dispatch.py (which product), layout/redistribute.py (from any ownership to any other), norms.py, files.py.
+"""A distributed matrix: this rank's block, the layout, the grid, the global shape; and `matmul` of such matrices."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,8 +18,8 @@ from ..layout.cyclic import BlockCyclic
 from ..layout.distribute import collect
 from ..layout.layout import Layout
 from ..layout.redistribute import Ownership, redistribute, taken
-from .dispatch import product_of
-from .operands import is_whole
+from .algorithms.checks import is_whole
+from .recognise import product_of
 
 
 @dataclass(eq=False, repr=False)

@@ -11,7 +11,7 @@ from kinds import array, numbers, plain
 from summa3d.comm.grid import Grid
 from summa3d.errors import ConfigError, DataError, GridError, LayoutError, ShapeError, Summa3dError
 from summa3d.gemm import CuboidPlan, DistMatrix, matmul, volume
-from summa3d.gemm.algorithms import ALGORITHMS
+from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.layout import BlockCyclic, Layout
 
 SIZES = pytest.mark.mpi(sizes=(1, 2, 3, 4, 6, 8, 12))

@@ -1,15 +1,14 @@
-# What a product accepts beside shapes: dtypes that ranks can exchange and add, factors a dtype can hold, an output of its own.
-# Imports comm.arrays, machine (the dtypes), errors; no communication.
-# Next: plan.py, whose executors check their blocks with these; matrix.py.
+"""What a product accepts beside shapes: dtypes that ranks can exchange and add, factors that a dtype can hold."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array, dtype_name, overlap
-from ..errors import ShapeError
-from .machine import KINDS
+from ...comm.arrays import Array, dtype_name, overlap
+from ...errors import ShapeError
+from ..cost.machine import KINDS
 
 
 def is_whole(value: Any) -> bool:
