@@ -205,7 +205,6 @@ class Grid:
             return
         self.freed = True
         for axis in self._axes.values():
-            axis.free()
             axis.carriers.free()
             if axis.comm not in (self.comm, self.common, MPI.COMM_SELF):
                 axis.comm.Free()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from summa3d.kernels import dispatch as kernel
+from summa3d.kernels import dispatch
 
 from .config import ModelConfig
 from .layer_cache import LayerCache
@@ -19,12 +19,12 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return kernel.rotate(x, cosine, sine)
+        return dispatch.kernels_for(x).rotate(x, cosine, sine)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return kernel.rotate(grad, *ctx.saved_tensors, back=True), None, None
+        return dispatch.kernels_for(grad).rotate(grad, *ctx.saved_tensors, back=True), None, None
 
 
 def angles_of(size: int, config: ModelConfig) -> Tensor:

@@ -111,8 +111,6 @@ def test_a_product_on_some_ranks_between_two_redistributions(comm, shared_tmp_pa
         assert C.redistribute(Layout((), ())).block.size == (35 if part.inside else 0)
         assert ("nothing here" in C.summary) == (comm.rank in (0, 4))
         assert [line.split()[-1] for line in repr(C).splitlines()[2:]] == ["1", "2", "3", "5"]
-        shared = DistMatrix.from_function(lambda i, j: i + j, (7, 5), part, plan.c_layout, shared=True)
-        assert shared.block.shape == C.block.shape
 
 
 @pytest.mark.mpi(sizes=(6,))
