@@ -18,7 +18,7 @@ from ..layout.cyclic import BlockCyclic
 from ..layout.distribute import collect
 from ..layout.layout import Layout
 from ..layout.redistribute import Ownership, redistribute, taken
-from .algorithms.checks import is_whole
+from .algorithms.checks import agree_on_out, is_whole
 from .recognise import product_of
 
 
@@ -264,7 +264,8 @@ def matmul(
         roles), or the .T of what it lists for the form with the other op
     form : nn, nt, tn or tt: op is none (n) or the transpose (t); with c, where the algorithm has it, the conjugate transpose
     algorithm : a name from `algorithms.ALGORITHMS`; None takes the first whose layouts these are, the cuboid before all
-    out : C, overwritten in place; needed for β ≠ 0. Its block lies apart from those of a and b
+    out : C, overwritten in place; needed for β ≠ 0. Its blocks can be written and lie apart from those of a and b, on which the
+        ranks agree first, by one message round of a byte
     options : of the algorithm, such as panel=256 for summa
 
     Returns C in the plan's layout. The cuboid's is m:(x,z) n:y, so that products chain: C has the layout of an A whose y and z
@@ -288,6 +289,8 @@ def matmul(
         product = f"the product is {plan.c_shape[0]}×{plan.c_shape[1]} in {plan.c_layout} on {a.grid}"
         raise LayoutError(f"out is {out.summary}; {product}.")
     if a.grid.inside:
+        if out is not None:
+            agree_on_out(a.grid.comm, out.block, a.block, b.block)
         block = found.executor(plan, a.grid).run(a.block, b.block, None if out is None else out.block, alpha, beta)
     else:
         block = empty((0, 0), a.block)
