@@ -36,11 +36,10 @@ from .checks import Checks
 from .ledger import Ledger
 from .node import NodeRule, Ring, staged_dtype
 from .pending import Pending, completed
-from .shared import SharedViews
 from .transport import Carriers
 
 
-class Axis(SharedViews, Accounted, Checks):
+class Axis(Accounted, Checks):
     """One axis of a grid, or a plane of several, seen from this rank: its size, this rank's index, and its collectives.
 
     Arrays are numpy arrays, CuPy arrays or torch tensors; those of a call lie all on the host or all on a device. `sizes` are
@@ -64,8 +63,10 @@ class Axis(SharedViews, Accounted, Checks):
         self.names, self.size, self.index, self.comm, self.ledger, self.check = names, size, index, comm, ledger, check
         self.label = "·".join(names)
         self.carriers = Carriers() if carriers is None else carriers
-        self._shared = {}
         self._node = node if size > 1 else None
+
+    def __deepcopy__(self, memo: object) -> Axis:
+        return self  # a copied layer communicates over the same grid's axes
 
     def __repr__(self) -> str:
         return f"Axis({self.label}: {self.index} of {self.size})"

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate as accumulated
 from typing import Any
 
-from ..comm.arrays import Array, count
+from ..comm.arrays import Array
 from ..comm.collectives import Axis
 from ..comm.grid import grids_of
 from ..comm.pending import Pending
@@ -83,10 +82,9 @@ class Cuboid(Product):
     """A plan bound to the axes of a grid: C = op(A)·op(B) by gathering A along y and B along x, and scatter-adding C along z.
 
     `run` moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean) in (Y−1)+(X−1)+(Z−1) messages; its workspace, the
-    gathered A and B, the partial C and the Z parts to be summed, is allocated once. A block that lies in node-shared memory
-    (`DistMatrix.from_function(…, shared=True)`) is gathered as a view, without copy or workspace; others are where the axis has
-    slots in the node's memory (comm/node.py), at one copy of the rank's own block, and summands of C are computed and summed
-    there. Without such slots, ranks along z add their products to a C in shared memory in place, one after the other.
+    gathered A and B, the partial C and the Z parts to be summed, is allocated once. Where an axis has slots in the node's memory
+    (comm/node.py), a gather copies the rank's own block there and needs no workspace, and summands of C are computed and summed
+    there.
 
     The steps are there on their own as well, for gradients: they share one gather between two products and overlap a scatter
     with the next product. Source: Bian et al. 2021, Algorithm 1, on a cuboid instead of a cube.
@@ -113,35 +111,11 @@ class Cuboid(Product):
             scratch = self.workspace.scratch(out) if beta != 0 else None
             self.workspace.accumulate(a_gathered, b_gathered, self.plan.form, out, alpha, beta, scratch)
         else:
-            self._sum(a_gathered, b_gathered, out, alpha, beta)
-        self.y.release(a)
-        self.x.release(b)
+            self._add_parts(a_gathered, b_gathered, out, alpha, beta)
 
-    def _add_in_turn(self, a: Array, b: Array, out: Array, blocks: Array, alpha: Any, beta: Any) -> None:
-        """Add this rank's rows of every member's C to them where they lie, beginning with its own; one member at a time each."""
-        starts = [0, *accumulated(self.c_sizes)]
-        for turn in range(self.z.size):
-            member = (self.z.index + turn) % self.z.size
-            rows = slice(starts[member], starts[member + 1])
-            part = a[rows] if self.plan.form[0] == "n" else a[:, rows]
-            self.workspace.accumulate(
-                part, b, self.plan.form, blocks[rows], alpha, beta if turn == 0 else 1, self.workspace.scratch(blocks[rows])
-            )
-            self.z.release(out)
-
-    def _sum(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """Sum the ranks' products over z: in the node's slots, in the memory of C, or in messages, whichever there is first."""
-        room = self.z.room((self.m, self.n), out)
-        blocks = None
-        if room is None and self.plan.c_fine == 0:
-            blocks = self.z.view_gathered(out, (self.z.size - 1) * count(out))
-        if blocks is not None:
-            self._add_in_turn(a, b, out, blocks, alpha, beta)
-        else:
-            self._add_parts(a, b, out, room, alpha, beta)
-
-    def _add_parts(self, a: Array, b: Array, out: Array, room: Array | None, alpha: Any, beta: Any) -> None:
+    def _add_parts(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """Scatter this rank's summand of C[m:x, n:y] and add what the others send, in the members' order."""
+        room = self.z.room((self.m, self.n), out)
         partial = self.workspace.buffer("partial", (self.m, self.n), out) if room is None else room
         parts = self.workspace.buffer("parts", (self.z.size, *out.shape), out) if room is None else None
         self.workspace.accumulate(a, b, self.plan.form, partial, alpha, 0)
@@ -156,9 +130,6 @@ class Cuboid(Product):
         """`block` gathered along `axis`: a view where the members share a node's memory, else a copy in workspace."""
         if axis.size == 1:
             return block
-        view = axis.view_gathered(block) if dim == 0 else None
-        if view is not None:
-            return view
         if dim == 0 and axis.offers_views(block):
             return axis.all_gather(block, dim, sizes, view=True)
         shape = [*block.shape]

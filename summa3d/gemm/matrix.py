@@ -14,14 +14,13 @@ import numpy as np
 from ..comm.arrays import Array, cast, dtype_name, empty, is_half, is_torch, kind_of, library_of, numpy_dtype
 from ..comm.convert import converted
 from ..comm.grid import Grid
-from ..errors import LayoutError, ShapeError
+from ..errors import ConfigError, LayoutError, ShapeError
 from ..layout.cyclic import BlockCyclic
 from ..layout.distribute import collect
 from ..layout.layout import Layout
 from ..layout.redistribute import Ownership, redistribute, taken
 from .dispatch import product_of
 from .operands import is_whole
-from .shared import empty_shared
 
 
 @dataclass(eq=False, repr=False)
@@ -66,22 +65,26 @@ class DistMatrix:
         grid: Grid,
         layout: Ownership,
         dtype: np.typing.DTypeLike = np.float64,
-        shared: bool = False,
+        shared: None = None,
     ) -> DistMatrix:
         """A matrix given by its global indices, each rank computing its own block. Moves nothing.
 
         `function` is called once with the block's global row indices [r, 1] and column indices [1, c] and returns [r, c].
-        With `shared` (collective) the blocks of the axis that splits the rows last lie in one stretch of node-shared memory,
-        so that gathering them along it is a view; `grid.free()` gives the memory back. Raises GridError where that axis
-        leaves the node. `dtype` is one of numpy's, or the name bfloat16 where ml_dtypes is installed.
+        `dtype` is one of numpy's, or the name bfloat16 where ml_dtypes is installed. `shared` is retired; giving it raises
+        ConfigError, which names its successor.
         """
+        if shared is not None:
+            raise ConfigError(
+                f"from_function no longer takes shared={shared}: a grid uses the memory of a node by itself. "
+                "Leave shared out; Grid(comm, axes, node_memory=True) always uses the node's memory, node_memory=False never."
+            )
         _check_sizes(shape)
         dtype = numpy_dtype(dtype)
         rows, columns = (_indices(runs) for runs in layout.runs(shape, grid.shape, grid.coordinates))
         values = np.broadcast_to(function(rows[:, None], columns[None, :]), (len(rows), len(columns)))
         if np.iscomplexobj(values) and dtype.kind != "c":
             raise ShapeError(f"The function's values are complex, and dtype {dtype} is not. Give it a complex dtype.")
-        block = empty_shared(shape, grid, layout, dtype) if shared else np.empty(values.shape, dtype)
+        block = np.empty(values.shape, dtype)
         block[...] = values
         return cls(block, layout, grid, (shape[0], shape[1]))
 

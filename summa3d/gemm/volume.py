@@ -9,8 +9,7 @@ from fractions import Fraction
 from math import prod
 
 from ..comm.arrays import HALVES
-from ..layout.layout import Layout, split_sizes
-from .blas import adds_in_place
+from ..layout.layout import Layout
 from .cuboid import CuboidPlan
 
 Coordinates = Mapping[str, int]
@@ -109,16 +108,15 @@ def of_plan(
     plan: CuboidPlan,
     grid_shape: Mapping[str, int],
     dtype: str = "float64",
-    shared: bool = False,
     staged: Collection[str] = (),
     device: bool = False,
 ) -> Volume:
     """The cost of `Cuboid.run`: mean words [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ); workspace in words of `dtype`.
 
     Workspace: the gathered A and B, the partial C and the Z parts to be summed; an axis of size 1 needs none of its own, nor does
-    an operand that is read where its owners keep it: one in shared memory (`shared`), or one whose axis is `staged`
-    (`Grid.staged`), if its fine split lies on its rows. 16-bit floats add A, B and C in float32, on a `device` C alone where
-    Z > 1; dtypes that no BLAS adds to C in place, with β ≠ 0 and Z = 1, a product (not counted here, since it depends on β).
+    an operand that is read in the node's memory: one whose axis is `staged` (`Grid.staged`), if its fine split lies on its rows.
+    16-bit floats add A, B and C in float32, on a `device` C alone where Z > 1; dtypes that no BLAS adds to C in place, with β ≠ 0
+    and Z = 1, a product (not counted here, since it depends on β).
     """
     dtype = str(dtype)
     half = dtype in HALVES
@@ -129,12 +127,9 @@ def of_plan(
         words, messages = a.words + b.words + c.words, a.messages + b.messages + c.messages
         m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
         operands = ((a, plan.a_fine, plan.y), (b, plan.b_fine, plan.x))
-        workspace = sum(0 if fine == 0 and (shared or axis in staged) else step.workspace for step, fine, axis in operands)
+        workspace = sum(0 if fine == 0 and axis in staged else step.workspace for step, fine, axis in operands)
         if grid_shape[plan.z] > 1 and plan.z not in staged:
-            if not (shared and plan.c_fine == 0 and not half):
-                workspace += wide * (c.workspace + m * n)
-            elif not adds_in_place(dtype):
-                workspace += split_sizes(m, grid_shape[plan.z])[0] * n
+            workspace += wide * (c.workspace + m * n)
         if half and not device:
             workspace += wide * (m * k + k * n)
         if half and not (device and plan.sums_once(grid_shape)):

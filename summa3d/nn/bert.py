@@ -115,7 +115,7 @@ class BERT(Body):
     def _token_logits(self, x: Tensor, batch: Batch) -> Tensor:
         """[b/(XY), s, h/Z] → [b/(XZ), s, v/Y]."""
         scheme, inner = self.scheme, self.transform.output_layout
-        x = self.transform_norm(gelu(*self.transform.handed_on(x), "none"))
+        x = self.transform_norm(gelu(*self.transform(x, skip_bias_add=True), approximate="none"))
         shape = (batch.rows, batch.sequence, self.config.hidden)
         x = scheme.as_stored(relayout(scheme.batch_first(x), shape, scheme.grid, inner, scheme.stream))
         return self.embedding.head(x, bias=self.head_bias)

@@ -51,6 +51,14 @@ def test_a_matrix_goes_from_any_ownership_to_any_other_and_back(comm, make_grid)
             assert there.grid is line and np.array_equal(there.redistribute(ownership, grid).block, matrix.block)
 
 
+@pytest.mark.mpi(sizes=(1, 2))
+def test_shared_operands_are_refused_and_their_successor_named(comm, make_grid):
+    grid = grid_of(comm, make_grid)
+    for value in (True, False):
+        with pytest.raises(ConfigError, match="node_memory=True"):
+            DistMatrix.from_function(lambda rows, columns: rows + columns, (7, 5), grid, Layout((), ()), shared=value)
+
+
 @SIZES
 def test_a_matrix_from_a_function_of_its_indices(comm, make_grid):
     grid = grid_of(comm, make_grid)
