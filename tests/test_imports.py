@@ -132,9 +132,12 @@ def test_kernels_are_installed_as_a_part_of_summa3d(tmp_path: Path) -> None:
     assert Path(done.stdout.strip()).parent.name == "kernels", done.stderr
 
 
-def test_files_say_what_lives_there_and_what_to_read_next_and_stay_short() -> None:
+def test_files_say_what_they_are_and_stay_short() -> None:
+    """By a docstring of one or two sentences, or by a header that ends in what to read next."""
     for module, file in sources().items():
-        lines = file.read_text(encoding="utf-8").splitlines()
+        text = file.read_text(encoding="utf-8")
+        lines = text.splitlines()
         head = "".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
         assert len(lines) <= 400, f"{module} has {len(lines)} lines"
-        assert "Next" in head, f"{module} does not open by saying what lives there and what to read next"
+        said = ast.get_docstring(ast.parse(text)) if not head else head if "Next" in head else None
+        assert said, f"{module} does not open by saying what it is"
