@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ..comm.arrays import empty
 from ..errors import LayoutError, ShapeError
 from ..layout.redistribute import Ownership
+from .algorithms.checks import agree_on_out
 from .algorithms.plan import ProductPlan
 from .distributed import Distributed, Matrix, check_kind
 from .executors import executors_of
@@ -44,7 +45,8 @@ def matmul(
         roles), or the .T of what it lists for the form with the other op
     form : nn, nt, tn or tt: op is none (n) or the transpose (t); with c, where the algorithm has it, the conjugate transpose
     algorithm : a name from `registry.ALGORITHMS`; None takes the first whose layouts these are, the cuboid before all
-    out : C, overwritten in place; needed for β ≠ 0. Its block lies apart from those of a and b
+    out : C, overwritten in place; needed for β ≠ 0. Its blocks can be written and lie apart from those of a and b, on which the
+        ranks agree first, by one message round of a byte
     options : of the algorithm, such as panel=256 for summa
 
     Returns C in the plan's layout. The cuboid's is m:(x,z) n:y, so that products chain: C has the layout of an A whose y and z
@@ -67,6 +69,8 @@ def matmul(
         raise LayoutError(f"out is {summary(out)}; {product}.")
     left, right = a.block.T if bound.a_turned else a.block, b.block.T if bound.b_turned else b.block
     if grid.inside:
+        if out is not None:
+            agree_on_out(grid.comm, out.block, a.block, b.block)
         with executors_of(grid).lend(bound.plan, left) as executor:
             block = executor.run(left, right, None if out is None else out.block, alpha, beta)
     else:

@@ -34,17 +34,17 @@ class Ca25dPlan(SummaPlan):
 
     @property
     def a_layout(self) -> Layout:
-        plain = Layout((self.x,), (self.d, self.y))
+        plain = Layout((self.x,), (self.d, self.y), names="mk")
         return plain if self.form[0] == "n" else plain.transposed()
 
     @property
     def b_layout(self) -> Layout:
-        plain = Layout((self.d, self.x), (self.y,))
+        plain = Layout((self.d, self.x), (self.y,), names="kn")
         return plain if self.form[1] == "n" else plain.transposed()
 
     @property
     def c_layout(self) -> Layout:
-        return Layout((self.x, self.d), (self.y,))
+        return Layout((self.x, self.d), (self.y,), names="mn")
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:

@@ -52,15 +52,15 @@ class CuboidPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
-        return _fine((self.x, self.z) if self.form[0] == "n" else (self.z, self.x), self.y, self.a_fine)
+        return _fine((self.x, self.z) if self.form[0] == "n" else (self.z, self.x), self.y, self.a_fine, self.a_names)
 
     @property
     def b_layout(self) -> Layout:
-        return _fine((self.z, self.y) if self.form[1] == "n" else (self.y, self.z), self.x, self.b_fine)
+        return _fine((self.z, self.y) if self.form[1] == "n" else (self.y, self.z), self.x, self.b_fine, self.b_names)
 
     @property
     def c_layout(self) -> Layout:
-        return _fine((self.x, self.y), self.z, self.c_fine)
+        return _fine((self.x, self.y), self.z, self.c_fine, "mn")
 
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
         return grid_shape[self.z] == 1
@@ -75,10 +75,11 @@ class CuboidPlan(ProductPlan):
         self.check_axes(grid_shape)
 
 
-def _fine(coarse: tuple[str, str], axis: str, dim: int) -> Layout:
+def _fine(coarse: tuple[str, str], axis: str, dim: int, names: str) -> Layout:
     """Rows and columns split by `coarse`, and dim `dim` of them finer by `axis`."""
     rows, columns = coarse
-    return Layout((rows, axis), (columns,)) if dim == 0 else Layout((rows,), (columns, axis))
+    dims = ((rows, axis), (columns,)) if dim == 0 else ((rows,), (columns, axis))
+    return Layout(*dims, names=names)
 
 
 class Cuboid(Executor):

@@ -10,7 +10,7 @@ from ...comm.grid import Grid
 from ...errors import ShapeError
 from ...libraries import library
 from ..local.blas import accumulation_like
-from .checks import check_apart, check_dtype, check_factor
+from .checks import agree_on_out, check_dtype, check_factor, check_out
 from .plan import ProductPlan
 from .transpose import Transposed
 from .workspace import Workspace
@@ -44,7 +44,8 @@ class Executor(ABC):
         Returns the block of C. Words, messages and workspace are those of the algorithm's closed form (`volume.of_plan`).
         16-bit floats are multiplied and summed over ranks in float32, and rounded once; on the host their operands are copied to
         float32, on a device they are read as they are, and C is written as it is where `plan.no_reduction`.
-        Raises ShapeError where a, b, out, α or β is not what the plan expects, or out overlaps a or b, before any communication.
+        Raises ShapeError where a, b, out, α or β is not what the plan expects, or out overlaps a or b or is read-only, before any
+        communication: on the ranks where it is so, which on a grid that checks agree on `out`, as those of `matmul` always do.
         """
         self.check(a, b, out, alpha, beta)
         a, b = contiguous(a), contiguous(b)
@@ -80,8 +81,10 @@ class Executor(ABC):
         for name, factor in (("alpha", alpha), ("beta", beta)):
             check_factor(name, factor, dtype_name(a))
         if out is not None:
-            check_apart(out, a, "A")
-            check_apart(out, b, "B")
+            if self.grid.check:
+                agree_on_out(self.grid.comm, out, a, b)
+            else:
+                check_out(out, a, b)
 
     def _execute(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         if dtype_name(a).startswith("int"):

@@ -39,15 +39,16 @@ class OnedColumnPlan(OnedPlan):
 
     @property
     def a_layout(self) -> Layout:
-        return Layout((self.y,) if self.sequence else (), ())
+        return Layout((self.y,) if self.sequence else (), (), names=self.a_names)
 
     @property
     def b_layout(self) -> Layout:
-        return Layout((), (self.y,)) if self.form[1] == "n" else Layout((self.y,), ())
+        rows, columns = ((), (self.y,)) if self.form[1] == "n" else ((self.y,), ())
+        return Layout(rows, columns, names=self.b_names)
 
     @property
     def c_layout(self) -> Layout:
-        return Layout((), (self.y,))
+        return Layout((), (self.y,), names="mn")
 
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
         return True
@@ -64,15 +65,17 @@ class OnedRowPlan(OnedPlan):
 
     @property
     def a_layout(self) -> Layout:
-        return Layout((), (self.y,)) if self.form[0] == "n" else Layout((self.y,), ())
+        rows, columns = ((), (self.y,)) if self.form[0] == "n" else ((self.y,), ())
+        return Layout(rows, columns, names=self.a_names)
 
     @property
     def b_layout(self) -> Layout:
-        return Layout((self.y,), ()) if self.form[1] == "n" else Layout((), (self.y,))
+        rows, columns = ((self.y,), ()) if self.form[1] == "n" else ((), (self.y,))
+        return Layout(rows, columns, names=self.b_names)
 
     @property
     def c_layout(self) -> Layout:
-        return Layout((self.y,) if self.sequence else (), ())
+        return Layout((self.y,) if self.sequence else (), (), names="mn")
 
 
 class OnedColumn(Executor):

@@ -74,6 +74,16 @@ class ProductPlan(ABC):
         return tuple(field.name for field in fields(cls) if len(field.name) == 1 and field.name not in "mnk")
 
     @property
+    def a_names(self) -> str:
+        """The names of A's dims, as A is stored."""
+        return "mk" if self.form[0] == "n" else "km"
+
+    @property
+    def b_names(self) -> str:
+        """The names of B's dims, as B is stored."""
+        return "kn" if self.form[1] == "n" else "nk"
+
+    @property
     def a_shape(self) -> tuple[int, int]:
         return (self.m, self.k) if self.form[0] == "n" else (self.k, self.m)
 

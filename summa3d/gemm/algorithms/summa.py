@@ -48,9 +48,15 @@ class SummaPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
-        return Layout((self.x,), (self.y,))
+        return Layout((self.x,), (self.y,), names=self.a_names)
 
-    b_layout = c_layout = a_layout
+    @property
+    def b_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), names=self.b_names)
+
+    @property
+    def c_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), names="mn")
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:

@@ -31,18 +31,18 @@ class TesseractPlan(SummaPlan):
 
     @property
     def a_layout(self) -> Layout:
-        return self._lies(deep=not self.by_transpose)
+        return self._lies(self.a_names, deep=not self.by_transpose)
 
     @property
     def b_layout(self) -> Layout:
-        return self._lies(deep=normal(self.form) in ("tn", "tt"))
+        return self._lies(self.b_names, deep=normal(self.form) in ("tn", "tt"))
 
     @property
     def c_layout(self) -> Layout:
-        return self._lies(deep=normal(self.form) != "tn")
+        return self._lies("mn", deep=normal(self.form) != "tn")
 
-    def _lies(self, deep: bool) -> Layout:
-        return Layout((self.d, self.x) if deep else (self.x,), (self.y,))
+    def _lies(self, names: str, deep: bool) -> Layout:
+        return Layout((self.d, self.x) if deep else (self.x,), (self.y,), names=names)
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
