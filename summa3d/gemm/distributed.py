@@ -22,7 +22,7 @@ class Distributed:
     layout: Ownership
     grid: Grid
     shape: tuple[int, int]
-    turned: bool = False
+    is_transposed: bool = False
     """Whether it is the .T of a matrix whose blocks are in C order, as far as that is known: alike on all ranks."""
 
     def __post_init__(self) -> None:
@@ -34,18 +34,18 @@ class Distributed:
             raise ShapeError(f"{self.layout} of a {self.shape} matrix on {self.grid} gives blocks {expected} here, not {here}.")
 
     def with_block(
-        self: Matrix, block: Array, layout: Ownership, shape: tuple[int, int] | None = None, turned: bool = False
+        self: Matrix, block: Array, layout: Ownership, shape: tuple[int, int] | None = None, is_transposed: bool = False
     ) -> Matrix:
         """A matrix on the same grid of a block that is known to fit `layout` and `shape`; by default this one's shape."""
         made = object.__new__(type(self))
         made.block, made.layout, made.grid = block, layout, self.grid
-        made.shape, made.turned = self.shape if shape is None else shape, turned
+        made.shape, made.is_transposed = self.shape if shape is None else shape, is_transposed
         return made
 
     @property
     def T(self: Matrix) -> Matrix:
         """The transpose: the same memory seen the other way round. Moves and copies nothing."""
-        return self.with_block(self.block.T, self.layout.transposed(), (self.shape[1], self.shape[0]), not self.turned)
+        return self.with_block(self.block.T, self.layout.transposed(), (self.shape[1], self.shape[0]), not self.is_transposed)
 
 
 def check_kind(a: Distributed, b: Distributed, what: str) -> None:

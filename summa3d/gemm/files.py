@@ -50,9 +50,9 @@ def write(matrix: Distributed, path: str | Path) -> None:
     block = to_host(matrix.block)
     first = grid.rank == 0
     try:
-        _together(grid, part, lambda: _create(part, block.dtype, matrix.shape) if first else None)
-        _together(grid, part, lambda: _fill(part, matrix, block) if _owns(grid, layout) and block.size else None)
-        _together(grid, path, lambda: part.replace(path) if first else None)
+        _on_all_ranks(grid, part, lambda: _create(part, block.dtype, matrix.shape) if first else None)
+        _on_all_ranks(grid, part, lambda: _fill(part, matrix, block) if _owns(grid, layout) and block.size else None)
+        _on_all_ranks(grid, path, lambda: part.replace(path) if first else None)
     except DataError:
         if first:
             with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def write(matrix: Distributed, path: str | Path) -> None:
         raise
 
 
-def _together(grid: Grid, path: Path, step: Callable[[], object]) -> None:
+def _on_all_ranks(grid: Grid, path: Path, step: Callable[[], object]) -> None:
     """Run a step on every rank; raise its error on all if it fails on any. No rank goes on before all have ended."""
     error = None
     try:

@@ -9,9 +9,9 @@ from ..errors import LayoutError, ShapeError
 from ..layout.redistribute import Ownership
 from .algorithms.checks import agree_on_out
 from .algorithms.plan import ProductPlan
+from .describe import summary
 from .distributed import Distributed, Matrix, check_kind
 from .executors import executors_of
-from .picture import summary
 from .recognise import Operand, product_of
 
 KEPT_BINDINGS = 1024
@@ -21,8 +21,8 @@ class Bound(NamedTuple):
     """The plan of a product, whether it reads each operand as its .T, and the layout and shape of C."""
 
     plan: ProductPlan
-    a_turned: bool
-    b_turned: bool
+    a_transposed: bool
+    b_transposed: bool
     c_layout: Ownership
     c_shape: tuple[int, int]
 
@@ -67,7 +67,7 @@ def matmul(
     if out is not None and (out.grid is not grid or out.layout != bound.c_layout or tuple(out.shape) != bound.c_shape):
         product = f"the product is {bound.c_shape[0]}×{bound.c_shape[1]} in {bound.c_layout} on {grid}"
         raise LayoutError(f"out is {summary(out)}; {product}.")
-    left, right = a.block.T if bound.a_turned else a.block, b.block.T if bound.b_turned else b.block
+    left, right = a.block.T if bound.a_transposed else a.block, b.block.T if bound.b_transposed else b.block
     if grid.inside:
         if out is not None:
             agree_on_out(grid.comm, out.block, a.block, b.block)
@@ -88,12 +88,12 @@ def _check_operands(a: Any, b: Any, out: Any) -> None:
 def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any]) -> Bound:
     """The plan that the operands' layouts ask for, kept with the grid."""
     kept: dict[Any, Bound] = a.grid.kept.setdefault(Bound, {})
-    key = (a.layout, a.shape, a.turned, b.layout, b.shape, b.turned, form, algorithm, *options.items())
+    key = (a.layout, a.shape, a.is_transposed, b.layout, b.shape, b.is_transposed, form, algorithm, *options.items())
     bound = kept.get(key)
     if bound is None:
-        sides = Operand(a.layout, a.shape, a.turned), Operand(b.layout, b.shape, b.turned)
-        plan, a_turned, b_turned = product_of(*sides, a.grid.shape, form, algorithm, options)
+        sides = Operand(a.layout, a.shape, a.is_transposed), Operand(b.layout, b.shape, b.is_transposed)
+        plan, a_transposed, b_transposed = product_of(*sides, a.grid.shape, form, algorithm, options)
         if len(kept) >= KEPT_BINDINGS:
             kept.clear()
-        bound = kept[key] = Bound(plan, a_turned, b_turned, plan.c_layout, plan.c_shape)
+        bound = kept[key] = Bound(plan, a_transposed, b_transposed, plan.c_layout, plan.c_shape)
     return bound

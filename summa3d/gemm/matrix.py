@@ -17,7 +17,7 @@ from ..layout.cyclic import BlockCyclic, Ownership, ownership
 from ..layout.distribute import collect
 from ..layout.layout import Layout
 from ..layout.redistribute import redistribute, taken
-from . import files, norms, picture
+from . import describe, files, norms
 from .distributed import Distributed, check_kind, check_sizes
 from .matmul import matmul
 
@@ -129,7 +129,7 @@ class DistMatrix(Distributed):
         Moves nothing between ranks. Shares this matrix's memory where it stays on one side: numpy ↔ torch on the host, CuPy ↔
         torch on a device (DLPack); else copies the block. Raises ConfigError for what does not exist or cannot be imported.
         """
-        return self._with(converted(self.block, library, device), self.turned)
+        return self._with(converted(self.block, library, device), self.is_transposed)
 
     def __matmul__(self, other: DistMatrix) -> DistMatrix:
         return matmul(self, other) if isinstance(other, DistMatrix) else NotImplemented
@@ -137,18 +137,19 @@ class DistMatrix(Distributed):
     def __add__(self, other: DistMatrix) -> DistMatrix:
         if not isinstance(other, DistMatrix):
             return NotImplemented
-        return self._with(self.block + self._alike(other, "add").block, self.turned and other.turned)
+        return self._with(self.block + self._alike(other, "add").block, self.is_transposed and other.is_transposed)
 
     def __sub__(self, other: DistMatrix) -> DistMatrix:
         if not isinstance(other, DistMatrix):
             return NotImplemented
-        return self._with(self.block - self._alike(other, "subtract").block, self.turned and other.turned)
+        return self._with(self.block - self._alike(other, "subtract").block, self.is_transposed and other.is_transposed)
 
     def __mul__(self, factor: complex) -> DistMatrix:
         if not isinstance(factor, Number):
             return NotImplemented
         scaled = self.block * self._factor(factor)
-        return self._with(cast(scaled, self.block) if is_half(self.block) else scaled, self.turned)  # ml_dtypes' grow to float32
+        block = cast(scaled, self.block) if is_half(self.block) else scaled  # ml_dtypes' grow to float32
+        return self._with(block, self.is_transposed)
 
     __rmul__ = __mul__
 
@@ -156,22 +157,22 @@ class DistMatrix(Distributed):
         return self * (1 / divisor) if isinstance(divisor, Number) else NotImplemented
 
     def __neg__(self) -> DistMatrix:
-        return self._with(-self.block, self.turned)
+        return self._with(-self.block, self.is_transposed)
 
     def norm(self, order: str | float = "fro") -> float:
         """‖A‖: "fro" (Frobenius), "max" (largest magnitude), 1 (column sums), inf (row sums); the same on every rank."""
         return norms.norm(self, order)
 
     def __repr__(self) -> str:
-        return "\n".join([self.summary, *picture.picture(self)])
+        return "\n".join([self.summary, *describe.table(self)])
 
     @property
     def summary(self) -> str:
         """One line: size, dtype, layout, grid, and this rank's part."""
-        return picture.summary(self)
+        return describe.summary(self)
 
-    def _with(self, block: Array, turned: bool) -> DistMatrix:
-        return self.with_block(block, self.layout, turned=turned)
+    def _with(self, block: Array, is_transposed: bool) -> DistMatrix:
+        return self.with_block(block, self.layout, is_transposed=is_transposed)
 
     def _alike(self, other: DistMatrix, verb: str) -> DistMatrix:
         """`other`, if its elements lie where this matrix has its own."""

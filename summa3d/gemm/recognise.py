@@ -12,15 +12,15 @@ from ..layout.redistribute import Ownership
 from .algorithms.plan import ProductPlan
 from .algorithms.registry import ALGORITHMS
 from .algorithms.registry import algorithm as named
-from .local.strides import TURNED
+from .local.strides import OTHER_OP
 
 
 class Operand(NamedTuple):
-    """What recognition needs of a matrix; `turned`, as in `Distributed`."""
+    """What recognition needs of a matrix; `is_transposed`, as in `Distributed`."""
 
     layout: Ownership
     shape: tuple[int, int]
-    turned: bool
+    is_transposed: bool
 
 
 class Reading(NamedTuple):
@@ -113,9 +113,9 @@ def _readings(operand: Operand, letter: str) -> list[Reading]:
     Blocks are not asked: an empty one has every order, and ranks must read alike.
     """
     readings = [Reading(operand.layout, letter, False)]
-    if letter in TURNED:
-        readings.append(Reading(operand.layout.transposed(), TURNED[letter], True))
-    return readings[::-1] if operand.turned else readings
+    if letter in OTHER_OP:
+        readings.append(Reading(operand.layout.transposed(), OTHER_OP[letter], True))
+    return readings[::-1] if operand.is_transposed else readings
 
 
 def _no_plan(

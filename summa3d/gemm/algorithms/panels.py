@@ -40,7 +40,7 @@ def panels(start: int, stop: int, x_parts: int, y_parts: int, width: int | None 
     return result
 
 
-class Stream:
+class BroadcastPanels:
     """The panels of one operand, one after the other, each broadcast along `axis` by the member that owns it.
 
     `role` (x or y) says whose split of the panelled dim the operand has, `dim` which dim of its block that is. A panel that is
@@ -63,7 +63,7 @@ class Stream:
         self.owners = [cut.x_owner if role == "x" else cut.y_owner for cut in cuts]
         self.starts = [cut.x_start if role == "x" else cut.y_start for cut in cuts]
 
-    def through(self, block: Array) -> Iterator[Array]:
+    def each(self, block: Array) -> Iterator[Array]:
         """Each panel in turn, in the dtype that sums are taken in; with look-ahead the next one is already in flight."""
         started: deque[Callable[[], Array]] = deque()
         capacity, last = self.widest * block.shape[1 - self.dim], len(self.cuts)

@@ -57,18 +57,18 @@ class Candidate:
         one = self.machine.product(m, n, k, self.kind)
         reduced = float(mean.reduced) * imbalance
         if self.machine.node and registry.ALGORITHMS[self.algorithm].reads_in_place:
-            return crowding * (one + self.machine.staging(self._laid(), reduced, mean.messages, self.kind))
+            return crowding * (one + self.machine.node_transfer(self._copied_words(), reduced, mean.messages, self.kind))
         moved = self.machine.transfer(float(mean.gathered) * imbalance, reduced, mean.messages, self.kind)
         return crowding * (mean.products * one + moved)
 
-    def _laid(self) -> float:
+    def _copied_words(self) -> float:
         """Words of A and B that a rank of the cuboid lays where the others read them."""
         plan = self.plan
         return (plan.m * plan.k * (self.grid[plan.y] > 1) + plan.k * plan.n * (self.grid[plan.x] > 1)) / self.ranks
 
     def _extents(self) -> tuple[int, int, int]:
-        turned = getattr(self.plan, "by_transpose", False)
-        return (self.plan.n, self.plan.m, self.plan.k) if turned else (self.plan.m, self.plan.n, self.plan.k)
+        transposed = getattr(self.plan, "by_transpose", False)
+        return (self.plan.n, self.plan.m, self.plan.k) if transposed else (self.plan.m, self.plan.n, self.plan.k)
 
     @cached_property
     def workspace_bytes(self) -> int:

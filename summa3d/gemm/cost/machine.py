@@ -97,9 +97,9 @@ class Machine:
         passes = 3 * self.memory_time * reduced + self.memory_time * gathered
         return kind.nbytes * (self.byte_time * (gathered + reduced) + passes) + self.latency * messages
 
-    def staging(self, laid: float, reduced: float, messages: float, kind: Kind) -> float:
-        """Seconds of the same in a node's memory: own words laid where others read them, and sums read, added and written."""
-        return kind.nbytes * self.memory_time * (2 * laid + 3 * reduced) + self.latency * messages
+    def node_transfer(self, copied: float, reduced: float, messages: float, kind: Kind) -> float:
+        """Seconds of the same in a node's memory: own words copied where others read them, and sums read, added and written."""
+        return kind.nbytes * self.memory_time * (2 * copied + 3 * reduced) + self.latency * messages
 
 
 def calibrate(comm: MPI.Intracomm | None = None, seconds: float = 0.3) -> Machine:

@@ -94,7 +94,7 @@ def all_reduce(n: int, axes: tuple[str, ...], grid_shape: GridShape, at: Coordin
     return Cost(n + (size - 2) * share(n, size, index), 2 * (size - 1))
 
 
-def together(*costs: Cost) -> Cost:
+def combined(*costs: Cost) -> Cost:
     """The sum of costs whose workspace is held at one time."""
     return Cost(sum(cost.words for cost in costs), sum(cost.messages for cost in costs), sum(cost.workspace for cost in costs))
 

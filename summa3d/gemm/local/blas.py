@@ -109,8 +109,8 @@ def seed(partial: Array, sizes: list[int], index: int, out: Array, beta: complex
 
 
 def _op(array: Array, letter: str) -> Array:
-    turned = array if letter == "n" else array.T
-    return turned.conj() if letter == "c" and dtype_name(array).startswith("complex") else turned
+    transposed = array if letter == "n" else array.T
+    return transposed.conj() if letter == "c" and dtype_name(array).startswith("complex") else transposed
 
 
 def accumulation_like(array: Array) -> Array:

@@ -8,7 +8,7 @@ from .distributed import Distributed
 Runs = tuple[tuple[int, int], ...]
 
 LARGEST = 64
-"""Ranks; a picture of more is no help."""
+"""Ranks; a table of more is no help."""
 RUNS = 3
 """Ranges of a block-cyclic dim that are shown."""
 
@@ -27,7 +27,7 @@ def ranges(runs: tuple[slice, ...]) -> str:
     return (shown or "none") + (",…" if len(runs) > RUNS else "")
 
 
-def picture(matrix: Distributed) -> list[str]:
+def table(matrix: Distributed) -> list[str]:
     """A line per range of rows, a column per range of columns, in each cell the ranks that hold the block.
 
     None for more than 64 ranks.
