@@ -14,7 +14,7 @@ import numpy as np
 from ...comm.grid import describe
 from ...errors import GridError, ShapeError
 from ...layout.layout import Layout
-from ..local.blas import LETTERS
+from ..local.blas import OPS
 from .checks import is_whole
 
 Plan = TypeVar("Plan", bound="ProductPlan")
@@ -37,7 +37,7 @@ class ProductPlan(ABC):
     """Whether form tt is (B·A) by nn and one transpose of the result; else it is computed as it stands."""
 
     def __post_init__(self) -> None:
-        if len(self.form) != 2 or any(letter not in LETTERS for letter in self.form):
+        if len(self.form) != 2 or any(letter not in OPS for letter in self.form):
             raise ShapeError(
                 f"form {self.form!r} is not two of the letters n (as is), t (transpose), c (conjugate transpose), such as nt."
             )
