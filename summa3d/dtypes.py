@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from .errors import ConfigError
 
 
@@ -66,6 +64,8 @@ def dtype_of(dtype: Any) -> Dtype:
 
 
 def _numpys_name(dtype: Any) -> str:
+    import numpy as np  # here: the command line sets the threads of numerical libraries before it loads one
+
     try:
         return np.dtype(dtype).name
     except TypeError:
