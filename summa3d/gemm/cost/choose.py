@@ -107,10 +107,12 @@ class Choice:
 
     @property
     def algorithm(self) -> str:
+        """Its name."""
         return self.best.algorithm
 
     @property
     def grid(self) -> dict[str, int]:
+        """Axis → size."""
         return self.best.grid
 
     @property
@@ -125,6 +127,7 @@ class Choice:
 
     @property
     def idle(self) -> int:
+        """Ranks that are left out."""
         return self.ranks - self.best.ranks
 
     @property
@@ -134,18 +137,22 @@ class Choice:
 
     @property
     def max_words(self) -> int:
+        """Words of the rank that receives most."""
         return self.best.max_words
 
     @property
     def messages(self) -> float:
+        """Messages that a rank in use receives, on average."""
         return self.best.mean.messages
 
     @property
     def workspace_bytes(self) -> int:
+        """Peak workspace of the rank that needs most."""
         return self.best.workspace_bytes
 
     @property
     def seconds(self) -> float:
+        """Predicted time of the busiest rank."""
         return self.best.seconds
 
     def place(self, comm: MPI.Intracomm) -> Grid:

@@ -39,9 +39,11 @@ class Volume:
         return [self.cost_of(coordinates) for coordinates, _ in Layout().blocks((), self.grid_shape)]
 
     def words_of(self, coordinates: Coordinates) -> int:
+        """Words that the rank receives."""
         return self.cost_of(coordinates).words
 
     def messages_of(self, coordinates: Coordinates) -> int:
+        """Messages that the rank receives."""
         return self.cost_of(coordinates).messages
 
     def workspace_of(self, coordinates: Coordinates) -> int:
@@ -50,10 +52,12 @@ class Volume:
 
     @property
     def max_words(self) -> int:
+        """Words of the rank that receives most."""
         return max(cost.words for cost in self.costs())
 
     @property
     def mean_words(self) -> Fraction:
+        """Words that a rank receives on average, exactly."""
         return Fraction(sum(cost.words for cost in self.costs()), prod(self.grid_shape.values()))
 
 
