@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Each part may import itself and those to its left; errors, dtypes, capability, libraries and kernels stand before all others.
+# Each part may import itself and those to its left; errors, dtypes, capability, blas_library and kernels stand before all others.
 ORDER = (
     "errors",
     "dtypes",
     "capability",
-    "libraries",
+    "blas_library",
     "kernels",
     "comm",
     "layout",

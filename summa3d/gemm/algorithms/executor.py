@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from ...blas_library import library
 from ...comm.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_on_device, kind_of
 from ...comm.grid import Grid
 from ...errors import ShapeError
-from ...libraries import library
 from ..local.blas import accumulation_like
 from .checks import agree_on_out, check_dtype, check_factor, check_out
 from .plan import ProductPlan
