@@ -23,7 +23,6 @@ from ..gemm.plan import Product as Executor
 from ..gemm.plan import ProductPlan
 from ..gemm.workspace import Workspace
 from .ahead import Source
-from .later import Later
 
 T = TypeVar("T")
 
@@ -52,12 +51,11 @@ GRADIENTS = {
 class Flights:
     """What a product may leave in flight.
 
-    source : where B comes from, for gathers ahead of it; None, none. later : for sums of dB that are waited for later in
-    backward; None, none. input_gradient : whether dA's sum is in flight while dB is computed.
+    source : where B comes from, for gathers ahead of it; None, none. input_gradient : whether dA's sum is in flight while dB is
+    computed.
     """
 
     source: Source | None = None
-    later: Later | None = None
     input_gradient: bool = True
 
 
@@ -81,11 +79,6 @@ class Product(ABC):
     @abstractmethod
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """C's block, and the operands to keep for the gradients."""
-
-    @property
-    def later(self) -> Later | None:
-        """What waits for sums of dB later in backward; None where each is complete, or waited for, at once."""
-        return None
 
     @property
     def source(self) -> Source | None:
@@ -142,10 +135,6 @@ class Gathered(Product):
         partial = local(self.cuboid.workspace, self.of_b, shared, a, self.cuboid.room_for("b", shared))
         del a
         return self.cuboid.start_scatter_b(partial)
-
-    @property
-    def later(self) -> Later | None:
-        return self.flights.later if self.cuboid.x.size > 1 else None
 
     @property
     def source(self) -> Source | None:
