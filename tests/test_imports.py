@@ -132,7 +132,8 @@ def test_kernels_are_installed_as_a_part_of_summa3d(tmp_path: Path) -> None:
     assert Path(done.stdout.strip()).parent.name == "kernels", done.stderr
 
 
-def test_files_say_what_lives_there_and_stay_short() -> None:
+def test_files_open_by_saying_what_they_are_and_stay_short() -> None:
+    """By a docstring; or by a header of comments that says what to read next."""
     for module, file in sources().items():
         text = file.read_text(encoding="utf-8")
         lines = text.splitlines()

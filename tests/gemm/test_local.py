@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from kinds import array, plain
 
-from summa3d.gemm.blas import accumulate, add
-from summa3d.gemm.local import FORMS, multiply
+from summa3d.gemm.local.blas import accumulate, add
+from summa3d.gemm.local.multiply import FORMS, multiply
 
 UNIT = {
     "float64": 2.0**-53,

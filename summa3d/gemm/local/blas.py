@@ -1,16 +1,15 @@
-# C = α·op(A)·op(B) + β·C on one rank, accumulated in place: numpy's matmul cannot add to C, a BLAS can.
-# Imports comm.arrays, libraries, cublas, stored; cuBLAS by CuPy where C is a CuPy array.
-# Next: plan.py, whose executors call `accumulate`; local.py, the product without accumulation.
+"""C = α·op(A)·op(B) + β·C on one rank, accumulated in place: numpy's matmul cannot add to C, a BLAS can."""
+
 from __future__ import annotations
 
 import importlib
 
 import numpy as np
 
-from ..comm.arrays import HALVES, Array, dtype_name, is_half, is_torch, library_of
-from ..libraries import KINDS, gemm, library
+from ...comm.arrays import HALVES, Array, dtype_name, is_half, is_torch, library_of
+from ...libraries import KINDS, gemm, library
 from .cublas import multiply_halves
-from .stored import by_rows, row_step
+from .strides import by_rows, row_step
 
 LETTERS = "ntc"
 """op of a product: none, transpose, conjugate transpose."""

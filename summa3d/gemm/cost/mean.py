@@ -1,6 +1,5 @@
-# Closed forms of every algorithm for an average rank, quick enough to compare thousands of grids: words, messages, products.
-# Imports nothing. Words are exact where sizes divide; tests hold them against the per-rank forms of volume.py, volume_2d.py.
-# Next: choose.py, which compares grids by them.
+"""Words, messages and products of an average rank in closed form, quick enough to compare thousands of grids."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -9,6 +8,7 @@ from math import gcd
 from typing import NamedTuple
 
 Real = Fraction | int
+MeanOf = Callable[[str, int, int, int, Mapping[str, int]], "Mean"]
 
 
 class Mean(NamedTuple):
@@ -109,18 +109,6 @@ def _with_transpose(mean: Mean, m: int, n: int, rows: int, columns: int) -> Mean
     """And C exchanged across the diagonal: about all of it, each block in as many pieces as the splits make of it."""
     ranks, pieces = rows * columns, max(rows, columns) / min(rows, columns)
     return mean._replace(gathered=mean.gathered + Fraction((ranks - 1) * m * n, ranks * ranks), messages=mean.messages + pieces)
-
-
-MEANS: dict[str, Callable[[str, int, int, int, Mapping[str, int]], Mean]] = {
-    "cuboid": cuboid,
-    "agarwal": agarwal,
-    "summa": summa,
-    "cannon": cannon,
-    "tesseract": tesseract,
-    "ca25d": ca25d,
-    "oned-column": oned_column,
-    "oned-row": oned_row,
-}
 
 
 def lower_bound(m: int, n: int, k: int, ranks: int) -> float:

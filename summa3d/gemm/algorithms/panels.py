@@ -1,6 +1,5 @@
-# The panels of a 2-D product: where a dim is cut, and an operand's panels broadcast one after the other.
-# Imports workspace, layout, comm. `panels` is pure, so that the closed forms count the very panels that are sent.
-# Next: summa.py, which multiplies them.
+"""The panels of a 2-D product: where a dim is cut, and an operand's panels broadcast one after the other."""
+
 from __future__ import annotations
 
 from collections import deque
@@ -8,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..comm.arrays import Array, is_contiguous
-from ..comm.collectives import Axis
-from ..layout.layout import split_range
+from ...comm.arrays import Array, is_contiguous
+from ...comm.collectives import Axis
+from ...layout.layout import split_range
 from .workspace import Workspace
 
 

@@ -1,8 +1,8 @@
-# One product on one rank, for numpy, CuPy and torch. Imports comm.arrays, blas.
-# Next: cuboid.py, which surrounds it with two gathers and a scatter.
+"""One product on one rank, for numpy, CuPy and torch."""
+
 from __future__ import annotations
 
-from ..comm.arrays import Array, cast, empty, is_half, is_torch, widen
+from ...comm.arrays import Array, cast, empty, is_half, is_torch, widen
 from .blas import accumulate, add
 
 FORMS = ("nn", "nt", "tn", "tt")

@@ -1,17 +1,16 @@
-# The buffers of an executor: allocated by its first run, counted in the ledger, kept for the next; and its products and copies,
-# which a trace shows. Imports comm.arrays, blas, local.
-# Next: plan.py, whose executors each own one.
+"""An executor's buffers, allocated by its first run and counted in the ledger; its products and copies, which a trace shows."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ..comm.arrays import Array, copy_into, dtype_name, empty, is_half, is_on_device, kind_of
-from ..comm.grid import Grid
-from . import blas
-from .blas import accumulation_like, adds_in_place
-from .local import multiply
+from ...comm.arrays import Array, copy_into, dtype_name, empty, is_half, is_on_device, kind_of
+from ...comm.grid import Grid
+from ..local import blas
+from ..local.blas import accumulation_like, adds_in_place
+from ..local.multiply import multiply
 
 
 class Workspace:

@@ -1,6 +1,5 @@
-# What a machine can do, in six numbers, and what a product would take on it. Imports numpy; mpi4py only to measure.
-# The model is coarse on purpose: it compares algorithms and rank counts, it does not foretell a clock.
-# Next: choose.py, which compares by it.
+"""What a machine can do, in six numbers, and what a product would take on it: coarse on purpose, to compare algorithms."""
+
 from __future__ import annotations
 
 import time
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ConfigError
-from .blas import accumulate
+from ...errors import ConfigError
+from ..local.blas import accumulate
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -1,6 +1,5 @@
-# What a product accepts beside shapes: dtypes that ranks can exchange and add, factors a dtype can hold, an output of its own.
-# Imports comm.arrays, comm.failure, machine (the dtypes), errors; communicates where ranks must agree on an output.
-# Next: plan.py, whose executors check their blocks with these; matrix.py.
+"""What a product accepts beside shapes: dtypes that ranks can exchange and add, factors a dtype can hold, an output apart."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -8,10 +7,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..comm.arrays import Array, dtype_name, overlap
-from ..comm.failure import agree_on_error
-from ..errors import ShapeError
-from .machine import KINDS
+from ...comm.arrays import Array, dtype_name, overlap
+from ...comm.failure import agree_on_error
+from ...errors import ShapeError
+from ..cost.machine import KINDS
 
 
 def is_whole(value: Any) -> bool:

@@ -1,15 +1,15 @@
-# The 3-D product as first published, on q×q×q ranks: operands on three faces of the cube, two broadcasts and a reduction.
-# Imports plan, layout, comm, blas. The words of the cube, on the faces' memory; cuboid.py is the load-balanced one.
-# Next: cuboid.py, volume_2d.py (closed forms).
+"""The 3-D product as first published, on q×q×q ranks: operands on three faces of the cube, two broadcasts and a reduction."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.arrays import Array
-from ..comm.collectives import Axis
-from ..layout.layout import Layout
-from .plan import Product, ProductPlan
+from ...comm.arrays import Array
+from ...comm.collectives import Axis
+from ...layout.layout import Layout
+from .executor import Executor
+from .plan import ProductPlan
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,22 @@ class AgarwalPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
-        plain = Layout((self.x,), (self.z,), hosted=(self.y,))
+        plain = Layout((self.x,), (self.z,), hosted=(self.y,), names="mk")
         return plain if self.form[0] == "n" else plain.transposed()
 
     @property
     def b_layout(self) -> Layout:
-        plain = Layout((self.z,), (self.y,), hosted=(self.x,))
+        plain = Layout((self.z,), (self.y,), hosted=(self.x,), names="kn")
         return plain if self.form[1] == "n" else plain.transposed()
 
     @property
     def c_layout(self) -> Layout:
-        return Layout((self.x,), (self.y,), hosted=(self.z,))
+        return Layout((self.x,), (self.y,), hosted=(self.z,), names="mn")
+
+    def gradient_roles(self, dims: str) -> dict[str, str]:
+        """The axes belong to dims, x to m, y to n, z to k, and follow them."""
+        axis_of = {"m": self.x, "n": self.y, "k": self.z}
+        return dict(zip("xyz", (axis_of[dim] for dim in dims), strict=True))
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
@@ -46,10 +51,10 @@ class AgarwalPlan(ProductPlan):
 
 def everywhere(layout: Layout) -> Layout:
     """The layout once hosted blocks have been broadcast."""
-    return Layout(*layout.dims)
+    return Layout(*layout.dims, names=layout.names)
 
 
-class Agarwal(Product):
+class Agarwal(Executor):
     """Broadcast A along y and B along x from their faces, multiply, reduce C along z onto its face.
 
     Source: Agarwal, Balle, Gustavson, Joshi and Palkar 1995.
@@ -65,7 +70,7 @@ class Agarwal(Product):
             for layout, shape in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
         )
 
-    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         a = self.workspace.widened("a", self._broadcast("a", a, self.a_whole, self.y))
         b = self.workspace.widened("b", self._broadcast("b", b, self.b_whole, self.x))
         hosts = self.z.index == 0

@@ -1,5 +1,5 @@
-# Which algorithm, and which axes in its roles, the layouts of two operands ask for. Imports algorithms, layout; no communication.
-# Next: matrix.py, whose matmul asks; choose.py, which says what layouts to take in the first place.
+"""Which algorithm, and which axes in its roles, the layouts of two operands ask for."""
+
 from __future__ import annotations
 
 import itertools
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, GridError, LayoutError, ShapeError
 from ..layout.redistribute import Ownership
-from .algorithms import ALGORITHMS, Algorithm
-from .algorithms import algorithm as named
+from .algorithms.registry import ALGORITHMS, Algorithm
+from .algorithms.registry import algorithm as named
 
 if TYPE_CHECKING:
     from .matrix import DistMatrix

@@ -1,21 +1,32 @@
-# op(A)·op(B) with both transposed, for the algorithms that have no form of their own for it: B·A by form nn, then transposed.
-# Imports plan, layout, comm. The transpose is one counted exchange: who needs what of whom is layout/redistribute.py's data.
-# Next: summa.py, cannon.py, tesseract.py, which use it; volume_2d.py, which counts it.
+"""Form tt for algorithms that have none: B·A by form nn, then one counted exchange that transposes."""
+
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-from ..comm.arrays import Array, dtype_name, is_torch, library_of
-from ..comm.grid import Grid
-from ..layout.distribute import world_ranks
-from ..layout.redistribute import Piece, Placement, Redistribution
-from .blas import add
-from .plan import Product, ProductPlan
+from ...comm.arrays import Array, dtype_name, is_torch, library_of
+from ...comm.grid import Grid
+from ...layout.distribute import world_ranks
+from ...layout.redistribute import Piece, Placement, Redistribution
+from ..local.blas import add
+from .plan import ProductPlan
+from .workspace import Workspace
 
 
 def exchange(plan: ProductPlan, source: Placement, target: Placement) -> Redistribution:
     """Who sends what to whom when (B·A)ᵀ, as it lies after the product B·A, takes the layout of C."""
     return Redistribution(plan.c_shape, source, target)
+
+
+class Untransposed(Protocol):
+    """The executor of B·A by form nn."""
+
+    plan: ProductPlan
+    workspace: Workspace
+    c_block: tuple[int, ...]
+
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """out = α·A·B + β·out."""
 
 
 class Transposed:
@@ -25,9 +36,8 @@ class Transposed:
     Workspace: the block of B·A, what is sent, what is received, and a conjugate of each operand whose op is c.
     """
 
-    def __init__(self, product: Product, grid: Grid) -> None:
-        self.plan, self.workspace = product.plan, product.workspace
-        self.inner = type(product)(product.plan.swapped(), grid, product.workspace)
+    def __init__(self, inner: Untransposed, plan: ProductPlan, grid: Grid) -> None:
+        self.inner, self.plan, self.workspace = inner, plan, inner.workspace
         layout = self.inner.plan.c_layout.transposed()
         moves = exchange(self.plan, Placement.on(grid, layout), Placement.on(grid, self.plan.c_layout))
         self.kept, self.sent, self.received = moves.kept_by(grid.rank), moves.sent_by(grid.rank), moves.received_by(grid.rank)
@@ -38,7 +48,7 @@ class Transposed:
         """out = α·op(A)·op(B) + β·out."""
         left, right = self._plain("b", b, self.plan.form[1]), self._plain("a", a, self.plan.form[0])
         turned = self.workspace.buffer("turned", self.inner.c_block, out)  # [n/y, m/x] before, [m, n] in view
-        self.inner._multiply(left, right, turned, alpha, 0)
+        self.inner.multiply_into(left, right, turned, alpha, 0)
         if self.world.size > 1:
             self.world.open_device(turned)
         arriving = self._pieces("received", self.received, out)

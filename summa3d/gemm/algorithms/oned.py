@@ -1,16 +1,16 @@
-# The two 1-D products: by columns (each rank its columns of C) and by rows of the inner dim (each rank a summand of C).
-# Imports plan, layout, comm, blas. They are Megatron's two linears, with and without sequence-parallel ends.
-# Next: volume_2d.py (closed forms), cuboid.py (a grid 1×t×1 is the sequence-parallel pair).
+"""The two 1-D products, Megatron's two linears: by columns (each rank has columns of C), by rows of k (each a summand of C)."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from ..comm.arrays import Array
-from ..layout.layout import Layout, split_sizes
-from .blas import seed
-from .plan import Product, ProductPlan
+from ...comm.arrays import Array
+from ...layout.layout import Layout, split_sizes
+from ..local.blas import seed
+from .executor import Executor
+from .plan import ProductPlan
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,9 @@ class OnedPlan(ProductPlan):
 
     y: str = "y"
     sequence: bool = False
+
+    split_dim: ClassVar[str]
+    """The dim of the product that y splits: n by columns, k by rows."""
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
@@ -32,19 +35,22 @@ class OnedColumnPlan(OnedPlan):
     Words per rank (mean): 0, or with `sequence` (t−1)/t·mk, in every form.
     """
 
+    split_dim = "n"
+
     @property
     def a_layout(self) -> Layout:
-        return Layout((self.y,) if self.sequence else (), ())
+        return Layout((self.y,) if self.sequence else (), (), names=self.a_names)
 
     @property
     def b_layout(self) -> Layout:
-        return Layout((), (self.y,)) if self.form[1] == "n" else Layout((self.y,), ())
+        rows, columns = ((), (self.y,)) if self.form[1] == "n" else ((self.y,), ())
+        return Layout(rows, columns, names=self.b_names)
 
     @property
     def c_layout(self) -> Layout:
-        return Layout((), (self.y,))
+        return Layout((), (self.y,), names="mn")
 
-    def sums_once(self, grid_shape: Mapping[str, int]) -> bool:
+    def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
         return True
 
 
@@ -55,20 +61,24 @@ class OnedRowPlan(OnedPlan):
     Words per rank (mean): 2(t−1)/t·mn, or with `sequence` (t−1)/t·mn, in every form.
     """
 
+    split_dim = "k"
+
     @property
     def a_layout(self) -> Layout:
-        return Layout((), (self.y,)) if self.form[0] == "n" else Layout((self.y,), ())
+        rows, columns = ((), (self.y,)) if self.form[0] == "n" else ((self.y,), ())
+        return Layout(rows, columns, names=self.a_names)
 
     @property
     def b_layout(self) -> Layout:
-        return Layout((self.y,), ()) if self.form[1] == "n" else Layout((), (self.y,))
+        rows, columns = ((self.y,), ()) if self.form[1] == "n" else ((), (self.y,))
+        return Layout(rows, columns, names=self.b_names)
 
     @property
     def c_layout(self) -> Layout:
-        return Layout((self.y,) if self.sequence else (), ())
+        return Layout((self.y,) if self.sequence else (), (), names="mn")
 
 
-class OnedColumn(Product):
+class OnedColumn(Executor):
     """Gather A where it is split, and multiply: nothing is summed."""
 
     plan: OnedColumnPlan
@@ -77,14 +87,14 @@ class OnedColumn(Product):
         self.axis = self.grid[self.plan.y]
         self.sizes = split_sizes(self.plan.a_shape[0], self.axis.size)
 
-    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         if self.plan.sequence and self.axis.size > 1:
             a = self.axis.all_gather(a, sizes=self.sizes, into=self.workspace.buffer("a", self.plan.a_shape, a))
         a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
         self.workspace.accumulate(a, b, self.plan.form, out, alpha, beta, self.workspace.scratch(out))
 
 
-class OnedRow(Product):
+class OnedRow(Executor):
     """Multiply, and sum C over all ranks: onto every rank, or each rank its rows."""
 
     plan: OnedRowPlan
@@ -93,7 +103,7 @@ class OnedRow(Product):
         self.axis = self.grid[self.plan.y]
         self.sizes = split_sizes(self.plan.m, self.axis.size)
 
-    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
         if self.plan.sequence and self.axis.size > 1:
             partial = self.workspace.buffer("partial", self.plan.c_shape, out)

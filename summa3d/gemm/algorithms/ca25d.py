@@ -1,16 +1,15 @@
-# The communication-avoiding 2.5-D product on q×q×d ranks: every depth sums its share of the SUMMA steps into a copy of C.
-# Imports summa, panels, plan, tesseract (its grids), layout, comm.
-# Next: tesseract.py (the depths split the rows instead), volume_2d.py (closed forms).
+"""The communication-avoiding 2.5-D product on q×q×d ranks: every depth sums its share of the SUMMA steps into a copy of C."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.arrays import Array
-from ..layout.layout import Layout, split_range, split_sizes
-from .blas import seed
+from ...comm.arrays import Array
+from ...layout.layout import Layout, split_range, split_sizes
+from ..local.blas import seed
+from .executor import Executor
 from .panels import Stream, panels
-from .plan import Product
 from .summa import Outer, SummaPlan
 from .tesseract import square_grids
 
@@ -35,24 +34,24 @@ class Ca25dPlan(SummaPlan):
 
     @property
     def a_layout(self) -> Layout:
-        plain = Layout((self.x,), (self.d, self.y))
+        plain = Layout((self.x,), (self.d, self.y), names="mk")
         return plain if self.form[0] == "n" else plain.transposed()
 
     @property
     def b_layout(self) -> Layout:
-        plain = Layout((self.d, self.x), (self.y,))
+        plain = Layout((self.d, self.x), (self.y,), names="kn")
         return plain if self.form[1] == "n" else plain.transposed()
 
     @property
     def c_layout(self) -> Layout:
-        return Layout((self.x, self.d), (self.y,))
+        return Layout((self.x, self.d), (self.y,), names="mn")
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
         return square_grids(ranks)
 
 
-class Ca25d(Product):
+class Ca25d(Executor):
     """SUMMA over the depth's part of k into a copy of C, then a reduce-scatter. Source: Solomonik and Demmel 2011, Algorithm 2,
 
     with C left scattered over the depths, and A and B split over them from the start instead of copied to them.
@@ -70,7 +69,7 @@ class Ca25d(Product):
         self.copy = Layout((plan.x,), (plan.y,)).local_shape(plan.c_shape, grid.shape, grid.coordinates)
         self.rows = split_sizes(self.copy[0], self.depth.size)
 
-    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         if self.depth.size == 1:
             return self.engine(a, b, out, alpha, beta)
         copy = self.workspace.buffer("copy of c", self.copy, out)

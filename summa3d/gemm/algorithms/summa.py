@@ -1,21 +1,21 @@
-# SUMMA, the 2-D product on any R×C grid: the plan, and the two ways to take it (C stays, or an operand stays).
-# Imports panels, plan, layout, comm, blas. tesseract.py and ca25d.py take the same ways on each depth.
-# Next: panels.py (what is broadcast), volume_2d.py (its closed forms), tesseract.py, ca25d.py.
+"""SUMMA, the 2-D product on any R×C grid: the plan, and its two loops (C stays, or an operand stays)."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.arrays import Array, dtype_name
-from ..comm.collectives import Axis
-from ..comm.grid import grids_of
-from ..errors import ShapeError
-from ..layout.layout import Layout
-from .blas import add, adds_in_place, scale
-from .operands import is_whole
+from ...comm.arrays import Array, dtype_name
+from ...comm.collectives import Axis
+from ...comm.grid import grids_of
+from ...errors import ShapeError
+from ...layout.layout import Layout
+from ..local.blas import add, adds_in_place, scale
+from .checks import is_whole
+from .executor import Executor
 from .panels import Panel, Stream, panels
-from .plan import Product, ProductPlan
+from .plan import ProductPlan
 from .workspace import Workspace
 
 
@@ -48,16 +48,22 @@ class SummaPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
-        return Layout((self.x,), (self.y,))
+        return Layout((self.x,), (self.y,), names=self.a_names)
 
-    b_layout = c_layout = a_layout
+    @property
+    def b_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), names=self.b_names)
+
+    @property
+    def c_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), names="mn")
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
         return grids_of(ranks, ("x", "y"))
 
 
-class Summa(Product):
+class Summa(Executor):
     """A panel of one operand at a time. Source: van de Geijn and Watts 1997, on splits that need not be even."""
 
     plan: SummaPlan
@@ -68,7 +74,7 @@ class Summa(Product):
         cuts = panels(0, extent, x.size, y.size, plan.panel)
         self.engine = engine(self.workspace, plan.form, x, y, cuts, plan.lookahead)
 
-    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         self.engine(a, b, out, alpha, beta)
 
 

@@ -1,6 +1,5 @@
-# Which algorithm on which grid, for any shape and rank count: enumerate all, compare, and say why.
-# Imports algorithms (the table of them), forms (mean words), machine (seconds). No communication: every rank chooses alike.
-# Next: forms.py, machine.py; cli/gemm.py, which asks when no grid is given.
+"""Which algorithm on which grid, for any shape and rank count: enumerate all, compare, and say why. Every rank chooses alike."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,12 +8,12 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ..comm.grid import Grid, describe
-from ..errors import ConfigError, ShapeError
-from . import algorithms
-from .forms import MEANS, Mean, lower_bound
+from ...comm.grid import Grid, describe
+from ...errors import ConfigError, ShapeError
+from ..algorithms import registry
+from ..algorithms.checks import is_whole
 from .machine import Kind, Machine, kind_of
-from .operands import is_whole
+from .mean import Mean, lower_bound
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -57,7 +56,7 @@ class Candidate:
         imbalance = max(1.0, m * n * k / (mean.m * mean.n * mean.k)) if m * n * k else 1.0
         one = self.machine.product(m, n, k, self.kind)
         reduced = float(mean.reduced) * imbalance
-        if self.machine.node and self.algorithm == "cuboid":
+        if self.machine.node and registry.ALGORITHMS[self.algorithm].reads_in_place:
             return crowding * (one + self.machine.staging(self._laid(), reduced, mean.messages, self.kind))
         moved = self.machine.transfer(float(mean.gathered) * imbalance, reduced, mean.messages, self.kind)
         return crowding * (mean.products * one + moved)
@@ -74,20 +73,20 @@ class Candidate:
     @cached_property
     def workspace_bytes(self) -> int:
         """Peak workspace of the rank that needs most: one of those with the lowest or highest indices."""
-        volume = algorithms.ALGORITHMS[self.algorithm].volume(self.plan, self.grid, self.kind.name)
+        volume = registry.ALGORITHMS[self.algorithm].volume(self.plan, self.grid, self.kind.name)
         corners = product(*(sorted({0, min(1, size - 1), size - 1}) for size in self.grid.values()))
         return self.kind.nbytes * max(volume.workspace_of(dict(zip(self.grid, corner, strict=True))) for corner in corners)
 
     @cached_property
     def max_words(self) -> int:
         """Words of the rank that receives most."""
-        words: int = algorithms.ALGORITHMS[self.algorithm].volume(self.plan, self.grid, self.kind.name).max_words
+        words: int = registry.ALGORITHMS[self.algorithm].volume(self.plan, self.grid, self.kind.name).max_words
         return words
 
     @property
     def even(self) -> bool:
         """Whether A, B and C are each spread over all ranks, no element on two."""
-        return all(size == 1 or axis in self.plan.spread for axis, size in self.grid.items())
+        return all(size == 1 or axis in self.plan.split_by_all for axis, size in self.grid.items())
 
     def __str__(self) -> str:
         panel = getattr(self.plan, "panel", None)
@@ -115,7 +114,7 @@ class Choice:
 
     @property
     def plan(self) -> Any:
-        """The plan to run: layouts, shapes, `algorithms.ALGORITHMS[choice.algorithm].executor(choice.plan, grid)`."""
+        """The plan to run: layouts, shapes, `registry.ALGORITHMS[choice.algorithm].executor(choice.plan, grid)`."""
         return self.best.plan
 
     @property
@@ -208,7 +207,7 @@ def choose(
             raise ShapeError(f"{name} is {value!r}; it must be a whole number, at least {least}.")
     if memory_limit is not None and not (is_whole(memory_limit) or isinstance(memory_limit, float)):
         raise ConfigError(f"memory_limit is {memory_limit!r}; it takes a number of bytes, such as {2**30} for 1 GiB.")
-    names = list(MEANS) if algorithm is None else [algorithms.algorithm(algorithm, ranks).name]
+    names = list(registry.ALGORITHMS) if algorithm is None else [registry.algorithm(algorithm, ranks).name]
     search = Search((m, n, k), kind_of(dtype), memory_limit, names, form, machine or Machine(), even=algorithm is None)
     bound = lower_bound(m, n, k, ranks)
     here = search.best_of(ranks)
@@ -251,12 +250,12 @@ class Search:
         """Every algorithm on every grid; with a memory limit, in narrower panels too."""
         m, n, k = self.shape
         for name in self.names:
-            found = algorithms.ALGORITHMS[name]
+            found = registry.ALGORITHMS[name]
             limited = self.memory_limit is not None and "panel" in found.options
             widths: tuple[int | None, ...] = (None, *PANELS) if limited else (None,)
             plans = [(width, found.plan(self.form, m, n, k, **({"panel": width} if width else {}))) for width in widths]
             for grid, (width, plan) in product(found.grids(ranks), plans):
-                mean = MEANS[name](self.form.replace("c", "t"), m, n, k, grid)
+                mean = found.mean(self.form.replace("c", "t"), m, n, k, grid)
                 if width and k:
                     mean = _in_panels(mean, max(mean.products, -(-k // width)))
                 candidate = Candidate(name, grid, ranks, plan, mean, self.kind, self.machine)

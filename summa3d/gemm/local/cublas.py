@@ -1,6 +1,5 @@
-# Products of 16-bit floats on a device: operands as they lie there, summed in float32, C in 16 bits or in float32.
-# By cuBLAS through CuPy, for CuPy's arrays and torch's tensors alike. Imports comm.arrays, stored; CuPy, torch when called.
-# Next: blas.py, which comes here; plan.py, whose executors decide in what C is summed.
+"""Products of 16-bit floats on a device by cuBLAS through CuPy: operands read as they lie, summed in float32."""
+
 from __future__ import annotations
 
 import importlib
@@ -9,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array, address, contiguous, dtype_name, is_torch, library_of
-from .stored import by_rows, row_step
+from ...comm.arrays import Array, address, contiguous, dtype_name, is_torch, library_of
+from .strides import by_rows, row_step
 
 TURNS = {"n": "CUBLAS_OP_N", "t": "CUBLAS_OP_T"}
 TYPES = {"float16": "CUDA_R_16F", "bfloat16": "CUDA_R_16BF", "float32": "CUDA_R_32F"}

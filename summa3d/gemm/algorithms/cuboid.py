@@ -1,21 +1,24 @@
-# The load-balanced 3-D product on any X×Y×Z grid: the plan (who holds what) and its executor. Imports layout, comm, plan, blas.
-# Roles, not letters: y gathers A, x gathers B, z reduces C. Any grid axes may take the roles, so the gradients of a product
-# are products of the same kind with permuted roles (dA: y↔z, dB: x↔z), and nothing is ever redistributed.
-# Next: volume.py (its closed forms), autograd/matmul.py (its gradients).
+"""The load-balanced 3-D product on any X×Y×Z grid: its plan and its executor.
+
+Axes have roles: y gathers A, x gathers B, z reduces C. Any grid axes may take the roles, so the gradients of a product are
+products of the same algorithm with permuted roles (dA: y↔z, dB: x↔z), and nothing is ever redistributed.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.arrays import Array
-from ..comm.collectives import Axis
-from ..comm.grid import grids_of
-from ..comm.pending import Pending
-from ..errors import ShapeError
-from ..layout.layout import Layout, split_sizes
-from .blas import scale
-from .plan import Product, ProductPlan
+from ...comm.arrays import Array
+from ...comm.collectives import Axis
+from ...comm.grid import grids_of
+from ...comm.pending import Pending
+from ...errors import ShapeError
+from ...layout.layout import Layout, split_sizes
+from ..local.blas import scale
+from .executor import Executor
+from .plan import ProductPlan
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,17 @@ class CuboidPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
-        return _fine((self.x, self.z) if self.form[0] == "n" else (self.z, self.x), self.y, self.a_fine)
+        return _fine((self.x, self.z) if self.form[0] == "n" else (self.z, self.x), self.y, self.a_fine, self.a_names)
 
     @property
     def b_layout(self) -> Layout:
-        return _fine((self.z, self.y) if self.form[1] == "n" else (self.y, self.z), self.x, self.b_fine)
+        return _fine((self.z, self.y) if self.form[1] == "n" else (self.y, self.z), self.x, self.b_fine, self.b_names)
 
     @property
     def c_layout(self) -> Layout:
-        return _fine((self.x, self.y), self.z, self.c_fine)
+        return _fine((self.x, self.y), self.z, self.c_fine, "mn")
 
-    def sums_once(self, grid_shape: Mapping[str, int]) -> bool:
+    def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
         return grid_shape[self.z] == 1
 
     @staticmethod
@@ -72,13 +75,14 @@ class CuboidPlan(ProductPlan):
         self.check_axes(grid_shape)
 
 
-def _fine(coarse: tuple[str, str], axis: str, dim: int) -> Layout:
+def _fine(coarse: tuple[str, str], axis: str, dim: int, names: str) -> Layout:
     """Rows and columns split by `coarse`, and dim `dim` of them finer by `axis`."""
     rows, columns = coarse
-    return Layout((rows, axis), (columns,)) if dim == 0 else Layout((rows,), (columns, axis))
+    dims = ((rows, axis), (columns,)) if dim == 0 else ((rows,), (columns, axis))
+    return Layout(*dims, names=names)
 
 
-class Cuboid(Product):
+class Cuboid(Executor):
     """A plan bound to the axes of a grid: C = op(A)·op(B) by gathering A along y and B along x, and scatter-adding C along z.
 
     `run` moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean) in (Y−1)+(X−1)+(Z−1) messages; its workspace, the
@@ -104,7 +108,7 @@ class Cuboid(Product):
         self.b_sizes = split_sizes(self.b_whole[plan.b_fine], self.x.size)
         self.c_sizes = split_sizes((self.m, self.n)[plan.c_fine], self.z.size)
 
-    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         a_gathered = self.workspace.widened("a", self._gathered(self.y, a, self.plan.a_fine, self.a_sizes, "a"))
         b_gathered = self.workspace.widened("b", self._gathered(self.x, b, self.plan.b_fine, self.b_sizes, "b"))
         if self.z.size == 1:

@@ -1,16 +1,15 @@
-# Tesseract, the 2.5-D product on q×q×d ranks: SUMMA on every depth, each with its own rows of A and C and a copy of B.
-# Imports summa, panels, plan, layout. It is data parallelism over d around the 2-D product: a weight's gradient is summed over d.
-# Next: summa.py (the product of one depth), ca25d.py (the depths share the steps instead), volume_2d.py (closed forms).
+"""Tesseract, the 2.5-D product on q×q×d ranks: SUMMA on every depth, each with its own rows of A and C and a copy of B."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-from ..comm.arrays import Array
-from ..layout.layout import Layout
+from ...comm.arrays import Array
+from ...layout.layout import Layout
+from .executor import Executor
 from .panels import panels
-from .plan import Product
 from .summa import SummaPlan, engine, normal
 
 
@@ -32,18 +31,18 @@ class TesseractPlan(SummaPlan):
 
     @property
     def a_layout(self) -> Layout:
-        return self._lies(deep=not self.by_transpose)
+        return self._lies(self.a_names, deep=not self.by_transpose)
 
     @property
     def b_layout(self) -> Layout:
-        return self._lies(deep=normal(self.form) in ("tn", "tt"))
+        return self._lies(self.b_names, deep=normal(self.form) in ("tn", "tt"))
 
     @property
     def c_layout(self) -> Layout:
-        return self._lies(deep=normal(self.form) != "tn")
+        return self._lies("mn", deep=normal(self.form) != "tn")
 
-    def _lies(self, deep: bool) -> Layout:
-        return Layout((self.d, self.x) if deep else (self.x,), (self.y,))
+    def _lies(self, names: str, deep: bool) -> Layout:
+        return Layout((self.d, self.x) if deep else (self.x,), (self.y,), names=names)
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
@@ -56,7 +55,7 @@ def square_grids(ranks: int) -> list[dict[str, int]]:
     return [{"x": root, "y": root, "d": ranks // (root * root)} for root in roots]
 
 
-class Tesseract(Product):
+class Tesseract(Executor):
     """SUMMA on each depth; form tn sums C over the depths. Source: Wang et al. 2021, with its two transposed forms."""
 
     plan: TesseractPlan
@@ -67,7 +66,7 @@ class Tesseract(Product):
         self.engine = engine(self.workspace, plan.form, x, y, panels(0, extent, x.size, y.size, plan.panel), plan.lookahead)
         self.depth = self.grid[plan.d]
 
-    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         if normal(self.plan.form) != "tn":
             return self.engine(a, b, out, alpha, beta)
         self.engine(a, b, out, alpha, beta if self.depth.index == 0 else 0)  # one depth brings what C held

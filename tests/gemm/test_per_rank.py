@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from summa3d.gemm.algorithms import ALGORITHMS
-from summa3d.gemm.panels import panels
+from summa3d.gemm.algorithms.panels import panels
+from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.layout import split_sizes
 
 extents = st.integers(0, 40)

@@ -1,8 +1,8 @@
-# How a matrix lies in memory, as a BLAS reads it: by rows, with elements from one row to the next. Imports comm.arrays.
-# Next: blas.py (numpy's arrays), cublas.py (those of CuPy and torch), which both ask here.
+"""How a matrix lies in memory, as a BLAS reads it: by rows, with elements from one row to the next."""
+
 from __future__ import annotations
 
-from ..comm.arrays import Array, is_torch
+from ...comm.arrays import Array, is_torch
 
 TURNED = {"n": "t", "t": "n"}
 

@@ -1,17 +1,17 @@
-# Cannon's 2-D product on q×q ranks: a skew, then q−1 shifts around rings; no rank ever holds more than blocks of its own size.
-# Imports plan, summa (layouts), layout, comm, blas.
-# Next: summa.py (broadcasts instead, on any R×C), volume_2d.py (closed forms).
+"""Cannon's 2-D product on q×q ranks: a skew, then q−1 shifts around rings; no rank holds more than blocks of its own size."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.arrays import Array
-from ..comm.collectives import Axis, Pending
-from ..layout.layout import Layout, split_sizes
-from .blas import add
-from .plan import Product, ProductPlan, square_root
+from ...comm.arrays import Array
+from ...comm.collectives import Axis, Pending
+from ...layout.layout import Layout, split_sizes
+from ..local.blas import add
+from .executor import Executor
+from .plan import ProductPlan, square_root
 from .summa import normal
 from .workspace import Workspace
 
@@ -35,9 +35,15 @@ class CannonPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
-        return Layout((self.x,), (self.y,))
+        return Layout((self.x,), (self.y,), names=self.a_names)
 
-    b_layout = c_layout = a_layout
+    @property
+    def b_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), names=self.b_names)
+
+    @property
+    def c_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), names="mn")
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
@@ -45,7 +51,7 @@ class CannonPlan(ProductPlan):
         return [{"x": root, "y": root}] if root else []
 
 
-class Cannon(Product):
+class Cannon(Executor):
     """Source: Cannon 1969; in the transposed forms the accumulating C takes the place of the operand that stays."""
 
     plan: CannonPlan
@@ -71,7 +77,7 @@ class Cannon(Product):
                 Ring(self.workspace, "c", self.x, lambda at: (m[at], n[j])),
             )
 
-    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         if self.q == 1:
             self.workspace.accumulate(
                 self.workspace.widened("a", a),
