@@ -98,7 +98,7 @@ class Gathered(Product):
         """The scatter along y is in flight when this returns."""
         if self.regather:
             b = self._gathered_b(b, view=True, forward=False)
-        partial = local(self.cuboid.workspace, self.of_a, shared, b, self.cuboid.room_for("a", shared))
+        partial = local(self.cuboid.workspace, self.of_a, shared, b, self.cuboid.summand_buffer("a", shared))
         del b  # gathered, before what the sum needs is there
         return self.cuboid.start_scatter_a(partial)
 
@@ -106,7 +106,7 @@ class Gathered(Product):
         """The scatter along x is in flight when this returns."""
         if self.regather:
             a = self.cuboid.gather_a(a, view=True)
-        partial = local(self.cuboid.workspace, self.of_b, shared, a, self.cuboid.room_for("b", shared))
+        partial = local(self.cuboid.workspace, self.of_b, shared, a, self.cuboid.summand_buffer("b", shared))
         del a
         return self.cuboid.start_scatter_b(partial)
 
