@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..comm.grid import Grid
 from ..comm.pending import Pending, completed
 from ..errors import ShapeError

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comm.arrays import Array
-from ..comm.collectives import Axis, Pending
+from ..comm.axis import Axis
+from ..comm.pending import Pending
 from ..layout.layout import Layout, split_sizes
 from .blas import add
 from .plan import Product, ProductPlan, square_root

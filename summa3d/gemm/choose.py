@@ -9,7 +9,8 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ..comm.grid import Grid, describe
+from ..comm.grid import Grid
+from ..comm.topology import describe
 from ..errors import ConfigError, ShapeError
 from . import algorithms
 from .forms import MEANS, Mean, lower_bound

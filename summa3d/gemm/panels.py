@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..comm.arrays import Array, is_contiguous
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..layout.layout import split_range
 from .workspace import Workspace
 

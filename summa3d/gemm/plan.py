@@ -13,7 +13,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from ..comm.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_on_device, kind_of
-from ..comm.grid import Grid, describe
+from ..comm.grid import Grid
+from ..comm.topology import describe
 from ..errors import GridError, ShapeError
 from ..layout.layout import Layout
 from ..libraries import library

@@ -17,7 +17,7 @@ from .cyclic import BlockCyclic, Runs
 from .layout import Coordinates, Layout
 
 if TYPE_CHECKING:
-    from ..comm.collectives import Axis
+    from ..comm.axis import Axis
     from ..comm.grid import Grid
 
 Ownership = Layout | BlockCyclic

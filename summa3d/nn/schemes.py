@@ -19,7 +19,7 @@ from ..autograd.ahead import Ahead, Source
 from ..autograd.collectives import all_gather, broadcast_from, scatter_from
 from ..autograd.later import Later
 from ..autograd.products import Flights, Product, product
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..comm.grid import Grid
 from ..errors import GridError, LayoutError
 from ..gemm.plan import ProductPlan

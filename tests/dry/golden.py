@@ -123,6 +123,7 @@ def figures(case: Case) -> dict[str, Any]:
     """What the closed forms say of a case: words and messages of the first and the last rank, and bytes of rank 0."""
     from nn_oracle.memory import ModelMemory
     from nn_oracle.volume_models import model_volume
+
     from summa3d.comm.grid import Place
     from summa3d.nn import ModelConfig, scheme
 

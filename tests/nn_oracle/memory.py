@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from summa3d.comm.node import SLOTS
+from summa3d.comm.transport.node_memory import SLOTS
+
 from .memory_ends import ENDS, pixels_of
 from .memory_layers import LayerMemory
 from .memory_peak import Step, peak_of
