@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from summa3d.comm.device import cupy as cupy_backend
 from summa3d.comm.device import select as places
-from summa3d.gemm import cublas
+from summa3d.gemm.local import cublas
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from ..comm.profile.nvtx import Ranges
 from ..comm.profile.trace import Trace, write
 from ..comm.topology import describe
 from ..errors import ConfigError
-from ..gemm.algorithms import Algorithm, algorithm
+from ..gemm.algorithms.registry import Algorithm, algorithm
 from ..gemm.matrix import DistMatrix
 from ..libraries import library
 from .clock import Clock

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ..comm.arrays import DEVICES, HALVES, numpy_dtype
+from ..comm.arrays import DEVICES, numpy_dtype
+from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError
 from .runtime import on_all_cores, usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for, show
 
-DTYPES = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int32")
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ..gemm.algorithms import ALGORITHMS, ALIASES
+    from ..gemm.algorithms.registry import ALGORITHMS, ALIASES
 
     parser.description = "Multiply C = alpha·op(A)·op(B) + beta·C on a grid of MPI ranks; print time, words moved and error."
     for size in ("m", "n", "k"):
@@ -81,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
 def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, int]]:
     """The algorithm, its plan and its grid: what the command line says, and what it leaves open by the chooser."""
     from ..comm.transport.node_memory import in_one_node
-    from ..gemm.algorithms import ALGORITHMS
-    from ..gemm.algorithms import algorithm as named
-    from ..gemm.choose import choose
-    from ..gemm.machine import Machine
+    from ..gemm.algorithms.registry import ALGORITHMS
+    from ..gemm.algorithms.registry import algorithm as named
+    from ..gemm.cost.choose import choose
+    from ..gemm.cost.machine import Machine
 
     if args.grid is None:
         if args.panel is not None and args.algorithm is None:
@@ -137,7 +137,6 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
 def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any) -> dict[str, Any]:
     """Time a reused executor; count its words, messages and workspace; check its result if asked."""
     from ..comm.device.select import settle
-    from ..gemm import volume
     from .clock import Clock
 
     grid, old, factors = a.grid, c.block.copy(), (scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype))
@@ -161,11 +160,7 @@ def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: An
         settle(c.block)
         show_once(args, clock, once)
     on_device = args.device == "cuda"
-    costs = (
-        volume.of_plan(plan, grid.shape, args.dtype, grid.staged, on_device)
-        if algorithm.name == "cuboid"
-        else algorithm.volume(plan, grid.shape, args.dtype, on_device)
-    )
+    costs = algorithm.volume(plan, grid.shape, args.dtype, grid.staged, on_device)
     words, messages, workspace = (grid.comm.allgather(value) for value in (moved.words, moved.messages, peak))
     serial_seconds: list[float] = []
     error = relative_error(args, plan, c, serial_seconds) if args.check else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
+from typing import Any
 
 from mpi4py import MPI
 
@@ -108,6 +110,11 @@ class Grid:
         """Axis name → how many of its indices lie in one tile."""
         return self.topology.tile
 
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """What rooms above keep with the grid until it is freed, each under a key of its own: executors of products."""
+        return {}
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.shape)
@@ -203,6 +210,7 @@ class Grid:
             if axis.comm not in (self.comm, self.common, MPI.COMM_SELF):
                 axis.comm.Free()
         self._axes.clear()
+        self.kept.clear()
         if self.inside and self.comm is not self.common:
             self.comm.Free()
 
