@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
     from .rows import StartSum
 
 
+of_meta: ContextVar[Any] = ContextVar("of_meta", default=reference)
+"""What has the functions below for tensors without memory: a dry run of a device sets kernels that compute nothing."""
+
+
 def kernels_for(x: Tensor) -> Any:
     """What has the functions below for x: the module reference, or the fused kernels of x's device."""
     if not x.is_cuda:
-        return reference
+        return of_meta.get() if x.is_meta else reference
     from .load import fused
 
     return fused(x.device)
