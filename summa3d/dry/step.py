@@ -76,7 +76,8 @@ class Training:
 class Step:
     """What one rank does and holds in a step. `first` and `later` are micro-batches without and with gradients from before.
 
-    parameters, copies, moments, kept, activations, node : bytes, as `bytes` has them. elements : of parameters of this rank.
+    parameters, copies, moments, kept, activations, node : bytes, as `bytes` has them; kept is what stays from step to step. elements :
+    of the whole model's parameters, over all ranks.
     """
 
     accumulate: int
@@ -89,6 +90,7 @@ class Step:
     kept: int
     activations: int
     node: int
+    elements: int = 0
     node_axes: tuple[str, ...] = ()
     parts: list[Part] = field(init=False)
 
@@ -121,9 +123,22 @@ class Step:
         segments = [segment for segment, _ in (*self.first, *self.later)]
         return self.kept + max((segment.top - max(0, segment.net) for segment in segments), default=0)
 
+    @property
+    def in_flight(self) -> int:
+        """Bytes on their way to this rank, at most, of communications that another layer waits for than issued them."""
+        ops = [op for segment, _ in (*self.first, *self.later) for op in segment.ops]
+        ends = {op.id: op.layer for op in ops if op.kind == "wait"}
+        moves = {op.id: op.written for op in ops if op.kind == "move" and ends.get(op.id, op.layer) != op.layer}
+        flying = most = 0
+        for op in ops:
+            if op.id in moves:
+                flying += moves[op.id] if op.kind == "move" else -moves[op.id]
+                most = max(most, flying)
+        return most
+
     def bytes(self) -> dict[str, int]:
         """By term: parameters with their 16-bit copies, gradients, the optimizer's moments, what forward saves for backward, the
-        workspace, the peak of all, and this rank's share of the node's memory, which is beside the peak.
+        workspace, what is in flight between layers, the peak of all, and this rank's share of the node's memory, which is beside it.
         """
         return {
             "parameters": self.parameters + self.copies,
@@ -131,6 +146,7 @@ class Step:
             "optimizer": self.moments,
             "activations": self.activations,
             "workspace": self.workspace,
+            "in_flight": self.in_flight,
             "peak": self.peak,
             "node": self.node,
         }
@@ -186,8 +202,12 @@ class _Run:
         moments, copies = moments * parameters // traced, self.copied * parameters // traced
         optimizer = [Part(one, times) for one in whole] + [Part(one, 1 - times) for one in rest]
         node, axes = self.place.node_bytes, self.place.node_axes
+        whole_model = sum(
+            prod(p.sharding.shape) * (times if cell_of(name) == middle else 1)  # type: ignore[attr-defined]
+            for name, p in self.model.named_parameters()
+        )
         composed = (repeated(first, middle, times), repeated(later, middle, times))
-        return Step(setting.accumulate, *composed, optimizer, parameters, copies, moments, kept, saved, node, axes)
+        return Step(setting.accumulate, *composed, optimizer, parameters, copies, moments, kept, saved, node, whole_model, axes)
 
     def _pass(self) -> None:
         """A micro-batch's forward and backward."""
@@ -270,7 +290,3 @@ def counts(config: ModelConfig, batch: int) -> dict[str, int]:
         return {"count": batch}
     return {"count": batch * config.sequence} | ({"pairs": batch} if config.family == "bert" else {})
 
-
-def elements(model: Model) -> int:
-    """Elements of the whole model's parameters, over all ranks."""
-    return sum(prod(p.sharding.shape) for p in model.parameters())  # type: ignore[attr-defined]
