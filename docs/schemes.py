@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from summa3d.nn.volume import GPTVolume
+
 from summa3d.comm.grid import Place, describe
 from summa3d.layout import Layout
 from summa3d.nn import ModelConfig, Scheme, scheme
-from summa3d.nn.volume import GPTVolume
 
 BATCH, SEQUENCE = 8, 8
 CONFIG = ModelConfig(layers=1, hidden=16, heads=8, ffn=48, sequence=SEQUENCE, vocabulary=40)

@@ -144,7 +144,7 @@ class DryPlace(Place):
         self.on_device = on_device
         self.ledger = Ledger() if ledger is None else ledger
         self._node = [other // ranks_per_node for other in range(self.size)]
-        self._staged = self._always = ranks_per_node > 1 and not on_device  # type: ignore[assignment]
+        self._staged = self._always = ranks_per_node > 1 and not on_device
 
     @property
     def node_bytes(self) -> int:

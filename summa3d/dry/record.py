@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 KINDS = ("product", "elements", "move", "wait")
-ENTER, LEAVE, WEIGHTS, OPTIMIZER = "enter", "leave", "weights", "optimizer"
-"""Cells that are no block: before the blocks, after them, the 16-bit copies of the weights, and the optimizer's step."""
+ENTER, LEAVE, OPTIMIZER = "enter", "leave", "optimizer"
+"""Cells that are no block: before the blocks, after them, and the optimizer's step."""
 
 
 class Op(NamedTuple):
@@ -46,8 +46,8 @@ class Op(NamedTuple):
 class Segment:
     """A stretch of operations of one cell in one pass.
 
-    cell : ENTER, LEAVE, WEIGHTS, OPTIMIZER or the number of a block, as text. net : bytes that are held at its end beyond those at
-    its beginning. top : the most that is held meanwhile, beyond those at its beginning.
+    cell : ENTER, LEAVE, OPTIMIZER, or the number of a cell of blocks, as text. net : bytes held at its end beyond those held at
+    its beginning. top : the most that is held meanwhile, beyond what was held at its beginning.
     """
 
     cell: str

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..nn.config import ModelConfig
 from ..nn.model import Model, build
 from ..nn.overlap import DEFAULT, Overlap
+from ..nn.parameter import ShardedParameter
 from ..nn.schemes import Scheme, scheme
 from .place import DryPlace
 from .record import OPTIMIZER, Part, Segment, moved, net_of, peak_of, repeated, totals
@@ -29,8 +30,8 @@ TRACED = 3
 class Setting:
     """A model on one rank's place of a grid.
 
-    model, batch : the model, and the rows of a micro-batch. scheme, axes, rank, order, tile, regather, vectors, overlap : how tensors
-    are split, and on which place. dtype : of parameters. recompute : kind, and layers. accumulate : micro-batches a step.
+    model, batch : the model, and the rows of a micro-batch. scheme, axes, rank, order, tile, regather, vectors, overlap : how
+    tensors are split, and on which place. dtype : of parameters. recompute : kind, and layers. accumulate : micro-batches a step.
     ranks_per_node : how many consecutive ranks share a node's memory. on_device : on CUDA devices, by NCCL and fused kernels.
     """
 
@@ -64,8 +65,8 @@ class Setting:
 class Training:
     """What training adds to a forward and a backward.
 
-    weights : within it, layers find the weights that they compute with (copies in 16 bits, for example). optimizer : makes of a model
-    what takes the optimizer's step, and says how many bytes its moments hold.
+    weights : within it, layers find the weights that they compute with (copies in 16 bits, for example). optimizer : makes of a
+    model what takes the optimizer's step, and says how many bytes its moments hold.
     """
 
     weights: Callable[[Model], AbstractContextManager[None]] = lambda model: nullcontext()
@@ -76,8 +77,8 @@ class Training:
 class Step:
     """What one rank does and holds in a step. `first` and `later` are micro-batches without and with gradients from before.
 
-    parameters, copies, moments, kept, activations, node : bytes, as `bytes` has them; kept is what stays from step to step. elements :
-    of the whole model's parameters, over all ranks.
+    parameters, copies, moments, kept, activations, node : bytes, as `bytes` has them; kept is what stays from step to step.
+    elements : of the whole model's parameters, over all ranks.
     """
 
     accumulate: int
@@ -137,8 +138,12 @@ class Step:
         return most
 
     def bytes(self) -> dict[str, int]:
-        """By term: parameters with their 16-bit copies, gradients, the optimizer's moments, what forward saves for backward, the
-        workspace, what is in flight between layers, the peak of all, and this rank's share of the node's memory, which is beside it.
+        """The terms, and their peak.
+
+        parameters : with their 16-bit copies. gradients : of all parameters. optimizer : its moments. activations : what forward
+        saves for backward. workspace : the most that a layer holds beyond what was there before it, and buffers that executors
+        keep. in_flight : the most on its way between layers. peak : the most of all these at any time. node : this rank's share
+        of the node's memory that axes communicate through, beside the peak.
         """
         return {
             "parameters": self.parameters + self.copies,
@@ -203,7 +208,7 @@ class _Run:
         optimizer = [Part(one, times) for one in whole] + [Part(one, 1 - times) for one in rest]
         node, axes = self.place.node_bytes, self.place.node_axes
         whole_model = sum(
-            prod(p.sharding.shape) * (times if cell_of(name) == middle else 1)  # type: ignore[attr-defined]
+            int(prod(cast(ShardedParameter, p).sharding.shape)) * (times if cell_of(name) == middle else 1)
             for name, p in self.model.named_parameters()
         )
         composed = (repeated(first, middle, times), repeated(later, middle, times))
@@ -249,7 +254,7 @@ class _Run:
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata not in outside and storage._cdata not in kept:
-                kept[storage._cdata] = storage, times if owners.inside.cell == middle else 1
+                kept[storage._cdata] = storage, times if owners.saving == middle else 1
             return tensor
 
         owners.begin()
@@ -289,4 +294,3 @@ def counts(config: ModelConfig, batch: int) -> dict[str, int]:
     if config.family == "vit":
         return {"count": batch}
     return {"count": batch * config.sequence} | ({"pairs": batch} if config.family == "bert" else {})
-

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..comm.arrays import Array, dtype_name
 from ..comm.ledger import Amounts
-from ..nn.body import Body
 from .place import DryLedger
 from .record import ENTER, LEAVE, OPTIMIZER, Op, Segment
 from .storages import Storages, bytes_of, current_node
@@ -56,12 +55,13 @@ class Owners:
         self._starts: list[int] = []
         self._owners: list[Owner] = []
         self._parameters: dict[int, Owner] = {}
-        self._stretch, self._last, self._root = 1, "", ENTER
+        self._stretch, self._last, self._root, self._left = 1, "", ENTER, ENTER
         self.current = Owner(ENTER, ENTER)
 
-    def follow(self, model: Body, stretch: int) -> None:
+    def follow(self, model: nn.Module, stretch: int = 1) -> None:
         """Know the model's layers by name, and `stretch` of its blocks as one cell."""
-        self._stretch, self._last = stretch, f"blocks.{len(model.blocks) - 1}"
+        blocks = [name for name, _ in model.named_modules() if name.startswith("blocks.")]
+        self._stretch, self._last = stretch, f"blocks.{sum(name.count('.') == 1 for name in blocks) - 1}"
         for name, module in model.named_modules():
             if isinstance(module, nn.ModuleList):
                 continue
@@ -76,6 +76,7 @@ class Owners:
 
     def begin(self) -> None:
         """Forget the graphs so far: a step begins."""
+        self._left = ENTER
         self._starts, self._owners, self._root = [-1], [Owner(ENTER, ENTER)], ENTER
 
     def enter(self, name: str) -> None:
@@ -90,7 +91,7 @@ class Owners:
 
     def leave(self, name: str) -> None:
         """A layer is left."""
-        self._names.pop()
+        self._left = self._names.pop().cell
         if name == self._last and current_node() is None:
             self._root = LEAVE
         self._own(self._names[-1] if self._names and self._names[-1].layer else Owner(self._root, self._root))
@@ -100,6 +101,12 @@ class Owners:
         """Whose what is done in forward is."""
         owner = self._names[-1] if self._names else Owner("", "")
         return owner if owner.layer else Owner(self._root, self._root)
+
+    @property
+    def saving(self) -> str:
+        """The cell of what is saved for backward now; what was left just before may save its inputs when it has been left."""
+        inside = self.inside
+        return self._left if inside.layer == inside.cell else inside.cell
 
     def cell_of(self, name: str) -> str:
         """The cell of a module or a parameter by its name."""
@@ -131,7 +138,7 @@ class Owners:
 
     def _own(self, owner: Owner, before: int = 0) -> None:
         """Nodes made from now on are of `owner`; with `before`, the last ones too."""
-        number: int = torch.autograd._get_sequence_nr() - before  # type: ignore[attr-defined]
+        number: int = torch.autograd._get_sequence_nr() - before
         while len(self._starts) > 1 and self._starts[-1] >= number:
             self._starts.pop()
             self._owners.pop()
@@ -204,18 +211,16 @@ class Tracer:
     def _worked(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
         if not self._recording or self.inside:
             return
-        sizes, about = {"read": bytes_of(read), "written": bytes_of(written)}, self._about()
+        op = Op("elements", *self._about(), name, dtype=dtype_name(written[0]) if written else "")
         if name in PRODUCTS:
             left, right = [one for one in read if one.dim() == PRODUCTS[name]][-2:]
-            dims = {"m": left.shape[-2], "n": right.shape[-1], "k": left.shape[-1], "batch": left.shape[:-2].numel()}
-            op = Op("product", *about, "nn", **dims, **sizes, dtype=dtype_name(left))
+            batch = left.shape[:-2].numel()
+            op = op._replace(kind="product", name="nn", m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch)
         elif name in ATTENTION:
             q, k = [one for one in read if one.dim() == 4][(0 if ATTENTION[name] == 2 else 1) :][:2]
-            dims = {"m": q.shape[2], "n": k.shape[2], "k": q.shape[3], "batch": ATTENTION[name] * q.shape[0] * q.shape[1]}
-            op = Op("product", *about, "attention", **dims, **sizes, dtype=dtype_name(q))
-        else:
-            op = Op("elements", *about, name, **sizes, dtype=dtype_name(written[0]) if written else "")
-        self._segments[-1].ops.append(op)
+            batch = ATTENTION[name] * q.shape[0] * q.shape[1]
+            op = op._replace(kind="product", name="attention", m=q.shape[2], n=k.shape[2], k=q.shape[3], batch=batch)
+        self._segments[-1].ops.append(op._replace(read=bytes_of(read), written=bytes_of(written)))
 
     def _about(self) -> tuple[str, str]:
         return self._phase, self.owners.current.layer
@@ -234,8 +239,8 @@ class Tracer:
         if self._recording:
             segment = self._find()
             (m, k), n = a.shape if form[0] == "n" else a.shape[::-1], b.shape[1 if form[1] == "n" else 0]
-            sizes = {"read": bytes_of([a, b]), "written": m * n * out.itemsize}
-            segment.ops.append(Op("product", *self._about(), form, m=m, n=n, k=k, **sizes, dtype=dtype_name(a)))
+            product = Op("product", *self._about(), form, m, n, k, read=bytes_of([a, b]), written=m * n * out.itemsize)
+            segment.ops.append(product._replace(dtype=dtype_name(a)))
         return self._around
 
     def _issued(self, collective: str, axis: str, dtype: str, amounts: Amounts) -> int | None:
@@ -243,8 +248,9 @@ class Tracer:
             return None
         segment = self._find()
         self._moves += 1
-        sizes = {"words": amounts.words, "messages": amounts.messages, "written": amounts.bytes}
-        segment.ops.append(Op("move", *self._about(), collective, axis=axis, dtype=dtype, id=self._moves, **sizes))
+        move = Op("move", *self._about(), collective, axis=axis, dtype=dtype, id=self._moves)
+        move = move._replace(words=amounts.words, messages=amounts.messages, written=amounts.bytes)
+        segment.ops.append(move)
         return self._moves
 
     def _waited(self, move: int) -> None:

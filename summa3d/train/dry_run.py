@@ -27,12 +27,13 @@ def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]
 
     Returns
     -------
-    dict with `parameters` (of the whole model), and of the fullest rank `flops` (of its products), `words` and `messages` received
-    by phase and axis, `bytes` by term, `peak`, `operations` (count, flops and bytes read and written, by kind), `fullest_rank` and
-    `node_axes` (its axes inside a node; none where this machine's ranks cannot use a node's memory); and `mean_bytes` over all ranks.
+    dict with `parameters` (of the whole model); of the fullest rank, `fullest_rank`: `flops` (of its products), `words` and
+    `messages` received by phase and axis, `bytes` by term (`Step.bytes`), `peak`, `operations` (count, flops and bytes read and
+    written, by kind), `node_axes` (its axes inside a node; none where this machine's ranks cannot use a node's memory); and
+    `mean_bytes` over all ranks.
 
-    Raises, as the run itself would, GridError and LayoutError for a grid or sizes that do not fit, and ConfigError for less than one
-    rank a node.
+    Raises, as the run itself would, GridError and LayoutError for a grid or sizes that do not fit, and ConfigError for less than
+    one rank a node.
     """
     ranks = prod(config.grid.axes.values())
     if ranks_per_node is not None:
@@ -89,8 +90,7 @@ def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, A
     first.on(first.place()).check(config.model, config.train.micro_batch)
     training = training_of(config)
     steps: dict[int, tuple[Step, int]] = {
-        rank: (run(setting_of(config, rank, ranks_per_node, on_device), training), many)
-        for rank, many in classes(first).items()
+        rank: (run(setting_of(config, rank, ranks_per_node, on_device), training), many) for rank, many in classes(first).items()
     }
     fullest = max(steps, key=lambda rank: steps[rank][0].bytes()["peak"])
     step, ranks = steps[fullest][0], sum(many for _, many in steps.values())

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from summa3d.layout.layout import Layout
+
 from .memory_layers import LayerMemory
 from .memory_peak import Step
 

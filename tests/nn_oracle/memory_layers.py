@@ -10,9 +10,10 @@ from math import prod
 
 from summa3d.layout.layout import Layout
 from summa3d.nn.config import ModelConfig
+from summa3d.nn.schemes import Scheme
+
 from .memory_peak import Step
 from .memory_products import Need, product_need
-from summa3d.nn.schemes import Scheme
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -9,6 +9,7 @@ from summa3d.layout.layout import Layout
 from summa3d.layout.redistribute import Placement, Redistribution
 from summa3d.nn.config import ModelConfig
 from summa3d.nn.schemes import Scheme
+
 from .volume import NONE, GPTVolume, StepCost
 
 
