@@ -22,11 +22,10 @@ class DryLauncher:
     """Starts no kernel; tells `launched` which it would start on which tensors."""
 
     device = torch.device("meta")
-    processors = PROCESSORS
     most_blocks = 2**31 - 1
 
     def __init__(self, launched: Callable[[str, Sequence[Tensor]], None]) -> None:
-        self._launched = launched
+        self._launched, self.processors = launched, PROCESSORS
 
     def __call__(self, kernel: str, blocks: int, threads: int, *arguments: Argument) -> None:
         self._launched(kernel, [one for one in arguments if isinstance(one, Tensor)])

@@ -123,13 +123,17 @@ class Owners:
             return "recompute"
         if node.name() != ACCUMULATE:
             self.current = self._owners[bisect_right(self._starts, node._sequence_nr()) - 1]
+            if node.name() == RECOMPUTE and self._owners[-1] != self.current:
+                self._own(self.current, before=1)  # nodes that are made while a part of a layer is computed again
         return "recompute" if node.name() == RECOMPUTE else "backward"
 
     def _forward(self, phase: str, name: str, given: Sequence[Any]) -> Owner:
         if phase == OPTIMIZER:
             return Owner(OPTIMIZER, OPTIMIZER)
         if name == "_to_copy" and not self._names:  # a 16-bit copy of a weight
-            return self._parameters.get(given[0].untyped_storage()._cdata, Owner(ENTER, ENTER))
+            owner = self._parameters.get(given[0].untyped_storage()._cdata, Owner(ENTER, ENTER))
+            self._own(owner, before=1)  # the node of the copy was made just before
+            return owner
         return self.inside
 
     def _owner(self, name: str) -> Owner:

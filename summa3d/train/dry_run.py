@@ -12,10 +12,12 @@ from ..dry.classes import classes
 from ..dry.step import Setting, Step, Training, run
 from ..nn.model import Model
 from .config import Config, at_least, master_dtype
-from .optimizer import AdamW, clip_factor, global_gradient_norm, named_parameters
+from .optimizer import AdamW, global_gradient_norm, named_parameters
 from .precision import working_weights
 
 TERMS = ("parameters", "gradients", "optimizer", "activations", "workspace", "in_flight", "peak", "node")
+CLIPPED = 0.5
+"""What a dry step multiplies gradients by where the configuration clips them: any number but 1."""
 
 
 def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]:
@@ -76,8 +78,8 @@ def training_of(config: Config) -> Training:
         adamw, parameters = AdamW(model, config.train), [p for _, p in named_parameters(model)]
 
         def update() -> None:
-            norm = global_gradient_norm(parameters, model.scheme.grid)
-            adamw.step(config.train.learning_rate, clip_factor(norm, config.train.clip, 1.0))
+            global_gradient_norm(parameters, model.scheme.grid)
+            adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0)
 
         return update, sum(moment.nbytes for kind in adamw.moments.values() for moment in kind.values())
 
