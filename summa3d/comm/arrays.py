@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..dtypes import HALVES
 from ..errors import ConfigError
 
 Array = Any
 """A numpy array, a CuPy array or a torch tensor, C-contiguous where it is communicated."""
 DEVICES = ("cpu", "cuda")
-HALVES = ("float16", "bfloat16")
-"""The 16-bit floats, whose sums are accumulated in float32."""
 
 
 _meta_is_device = ContextVar("_meta_is_device", default=False)
@@ -126,6 +125,11 @@ def is_contiguous(array: Array) -> bool:
     if not is_torch(array):
         return bool(array.flags.c_contiguous)
     return array.is_contiguous() and not array.is_conj() and not array.is_neg()
+
+
+def is_writable(array: Array) -> bool:
+    """Whether the elements may be overwritten; only numpy knows read-only arrays."""
+    return not isinstance(array, np.ndarray) or bool(array.flags.writeable)
 
 
 def swap_front(array: Array, dim: int) -> Array:
@@ -243,7 +247,7 @@ def into_problem(into: Array | None, array: Array, shape: Sequence[int]) -> str 
     if kind_of(into) != kind_of(array):
         return f"into is an array of {kind_of(into)}; the result is one of {kind_of(array)}."
     if tuple(into.shape) == tuple(shape) and into.dtype == array.dtype:
-        return None
+        return None if is_writable(into) else "into is read-only. Pass an array that can be written, or none."
     return f"into is {tuple(into.shape)} {dtype_name(into)}; the result is {tuple(shape)} {dtype_name(array)}."
 
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from math import isqrt, log, prod
 from operator import index
 from types import TracebackType
+from typing import Any
 
 from mpi4py import MPI
 
@@ -96,6 +97,11 @@ class Grid:
         for name in self.shape:
             self._axis((name,))
 
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """What rooms above keep with the grid until it is freed, each under a key of its own: executors of products."""
+        return {}
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.shape)
@@ -125,7 +131,7 @@ class Grid:
         return self._line(self.names, self.comm) if self.inside else self._axis(self.names)
 
     def _line(self, names: tuple[str, ...], comm: MPI.Intracomm) -> Axis:
-        key = (*names, "in the order of ranks")
+        key = (*names, "in the order of the grid's ranks" if comm is self.comm else "in the order of the communicator")
         if key not in self._axes:
             self._check_in_use()
             self._axes[key] = Axis(names, comm.size, comm.rank, comm, self.ledger, self.check, carriers=self._carriers())
@@ -205,11 +211,11 @@ class Grid:
             return
         self.freed = True
         for axis in self._axes.values():
-            axis.free()
             axis.carriers.free()
             if axis.comm not in (self.comm, self.common, MPI.COMM_SELF):
                 axis.comm.Free()
         self._axes.clear()
+        self.kept.clear()
         if self.inside and self.comm is not self.common:
             self.comm.Free()
 

@@ -3,25 +3,26 @@
 # Next: scheme_kinds.py (the schemes, as data), linear.py (the first layer written against one).
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
+from typing import Any
 
 from mpi4py import MPI
 from torch import Tensor
 
 from ..autograd.ahead import Ahead, Source
 from ..autograd.collectives import all_gather, broadcast_from, scatter_from
-from ..autograd.later import Later
 from ..autograd.products import Flights, Product, product
 from ..comm.collectives import Axis
 from ..comm.grid import Grid
 from ..errors import GridError, LayoutError
-from ..gemm.plan import ProductPlan
-from ..gemm.workspace import Workspace
+from ..gemm.algorithms.plan import ProductPlan
+from ..gemm.algorithms.workspace import Workspace
 from ..layout.layout import Layout, split_sizes
 from .config import ModelConfig
 from .overlap import DEFAULT, Overlap
@@ -62,6 +63,13 @@ class Scheme:
     regather: bool = True
     vectors: str = "copied"
     overlap: Overlap = DEFAULT
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scheme:
+        """A copied model's own: on the same grid, with a prefetch and a workspace that the original does not use."""
+        copied = memo[id(self)] = replace(self)
+        if "ahead" in vars(self):  # known to hooks as well, which are copied with the module
+            vars(copied)["ahead"] = copy.deepcopy(self.ahead, memo)
+        return copied
 
     @property
     def name(self) -> str:
@@ -142,7 +150,7 @@ class Scheme:
         source : where the layer finds that weight, as `source` makes one.
         """
         rows = self.vector_rows(self.after_linear(layout))
-        flights = Flights(source, self.later, self.overlap.input_gradient)
+        flights = Flights(source, self.overlap.input_gradient)
         return product(self.plan(layout, form, m, n, k), self.grid, self.regather, rows, self._workspace, flights)
 
     def source(
@@ -155,11 +163,6 @@ class Scheme:
     def ahead(self) -> Ahead | None:
         """What gathers weights ahead of their layers; None where the overlap asks for none."""
         return Ahead(self.overlap.gather) if self.overlap.gather else None
-
-    @cached_property
-    def later(self) -> Later | None:
-        """What waits for sums of weights' gradients later in backward; None where the overlap asks for none."""
-        return Later(self.overlap.weight_gradient) if self.overlap.weight_gradient else None
 
     @cached_property
     def _workspace(self) -> Workspace:

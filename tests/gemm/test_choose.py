@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from summa3d.comm.grid import grids_of
+from summa3d.dtypes import dtype_of
 from summa3d.errors import ConfigError, GridError, ShapeError
 from summa3d.gemm import DistMatrix, matmul
-from summa3d.gemm.algorithms import ALGORITHMS
-from summa3d.gemm.choose import AWKWARD, choose
-from summa3d.gemm.forms import MEANS, lower_bound
-from summa3d.gemm.machine import Machine, calibrate, kind_of
+from summa3d.gemm.algorithms.registry import ALGORITHMS, algorithm_of
+from summa3d.gemm.cost.choose import AWKWARD, choose
+from summa3d.gemm.cost.machine import Machine, calibrate
+from summa3d.gemm.cost.mean import lower_bound
 
 RANKS = (8, 64, 512, 4096)
 SQUARE, MIXED, FLAT = (8192, 8192, 8192), (16384, 8192, 4096), (24576, 24576, 1536)
@@ -89,7 +90,7 @@ def test_closed_forms_are_the_mean_over_ranks(name, form):
     for ranks in (1, 4, 6, 8, 9, 16):
         for grid in found.grids(ranks):
             volume = found.volume(found.plan(form, 144 * 2, 144 * 3, 144), grid)
-            mean = MEANS[name](form, 144 * 2, 144 * 3, 144, grid)
+            mean = found.mean(form, 144 * 2, 144 * 3, 144, grid)
             messages = sum(cost.messages for cost in volume.costs()) / ranks
             turned = form == "tt" and name in ("summa", "cannon", "tesseract")  # their transposes are estimated
             assert float(mean.words) == pytest.approx(float(volume.mean_words), rel=0.35 if turned else 1e-12), (grid, ranks)
@@ -98,8 +99,9 @@ def test_closed_forms_are_the_mean_over_ranks(name, form):
     assert checked > 1
 
 
-def test_every_algorithm_has_its_closed_form():
-    assert set(MEANS) == set(ALGORITHMS)
+def test_every_plan_belongs_to_one_algorithm():
+    for found in ALGORITHMS.values():
+        assert algorithm_of(found.plan("nn", 2, 2, 2)) is found
 
 
 @pytest.mark.parametrize("ranks", [4093, 4096, 75277])
@@ -145,7 +147,7 @@ def test_bad_sizes_and_dtypes():
         with pytest.raises(ShapeError, match="must be a whole number"):
             choose(*sizes)
     for dtype in ("bool", "foo"):
-        with pytest.raises(ConfigError, match=f"dtype {dtype} has no product"):
+        with pytest.raises(ConfigError, match=f"dtype {dtype} is not supported by products"):
             choose(10, 10, 10, 4, dtype)
     with pytest.raises(ConfigError, match="memory_limit is '1GiB'; it takes a number of bytes"):
         choose(10, 10, 10, 4, memory_limit="1GiB")
@@ -153,8 +155,8 @@ def test_bad_sizes_and_dtypes():
 
 
 def test_dtypes_by_name_or_type():
-    assert kind_of(np.float32) == kind_of("float32") == kind_of(np.dtype("float32"))
-    assert kind_of("torch.bfloat16").nbytes == 2 and kind_of("complex64").flops == 8
+    assert dtype_of(np.float32) == dtype_of("float32") == dtype_of(np.dtype("float32"))
+    assert dtype_of("torch.bfloat16").nbytes == 2 and dtype_of("complex64").flops == 8
 
 
 def test_ranks_that_share_cores_gain_nothing_from_more():

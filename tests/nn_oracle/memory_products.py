@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from summa3d.autograd.products import gradient_plans
 from summa3d.errors import ConfigError
-from summa3d.gemm import volume_2d
-from summa3d.gemm.cuboid import CuboidPlan
-from summa3d.gemm.oned import OnedPlan, OnedRowPlan
-from summa3d.gemm.plan import ProductPlan
-from summa3d.gemm.summa import SummaPlan
-from summa3d.gemm.volume import block_words, without
+from summa3d.gemm.algorithms.cuboid import CuboidPlan
+from summa3d.gemm.algorithms.gradients import gradient_plans
+from summa3d.gemm.algorithms.oned import OnedPlan, OnedRowPlan
+from summa3d.gemm.algorithms.plan import ProductPlan
+from summa3d.gemm.algorithms.summa import SummaPlan
+from summa3d.gemm.cost import per_rank
+from summa3d.gemm.cost.volume import block_words, without
 from summa3d.layout.layout import Layout
 from summa3d.nn.schemes import Scheme
 
@@ -25,7 +25,7 @@ class Need:
     a, b, c : the blocks. kept_a, kept_b : what is kept for backward, beside the parameter B itself. forward : the most held from
     A to C, both included. backward : the most held from dC to dA and dB, all included. rooms : by name, the buffers that the
     executors share and keep from one call to the next. shares : by axis, of a slot of its node's memory. gathers : B gathered, in
-    flight ahead of the product. sends : the sum of dB in flight, beyond dB: less than nothing where both lie in a slot.
+    flight ahead of the product.
     """
 
     a: int
@@ -38,7 +38,6 @@ class Need:
     rooms: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, int] = field(default_factory=dict)
     gathers: int = 0
-    sends: int = 0
 
 
 def product_need(plan: ProductPlan, scheme: Scheme, word: int, staged: Collection[str] = (), device: bool = False) -> Need:
@@ -87,8 +86,8 @@ def _rooms(plan: SummaPlan, scheme: Scheme, half: bool, device: bool) -> dict[st
         layout.local_shape(extents, shape, at)
         for layout, extents in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
     )
-    cut = volume_2d.cuts(0, {"nn": plan.k, "nt": plan.n, "tn": plan.m}[form], shape[plan.x], shape[plan.y], plan.panel)
-    many = volume_2d.buffers(plan, cut) * cut.widest
+    cut = per_rank.cuts(0, {"nn": plan.k, "nt": plan.n, "tn": plan.m}[form], shape[plan.x], shape[plan.y], plan.panel)
+    many = per_rank.buffers(plan, cut) * cut.widest
     over_x, over_y = shape[plan.x] > 1, shape[plan.y] > 1
     sums, copies = (2 if half else 1), (2 if half and not device else 0)
     staying = {"nn": 0, "nt": prod(a), "tn": prod(b)}[form]
@@ -134,14 +133,13 @@ def _gathered(
         base + sum_a + (0 if keep else of_a.gathering()),
         base + sum_a + again_a + of_b.summand,
         base + sum_a + of_b.in_flight + (of_a.result if overlap.input_gradient and of_a.size > 1 else 0),
-        base + a + of_b.in_flight + (of_b.result if of_b.size > 1 and not overlap.weight_gradient else 0),
+        base + a + of_b.in_flight + (of_b.result if of_b.size > 1 else 0),
     )
     kept_a = of_a.whole if keep else a
     kept_b = of_b.whole if keep and of_b.size > 1 else 0
     shares = {axis: part.share for axis, part in ((plan.x, of_b), (plan.y, of_a), (plan.z, of_c)) if part.share}
     gathers = of_b.whole if ahead else 0
-    sends = of_b.in_flight - b if overlap.weight_gradient and of_b.size > 1 else 0
-    return Need(a, b, c, kept_a, kept_b, forward, backward, shares=shares, gathers=gathers, sends=sends)
+    return Need(a, b, c, kept_a, kept_b, forward, backward, shares=shares, gathers=gathers)
 
 
 @dataclass(frozen=True)
