@@ -11,12 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ASK_FOR_SHARED = """
-import inspect, mpi4py
-mpi4py.rc.initialize = False
-from summa3d.gemm import DistMatrix
-print("shared" in inspect.signature(DistMatrix.from_function).parameters)
-"""
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
@@ -49,20 +43,6 @@ def bench(ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
         on_ranks(ranks, ["-m", "summa3d", "bench", *arguments, "--json", str(file)])
         result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return result
-
-
-def shared_memory_offered() -> bool:
-    """Whether DistMatrix can put its blocks in memory that the ranks of a node share."""
-    done = subprocess.run([sys.executable, "-c", ASK_FOR_SHARED], env=environment(), capture_output=True, text=True)
-    return done.stdout.strip() == "True"
-
-
-def memories() -> tuple[str, ...]:
-    """The values of --shared that this checkout can run: without node-shared operands, and with."""
-    if shared_memory_offered():
-        return ("no", "yes")
-    note("DistMatrix offers no node-shared operands yet: measured without them only.")
-    return ("no",)
 
 
 def note(text: str) -> None:

@@ -23,7 +23,6 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=3072)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="P")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
-    parser.add_argument("--shared", choices=("no", "yes"), default="no", help="operands in node-shared memory")
     parser.add_argument("--again", type=int, default=1, help="how often a pair beyond is measured again; the last counts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -49,7 +48,7 @@ def main() -> None:
 
 def compare(m: int, n: int, k: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     """One pair: the pick, the fastest, and their quotient, by medians."""
-    sizes = ["--m", str(m), "--n", str(n), "--k", str(k), "--dtype", args.dtype, "--shared", args.shared]
+    sizes = ["--m", str(m), "--n", str(n), "--k", str(k), "--dtype", args.dtype]
     load = os.getloadavg()[0]
     result = bench(ranks, ["gemm", *sizes, "--every-grid", "--rounds", str(args.rounds)])
     times = {row["label"]: row["seconds"]["median"] for row in result["rows"]}

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import about, memories, on_ranks, save, verdict
+from common import about, on_ranks, save, verdict
 
 SIZE = 64
 GRIDS = ({"x": 1, "y": 1, "z": 2}, {"x": 1, "y": 2, "z": 1})
@@ -24,24 +24,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=1000, help="calls of each, ours and bare in turn")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--on-ranks", help=argparse.SUPPRESS)
+    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_ranks:
-        return measure(args.calls, args.on_ranks.split(","))
+        return measure(args.calls)
     load = os.getloadavg()[0]
-    result = json.loads(on_ranks(2, [__file__, "--calls", str(args.calls), "--on-ranks", ",".join(memories())]).splitlines()[-1])
+    result = json.loads(on_ranks(2, [__file__, "--calls", str(args.calls), "--on-ranks"]).splitlines()[-1])
     result["load"] = load
     print(about(result["machine"]))
     for row in result["rows"]:
         grid = ",".join(str(size) for size in row["grid"].values())
         bare = ", ".join(f"{name} {taken:.1f}" for name, taken in row["bare_us"].items())
-        memory = " shared" if row["shared"] else ""
-        print(f"{grid}{memory}: ours {row['ours_us']:.1f} µs; bare: {bare}; {row['overhead_us']:.1f} µs more than the fastest")
+        print(f"{grid}: ours {row['ours_us']:.1f} µs; bare: {bare}; {row['overhead_us']:.1f} µs more than the fastest")
         print("  " + verdict(f"at most {LIMIT:.0f} µs more, median of {args.calls} calls", row["overhead_us"] <= LIMIT))
     save(result, args.json)
 
 
-def measure(calls: int, memory: list[str]) -> None:
+def measure(calls: int) -> None:
     """Runs on every rank: each grid, ours and the bare calls in turn; rank 0 prints."""
     from summa3d.cli.main import start_mpi
 
@@ -53,16 +52,16 @@ def measure(calls: int, memory: list[str]) -> None:
     world = MPI.COMM_WORLD
     found = machine() if world.rank == 0 else {}
     sleep_until_all_are_here(world)
-    rows = [compare(world, grid, shared == "yes", calls) for grid in GRIDS for shared in memory]
+    rows = [compare(world, grid, calls) for grid in GRIDS]
     if world.rank == 0:
         print(json.dumps({"kind": "overhead", "machine": found, "calls": calls, "rows": rows}))
 
 
-def compare(world: Any, grid: dict[str, int], shared: bool, calls: int) -> dict[str, Any]:
+def compare(world: Any, grid: dict[str, int], calls: int) -> dict[str, Any]:
     """Medians in µs, the largest over ranks."""
     from summa3d.cli.contest import Entry, Problem, Runner
 
-    runner = Runner(Entry("cuboid", grid, Problem(SIZE, SIZE, SIZE), shared=shared), world)
+    runner = Runner(Entry("cuboid", grid, Problem(SIZE, SIZE, SIZE)), world)
     racers: dict[str, Callable[[], Any]] = {"ours": runner.run, **bare(world, runner, grid)}
     times: dict[str, list[float]] = {name: [] for name in racers}
     for call in range(calls + WARM_UPS):
@@ -75,7 +74,7 @@ def compare(world: Any, grid: dict[str, int], shared: bool, calls: int) -> dict[
     medians = {name: max(world.allgather(median(taken))) * 1e6 for name, taken in times.items()}
     ours = medians.pop("ours")
     runner.free()
-    return {"grid": grid, "shared": shared, "ours_us": ours, "bare_us": medians, "overhead_us": ours - min(medians.values())}
+    return {"grid": grid, "ours_us": ours, "bare_us": medians, "overhead_us": ours - min(medians.values())}
 
 
 def bare(comm: Any, runner: Any, grid: dict[str, int]) -> dict[str, Callable[[], Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import about, bench, memories, note, save, verdict
+from common import about, bench, note, save, verdict
 
 GRID, RANKS, THREADS = "x=2,y=2,z=2", 8, 2
 LIMIT = 1.2
@@ -22,10 +22,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds in each")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    size, known = str(args.size), memories()
-    memory = "both" if len(known) == 2 else known[0]
+    size = str(args.size)
     options = ["--m", size, "--n", size, "--k", size, "--dtype", args.dtype, "--rounds", str(args.rounds)]
-    options += ["--ceiling", str(THREADS), "--entry", f"cuboid:{GRID}", "--shared", memory]
+    options += ["--ceiling", str(THREADS), "--entry", f"cuboid:{GRID}"]
     runs: list[dict[str, Any]] = []
     for run in range(args.runs):
         runs.append(bench(RANKS, ["gemm", *options]))

@@ -10,14 +10,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import HERE, bench, memories, note, save, verdict
+from common import HERE, bench, note, save, verdict
 from scalapack import NotInstalled, Scalapack, Tuned
 
 from summa3d.cli.report import draw, table
 from summa3d.cli.runtime import usable_cores
 
 CASES = {"sq2048": (2048, 2048, 2048), "sq4096": (4096, 4096, 4096), "tall": (8192, 1024, 1024), "largek": (1024, 1024, 16384)}
-NAMES = {"no": "ours", "yes": "ours shared"}
+OURS = "ours"
 PEER = "ScaLAPACK"
 WITHIN = 1.02  # at P = 1, and where COSMA reaches LEVEL: behind by this much still counts as level
 LEVEL = 0.95
@@ -42,7 +42,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peer-blas", type=Path, metavar="FILE", help="a BLAS for ScaLAPACK instead of OpenBLAS, such as libmkl_rt.so"
     )
-    parser.add_argument("--shared", choices=("no", "yes", "both"), default="both", help="operands of ours in node-shared memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result; the plot goes beside it")
     return parser.parse_args()
 
@@ -50,21 +49,18 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     cases = dict(_case(text) for text in args.case or CASES)
-    shared = [memory for memory in memories() if args.shared in (memory, "both")]
-    if not shared:
-        raise SystemExit("--shared yes: this checkout's DistMatrix offers no node-shared operands.")
     try:
         library = Scalapack(args.peer_blas)
         note("ScaLAPACK's BLAS: " + ", ".join(library.libraries))
     except NotInstalled as missing:
         library = None
         note(f"ScaLAPACK is not compared: {missing}. Ours is compared with numpy alone.")
-    result: dict[str, Any] = {"kind": "versus", "peers": [NAMES[memory] for memory in shared] + ([PEER] if library else [])}
-    result["quotients"] = [f"{PEER} ÷ {NAMES[memory]}" for memory in shared] if library else []
+    result: dict[str, Any] = {"kind": "versus", "peers": [OURS, PEER] if library else [OURS]}
+    result["quotients"] = [f"{PEER} ÷ {OURS}"] if library else []
     result |= {"noted": ["COSMA"], "rows": [], "loads": [], "scalapack_blas": library.libraries if library else None}
     noted = json.loads((HERE / "cosma_fractions.json").read_text(encoding="utf-8"))
     races = [
-        Race(name, sizes, dtype, ranks, shared, library, args.blocks)
+        Race(name, sizes, dtype, ranks, library, args.blocks)
         for name, sizes in cases.items()
         for dtype in args.dtype or ("float64", "float32")
         for ranks in args.ranks
@@ -102,11 +98,10 @@ class Race:
         sizes: tuple[int, int, int],
         dtype: str,
         ranks: int,
-        shared: list[str],
         library: Scalapack | None,
         blocks: list[int],
     ) -> None:
-        self.name, self.sizes, self.dtype, self.ranks, self.shared = name, sizes, dtype, ranks, shared
+        self.name, self.sizes, self.dtype, self.ranks = name, sizes, dtype, ranks
         self.threads = min(ranks, usable_cores())
         self.tuned = Tuned(library, (ranks, sizes, dtype), blocks) if library else None
         self.rounds: list[dict[str, float]] = []
@@ -116,14 +111,12 @@ class Race:
     def round(self, repeat: int) -> dict[str, Any]:
         """Run each peer; returns what our ranks say of the machine."""
         m, n, k = map(str, self.sizes)
-        memory = "both" if len(self.shared) == 2 else self.shared[0]
-        options = ["--m", m, "--n", n, "--k", k, "--dtype", self.dtype, "--rounds", str(repeat), "--shared", memory]
+        options = ["--m", m, "--n", n, "--k", k, "--dtype", self.dtype, "--rounds", str(repeat)]
         ours = bench(self.ranks, ["gemm", *options, "--ceiling", str(self.threads)])
         times = {"ceiling": ours["ceiling"][0]["seconds"]["median"]}
-        for row in ours["rows"]:
-            peer = NAMES["yes" if row["shared"] else "no"]
-            times[peer] = row["seconds"]["median"]
-            self.settings[peer] = row["label"]
+        (row,) = ours["rows"]
+        times[OURS] = row["seconds"]["median"]
+        self.settings[OURS] = row["label"]
         if self.tuned:
             times[PEER], setting, blas = self.tuned.round(repeat)
             self.settings[PEER] = str(setting)
@@ -139,8 +132,7 @@ class Race:
     def row(self, noted: dict[str, dict[str, float]]) -> dict[str, Any]:
         """Medians over the rounds of times and of each round's quotients."""
         peers = [peer for peer in self.rounds[0] if peer != "ceiling"]
-        own_peers = [peer for peer in peers if peer != PEER] if PEER in peers else []
-        quotients = {f"{PEER} ÷ {own}": spread([one[PEER] / one[own] for one in self.rounds]) for own in own_peers}
+        quotients = {f"{PEER} ÷ {OURS}": spread([one[PEER] / one[OURS] for one in self.rounds])} if PEER in peers else {}
         cosma = noted.get(f"{self.name} {self.dtype}", {}).get(str(self.ranks))
         m, n, k = self.sizes
         return {
@@ -162,7 +154,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def remarks(result: dict[str, Any]) -> list[str]:
-    """What the run says of the claims, for operands with and without node-shared memory."""
+    """What the run says of the claims."""
     rows = result["rows"]
     cores = result["machine"]["cores"]
     lines = [f"numpy has min(P, {cores}) threads, on this machine's {cores} cores. COSMA: {result['noted_source']}."]
@@ -171,9 +163,7 @@ def remarks(result: dict[str, Any]) -> list[str]:
         speeds = [row["scalapack_blas"]["gflops_per_core"] for row in rows]
         kind = f" ({blas['core_type']})" if blas["core_type"] else ""
         lines.append(f"ScaLAPACK's BLAS: {blas['file']}{kind}, one core {median(speeds):.1f} float64 Gflop/s")
-    for own in (peer for peer in result["peers"] if peer != PEER):
-        lines += [f"{own}: {line}" for line in claims(rows, own)]
-    return lines
+    return [*lines, *(f"{OURS}: {line}" for line in claims(rows, OURS))]
 
 
 def claims(rows: list[dict[str, Any]], own: str) -> list[str]:

@@ -16,7 +16,7 @@ from .launch import Argument
 from .rows import Fused
 from .streams import taken_over
 
-HERE = Path(__file__).parent
+SOURCES = Path(__file__).parent / "cuda"
 FAMILIES = ("adamw", "columns", "dropout", "gelu", "loss", "norm", "rotary", "swiglu")
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
 KERNEL = re.compile(r"^(?:bias_)?(adamw|dropout|gelu|rotate|swiglu|sum_lanes)|(norm)_|^(row_maximum|cross_entropy)")
@@ -43,12 +43,12 @@ def source(family: str) -> str:
         if name in placed:
             return ""
         placed.add(name)
-        return expand((HERE / name).read_text(encoding="utf-8").replace("#pragma once\n", ""))
+        return expand((SOURCES / name).read_text(encoding="utf-8").replace("#pragma once\n", ""))
 
     def expand(text: str) -> str:
         return INCLUDE.sub(place, text)
 
-    return expand((HERE / f"{family}.cu").read_text(encoding="utf-8"))
+    return expand((SOURCES / f"{family}.cu").read_text(encoding="utf-8"))
 
 
 class CudaLauncher:

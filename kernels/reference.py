@@ -4,8 +4,8 @@
 # Next: summa3d/nn/norm.py and loss.py, which put the sums over the axis in between.
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,14 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from .mask import Mask
 
-if TYPE_CHECKING:
-    from .rows import StartSum
+
+class Sum(Protocol):
+    """A sum over ranks in flight."""
+
+    def wait(self) -> Tensor: ...
+
+
+StartSum = Callable[[Tensor], Sum]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,24 +3,12 @@
 # Next: norm.cu, loss.cu; dispatch.py, which chooses between these and reference.py.
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from .elements import Elements
 from .launch import THREADS, compute_dtype, matrix, row_threads, suffix
-from .reference import wide_dtype
-
-
-class Sum(Protocol):
-    """A sum over ranks in flight."""
-
-    def wait(self) -> Tensor: ...
-
-
-StartSum = Callable[[Tensor], Sum]
+from .reference import StartSum, wide_dtype
 
 
 class Fused(Elements):

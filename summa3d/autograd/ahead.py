@@ -3,6 +3,7 @@
 # Next: products.py, whose gathers come through here; nn/body.py, which has its forward followed.
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,13 @@ class Source:
         self.start: Callable[[Tensor], Pending] | None = None
         self.found: Sequence[Tensor] | None = None
         self.saved: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Source:
+        """A copied layer's source: it asks the copy for its weights, and has found none yet."""
+        copied = memo[id(self)] = copy.copy(self)
+        copied.ahead, copied.parts, copied.make = copy.deepcopy((self.ahead, self.parts, self.make), memo)
+        copied.start = copied.found = copied.saved = None
+        return copied
 
     def forget(self) -> None:
         """Hold no tensor any longer."""
@@ -126,8 +134,12 @@ class Ahead:
 
     def follow(self, module: nn.Module) -> None:
         """From now on each forward of `module` is a pass. A followed module inside another is part of the other's."""
-        module.register_forward_pre_hook(lambda module, inputs: self._begin())
-        module.register_forward_hook(lambda module, inputs, output: self._end(), always_call=True)
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ahead:
+        """A copied model's own: nothing in flight, no order recorded yet. The hooks of `follow` are copied with the module."""
+        return Ahead(self.depth)
 
     def forget(self) -> None:
         """Record the order of use anew, where it is known to change."""
@@ -155,7 +167,7 @@ class Ahead:
             engine.queue_callback(self._end_backward)
         return self._backward
 
-    def _begin(self) -> None:
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
         self._inside += 1
         if self._inside > 1:
             return
@@ -166,7 +178,7 @@ class Ahead:
         self._forward = _Pass(self._order.get(False, []), self.depth, False)
         self._forward.start_ahead()
 
-    def _end(self) -> None:
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._inside -= 1
         if self._inside == 0 and self._forward is not None:
             self._forward.land()

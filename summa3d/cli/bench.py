@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--dtype", choices=DTYPES, default="float64")
         kind.add_argument("--algorithm", action="append", metavar="NAME", help=NAMED)
         kind.add_argument("--rounds", type=int, default=7, help="rounds that count, after one that does not")
-        kind.add_argument("--shared", choices=("no", "yes", "both"), default="no", help="operands in node-shared memory")
         kind.add_argument(
             "--ceiling",
             type=int,
@@ -104,17 +103,15 @@ def _product_result(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
     args.device = requested_device(args.device)
     threads = 0 if args.ceiling is None else args.ceiling or usable_cores()
-    check_places(args.device, args.dtype, args.shared, threads)
+    check_ceiling(args.device, args.dtype, threads)
     if args.device == "cuda":
         take_device(MPI.COMM_WORLD)
     entries = list(MAKERS[args.kind](args, MPI.COMM_WORLD.size))
     return {"kind": args.kind, **race(entries, MPI.COMM_WORLD, args.rounds, threads, args.trace, ranges_for(args))}
 
 
-def check_places(device: str, dtype: str, shared: str, ceiling: int) -> None:
-    """Raise ConfigError where operands cannot lie as asked, or the ceiling, numpy's product on the host, means nothing."""
-    if device != "cpu" and shared != "no":
-        raise ConfigError(f"--shared {shared}: the memory that ranks share is the host's; with --device {device} take no.")
+def check_ceiling(device: str, dtype: str, ceiling: int) -> None:
+    """Raise ConfigError where the ceiling, numpy's product on the host, means nothing."""
     if ceiling and (device != "cpu" or dtype in HALVES):
         raise ConfigError(
             f"--ceiling is numpy's product on the host, which says nothing of {dtype} on {device}. "
@@ -132,23 +129,18 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _memory(args: argparse.Namespace) -> tuple[bool, ...]:
-    return {"no": (False,), "yes": (True,), "both": (False, True)}[args.shared]
-
-
 def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
     """What --entry names, then what --algorithm names; without either, the library's own choice."""
     from .contest import Entry, Problem
 
     problem = Problem(args.m, args.n, args.k, args.form, args.dtype, args.device)
-    for shared in _memory(args):
-        for text in args.entry:
-            name, grid, options = parse_entry(text, problem, ranks)
-            yield Entry(name, grid, problem, options, shared)
-        if args.every_grid:
-            yield from every_grid(problem, ranks, shared)
-        elif args.algorithm or not args.entry:
-            yield from _of_algorithms(args.algorithm, problem, ranks, shared)
+    for text in args.entry:
+        name, grid, options = parse_entry(text, problem, ranks)
+        yield Entry(name, grid, problem, options)
+    if args.every_grid:
+        yield from every_grid(problem, ranks)
+    elif args.algorithm or not args.entry:
+        yield from _of_algorithms(args.algorithm, problem, ranks)
 
 
 def strong_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
@@ -175,55 +167,53 @@ def _scaling(args: argparse.Namespace, ranks: int, sizes: Callable[[int], tuple[
     counts = args.ranks or sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)})
     if max(counts) > ranks:
         raise ConfigError(f"--ranks asks for {max(counts)}; {ranks} were started.")
-    for shared in _memory(args):
-        for count in counts:
-            problem = Problem(*sizes(count), args.form, args.dtype, args.device)
-            yield from _of_algorithms(args.algorithm, problem, count, shared)
+    for count in counts:
+        problem = Problem(*sizes(count), args.form, args.dtype, args.device)
+        yield from _of_algorithms(args.algorithm, problem, count)
 
 
-def _of_algorithms(names: list[str] | None, problem: Any, ranks: int, shared: bool) -> Iterator[Any]:
+def _of_algorithms(names: list[str] | None, problem: Any, ranks: int) -> Iterator[Any]:
     """An entry for each algorithm named, on its grid of fewest words; those that cannot use so many ranks are left out."""
-    from ..gemm.algorithms import ALGORITHMS, algorithm
+    from ..gemm.algorithms.registry import ALGORITHMS, algorithm
     from .contest import Entry, fewest_words
 
     if not names:
-        yield own_choice(problem, ranks, shared)
+        yield own_choice(problem, ranks)
         return
     several = ALL in names or len(names) > 1
     for name in ALGORITHMS if ALL in names else names:
         found = algorithm(name, None if several else ranks)
         if found.grids(ranks):
-            yield Entry(found.name, fewest_words(found, problem, ranks), problem, shared=shared)
+            yield Entry(found.name, fewest_words(found, problem, ranks), problem)
 
 
-def own_choice(problem: Any, ranks: int, shared: bool = False) -> Any:
+def own_choice(problem: Any, ranks: int) -> Any:
     """What the library takes for this product when nobody says; it may leave ranks idle. Collective over all ranks."""
     from mpi4py import MPI
 
     from ..comm.node import in_one_node
-    from ..gemm.choose import choose
-    from ..gemm.machine import Machine
+    from ..gemm.cost.choose import choose
+    from ..gemm.cost.machine import Machine
     from .contest import Entry
 
     machine = Machine(node=problem.device == "cpu" and in_one_node(MPI.COMM_WORLD))
     choice = choose(problem.m, problem.n, problem.k, ranks, problem.dtype, form=problem.form, machine=machine)
-    return Entry(choice.algorithm, choice.grid, problem, shared=shared, chosen=True)
+    return Entry(choice.algorithm, choice.grid, problem, chosen=True)
 
 
-def every_grid(problem: Any, ranks: int, shared: bool) -> Iterator[Any]:
+def every_grid(problem: Any, ranks: int) -> Iterator[Any]:
     """The library's choice, then all others on exactly `ranks` ranks: each algorithm on each grid that copies no operand."""
-    from ..gemm.algorithms import ALGORITHMS
+    from ..gemm.algorithms.registry import ALGORITHMS
     from .contest import Entry
 
-    chosen = own_choice(problem, ranks, shared)
+    chosen = own_choice(problem, ranks)
     yield chosen
     for name, found in ALGORITHMS.items():
         plan = found.plan(problem.form, problem.m, problem.n, problem.k)
-        split = plan.a_layout.axes & plan.b_layout.axes & plan.c_layout.axes
         for grid in found.grids(ranks):
-            spread = all(size == 1 or axis in split for axis, size in grid.items())
+            spread = all(size == 1 or axis in plan.split_by_all for axis, size in grid.items())
             if spread and (name, grid) != (chosen.algorithm, chosen.grid):
-                yield Entry(name, grid, problem, shared=shared)
+                yield Entry(name, grid, problem)
 
 
 def parse_entry(text: str, problem: Any, ranks: int) -> tuple[str, dict[str, int], dict[str, Any]]:
@@ -231,7 +221,7 @@ def parse_entry(text: str, problem: Any, ranks: int) -> tuple[str, dict[str, int
 
     Raises ConfigError for an algorithm, an axis or an option that is not known.
     """
-    from ..gemm.algorithms import algorithm
+    from ..gemm.algorithms.registry import algorithm
     from .contest import fewest_words
 
     name, _, rest = text.partition(":")

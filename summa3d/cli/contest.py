@@ -20,7 +20,7 @@ from ..comm.places import placed, settle
 from ..comm.ranges import Ranges
 from ..comm.trace import Trace, write
 from ..errors import ConfigError
-from ..gemm.algorithms import Algorithm, algorithm
+from ..gemm.algorithms.registry import Algorithm, algorithm
 from ..gemm.matrix import DistMatrix
 from ..libraries import library
 from .clock import Clock
@@ -56,14 +56,13 @@ class Problem:
 class Entry:
     """Who races: an algorithm on a grid of the first ranks, with its options.
 
-    `shared` puts the operands in node-shared memory; `chosen` marks what the library takes when nobody says.
+    `chosen` marks what the library takes when nobody says.
     """
 
     algorithm: str
     grid: Mapping[str, int]
     problem: Problem
     options: Mapping[str, Any] = field(default_factory=dict)
-    shared: bool = False
     chosen: bool = False
 
     @property
@@ -72,7 +71,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        extra = [f"{name}={value}" for name, value in self.options.items()] + (["shared"] if self.shared else [])
+        extra = [f"{name}={value}" for name, value in self.options.items()]
         return " ".join([f"{self.algorithm} {describe(self.grid)}", *extra])
 
 
@@ -107,7 +106,7 @@ class Runner:
         self.clock = Clock(self.grid)
         self.executor = found.executor(self.plan, self.grid)
         self.a, self.b, self.c = (
-            DistMatrix.from_function(element, shape, self.grid, layout, problem.dtype, entry.shared)
+            DistMatrix.from_function(element, shape, self.grid, layout, problem.dtype)
             for shape, layout in (
                 (self.plan.a_shape, self.plan.a_layout),
                 (self.plan.b_shape, self.plan.b_layout),
@@ -246,7 +245,6 @@ def _row(entry: Entry, seconds: list[float], moved: Mapping[str, int]) -> dict[s
     who = {"algorithm": entry.algorithm, "grid": dict(entry.grid), "options": dict(entry.options), "label": entry.label}
     return {
         **who,
-        "shared": entry.shared,
         "chosen": entry.chosen,
         "ranks": entry.ranks,
         **asdict(entry.problem),

@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from ..comm.arrays import DEVICES, HALVES, numpy_dtype
 from ..errors import ConfigError
-from .runtime import on_all_cores, shared_memory_free, usable_cores
+from .runtime import on_all_cores, usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for, show
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int32")
@@ -24,7 +24,7 @@ FORMS = tuple(first + second for first in "ntc" for second in "ntc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ..gemm.algorithms import ALGORITHMS, ALIASES
+    from ..gemm.algorithms.registry import ALGORITHMS, ALIASES
 
     parser.description = "Multiply C = alpha·op(A)·op(B) + beta·C on a grid of MPI ranks; print time, words moved and error."
     for size in ("m", "n", "k"):
@@ -36,12 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--form", choices=FORMS, default="nn", help="op of A and B: n as is, t transpose, c conjugate transpose")
     parser.add_argument("--dtype", choices=DTYPES, default="float64")
     parser.add_argument("--panel", type=int, help="panel width of summa, tesseract and ca25d; default: uncut")
-    parser.add_argument(
-        "--memory",
-        choices=("auto", "shared", "private"),
-        default="auto",
-        help="shared: operands in node-shared memory, so that the cuboid's gathers are views; auto: where ranks share a node",
-    )
     parser.add_argument("--device", choices=DEVICES, help="where the operands lie; default: SUMMA3D_DEVICE, else cpu")
     parser.add_argument("--transport", help="what carries device arrays; default: SUMMA3D_TRANSPORT, else auto")
     parser.add_argument("--alpha", type=float, default=1.0)
@@ -87,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
 def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, int]]:
     """The algorithm, its plan and its grid: what the command line says, and what it leaves open by the chooser."""
     from ..comm.node import in_one_node
-    from ..gemm.algorithms import ALGORITHMS
-    from ..gemm.algorithms import algorithm as named
-    from ..gemm.choose import choose
-    from ..gemm.machine import Machine
+    from ..gemm.algorithms.registry import ALGORITHMS
+    from ..gemm.algorithms.registry import algorithm as named
+    from ..gemm.cost.choose import choose
+    from ..gemm.cost.machine import Machine
 
     if args.grid is None:
         if args.panel is not None and args.algorithm is None:
@@ -125,9 +119,8 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
     result: dict[str, Any] = {}
     if not idle or world.rank < used:
         with Grid(comm, shape, transport=args.transport) as grid:
-            shared = shares_memory(args, algorithm, grid)
             a, b, c = (
-                DistMatrix.from_function(element(args.dtype), extent, grid, layout, args.dtype, shared)
+                DistMatrix.from_function(element(args.dtype), extent, grid, layout, args.dtype)
                 for extent, layout in (
                     (plan.a_shape, plan.a_layout),
                     (plan.b_shape, plan.b_layout),
@@ -136,36 +129,14 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
             )
             for operand in (a, b, c):
                 operand.block = placed(operand.block, args.device)
-            result = timed_and_counted(args, algorithm, plan, a, b, c, shared)
+            result = timed_and_counted(args, algorithm, plan, a, b, c)
     sleep_until_all_are_here(world)
     return result
 
 
-def shares_memory(args: argparse.Namespace, algorithm: Any, grid: Any) -> bool:
-    """Whether operands lie in node-shared memory. `auto` wants the cuboid, one node, and room for them."""
-    if args.device != "cpu":
-        if args.memory == "shared":
-            raise ConfigError(f"--memory shared is the node's, on the host; with --device {args.device} take --memory private.")
-        return False
-    if args.memory != "auto":
-        if args.memory == "shared" and algorithm.name != "cuboid":
-            raise ConfigError(f"--memory shared means nothing to {algorithm.name}; the cuboid reads operands where they lie.")
-        return bool(args.memory == "shared")
-    words = args.m * args.k + args.k * args.n + args.m * args.n
-    return (
-        algorithm.name == "cuboid"
-        and grid.size > 1
-        and len(set(grid.nodes)) == 1
-        and bool(grid.comm.bcast(words * numpy_dtype(args.dtype).itemsize < shared_memory_free() / 2))
-    )
-
-
-def timed_and_counted(
-    args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any, shared: bool
-) -> dict[str, Any]:
+def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any) -> dict[str, Any]:
     """Time a reused executor; count its words, messages and workspace; check its result if asked."""
     from ..comm.places import settle
-    from ..gemm import volume
     from .clock import Clock
 
     grid, old, factors = a.grid, c.block.copy(), (scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype))
@@ -189,11 +160,7 @@ def timed_and_counted(
         settle(c.block)
         show_once(args, clock, once)
     on_device = args.device == "cuda"
-    costs = (
-        volume.of_plan(plan, grid.shape, args.dtype, shared, grid.staged, on_device)
-        if algorithm.name == "cuboid"
-        else algorithm.volume(plan, grid.shape, args.dtype, on_device)
-    )
+    costs = algorithm.volume(plan, grid.shape, args.dtype, grid.staged, on_device)
     words, messages, workspace = (grid.comm.allgather(value) for value in (moved.words, moved.messages, peak))
     serial_seconds: list[float] = []
     error = relative_error(args, plan, c, serial_seconds) if args.check else None
@@ -207,7 +174,6 @@ def timed_and_counted(
         "n": args.n,
         "k": args.k,
         "dtype": args.dtype,
-        "memory": "shared" if shared else "private",
         "seconds": times,
         "gflops": flops / times["median"] / 1e9,
         "words_per_rank": max(words),
@@ -304,7 +270,7 @@ def table(result: dict[str, Any]) -> str:
     formula = result["words_per_rank_formula"]
     lines = [
         f"{result['algorithm']} {result['form']} {result['m']}×{result['n']}×{result['k']} {result['dtype']}, "
-        f"{result['memory']} memory, on {result['grid']}",
+        f"on {result['grid']}",
         f"time      {middle:.2f} ms (min {low:.2f}, max {high:.2f}), {result['gflops']:.1f} Gflop/s",
         f"words     {result['words_per_rank']:,} per rank (formula {formula:,}), mean {result['words_mean']:,.1f}",
         f"messages  {result['messages_per_rank']} per rank",

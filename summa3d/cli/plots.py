@@ -55,10 +55,9 @@ def weak(axes: Any, result: Mapping[str, Any]) -> None:
 
 def _lines(axes: Any, result: Mapping[str, Any]) -> None:
     rows = sorted(result["rows"], key=lambda row: row["ranks"])
-    for name, shared in sorted({(row["algorithm"], row["shared"]) for row in rows}):
-        own = [row for row in rows if (row["algorithm"], row["shared"]) == (name, shared)]
-        label = f"{name}, shared memory" if shared else name
-        axes.plot([row["ranks"] for row in own], [scaling(row, rows) for row in own], "o-", label=label)
+    for name in sorted({row["algorithm"] for row in rows}):
+        own = [row for row in rows if row["algorithm"] == name]
+        axes.plot([row["ranks"] for row in own], [scaling(row, rows) for row in own], "o-", label=name)
     counts = sorted({row["ranks"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])

@@ -130,8 +130,8 @@ def gemm_table(result: Mapping[str, Any]) -> list[str]:
 
 
 def first_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The row of the same algorithm and memory on the fewest ranks: what scaling is measured from."""
-    same = [other for other in rows if (other["algorithm"], other["shared"]) == (row["algorithm"], row["shared"])]
+    """The row of the same algorithm on the fewest ranks: what scaling is measured from."""
+    same = [other for other in rows if other["algorithm"] == row["algorithm"]]
     return min(same, key=lambda other: int(other["ranks"]))
 
 
@@ -142,7 +142,7 @@ def scaling(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
 
 def scaling_table(result: Mapping[str, Any]) -> list[str]:
     """Rank count by rank count: time, speed, and how much faster than on the fewest ranks."""
-    rows = sorted(result["rows"], key=lambda row: (row["algorithm"], row["shared"], row["ranks"]))
+    rows = sorted(result["rows"], key=lambda row: (row["algorithm"], row["ranks"]))
     header = ("algorithm and grid", "ranks", "m×n×k", "median ms", "Gflop/s", "speed-up", "per rank", "of ceiling", "words/rank")
     cells = [
         (

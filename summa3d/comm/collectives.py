@@ -25,6 +25,7 @@ from .arrays import (
     into_problem,
     is_contiguous,
     is_half,
+    is_writable,
     overlap,
     share,
     sum_parts,
@@ -35,11 +36,10 @@ from .checks import Checks
 from .ledger import Ledger
 from .node import NodeRule, Ring, staged_dtype
 from .pending import Pending, completed
-from .shared import SharedViews
 from .transport import Carriers
 
 
-class Axis(SharedViews, Accounted, Checks):
+class Axis(Accounted, Checks):
     """One axis of a grid, or a plane of several, seen from this rank: its size, this rank's index, and its collectives.
 
     Arrays are numpy arrays, CuPy arrays or torch tensors; those of a call lie all on the host or all on a device. `sizes` are
@@ -63,8 +63,10 @@ class Axis(SharedViews, Accounted, Checks):
         self.names, self.size, self.index, self.comm, self.ledger, self.check = names, size, index, comm, ledger, check
         self.label = "·".join(names)
         self.carriers = Carriers() if carriers is None else carriers
-        self._shared = {}
         self._node = node if size > 1 else None
+
+    def __deepcopy__(self, memo: object) -> Axis:
+        return self  # a copied layer communicates over the same grid's axes
 
     def __repr__(self) -> str:
         return f"Axis({self.label}: {self.index} of {self.size})"
@@ -177,6 +179,8 @@ class Axis(SharedViews, Accounted, Checks):
         """`receive`, in flight."""
         if not is_contiguous(array):
             raise ShapeError("receive overwrites its array in place, so the array must be C-contiguous.")
+        if not is_writable(array):
+            raise ShapeError("receive overwrites its array in place, and this one is read-only.")
         wall, cpu = time.perf_counter(), time.thread_time()
         comm = self._peer_comm("receive", source)
         requests = self.carriers.between_two(array).receive(comm, array, source, tag)
@@ -297,7 +301,10 @@ class Axis(SharedViews, Accounted, Checks):
     def _broadcast(self, array: Array, root: int, blocking: bool) -> Pending:
         if self.size == 1:
             return completed(array)
-        self._check("broadcast", array, {"shape": tuple(array.shape), "root": root}, self._root_problem(root))
+        problem = self._root_problem(root)
+        if problem is None and self.index != root and not is_writable(array):
+            problem = "broadcast overwrites its array in place, and this one is read-only."
+        self._check("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
         wall, cpu = time.perf_counter(), time.thread_time()
         received = self.index != root
         words = count(array) if received else 0
@@ -368,7 +375,7 @@ class Axis(SharedViews, Accounted, Checks):
     @property
     def ring(self) -> Ring | None:
         """The slots of node-shared memory of this axis (made at the first use, which is collective); None where it has none."""
-        return None if self._node is None else self._node.ring(self.comm)
+        return None if self._node is None else self._node.ring(self.comm, self.label)
 
     def room(self, shape: Sequence[int], like: Array) -> Array | None:
         """Shared memory to fill, which `reduce_scatter` sums without a copy if it comes next; None where there is none."""

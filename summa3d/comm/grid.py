@@ -125,7 +125,7 @@ class Grid:
         return self._line(self.names, self.comm) if self.inside else self._axis(self.names)
 
     def _line(self, names: tuple[str, ...], comm: MPI.Intracomm) -> Axis:
-        key = (*names, "in the order of ranks")
+        key = (*names, "in the order of the grid's ranks" if comm is self.comm else "in the order of the communicator")
         if key not in self._axes:
             self._check_in_use()
             self._axes[key] = Axis(names, comm.size, comm.rank, comm, self.ledger, self.check, carriers=self._carriers())
@@ -205,7 +205,6 @@ class Grid:
             return
         self.freed = True
         for axis in self._axes.values():
-            axis.free()
             axis.carriers.free()
             if axis.comm not in (self.comm, self.common, MPI.COMM_SELF):
                 axis.comm.Free()

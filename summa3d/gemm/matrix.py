@@ -1,6 +1,5 @@
-# A distributed matrix: this rank's block, who owns what, the grid, the global shape; and `matmul` on such matrices.
-# Imports layout, dispatch; norms, files and picture where they are asked for.
-# Next: dispatch.py (which product), layout/redistribute.py (from any ownership to any other), norms.py, files.py.
+"""A distributed matrix: this rank's block, the layout, the grid, the global shape; and `matmul` of such matrices."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,14 +13,13 @@ import numpy as np
 from ..comm.arrays import Array, cast, dtype_name, empty, is_half, is_torch, kind_of, library_of, numpy_dtype
 from ..comm.convert import converted
 from ..comm.grid import Grid
-from ..errors import LayoutError, ShapeError
+from ..errors import ConfigError, LayoutError, ShapeError
 from ..layout.cyclic import BlockCyclic, Ownership, ownership
 from ..layout.distribute import collect
 from ..layout.layout import Layout
 from ..layout.redistribute import redistribute, taken
-from .dispatch import product_of
-from .operands import is_whole
-from .shared import empty_shared
+from .algorithms.checks import agree_on_out, is_whole
+from .recognise import product_of
 
 
 @dataclass(eq=False, repr=False)
@@ -68,15 +66,19 @@ class DistMatrix:
         grid: Grid,
         layout: Ownership | str,
         dtype: np.typing.DTypeLike = np.float64,
-        shared: bool = False,
+        shared: None = None,
     ) -> DistMatrix:
         """A matrix given by its global indices, each rank computing its own block. Moves nothing.
 
         `function` is called once with the block's global row indices [r, 1] and column indices [1, c] and returns [r, c].
-        With `shared` (collective) the blocks of the axis that splits the rows last lie in one stretch of node-shared memory,
-        so that gathering them along it is a view; `grid.free()` gives the memory back. Raises GridError where that axis
-        leaves the node. `dtype` is one of numpy's, or the name bfloat16 where ml_dtypes is installed.
+        `dtype` is one of numpy's, or the name bfloat16 where ml_dtypes is installed. `shared` is retired; giving it raises
+        ConfigError, which names its successor.
         """
+        if shared is not None:
+            raise ConfigError(
+                f"from_function no longer takes shared={shared}: a grid uses the memory of a node by itself. "
+                "Leave shared out; Grid(comm, axes, node_memory=True) always uses the node's memory, node_memory=False never."
+            )
         _check_sizes(shape)
         layout = ownership(layout)
         dtype = numpy_dtype(dtype)
@@ -84,7 +86,7 @@ class DistMatrix:
         values = np.broadcast_to(function(rows[:, None], columns[None, :]), (len(rows), len(columns)))
         if np.iscomplexobj(values) and dtype.kind != "c":
             raise ShapeError(f"The function's values are complex, and dtype {dtype} is not. Give it a complex dtype.")
-        block = empty_shared(shape, grid, layout, dtype) if shared else np.empty(values.shape, dtype)
+        block = np.empty(values.shape, dtype)
         block[...] = values
         return cls(block, layout, grid, (shape[0], shape[1]))
 
@@ -268,7 +270,8 @@ def matmul(
         roles), or the .T of what it lists for the form with the other op
     form : nn, nt, tn or tt: op is none (n) or the transpose (t); with c, where the algorithm has it, the conjugate transpose
     algorithm : a name from `algorithms.ALGORITHMS`; None takes the first whose layouts these are, the cuboid before all
-    out : C, overwritten in place; needed for β ≠ 0. Its block lies apart from those of a and b
+    out : C, overwritten in place; needed for β ≠ 0. Its blocks can be written and lie apart from those of a and b, on which the
+        ranks agree first, by one message round of a byte
     options : of the algorithm, such as panel=256 for summa
 
     Returns C in the plan's layout. The cuboid's is m:(x,z) n:y, so that products chain: C has the layout of an A whose y and z
@@ -292,6 +295,8 @@ def matmul(
         product = f"the product is {plan.c_shape[0]}×{plan.c_shape[1]} in {plan.c_layout} on {a.grid}"
         raise LayoutError(f"out is {out.summary}; {product}.")
     if a.grid.inside:
+        if out is not None:
+            agree_on_out(a.grid.comm, out.block, a.block, b.block)
         block = found.executor(plan, a.grid).run(a.block, b.block, None if out is None else out.block, alpha, beta)
     else:
         block = empty((0, 0), a.block)

@@ -17,7 +17,7 @@ from ..layout.layout import Layout
 from .config import ModelConfig
 from .dropout import Batch, Dropout
 from .joined import Joined
-from .linear import Linear, added
+from .linear import Linear
 from .mask import Visible
 from .rotary import Rotary
 from .schemes import Scheme
@@ -79,14 +79,13 @@ class SelfAttention(nn.Module):
         self.out = Linear(config.hidden, config.hidden, scheme, inner, std=out_std, dtype=dtype)
         self.core = AttentionCore(config.heads, config.traits.causal, config.attention_dropout, name, scheme, inner)
 
-    def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
-        return added(*self.handed_on(x, batch, visible))
-
-    def handed_on(self, x: Tensor, batch: Batch, visible: Visible) -> tuple[Tensor, Tensor | None]:
-        """As Linear's: Y, or Y without the output's bias, and that."""
+    def forward(
+        self, x: Tensor, batch: Batch, visible: Visible, skip_bias_add: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Y's block for X's, or with `skip_bias_add` (Y without the output's bias, that bias), as in Linear."""
         qkv = self.scheme.batch_first(self.qkv(x)).unflatten(-1, (-1, 3, self.size))  # [b/(XZ), s, a/Y, 3, d]
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [b/(XZ), a/Y, s, d]
-        return self.out.handed_on(_stored(self.core(q, k, v, batch, visible), self.scheme))  # [b/(XY), s, h/Z]
+        return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme), None, skip_bias_add)  # [b/(XY), s, h/Z]
 
 
 class GroupedAttention(nn.Module):
@@ -113,17 +112,16 @@ class GroupedAttention(nn.Module):
         self.rotary = Rotary(self.size, config)
         self.core = AttentionCore(config.heads, config.traits.causal, config.attention_dropout, name, scheme, inner)
 
-    def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
-        return added(*self.handed_on(x, batch, visible))
-
-    def handed_on(self, x: Tensor, batch: Batch, visible: Visible) -> tuple[Tensor, Tensor | None]:
-        """As Linear's."""
+    def forward(
+        self, x: Tensor, batch: Batch, visible: Visible, skip_bias_add: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Y's block for X's, or with `skip_bias_add` (Y, None)."""
         q, kv = (self.scheme.batch_first(part) for part in self.joined(x))  # [b/(XZ), s, h/Y], [b/(XZ), s, 2·kv·d/Y]
         kv = all_gather(kv, self.run, 2, [kv.shape[2]] * self.run.size)
         q = q.unflatten(-1, (-1, self.size)).transpose(1, 2)  # [b/(XZ), a/Y, s, d]
         k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (-1, 2, self.size)).unbind(3))  # [b/(XZ), kv/Y, s, d]
         q, k = self.rotary(q, k)
-        return self.out.handed_on(_stored(self.core(q, k, v, batch, visible), self.scheme))  # [b/(XY), s, h/Z]
+        return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme), None, skip_bias_add)  # [b/(XY), s, h/Z]
 
 
 def run_sharing_a_head(config: ModelConfig, scheme: Scheme, inner: Layout) -> Axis:

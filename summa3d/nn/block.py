@@ -34,13 +34,18 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(config.dropout, f"{name}.mlp_branch", scheme, scheme.stream)
 
     def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        skip = True  # both branches return their last bias, and `_add` fuses it
         if self.post_norm:
-            x = self.attention_norm(self._joined(self.attention_dropout, self.attention.handed_on(x, batch, visible), batch, x))
-            return self.mlp_norm(self._joined(self.mlp_dropout, self.mlp.handed_on(x), batch, x))
-        # No name for a branch: it would be held while the next one runs.
-        x = self._joined(self.attention_dropout, self.attention.handed_on(self.attention_norm(x), batch, visible), batch, x)
-        return self._joined(self.mlp_dropout, self.mlp.handed_on(self.mlp_norm(x)), batch, x)
+            x = self.attention_norm(
+                self._add(self.attention_dropout, self.attention(x, batch, visible, skip_bias_add=skip), batch, x)
+            )
+            return self.mlp_norm(self._add(self.mlp_dropout, self.mlp(x, skip_bias_add=skip), batch, x))
+        # A branch gets no name: a name would hold it while the next one runs.
+        x = self._add(
+            self.attention_dropout, self.attention(self.attention_norm(x), batch, visible, skip_bias_add=skip), batch, x
+        )
+        return self._add(self.mlp_dropout, self.mlp(self.mlp_norm(x), skip_bias_add=skip), batch, x)
 
-    def _joined(self, dropout: Dropout, branch: tuple[Tensor, Tensor | None], batch: Batch, stream: Tensor) -> Tensor:
-        """The stream with a branch, which hands its last bias on, dropped and added."""
-        return dropout(branch[0], (batch.sequence, self.hidden), batch, stream, branch[1])
+    def _add(self, dropout: Dropout, branch: tuple[Tensor, Tensor | None], batch: Batch, residual: Tensor) -> Tensor:
+        """residual + dropout(branch + its last bias), in one kernel on a device."""
+        return dropout(branch[0], (batch.sequence, self.hidden), batch, residual, branch[1])

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from summa3d.kernels import dispatch as kernel
+from summa3d.kernels import dispatch
 from summa3d.kernels.mask import Mask
 
 from ..layout.layout import Layout
-from .linear import added
 from .random import keep_mask, key
 from .schemes import Scheme
 
@@ -37,17 +36,19 @@ class Batch:
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, bias: Tensor | None, mask: Mask, probability: float) -> Tensor:
-        kept = kernel.dropout_mask(x, mask)
+        kept = dispatch.kernels_for(x).dropout_mask(x, mask)
         ctx.save_for_backward(*([kept] if isinstance(kept, Tensor) else []))
         ctx.mask, ctx.probability = kept if isinstance(kept, Mask) else None, probability
-        return kernel.dropout_add(x, kept, probability, residual, bias)
+        return dispatch.kernels_for(x).dropout_add(x, kept, probability, residual, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept = ctx.saved_tensors[0] if ctx.mask is None else ctx.mask
         of_x, of_residual, of_bias, *_ = ctx.needs_input_grad
-        grads = kernel.dropout_gradient(grad, kept, ctx.probability, of_bias) if of_x or of_bias else (None, None)
+        grads = (
+            dispatch.kernels_for(grad).dropout_gradient(grad, kept, ctx.probability, of_bias) if of_x or of_bias else (None, None)
+        )
         return grads[0], grad if of_residual else None, grads[1], None, None
 
 
@@ -70,7 +71,7 @@ class Dropout(nn.Module):
         A block of three dims lies as the scheme stores it. bias : of x's last dim, if it is still to be added to x.
         """
         if not self.training or self.probability == 0:
-            x = added(x, bias)
+            x = x if bias is None else x + bias
             return x if residual is None else residual + x
         grid = self.scheme.grid
         rows, *rest = self.layout.slices((batch.rows, *shape), grid.shape, grid.coordinates)

@@ -2,8 +2,6 @@
 # Next: gpt.py.
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,6 +11,7 @@ from ..autograd.collectives import all_gather, all_reduce, reduce_scatter, sum_g
 from ..autograd.matmul import matmul
 from ..autograd.products import Product
 from ..layout.layout import Layout, split_sizes
+from .layer_cache import LayerCache
 from .parameter import ShardedParameter, new_parameter
 from .schemes import Scheme
 
@@ -24,6 +23,7 @@ class Embedding(nn.Module):
     As the scheme's `lookup` says, the table is gathered along one axis, each rank looks up the part of the vocabulary it then
     holds, and what was found is summed over the ranks that hold other parts. Words forward and backward: cuboid
     [(X−1)vh + (Y−1)bsh]/P; summa (R−1)vh/P; oned 2(P−1)/P·bsh forward and none backward.
+    Tokens that no row of the table belongs to become zeros: models refuse them first.
     ``head(x)`` is the NT product X·Wᵀ: the stream → logits, in `logits_layout`.
     """
 
@@ -39,11 +39,14 @@ class Embedding(nn.Module):
         self.weight = new_parameter(scheme, layout, (vocabulary, hidden), ("normal", std), dtype, decay=True)
         grid = scheme.grid
         self.part = Layout(self.lookup.part).slices((vocabulary,), grid.shape, grid.coordinates)[0]
-        self._source = lru_cache(maxsize=None)(self._new_source)
-        self._product = lru_cache(maxsize=8)(self._new_product)
+        self._source = LayerCache(self._new_source, None)
+        self._product = LayerCache(self._new_product, 8)
+
+    def _weights(self) -> tuple[Tensor]:
+        return (self.weight,)
 
     def _new_source(self, layout: Layout) -> Source | None:
-        return self.scheme.source(lambda: (self.weight,))
+        return self.scheme.source(self._weights)
 
     def _new_product(self, layout: Layout, rows: int) -> Product:
         return self.scheme.product(layout, "nt", rows, self.vocabulary, self.hidden, self._source(layout))

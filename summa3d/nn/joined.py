@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from ..autograd.matmul import matmul
 from ..autograd.products import Product
 from ..comm.grid import describe
 from ..errors import LayoutError
+from .layer_cache import LayerCache
 from .linear import Linear
 
 
@@ -36,7 +36,7 @@ class Joined:
         self._runs = ways // first.weight.sharding.layout.ways(1, shape)
         self._ways = self.scheme.rows(self.layout).size
         self._source = self.scheme.source(self._parts, self._side_by_side)
-        self._product = lru_cache(maxsize=8)(self._new_product)
+        self._product = LayerCache(self._new_product, 8)
 
     def _new_product(self, rows: int) -> Product:
         n = sum(linear.n for linear in self.linears)

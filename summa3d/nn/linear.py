@@ -2,19 +2,17 @@
 # Next: norm.py, mlp.py, attention.py.
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor, nn
 
-from summa3d.kernels import dispatch as kernel
-from summa3d.kernels import reference
+from summa3d.kernels import dispatch, reference
 
 from ..autograd.collectives import sum_gradient
 from ..autograd.matmul import matmul
 from ..autograd.products import Product
 from ..errors import ShapeError
 from ..layout.layout import Layout
+from .layer_cache import LayerCache
 from .parameter import new_parameter
 from .schemes import Scheme
 
@@ -60,25 +58,27 @@ class Linear(nn.Module):
             if bias
             else None
         )
-        self._source = scheme.source(lambda: (self.weight,))
-        self._product = lru_cache(maxsize=8)(self._new_product)
+        self._source = scheme.source(self._weights)
+        self._product = LayerCache(self._new_product, 8)
+
+    def _weights(self) -> tuple[Tensor]:
+        return (self.weight,)
 
     def _new_product(self, rows: int) -> Product:
         return self.scheme.product(self.input_layout, "nt" if self.transposed else "nn", rows, self.n, self.k, self._source)
 
-    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
-        """Y's block for X's. rows: the global number of rows, where the blocks of X may be uneven; default local · ways."""
-        bias = None if self.bias is None else self.scheme.spread(self.bias, self.output_layout, self.n)
-        return self._times(x, rows, bias)
+    def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Y's block for X's, or with `skip_bias_add` (X·W, b), so that the next kernel fuses the addition (bias fusion).
 
-    def handed_on(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor | None]:
-        """Y and None; where fused kernels are at hand, X·W and the b that the one which comes next adds, [n/Y].
-
-        Its gradient there is of this rank's rows, and is summed on the way back: the words are the same.
+        rows : the global number of rows, where the blocks of X may be uneven; default local · num_shards.
+        skip_bias_add : return a pair. On the host, whose product adds b in place, and without a bias the pair is (Y, None);
+            with fused kernels it is X·W and b [n/Y], whose gradient is all-reduced in backward: the words are the same.
         """
-        if self.bias is None or kernel.kernels_for(x) is reference:  # b is added in place to what the product wrote
-            return self(x, rows), None
-        bias = self.scheme.spread(self.bias, self.output_layout, self.n)
+        bias = None if self.bias is None else self.scheme.spread(self.bias, self.output_layout, self.n)
+        if not skip_bias_add:
+            return self._times(x, rows, bias)
+        if bias is None or dispatch.kernels_for(x) is reference:
+            return self._times(x, rows, bias), None
         return self._times(x, rows, None), sum_gradient(bias, self.scheme.vector_rows(self.output_layout))
 
     def _times(self, x: Tensor, rows: int | None, bias: Tensor | None) -> Tensor:
@@ -95,8 +95,3 @@ class Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.k} → {self.n}, {self.input_layout} → {self.output_layout}, bias={self.bias is not None}"
-
-
-def added(y: Tensor, bias: Tensor | None) -> Tensor:
-    """What was handed on, with the bias."""
-    return y if bias is None else y + bias

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from summa3d.kernels import dispatch as kernel
+from summa3d.kernels import dispatch
 
 from ..comm.collectives import Axis
 from ..layout.layout import Layout
@@ -18,12 +18,12 @@ from .schemes import Scheme
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, columns: Axis, rows: Axis, first: int, count: int) -> Tensor:
-        maximum = columns.all_reduce(kernel.row_maximum(logits), "max")
-        values, sums = kernel.cross_entropy_sums(logits, maximum, labels, first)
+        maximum = columns.all_reduce(dispatch.kernels_for(logits).row_maximum(logits), "max")
+        values, sums = dispatch.kernels_for(logits).cross_entropy_sums(logits, maximum, labels, first)
         total, picked = columns.all_reduce(sums).unbind(1)
         scale = (labels >= 0).to(maximum.dtype) / count
         loss = rows.all_reduce(((total.log() - picked) * scale).sum(dtype=torch.float64))
-        ctx.save_for_backward(*kernel.cross_entropy_kept(values, maximum, total), labels, scale)
+        ctx.save_for_backward(*dispatch.kernels_for(values).cross_entropy_kept(values, maximum, total), labels, scale)
         ctx.first = first
         return loss.to(maximum.dtype)
 
@@ -31,7 +31,8 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *kept, labels, scale = ctx.saved_tensors
-        return kernel.cross_entropy_gradient(tuple(kept), labels, ctx.first, scale * grad), None, None, None, None, None
+        gradient = dispatch.kernels_for(scale).cross_entropy_gradient(tuple(kept), labels, ctx.first, scale * grad)
+        return gradient, None, None, None, None, None
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, scheme: Scheme, layout: Layout, vocabulary: int, count: int) -> Tensor:
@@ -47,6 +48,6 @@ def cross_entropy(logits: Tensor, labels: Tensor, scheme: Scheme, layout: Layout
     moves nothing. Saved: the softmax block (on a device, the logits). 16-bit logits are widened first (on a device, as they are
     read): sums, loss and what is moved are float32.
     """
-    flat = kernel.loss_input(logits.flatten(0, -2))
+    flat = dispatch.kernels_for(logits).loss_input(logits.flatten(0, -2))
     first = Layout(layout.dims[-1]).slices((vocabulary,), scheme.grid.shape, scheme.grid.coordinates)[0].start
     return _CrossEntropy.apply(flat, labels.flatten(), scheme.columns(layout), scheme.rows(layout), first, count)

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from summa3d.kernels import dispatch as kernel
+from summa3d.kernels import dispatch
 
 from .config import ModelConfig
 from .joined import Joined
-from .linear import Linear, added
+from .linear import Linear
 from .schemes import Scheme
 
 
@@ -21,16 +21,16 @@ class _BiasGELU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(x, bias)
         ctx.approximate = approximate
-        return kernel.bias_gelu(x, bias, approximate)
+        return dispatch.kernels_for(x).bias_gelu(x, bias, approximate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *kernel.bias_gelu_gradient(grad, *ctx.saved_tensors, ctx.approximate), None
+        return *dispatch.kernels_for(grad).bias_gelu_gradient(grad, *ctx.saved_tensors, ctx.approximate), None
 
 
-def gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """GELU(x + bias) of what a linear handed on; x is kept for backward. approximate: as torch's."""
+def gelu(x: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
+    """GELU(x + bias), the bias fused where a linear skipped it; x is kept for backward. approximate: as torch's."""
     return functional.gelu(x, approximate=approximate) if bias is None else _BiasGELU.apply(x, bias, approximate)
 
 
@@ -56,25 +56,21 @@ class MLP(nn.Module):
         transposed = scheme.kind.transposed_down
         self.down = Linear(width, hidden, scheme, self.up.output_layout, std=out_std, dtype=dtype, transposed=transposed)
 
-    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
-        """Y's block for X's; rows as in Linear."""
-        return added(*self.handed_on(x, rows))
-
-    def handed_on(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor | None]:
-        """As Linear's: Y, or Y without b2, and b2."""
-        return self.down.handed_on(gelu(*self.up.handed_on(x, rows), self.approximate), rows)
+    def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Y's block for X's, or with `skip_bias_add` (Y without b2, b2); both as in Linear."""
+        return self.down(gelu(*self.up(x, rows, skip_bias_add=True), approximate=self.approximate), rows, skip_bias_add)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return kernel.swiglu(gate, up)
+        return dispatch.kernels_for(gate).swiglu(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return kernel.swiglu_gradient(grad, *ctx.saved_tensors)
+        return dispatch.kernels_for(grad).swiglu_gradient(grad, *ctx.saved_tensors)
 
 
 class GatedMLP(nn.Module):
@@ -99,13 +95,10 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, hidden, scheme, inner, bias=False, std=out_std, dtype=dtype, transposed=transposed)
         self.joined = Joined("ffn", self.gate, self.up)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return added(*self.handed_on(x))
-
-    def handed_on(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As Linear's."""
+    def forward(self, x: Tensor, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Y's block for X's, or with `skip_bias_add` (Y, None)."""
         gate, up = self.joined(x)  # [b/(XZ), s, f/Y] each
-        return self.down.handed_on(_SwiGLU.apply(gate, up))
+        return self.down(_SwiGLU.apply(gate, up), None, skip_bias_add)
 
 
 def new_mlp(config: ModelConfig, scheme: Scheme, out_std: float, dtype: torch.dtype) -> MLP | GatedMLP:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from summa3d.kernels import dispatch as kernel
-from summa3d.kernels import reference
+from summa3d.kernels import dispatch, reference
 
 from ..comm.collectives import Axis
 from ..layout.layout import Layout
@@ -39,7 +38,7 @@ class _Norm(nn.Module):
 
 def _torchs_own_serves(x: Tensor, columns: Axis) -> bool:
     """Whether torch's layer norm does: no axis splits a row, statistics are of the dtype of x, and no fused kernel is at hand."""
-    return columns.size == 1 and x.dtype in (torch.float32, torch.float64) and kernel.kernels_for(x) is reference
+    return columns.size == 1 and x.dtype in (torch.float32, torch.float64) and dispatch.kernels_for(x) is reference
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -50,10 +49,10 @@ class _LayerNorm(torch.autograd.Function):
             y, mean, inverse = torch.native_layer_norm(x, (n,), gamma, beta, eps)
             ctx.save_for_backward(x, gamma, mean, inverse)
             return y
-        sums = columns.all_reduce(kernel.norm_sums(x))
-        mean, inverse = kernel.norm_statistics(sums, n, eps, x.dtype)
+        sums = columns.all_reduce(dispatch.kernels_for(x).norm_sums(x))
+        mean, inverse = dispatch.kernels_for(sums).norm_statistics(sums, n, eps, x.dtype)
         ctx.save_for_backward(x, gamma, mean, inverse)
-        return kernel.layer_norm(x, mean, inverse, gamma, beta)
+        return dispatch.kernels_for(x).layer_norm(x, mean, inverse, gamma, beta)
 
     @staticmethod
     @once_differentiable
@@ -65,7 +64,7 @@ class _LayerNorm(torch.autograd.Function):
             vectors = torch.stack(of_vectors)
         else:
             summed = ctx.columns.start_all_reduce
-            grad_x, vectors = kernel.layer_norm_gradient(grad, x, gamma, mean, inverse, ctx.n, summed)
+            grad_x, vectors = dispatch.kernels_for(grad).layer_norm_gradient(grad, x, gamma, mean, inverse, ctx.n, summed)
         grad_gamma, grad_beta = ctx.rows.all_reduce(vectors).unbind()
         return grad_x, grad_gamma, grad_beta, None, None, None, None
 
@@ -91,16 +90,19 @@ class LayerNorm(_Norm):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, columns: Axis, rows: Axis, n: int, eps: float) -> Tensor:
-        inverse = kernel.rms_inverse(columns.all_reduce(kernel.rms_sums(x)), n, eps, x.dtype)
+        sums = columns.all_reduce(dispatch.kernels_for(x).rms_sums(x))
+        inverse = dispatch.kernels_for(sums).rms_inverse(sums, n, eps, x.dtype)
         ctx.save_for_backward(x, gamma, inverse)
         ctx.columns, ctx.rows, ctx.n = columns, rows, n
-        return kernel.rms_norm(x, inverse, gamma)
+        return dispatch.kernels_for(x).rms_norm(x, inverse, gamma)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, inverse = ctx.saved_tensors
-        grad_x, vector = kernel.rms_norm_gradient(grad, x, gamma, inverse, ctx.n, ctx.columns.start_all_reduce)
+        grad_x, vector = dispatch.kernels_for(grad).rms_norm_gradient(
+            grad, x, gamma, inverse, ctx.n, ctx.columns.start_all_reduce
+        )
         return grad_x, ctx.rows.all_reduce(vector), None, None, None, None
 
 

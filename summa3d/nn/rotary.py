@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from summa3d.kernels import dispatch as kernel
+from summa3d.kernels import dispatch
 
 from .config import ModelConfig
+from .layer_cache import LayerCache
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return kernel.rotate(x, cosine, sine)
+        return dispatch.kernels_for(x).rotate(x, cosine, sine)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return kernel.rotate(grad, *ctx.saved_tensors, back=True), None, None
+        return dispatch.kernels_for(grad).rotate(grad, *ctx.saved_tensors, back=True), None, None
 
 
 def angles_of(size: int, config: ModelConfig) -> Tensor:
@@ -53,7 +53,7 @@ class Rotary:
 
     def __init__(self, size: int, config: ModelConfig) -> None:
         self.angles = angles_of(size, config)
-        self._table = lru_cache(maxsize=4)(self._new_table)
+        self._table = LayerCache(self._new_table, 4)
 
     def _new_table(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines [length, d/2]."""

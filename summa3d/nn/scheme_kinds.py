@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..gemm.agarwal import AgarwalPlan
-from ..gemm.cuboid import CuboidPlan
-from ..gemm.oned import OnedColumnPlan, OnedRowPlan
-from ..gemm.plan import ProductPlan
-from ..gemm.summa import SummaPlan
-from ..gemm.tesseract import TesseractPlan
+from ..gemm.algorithms.agarwal import AgarwalPlan
+from ..gemm.algorithms.cuboid import CuboidPlan
+from ..gemm.algorithms.oned import OnedColumnPlan, OnedRowPlan
+from ..gemm.algorithms.plan import ProductPlan
+from ..gemm.algorithms.summa import SummaPlan
+from ..gemm.algorithms.tesseract import TesseractPlan
 from ..layout.layout import Layout
 
 Grids = Callable[[int], list[dict[str, int]]]

@@ -3,12 +3,14 @@
 # Next: scheme_kinds.py (the schemes, as data), linear.py (the first layer written against one).
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
+from typing import Any
 
 from mpi4py import MPI
 from torch import Tensor
@@ -20,8 +22,8 @@ from ..autograd.products import Flights, Product, product
 from ..comm.collectives import Axis
 from ..comm.grid import Grid
 from ..errors import GridError, LayoutError
-from ..gemm.plan import ProductPlan
-from ..gemm.workspace import Workspace
+from ..gemm.algorithms.plan import ProductPlan
+from ..gemm.algorithms.workspace import Workspace
 from ..layout.layout import Layout, split_sizes
 from .config import ModelConfig
 from .overlap import DEFAULT, Overlap
@@ -62,6 +64,13 @@ class Scheme:
     regather: bool = True
     vectors: str = "copied"
     overlap: Overlap = DEFAULT
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scheme:
+        """A copied model's own: on the same grid, with a prefetch and a workspace that the original does not use."""
+        copied = memo[id(self)] = replace(self)
+        if "ahead" in vars(self):  # known to hooks as well, which are copied with the module
+            vars(copied)["ahead"] = copy.deepcopy(self.ahead, memo)
+        return copied
 
     @property
     def name(self) -> str:

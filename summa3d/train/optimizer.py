@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from summa3d.kernels import dispatch as kernel
+from summa3d.kernels import dispatch
 
 if TYPE_CHECKING:
     from ..comm.grid import Grid
@@ -56,8 +56,11 @@ class AdamW:
         first, second = (self.moments[moment] for moment in MOMENTS)
         for name in names:
             self._steps[name] += 1
-        kernel.adamw(
-            [self.parameters[name] for name in names],
+        weights = [self.parameters[name] for name in names]
+        if not weights:
+            return
+        dispatch.kernels_for(weights[0]).adamw(
+            weights,
             [grad for name in names if (grad := self.parameters[name].grad) is not None],
             [first[name] for name in names],
             [second[name] for name in names],

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from summa3d.cli import report
-from summa3d.gemm.algorithms import algorithm
+from summa3d.gemm.algorithms.registry import algorithm
 
 ROOT = Path(__file__).parents[2]
 ROW = {
-    *("algorithm", "grid", "options", "shared", "chosen", "label", "ranks", "m", "n", "k", "form", "dtype", "seconds", "gflops"),
+    *("algorithm", "grid", "options", "chosen", "label", "ranks", "m", "n", "k", "form", "dtype", "seconds", "gflops"),
     *("words_per_rank", "messages_per_rank", "workspace_bytes", "fraction_of_ceiling"),
 }
 
@@ -103,11 +103,6 @@ def test_weak_scaling_keeps_the_work_per_rank():
         ("gemm", ["--algorithm", "cannon"], "GridError: cannon cannot use 2 ranks."),
         ("gemm", ["--rounds", "0"], "ConfigError: --rounds is 0; it must be at least 1."),
         ("gemm", ["--json", "none/x.json"], "ConfigError: --json none/x.json lies in none, which is no folder."),
-        (
-            "gemm",
-            ["--device", "cuda", "--shared", "yes"],
-            "the memory that ranks share is the host's; with --device cuda take no.",
-        ),
         ("gemm", ["--dtype", "bfloat16", "--ceiling"], "says nothing of bfloat16 on cpu."),
         ("strong", ["--device", "cuda"], "ConfigError: device cuda"),
         ("strong", ["--ranks", "1,4"], "ConfigError: --ranks asks for 4; 2 were started."),

@@ -50,29 +50,26 @@ def result(ranks, m, n, k, grid, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype", "grid", "memory", "extra"),
+    ("form", "dtype", "grid", "extra"),
     [
-        ("nn", "float64", (2, 2, 2), "private", ["--repeat", "3"]),
-        ("nn", "float64", (2, 2, 2), "shared", ["--repeat", "3"]),
-        ("nt", "float64", (3, 2, 2), "private", ["--alpha", "-1.5", "--beta", "0.5"]),
-        ("nt", "float64", (3, 2, 2), "shared", ["--alpha", "-1.5", "--beta", "0.5"]),
-        ("tn", "float32", (1, 2, 4), "private", ["--repeat", "1"]),
-        ("tt", "float16", (2, 1, 1), "private", ["--repeat", "2", "--algorithm", "cuboid"]),
-        ("nt", "bfloat16", (1, 2, 2), "shared", ["--repeat", "2", "--beta", "2"]),
-        ("cn", "complex128", (1, 1, 2), "shared", ["--repeat", "2"]),
-        ("tn", "int32", (2, 1, 2), "shared", ["--repeat", "2"]),
-        ("nn", "float16", (1, 2, 2), "shared", ["--repeat", "2"]),
+        ("nn", "float64", (2, 2, 2), ["--repeat", "3"]),
+        ("nt", "float64", (3, 2, 2), ["--alpha", "-1.5", "--beta", "0.5"]),
+        ("tn", "float32", (1, 2, 4), ["--repeat", "1"]),
+        ("tt", "float16", (2, 1, 1), ["--repeat", "2", "--algorithm", "cuboid"]),
+        ("nt", "bfloat16", (1, 2, 2), ["--repeat", "2", "--beta", "2"]),
+        ("cn", "complex128", (1, 1, 2), ["--repeat", "2"]),
+        ("tn", "int32", (2, 1, 2), ["--repeat", "2"]),
+        ("nn", "float16", (1, 2, 2), ["--repeat", "2"]),
     ],
 )
-def test_the_json_has_every_field_and_what_moved_equals_the_formulas(form, dtype, grid, memory, extra):
+def test_the_json_has_every_field_and_what_moved_equals_the_formulas(form, dtype, grid, extra):
     m, n, k = 131, 67, 101
     x, y, z = grid
-    found = result(x * y * z, m, n, k, grid, "--form", form, "--dtype", dtype, "--memory", memory, *extra)
+    found = result(x * y * z, m, n, k, grid, "--form", form, "--dtype", dtype, *extra)
     assert found.keys() >= FIELDS
     assert [found[name] for name in ("algorithm", "form", "m", "n", "k", "dtype")] == ["cuboid", form, m, n, k, dtype]
     assert found["grid"] == {"x": x, "y": y, "z": z}
-    assert found["memory"] == memory
-    cost = volume.of_plan(CuboidPlan(form, m, n, k), found["grid"], dtype, memory == "shared", "xyz")
+    cost = volume.of_plan(CuboidPlan(form, m, n, k), found["grid"], dtype, "xyz")
     assert found["words_per_rank"] == found["words_per_rank_formula"] == cost.max_words
     mean = Fraction((y - 1) * m * k + (x - 1) * k * n + (z - 1) * m * n, x * y * z)
     assert found["words_mean"] == pytest.approx(float(mean), rel=1e-14)
@@ -88,9 +85,7 @@ def test_the_json_has_every_field_and_what_moved_equals_the_formulas(form, dtype
 def test_people_get_a_table_and_no_check_costs_nothing():
     done = gemm(1, "--m", "5", "--n", "3", "--k", "2", "--grid", "x=1", "--repeat", "1")
     assert (
-        done.returncode == 0
-        and "5×3×2 float64, private memory" in done.stdout
-        and "words     0 per rank (formula 0)" in done.stdout
+        done.returncode == 0 and "5×3×2 float64, on {'x': 1" in done.stdout and "words     0 per rank (formula 0)" in done.stdout
     )
     assert "serial" not in done.stdout
 
@@ -122,11 +117,6 @@ def test_without_algorithm_or_grid_the_chooser_decides_and_says_so():
         (1, ["--grid", "x=1,y=0"], "GridError: Axis y has size 0"),
         (2, ["--grid", "two"], "'two' is not a grid; write it as x=2,y=2,z=2"),
         (2, ["--grid", "x=2,x=1"], "'x=2,x=1' is not a grid"),
-        (
-            2,
-            ["--grid", "x=2,y=1", "--algorithm", "summa", "--memory", "shared"],
-            "ConfigError: --memory shared means nothing to summa",
-        ),
         (2, ["--grid", "x=2", "--panel", "3"], "ConfigError: --panel means nothing to cuboid."),
         (2, ["--grid", "x=2", "--dtype", "int4"], "invalid choice: 'int4'"),
         (

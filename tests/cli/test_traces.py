@@ -79,10 +79,10 @@ def trace_of(file):
 @pytest.mark.parametrize(
     ("arguments", "order", "copies"),
     [
-        ("--grid x=2,y=1,z=2 --form nt --memory private", ["all_gather", "product nt", "reduce_scatter"], 0),
-        ("--grid x=2,y=2,z=1 --memory shared", ["view", "view", "product nn"], 0),
+        ("--grid x=2,y=1,z=2 --form nt", ["all_gather", "product nt", "reduce_scatter"], 0),
+        ("--grid x=2,y=2,z=1", ["all_gather", "all_gather", "product nn"], 0),
         ("--grid x=2,y=2 --algorithm summa --panel 40 --form tn --dtype complex64", None, None),
-        ("--grid x=1,y=2,z=2 --dtype float16 --memory private --beta 0.5", ["all_gather", "product nn", "reduce_scatter"], 4),
+        ("--grid x=1,y=2,z=2 --dtype float16 --beta 0.5", ["all_gather", "product nn", "reduce_scatter"], 4),
     ],
 )
 def test_a_products_trace_has_its_words_messages_products_and_copies_in_their_order(tmp_path, arguments, order, copies):

@@ -169,3 +169,33 @@ def test_blocks_that_are_not_the_plans_are_refused_before_anything_moves(comm, m
         CuboidPlan("xn", 1, 1, 1)
     with pytest.raises(ShapeError, match="b_fine is 2; the fine split lies on dim 0"):
         CuboidPlan("nn", 1, 1, 1, b_fine=2)
+
+
+@pytest.mark.mpi(sizes=(1, 2, 4, 8, 12))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("slots", [True, False], ids=["slots", "messages"])
+def test_a_reused_executor_never_reads_operands_too_early_or_writes_them_too_soon(make_grid, world_size, form, slots):
+    """Operands change between runs and C accumulates: in the node's slots, and in messages."""
+    for x, y, z in GRIDS[world_size][:1]:
+        grid = make_grid(x=x, y=y, z=z, check=False, node_memory=slots)
+        plan = CuboidPlan(form, 43, 29, 37)
+        operands = ((plan.a_shape, plan.a_layout), (plan.b_shape, plan.b_layout), (plan.c_shape, plan.c_layout))
+        a, b, c = (DistMatrix.from_global(_turned(shape, 2), grid, layout) for shape, layout in operands)
+        executor, cost = Cuboid(plan, grid), volume.of_plan(plan, grid.shape, staged=grid.staged).cost_of(grid.coordinates)
+        grid.ledger.reset_peak()
+        before, want = grid.ledger.workspace_bytes, _turned(plan.c_shape, 2)
+        for turn in range(3):
+            for matrix, number in ((a, turn), (b, turn + 1)):
+                matrix.block[...] = DistMatrix.from_global(_turned(matrix.shape, number), grid, matrix.layout).block
+            left, right = _turned(plan.a_shape, turn), _turned(plan.b_shape, turn + 1)
+            want = 2 * (left.T if form[0] == "t" else left) @ (right.T if form[1] == "t" else right) - turn * want
+            with grid.ledger.watch() as moved:
+                executor.run(a.block, b.block, c.block, 2, -turn)
+            assert (moved.words, moved.messages) == (cost.words, cost.messages)
+            assert relative_error(c.to_global(), want) <= 1e-14
+        assert grid.ledger.workspace_peak - before == 8 * cost.workspace
+
+
+def _turned(shape, turn):
+    rows, columns = np.arange(shape[0])[:, None], np.arange(shape[1])[None, :]
+    return np.sin(rows * 1.7 + turn) + np.cos(columns * 0.9 - turn * rows)

@@ -11,7 +11,7 @@ from kinds import array, numbers, plain
 from summa3d.comm.grid import Grid
 from summa3d.errors import ConfigError, DataError, GridError, LayoutError, ShapeError, Summa3dError
 from summa3d.gemm import CuboidPlan, DistMatrix, matmul, volume
-from summa3d.gemm.algorithms import ALGORITHMS
+from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.layout import BlockCyclic, Layout
 
 SIZES = pytest.mark.mpi(sizes=(1, 2, 3, 4, 6, 8, 12))
@@ -49,6 +49,14 @@ def test_a_matrix_goes_from_any_ownership_to_any_other_and_back(comm, make_grid)
                 assert np.array_equal(matrix.redistribute(other).block, DistMatrix.from_global(whole, grid, other).block)
             there = matrix.redistribute(Layout((), ("p",)), line)
             assert there.grid is line and np.array_equal(there.redistribute(ownership, grid).block, matrix.block)
+
+
+@pytest.mark.mpi(sizes=(1, 2))
+def test_shared_operands_are_refused_and_their_successor_named(comm, make_grid):
+    grid = grid_of(comm, make_grid)
+    for value in (True, False):
+        with pytest.raises(ConfigError, match="node_memory=True"):
+            DistMatrix.from_function(lambda rows, columns: rows + columns, (7, 5), grid, Layout((), ()), shared=value)
 
 
 @SIZES

@@ -9,12 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from summa3d.kernels import load
 
-FOLDER = Path(load.__file__).parent
+FOLDER = load.SOURCES
 ARCHITECTURES = (80, 90)
 NO_SPILL = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 

@@ -111,8 +111,6 @@ def test_a_product_on_some_ranks_between_two_redistributions(comm, shared_tmp_pa
         assert C.redistribute(Layout((), ())).block.size == (35 if part.inside else 0)
         assert ("nothing here" in C.summary) == (comm.rank in (0, 4))
         assert [line.split()[-1] for line in repr(C).splitlines()[2:]] == ["1", "2", "3", "5"]
-        shared = DistMatrix.from_function(lambda i, j: i + j, (7, 5), part, plan.c_layout, shared=True)
-        assert shared.block.shape == C.block.shape
 
 
 @pytest.mark.mpi(sizes=(6,))
@@ -148,3 +146,25 @@ def test_what_cannot_be_is_refused_on_every_rank_alike(comm):
             redistribute(np.array(1.0), (), part, Layout(), Layout(), whole)
         with pytest.raises(ShapeError, match="holds a block of shape"):
             redistribute(np.ones((1, 1)), (4, 4), part, layout, Layout((), ("x",)), whole)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_a_permutation_of_all_ranks_redistributes_on_the_grid_and_to_another_in_either_order(comm):
+    layout, to = Layout(("x",), ()), Layout((), ("x",))
+    whole = numbers("float64", (7, 6), 5)
+    for first in ("within", "between"):
+        with Grid(comm, {"x": 4}, ranks=[3, 1, 2, 0]) as grid, Grid(comm, {"x": 4}) as other:
+            matrix = DistMatrix.from_global(whole, grid, layout)
+            targets = [grid, other] if first == "within" else [other, grid]
+            for target in targets:
+                there = matrix.redistribute(to, target)
+                assert np.array_equal(there.block, DistMatrix.from_global(whole, target, to).block), (first, target)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_everyone_counts_in_the_order_of_the_communicator_and_ranked_in_that_of_the_grid(comm):
+    for ranks in ([3, 1, 2, 0], range(4)):
+        with Grid(comm, {"x": 2, "y": 2}, ranks=ranks) as grid:
+            assert (grid.ranked.index, grid.everyone.index) == (grid.rank, comm.rank)
+            assert list(grid.everyone.all_gather(np.array([comm.rank]))) == [0, 1, 2, 3]
+            assert list(grid.ranked.all_gather(np.array([comm.rank]))) == list(ranks)

@@ -1,0 +1,1 @@
+"""Closed forms of what models move and hold: the oracle that the dry run is compared with."""
