@@ -12,7 +12,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .comm.grid import Grid
-    from .gemm.matrix import DistMatrix, matmul
+    from .gemm.matmul import matmul
+    from .gemm.matrix import DistMatrix
     from .layout.layout import Layout, Sharding
 
 SUBPACKAGES = ("autograd", "cli", "comm", "errors", "gemm", "kernels", "layout", "nn", "train")
@@ -21,7 +22,7 @@ HOME = {
     "Layout": "layout.layout",
     "Sharding": "layout.layout",
     "DistMatrix": "gemm.matrix",
-    "matmul": "gemm.matrix",
+    "matmul": "gemm.matmul",
 }
 
 __all__ = ["DistMatrix", "Grid", "Layout", "Sharding", "matmul"]

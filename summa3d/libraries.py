@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from .dtypes import LETTERS
 from .errors import ConfigError
 
 VARIABLE = "SUMMA3D_BLAS"
 ROW_MAJOR, TRANSPOSE = 101, {"n": 111, "t": 112, "c": 113}
-KINDS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 NAMES = ("scipy_cblas_{}gemm64_", "cblas_{}gemm64_", "cblas_{}gemm_64", "cblas_{}gemm")
 """What the BLAS of numpy's wheels, of distributions with 64-bit integers, MKL, and all others call it."""
 SEQUENTIAL, GNU_THREADS = 1, 3  # MKL's threading layers
@@ -77,7 +77,7 @@ def library() -> Library:
 def gemm(dtype: str) -> Gemm | None:
     """C = α·op(A)·op(B) + β·C of this process's BLAS for a dtype; None where there is none, or it fails a product."""
     handle = library().handle
-    return None if handle is None or dtype not in KINDS else _checked(handle, dtype)
+    return None if handle is None or dtype not in LETTERS else _checked(handle, dtype)
 
 
 def _named(wanted: str) -> Library:
@@ -160,7 +160,7 @@ def _checked(handle: Any, dtype: str) -> Gemm | None:
 
 
 def _bound(library: Any, dtype: str) -> Gemm:
-    names = [name.format(KINDS[dtype]) for name in NAMES]
+    names = [name.format(LETTERS[dtype]) for name in NAMES]
     function = next(getattr(library, name) for name in [*filter(lambda name: hasattr(library, name), names), names[-1]])
     # 64-bit integers suit both kinds of BLAS: a 32-bit callee on these platforms reads the low half of each slot.
     enum, number, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..comm.arrays import DEVICES, HALVES
+from ..comm.arrays import DEVICES
+from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError, DataError
 from .block import add_block_arguments, block_result
 from .runtime import usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
-DTYPES = ("float64", "float32", "float16", "bfloat16", "complex128", "complex64")
+INEXACT = tuple(name for name in DTYPES if not name.startswith("int"))
 SWITCHES = ("lookahead", "sequence")  # options that are on or off
 FORMS = ("nn", "nt", "tn", "tt")
 ALL = "all"
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             what = f"size {size} of C (m×n) = op(A) (m×k) · op(B) (k×n)" + (" on one rank" if kind is weak else "")
             kind.add_argument(f"--{size}", type=int, required=True, help=what)
         kind.add_argument("--form", choices=FORMS, default="nn")
-        kind.add_argument("--dtype", choices=DTYPES, default="float64")
+        kind.add_argument("--dtype", choices=INEXACT, default="float64")
         kind.add_argument("--algorithm", action="append", metavar="NAME", help=NAMED)
         kind.add_argument("--rounds", type=int, default=7, help="rounds that count, after one that does not")
         kind.add_argument(

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..dtypes import FLOATS
 from ..errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from ..train.checkpoint import Checkpoint
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 MEBI = 1 << 20
 
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     give = commands.add_parser("export", help="write a checkpoint as a Transformers folder")
     give.add_argument("path", type=Path, metavar="DIR", help="a run folder (its newest checkpoint) or a folder step-N")
     give.add_argument("target", type=Path, metavar="TRANSFORMERS_DIR", help="a new or empty folder")
-    give.add_argument("--dtype", choices=DTYPES, help="of the files; default the one that the model computed in")
+    give.add_argument("--dtype", choices=FLOATS, help="of the files; default the one that the model computed in")
     give.add_argument("--file-size", type=int, default=5 * 1024, metavar="MIB", help="largest file; above it there are several")
     for command in (inspect, take, give):
         command.add_argument("--json", action="store_true", help="print one JSON line")

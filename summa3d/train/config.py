@@ -12,6 +12,7 @@ from typing import Any
 
 from ..comm.arrays import DEVICES
 from ..comm.choice import NAMES as TRANSPORTS
+from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError
 from ..nn.config import ModelConfig
 from ..nn.overlap import Overlap
@@ -24,7 +25,6 @@ else:
     import tomli as tomllib
 
 SCHEMES = tuple(KINDS)
-DTYPES = ("float32", "float64", "bfloat16", "float16")
 RECOMPUTE = ("none", "selective", "full")
 SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
 """The families that are trained on text, and how many tokens each needs besides the tokenizer's (`objective`)."""
@@ -201,7 +201,7 @@ class Config:
     def __post_init__(self) -> None:
         choices = (
             ("scheme", self.scheme, SCHEMES),
-            ("dtype", self.dtype, DTYPES),
+            ("dtype", self.dtype, FLOATS),
             ("recompute", self.recompute, RECOMPUTE),
             ("transport", self.transport, TRANSPORTS),
             *([] if self.device is None else [("device", self.device, DEVICES)]),
@@ -240,7 +240,7 @@ class Config:
 
 def master_dtype(dtype: str) -> str:
     """The dtype of weights, accumulated gradients and moments in a run of `dtype`."""
-    return "float32" if dtype in ("bfloat16", "float16") else dtype
+    return "float32" if dtype in HALVES else dtype
 
 
 def at_least(key: str, value: float, minimum: float) -> None:
