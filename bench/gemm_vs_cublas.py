@@ -16,7 +16,7 @@ from mpi4py import MPI
 from summa3d import Grid
 from summa3d.comm.arrays import is_half, is_torch, widen
 from summa3d.gemm import CuboidPlan
-from summa3d.gemm.cuboid import Cuboid
+from summa3d.gemm.algorithms.cuboid import Cuboid
 
 SHARE = 0.97
 DTYPES = ("bfloat16", "float64")

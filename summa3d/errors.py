@@ -28,7 +28,7 @@ class ConfigError(Summa3dError):
 
 
 class DataError(Summa3dError):
-    """A corpus or token file that is missing, empty or damaged."""
+    """A corpus or token file that is missing, empty or damaged; a token or label that the model does not know."""
 
 
 class CheckpointError(Summa3dError):

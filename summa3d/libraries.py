@@ -171,6 +171,8 @@ def _bound(library: Any, dtype: str) -> Gemm:
     function.argtypes = (enum, enum, enum, number, number, number, scalar, *operand, *operand, scalar, *operand)
 
     def gemm(a: np.ndarray, b: np.ndarray, form: str, out: np.ndarray, alpha: complex, beta: complex) -> None:
+        if not out.flags.writeable:  # the library sees but its address
+            raise ValueError("output array is read-only")
         m, n = out.shape
         k = a.shape[1] if form[0] == "n" else a.shape[0]
         factors = np.array((alpha, beta), dtype)

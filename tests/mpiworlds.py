@@ -1,10 +1,12 @@
-# A pytest plugin: `@pytest.mark.mpi(sizes=(1, 2, 8), timeout=100)` runs a test on that many MPI ranks, from one plain pytest.
-# May import pytest, mpi4py (inside ranks only) and summa3d.comm.failure.
-# Next: mpiworlds_parent.py, the outer pytest that starts the ranks and reports for them; conftest.py.
-"""One pytest, three roles.
+"""A pytest plugin: `@pytest.mark.mpi(sizes=(1, 2, 8), timeout=100)` runs a test on that many MPI ranks, from one plain pytest.
 
-*parent*   ``python -m pytest``: collects, starts ONE mpiexec per world size, merges what its ranks report (mpiworlds_parent.py).
-*rank*     the pytest that mpiexec runs on every rank of such a world: runs the tests, writes its reports to a file.
+A pytest has one of four roles.
+
+*parent*   ``python -m pytest``: collects, has the tests run by one mpiexec per world size and by processes without MPI, two
+           such groups at a time (``--lanes``), merges what the ranks report (mpiworlds_parent.py).
+*server*   started by the parent: collects once, and is forked for every rank (forkserver.py). Imports are paid once.
+*rank*     a fork of a server, or (``--fresh-ranks``, and where forks cannot be) a pytest that mpiexec itself starts: runs the
+           tests of its world, writes its reports to a file.
 *guest*    ``mpiexec -n N python -m pytest --with-mpi``, started by a user: tests of up to N ranks run on the first ones,
            larger ones are skipped; rank 0 reports, the others speak only of failures, at once.
 
@@ -13,8 +15,10 @@ A test asks for the fixture ``comm``, a communicator of exactly its world size.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -25,16 +29,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
+from _pytest.tmpdir import TempPathFactory
 
 FOLDER_VARIABLE = "MPIWORLDS_FOLDER"  # set by the parent for the ranks it starts
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 DEFAULT_TIMEOUT = 100.0
+SERIAL_TIMEOUT = 900.0  # of a test without MPI that a process of its own runs
 BACKSTOP = 60.0  # seconds after a test's timeout at which a rank ends itself: only where the parent has died
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--worlds", default="", metavar="SIZES", help="run mpi tests at these world sizes only: --worlds 1,4")
+    parser.addoption("--lanes", type=int, default=2, help="groups of tests that run at once; 1: one after the other")
+    parser.addini("preloaded", "modules that fork servers import beside those that test files import", type="args")
+    parser.addoption("--fresh-ranks", action="store_true", help="start a Python for every rank; fork none")
     parser.addoption("--world-timeout", type=float, default=DEFAULT_TIMEOUT, help="seconds for an mpi test that names no timeout")
     with contextlib.suppress(ValueError):  # pytest-mpi is installed, and has it already
         parser.addoption("--with-mpi", action="store_true", help="these pytests were started by your own mpiexec")
@@ -42,8 +52,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "mpi(sizes=(2,), timeout=100): run on that many MPI ranks, one mpiexec per size")
-    if FOLDER_VARIABLE in os.environ:
-        config.pluginmanager.register(Rank(config, Path(os.environ[FOLDER_VARIABLE])), "mpiworlds-rank")
+    if forkserver.LISTENER_VARIABLE in os.environ:
+        config.pluginmanager.register(RankServer(config), "mpiworlds-server")
+    elif FOLDER_VARIABLE in os.environ:
+        config.pluginmanager.register(Rank(config), "mpiworlds-rank")
     elif config.getoption("--with-mpi") or launched_rank() is not None:
         config.pluginmanager.register(Guest(config), "mpiworlds-guest")
     else:
@@ -99,14 +111,58 @@ def world_size_of(item: pytest.Item) -> int:
 
 
 def timeout_of(item: pytest.Item) -> float:
+    """Return the seconds after which a test has hung."""
     marker = item.get_closest_marker("mpi")
-    assert marker is not None
+    if marker is None:
+        return SERIAL_TIMEOUT
     return float(marker.kwargs.get("timeout", item.config.getoption("--world-timeout")))
 
 
 def launched_rank() -> int | None:
     """Return the rank that a launcher gave this process, without asking MPI; None where there was no launcher."""
     return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), None)
+
+
+class RankServer:
+    """Collects once, and is forked for every rank: a fork goes on as the pytest of its world's tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        import mpi4py
+
+        mpi4py.rc.initialize = False  # a test file may import MPI; each fork initialises it for itself
+        self.config = config
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        capture = self.config.pluginmanager.getplugin("capturemanager")
+        assert capture is not None
+        capture.stop_global_capturing()  # its files would be shared by all forks
+        for module in self.config.getini("preloaded"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+        request = forkserver.serve()
+        if request is None:
+            return True
+        request.take_over()
+        initialise_mpi()
+        self.config.pluginmanager.register(Rank(self.config), "mpiworlds-rank")
+        self.config._tmp_path_factory = TempPathFactory.from_config(self.config, _ispytest=True)  # type: ignore[attr-defined]
+        capture.start_global_capturing()
+        items = {item.nodeid: item for item in session.items}
+        session.items[:] = [items[test] for test in Path(request.arguments[0][1:]).read_text().splitlines()]
+        return None
+
+
+def initialise_mpi() -> None:
+    """Do in a fork what importing mpi4py.MPI does in a fresh process: now if the server has imported it, else at the import."""
+    import mpi4py
+
+    mpi4py.rc.initialize = True
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        atexit.register(MPI.Finalize)
 
 
 class Rank:
@@ -116,7 +172,8 @@ class Rank:
     otherwise it would meet the others' collectives with those of the next test.
     """
 
-    def __init__(self, config: pytest.Config, folder: Path) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        folder = Path(os.environ.pop(FOLDER_VARIABLE))  # a pytest that a test starts is no rank of this world
         rank = launched_rank() or 0
         config.option.basetemp = str(folder / f"tmp{rank}")
         self.folder = folder
@@ -134,7 +191,8 @@ class Rank:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.failed = False
-        faulthandler.dump_traceback_later(timeout_of(item) + BACKSTOP, exit=True, file=self.stack)
+        backstop = timeout_of(item) + BACKSTOP
+        faulthandler.dump_traceback_later(backstop, exit=True, file=self.stack)
         self.emit(event="start", test=item.nodeid, at=time.time())
         outcome = yield
         self.emit(event="done", test=item.nodeid)

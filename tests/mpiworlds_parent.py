@@ -1,6 +1,8 @@
-# The parent's side of the mpiworlds plugin: one mpiexec per world size, one report per test from the reports of its ranks.
-# May import pytest, mpiworlds and summa3d.cli (to find the launcher). Never initialises MPI.
-# Next: mpiworlds.py for the ranks' side; test_mpiworlds.py for what it promises.
+"""The parent's side of the mpiworlds plugin: an mpiexec per world size, and one report of a test from those of its ranks.
+
+It never initialises MPI, and runs tests itself only where none of a session's tests needs ranks.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -10,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -17,13 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import forkserver
 import pytest
 from mpiworlds import FOLDER_VARIABLE, timeout_of, world_size_of
 
 from summa3d.cli.launch import mpi_command
+from summa3d.cli.runtime import loaded_runtime
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
+PATIENCE = 20.0  # seconds that a world may take to end after its last test
 GRACE = 3.0  # seconds that the other ranks may stay in a test after one has failed in it
 START = 90.0  # seconds for mpiexec, imports and collection, before the first rank enters its first test
 START_PER_RANK = 1.0  # and for each rank: all of them share this machine's cores
@@ -63,18 +69,53 @@ class RankLog:
             self.reports.setdefault(event["test"], []).append(event)
 
 
-class World:
-    """One mpiexec with `size` ranks that run `items` in order; their reports come through files in `folder`."""
+class Servers:
+    """The fork servers of a session: two, of which ranks take turns, so that hashes and addresses differ between ranks."""
 
-    def __init__(self, size: int, items: list[pytest.Item], config: pytest.Config) -> None:
-        self.size, self.items = size, items
-        self.logs = [RankLog() for _ in range(size)]
+    def __init__(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="mpiworlds")
+        files = Path(self.folder.name) / "files"
+        files.write_text("\n".join(dict.fromkeys(item.nodeid.partition("::")[0] for item in items)))
+        self.mark = f"@{files}"
+        command = [sys.executable, "-m", "pytest", *_rank_options(config), self.mark]
+        _, environment, _ = mpi_command(2, [], {**ROBUST, **os.environ, "PYTEST_ADDOPTS": ""})
+        self.servers = [forkserver.Server(command, environment, config.rootpath) for _ in range(2)]
+
+    def command(self) -> list[str]:
+        """What stands where a rank's Python would, but for its arguments."""
+        return forkserver.stub_command(self.servers)
+
+    def log_tail(self) -> str:
+        """What the servers have printed: why they ended, if they have."""
+        return "\n".join(server.log.read_text(errors="replace")[-LOG_TAIL:] for server in self.servers).strip()
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+        self.folder.cleanup()
+
+
+class World:
+    """One mpiexec with `size` ranks that run `items` in order; their reports come through files in `folder`.
+
+    Size 0 is one process without MPI.
+    """
+
+    def __init__(self, size: int, items: list[pytest.Item], config: pytest.Config, servers: Servers | None) -> None:
+        self.size, self.items, self.servers = size, items, servers
+        self.logs = [RankLog() for _ in range(max(size, 1))]
         self.folder = Path(tempfile.mkdtemp(prefix="mpiworlds"))
         self.launched = time.time()
+        self.past = 0  # tests that all ranks have left
+        self.first_failure: float | None = None
         (self.folder / "tests").write_text("\n".join(item.nodeid for item in items))
-        environ = {**ROBUST, **os.environ, FOLDER_VARIABLE: str(self.folder), "PYTEST_ADDOPTS": ""}
-        arguments = ["-m", "pytest", *_rank_options(config), f"@{self.folder / 'tests'}"]
-        command, environment, _ = mpi_command(size, arguments, environ)
+        mine = f"@{self.folder / 'tests'}"
+        self.mark = servers.mark if servers else mine
+        python = servers.command() if servers else [sys.executable, "-m", "pytest", *_rank_options(config)]
+        environment = {**os.environ, FOLDER_VARIABLE: str(self.folder), "PYTEST_ADDOPTS": ""}
+        command = [*python, mine]
+        if size:
+            command, environment, _ = mpi_command(size, command[1:], {**ROBUST, **environment})
         with open(self.folder / "log", "w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -99,28 +140,27 @@ class World:
                 for line in complete.splitlines():
                     log.take(json.loads(line))
 
-    def wait_for(self, item: pytest.Item) -> str:
-        """Wait until every rank has left the test; return "" or why that will not happen."""
+    def outcome(self, item: pytest.Item) -> str | None:
+        """Return None while a rank is in the test, "" when every rank has left it, or why that will not happen."""
         test, timeout = item.nodeid, timeout_of(item)
-        first_failure: float | None = None
-        while True:
-            ended = self.process.poll() is not None  # asked before the last reading, so that nothing written is missed
-            self.listen()
-            if all(test in log.done for log in self.logs):
-                return ""
-            now = time.time()
-            began = min((log.started[test] for log in self.logs if test in log.started), default=None)
-            if ended:
-                return self._why_ended(test)
-            if first_failure is None and any(log.failed(test) for log in self.logs):
-                first_failure = now
-            if first_failure is not None and now - first_failure > GRACE:
-                return f"a rank failed, and {GRACE:g} s later others were still in the test"
-            if began is not None and now - began > timeout:
-                return f"timeout: after {timeout:g} s not all ranks have finished"
-            if began is None and now - self.launched > START + START_PER_RANK * self.size and not self._busy():
-                return f"the world of {self.size} ranks did not start within {now - self.launched:.0f} s"
-            time.sleep(0.01)
+        ended = self.process.poll() is not None  # asked before the last reading, so that nothing written is missed
+        self.listen()
+        if all(test in log.done for log in self.logs):
+            self.first_failure = None
+            return ""
+        now = time.time()
+        began = min((log.started[test] for log in self.logs if test in log.started), default=None)
+        if ended:
+            return self._why_ended(test)
+        if self.first_failure is None and any(log.failed(test) for log in self.logs):
+            self.first_failure = now
+        if self.first_failure is not None and now - self.first_failure > GRACE:
+            return f"a rank failed, and {GRACE:g} s later others were still in the test"
+        if began is not None and now - began > timeout:
+            return f"timeout: after {timeout:g} s not all ranks have finished"
+        if began is None and now - self.launched > START + START_PER_RANK * self.size and not self._busy():
+            return f"the world of {self.size} ranks did not start within {now - self.launched:.0f} s"
+        return None
 
     def _busy(self) -> bool:
         """Whether every rank has already run something: then the world has started, and this test is next."""
@@ -130,9 +170,11 @@ class World:
         where = "in this test" if any(test in log.started for log in self.logs) else "before this test"
         return f"the job ended {where} (mpiexec's exit status: {self.process.returncode})"
 
-    def release(self, item: pytest.Item) -> None:
-        """All ranks have left the test: let those that failed in it go on."""
-        (self.folder / f"go{self.items.index(item)}").touch()
+    def release(self) -> None:
+        """All ranks have left their test, or will not: let those that failed in it go on to the next."""
+        self.items.pop(0)
+        (self.folder / f"go{self.past}").touch()
+        self.past += 1
 
     def stacks(self) -> dict[int, str]:
         """Ask every living rank for its stacks; also what faulthandler left of a rank that crashed."""
@@ -140,14 +182,15 @@ class World:
             self._signal_ranks(signal.SIGUSR1)
             time.sleep(0.5 + 0.02 * self.size)
         found = {}
-        for rank in range(self.size):
+        for rank in range(len(self.logs)):
             with contextlib.suppress(OSError):
                 lines = (self.folder / f"stack{rank}.txt").read_text(errors="replace").splitlines()
                 found[rank] = "\n".join(line for line in lines if not any(frame in line for frame in OWN_FRAMES))
         return found
 
     def log_tail(self) -> str:
-        return (self.folder / "log").read_text(errors="replace")[-LOG_TAIL:].strip()
+        own = (self.folder / "log").read_text(errors="replace")[-LOG_TAIL:].strip()
+        return own if self.servers is None else "\n".join(filter(None, (own, self.servers.log_tail())))
 
     def close(self, patience: float) -> None:
         """End the job, by force if it does not end within `patience` seconds, and remove what it leaves behind."""
@@ -166,59 +209,121 @@ class World:
 
     def _signal_ranks(self, number: signal.Signals) -> None:
         for log in self.logs:
-            if log.pid is not None and _is_rank_of(log.pid, self.folder):
+            if log.pid is not None and _is_rank_of(log.pid, self.mark):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(log.pid, number)
 
 
+class Lanes:
+    """Runs groups of tests, of one world size or of one file without MPI, several at a time; keeps the reports of each test."""
+
+    def __init__(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        self.config = config
+        self.reports: dict[str, list[pytest.TestReport]] = {}
+        groups: dict[tuple[int, str], list[pytest.Item]] = {}
+        for item in items:
+            size = world_size_of(item)
+            groups.setdefault((size, "" if size else str(item.path)), []).append(item)
+        self.waiting = [(size, group) for (size, _), group in groups.items()]
+        self.running: list[World] = []
+        self.ending: list[tuple[World, float]] = []
+        forked = forkserver.available() and not config.getoption("--fresh-ranks") and "mpich" in loaded_runtime().vendor
+        self.servers = Servers(config, items) if forked else None
+
+    def wait_for(self, item: pytest.Item) -> list[pytest.TestReport]:
+        """Return the reports of a test, when it has ended."""
+        while item.nodeid not in self.reports:
+            self._start()
+            for world in list(self.running):
+                self._follow(world)
+            self._sweep()
+            time.sleep(0.01)
+        return self.reports.pop(item.nodeid)
+
+    def close(self) -> None:
+        """End what still runs."""
+        for world in (*self.running, *(world for world, _ in self.ending)):
+            world.close(0)
+        self.running, self.ending, self.waiting = [], [], []
+        if self.servers is not None:
+            self.servers.close()
+
+    def _start(self) -> None:
+        """Start groups while there is room: beside one world of ranks, tests without MPI only; a world of one rank is light."""
+        lanes = self.config.getoption("--lanes")
+        for group in list(self.waiting):
+            size, items = group
+            taken = sum(1 if world.size < 2 else 2 for world in self.running)
+            ranks = any(world.size for world in self.running)
+            if (ranks and size) or (self.running and taken + (1 if size < 2 else 2) > lanes + 1):
+                continue
+            self.waiting.remove(group)
+            self.running.append(World(size, items, self.config, self.servers))
+
+    def _follow(self, world: World) -> None:
+        """Take in the tests that a world has ended; one that fails to end its test is ended, and the rest of its tests wait."""
+        while world.items:
+            item = world.items[0]
+            why = world.outcome(item)
+            if why is None:
+                return
+            stacks = world.stacks() if why else {}
+            self.reports[item.nodeid] = [_merged(item, world, phase, why, stacks) for phase in PHASES]
+            world.release()
+            if why:
+                self.running.remove(world)
+                world.close(patience=0)
+                if world.items:
+                    self.waiting.insert(0, (world.size, world.items))
+                return
+        self.running.remove(world)
+        self.ending.append((world, time.time() + PATIENCE))
+
+    def _sweep(self) -> None:
+        """Close worlds whose tests have ended, by force those that do not end by themselves."""
+        for ending in list(self.ending):
+            world, deadline = ending
+            if world.process.poll() is not None or time.time() > deadline:
+                self.ending.remove(ending)
+                world.close(patience=0)
+
+
 class Parent:
-    """Runs mpi tests in worlds, grouped by size after the tests that use no MPI, and reports for all ranks."""
+    """Has tests run by worlds, grouped by size after the tests that use no MPI, and reports for all ranks."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.began = time.time()
-        signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("terminated", 128 + number))  # ends the world too
-        self.world: World | None = None
+        signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("terminated", 128 + number))  # ends the worlds too
+        self.lanes: Lanes | None = None
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items.sort(key=world_size_of)
 
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        if any(map(world_size_of, session.items)) and not session.testsfailed and not self.config.option.collectonly:
+            self.lanes = Lanes(self.config, [item for item in session.items if not self._runs_here(item)])
+
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        size = world_size_of(item)
-        if size == 0:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        if self.lanes is None or self._runs_here(item):
             return None
-        if self.world is None:
-            items = item.session.items
-            todo = [other for other in items[items.index(item) :] if world_size_of(other) == size]
-            self.world = World(size, todo, self.config)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self._reports(item, self.world):
+        for report in self.lanes.wait_for(item):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        if self.world is not None and (nextitem is None or world_size_of(nextitem) != size):
-            self._close(patience=20)
         return True
 
+    def _runs_here(self, item: pytest.Item) -> bool:
+        """Whether this process runs a test: one without MPI where there is one lane, one that --worlds left no size."""
+        alone = self.config.getoption("--lanes") == 1
+        return world_size_of(item) == 0 and (alone or item.get_closest_marker("mpi") is not None)
+
     def pytest_sessionfinish(self) -> None:
-        self._close(patience=0)
+        if self.lanes is not None:
+            self.lanes.close()
         remove_stale_segments(since=self.began)  # also those of jobs that tests started, and killed
-
-    def _close(self, patience: float) -> None:
-        if self.world is not None:
-            self.world.close(patience)
-            self.world = None
-
-    def _reports(self, item: pytest.Item, world: World) -> list[pytest.TestReport]:
-        why = world.wait_for(item)
-        stacks = world.stacks() if why else {}
-        reports = [_merged(item, world, phase, why, stacks) for phase in PHASES]
-        if why:
-            self._close(patience=0)
-        else:
-            world.release(item)
-        return reports
 
 
 def _merged(item: pytest.Item, world: World, phase: Phase, why: str, stacks: dict[int, str]) -> pytest.TestReport:
@@ -287,10 +392,10 @@ def _rank_options(config: pytest.Config) -> Iterable[str]:
         yield from ("-c", str(config.inipath))
 
 
-def _is_rank_of(pid: int, folder: Path) -> bool:
+def _is_rank_of(pid: int, mark: str) -> bool:
     """Whether a process still is the rank that wrote its id: ids are given anew (where /proc cannot tell, believe it)."""
     try:
-        return f"@{folder}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return mark.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return not Path("/proc/self").exists()
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from summa3d.comm import cupy_backend, places
-from summa3d.gemm import cublas
+from summa3d.gemm.local import cublas
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten

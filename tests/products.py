@@ -12,7 +12,7 @@ import numpy as np
 from kinds import array, plain
 
 from summa3d.comm.arrays import is_on_device
-from summa3d.gemm.algorithms import ALGORITHMS
+from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.layout import distribute
 
 ACCUMULATED = {"int32": 0.0, **dict.fromkeys(("float64", "complex128"), 2.0**-53)}
@@ -86,9 +86,8 @@ class Judge:
             if beta == 0:
                 c[...] = 77  # never read
             out = executor.run(a, b, c, alpha, beta)
-        staged = {"staged": self.grid.staged} if self.name == "cuboid" else {}
         on_device = is_on_device(a)
-        cost = algorithm.volume(plan, self.grid.shape, dtype, device=on_device, **staged).cost_of(self.grid.coordinates)
+        cost = algorithm.volume(plan, self.grid.shape, dtype, self.grid.staged, on_device).cost_of(self.grid.coordinates)
         if out is not c:
             self.wrong.append((*case, "out is not written in place"))
         if (moved.words, moved.messages) != (cost.words, cost.messages):

@@ -14,8 +14,8 @@ import pytest
 
 from summa3d import libraries
 from summa3d.errors import ConfigError
-from summa3d.gemm.blas import accumulate
-from summa3d.gemm.local import multiply
+from summa3d.gemm.local.blas import accumulate
+from summa3d.gemm.local.multiply import multiply
 
 
 def numpys_file() -> Path | None:
@@ -131,7 +131,7 @@ def test_products_are_right_beside_torch_whichever_is_loaded_first(threads, orde
     pytest.importorskip("torch")
     load = "import torch; torch.ones(300, 300) @ torch.ones(300, 300)\n"
     multiply = (
-        "import numpy as np\nfrom summa3d.gemm.local import multiply\n"
+        "import numpy as np\nfrom summa3d.gemm.local.multiply import multiply\n"
         "a = (np.arange(400 * 400) % 7).reshape(400, 400).astype('float64')\n"
         "assert np.array_equal(multiply(a, a, 'nn'), (a.astype(int) @ a.astype(int)))\n"
     )

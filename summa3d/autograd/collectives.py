@@ -1,5 +1,8 @@
-# Conjugate pairs of collectives: what one does forward, its partner does to the gradient. Needs torch.
-# Next: nn/embedding.py, which is written with them.
+"""Conjugate pairs of collectives as torch functions: what one does forward, its partner does to the gradient.
+
+Each backward is its partner applied to the gradient, so that gradients have gradients too (create_graph=True).
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,7 +22,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.axis.reduce_scatter(grad, ctx.dim, ctx.sizes), None, None, None
+        return _Scatter.apply(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -30,7 +33,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.axis.all_gather(grad, ctx.dim, ctx.sizes), None, None, None
+        return _Gather.apply(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None
 
 
 class _SumGradient(torch.autograd.Function):
@@ -41,17 +44,18 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.all_reduce(grad), None
+        return _Sum.apply(grad, ctx.axis), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
         return axis.all_reduce(partial.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return _SumGradient.apply(grad, ctx.axis), None
 
 
 class _ScatterFrom(torch.autograd.Function):
@@ -64,22 +68,47 @@ class _ScatterFrom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        axis, root, sizes = ctx.axis, ctx.root, ctx.sizes
+        return _GatherTo.apply(grad, ctx.axis, ctx.root, ctx.sizes), None, None, None
+
+
+class _GatherTo(torch.autograd.Function):
+    """The rows `sizes` that the members hold, joined on `root`; zeros of that shape elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Tensor, axis: Axis, root: int, sizes: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.root, ctx.sizes = axis, root, sizes
         received = sizes if axis.index == root else [0] * axis.size
-        whole = axis.all_to_all(grad, 0, _only(root, len(grad), axis.size), received)
-        return whole if axis.index == root else whole.new_zeros(sum(sizes), *whole.shape[1:]), None, None, None
+        whole = axis.all_to_all(block.detach(), 0, _only(root, len(block), axis.size), received)
+        return whole if axis.index == root else whole.new_zeros(sum(sizes), *whole.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _ScatterFrom.apply(grad, ctx.axis, ctx.root, ctx.sizes), None, None, None
 
 
 class _BroadcastFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, block: Tensor, axis: Axis, root: int, shape: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.root = axis, root
+        ctx.axis, ctx.root, ctx.block = axis, root, block.shape
         return axis.broadcast(block.clone() if axis.index == root else block.new_empty(shape), root)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        total = ctx.axis.reduce(grad.contiguous(), ctx.root)
-        return grad.new_empty([0] * grad.dim()) if total is None else total, None, None, None
+        return _ReduceTo.apply(grad, ctx.axis, ctx.root, ctx.block), None, None, None
+
+
+class _ReduceTo(torch.autograd.Function):
+    """The sum of the members' tensors on `root`; elsewhere a tensor without elements, of the shape `block`."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, axis: Axis, root: int, block: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.root, ctx.shape = axis, root, partial.shape
+        total: Tensor | None = axis.reduce(partial.detach().contiguous(), root)
+        return partial.new_empty(block) if total is None else total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _BroadcastFrom.apply(grad, ctx.axis, ctx.root, ctx.shape), None, None, None
 
 
 def _only(member: int, count: int, size: int) -> list[int]:

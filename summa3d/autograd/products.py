@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -15,37 +14,15 @@ from ..comm.collectives import Axis
 from ..comm.grid import Grid
 from ..comm.pending import Pending, completed
 from ..errors import ShapeError
-from ..gemm.agarwal import AgarwalPlan
-from ..gemm.algorithms import ALGORITHMS
-from ..gemm.cuboid import Cuboid, CuboidPlan
-from ..gemm.oned import OnedColumnPlan, OnedPlan
-from ..gemm.plan import Product as Executor
-from ..gemm.plan import ProductPlan
-from ..gemm.workspace import Workspace
+from ..gemm.algorithms.cuboid import Cuboid
+from ..gemm.algorithms.executor import Executor
+from ..gemm.algorithms.gradients import GRADIENTS, Gradient, Gradients, gradient_plans
+from ..gemm.algorithms.oned import OnedPlan
+from ..gemm.algorithms.plan import ProductPlan
+from ..gemm.algorithms.registry import algorithm_of
+from ..gemm.algorithms.workspace import Workspace
 from .ahead import Source
 from .later import Later
-
-T = TypeVar("T")
-
-
-class Gradient(NamedTuple):
-    """The gradient of one operand as a product: its form, which dims of the product are its m, n, k, and whether dC is its A.
-
-    The other operand is B for dA, and A for dB.
-    """
-
-    form: str
-    dims: str
-    c_first: bool
-
-
-GRADIENTS = {
-    # form: (dA, dB)
-    "nn": (Gradient("nt", "mkn", True), Gradient("tn", "knm", False)),
-    "nt": (Gradient("nn", "mkn", True), Gradient("tn", "nkm", True)),
-    "tn": (Gradient("nt", "kmn", False), Gradient("nn", "knm", False)),
-    "tt": (Gradient("tt", "kmn", False), Gradient("tt", "nkm", True)),
-}
 
 
 @dataclass(frozen=True)
@@ -59,9 +36,6 @@ class Flights:
     source: Source | None = None
     later: Later | None = None
     input_gradient: bool = True
-
-
-EXECUTORS: dict[Any, Callable[..., Executor]] = {algorithm.plan: algorithm.executor for algorithm in ALGORITHMS.values()}
 
 
 class Product(ABC):
@@ -171,9 +145,9 @@ class Line(Product):
         super().__init__(plan, rows, flights)
         if plan.sequence:
             raise ShapeError("A sequence-parallel 1-D product has its gradients as the cuboid of 1×t×1: take a CuboidPlan.")
-        self.executor = EXECUTORS[type(plan)](plan, grid)
+        self.executor = algorithm_of(plan).executor(plan, grid)
         self.axis = grid[plan.y]
-        self.split = "n" if isinstance(plan, OnedColumnPlan) else "k"
+        self.split = plan.split_dim
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         self.executor.check(a, b)
@@ -182,10 +156,10 @@ class Line(Product):
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """The sum along y, if there is one, is in flight when this returns."""
-        return self._start_sum(local(self.executor.workspace, self.of_a, shared, b), self.of_a.dims[2])
+        return self._start_sum(local(self.executor.workspace, self.of_a, shared, b), self.of_a.inner)
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
-        return self._start_sum(local(self.executor.workspace, self.of_b, shared, a), self.of_b.dims[2])
+        return self._start_sum(local(self.executor.workspace, self.of_b, shared, a), self.of_b.inner)
 
     def _start_sum(self, partial: Tensor, inner: str) -> Pending:
         return self.axis.start_all_reduce(partial, into=partial, in_order=True) if inner == self.split else completed(partial)
@@ -213,18 +187,18 @@ class Executed(Product):
         return self._bound(self.b_plan)
 
     def _bound(self, plan: ProductPlan) -> Executor:
-        return EXECUTORS[type(plan)](plan, self.grid, self.workspace)
+        return algorithm_of(plan).executor(plan, self.grid, self.workspace)
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return self._executor.run(a, b), (a, b)
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """Complete when this returns: the algorithm sums as it goes."""
-        return completed(self._grad_a.run(*in_order(self.of_a, shared, b)))
+        return completed(self._grad_a.run(*self.of_a.ordered(shared, b)))
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
         """Complete when this returns."""
-        return completed(self._grad_b.run(*in_order(self.of_b, shared, a)))
+        return completed(self._grad_b.run(*self.of_b.ordered(shared, a)))
 
 
 def product(
@@ -239,44 +213,16 @@ def product(
 
     `regather` matters to those that gather, `flights` to those that start what they wait for afterwards.
     """
-    if isinstance(plan, CuboidPlan):
-        return Gathered(Cuboid(plan, grid), regather, rows, flights)
-    if isinstance(plan, OnedPlan):
-        return Line(plan, grid, rows, flights)
-    return Executed(plan, grid, rows, workspace)
+    return PRODUCTS[algorithm_of(plan).gradients](plan, grid, regather, rows, workspace, flights)
 
 
-def gradient_plans(plan: ProductPlan) -> tuple[ProductPlan, ProductPlan]:
-    """The plans of dA and dB, of the algorithm that `plan` is of; raises ShapeError where they do not lie as A and B do."""
-    plans = []
-    for name, gradient, layout in zip("AB", GRADIENTS[plan.form], (plan.a_layout, plan.b_layout), strict=True):
-        found = _gradient_plan(plan, gradient)
-        operands = in_order(gradient, plan.c_layout, plan.b_layout if name == "A" else plan.a_layout)
-        if (found.a_layout, found.b_layout, found.c_layout) != (*operands, layout):
-            raise ShapeError(f"The gradient of {name} of {plan} is no product of {plan.name} on the layouts that are there.")
-        plans.append(found)
-    return plans[0], plans[1]
-
-
-def _gradient_plan(plan: ProductPlan, gradient: Gradient) -> ProductPlan:
-    sizes = {"m": plan.m, "n": plan.n, "k": plan.k}
-    m, n, k = (sizes[dim] for dim in gradient.dims)
-    return replace(plan, form=gradient.form, m=m, n=n, k=k, **_roles(plan, gradient.dims))
-
-
-def _roles(plan: ProductPlan, dims: str) -> dict[str, str]:
-    """Agarwal's axes belong to dims, x to m, y to n, z to k, and follow them; those of the 2-D products stay where they are."""
-    if not isinstance(plan, AgarwalPlan):
-        return {}
-    axis_of = {"m": plan.x, "n": plan.y, "k": plan.z}
-    return dict(zip("xyz", (axis_of[dim] for dim in dims), strict=True))
-
-
-def in_order(gradient: Gradient, c: T, other: T) -> tuple[T, T]:
-    """The operands of a gradient's product, first and second."""
-    return (c, other) if gradient.c_first else (other, c)
+PRODUCTS: dict[Gradients, Callable[..., Product]] = {
+    Gradients.GATHERED: lambda plan, grid, regather, rows, _, flights: Gathered(Cuboid(plan, grid), regather, rows, flights),
+    Gradients.ALL_REDUCED: lambda plan, grid, _regather, rows, _, flights: Line(plan, grid, rows, flights),
+    Gradients.PRODUCTS: lambda plan, grid, _regather, rows, workspace, _: Executed(plan, grid, rows, workspace),
+}
 
 
 def local(workspace: Workspace, gradient: Gradient, c: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
     """A gradient's product on this rank, in `out` if given."""
-    return workspace.multiply(*in_order(gradient, c, other), gradient.form, out)
+    return workspace.multiply(*gradient.ordered(c, other), gradient.form, out)

@@ -21,7 +21,7 @@ class _Relayout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return redistribute(grad, ctx.shape, ctx.grid, ctx.target, ctx.source), None, None, None, None
+        return _Relayout.apply(grad, ctx.shape, ctx.grid, ctx.target, ctx.source), None, None, None, None
 
 
 def relayout(block: Tensor, shape: Sequence[int], grid: Grid, source: Layout, target: Layout) -> Tensor:

@@ -174,7 +174,7 @@ def _scaling(args: argparse.Namespace, ranks: int, sizes: Callable[[int], tuple[
 
 def _of_algorithms(names: list[str] | None, problem: Any, ranks: int) -> Iterator[Any]:
     """An entry for each algorithm named, on its grid of fewest words; those that cannot use so many ranks are left out."""
-    from ..gemm.algorithms import ALGORITHMS, algorithm
+    from ..gemm.algorithms.registry import ALGORITHMS, algorithm
     from .contest import Entry, fewest_words
 
     if not names:
@@ -192,8 +192,8 @@ def own_choice(problem: Any, ranks: int) -> Any:
     from mpi4py import MPI
 
     from ..comm.node import in_one_node
-    from ..gemm.choose import choose
-    from ..gemm.machine import Machine
+    from ..gemm.cost.choose import choose
+    from ..gemm.cost.machine import Machine
     from .contest import Entry
 
     machine = Machine(node=problem.device == "cpu" and in_one_node(MPI.COMM_WORLD))
@@ -203,16 +203,15 @@ def own_choice(problem: Any, ranks: int) -> Any:
 
 def every_grid(problem: Any, ranks: int) -> Iterator[Any]:
     """The library's choice, then all others on exactly `ranks` ranks: each algorithm on each grid that copies no operand."""
-    from ..gemm.algorithms import ALGORITHMS
+    from ..gemm.algorithms.registry import ALGORITHMS
     from .contest import Entry
 
     chosen = own_choice(problem, ranks)
     yield chosen
     for name, found in ALGORITHMS.items():
         plan = found.plan(problem.form, problem.m, problem.n, problem.k)
-        split = plan.a_layout.axes & plan.b_layout.axes & plan.c_layout.axes
         for grid in found.grids(ranks):
-            spread = all(size == 1 or axis in split for axis, size in grid.items())
+            spread = all(size == 1 or axis in plan.split_by_all for axis, size in grid.items())
             if spread and (name, grid) != (chosen.algorithm, chosen.grid):
                 yield Entry(name, grid, problem)
 
@@ -222,7 +221,7 @@ def parse_entry(text: str, problem: Any, ranks: int) -> tuple[str, dict[str, int
 
     Raises ConfigError for an algorithm, an axis or an option that is not known.
     """
-    from ..gemm.algorithms import algorithm
+    from ..gemm.algorithms.registry import algorithm
     from .contest import fewest_words
 
     name, _, rest = text.partition(":")

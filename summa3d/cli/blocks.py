@@ -17,7 +17,8 @@ from ..comm.places import settle
 from ..comm.ranges import Ranges
 from ..comm.trace import Trace, write
 from ..errors import LayoutError
-from ..gemm.cuboid import CuboidPlan
+from ..gemm.algorithms.gradients import Gradients
+from ..gemm.algorithms.registry import algorithm_of
 from ..layout.distribute import collect, distribute
 from ..nn.block import Block
 from ..nn.config import ModelConfig
@@ -85,7 +86,7 @@ def grids_for(name: str, ranks: int, case: Case) -> list[dict[str, int]]:
 def gathers(name: str) -> bool:
     """Whether the scheme's products gather operands, so that backward may gather them again or keep them."""
     kind = KINDS[name]
-    return isinstance(kind.plan(kind.stream, "nn", 1, 1, 1), CuboidPlan)
+    return algorithm_of(kind.plan(kind.stream, "nn", 1, 1, 1)).gradients is Gradients.GATHERED
 
 
 def fits(name: str, shape: Mapping[str, int], case: Case) -> bool:

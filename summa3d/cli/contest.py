@@ -20,7 +20,7 @@ from ..comm.places import placed, settle
 from ..comm.ranges import Ranges
 from ..comm.trace import Trace, write
 from ..errors import ConfigError
-from ..gemm.algorithms import Algorithm, algorithm
+from ..gemm.algorithms.registry import Algorithm, algorithm
 from ..gemm.matrix import DistMatrix
 from ..libraries import library
 from .clock import Clock

@@ -24,7 +24,7 @@ FORMS = tuple(first + second for first in "ntc" for second in "ntc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ..gemm.algorithms import ALGORITHMS, ALIASES
+    from ..gemm.algorithms.registry import ALGORITHMS, ALIASES
 
     parser.description = "Multiply C = alpha·op(A)·op(B) + beta·C on a grid of MPI ranks; print time, words moved and error."
     for size in ("m", "n", "k"):
@@ -81,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
 def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, int]]:
     """The algorithm, its plan and its grid: what the command line says, and what it leaves open by the chooser."""
     from ..comm.node import in_one_node
-    from ..gemm.algorithms import ALGORITHMS
-    from ..gemm.algorithms import algorithm as named
-    from ..gemm.choose import choose
-    from ..gemm.machine import Machine
+    from ..gemm.algorithms.registry import ALGORITHMS
+    from ..gemm.algorithms.registry import algorithm as named
+    from ..gemm.cost.choose import choose
+    from ..gemm.cost.machine import Machine
 
     if args.grid is None:
         if args.panel is not None and args.algorithm is None:
@@ -137,7 +137,6 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
 def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any) -> dict[str, Any]:
     """Time a reused executor; count its words, messages and workspace; check its result if asked."""
     from ..comm.places import settle
-    from ..gemm import volume
     from .clock import Clock
 
     grid, old, factors = a.grid, c.block.copy(), (scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype))
@@ -161,11 +160,7 @@ def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: An
         settle(c.block)
         show_once(args, clock, once)
     on_device = args.device == "cuda"
-    costs = (
-        volume.of_plan(plan, grid.shape, args.dtype, grid.staged, on_device)
-        if algorithm.name == "cuboid"
-        else algorithm.volume(plan, grid.shape, args.dtype, on_device)
-    )
+    costs = algorithm.volume(plan, grid.shape, args.dtype, grid.staged, on_device)
     words, messages, workspace = (grid.comm.allgather(value) for value in (moved.words, moved.messages, peak))
     serial_seconds: list[float] = []
     error = relative_error(args, plan, c, serial_seconds) if args.check else None

@@ -83,6 +83,8 @@ def shown(
 
     @wraps(method)
     def begin(axis: Any, *args: P.args, **options: P.kwargs) -> Pending:
+        if axis._node is not None:
+            axis._node.check()
         ranges = axis.ledger.ranges
         if ranges is None or axis.size == 1:
             return method(axis, *args, **options)

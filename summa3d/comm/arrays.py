@@ -104,6 +104,11 @@ def is_contiguous(array: Array) -> bool:
     return array.is_contiguous() and not array.is_conj() and not array.is_neg()
 
 
+def is_writable(array: Array) -> bool:
+    """Whether the elements may be overwritten; only numpy knows read-only arrays."""
+    return not isinstance(array, np.ndarray) or bool(array.flags.writeable)
+
+
 def swap_front(array: Array, dim: int) -> Array:
     """A view with `dim` moved to the front."""
     return array.movedim(dim, 0) if is_torch(array) else library_of(array).moveaxis(array, dim, 0)
@@ -219,7 +224,7 @@ def into_problem(into: Array | None, array: Array, shape: Sequence[int]) -> str 
     if kind_of(into) != kind_of(array):
         return f"into is an array of {kind_of(into)}; the result is one of {kind_of(array)}."
     if tuple(into.shape) == tuple(shape) and into.dtype == array.dtype:
-        return None
+        return None if is_writable(into) else "into is read-only. Pass an array that can be written, or none."
     return f"into is {tuple(into.shape)} {dtype_name(into)}; the result is {tuple(shape)} {dtype_name(array)}."
 
 

@@ -25,6 +25,7 @@ from .arrays import (
     into_problem,
     is_contiguous,
     is_half,
+    is_writable,
     overlap,
     share,
     sum_parts,
@@ -178,6 +179,8 @@ class Axis(Accounted, Checks):
         """`receive`, in flight."""
         if not is_contiguous(array):
             raise ShapeError("receive overwrites its array in place, so the array must be C-contiguous.")
+        if not is_writable(array):
+            raise ShapeError("receive overwrites its array in place, and this one is read-only.")
         wall, cpu = time.perf_counter(), time.thread_time()
         comm = self._peer_comm("receive", source)
         requests = self.carriers.between_two(array).receive(comm, array, source, tag)
@@ -298,7 +301,10 @@ class Axis(Accounted, Checks):
     def _broadcast(self, array: Array, root: int, blocking: bool) -> Pending:
         if self.size == 1:
             return completed(array)
-        self._check("broadcast", array, {"shape": tuple(array.shape), "root": root}, self._root_problem(root))
+        problem = self._root_problem(root)
+        if problem is None and self.index != root and not is_writable(array):
+            problem = "broadcast overwrites its array in place, and this one is read-only."
+        self._check("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
         wall, cpu = time.perf_counter(), time.thread_time()
         received = self.index != root
         words = count(array) if received else 0
@@ -369,7 +375,7 @@ class Axis(Accounted, Checks):
     @property
     def ring(self) -> Ring | None:
         """The slots of node-shared memory of this axis (made at the first use, which is collective); None where it has none."""
-        return None if self._node is None else self._node.ring(self.comm)
+        return None if self._node is None else self._node.ring(self.comm, self.label)
 
     def room(self, shape: Sequence[int], like: Array) -> Array | None:
         """Shared memory to fill, which `reduce_scatter` sums without a copy if it comes next; None where there is none."""

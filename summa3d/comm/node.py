@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import platform
+import time
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -14,7 +16,9 @@ import numpy as np
 from mpi4py import MPI
 
 from ..capability import FUTEX, available
+from ..errors import GridError
 from .arrays import Array, address, dtype_name, empty, is_on_device, is_torch
+from .progress import IN_FLIGHT
 
 SLOTS = 2
 """Communications of one axis that may be under way at a time."""
@@ -25,16 +29,31 @@ GRAIN = 1 << 18
 """Slots grow in steps of this many bytes."""
 SPINS = {True: 4, False: 2000}
 """Looks at a flag before sleeping, where ranks outnumber the cores, and where each has one of its own."""
+SLEEP, NAP = 1.0, 0.0002
+"""Seconds that a wait sleeps at a time: with nothing in flight in MPI, and with something that must be kept moving."""
+LEFT, BROKEN = 1 << 61, (1 << 62) + 0xFFFFFFFF
+"""Marks on a flag: the member has left the communication of this number out (added to it); the member goes on no more."""
+POSTED, CLOSED, OFFERED, MAPPED = range(4)
+"""What a member's flags of a slot tell: its part is written; it reads no more; larger memory is there; it has mapped that."""
+FLAGS = 4
+RECORD = 1024
+"""Bytes of shared memory in which a member says why it goes on no more: a time, and a text."""
+TOKEN, NOTE = 16, 128
+"""Bytes of what tells offered memory from other, and of what says where it is: its token, and the path of its descriptor."""
 
 
-class _Second(ctypes.Structure):
+class _Time(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class Flags:
-    """Counters in shared memory that only grow, each written by one member. `wait` sleeps until one has grown enough."""
+    """Counters in shared memory that only grow, each written by one member. `wait` sleeps until one has grown enough.
 
-    def __init__(self, memory: mmap.mmap, crowded: bool) -> None:
+    A member that cannot go on breaks its flags: whoever waits for one of them, now or later, gets GridError.
+    """
+
+    def __init__(self, memory: mmap.mmap, label: str, members: int, crowded: bool) -> None:
+        self._memory, self._label, self._members = memory, label, members
         self._words = memoryview(memory).cast("q")
         self._first = address(np.frombuffer(memory, np.int64))
         self._spins = SPINS[crowded]
@@ -42,25 +61,87 @@ class Flags:
         self._call.restype = ctypes.c_long
         self._call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
         self._number = FUTEX[platform.machine()]
-        self._second = _Second(1, 0)  # a member that is gone wakes nobody; its launcher ends the others meanwhile
-        self._timeout = ctypes.addressof(self._second)
+        # A member that is gone wakes nobody: each sleep ends by itself, and its launcher ends the others meanwhile.
+        self._times = {busy: _Time(int(seconds), round(seconds % 1 * 1e9)) for busy, seconds in ((False, SLEEP), (True, NAP))}
+        self._timeouts = {busy: ctypes.addressof(time) for busy, time in self._times.items()}
+
+    @staticmethod
+    def nbytes(members: int) -> int:
+        """The shared memory that they need: a line for the whole axis, one for each flag, and the members' records."""
+        return (1 + FLAGS * members * SLOTS) * LINE * 8 + members * RECORD + SLOTS * NOTE
+
+    @property
+    def broken(self) -> bool:
+        """Whether some member goes on no more."""
+        return bool(self._words[0])
 
     def set(self, flag: int, value: int) -> None:
         """Raise `flag` to `value` and wake who waits for it. What this rank stored before is seen by who sees the flag."""
-        self._words[flag * LINE] = value
-        self._call(self._number, self._first + flag * LINE * 8, WAKE, EVERYONE, None)
+        place = (flag + 1) * LINE
+        self._words[place] = value
+        self._call(self._number, self._first + place * 8, WAKE, EVERYONE, None)
 
     def wait(self, flag: int, value: int) -> bool:
-        """Return once `flag` is at least `value`; whether this rank had to sleep for it."""
-        words, place = self._words, flag * LINE
+        """Return once `flag` is at least `value`; whether this rank had to sleep for it.
+
+        Asleep it keeps MPI moving what this process has in flight. Raises GridError where the member that writes `flag` goes on
+        no more, or has left out what this rank waits for.
+        """
+        words, place = self._words, (flag + 1) * LINE
         for _ in range(self._spins):
-            if words[place] >= value:
+            if (seen := words[place]) >= value and (seen < LEFT or self._arrived(seen, value)):
                 return False
-        if words[place] >= value:
-            return False
-        while (seen := words[place]) < value:
-            self._call(self._number, self._first + place * 8, WAIT, seen & 0xFFFFFFFF, self._timeout)
+        while (seen := words[place]) < value or (seen >= LEFT and not self._arrived(seen, value)):
+            self.check()
+            timeout = self._timeouts[IN_FLIGHT.advance()]
+            self._call(self._number, self._first + place * 8, WAIT, seen & 0xFFFFFFFF, timeout)
         return True
+
+    def _arrived(self, seen: int, value: int) -> bool:
+        """False where a marked flag says that its member left out something before what is waited for, which may still come."""
+        if seen >= BROKEN:
+            self.check()
+        if seen - LEFT == value:
+            raise GridError("a member allocated a buffer for a reduce-scatter, as this one did, and began something else instead")
+        return False
+
+    def check(self) -> None:
+        """Raise GridError where a member goes on no more, naming the first error."""
+        if self._words[0]:
+            raise GridError(
+                f"axis {self._label} is broken: {self.first_error()}.\n"
+                "  Its members are out of step, and it communicates no more. Free the grid and make another."
+            )
+
+    def report(self, member: int, text: str) -> None:
+        """Write in shared memory why `member` goes on no more."""
+        place = self._record(member)
+        said = text.encode()[: RECORD - 8 - 1]
+        self._memory[place + 8 : place + 8 + len(said)] = said
+        self._words[place // 8] = time.monotonic_ns()
+        self._words[0] = 1
+
+    def first_error(self) -> str:
+        """What the first member that failed has written; empty where none has."""
+        records = [self._record(member) for member in range(self._members)]
+        written = [(self._words[place // 8], place) for place in records if self._words[place // 8]]
+        if not written:
+            return ""
+        place = min(written)[1]
+        return self._memory[place + 8 : place + RECORD].rstrip(b"\0").decode(errors="ignore")
+
+    def value(self, flag: int) -> int:
+        """What `flag` is now."""
+        return self._words[(flag + 1) * LINE]
+
+    def note(self, slot: int) -> memoryview:
+        """Where the one who offers larger memory for a slot says where it is."""
+        place = self._record(self._members) + slot * NOTE
+        return memoryview(self._memory)[place : place + NOTE]
+
+    def _record(self, member: int) -> int:
+        """Where a member's record begins, in bytes; behind the last one are the notes of the slots."""
+        return (1 + FLAGS * self._members * SLOTS) * LINE * 8 + member * RECORD
 
 
 class Turn:
@@ -86,29 +167,33 @@ class Turn:
 
     def post(self) -> None:
         """Say that this member's part is written."""
-        self.ring.flags.set(self.ring.posted(self.ring.index, self.number), self.number)
+        self.ring.flags.set(self.ring.flag(POSTED, self.ring.index, self.number), self.number)
 
     def wait(self, member: int) -> None:
         """Return once `member` has posted."""
         if member != self.ring.index:
-            self.ring.flags.wait(self.ring.posted(member, self.number), self.number)
+            self.ring.flags.wait(self.ring.flag(POSTED, member, self.number), self.number)
 
     def wait_for_all(self) -> None:
         """Return once every member has posted. Waits first for who was last before, so as to be woken once."""
         ring, number = self.ring, self.number
-        first = number % SLOTS
+        first = ring.flag(POSTED, 0, number)
         last = ring.last
         for member in (last, *range(ring.size)):
-            if ring.flags.wait(member * SLOTS + first, number) and member != ring.index:
+            if member != ring.index and ring.flags.wait(first + member * SLOTS, number):
                 last = member
         ring.last = last
 
     def finish(self) -> None:
         """Read what the others laid here; a second call does nothing. It gives the slot back, unless a view is kept."""
         if self.read is not None:
-            self._result, self.read = self.read(), None
-            if not self.keeps:
-                self.close()
+            try:
+                self._result, self.read = self.read(), None
+                if not self.keeps:
+                    self.close()
+            except BaseException as error:
+                self.ring.fail(error)
+                raise
 
     def result(self) -> Array:
         """What was read, handed over: this turn, which its slot remembers until the next, holds nothing alive."""
@@ -116,10 +201,15 @@ class Turn:
         result, self._result = self._result, None
         return result
 
+    def leave(self) -> None:
+        """Say that this member will not post."""
+        self.ring.flags.set(self.ring.flag(POSTED, self.ring.index, self.number), LEFT + self.number)
+        self.close()
+
     def close(self) -> None:
         """Say that this member reads the slot no more."""
         self.keeps = False
-        self.ring.flags.set(self.ring.closed(self.ring.index, self.number), self.number)
+        self.ring.flags.set(self.ring.flag(CLOSED, self.ring.index, self.number), self.number)
 
 
 class Ring:
@@ -139,33 +229,37 @@ class Ring:
         self.room: tuple[Turn, Array] | None = None
 
     @classmethod
-    def over(cls, comm: MPI.Intracomm, crowded: bool) -> Ring | None:
+    def over(cls, comm: MPI.Intracomm, label: str, crowded: bool) -> Ring | None:
         """A ring of the members of `comm`, who share a node (collective); None on all where the node cannot offer it."""
-        memory = mapped(comm, 2 * comm.size * SLOTS * LINE * 8)
-        return None if memory is None else cls(comm, Flags(memory, crowded))
+        memory = mapped(comm, Flags.nbytes(comm.size))
+        return None if memory is None else cls(comm, Flags(memory, label, comm.size, crowded))
 
     @property
     def size_bytes(self) -> int:
         return sum(len(slot) for slot in self.slots if slot is not None) // self.size
 
-    def posted(self, member: int, number: int) -> int:
-        """The flag that says which communication of this slot `member` has posted."""
-        return member * SLOTS + number % SLOTS
-
-    def closed(self, member: int, number: int) -> int:
-        """The flag that says which communication of this slot `member` reads no more."""
-        return self.size * SLOTS + self.posted(member, number)
+    def flag(self, kind: int, member: int, number: int) -> int:
+        """The flag of `member` of one kind for the slot of communication `number`."""
+        return (kind * self.size + member) * SLOTS + number % SLOTS
 
     def turn(self, nbytes: int) -> Turn | None:
         """The next slot, with `nbytes` for all members together. None on all members where the node lacks the memory.
 
         Ends the view that the last turn may have given. Grows the slot, which is collective, where it is too small.
         """
+        try:
+            self.flags.check()
+            return self._taken(nbytes)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _taken(self, nbytes: int) -> Turn | None:
         if self.kept is not None:
             self.kept.close()
             self.kept = None
         if self.room is not None:
-            self.room[0].close()
+            self.room[0].leave()
             self.room = None
         self.number += 1
         slot = self.number % SLOTS
@@ -174,17 +268,58 @@ class Ring:
             before.finish()
         for member in range(self.size):
             if member != self.index:
-                self.flags.wait(self.closed(member, self.number), self.number - SLOTS)
+                self.flags.wait(self.flag(CLOSED, member, self.number), self.number - SLOTS)
         memory = self.slots[slot]
         if nbytes > (0 if memory is None else len(memory)):
             self.slots[slot] = None
-            memory = self.slots[slot] = mapped(self.comm, -(-nbytes // GRAIN) * GRAIN)
+            memory = self.slots[slot] = self._larger(-(-nbytes // GRAIN) * GRAIN)
         if nbytes and memory is None:
             self.turns[slot] = None
-            self.flags.set(self.closed(self.index, self.number), self.number)
+            self.flags.set(self.flag(CLOSED, self.index, self.number), self.number)
             return None
         taken = self.turns[slot] = Turn(self, self.number, memory)
         return taken
+
+    def _larger(self, nbytes: int) -> mmap.mmap | None:
+        """Memory of `nbytes` for the slot that is being taken; None on all members where one cannot map it.
+
+        The members speak by flags and not by MPI, in which nobody could be told that another has failed.
+        """
+        number, note = self.number, self.flags.note(self.number % SLOTS)
+        descriptor = -1
+        try:
+            if self.index == 0:
+                memory, descriptor = offered(nbytes, note)
+                self.flags.set(self.flag(OFFERED, 0, number), number)
+            else:
+                self.flags.wait(self.flag(OFFERED, 0, number), number)
+                memory = joined(nbytes, note)
+            self.flags.set(self.flag(MAPPED, self.index, number), 2 * number + (memory is not None))
+            for member in range(self.size):
+                flag = self.flag(MAPPED, member, number)
+                self.flags.wait(flag, 2 * number)
+                if not self.flags.value(flag) % 2:
+                    memory = None
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        return memory
+
+    def refuse(self) -> None:
+        """Raise the GridError of a broken ring; who waits for this member need not wait longer."""
+        try:
+            self.flags.check()
+        except GridError as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Give up: tell the other members, who would wait for this one, of the first error."""
+        if not self.flags.broken:
+            text = str(error) or "without a message"
+            self.flags.report(self.index, f"member {self.index} failed in a collective ({type(error).__name__}: {text})")
+        for kind, number in itertools.product(range(FLAGS), range(SLOTS)):
+            self.flags.set(self.flag(kind, self.index, number), BROKEN)
 
     def keep(self, turn: Turn) -> None:
         """The result of `turn` is a view that stays until the next turn."""
@@ -197,7 +332,11 @@ class Ring:
         turn = self.turn(self.size * count * like.itemsize)
         if turn is None:
             return None
-        array = turn.part(like, self.index * count, shape)
+        try:
+            array = turn.part(like, self.index * count, shape)
+        except BaseException as error:
+            self.fail(error)
+            raise
         self.room = turn, array
         return array
 
@@ -228,10 +367,15 @@ class NodeRule:
         nbytes = elements * array.itemsize
         return (self.always or nbytes >= self.SMALL) and nbytes <= self.LARGEST and staged_dtype(array)
 
-    def ring(self, comm: MPI.Intracomm) -> Ring | None:
+    def ring(self, comm: MPI.Intracomm, label: str) -> Ring | None:
         if not self._made:
-            self._made, self._ring = True, Ring.over(comm, self.crowded)
+            self._made, self._ring = True, Ring.over(comm, label, self.crowded)
         return self._ring
+
+    def check(self) -> None:
+        """Raise GridError where the ring is broken."""
+        if self._ring is not None and self._ring.flags.broken:
+            self._ring.refuse()
 
 
 def in_one_node(comm: MPI.Intracomm) -> bool:
@@ -244,42 +388,47 @@ def in_one_node(comm: MPI.Intracomm) -> bool:
 
 def mapped(comm: MPI.Intracomm, nbytes: int) -> mmap.mmap | None:
     """Zeroed memory that the members of `comm` map together (collective); None on all of them where one cannot."""
-    memory: mmap.mmap | None = None
-    note: tuple[str, bytes] | None = None
-    descriptor = -1
-    if comm.rank == 0:
-        try:
-            descriptor = os.memfd_create("summa3d")
-            os.posix_fallocate(descriptor, 0, nbytes + mmap.PAGESIZE)  # an error now, not a signal at the first touch
-            memory = mmap.mmap(descriptor, nbytes + mmap.PAGESIZE)
-            token = os.urandom(16)
-            memory[-16:] = token
-            note = f"/proc/{os.getpid()}/fd/{descriptor}", token
-        except OSError:
-            memory = None
-    note = comm.bcast(note)
-    if comm.rank != 0 and note is not None:
-        path, token = note
-        memory = _joined(path, token, nbytes + mmap.PAGESIZE)
+    note = memoryview(bytearray(NOTE))
+    memory, descriptor = offered(nbytes, note) if comm.rank == 0 else (None, -1)
+    comm.Bcast(note)
+    if comm.rank != 0:
+        memory = joined(nbytes, note)
     everyone = comm.allreduce(memory is not None, MPI.MIN)
     if descriptor >= 0:
         os.close(descriptor)
     return memory if everyone else None
 
 
-def _joined(path: str, token: bytes, nbytes: int) -> mmap.mmap | None:
-    """The memory behind another process's descriptor, if it is there and is the one meant."""
+def offered(nbytes: int, note: memoryview) -> tuple[mmap.mmap | None, int]:
+    """New zeroed memory, and the descriptor by which others find it as `note` tells; where there is none, an empty note."""
+    note[:] = bytes(NOTE)
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create("summa3d")
+        os.posix_fallocate(descriptor, 0, nbytes + mmap.PAGESIZE)  # an error now, not a signal at the first touch
+        memory = mmap.mmap(descriptor, nbytes + mmap.PAGESIZE)
+    except OSError:
+        return None, descriptor
+    token, path = os.urandom(TOKEN), f"/proc/{os.getpid()}/fd/{descriptor}".encode()
+    memory[-TOKEN:] = token
+    note[: TOKEN + len(path)] = token + path
+    return memory, descriptor
+
+
+def joined(nbytes: int, note: memoryview) -> mmap.mmap | None:
+    """The memory that `note` tells of, if it is there and is the one meant."""
+    token, path = bytes(note[:TOKEN]), bytes(note[TOKEN:]).rstrip(b"\0")
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
         return None
     try:
-        memory = mmap.mmap(descriptor, nbytes)
+        memory = mmap.mmap(descriptor, nbytes + mmap.PAGESIZE)
     except (OSError, ValueError):
         return None
     finally:
         os.close(descriptor)
-    return memory if memory[-16:] == token else None
+    return memory if memory[-TOKEN:] == token else None
 
 
 def staged_dtype(array: Array) -> bool:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,25 @@ ALL_REDUCE_LIMIT = 1 << 20
 """Bytes up to which every member reads every array to reduce it; of larger ones each sums its share, and shares are gathered."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def guarded(collective: Callable[Concatenate[Ring, P], R]) -> Callable[Concatenate[Ring, P], R]:
+    """Break the ring where a member fails in a collective: the others would wait for it."""
+
+    @wraps(collective)
+    def run(ring: Ring, *args: P.args, **options: P.kwargs) -> R:
+        try:
+            return collective(ring, *args, **options)
+        except BaseException as error:
+            ring.fail(error)
+            raise
+
+    return run
+
+
+@guarded
 def all_gather(ring: Ring, block: Array, dim: int, sizes: Sequence[int], into: Array | None, view: bool) -> Turn | None:
     """`Axis.all_gather`. With `view`, the result may lie in the slot; it does where the parts adjoin there."""
     rest = prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
@@ -54,6 +74,7 @@ def all_gather(ring: Ring, block: Array, dim: int, sizes: Sequence[int], into: A
     return turn
 
 
+@guarded
 def reduce_scatter(
     ring: Ring,
     array: Array,
@@ -101,6 +122,7 @@ def reduce_scatter(
     return turn
 
 
+@guarded
 def all_reduce(ring: Ring, array: Array, op: str, into: Array | None) -> Turn | None:
     """`Axis.all_reduce`: every member reads every array, in the members' order, so that all have the same bits."""
     laid = _laid_whole(ring, array)
@@ -143,6 +165,7 @@ def all_reduce_in_parts(
     return gather
 
 
+@guarded
 def broadcast(ring: Ring, array: Array, root: int) -> Turn | None:
     """`Axis.broadcast`: the root lays its array in the slot, the others read it."""
     turn = ring.turn(count(array) * array.itemsize)
@@ -162,6 +185,7 @@ def broadcast(ring: Ring, array: Array, root: int) -> Turn | None:
     return turn
 
 
+@guarded
 def reduce(ring: Ring, array: Array, root: int, op: str, into: Array | None) -> Turn | None:
     """`Axis.reduce`: the root reads every array."""
     laid = _laid_whole(ring, array)
@@ -180,6 +204,7 @@ def reduce(ring: Ring, array: Array, root: int, op: str, into: Array | None) -> 
     return turn
 
 
+@guarded
 def meet(ring: Ring) -> None:
     """Return once every member has called."""
     turn = ring.turn(0)

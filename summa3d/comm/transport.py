@@ -14,6 +14,7 @@ from ..errors import GridError, ShapeError
 from .arrays import Array, dtype_name, is_on_device, raw
 from .choice import Choice, Facts, choose
 from .p2p import exchange, pieces
+from .progress import IN_FLIGHT
 from .timeline import Timeline
 
 DATATYPES = {
@@ -174,12 +175,12 @@ class HostTransport:
     def send(self, comm: MPI.Comm, array: Array, to: int, tag: int) -> Requests:
         """Start sending `array` to member `to`."""
         kind, flat = self.datatype(array), self.memory(array)
-        return [comm.Isend([self.buffer(flat[part]), kind], to, tag) for part in pieces(len(flat), self.limit)]
+        return _begun([comm.Isend([self.buffer(flat[part]), kind], to, tag) for part in pieces(len(flat), self.limit)])
 
     def receive(self, comm: MPI.Comm, array: Array, source: int, tag: int) -> Requests:
         """Start receiving `array` from member `source`, in place."""
         kind, flat = self.datatype(array), self.memory(array)
-        return [comm.Irecv([self.buffer(flat[part]), kind], source, tag) for part in pieces(len(flat), self.limit)]
+        return _begun([comm.Irecv([self.buffer(flat[part]), kind], source, tag) for part in pieces(len(flat), self.limit)])
 
 
 def complete(requests: Requests) -> None:
@@ -265,11 +266,17 @@ def _parts(flat: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
 
 
 def _started(request: MPI.Request | None) -> Requests:
-    return [] if request is None else [request]
+    return [] if request is None else _begun([request])
+
+
+def _begun(requests: list[MPI.Request]) -> Requests:
+    """`requests`, which MPI is kept working on while this rank sleeps in its node's memory."""
+    IN_FLIGHT.add(requests)
+    return requests
 
 
 def _finish(requests: Requests, blocking: bool) -> Requests:
     if not blocking:
-        return requests
+        return _begun(requests)
     MPI.Request.Waitall(requests)
     return []

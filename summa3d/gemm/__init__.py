@@ -1,9 +1,10 @@
-# Distributed matrix multiplication on numpy and torch arrays. May import comm and layout; works with numpy and mpi4py alone.
-# Next: matrix.py (what a user holds), algorithms.py (all products), choose.py (which to take), volume.py (what it costs).
-from .choose import choose
-from .cuboid import Cuboid, CuboidPlan
-from .forms import lower_bound
-from .machine import Machine, calibrate
+"""Distributed matrix multiplication on numpy, CuPy and torch arrays; works with numpy and mpi4py alone."""
+
+from .algorithms.cuboid import Cuboid, CuboidPlan
+from .cost import volume
+from .cost.choose import choose
+from .cost.machine import Machine, calibrate
+from .cost.mean import lower_bound
 from .matrix import DistMatrix, matmul
 
-__all__ = ["Cuboid", "CuboidPlan", "DistMatrix", "Machine", "calibrate", "choose", "lower_bound", "matmul"]
+__all__ = ["Cuboid", "CuboidPlan", "DistMatrix", "Machine", "calibrate", "choose", "lower_bound", "matmul", "volume"]

@@ -1,5 +1,5 @@
-# A distributed matrix from and to one .npy file, each rank reading or writing its own part. Imports layout, comm.
-# Next: matrix.py, whose `from_file` and `to_file` they are.
+"""A distributed matrix from and to one .npy file, each rank reading or writing its own part."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,6 +1,5 @@
-# A distributed matrix: this rank's block, who owns what, the grid, the global shape; and `matmul` on such matrices.
-# Imports layout, dispatch; norms, files and picture where they are asked for.
-# Next: dispatch.py (which product), layout/redistribute.py (from any ownership to any other), norms.py, files.py.
+"""A distributed matrix: this rank's block, the layout, the grid, the global shape; and `matmul` of such matrices."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,22 +14,23 @@ from ..comm.arrays import Array, cast, dtype_name, empty, is_half, is_torch, kin
 from ..comm.convert import converted
 from ..comm.grid import Grid
 from ..errors import ConfigError, LayoutError, ShapeError
-from ..layout.cyclic import BlockCyclic
+from ..layout.cyclic import BlockCyclic, Ownership, ownership
 from ..layout.distribute import collect
 from ..layout.layout import Layout
-from ..layout.redistribute import Ownership, redistribute, taken
-from .dispatch import product_of
-from .operands import is_whole
+from ..layout.redistribute import redistribute, taken
+from .algorithms.checks import agree_on_out, is_whole
+from .recognise import product_of
 
 
 @dataclass(eq=False, repr=False)
 class DistMatrix:
     """A matrix split over a grid: `block` is this rank's part of the global matrix of `shape`, as `layout` says.
 
-    `layout` is a Layout, or a BlockCyclic as ScaLAPACK has it. A block may have any memory order: `.T` is a view. Operations
-    on two matrices want both in one layout on one grid, and raise LayoutError or ShapeError on every rank alike, before
-    anything moves, where they are not; `redistribute` brings them there. On a rank outside the grid the block has no elements:
-    redistribution, products, scaling, sums and files are called there too; norms and `to_global` belong to the grid's ranks.
+    `layout` is a Layout, or a BlockCyclic as ScaLAPACK has it; methods take their text too (``m:x k:y``).
+    A block may have any memory order: `.T` is a view. Operations on two matrices want both in one layout on one grid, and raise
+    LayoutError or ShapeError on every rank alike, before anything moves, where they are not; `redistribute` brings them there.
+    On a rank outside the grid the block has no elements: redistribution, products, scaling, sums and files are called there
+    too; norms and `to_global` belong to the grid's ranks.
     """
 
     block: Array
@@ -52,8 +52,9 @@ class DistMatrix:
     # -- from and to ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_global(cls, whole: Array, grid: Grid, layout: Ownership) -> DistMatrix:
+    def from_global(cls, whole: Array, grid: Grid, layout: Ownership | str) -> DistMatrix:
         """The part that this rank holds of a matrix that every rank holds; a copy. Moves nothing."""
+        layout = ownership(layout)
         runs = layout.runs(tuple(whole.shape), grid.shape, grid.coordinates)
         return cls(_ordered_copy(taken(whole, runs)), layout, grid, (whole.shape[0], whole.shape[1]))
 
@@ -63,7 +64,7 @@ class DistMatrix:
         function: Callable[[np.ndarray, np.ndarray], Any],
         shape: tuple[int, int],
         grid: Grid,
-        layout: Ownership,
+        layout: Ownership | str,
         dtype: np.typing.DTypeLike = np.float64,
         shared: None = None,
     ) -> DistMatrix:
@@ -79,6 +80,7 @@ class DistMatrix:
                 "Leave shared out; Grid(comm, axes, node_memory=True) always uses the node's memory, node_memory=False never."
             )
         _check_sizes(shape)
+        layout = ownership(layout)
         dtype = numpy_dtype(dtype)
         rows, columns = (_indices(runs) for runs in layout.runs(shape, grid.shape, grid.coordinates))
         values = np.broadcast_to(function(rows[:, None], columns[None, :]), (len(rows), len(columns)))
@@ -89,10 +91,11 @@ class DistMatrix:
         return cls(block, layout, grid, (shape[0], shape[1]))
 
     @classmethod
-    def from_file(cls, path: str | Path, grid: Grid, layout: Ownership) -> DistMatrix:
+    def from_file(cls, path: str | Path, grid: Grid, layout: Ownership | str) -> DistMatrix:
         """A matrix from a .npy file, each rank reading its own part. Raises DataError on all ranks."""
         from .files import read
 
+        layout = ownership(layout)
         block, shape = read(path, grid, layout)
         return cls(block, layout, grid, shape)
 
@@ -126,12 +129,14 @@ class DistMatrix:
 
         write(self, path)
 
-    def redistribute(self, layout: Ownership, grid: Grid | None = None, order: str = "C") -> DistMatrix:
+    def redistribute(self, layout: Ownership | str, grid: Grid | None = None, order: str = "C") -> DistMatrix:
         """The same matrix owned otherwise: a new one. One all-to-all; what a rank holds already does not move.
 
+        `layout` is a Layout, a BlockCyclic, or the text of either: ``A.redistribute("m:x k:y")``, ``"m:x[64] k:y[64]"``.
         `grid` may be another grid made on the same communicator, of any number of its ranks (``Grid(comm, axes, ranks=…)``);
         all ranks of the communicator call. `order` is the new block's memory order, C or F.
         """
+        layout = ownership(layout)
         block = redistribute(self.block, self.shape, self.grid, self.layout, layout, grid, order)
         return DistMatrix(block, layout, grid or self.grid, self.shape, order == "F")
 
@@ -204,7 +209,7 @@ class DistMatrix:
         if self.shape != other.shape:
             raise ShapeError(f"Cannot {verb} matrices of shapes {self.shape} and {other.shape}.")
         if self.layout != other.layout:
-            wanted = f"bring the second there by redistribute({self.layout})"
+            wanted = f"bring the second there by redistribute({str(self.layout)!r})"
             raise LayoutError(f"Cannot {verb} a matrix in {self.layout} and one in {other.layout}: {wanted}.")
         return other
 
@@ -265,7 +270,8 @@ def matmul(
         roles), or the .T of what it lists for the form with the other op
     form : nn, nt, tn or tt: op is none (n) or the transpose (t); with c, where the algorithm has it, the conjugate transpose
     algorithm : a name from `algorithms.ALGORITHMS`; None takes the first whose layouts these are, the cuboid before all
-    out : C, overwritten in place; needed for β ≠ 0. Its block lies apart from those of a and b
+    out : C, overwritten in place; needed for β ≠ 0. Its blocks can be written and lie apart from those of a and b, on which the
+        ranks agree first, by one message round of a byte
     options : of the algorithm, such as panel=256 for summa
 
     Returns C in the plan's layout. The cuboid's is m:(x,z) n:y, so that products chain: C has the layout of an A whose y and z
@@ -289,6 +295,8 @@ def matmul(
         product = f"the product is {plan.c_shape[0]}×{plan.c_shape[1]} in {plan.c_layout} on {a.grid}"
         raise LayoutError(f"out is {out.summary}; {product}.")
     if a.grid.inside:
+        if out is not None:
+            agree_on_out(a.grid.comm, out.block, a.block, b.block)
         block = found.executor(plan, a.grid).run(a.block, b.block, None if out is None else out.block, alpha, beta)
     else:
         block = empty((0, 0), a.block)

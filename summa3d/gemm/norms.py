@@ -1,5 +1,5 @@
-# Norms of a distributed matrix, each element counted once whatever copies exist. Imports layout, comm.
-# Next: matrix.py, whose `norm` they are.
+"""Norms of a distributed matrix, every element counted once."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable

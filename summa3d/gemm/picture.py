@@ -1,5 +1,5 @@
-# Who owns what of a distributed matrix, in a few lines of text. Imports layout; no communication.
-# Next: matrix.py, whose `repr` it is.
+"""Which ranks hold which block of a distributed matrix, in a few lines of text."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,5 @@
-# 2-D block-cyclic ownership, as ScaLAPACK has it: pure functions of (global shape, grid shape, coordinates), no communication.
-# Imports errors, layout. Offers what a Layout offers (dims, hosted, axes, runs, local_shape, …); redistribute.py takes either.
-# Next: redistribute.py, which carries a matrix from one to the other.
+"""2-D block-cyclic ownership, as ScaLAPACK has it: pure functions of (shape, grid shape, coordinates), without communication."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ..errors import LayoutError, ShapeError
-from .layout import Coordinates
+from .layout import Coordinates, Layout
+from .notation import read, written
 
 Runs = tuple[slice, ...]
 
@@ -31,22 +31,40 @@ class BlockCyclic:
 
     BLACS numbers a process grid by rows ("R") as ``Grid(comm, {"x": rows, "y": columns})`` does, by columns ("C") with
     order="xy".
+
+    `str` prints ``0:x[64] 1:y[64]``, and every function that takes a layout takes that text.
     """
 
     rows: tuple[str | tuple[str, ...], int]
     columns: tuple[str | tuple[str, ...], int]
 
     def __post_init__(self) -> None:
+        for field in ("rows", "columns"):
+            axes, block = getattr(self, field)
+            object.__setattr__(self, field, (_names(axes), block))
         for _, block in (self.rows, self.columns):
             if block < 1:
-                raise LayoutError(f"{self} has a block of {block}; the sizes of blocks are whole numbers ≥ 1.")
+                raise LayoutError(f"{self!r} has a block of {block}; the sizes of blocks are whole numbers ≥ 1.")
         named = [*self.dims[0], *self.dims[1]]
         if len(set(named)) < len(named):
-            raise LayoutError(f"An axis splits both rows and columns, or one twice, in {self}. Each axis can split one dim once.")
+            raise LayoutError(
+                f"An axis splits both rows and columns, or one twice, in {self!r}. Each axis can split one dim once."
+            )
 
-    def __repr__(self) -> str:
-        (row_axes, column_axes), (rows, columns) = self.dims, self.block
-        return f"BlockCyclic(({','.join(row_axes)}) by {rows}, ({','.join(column_axes)}) by {columns})"
+    def __str__(self) -> str:
+        return written(None, self.dims, blocks=self.block)
+
+    @classmethod
+    def from_text(cls, text: str) -> BlockCyclic:
+        """The ownership that `str` prints: ``m:x[64] k:y[32]``, ``0:(x,z)[8] 1[8]``. Names of dims are labels, not kept.
+
+        Raises LayoutError where the text cannot be read or is not that of a block-cyclic matrix.
+        """
+        found = read(text)
+        rows, columns = (*found.blocks, None, None)[:2]
+        if len(found.dims) != 2 or rows is None or columns is None or found.hosted:
+            raise LayoutError(f"{text!r} is not block-cyclic: two dims, each with the size of its blocks, as 'm:x[64] k:y[32]'.")
+        return cls((found.dims[0], rows), (found.dims[1], columns))
 
     @property
     def dims(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -99,13 +117,13 @@ class BlockCyclic:
     ) -> list[tuple[int, int, int, int]]:
         """Per dim: its size, the size of a block, this rank's index among the processes, their number."""
         if len(shape) != 2:
-            raise ShapeError(f"{self} describes matrices; a tensor of shape {tuple(shape)} has {len(shape)} dims.")
+            raise ShapeError(f"{self!r} describes matrices; a tensor of shape {tuple(shape)} has {len(shape)} dims.")
         result = []
         for n, axes, block in zip(shape, self.dims, self.block, strict=True):
             index, outside = 0, not coordinates
             for axis in axes:
                 if axis not in grid_shape:
-                    raise LayoutError(f"{self} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
+                    raise LayoutError(f"{self!r} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
                 index = 0 if outside else index * grid_shape[axis] + coordinates[axis]
             result.append((0 if outside else n, block, index, prod(grid_shape[axis] for axis in axes)))
         return result
@@ -113,3 +131,14 @@ class BlockCyclic:
 
 def _names(axes: str | tuple[str, ...]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+Ownership = Layout | BlockCyclic
+"""Who holds what of a tensor: what `redistribute` goes from and to."""
+
+
+def ownership(layout: Ownership | str) -> Ownership:
+    """A layout as it is, or the one that its text says: ``m:x k:y`` a Layout, ``m:x[64] k:y[64]`` a BlockCyclic."""
+    if not isinstance(layout, str):
+        return layout
+    return BlockCyclic.from_text(layout) if any(read(layout).blocks) else Layout(layout)

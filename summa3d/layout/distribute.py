@@ -1,5 +1,5 @@
-# A global array on every rank ↔ the blocks of a layout. Imports layout, comm.
-# Next: gemm/matrix.py, a block that knows its layout.
+"""A global array on every rank ↔ the blocks of a layout."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,21 +11,24 @@ from ..errors import ShapeError
 from .layout import Layout, Sharding
 
 
-def distribute(whole: Array, grid: Grid, layout: Layout) -> Array:
+def distribute(whole: Array, grid: Grid, layout: Layout | str) -> Array:
     """This rank's block of a global array that every rank holds: a C-ordered copy. Moves nothing.
 
-    Raises LayoutError where the layout has another number of dims, or an axis that the grid lacks.
+    `layout` is a Layout or its text, such as ``b:(x,y) s h:z``.
+    Raises LayoutError where the text cannot be read, where the layout has another number of dims, or an axis that the grid lacks.
     """
+    layout = Layout(layout) if isinstance(layout, str) else layout
     part = whole[layout.slices(whole.shape, grid.shape, grid.coordinates)]
     return copy_into(empty(part.shape, part), part)
 
 
-def collect(block: Array, grid: Grid, layout: Layout, shape: Sequence[int]) -> Array:
+def collect(block: Array, grid: Grid, layout: Layout | str, shape: Sequence[int]) -> Array:
     """The global array of `shape` from its blocks, on every rank.
 
     Each block travels once, from the rank that owns it (index 0 on the axes that only copy it). Moves, per rank, the words
     it does not own; needs the global array once more as workspace. Raises ShapeError where `block` is not this rank's block.
     """
+    layout = Layout(layout) if isinstance(layout, str) else layout
     sharding = Sharding(layout, tuple(shape))
     expected = sharding.local_shape(grid)
     if tuple(block.shape) != expected:

@@ -1,15 +1,16 @@
-# Which grid axes split which dim of a tensor: pure functions of (shape, grid shape, coordinates), no communication.
-# Imports errors only, so that every rule of ownership can be tested without MPI.
-# Next: distribute.py, which moves blocks by these slices; gemm/cuboid.py, whose products are chosen by them.
+"""Which grid axes split which dim of a tensor: pure functions of (shape, grid shape, coordinates), without communication."""
+
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
 from ..errors import LayoutError
+from .notation import WORD, Notation, read, written
 
 if TYPE_CHECKING:
     from ..comm.grid import Grid
@@ -34,50 +35,75 @@ def split_range(start: int, stop: int, parts: int, index: int) -> tuple[int, int
 class Layout:
     """For each dim of a tensor, the grid axes that split it, coarse first.
 
-    ``Layout(("x", "y"), (), ("z",))``: dim 0 split by x, each part then by y; dim 1 whole; dim 2 split by z. An axis that
-    appears nowhere holds equal copies, unless it is `hosted`: then one index holds the block and all others an empty one.
-    That is index 0, or with ``follows={"y": "z"}`` the index on z: the block of a vector split by z lies on the diagonal y = z.
-    Splits nest and are balanced at each level (`split_sizes`). Raises LayoutError where an axis appears twice.
+    ``Layout("b:(x,y) s h:z")`` and ``Layout(("x", "y"), (), ("z",), names="bsh")`` are the same: dim 0 is split by x, each part
+    then by y; dim 1 is whole; dim 2 is split by z. `str` prints the text; every function that takes a layout takes the text.
+    Names of dims are labels for the reader: a dim without one prints as its position (``0:(x,y) 1 2:z``), and two layouts that
+    differ in names alone are equal.
+
+    An axis that appears nowhere holds equal copies, unless it is root-only (`hosted`, behind ``@`` in the text): then one index
+    holds the block and all others an empty one. ``m:x k:z @y=0`` is held at index 0 of y; ``h:z @y=z``, or
+    ``follows={"y": "z"}``, at the index on z: the block of a vector split by z lies on the diagonal y = z.
+
+    Splits nest and are balanced at each level (`split_sizes`). Raises LayoutError where a text cannot be read, an axis appears
+    twice, or `names` has another length than the dims.
+
+    >>> Layout("m:(x,y) k:z").local_shape((7, 5), {"x": 2, "y": 2, "z": 2}, {"x": 0, "y": 1, "z": 0})
+    (2, 3)
     """
 
-    __slots__ = ("dims", "follows", "hosted")
+    __slots__ = ("_hash", "_identity", "dims", "follows", "hosted", "names")
     dims: tuple[tuple[str, ...], ...]
     hosted: tuple[str, ...]
     follows: tuple[tuple[str, str], ...]
+    names: tuple[str, ...] | None
+    _identity: tuple[object, ...]
+    _hash: int
 
-    def __init__(self, *dims: Sequence[str], hosted: Sequence[str] = (), follows: Mapping[str, str] | None = None) -> None:
-        object.__setattr__(self, "dims", tuple(tuple(axes) for axes in dims))
-        object.__setattr__(self, "hosted", tuple(hosted))
-        object.__setattr__(self, "follows", tuple(sorted((follows or {}).items())))
-        seen: set[str] = set()
-        for axis in itertools.chain(*self.dims, self.hosted):
-            if axis in seen:
-                raise LayoutError(
-                    f"Axis {axis!r} splits two dims, or one dim twice, in {self}. Each axis can split one dim once."
-                )
-            seen.add(axis)
+    def __init__(
+        self,
+        *dims: Sequence[str],
+        hosted: Sequence[str] = (),
+        follows: Mapping[str, str] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        if len(dims) == 1 and isinstance(dims[0], str):
+            text = read(dims[0])
+            _check_text_alone(dims[0], text, hosted, follows, names)
+            dims, hosted, follows, names = text.dims, text.hosted, text.follows, text.names
+        own_dims = tuple([axes if type(axes) is tuple else _axes_of(axes) for axes in dims])
+        own_hosted, own_follows = tuple(hosted), tuple(sorted(follows.items())) if follows else ()
+        put = object.__setattr__
+        put(self, "dims", own_dims)
+        put(self, "hosted", own_hosted)
+        put(self, "follows", own_follows)
+        put(self, "names", _checked_names(tuple(names), len(own_dims)) if names else None)
+        put(self, "_identity", (own_dims, own_hosted, own_follows))
+        put(self, "_hash", hash(self._identity))
+        flat = [axis for axes in (*own_dims, own_hosted) for axis in axes]
+        if len(set(flat)) < len(flat) or own_follows:
+            _check(self, flat)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Layout is immutable")
 
     def __reduce__(self) -> tuple[Callable[..., Layout], tuple[object, ...]]:
-        return _restored, (self.dims, self.hosted, dict(self.follows))
+        return _restored, (self.dims, self.hosted, dict(self.follows), self.names)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash(self._identity)
+        return self._hash
 
-    @property
-    def _identity(self) -> tuple[object, ...]:
-        return self.dims, self.hosted, self.follows
+    def __str__(self) -> str:
+        return written(self.names, self.dims, self.hosted, dict(self.follows))
 
     def __repr__(self) -> str:
-        follows = dict(self.follows)
-        axes = (f"{axis}={follows[axis]}" if axis in follows else axis for axis in self.hosted)
-        hosted = f", hosted=({','.join(axes)})" if self.hosted else ""
-        return f"Layout({', '.join('(' + ','.join(axes) + ')' for axes in self.dims)}{hosted})"
+        return f"Layout({str(self)!r})"
+
+    def named(self, *names: str) -> Layout:
+        """The same layout with a label for each dim."""
+        return Layout(*self.dims, hosted=self.hosted, follows=dict(self.follows), names=names)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -101,7 +127,7 @@ class Layout:
     def slices(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[slice, ...]:
         """The part of a global tensor of `shape` that the rank at `coordinates` holds, one slice per dim."""
         if len(shape) != len(self.dims):
-            raise LayoutError(f"{self} describes {len(self.dims)} dims; a tensor of shape {tuple(shape)} has {len(shape)}.")
+            raise LayoutError(f"{self!r} describes {len(self.dims)} dims; a tensor of shape {tuple(shape)} has {len(shape)}.")
         if not coordinates:
             return (slice(0, 0),) * len(shape)
         result = []
@@ -109,7 +135,7 @@ class Layout:
             start, stop = 0, n
             for axis in axes:
                 if axis not in grid_shape:
-                    raise LayoutError(f"{self} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
+                    raise LayoutError(f"{self!r} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
                 start, stop = split_range(start, stop, grid_shape[axis], coordinates[axis])
             result.append(slice(start, stop))
         if not self.is_host(coordinates):
@@ -134,15 +160,58 @@ class Layout:
 
     def transposed(self) -> Layout:
         """The layout of the transpose: dims in reverse order."""
-        return Layout(*reversed(self.dims), hosted=self.hosted, follows=dict(self.follows))
+        names = None if self.names is None else self.names[::-1]
+        return Layout(*self.dims[::-1], hosted=self.hosted, follows=dict(self.follows), names=names)
 
     def ways(self, dim: int, grid_shape: Mapping[str, int]) -> int:
         """Into how many parts `dim` is split."""
         return prod(grid_shape[axis] for axis in self.dims[dim])
 
 
-def _restored(dims: tuple[tuple[str, ...], ...], hosted: tuple[str, ...], follows: dict[str, str]) -> Layout:
-    return Layout(*dims, hosted=hosted, follows=follows)
+def _restored(
+    dims: tuple[tuple[str, ...], ...], hosted: tuple[str, ...], follows: dict[str, str], names: tuple[str, ...] | None
+) -> Layout:
+    return Layout(*dims, hosted=hosted, follows=follows, names=names)
+
+
+def _axes_of(axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes of one dim as a tuple. A string is one-letter axes; the text of a layout stands alone."""
+    if isinstance(axes, str) and axes and not axes.isidentifier():
+        raise LayoutError(f"{axes!r} is not the axes of one dim. Write a layout as one text, Layout('m:x k:y'), or as tuples.")
+    return tuple(axes)
+
+
+def _check_text_alone(text: str, notation: Notation, *others: object) -> None:
+    """Raise LayoutError unless `text` is the text of a Layout and says everything."""
+    if any(others):
+        raise LayoutError(f"Layout({text!r}, …) has a text and keywords. The text says everything: '@y=0' makes y root-only.")
+    if any(notation.blocks):
+        raise LayoutError(
+            f"{text!r} is block-cyclic. BlockCyclic.from_text makes it; functions that take a layout take the text."
+        )
+
+
+def _check(layout: Layout, axes: list[str]) -> None:
+    """Raise LayoutError where an axis appears twice, or one that is not root-only follows another."""
+    for axis in axes:
+        if axes.count(axis) > 1:
+            raise LayoutError(
+                f"Axis {axis!r} splits two dims, or one dim twice, in {layout!r}. Each axis can split one dim once."
+            )
+    for axis, other in layout.follows:
+        if axis not in layout.hosted:
+            raise LayoutError(f"follows={{{axis!r}: {other!r}}} needs {axis!r} in hosted, which is {layout.hosted}.")
+
+
+@lru_cache(maxsize=1024)
+def _checked_names(names: tuple[str, ...], dims: int) -> tuple[str, ...]:
+    """`names`; LayoutError where they are not one word for each of so many dims."""
+    for position, name in enumerate(names):
+        if not WORD.fullmatch(name) or (name.isdigit() and name != str(position)):
+            raise LayoutError(f"{name!r} cannot name dim {position} of a layout: take a word without :(),@=[] or blanks.")
+    if len(names) != dims:
+        raise LayoutError(f"A layout of {dims} dims has the names {', '.join(names)}; it takes one for each dim.")
+    return names
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
-# From any ownership of a tensor to any other, on two grids of one communicator: a plan, which is pure data, and one all-to-all.
-# Imports layout, cyclic, distribute, comm. Any number of dims, uneven and empty blocks, copies, block-cyclic on either side.
-# Next: gemm/matrix.py, whose `redistribute` it is.
+"""From any ownership of a tensor to any other, on two grids of one communicator: a plan, and one all-to-all."""
+
 from __future__ import annotations
 
 import itertools
@@ -13,14 +12,13 @@ import numpy as np
 
 from ..comm.arrays import Array, empty, is_on_device
 from ..errors import LayoutError, ShapeError
-from .cyclic import BlockCyclic, Runs
-from .layout import Coordinates, Layout
+from .cyclic import Ownership, Runs, ownership
+from .layout import Coordinates
 
 if TYPE_CHECKING:
     from ..comm.collectives import Axis
     from ..comm.grid import Grid
 
-Ownership = Layout | BlockCyclic
 Key = tuple[tuple[int, ...], ...]
 """Which part of a tensor a rank holds: per dim, its coordinates on the axes that split it. Equal keys are copies."""
 
@@ -37,7 +35,7 @@ class Placement:
     def __init__(self, layout: Ownership, grid_shape: Mapping[str, int], points: Sequence[Coordinates]) -> None:
         for axis in sorted(layout.axes.union(layout.hosted)):
             if axis not in grid_shape:
-                raise LayoutError(f"{layout} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
+                raise LayoutError(f"{layout!r} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
         self.layout: Ownership = layout
         self.grid_shape, self.points = grid_shape, points
         self.keys = [self._key(point) for point in points]
@@ -214,8 +212,8 @@ def redistribute(
     block: Array,
     shape: Sequence[int],
     grid: Grid,
-    layout: Ownership,
-    to: Ownership,
+    layout: Ownership | str,
+    to: Ownership | str,
     to_grid: Grid | None = None,
     order: str = "C",
 ) -> Array:
@@ -224,7 +222,8 @@ def redistribute(
     Parameters
     ----------
     block : this rank's block under `layout` on `grid`, in any memory order
-    to, to_grid : the new ownership and its grid; None is the same grid. Another is made on the same communicator, and either
+    layout, to : the ownership that the block has and the one that it gets, or their text, such as ``m:x k:y``
+    to_grid : the grid of `to`; None is the same grid. Another is made on the same communicator, and either
         may leave ranks of it outside: they make the same call, with a block without elements, or get one
     order : "C", or "F" for a numpy array stored by columns, as ScaLAPACK wants it
 
@@ -234,6 +233,7 @@ def redistribute(
     Raises LayoutError or ShapeError, before any communication, where the grids have no common communicator or `block` is not
     this rank's.
     """
+    layout, to = ownership(layout), ownership(to)
     if to_grid is None or to_grid is grid:
         if not grid.inside:
             return _new_block((0,) * len(shape), block, order)

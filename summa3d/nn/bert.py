@@ -8,12 +8,13 @@ from torch import Tensor
 from ..autograd.relayout import relayout
 from ..errors import ShapeError
 from ..layout.distribute import collect
+from .batch_check import check_ids, check_shapes
 from .body import Body
 from .config import ModelConfig
 from .dropout import Batch
 from .embedding import Embedding, Positions
 from .linear import Linear
-from .mask import check_shapes, restarting_positions, visible
+from .mask import restarting_positions, visible
 from .mlp import gelu
 from .norm import LayerNorm
 from .parameter import initialise, new_parameter
@@ -30,7 +31,8 @@ class BERT(Body):
     labelled tokens plus the mean loss over the sequences with a relation. The masked-token head is transform (h→h), GELU,
     norm, and the embedding's table with a bias over v; between transform and table the stream's layout is restored, as one
     linear leaves it in another: E words less what stays, over P. The pooler reads the first token of each sequence.
-    Raises LayoutError or ShapeError for a batch that the scheme cannot split or tensors that do not fit each other.
+    Raises LayoutError or ShapeError for a batch that the scheme cannot split or tensors that do not fit each other; DataError
+    for tokens, types or labels that it does not know, where they lie on the host.
     """
 
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
@@ -79,6 +81,8 @@ class BERT(Body):
         check_shapes(tokens, labels=labels, types=types, attention_mask=attention_mask, documents=documents)
         if relation is not None and relation.shape != tokens.shape[:1]:
             raise ShapeError(f"relation has shape {tuple(relation.shape)}; the batch of {len(tokens)} rows needs one each.")
+        self.check_labels(labels)
+        check_ids("relation", relation, 2, "there are 2 classes", ignored=True)
         batch = Batch(len(tokens), tokens.shape[-1], self.seed, step, first_row)
         x = self.stream(tokens, batch, types, attention_mask, documents)
         loss = self.loss(self._token_logits(x, batch), labels, self.embedding.logits_layout, self.config.vocabulary, count)
@@ -105,6 +109,7 @@ class BERT(Body):
     ) -> Tensor:
         """The residual stream after the last block, [b/(XY), s, h/Z]."""
         self.check_tokens(tokens)
+        check_ids("types", types, TYPES, f"there are {TYPES}")
         positions = None if documents is None else restarting_positions(documents)
         x = self.embedding(self.scheme.block_of(tokens, self.embedding.tokens_layout))
         x = self.positions(x, batch.sequence, positions)

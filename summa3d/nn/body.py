@@ -13,12 +13,13 @@ from ..errors import ShapeError
 from ..layout.distribute import collect
 from ..layout.layout import Layout
 from .attention import AttentionCore
+from .batch_check import check_ids, check_shapes
 from .block import Block
 from .config import ModelConfig
 from .dropout import Batch, Dropout
 from .embedding import Embedding
 from .loss import cross_entropy
-from .mask import Visible, check_shapes, restarting_positions, visible
+from .mask import Visible, restarting_positions, visible
 from .norm import new_norm
 from .schemes import Scheme
 
@@ -79,10 +80,18 @@ class Body(nn.Module):
         return self.dropout(x, (batch.sequence, self.config.hidden), batch)
 
     def check_tokens(self, tokens: Tensor) -> None:
-        """Raise LayoutError or ShapeError where the scheme cannot split the rows or the sequences are too long."""
+        """Raise LayoutError or ShapeError where the scheme cannot split the rows or sequences are too long, DataError for ids.
+
+        Tokens outside the vocabulary are noticed on the host only (`check_ids`).
+        """
         self.scheme.check(self.config, len(tokens), tokens.shape[-1])
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
+        check_ids("tokens", tokens, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}")
+
+    def check_labels(self, labels: Tensor) -> None:
+        """Raise DataError where a label that counts is not a token of the vocabulary (`check_ids`)."""
+        check_ids("labels", labels, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}", ignored=True)
 
     def whole_logits(self, logits: Tensor, layout: Layout, batch: Batch) -> Tensor:
         """Global logits [b, s, v] on every rank, from this rank's block as stored."""
@@ -107,7 +116,8 @@ class LanguageModel(Body):
 
     ``model(tokens, labels)`` takes the *global* batch [b, s] (int64, equal on every rank; each rank uses its rows) and
     returns the global mean loss on every rank. After ``loss.backward()`` each parameter's ``.grad`` is its block of the
-    gradient of that loss. Raises LayoutError or ShapeError for a batch that the scheme cannot split or sequences too long.
+    gradient of that loss. Raises LayoutError or ShapeError for a batch that the scheme cannot split or sequences too long;
+    DataError for tokens or labels outside the vocabulary, where they lie on the host: those on a device are not waited for.
     """
 
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
@@ -146,6 +156,7 @@ class LanguageModel(Body):
         documents : global [b, s] ids of packed documents, runs of equal ids: tokens see their own, learned positions restart
         """
         check_shapes(tokens, labels=labels, attention_mask=attention_mask, documents=documents)
+        self.check_labels(labels)
         batch = Batch(len(tokens), tokens.shape[-1], self.seed, step, first_row)
         head = self.output()
         logits = head.head(self.stream(tokens, batch, attention_mask, documents))

@@ -23,6 +23,7 @@ class Embedding(nn.Module):
     As the scheme's `lookup` says, the table is gathered along one axis, each rank looks up the part of the vocabulary it then
     holds, and what was found is summed over the ranks that hold other parts. Words forward and backward: cuboid
     [(X−1)vh + (Y−1)bsh]/P; summa (R−1)vh/P; oned 2(P−1)/P·bsh forward and none backward.
+    Tokens that no row of the table belongs to become zeros: models refuse them first.
     ``head(x)`` is the NT product X·Wᵀ: the stream → logits, in `logits_layout`.
     """
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError
 from .schemes import Scheme
 
 
@@ -52,13 +51,6 @@ def visible(scheme: Scheme, causal: bool, attention_mask: Tensor | None = None, 
     if attention_mask is not None:
         allowed = allowed & scheme.block_of(attention_mask != 0, layout)[:, None, None, :]
     return Visible(allowed | ~allowed.any(-1, keepdim=True))
-
-
-def check_shapes(tokens: Tensor, **others: Tensor | None) -> None:
-    """Raise ShapeError where a tensor that goes with the tokens [b, s] has another shape."""
-    for name, other in others.items():
-        if other is not None and other.shape != tokens.shape:
-            raise ShapeError(f"tokens have shape {tuple(tokens.shape)}, {name} {tuple(other.shape)}; they must be equal.")
 
 
 def _begins(documents: Tensor) -> Tensor:

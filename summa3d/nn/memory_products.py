@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ..autograd.products import gradient_plans
 from ..errors import ConfigError
-from ..gemm import volume_2d
-from ..gemm.cuboid import CuboidPlan
-from ..gemm.oned import OnedPlan, OnedRowPlan
-from ..gemm.plan import ProductPlan
-from ..gemm.summa import SummaPlan
-from ..gemm.volume import block_words, without
+from ..gemm.algorithms.cuboid import CuboidPlan
+from ..gemm.algorithms.gradients import gradient_plans
+from ..gemm.algorithms.oned import OnedPlan, OnedRowPlan
+from ..gemm.algorithms.plan import ProductPlan
+from ..gemm.algorithms.summa import SummaPlan
+from ..gemm.cost import per_rank
+from ..gemm.cost.volume import block_words, without
 from ..layout.layout import Layout
 from .schemes import Scheme
 
@@ -87,8 +87,8 @@ def _rooms(plan: SummaPlan, scheme: Scheme, half: bool, device: bool) -> dict[st
         layout.local_shape(extents, shape, at)
         for layout, extents in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
     )
-    cut = volume_2d.cuts(0, {"nn": plan.k, "nt": plan.n, "tn": plan.m}[form], shape[plan.x], shape[plan.y], plan.panel)
-    many = volume_2d.buffers(plan, cut) * cut.widest
+    cut = per_rank.cuts(0, {"nn": plan.k, "nt": plan.n, "tn": plan.m}[form], shape[plan.x], shape[plan.y], plan.panel)
+    many = per_rank.buffers(plan, cut) * cut.widest
     over_x, over_y = shape[plan.x] > 1, shape[plan.y] > 1
     sums, copies = (2 if half else 1), (2 if half and not device else 0)
     staying = {"nn": 0, "nt": prod(a), "tn": prod(b)}[form]

@@ -8,7 +8,7 @@ from math import prod
 
 from ..comm.grid import describe
 from ..errors import GridError, LayoutError
-from ..gemm.plan import misfit
+from ..gemm.algorithms.plan import misfit
 from ..layout.layout import Layout
 from .config import ModelConfig
 from .scheme_kinds import KINDS, Kind

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..gemm.agarwal import AgarwalPlan
-from ..gemm.cuboid import CuboidPlan
-from ..gemm.oned import OnedColumnPlan, OnedRowPlan
-from ..gemm.plan import ProductPlan
-from ..gemm.summa import SummaPlan
-from ..gemm.tesseract import TesseractPlan
+from ..gemm.algorithms.agarwal import AgarwalPlan
+from ..gemm.algorithms.cuboid import CuboidPlan
+from ..gemm.algorithms.oned import OnedColumnPlan, OnedRowPlan
+from ..gemm.algorithms.plan import ProductPlan
+from ..gemm.algorithms.summa import SummaPlan
+from ..gemm.algorithms.tesseract import TesseractPlan
 from ..layout.layout import Layout
 
 Grids = Callable[[int], list[dict[str, int]]]
@@ -101,24 +101,24 @@ def _one_line(ranks: int) -> list[dict[str, int]]:
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind("serial", "one rank", Layout(("x", "y"), (), ("z",)), cuboid, _one_rank),
-        Kind("oned", "1-D", Layout((), (), ()), oned, OnedColumnPlan.grids),
-        Kind("oned-sp", "sequence-parallel 1-D", Layout(("x",), ("y",), ("z",)), cuboid, _one_line, sequence_first=True),
-        Kind("summa", "2-D", Layout(("x",), (), ("y",)), summa, SummaPlan.grids, vectors=("copied", "hosted")),
+        Kind("serial", "one rank", Layout("b:(x,y) s h:z"), cuboid, _one_rank),
+        Kind("oned", "1-D", Layout("b s h"), oned, OnedColumnPlan.grids),
+        Kind("oned-sp", "sequence-parallel 1-D", Layout("b:x s:y h:z"), cuboid, _one_line, sequence_first=True),
+        Kind("summa", "2-D", Layout("b:x s h:y"), summa, SummaPlan.grids, vectors=("copied", "hosted")),
         Kind(
             "summa-transposed",
             "2-D, down projection stored transposed",
-            Layout(("x",), (), ("y",)),
+            Layout("b:x s h:y"),
             summa,
             SummaPlan.grids,
             transposed_down=True,
             vectors=("copied", "hosted"),
         ),
-        Kind("tesseract", "2.5-D", Layout(("d", "x"), (), ("y",)), tesseract, TesseractPlan.grids),
+        Kind("tesseract", "2.5-D", Layout("b:(d,x) s h:y"), tesseract, TesseractPlan.grids),
         Kind(
             "cuboid",
             "batch-fine cuboid",
-            Layout(("x", "y"), (), ("z",)),
+            Layout("b:(x,y) s h:z"),
             cuboid,
             CuboidPlan.grids,
             vectors=("copied", "diagonal"),
@@ -126,7 +126,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             "cuboid-sequence",
             "sequence-fine cuboid",
-            Layout(("x",), ("y",), ("z",)),
+            Layout("b:x s:y h:z"),
             cuboid,
             CuboidPlan.grids,
             sequence_first=True,
@@ -134,7 +134,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             "agarwal",
             "3-D as first published",
-            Layout(("x",), ("z",), hosted=("y",)),
+            Layout("m:x h:z @y=0"),
             agarwal,
             AgarwalPlan.grids,
             limits="its activations lie on one face of the cube, [rows, h] rows:x h:z, where attention cannot be split evenly",

@@ -22,8 +22,8 @@ from ..autograd.products import Flights, Product, product
 from ..comm.collectives import Axis
 from ..comm.grid import Grid
 from ..errors import GridError, LayoutError
-from ..gemm.plan import ProductPlan
-from ..gemm.workspace import Workspace
+from ..gemm.algorithms.plan import ProductPlan
+from ..gemm.algorithms.workspace import Workspace
 from ..layout.layout import Layout, split_sizes
 from .config import ModelConfig
 from .overlap import DEFAULT, Overlap

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..autograd.collectives import sum_gradient
 from ..errors import ShapeError
 from ..layout.distribute import collect
+from .batch_check import check_ids
 from .body import Body
 from .config import ModelConfig
 from .dropout import Batch
@@ -25,7 +26,8 @@ class ViT(Body):
     ``model(images, labels)`` takes the *global* images [b, channels, side, side] and labels [b], equal on every rank, each of
     which uses its blocks, and returns the global mean loss on every rank. The patches' linear takes the layout that returns
     to the residual stream: pixels split by the axes that split a linear's output. Position 0 holds the class token.
-    Raises LayoutError or ShapeError for images that the scheme cannot split or that are not the configuration's.
+    Raises LayoutError or ShapeError for images that the scheme cannot split or that are not the configuration's; DataError for
+    labels that are no class, where they lie on the host.
     """
 
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
@@ -53,6 +55,7 @@ class ViT(Body):
         """
         if labels.shape != images.shape[:1]:
             raise ShapeError(f"labels have shape {tuple(labels.shape)}; the batch of {len(images)} images needs one each.")
+        check_ids("labels", labels, self.classes, f"there are {self.classes} classes", ignored=True)
         logits = self._class_logits(images, Batch(len(images), self.config.sequence, self.seed, step, first_row))
         return self.loss(logits, labels, self.head.output_layout, self.classes, count)
 

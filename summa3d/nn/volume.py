@@ -6,12 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..autograd.products import gradient_plans
-from ..gemm import volume_2d
-from ..gemm.cuboid import CuboidPlan
-from ..gemm.oned import OnedColumnPlan, OnedRowPlan
-from ..gemm.plan import ProductPlan
-from ..gemm.volume import Coordinates, Cost, all_reduce, block_words, gather, gradients, of_plan, scatter
+from ..gemm.algorithms.plan import ProductPlan
+from ..gemm.cost.volume import Coordinates, Cost, all_reduce, block_words, gather, gradients, of_plan, scatter
 from ..layout.layout import Layout
 from .config import ModelConfig
 from .scheme_kinds import row_axes
@@ -47,16 +43,8 @@ def product_cost(
     plan: ProductPlan, grid_shape: Mapping[str, int], at: Coordinates, regather: bool = True, need_a: bool = True
 ) -> StepCost:
     """A product and both its gradients, as `autograd.products` takes them; without `need_a`, of an input that has none."""
-    if isinstance(plan, CuboidPlan):
-        backward = gradients(plan, grid_shape, regather, need_a).cost_of(at)
-        return StepCost(_times(of_plan(plan, grid_shape).cost_of(at), 1), backward)
-    if isinstance(plan, OnedColumnPlan):
-        return StepCost(NONE, all_reduce(plan.m * plan.k, (plan.y,), grid_shape, at) if need_a else NONE)
-    if isinstance(plan, OnedRowPlan):
-        return StepCost(all_reduce(plan.m * plan.n, (plan.y,), grid_shape, at), NONE)
-    plans = (plan, *gradient_plans(plan)[0 if need_a else 1 :])
-    forward, *both = (_times(volume_2d.volume(part, grid_shape).cost_of(at), 1) for part in plans)
-    return StepCost(forward, sum(both, NONE))
+    forward = of_plan(plan, grid_shape).cost_of(at)
+    return StepCost(_times(forward, 1), gradients(plan, grid_shape, regather, need_a).cost_of(at))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..gemm.volume import Cost, block_words
+from ..gemm.cost.volume import Cost, block_words
 from ..layout.layout import Layout
 from ..layout.redistribute import Placement, Redistribution
 from .config import ModelConfig

@@ -9,8 +9,8 @@ from summa3d.autograd import all_reduce, matmul, product, scatter_from
 from summa3d.comm.staged import ALL_REDUCE_LIMIT
 from summa3d.comm.transport import HostTransport
 from summa3d.errors import ShapeError
-from summa3d.gemm.algorithms import ALGORITHMS
-from summa3d.gemm.workspace import Workspace
+from summa3d.gemm.algorithms.registry import ALGORITHMS
+from summa3d.gemm.algorithms.workspace import Workspace
 from summa3d.layout import collect, distribute, split_sizes
 from summa3d.nn.volume import product_cost
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from summa3d.cli import report
-from summa3d.gemm.algorithms import algorithm
+from summa3d.gemm.algorithms.registry import algorithm
 
 ROOT = Path(__file__).parents[2]
 ROW = {

@@ -12,7 +12,7 @@ import pytest
 
 from summa3d.comm import trace
 from summa3d.comm.timeline import TRIES
-from summa3d.gemm.workspace import Workspace
+from summa3d.gemm.algorithms.workspace import Workspace
 
 SLOW = 100_000.0  # ms of a product: longer than anything else by far
 SLEEP = 0.3  # s

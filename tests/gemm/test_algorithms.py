@@ -1,6 +1,6 @@
 # Every algorithm × form × dtype against numpy on one process; words, messages, workspace against the closed forms per rank.
 # May import summa3d.gemm, products; torch only in the tests named so. Products run in loops: a case here costs a millisecond.
-# Next: ../products.py, the judge; test_volume_2d.py, the formulas without MPI; test_cuboid.py, the cuboid's own tests.
+# Next: ../products.py, the judge; test_per_rank.py, the formulas without MPI; test_cuboid.py, the cuboid's own tests.
 from __future__ import annotations
 
 import tracemalloc
@@ -10,7 +10,7 @@ import pytest
 from products import Judge, operand
 
 from summa3d.errors import ConfigError, GridError, ShapeError
-from summa3d.gemm.algorithms import ALGORITHMS, algorithm
+from summa3d.gemm.algorithms.registry import ALGORITHMS, algorithm
 from summa3d.layout import distribute
 
 SIZES = (1, 2, 3, 4, 6, 8, 9, 12, 16, 27)

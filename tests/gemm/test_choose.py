@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from summa3d.comm.grid import grids_of
 from summa3d.errors import ConfigError, GridError, ShapeError
 from summa3d.gemm import DistMatrix, matmul
-from summa3d.gemm.algorithms import ALGORITHMS
-from summa3d.gemm.choose import AWKWARD, choose
-from summa3d.gemm.forms import MEANS, lower_bound
-from summa3d.gemm.machine import Machine, calibrate, kind_of
+from summa3d.gemm.algorithms.registry import ALGORITHMS, algorithm_of
+from summa3d.gemm.cost.choose import AWKWARD, choose
+from summa3d.gemm.cost.machine import Machine, calibrate, kind_of
+from summa3d.gemm.cost.mean import lower_bound
 
 RANKS = (8, 64, 512, 4096)
 SQUARE, MIXED, FLAT = (8192, 8192, 8192), (16384, 8192, 4096), (24576, 24576, 1536)
@@ -89,7 +89,7 @@ def test_closed_forms_are_the_mean_over_ranks(name, form):
     for ranks in (1, 4, 6, 8, 9, 16):
         for grid in found.grids(ranks):
             volume = found.volume(found.plan(form, 144 * 2, 144 * 3, 144), grid)
-            mean = MEANS[name](form, 144 * 2, 144 * 3, 144, grid)
+            mean = found.mean(form, 144 * 2, 144 * 3, 144, grid)
             messages = sum(cost.messages for cost in volume.costs()) / ranks
             turned = form == "tt" and name in ("summa", "cannon", "tesseract")  # their transposes are estimated
             assert float(mean.words) == pytest.approx(float(volume.mean_words), rel=0.35 if turned else 1e-12), (grid, ranks)
@@ -98,8 +98,9 @@ def test_closed_forms_are_the_mean_over_ranks(name, form):
     assert checked > 1
 
 
-def test_every_algorithm_has_its_closed_form():
-    assert set(MEANS) == set(ALGORITHMS)
+def test_every_plan_belongs_to_one_algorithm():
+    for found in ALGORITHMS.values():
+        assert algorithm_of(found.plan("nn", 2, 2, 2)) is found
 
 
 @pytest.mark.parametrize("ranks", [4093, 4096, 75277])

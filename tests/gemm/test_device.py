@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from summa3d.errors import ShapeError
-from summa3d.gemm.algorithms import ALGORITHMS
-from summa3d.gemm.blas import accumulate
+from summa3d.gemm.algorithms.registry import ALGORITHMS
+from summa3d.gemm.local.blas import accumulate
 from summa3d.gemm.matrix import DistMatrix, matmul
 from summa3d.layout.distribute import collect
 

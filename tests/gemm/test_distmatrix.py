@@ -11,7 +11,7 @@ from kinds import array, numbers, plain
 from summa3d.comm.grid import Grid
 from summa3d.errors import ConfigError, DataError, GridError, LayoutError, ShapeError, Summa3dError
 from summa3d.gemm import CuboidPlan, DistMatrix, matmul, volume
-from summa3d.gemm.algorithms import ALGORITHMS
+from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.layout import BlockCyclic, Layout
 
 SIZES = pytest.mark.mpi(sizes=(1, 2, 3, 4, 6, 8, 12))
@@ -277,7 +277,7 @@ def test_what_cannot_be_combined_is_refused_on_every_rank_before_anything_moves(
         (lambda: a + DistMatrix.from_global(np.ones((4, 4)), other, both), LayoutError, "another grid"),
         (lambda: a - DistMatrix.from_global(np.ones((4, 4), np.float32), grid, both), ShapeError, "float64 and B float32"),
         (lambda: a + DistMatrix.from_global(np.ones((4, 5)), grid, both), ShapeError, "(4, 4) and (4, 5)"),
-        (lambda: a + DistMatrix.from_global(np.ones((4, 4)), grid, rows), LayoutError, "redistribute(Layout((x), (y)))"),
+        (lambda: a + DistMatrix.from_global(np.ones((4, 4)), grid, rows), LayoutError, "redistribute('0:x 1:y')"),
         (lambda: a * 2j, ShapeError, "times a float64 matrix"),
         (lambda: whole * 0.5, ShapeError, "times a int32 matrix"),
         (lambda: a.norm(2), ShapeError, "norm 2 is not one of 'fro'"),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from kinds import array, plain
 
-from summa3d.gemm.blas import accumulate, add
-from summa3d.gemm.local import FORMS, multiply
+from summa3d.gemm.local.blas import accumulate, add
+from summa3d.gemm.local.multiply import FORMS, multiply
 
 UNIT = {
     "float64": 2.0**-53,
@@ -97,3 +97,12 @@ def test_rows_that_overlap_or_are_one_are_no_rows_to_a_blas(form):
             continue
         accumulate(left, right, form, out, 2, 3)
         np.testing.assert_allclose(out, 2 * first @ second + 3, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("alpha", [1, 2])
+def test_no_output_that_is_read_only_is_written(alpha):
+    a, out = np.ones((130, 130)), np.zeros((130, 130))
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        accumulate(a, a, "nn", out, alpha)
+    assert not out.any()

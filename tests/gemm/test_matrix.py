@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kinds import array
 
 from summa3d.errors import ConfigError, LayoutError, ShapeError, Summa3dError
-from summa3d.gemm import CuboidPlan, DistMatrix, matmul, volume
+from summa3d.gemm import Cuboid, CuboidPlan, DistMatrix, matmul, volume
 from summa3d.layout import Layout
 
 GRIDS = {1: (1, 1, 1), 4: (2, 1, 2), 6: (1, 3, 2), 8: (2, 2, 2), 12: (3, 2, 2)}
@@ -237,3 +238,51 @@ def test_a_factor_that_the_dtype_cannot_hold_is_refused_before_anything_moves(co
         ("int64", True),
     ):
         assert np.array_equal(product(dtype, alpha), np.full((4, 4), 4 * alpha))
+
+
+@pytest.mark.mpi(sizes=(1, 2))
+@pytest.mark.parametrize("alpha", [1, 2])
+def test_an_output_that_cannot_be_written_on_one_rank_is_refused_on_all_and_is_as_it_was(comm, make_grid, shared_tmp_path, alpha):
+    grid = make_grid(x=comm.size, y=1, z=1)
+    plan = CuboidPlan("nn", 70, 60, 80)
+    a = DistMatrix.from_global(random(plan.a_shape, 3), grid, plan.a_layout)
+    b = DistMatrix.from_global(random(plan.b_shape, 4), grid, plan.b_layout)
+    before = np.full(plan.c_layout.local_shape(plan.c_shape, grid.shape, grid.coordinates), 7.0)
+    np.save(shared_tmp_path / f"{comm.rank}.npy", before)
+    guarded = before.copy()
+    guarded.flags.writeable = comm.rank != comm.size - 1
+    mapped = np.load(shared_tmp_path / f"{comm.rank}.npy", mmap_mode="r" if comm.rank == comm.size - 1 else "r+")
+    for block in (guarded, mapped):
+        out = DistMatrix(block, plan.c_layout, grid, plan.c_shape)
+        with grid.ledger.watch() as moved, pytest.raises(ShapeError, match="out is read-only"):
+            matmul(a, b, out=out, alpha=alpha)
+        assert moved.calls == 0 and np.array_equal(block, before)
+
+
+@pytest.mark.mpi(sizes=(2,), timeout=20)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_an_output_within_an_operand_is_refused_on_all_ranks_where_some_hold_nothing(comm, make_grid, library):
+    grid = make_grid(x=2, y=1, z=1)
+    plan = CuboidPlan("nn", 1, 4, 4)
+    a, b = (
+        DistMatrix.from_global(array(library, "float64", np.ones(shape)), grid, layout)
+        for shape, layout in ((plan.a_shape, plan.a_layout), (plan.b_shape, plan.b_layout))
+    )
+    assert comm.allgather(len(a.block)) == [1, 0]
+    out = DistMatrix(a.block[:], plan.c_layout, grid, plan.c_shape)
+    with grid.ledger.watch() as moved, pytest.raises(ShapeError, match=r"(?s)shares memory with A.*On rank 0 of 2 only"):
+        matmul(a, b, out=out)
+    assert moved.calls == 0
+    fresh = DistMatrix(array(library, "float64", np.zeros(tuple(a.block.shape))), plan.c_layout, grid, plan.c_shape)
+    assert matmul(a, b, out=fresh).to_global().sum() == 16
+
+
+@pytest.mark.mpi(sizes=(2,), timeout=20)
+def test_executors_of_a_grid_that_checks_agree_on_an_output_too(comm, make_grid):
+    grid = make_grid(check=True, x=2, y=1, z=1)
+    plan = CuboidPlan("nn", 4, 4, 4)
+    layouts = plan.a_layout, plan.b_layout, plan.c_layout
+    a, b, out = (np.ones(layout.local_shape((4, 4), grid.shape, grid.coordinates)) for layout in layouts)
+    out.flags.writeable = comm.rank == 0
+    with pytest.raises(ShapeError, match=r"(?s)out is read-only.*On rank 1 of 2 only"):
+        Cuboid(plan, grid).run(a, b, out)

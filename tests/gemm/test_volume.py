@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from summa3d.gemm import volume
-from summa3d.gemm.cuboid import CuboidPlan
+from summa3d.gemm.algorithms.cuboid import CuboidPlan
 from summa3d.layout import split_sizes
 
 SIZES = st.integers(0, 60)

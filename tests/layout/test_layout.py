@@ -107,7 +107,7 @@ def test_layouts_are_values():
     assert layout != Layout(("y", "x"), (), ("z",)) and layout != (("x", "y"), (), ("z",))
     assert layout.axes == {"x", "y", "z"} and layout.dims == (("x", "y"), (), ("z",))
     assert layout.transposed() == Layout(("z",), (), ("x", "y"))
-    assert repr(layout) == "Layout((x,y), (), (z))"
+    assert str(layout) == "0:(x,y) 1 2:z" and repr(layout) == "Layout('0:(x,y) 1 2:z')"
     with pytest.raises(AttributeError, match="immutable"):
         layout.dims = ()
     for other in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout), copy.copy(layout)):

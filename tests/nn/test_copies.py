@@ -86,6 +86,7 @@ def test_a_copied_layer_keeps_the_grids_axes_and_none_of_the_originals_tensors_a
     linear(x).sum().backward()
     other = copy.deepcopy(linear)
     assert other._source.parts() == (other.weight,) and other._source.ahead is other.scheme.ahead
+    assert other._product(12).flights.source is other._source
     with torch.no_grad():
         other.weight.zero_()
     assert not other(x).sub(other.bias).any() and linear(x).any()

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from summa3d.autograd.products import gradient_plans
 from summa3d.errors import ConfigError
-from summa3d.gemm import volume_2d
-from summa3d.gemm.cuboid import CuboidPlan
-from summa3d.gemm.oned import OnedPlan, OnedRowPlan
-from summa3d.gemm.plan import ProductPlan
-from summa3d.gemm.summa import SummaPlan
-from summa3d.gemm.volume import block_words, without
+from summa3d.gemm.algorithms.cuboid import CuboidPlan
+from summa3d.gemm.algorithms.gradients import gradient_plans
+from summa3d.gemm.algorithms.oned import OnedPlan, OnedRowPlan
+from summa3d.gemm.algorithms.plan import ProductPlan
+from summa3d.gemm.algorithms.summa import SummaPlan
+from summa3d.gemm.cost import per_rank
+from summa3d.gemm.cost.volume import block_words, without
 from summa3d.layout.layout import Layout
 from summa3d.nn.schemes import Scheme
 
@@ -87,8 +87,8 @@ def _rooms(plan: SummaPlan, scheme: Scheme, half: bool, device: bool) -> dict[st
         layout.local_shape(extents, shape, at)
         for layout, extents in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
     )
-    cut = volume_2d.cuts(0, {"nn": plan.k, "nt": plan.n, "tn": plan.m}[form], shape[plan.x], shape[plan.y], plan.panel)
-    many = volume_2d.buffers(plan, cut) * cut.widest
+    cut = per_rank.cuts(0, {"nn": plan.k, "nt": plan.n, "tn": plan.m}[form], shape[plan.x], shape[plan.y], plan.panel)
+    many = per_rank.buffers(plan, cut) * cut.widest
     over_x, over_y = shape[plan.x] > 1, shape[plan.y] > 1
     sums, copies = (2 if half else 1), (2 if half and not device else 0)
     staying = {"nn": 0, "nt": prod(a), "tn": prod(b)}[form]

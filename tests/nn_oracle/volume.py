@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from summa3d.autograd.products import gradient_plans
-from summa3d.gemm import volume_2d
-from summa3d.gemm.cuboid import CuboidPlan
-from summa3d.gemm.oned import OnedColumnPlan, OnedRowPlan
-from summa3d.gemm.plan import ProductPlan
-from summa3d.gemm.volume import Coordinates, Cost, all_reduce, block_words, gather, gradients, of_plan, scatter
+from summa3d.gemm.algorithms.cuboid import CuboidPlan
+from summa3d.gemm.algorithms.gradients import gradient_plans
+from summa3d.gemm.algorithms.oned import OnedColumnPlan, OnedRowPlan
+from summa3d.gemm.algorithms.plan import ProductPlan
+from summa3d.gemm.cost.volume import Coordinates, Cost, all_reduce, block_words, gather, gradients, of_plan, scatter
 from summa3d.layout.layout import Layout
 from summa3d.nn.config import ModelConfig
 from summa3d.nn.scheme_kinds import row_axes
@@ -55,7 +54,7 @@ def product_cost(
     if isinstance(plan, OnedRowPlan):
         return StepCost(all_reduce(plan.m * plan.n, (plan.y,), grid_shape, at), NONE)
     plans = (plan, *gradient_plans(plan)[0 if need_a else 1 :])
-    forward, *both = (_times(volume_2d.volume(part, grid_shape).cost_of(at), 1) for part in plans)
+    forward, *both = (_times(of_plan(part, grid_shape).cost_of(at), 1) for part in plans)
     return StepCost(forward, sum(both, NONE))
 
 

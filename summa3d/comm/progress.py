@@ -1,0 +1,53 @@
+"""What MPI has yet to complete for this process, so that a rank which sleeps in its node's memory keeps it moving.
+
+Next: node.py, which sleeps; transport.py, which begins what is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpi4py import MPI
+
+CROWD = 64
+"""Requests that may gather before those that have completed are looked for."""
+
+
+class InFlight:
+    """The requests of this process that MPI may not have completed yet.
+
+    MPI moves most messages only while their process is inside MPI: a rank that sleeps elsewhere must ask about them now and
+    then, or a peer waits for ever for what this rank has begun to send. Asking leaves a request, and its error, to its owner.
+    MPI's progress is that of a process: one object serves all axes of all grids.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[MPI.Request] = []
+        self._crowd = CROWD
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, requests: Sequence[MPI.Request]) -> None:
+        """Remember what has been begun."""
+        self._requests += requests
+        if len(self._requests) > self._crowd:
+            self._requests = [request for request in self._requests if request != MPI.REQUEST_NULL]
+            self._crowd = max(CROWD, 2 * len(self._requests))
+
+    def advance(self) -> bool:
+        """Let MPI work on what is in flight; whether something still is."""
+        if self._requests:
+            self._requests = [request for request in self._requests if not _completed(request)]
+        return bool(self._requests)
+
+
+def _completed(request: MPI.Request) -> bool:
+    """Whether MPI is done with a request, or has failed: its owner is told so when it waits."""
+    try:
+        return request.Get_status()
+    except MPI.Exception:
+        return True
+
+
+IN_FLIGHT = InFlight()

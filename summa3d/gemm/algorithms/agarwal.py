@@ -1,0 +1,83 @@
+"""The 3-D product as first published, on q×q×q ranks: operands on three faces of the cube, two broadcasts and a reduction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...comm.arrays import Array
+from ...comm.collectives import Axis
+from ...layout.layout import Layout
+from .executor import Executor
+from .plan import ProductPlan
+
+
+@dataclass(frozen=True)
+class AgarwalPlan(ProductPlan):
+    """A product on a cube of ranks (i, j, l), axes x, y, z: A_il on (i,0,l), B_lj on (0,j,l), C_ij on (i,j,0).
+
+    Transposed operands lie where the plain ones do. All other ranks hold empty blocks. Words per rank (mean), in every form:
+    (q−1)(mk + kn + mn)/P.
+    """
+
+    x: str = "x"
+    y: str = "y"
+    z: str = "z"
+
+    @property
+    def a_layout(self) -> Layout:
+        plain = Layout((self.x,), (self.z,), hosted=(self.y,), names="mk")
+        return plain if self.form[0] == "n" else plain.transposed()
+
+    @property
+    def b_layout(self) -> Layout:
+        plain = Layout((self.z,), (self.y,), hosted=(self.x,), names="kn")
+        return plain if self.form[1] == "n" else plain.transposed()
+
+    @property
+    def c_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), hosted=(self.z,), names="mn")
+
+    def gradient_roles(self, dims: str) -> dict[str, str]:
+        """The axes belong to dims, x to m, y to n, z to k, and follow them."""
+        axis_of = {"m": self.x, "n": self.y, "k": self.z}
+        return dict(zip("xyz", (axis_of[dim] for dim in dims), strict=True))
+
+    @staticmethod
+    def grids(ranks: int) -> list[dict[str, int]]:
+        root = round(ranks ** (1 / 3))
+        return [{"x": root, "y": root, "z": root}] if root**3 == ranks else []
+
+
+def everywhere(layout: Layout) -> Layout:
+    """The layout once hosted blocks have been broadcast."""
+    return Layout(*layout.dims, names=layout.names)
+
+
+class Agarwal(Executor):
+    """Broadcast A along y and B along x from their faces, multiply, reduce C along z onto its face.
+
+    Source: Agarwal, Balle, Gustavson, Joshi and Palkar 1995.
+    """
+
+    plan: AgarwalPlan
+
+    def _prepare(self) -> None:
+        plan, grid = self.plan, self.grid
+        self.x, self.y, self.z = grid[plan.x], grid[plan.y], grid[plan.z]
+        self.a_whole, self.b_whole, self.c_whole = (
+            everywhere(layout).local_shape(shape, grid.shape, grid.coordinates)
+            for layout, shape in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
+        )
+
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        a = self.workspace.widened("a", self._broadcast("a", a, self.a_whole, self.y))
+        b = self.workspace.widened("b", self._broadcast("b", b, self.b_whole, self.x))
+        hosts = self.z.index == 0
+        partial = out if hosts else self.workspace.buffer("partial", self.c_whole, out)
+        self.workspace.accumulate(a, b, self.plan.form, partial, alpha, beta if hosts else 0, self.workspace.scratch(partial))
+        self.z.reduce(partial, into=partial)
+
+    def _broadcast(self, name: str, block: Array, shape: tuple[int, ...], axis: Axis) -> Array:
+        whole = block if axis.index == 0 else self.workspace.buffer(name, shape, block)
+        return axis.broadcast(whole)

@@ -1,0 +1,78 @@
+"""The communication-avoiding 2.5-D product on q×q×d ranks: every depth sums its share of the SUMMA steps into a copy of C."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...comm.arrays import Array
+from ...layout.layout import Layout, split_range, split_sizes
+from ..local.blas import seed
+from .executor import Executor
+from .panels import Stream, panels
+from .summa import Outer, SummaPlan
+from .tesseract import square_grids
+
+
+@dataclass(frozen=True)
+class Ca25dPlan(SummaPlan):
+    """A product on q×q×d ranks, axes x, y, d; C stays in every form, so that all of them move the same words.
+
+    | form | A | B | C |
+    |---|---|---|---|
+    | n· | [m:x, k:(d,y)] | | [m:(x,d), n:y] |
+    | t· | [k:(d,y), m:x] | | [m:(x,d), n:y] |
+    | ·n | | [k:(d,x), n:y] | [m:(x,d), n:y] |
+    | ·t | | [n:y, k:(d,x)] | [m:(x,d), n:y] |
+
+    Words per rank (mean): [(q−1)(mk + kn) + (d−1)mn]/P.
+    """
+
+    d: str = "d"
+
+    transposes = False
+
+    @property
+    def a_layout(self) -> Layout:
+        plain = Layout((self.x,), (self.d, self.y), names="mk")
+        return plain if self.form[0] == "n" else plain.transposed()
+
+    @property
+    def b_layout(self) -> Layout:
+        plain = Layout((self.d, self.x), (self.y,), names="kn")
+        return plain if self.form[1] == "n" else plain.transposed()
+
+    @property
+    def c_layout(self) -> Layout:
+        return Layout((self.x, self.d), (self.y,), names="mn")
+
+    @staticmethod
+    def grids(ranks: int) -> list[dict[str, int]]:
+        return square_grids(ranks)
+
+
+class Ca25d(Executor):
+    """SUMMA over the depth's part of k into a copy of C, then a reduce-scatter. Source: Solomonik and Demmel 2011, Algorithm 2,
+
+    with C left scattered over the depths, and A and B split over them from the start instead of copied to them.
+    """
+
+    plan: Ca25dPlan
+
+    def _prepare(self) -> None:
+        plan, grid = self.plan, self.grid
+        x, y, self.depth = grid[plan.x], grid[plan.y], grid[plan.d]
+        cuts = panels(*split_range(0, plan.k, self.depth.size, self.depth.index), x.size, y.size, plan.panel)
+        left = Stream(self.workspace, "a", y, "y", 1 if plan.form[0] == "n" else 0, cuts, plan.lookahead)
+        right = Stream(self.workspace, "b", x, "x", 0 if plan.form[1] == "n" else 1, cuts, plan.lookahead)
+        self.engine = Outer(self.workspace, plan.form, left, right)
+        self.copy = Layout((plan.x,), (plan.y,)).local_shape(plan.c_shape, grid.shape, grid.coordinates)
+        self.rows = split_sizes(self.copy[0], self.depth.size)
+
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        if self.depth.size == 1:
+            return self.engine(a, b, out, alpha, beta)
+        copy = self.workspace.buffer("copy of c", self.copy, out)
+        self.engine(a, b, copy, alpha, seed(copy, self.rows, self.depth.index, out, beta))
+        parts = self.workspace.buffer("parts", (self.depth.size, *out.shape), out)
+        self.depth.reduce_scatter(copy, sizes=self.rows, into=out, parts=parts)

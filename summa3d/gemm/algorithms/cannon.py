@@ -1,0 +1,176 @@
+"""Cannon's 2-D product on q×q ranks: a skew, then q−1 shifts around rings; no rank holds more than blocks of its own size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...comm.arrays import Array
+from ...comm.collectives import Axis, Pending
+from ...layout.layout import Layout, split_sizes
+from ..local.blas import add
+from .executor import Executor
+from .plan import ProductPlan, square_root
+from .summa import normal
+from .workspace import Workspace
+
+
+@dataclass(frozen=True)
+class CannonPlan(ProductPlan):
+    """A product on q×q ranks, axes x and y; operands lie as rows:x columns:y, in every form. Rank (i, j), indices mod q:
+
+    | form | step t multiplies | what moves, a step each | words received of A, B, C blocks |
+    |---|---|---|---|
+    | nn | A(i,l)·B(l,j), l = i+j+t | A along y, B along x | q−1+[i≠0], q−1+[j≠0], 0 |
+    | nt | A(i,j)·B(l,j)ᵀ, l = i+j+1+t, into C(i,l) | B along x, C along y | 0, q−1+[j≠q−1], q−1+[i≠0] |
+    | tn | A(i,l)ᵀ·B(i,j), l = i+j+1+t, into C(l,j) | A along y, C along x | q−1+[i≠q−1], 0, q−1+[j≠0] |
+    | tt | (B·A) by nn, then one transpose | | |
+    """
+
+    x: str = "x"
+    y: str = "y"
+
+    transposes = True
+
+    @property
+    def a_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), names=self.a_names)
+
+    @property
+    def b_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), names=self.b_names)
+
+    @property
+    def c_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), names="mn")
+
+    @staticmethod
+    def grids(ranks: int) -> list[dict[str, int]]:
+        root = square_root(ranks)
+        return [{"x": root, "y": root}] if root else []
+
+
+class Cannon(Executor):
+    """Source: Cannon 1969; in the transposed forms the accumulating C takes the place of the operand that stays."""
+
+    plan: CannonPlan
+
+    def _prepare(self) -> None:
+        plan, form = self.plan, normal(self.plan.form)
+        self.x, self.y = self.grid[plan.x], self.grid[plan.y]
+        i, j, self.q = self.x.index, self.y.index, self.x.size
+        m, n, k = (split_sizes(extent, self.q) for extent in (plan.m, plan.n, plan.k))
+        if form == "nn":
+            self.rings = (
+                Ring(self.workspace, "a", self.y, lambda at: (m[i], k[at])),
+                Ring(self.workspace, "b", self.x, lambda at: (k[at], n[j])),
+            )
+        elif form == "nt":
+            self.rings = (
+                Ring(self.workspace, "b", self.x, lambda at: (n[at], k[j])),
+                Ring(self.workspace, "c", self.y, lambda at: (m[i], n[at])),
+            )
+        else:
+            self.rings = (
+                Ring(self.workspace, "a", self.y, lambda at: (k[i], m[at])),
+                Ring(self.workspace, "c", self.x, lambda at: (m[at], n[j])),
+            )
+
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        if self.q == 1:
+            self.workspace.accumulate(
+                self.workspace.widened("a", a),
+                self.workspace.widened("b", b),
+                self.plan.form,
+                out,
+                alpha,
+                beta,
+                self.workspace.scratch(out),
+            )
+            return
+        for axis in (self.x, self.y):
+            axis.open_device(a)
+        shift = self._shift_both if normal(self.plan.form) == "nn" else self._shift_sum
+        shift(a, b, out, alpha, beta)
+
+    def _shift_both(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """C stays. The next blocks of A and B are in flight during the product of these."""
+        along_y, along_x = self.rings
+        first = self.x.index + self.y.index
+        arrived = finish(along_y.begin(a, self.x.index, first), along_x.begin(b, self.y.index, first))
+        scratch = self.workspace.scratch(out)
+        for step in range(self.q):
+            left, right = arrived
+            last = step == self.q - 1
+            coming = () if last else (along_y.shift(left, 1, first + step + 1), along_x.shift(right, 1, first + step + 1))
+            self.workspace.accumulate(
+                along_y.widened(left), along_x.widened(right), self.plan.form, out, alpha, beta if step == 0 else 1, scratch
+            )
+            arrived = finish(*coming)
+
+    def _shift_sum(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """One operand stays. The next block of the other is in flight during the product added to the passing block of C."""
+        moving, sums = self.rings
+        a_moves = moving.name == "a"
+        staying = self.workspace.widened("staying", b if a_moves else a)
+        first = moving.axis.index + sums.axis.index + 1
+        (block,) = finish(moving.begin(a if a_moves else b, sums.axis.index + 1, first))
+        total = sums.fresh(first, out)
+        for step in range(self.q):
+            coming = () if step == self.q - 1 else (moving.shift(block, 1, first + step + 1),)
+            if step > 0:
+                (total,) = finish(sums.shift(total, 1, first + step))
+            panel = moving.widened(block)
+            operands = (panel, staying) if a_moves else (staying, panel)
+            self.workspace.accumulate(
+                *operands, self.plan.form, total, alpha, int(step > 0), self.workspace.scratch(total, sums.room)
+            )
+            block = finish(*coming)[0] if coming else block
+        (total,) = finish(sums.shift(total, -moving.axis.index, sums.axis.index))
+        add(total, out, beta)
+
+
+Move = tuple[Array, list[Pending]]
+
+
+class Ring:
+    """Blocks passed around an axis, between two buffers of workspace. `shape_of` gives the shape of the block with an index."""
+
+    def __init__(self, workspace: Workspace, name: str, axis: Axis, shape_of: Callable[[int], tuple[int, int]]) -> None:
+        self.workspace, self.name, self.axis, self.shape_of = workspace, name, axis, shape_of
+        self.room = shape_of(0)[0] * shape_of(0)[1]  # larger blocks come first
+        self.slot = 0
+
+    def begin(self, block: Array, steps: int, index: int) -> Move:
+        """Start the skew: exchange the rank's own block for the one with `index`."""
+        self.slot = 0
+        return self.shift(block, steps, index)
+
+    def fresh(self, index: int, like: Array) -> Array:
+        """The first buffer, in the shape of the block with `index`."""
+        self.slot = 1
+        return self.workspace.buffer(f"{self.name}0", self.shape_of(index % self.axis.size), like, self.room)
+
+    def shift(self, block: Array, steps: int, index: int) -> Move:
+        """Start receiving the block with `index` from `steps` members up and sending `block` as many down."""
+        size, own = self.axis.size, self.axis.index
+        if steps % size == 0:
+            return block, []
+        incoming = self.workspace.buffer(f"{self.name}{self.slot}", self.shape_of(index % size), block, self.room)
+        self.slot = 1 - self.slot
+        return incoming, [
+            self.axis.start_receive(incoming, (own + steps) % size),
+            self.axis.start_send(block, (own - steps) % size),
+        ]
+
+    def widened(self, block: Array) -> Array:
+        return self.workspace.widened(self.name, block, self.room)
+
+
+def finish(*moves: Move) -> tuple[Array, ...]:
+    """Wait for moves; the blocks that have arrived."""
+    for _, pending in moves:
+        for communication in pending:
+            communication.wait()
+    return tuple(block for block, _ in moves)

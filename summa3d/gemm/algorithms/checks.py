@@ -1,0 +1,72 @@
+"""What a product accepts beside shapes: dtypes that ranks can exchange and add, factors a dtype can hold, an output apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from ...comm.arrays import Array, dtype_name, overlap
+from ...comm.failure import agree_on_error
+from ...errors import ShapeError
+from ..cost.machine import KINDS
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number, Python's or numpy's."""
+    return isinstance(value, int | np.integer)
+
+
+def check_dtype(array: Array) -> None:
+    """Raise ShapeError for a dtype whose sums over ranks are not defined: the same on every grid, one rank included."""
+    name = dtype_name(array)
+    if name not in KINDS:
+        raise ShapeError(f"dtype {name} has no product here. Those that have: {', '.join(KINDS)}.")
+
+
+def check_factor(name: str, factor: Any, dtype: str) -> None:
+    """Raise ShapeError unless `factor` is a number by which elements of `dtype` can be multiplied and stay such."""
+    if type(factor) is int:  # most calls' 1 and 0
+        return
+    value = factor.item() if getattr(factor, "ndim", None) == 0 else factor
+    if not isinstance(value, int | float | complex):
+        raise ShapeError(f"{name} is {factor!r}; it must be a number.")
+    if isinstance(value, complex) and not dtype.startswith("complex"):
+        raise ShapeError(f"{name} = {factor} is complex; a product of {dtype} takes real numbers.")
+    if dtype.startswith("int") and isinstance(value, float) and not value.is_integer():
+        raise ShapeError(f"{name} = {factor} is not a whole number; a product of {dtype} takes whole numbers.")
+
+
+def agree_on_out(comm: MPI.Comm, out: Array, a: Array, b: Array) -> None:
+    """`check_out` of every rank of `comm`, raised on all of them where one cannot write its block (collective).
+
+    Whether memory can be written, or is shared, is known on its rank alone: a block without elements shares none. Costs one
+    message round of a byte, and a second one to tell what is wrong.
+    """
+    error: ShapeError | None = None
+    try:
+        check_out(out, a, b)
+    except ShapeError as found:
+        error = found
+    failed = np.array([error is not None])
+    if comm.size > 1:
+        comm.Allreduce(MPI.IN_PLACE, failed, MPI.LOR)
+    if failed[0]:
+        agree_on_error(comm, error)
+
+
+def check_out(out: Array, a: Array, b: Array) -> None:
+    """Raise ShapeError unless this rank's block of C can be written, and lies apart from those of A and B."""
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ShapeError("out is read-only, and C is written into it. Pass an array that can be written, or none.")
+    check_apart(out, a, "A")
+    check_apart(out, b, "B")
+
+
+def check_apart(out: Array, operand: Array, name: str) -> None:
+    """Raise ShapeError where `out` and an operand have elements in common: one would be overwritten before it is read."""
+    if overlap(out, operand):
+        raise ShapeError(
+            f"out shares memory with {name}, which is read while C is written. Pass an out of its own, or a copy of {name}."
+        )

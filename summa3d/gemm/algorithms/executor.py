@@ -1,0 +1,103 @@
+"""The executor of a plan: checks blocks and dtypes, then multiplies in persistent workspace."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from ...comm.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_on_device, kind_of
+from ...comm.grid import Grid
+from ...errors import ShapeError
+from ...libraries import library
+from ..local.blas import accumulation_like
+from .checks import agree_on_out, check_dtype, check_factor, check_out
+from .plan import ProductPlan
+from .transpose import Transposed
+from .workspace import Workspace
+
+
+class Executor(ABC):
+    """A plan bound to a grid. `run` may be called any number of times; the workspace is allocated by the first call only."""
+
+    def __init__(self, plan: ProductPlan, grid: Grid, workspace: Workspace | None = None) -> None:
+        plan.check_grid(grid.shape)
+        library()  # one that cannot be used is an error here, on every rank, before any communication
+        self.plan, self.grid, self.no_reduction = plan, grid, plan.no_reduction(grid.shape)
+        self.workspace = workspace or Workspace(grid)
+        self.a_block, self.b_block, self.c_block = (
+            layout.local_shape(shape, grid.shape, grid.coordinates)
+            for layout, shape in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
+        )
+        if plan.by_transpose:
+            self.transposed = Transposed(type(self)(plan.swapped(), grid, self.workspace), plan, grid)
+        else:
+            self._prepare()
+
+    def run(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> Array:
+        """C = α·op(A)·op(B) + β·C.
+
+        Parameters
+        ----------
+        a, b : this rank's blocks, layouts and shapes as the plan says, in any memory order (others than C cost a copy)
+        out : the block of C, optional, overwritten in place; needed for β ≠ 0
+
+        Returns the block of C. Words, messages and workspace are those of the algorithm's closed form (`volume.of_plan`).
+        16-bit floats are multiplied and summed over ranks in float32, and rounded once; on the host their operands are copied to
+        float32, on a device they are read as they are, and C is written as it is where `plan.no_reduction`.
+        Raises ShapeError where a, b, out, α or β is not what the plan expects, or out overlaps a or b or is read-only, before any
+        communication: on the ranks where it is so, which on a grid that checks agree on `out`, as those of `matmul` always do.
+        """
+        self.check(a, b, out, alpha, beta)
+        a, b = contiguous(a), contiguous(b)
+        if out is None:
+            out = empty(self.c_block, a)
+        like = a[:0] if self.no_reduction and is_on_device(a) else accumulation_like(a)
+        if out.dtype == like.dtype and is_contiguous(out):
+            self._execute(a, b, out, alpha, beta)
+            return out
+        target = self.workspace.buffer("c", self.c_block, like) if out.dtype != like.dtype else empty(self.c_block, like)
+        if beta != 0:
+            self.workspace.copy(target, out)
+        self._execute(a, b, target, alpha, beta)
+        return self.workspace.copy(out, target)
+
+    def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:
+        """Raise ShapeError unless the blocks have the plan's shapes and one dtype, α and β suit it, and C lies apart."""
+        check_dtype(a)
+        dtype, kind = a.dtype, kind_of(a)
+        for name, array, expected in (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block)):
+            if array is None:
+                continue
+            if tuple(array.shape) != expected:
+                raise ShapeError(
+                    f"The block of {name} has shape {tuple(array.shape)}; {self.plan} expects {expected} on this rank."
+                )
+            if array.dtype != dtype:
+                raise ShapeError(f"{name} has dtype {array.dtype}, A has {dtype}; a product takes one dtype, of one library.")
+            if kind_of(array) != kind:
+                raise ShapeError(f"{name} is an array of {kind_of(array)}, A of {kind}; a product takes one library and memory.")
+        if out is None and beta != 0:
+            raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
+        for name, factor in (("alpha", alpha), ("beta", beta)):
+            check_factor(name, factor, dtype_name(a))
+        if out is not None:
+            if self.grid.check:
+                agree_on_out(self.grid.comm, out, a, b)
+            else:
+                check_out(out, a, b)
+
+    def _execute(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        if dtype_name(a).startswith("int"):
+            alpha, beta = int(alpha), int(beta)
+        if self.plan.by_transpose:
+            self.transposed.run(a, b, out, alpha, beta)
+        else:
+            self.multiply_into(a, b, out, alpha, beta)
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Bind axes and extents."""
+
+    @abstractmethod
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """out = α·op(A)·op(B) + β·out; a, b are C-ordered, out is C-ordered and of the dtype that sums are taken in."""

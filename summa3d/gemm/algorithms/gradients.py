@@ -1,0 +1,67 @@
+"""The gradients of a product are products: their forms, and their plans where the algorithm's own set is closed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from typing import NamedTuple, TypeVar
+
+from ...errors import ShapeError
+from .plan import ProductPlan
+
+T = TypeVar("T")
+
+
+class Gradients(Enum):
+    """How an algorithm takes dA and dB."""
+
+    GATHERED = "dC gathered once for both, local products, dA and dB reduce-scattered"
+    ALL_REDUCED = "local products; the gradient whose inner dim the axis splits is all-reduced"
+    PRODUCTS = "products of the same algorithm"
+
+
+class Gradient(NamedTuple):
+    """The gradient of one operand as a product: its form, which dims of the product are its m, n, k, and whether dC is its A.
+
+    The other operand is B for dA, and A for dB.
+    """
+
+    form: str
+    dims: str
+    c_first: bool
+
+    @property
+    def inner(self) -> str:
+        """The dim of the product that the gradient sums over."""
+        return self.dims[2]
+
+    def ordered(self, c: T, other: T) -> tuple[T, T]:
+        """The operands of the gradient's product, first and second."""
+        return (c, other) if self.c_first else (other, c)
+
+
+GRADIENTS = {
+    # form: (dA, dB)
+    "nn": (Gradient("nt", "mkn", True), Gradient("tn", "knm", False)),
+    "nt": (Gradient("nn", "mkn", True), Gradient("tn", "nkm", True)),
+    "tn": (Gradient("nt", "kmn", False), Gradient("nn", "knm", False)),
+    "tt": (Gradient("tt", "kmn", False), Gradient("tt", "nkm", True)),
+}
+
+
+def gradient_plans(plan: ProductPlan) -> tuple[ProductPlan, ProductPlan]:
+    """The plans of dA and dB, of the algorithm that `plan` is of; raises ShapeError where they do not lie as A and B do."""
+    plans = []
+    for name, gradient, layout in zip("AB", GRADIENTS[plan.form], (plan.a_layout, plan.b_layout), strict=True):
+        found = _gradient_plan(plan, gradient)
+        operands = gradient.ordered(plan.c_layout, plan.b_layout if name == "A" else plan.a_layout)
+        if (found.a_layout, found.b_layout, found.c_layout) != (*operands, layout):
+            raise ShapeError(f"The gradient of {name} of {plan} is no product of {plan.name} on the layouts that are there.")
+        plans.append(found)
+    return plans[0], plans[1]
+
+
+def _gradient_plan(plan: ProductPlan, gradient: Gradient) -> ProductPlan:
+    sizes = {"m": plan.m, "n": plan.n, "k": plan.k}
+    m, n, k = (sizes[dim] for dim in gradient.dims)
+    return replace(plan, form=gradient.form, m=m, n=n, k=k, **plan.gradient_roles(gradient.dims))

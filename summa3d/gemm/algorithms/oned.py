@@ -1,0 +1,118 @@
+"""The two 1-D products, Megatron's two linears: by columns (each rank has columns of C), by rows of k (each a summand of C)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...comm.arrays import Array
+from ...layout.layout import Layout, split_sizes
+from ..local.blas import seed
+from .executor import Executor
+from .plan import ProductPlan
+
+
+@dataclass(frozen=True)
+class OnedPlan(ProductPlan):
+    """What the two share: one axis y of any size t. `sequence` splits the rows of A as stored (column), or of C (row), by y."""
+
+    y: str = "y"
+    sequence: bool = False
+
+    split_dim: ClassVar[str]
+    """The dim of the product that y splits: n by columns, k by rows."""
+
+    @staticmethod
+    def grids(ranks: int) -> list[dict[str, int]]:
+        return [{"y": ranks}]
+
+
+@dataclass(frozen=True)
+class OnedColumnPlan(OnedPlan):
+    """A whole on every rank, or its stored rows split by y (`sequence`); B n:y; C n:y.
+
+    Words per rank (mean): 0, or with `sequence` (t−1)/t·mk, in every form.
+    """
+
+    split_dim = "n"
+
+    @property
+    def a_layout(self) -> Layout:
+        return Layout((self.y,) if self.sequence else (), (), names=self.a_names)
+
+    @property
+    def b_layout(self) -> Layout:
+        rows, columns = ((), (self.y,)) if self.form[1] == "n" else ((self.y,), ())
+        return Layout(rows, columns, names=self.b_names)
+
+    @property
+    def c_layout(self) -> Layout:
+        return Layout((), (self.y,), names="mn")
+
+    def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class OnedRowPlan(OnedPlan):
+    """A k:y; B k:y; C whole on every rank, or m:y (`sequence`).
+
+    Words per rank (mean): 2(t−1)/t·mn, or with `sequence` (t−1)/t·mn, in every form.
+    """
+
+    split_dim = "k"
+
+    @property
+    def a_layout(self) -> Layout:
+        rows, columns = ((), (self.y,)) if self.form[0] == "n" else ((self.y,), ())
+        return Layout(rows, columns, names=self.a_names)
+
+    @property
+    def b_layout(self) -> Layout:
+        rows, columns = ((self.y,), ()) if self.form[1] == "n" else ((), (self.y,))
+        return Layout(rows, columns, names=self.b_names)
+
+    @property
+    def c_layout(self) -> Layout:
+        return Layout((self.y,) if self.sequence else (), (), names="mn")
+
+
+class OnedColumn(Executor):
+    """Gather A where it is split, and multiply: nothing is summed."""
+
+    plan: OnedColumnPlan
+
+    def _prepare(self) -> None:
+        self.axis = self.grid[self.plan.y]
+        self.sizes = split_sizes(self.plan.a_shape[0], self.axis.size)
+
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        if self.plan.sequence and self.axis.size > 1:
+            a = self.axis.all_gather(a, sizes=self.sizes, into=self.workspace.buffer("a", self.plan.a_shape, a))
+        a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
+        self.workspace.accumulate(a, b, self.plan.form, out, alpha, beta, self.workspace.scratch(out))
+
+
+class OnedRow(Executor):
+    """Multiply, and sum C over all ranks: onto every rank, or each rank its rows."""
+
+    plan: OnedRowPlan
+
+    def _prepare(self) -> None:
+        self.axis = self.grid[self.plan.y]
+        self.sizes = split_sizes(self.plan.m, self.axis.size)
+
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
+        if self.plan.sequence and self.axis.size > 1:
+            partial = self.workspace.buffer("partial", self.plan.c_shape, out)
+            seeded = seed(partial, self.sizes, self.axis.index, out, beta)
+            self.workspace.accumulate(a, b, self.plan.form, partial, alpha, seeded, self.workspace.scratch(partial))
+            parts = self.workspace.buffer("parts", (self.axis.size, *out.shape), out)
+            self.axis.reduce_scatter(partial, sizes=self.sizes, into=out, parts=parts)
+            return
+        self.workspace.accumulate(
+            a, b, self.plan.form, out, alpha, beta if self.axis.index == 0 else 0, self.workspace.scratch(out)
+        )
+        self.axis.all_reduce(out, into=out)

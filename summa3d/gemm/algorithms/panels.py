@@ -1,0 +1,90 @@
+"""The panels of a 2-D product: where a dim is cut, and an operand's panels broadcast one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ...comm.arrays import Array, is_contiguous
+from ...comm.collectives import Axis
+from ...layout.layout import split_range
+from .workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A range of the panelled dim that one x index and one y index own, and where it starts in the blocks of each."""
+
+    width: int
+    x_owner: int
+    x_start: int
+    y_owner: int
+    y_start: int
+
+
+def panels(start: int, stop: int, x_parts: int, y_parts: int, width: int | None = None) -> list[Panel]:
+    """The range start:stop cut at every boundary of its balanced splits into x_parts and into y_parts, then at `width`."""
+    x_ranges = [split_range(start, stop, x_parts, index) for index in range(x_parts)]
+    y_ranges = [split_range(start, stop, y_parts, index) for index in range(y_parts)]
+    edges = sorted({start, stop, *(end for _, end in x_ranges), *(end for _, end in y_ranges)})
+    result, x, y = [], 0, 0
+    for low, high in pairwise(edges):
+        while x_ranges[x][1] <= low:
+            x += 1
+        while y_ranges[y][1] <= low:
+            y += 1
+        for begin in range(low, high, width or high - low):
+            result.append(Panel(min(high - begin, width or high - low), x, begin - x_ranges[x][0], y, begin - y_ranges[y][0]))
+    return result
+
+
+class Stream:
+    """The panels of one operand, one after the other, each broadcast along `axis` by the member that owns it.
+
+    `role` (x or y) says whose split of the panelled dim the operand has, `dim` which dim of its block that is. A panel that is
+    contiguous in its owner's block is sent from there. Workspace: one panel, or two with look-ahead, where the axis has members.
+    """
+
+    def __init__(
+        self, workspace: Workspace, name: str, axis: Axis, role: str, dim: int, cuts: list[Panel], lookahead: bool
+    ) -> None:
+        self.workspace, self.name, self.axis, self.role, self.dim, self.cuts, self.lookahead = (
+            workspace,
+            name,
+            axis,
+            role,
+            dim,
+            cuts,
+            lookahead,
+        )
+        self.widest = max((cut.width for cut in cuts), default=0)
+        self.owners = [cut.x_owner if role == "x" else cut.y_owner for cut in cuts]
+        self.starts = [cut.x_start if role == "x" else cut.y_start for cut in cuts]
+
+    def through(self, block: Array) -> Iterator[Array]:
+        """Each panel in turn, in the dtype that sums are taken in; with look-ahead the next one is already in flight."""
+        started: deque[Callable[[], Array]] = deque()
+        room = self.widest * block.shape[1 - self.dim]
+        for count in range(len(self.cuts)):
+            for ahead in range(count + len(started), min(count + 1 + self.lookahead, len(self.cuts))):
+                started.append(self._start(ahead, block, room))
+            yield self.workspace.widened(self.name, started.popleft()(), room)
+
+    def _start(self, count: int, block: Array, room: int) -> Callable[[], Array]:
+        owner, start, width = self.owners[count], self.starts[count], self.cuts[count].width
+        part = slice(start, start + width)
+        own = (block[part] if self.dim == 0 else block[:, part]) if self.axis.index == owner else None
+        if self.axis.size == 1:
+            return lambda: own
+        shape = (width, block.shape[1]) if self.dim == 0 else (block.shape[0], width)
+        panel = self.workspace.buffer(f"panel {self.name}{count % 2 if self.lookahead else 0}", shape, block, room)
+        if own is not None and is_contiguous(own):
+            panel = own
+        elif own is not None:
+            self.workspace.copy(panel, own)
+        if self.lookahead:
+            return self.axis.start_broadcast(panel, owner).wait
+        self.axis.broadcast(panel, owner)
+        return lambda: panel

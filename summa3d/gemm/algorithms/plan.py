@@ -1,0 +1,160 @@
+"""What the plans of all algorithms share: form, sizes, three layouts, and the grids that fit. Plain data."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import prod
+from typing import ClassVar, TypeVar
+
+import numpy as np
+
+from ...comm.grid import describe
+from ...errors import GridError, ShapeError
+from ...layout.layout import Layout
+from ..local.blas import LETTERS
+from .checks import is_whole
+
+Plan = TypeVar("Plan", bound="ProductPlan")
+
+
+@dataclass(frozen=True)
+class ProductPlan(ABC):
+    """C (m×n) = op(A)·op(B), op(A) m×k. `form` names op for A and B: n (none), t (transpose), c (conjugate transpose).
+
+    The other fields, in each algorithm, are the grid axes in its roles and its options. Raises ShapeError for a form or a size
+    that cannot be.
+    """
+
+    form: str
+    m: int
+    n: int
+    k: int
+
+    transposes: ClassVar[bool] = False
+    """Whether form tt is (B·A) by nn and one transpose of the result; else it is computed as it stands."""
+
+    def __post_init__(self) -> None:
+        if len(self.form) != 2 or any(letter not in LETTERS for letter in self.form):
+            raise ShapeError(
+                f"form {self.form!r} is not two of the letters n (as is), t (transpose), c (conjugate transpose), such as nt."
+            )
+        for name in ("m", "n", "k"):
+            size = getattr(self, name)
+            if not is_whole(size) or size < 0:
+                raise ShapeError(f"{name} is {size!r}; sizes are whole numbers of at least 0.")
+
+    @property
+    @abstractmethod
+    def a_layout(self) -> Layout: ...
+
+    @property
+    @abstractmethod
+    def b_layout(self) -> Layout: ...
+
+    @property
+    @abstractmethod
+    def c_layout(self) -> Layout: ...
+
+    @staticmethod
+    @abstractmethod
+    def grids(ranks: int) -> list[dict[str, int]]:
+        """The grids of exactly this many ranks, roles as axis names, that the algorithm can use."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The grid axes in the roles x, y, …, in the order of the fields."""
+        return tuple(str(getattr(self, role)) for role in self.roles())
+
+    @classmethod
+    def roles(cls) -> tuple[str, ...]:
+        """The names of the fields that hold axes: those of one letter after form, m, n, k."""
+        return tuple(field.name for field in fields(cls) if len(field.name) == 1 and field.name not in "mnk")
+
+    @property
+    def a_names(self) -> str:
+        """The names of A's dims, as A is stored."""
+        return "mk" if self.form[0] == "n" else "km"
+
+    @property
+    def b_names(self) -> str:
+        """The names of B's dims, as B is stored."""
+        return "kn" if self.form[1] == "n" else "nk"
+
+    @property
+    def a_shape(self) -> tuple[int, int]:
+        return (self.m, self.k) if self.form[0] == "n" else (self.k, self.m)
+
+    @property
+    def b_shape(self) -> tuple[int, int]:
+        return (self.k, self.n) if self.form[1] == "n" else (self.n, self.k)
+
+    @property
+    def c_shape(self) -> tuple[int, int]:
+        return (self.m, self.n)
+
+    @cached_property
+    def split_by_all(self) -> frozenset[str]:
+        """The axes that split A, B and C each."""
+        return self.a_layout.axes & self.b_layout.axes & self.c_layout.axes
+
+    @property
+    def by_transpose(self) -> bool:
+        """Whether the product is taken as the transpose of (B·A)."""
+        return self.transposes and "n" not in self.form
+
+    def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
+        """Whether every element of C comes of one product on one rank, so that nothing is summed after it was rounded."""
+        return False
+
+    def gradient_roles(self, dims: str) -> dict[str, str]:
+        """Role → axis of the plan of a gradient whose m, n, k are `dims` of this product; empty where all roles stay."""
+        return {}
+
+    def swapped(self: Plan) -> Plan:
+        """The plan of B·A, whose transpose is the product asked for."""
+        return replace(self, form="nn", m=self.n, n=self.m)
+
+    def check_axes(self, grid_shape: Mapping[str, int]) -> None:
+        """Raise GridError unless the grid has an axis for each role."""
+        for role, axis in zip(self.roles(), self.axes, strict=True):
+            if axis not in grid_shape:
+                raise GridError(
+                    f"{self.name} needs an axis {role}; the plan names it {axis!r}, the grid has {describe(grid_shape)}."
+                )
+
+    def check_grid(self, grid_shape: Mapping[str, int]) -> None:
+        """Raise GridError, naming the grids that would work, unless the algorithm can use this one."""
+        self.check_axes(grid_shape)
+        own = {role: grid_shape[axis] for role, axis in zip(self.roles(), self.axes, strict=True)}
+        ranks = prod(own.values())
+        if own not in self.grids(ranks):
+            raise GridError(misfit(self.name, own, self.grids))
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.removesuffix("Plan")
+
+
+def misfit(name: str, own: Mapping[str, int], grids: Callable[[int], list[dict[str, int]]]) -> str:
+    """Why `own` is no grid of the algorithm `name`, and which would be."""
+    ranks = prod(own.values())
+    if grids(ranks):
+        fits = " · ".join(describe(grid) for grid in grids(ranks))
+        return f"{name} cannot use the grid {describe(own)}. Its grids of {ranks} ranks: {fits}."
+    fits = " · ".join(f"{count} ({describe(grids(count)[0])})" for count in counts_near(ranks, grids))
+    return f"{name} cannot use {ranks} ranks (grid {describe(own)}). Rank counts near it that it can use: {fits}."
+
+
+def counts_near(ranks: int, grids: Callable[[int], list[dict[str, int]]]) -> list[int]:
+    """The rank counts nearest to `ranks` that have grids, at most four, in order."""
+    fits = [count for count in range(1, 8 * ranks + 1) if grids(count)]
+    return sorted(sorted(fits, key=lambda count: abs(count - ranks))[:4])
+
+
+def square_root(count: int) -> int | None:
+    """The whole root of a square; None for other numbers."""
+    root = round(float(np.sqrt(count)))
+    return root if root * root == count else None

@@ -1,0 +1,131 @@
+"""Every algorithm by name. `matmul`, the chooser, the gradients, the closed forms and the command line read this table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import ConfigError, GridError
+from ..cost import mean, per_rank
+from ..cost.mean import MeanOf
+from ..cost.per_rank import CostOf
+from ..cost.steps import GridShape, Volume
+from .agarwal import Agarwal, AgarwalPlan
+from .ca25d import Ca25d, Ca25dPlan
+from .cannon import Cannon, CannonPlan
+from .cuboid import Cuboid, CuboidPlan
+from .gradients import Gradients
+from .oned import OnedColumn, OnedColumnPlan, OnedRow, OnedRowPlan
+from .plan import ProductPlan, counts_near
+from .summa import Summa, SummaPlan
+from .tesseract import Tesseract, TesseractPlan
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to multiply.
+
+    plan : `plan(form, m, n, k, **options)` is plain data with layouts and shapes; operands that have these layouts, the axes in
+        any roles, are the algorithm's
+    executor : `executor(plan, grid).run(a, b, out, alpha, beta)` multiplies this rank's blocks
+    cost : words, messages and workspace of one rank, ``(plan, grid_shape, coordinates, conditions) → Cost``
+    mean : words, messages and local products of an average rank, ``(form, m, n, k, grid_shape) → Mean``
+    gradients : how dA and dB are taken
+    options : the plan's keywords that are no axes
+    variants : settings of them that give operands other layouts, tried where operands are already laid out
+    reads_in_place : whether gathered operands are read where the node's memory holds them
+    """
+
+    name: str
+    plan: type[Any]
+    executor: Callable[..., Any]
+    cost: CostOf
+    mean: MeanOf
+    gradients: Gradients = Gradients.PRODUCTS
+    options: tuple[str, ...] = ()
+    variants: tuple[Mapping[str, Any], ...] = ({},)
+    reads_in_place: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The roles of the grid's axes, which are also their names where nothing else is said."""
+        return tuple(self.plan.roles())
+
+    def grids(self, ranks: int) -> list[dict[str, int]]:
+        """The grids of exactly this many ranks that it can use."""
+        found: list[dict[str, int]] = self.plan.grids(ranks)
+        return found
+
+    def volume(
+        self,
+        plan: ProductPlan,
+        grid_shape: GridShape,
+        dtype: str = "float64",
+        staged: Collection[str] = (),
+        device: bool = False,
+    ) -> Volume:
+        """What a product costs on every rank (`volume.of_plan`)."""
+        return per_rank.volume(self.cost, plan, grid_shape, dtype, staged, device)
+
+
+PANELS = ("panel", "lookahead")
+FINE = ("a_fine", "b_fine", "c_fine")
+FINE_OPERANDS: tuple[Mapping[str, Any], ...] = ({}, {"b_fine": 1}, {"a_fine": 1}, {"a_fine": 1, "b_fine": 1})
+SEQUENCE = ("sequence",)
+SEQUENCES: tuple[Mapping[str, Any], ...] = ({}, {"sequence": True})
+
+ALGORITHMS: dict[str, Algorithm] = {
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm(
+            "cuboid",
+            CuboidPlan,
+            Cuboid,
+            per_rank.cuboid,
+            mean.cuboid,
+            Gradients.GATHERED,
+            FINE,
+            FINE_OPERANDS,
+            reads_in_place=True,
+        ),
+        Algorithm("agarwal", AgarwalPlan, Agarwal, per_rank.agarwal, mean.agarwal),
+        Algorithm("summa", SummaPlan, Summa, per_rank.summa, mean.summa, options=PANELS),
+        Algorithm("cannon", CannonPlan, Cannon, per_rank.cannon, mean.cannon),
+        Algorithm("tesseract", TesseractPlan, Tesseract, per_rank.tesseract, mean.tesseract, options=PANELS),
+        Algorithm("ca25d", Ca25dPlan, Ca25d, per_rank.ca25d, mean.ca25d, options=PANELS),
+        Algorithm(
+            *("oned-column", OnedColumnPlan, OnedColumn, per_rank.oned_column, mean.oned_column),
+            *(Gradients.ALL_REDUCED, SEQUENCE, SEQUENCES),
+        ),
+        Algorithm(
+            *("oned-row", OnedRowPlan, OnedRow, per_rank.oned_row, mean.oned_row),
+            *(Gradients.ALL_REDUCED, SEQUENCE, SEQUENCES),
+        ),
+    )
+}
+ALIASES = {"oned": "oned-row"}
+_BY_PLAN = {algorithm.plan: algorithm for algorithm in ALGORITHMS.values()}
+
+
+def algorithm_of(plan: ProductPlan) -> Algorithm:
+    """The algorithm that a plan belongs to."""
+    return _BY_PLAN[type(plan)]
+
+
+def algorithm(name: str, ranks: int | None = None) -> Algorithm:
+    """The algorithm of this name.
+
+    Raises ConfigError, naming all, where there is none; GridError where it cannot use `ranks` ranks, naming the rank counts near
+    it that it can use and the algorithms that can use this one.
+    """
+    found = ALGORITHMS.get(ALIASES.get(name, name))
+    if found is None:
+        raise ConfigError(f"Algorithm {name!r} is not known. Algorithms: {', '.join([*ALGORITHMS, *ALIASES])}.")
+    if ranks is not None and not found.grids(ranks):
+        counts = ", ".join(map(str, counts_near(ranks, found.grids)))
+        raise GridError(
+            f"{found.name} cannot use {ranks} ranks. Rank counts near it that it can use: {counts}.\n"
+            f"  Algorithms that can use {ranks}: {', '.join(other.name for other in ALGORITHMS.values() if other.grids(ranks))}."
+        )
+    return found

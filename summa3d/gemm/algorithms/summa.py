@@ -1,0 +1,168 @@
+"""SUMMA, the 2-D product on any R×C grid: the plan, and its two loops (C stays, or an operand stays)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...comm.arrays import Array, dtype_name
+from ...comm.collectives import Axis
+from ...comm.grid import grids_of
+from ...errors import ShapeError
+from ...layout.layout import Layout
+from ..local.blas import add, adds_in_place, scale
+from .checks import is_whole
+from .executor import Executor
+from .panels import Panel, Stream, panels
+from .plan import ProductPlan
+from .workspace import Workspace
+
+
+@dataclass(frozen=True)
+class SummaPlan(ProductPlan):
+    """A product on R×C ranks, R the size of axis x and C of y; every operand lies as rows:x columns:y, in every form.
+
+    | form | panels of | what moves | words per rank (mean) |
+    |---|---|---|---|
+    | nn | k | A along y, B along x | [(C−1)mk + (R−1)kn]/P |
+    | nt | n | B along x, then C reduced along y | [(R−1)kn + (C−1)mn]/P |
+    | tn | m | A along y, then C reduced along x | [(C−1)mk + (R−1)mn]/P |
+    | tt | k | (B·A) by nn, then one transpose | as nn with m and n exchanged, and the transpose |
+
+    `panel` is the largest panel width (None: as wide as the splits allow); `lookahead` puts the next panels in flight before the
+    product of these.
+    """
+
+    x: str = "x"
+    y: str = "y"
+    panel: int | None = None
+    lookahead: bool = False
+
+    transposes = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.panel is not None and (not is_whole(self.panel) or self.panel < 1):
+            raise ShapeError(f"panel is {self.panel!r}; its width is a whole number of at least 1.")
+
+    @property
+    def a_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), names=self.a_names)
+
+    @property
+    def b_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), names=self.b_names)
+
+    @property
+    def c_layout(self) -> Layout:
+        return Layout((self.x,), (self.y,), names="mn")
+
+    @staticmethod
+    def grids(ranks: int) -> list[dict[str, int]]:
+        return grids_of(ranks, ("x", "y"))
+
+
+class Summa(Executor):
+    """A panel of one operand at a time. Source: van de Geijn and Watts 1997, on splits that need not be even."""
+
+    plan: SummaPlan
+
+    def _prepare(self) -> None:
+        plan, x, y = self.plan, self.grid[self.plan.x], self.grid[self.plan.y]
+        extent = {"nn": plan.k, "nt": plan.n, "tn": plan.m}[normal(plan.form)]
+        cuts = panels(0, extent, x.size, y.size, plan.panel)
+        self.engine = engine(self.workspace, plan.form, x, y, cuts, plan.lookahead)
+
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        self.engine(a, b, out, alpha, beta)
+
+
+Engine = Callable[[Array, Array, Array, Any, Any], None]
+
+
+def normal(form: str) -> str:
+    """The form with c written as t: who owns and moves what does not depend on conjugation."""
+    return form.replace("c", "t")
+
+
+def engine(workspace: Workspace, form: str, x: Axis, y: Axis, cuts: list[Panel], lookahead: bool) -> Engine:
+    """The way SUMMA takes a product of `form` on the plane of x and y."""
+    if normal(form) == "nn":
+        return Outer(
+            workspace,
+            form,
+            Stream(workspace, "a", y, "y", 1, cuts, lookahead),
+            Stream(workspace, "b", x, "x", 0, cuts, lookahead),
+        )
+    if normal(form) == "nt":
+        return Inner(workspace, form, Stream(workspace, "b", x, "x", 0, cuts, lookahead), y)
+    return Inner(workspace, form, Stream(workspace, "a", y, "y", 1, cuts, lookahead), x)
+
+
+class Outer:
+    """C stays: C += (panel of A)·(panel of B), for every panel of k."""
+
+    def __init__(self, workspace: Workspace, form: str, left: Stream, right: Stream) -> None:
+        self.workspace, self.form, self.left, self.right = workspace, form, left, right
+
+    def __call__(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        scratch = self.workspace.scratch(out)
+        if not self.left.cuts:
+            scale(out, beta)
+        for left, right in zip(self.left.through(a), self.right.through(b), strict=True):
+            self.workspace.accumulate(left, right, self.form, out, alpha, beta, scratch)
+            beta = 1
+
+
+class Inner:
+    """An operand stays: with each panel of the other, one panel of C, summed along an axis onto the member that owns it."""
+
+    def __init__(self, workspace: Workspace, form: str, moving: Stream, along: Axis) -> None:
+        self.workspace, self.form, self.moving, self.along = workspace, form, moving, along
+        self.a_moves = moving.name == "a"
+
+    def __call__(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        staying = self.workspace.widened("staying", b if self.a_moves else a)
+        room = self.moving.widest * out.shape[1 if self.a_moves else 0]
+        direct = self.along.size == 1 and adds_in_place(dtype_name(out))
+        last: Callable[[], None] = lambda: None  # noqa: E731
+        for count, panel in enumerate(self.moving.through(a if self.a_moves else b)):
+            operands = (panel, staying) if self.a_moves else (staying, panel)
+            owner, target = self._home(count, out)
+            if direct:
+                self.workspace.accumulate(*operands, self.form, target, alpha, beta)
+                continue
+            shape = (
+                (self.moving.cuts[count].width, out.shape[1]) if self.a_moves else (out.shape[0], self.moving.cuts[count].width)
+            )
+            slot = count % 2 if self.moving.lookahead else 0
+            partial = self.workspace.buffer(f"partial {slot}", shape, out, room)
+            self.workspace.accumulate(*operands, self.form, partial, alpha, 0)
+            last()
+            last = self._reduced(partial, owner, target, beta)
+            if not self.moving.lookahead:
+                last()
+                last = lambda: None  # noqa: E731
+        last()
+
+    def _home(self, count: int, out: Array) -> tuple[int, Array]:
+        """The member of the summing axis that owns panel `count` of C, and there the panel of its block."""
+        cut = self.moving.cuts[count]
+        owner, start = (cut.x_owner, cut.x_start) if self.a_moves else (cut.y_owner, cut.y_start)
+        part = slice(start, start + cut.width)
+        return owner, (out[part] if self.a_moves else out[:, part])
+
+    def _reduced(self, partial: Array, owner: int, target: Array, beta: Any) -> Callable[[], None]:
+        """Start summing `partial` onto its owner; the call returned ends it and adds the sum to C."""
+        finish = self.along.start_reduce(partial, owner, into=partial).wait if self.moving.lookahead else None
+        if finish is None:
+            self.along.reduce(partial, owner, into=partial)
+
+        def end() -> None:
+            if finish is not None:
+                finish()
+            if self.along.index == owner:
+                add(partial, target, beta)
+
+        return end

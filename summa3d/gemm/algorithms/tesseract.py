@@ -1,0 +1,73 @@
+"""Tesseract, the 2.5-D product on q×q×d ranks: SUMMA on every depth, each with its own rows of A and C and a copy of B."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+from ...comm.arrays import Array
+from ...layout.layout import Layout
+from .executor import Executor
+from .panels import panels
+from .summa import SummaPlan, engine, normal
+
+
+@dataclass(frozen=True)
+class TesseractPlan(SummaPlan):
+    """A product on q×q×d ranks, axes x, y, d.
+
+    | form | A | B | C | words per rank (mean) |
+    |---|---|---|---|---|
+    | nn | [m:(d,x), k:y] | [k:x, n:y] | [m:(d,x), n:y] | (q−1)(mk/d + kn)/q² |
+    | nt | [m:(d,x), k:y] | [n:x, k:y] | [m:(d,x), n:y] | (q−1)(kn + mn/d)/q² |
+    | tn | [k:(d,x), m:y] | [k:(d,x), n:y] | [m:x, n:y] | [(q−1)(mk/d + mn) + 2(d−1)/d·mn]/q² |
+    | tt | [k:x, m:y] | [n:(d,x), k:y] | [m:(d,x), n:y] | nn of B·A, and one transpose |
+
+    What a form does not split by d is copied on every depth.
+    """
+
+    d: str = "d"
+
+    @property
+    def a_layout(self) -> Layout:
+        return self._lies(self.a_names, deep=not self.by_transpose)
+
+    @property
+    def b_layout(self) -> Layout:
+        return self._lies(self.b_names, deep=normal(self.form) in ("tn", "tt"))
+
+    @property
+    def c_layout(self) -> Layout:
+        return self._lies("mn", deep=normal(self.form) != "tn")
+
+    def _lies(self, names: str, deep: bool) -> Layout:
+        return Layout((self.d, self.x) if deep else (self.x,), (self.y,), names=names)
+
+    @staticmethod
+    def grids(ranks: int) -> list[dict[str, int]]:
+        return square_grids(ranks)
+
+
+def square_grids(ranks: int) -> list[dict[str, int]]:
+    """Every q×q×d of this many ranks, as axes x, y, d; the squarest first."""
+    roots = [root for root in range(isqrt(ranks), 0, -1) if ranks % (root * root) == 0]
+    return [{"x": root, "y": root, "d": ranks // (root * root)} for root in roots]
+
+
+class Tesseract(Executor):
+    """SUMMA on each depth; form tn sums C over the depths. Source: Wang et al. 2021, with its two transposed forms."""
+
+    plan: TesseractPlan
+
+    def _prepare(self) -> None:
+        plan, x, y = self.plan, self.grid[self.plan.x], self.grid[self.plan.y]
+        extent = {"nn": plan.k, "nt": plan.n, "tn": plan.m}[normal(plan.form)]
+        self.engine = engine(self.workspace, plan.form, x, y, panels(0, extent, x.size, y.size, plan.panel), plan.lookahead)
+        self.depth = self.grid[plan.d]
+
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        if normal(self.plan.form) != "tn":
+            return self.engine(a, b, out, alpha, beta)
+        self.engine(a, b, out, alpha, beta if self.depth.index == 0 else 0)  # one depth brings what C held
+        self.depth.all_reduce(out, into=out)

@@ -1,0 +1,91 @@
+"""Form tt for algorithms that have none: B·A by form nn, then one counted exchange that transposes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ...comm.arrays import Array, dtype_name, is_torch, library_of
+from ...comm.grid import Grid
+from ...layout.distribute import world_ranks
+from ...layout.redistribute import Piece, Placement, Redistribution
+from ..local.blas import add
+from .plan import ProductPlan
+from .workspace import Workspace
+
+
+def exchange(plan: ProductPlan, source: Placement, target: Placement) -> Redistribution:
+    """Who sends what to whom when (B·A)ᵀ, as it lies after the product B·A, takes the layout of C."""
+    return Redistribution(plan.c_shape, source, target)
+
+
+class Untransposed(Protocol):
+    """The executor of B·A by form nn."""
+
+    plan: ProductPlan
+    workspace: Workspace
+    c_block: tuple[int, ...]
+
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """out = α·A·B + β·out."""
+
+
+class Transposed:
+    """C = (B·A)ᵀ: the inner product into workspace, the pieces that others need sent point to point, each set down transposed.
+
+    Words: those of C's block that the rank does not hold after the inner product. Messages: one from each rank that holds some.
+    Workspace: the block of B·A, what is sent, what is received, and a conjugate of each operand whose op is c.
+    """
+
+    def __init__(self, inner: Untransposed, plan: ProductPlan, grid: Grid) -> None:
+        self.inner, self.plan, self.workspace = inner, plan, inner.workspace
+        layout = self.inner.plan.c_layout.transposed()
+        moves = exchange(self.plan, Placement.on(grid, layout), Placement.on(grid, self.plan.c_layout))
+        self.kept, self.sent, self.received = moves.kept_by(grid.rank), moves.sent_by(grid.rank), moves.received_by(grid.rank)
+        self.world = grid.world
+        self.member = {rank: member for member, rank in enumerate(world_ranks(grid))}
+
+    def run(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """out = α·op(A)·op(B) + β·out."""
+        left, right = self._plain("b", b, self.plan.form[1]), self._plain("a", a, self.plan.form[0])
+        turned = self.workspace.buffer("turned", self.inner.c_block, out)  # [n/y, m/x] before, [m, n] in view
+        self.inner.multiply_into(left, right, turned, alpha, 0)
+        if self.world.size > 1:
+            self.world.open_device(turned)
+        arriving = self._pieces("received", self.received, out)
+        leaving = self._pieces("sent", self.sent, out)
+        pending = [
+            self.world.start_receive(block, self.member[piece.giver])
+            for piece, block in zip(self.received, arriving, strict=True)
+        ]
+        for piece, block in zip(self.sent, leaving, strict=True):
+            self.workspace.copy(block, turned.T[_box(piece.take)])
+            pending.append(self.world.start_send(block, self.member[piece.taker]))
+        if self.kept:
+            add(turned.T[_box(self.kept.take)], out[_box(self.kept.put)], beta)
+        for communication in pending:
+            communication.wait()
+        for piece, block in zip(self.received, arriving, strict=True):
+            add(block, out[_box(piece.put)], beta)
+
+    def _plain(self, name: str, block: Array, letter: str) -> Array:
+        """The operand, conjugated into workspace where its op is c."""
+        if letter != "c" or not dtype_name(block).startswith("complex"):
+            return block
+        conjugate = self.workspace.buffer(f"conjugate {name}", block.shape, block)
+        if is_torch(block):
+            conjugate.copy_(block.conj())
+        else:
+            library_of(block).conjugate(block, out=conjugate)
+        return conjugate
+
+    def _pieces(self, name: str, pieces: list[Piece], like: Array) -> list[Array]:
+        """A contiguous block of workspace for each piece."""
+        room, start, blocks = self.workspace.buffer(name, (sum(piece.words for piece in pieces),), like), 0, []
+        for piece in pieces:
+            blocks.append(room[start : start + piece.words].reshape(piece.shape))
+            start += piece.words
+        return blocks
+
+
+def _box(runs: tuple[tuple[slice, ...], ...]) -> tuple[slice, ...]:
+    return tuple(part[0] for part in runs)

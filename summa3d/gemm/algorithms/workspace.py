@@ -1,0 +1,60 @@
+"""An executor's buffers, allocated by its first run and counted in the ledger; its products and copies, which a trace shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from ...comm.arrays import Array, copy_into, dtype_name, empty, is_half, is_on_device, kind_of
+from ...comm.grid import Grid
+from ..local import blas
+from ..local.blas import accumulation_like, adds_in_place
+from ..local.multiply import multiply
+
+
+class Workspace:
+    """Named buffers that are allocated once, counted in the ledger, and live as long as the executor that owns them.
+
+    An executor multiplies and copies through it, so that a trace has these as spans.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self.ledger = grid.ledger
+        self._rooms: dict[str, Array] = {}
+
+    def buffer(self, name: str, shape: Sequence[int], like: Array, room: int | None = None) -> Array:
+        """A C-ordered array of `shape` and of `like`'s kind and dtype; `room`, its largest size, is what is kept."""
+        held, count = self._rooms.get(name), prod(shape)
+        if held is None or kind_of(held) != kind_of(like) or held.dtype != like.dtype or len(held) < count:
+            self._rooms.pop(name, None)
+            del held
+            held = self._rooms[name] = self.ledger.track(empty((max(count, room or 0),), like))
+        return held[:count].reshape(tuple(shape))
+
+    def widened(self, name: str, array: Array, room: int | None = None) -> Array:
+        """`array` as products take it: itself, or for 16-bit floats on the host a copy in float32 in workspace `name`."""
+        if not is_half(array) or is_on_device(array):
+            return array
+        return self.copy(self.buffer(f"wide {name}", array.shape, accumulation_like(array), room), array)
+
+    def scratch(self, out: Array, room: int | None = None) -> Array | None:
+        """Where a product of out's shape waits to be added to it; None where it is added in place."""
+        return None if adds_in_place(dtype_name(out)) else self.buffer("product", out.shape, out, room)
+
+    def accumulate(
+        self, a: Array, b: Array, form: str, out: Array, alpha: Any = 1, beta: Any = 0, scratch: Array | None = None
+    ) -> None:
+        """`blas.accumulate`: out = α·op(A)·op(B) + β·out."""
+        with self.ledger.product(a, b, form, out):
+            blas.accumulate(a, b, form, out, alpha, beta, scratch)
+
+    def multiply(self, a: Array, b: Array, form: str, out: Array | None = None) -> Array:
+        """`local.multiply`: op(A)·op(B), in `out` where it is given."""
+        with self.ledger.product(a, b, form, a if out is None else out):
+            return multiply(a, b, form, out)
+
+    def copy(self, target: Array, source: Array) -> Array:
+        """target = source; returns the target."""
+        with self.ledger.copy(target):
+            return copy_into(target, source)

@@ -1,0 +1,311 @@
+"""Which algorithm on which grid, for any shape and rank count: enumerate all, compare, and say why. Every rank chooses alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from ...comm.grid import Grid, describe
+from ...errors import ConfigError, ShapeError
+from ..algorithms import registry
+from ..algorithms.checks import is_whole
+from .machine import Kind, Machine, kind_of
+from .mean import Mean, lower_bound
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+AWKWARD = 1.15
+"""A rank count whose best grid moves more than this times the lower bound is awkward: fewer ranks are looked at too."""
+ALIKE = 1.10
+"""Predicted seconds within this factor are alike; of rank counts that are alike, the one with the fewest words is taken."""
+EVERY_COUNT = 256
+"""Up to this many ranks every smaller count down to half is looked at, beyond it the largest sixteenth, and no more than this."""
+PANELS = (256, 64)
+"""Panel widths to fall back on when a memory limit forbids panels as wide as the splits allow."""
+SHOWN = 8
+HEADINGS = ("", "algorithm and grid", "ranks", "words/rank", "÷ bound", "messages", "workspace", "seconds")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One algorithm on one grid. Words are those that a rank receives."""
+
+    algorithm: str
+    grid: dict[str, int]
+    ranks: int
+    plan: Any
+    mean: Mean
+    kind: Kind
+    machine: Machine
+
+    @property
+    def words(self) -> float:
+        """Mean over the ranks in use."""
+        return float(self.mean.words)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Predicted for the busiest rank: its products at the speed of their shape, what it receives, and its sums."""
+        mean, crowding = self.mean, self.machine.crowding(self.ranks)
+        sizes = zip(self._extents(), (mean.m, mean.n, mean.k), strict=True)
+        m, n, k = (_largest(extent, part) for extent, part in sizes)
+        imbalance = max(1.0, m * n * k / (mean.m * mean.n * mean.k)) if m * n * k else 1.0
+        one = self.machine.product(m, n, k, self.kind)
+        reduced = float(mean.reduced) * imbalance
+        if self.machine.node and registry.ALGORITHMS[self.algorithm].reads_in_place:
+            return crowding * (one + self.machine.staging(self._laid(), reduced, mean.messages, self.kind))
+        moved = self.machine.transfer(float(mean.gathered) * imbalance, reduced, mean.messages, self.kind)
+        return crowding * (mean.products * one + moved)
+
+    def _laid(self) -> float:
+        """Words of A and B that a rank of the cuboid lays where the others read them."""
+        plan = self.plan
+        return (plan.m * plan.k * (self.grid[plan.y] > 1) + plan.k * plan.n * (self.grid[plan.x] > 1)) / self.ranks
+
+    def _extents(self) -> tuple[int, int, int]:
+        turned = getattr(self.plan, "by_transpose", False)
+        return (self.plan.n, self.plan.m, self.plan.k) if turned else (self.plan.m, self.plan.n, self.plan.k)
+
+    @cached_property
+    def workspace_bytes(self) -> int:
+        """Peak workspace of the rank that needs most: one of those with the lowest or highest indices."""
+        volume = registry.ALGORITHMS[self.algorithm].volume(self.plan, self.grid, self.kind.name)
+        corners = product(*(sorted({0, min(1, size - 1), size - 1}) for size in self.grid.values()))
+        return self.kind.nbytes * max(volume.workspace_of(dict(zip(self.grid, corner, strict=True))) for corner in corners)
+
+    @cached_property
+    def max_words(self) -> int:
+        """Words of the rank that receives most."""
+        words: int = registry.ALGORITHMS[self.algorithm].volume(self.plan, self.grid, self.kind.name).max_words
+        return words
+
+    @property
+    def even(self) -> bool:
+        """Whether A, B and C are each spread over all ranks, no element on two."""
+        return all(size == 1 or axis in self.plan.split_by_all for axis, size in self.grid.items())
+
+    def __str__(self) -> str:
+        panel = getattr(self.plan, "panel", None)
+        return f"{self.algorithm} {describe(self.grid)}" + (f" panel {panel}" if panel else "")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidate taken for a product, the best of the others, and why. Printing it shows the table."""
+
+    best: Candidate
+    others: list[Candidate]
+    ranks: int
+    bound: float
+    why: str
+    shape: tuple[int, int, int] = field(kw_only=True)
+
+    @property
+    def algorithm(self) -> str:
+        return self.best.algorithm
+
+    @property
+    def grid(self) -> dict[str, int]:
+        return self.best.grid
+
+    @property
+    def plan(self) -> Any:
+        """The plan to run: layouts, shapes, `registry.ALGORITHMS[choice.algorithm].executor(choice.plan, grid)`."""
+        return self.best.plan
+
+    @property
+    def used(self) -> int:
+        """Ranks in use; the others idle."""
+        return self.best.ranks
+
+    @property
+    def idle(self) -> int:
+        return self.ranks - self.best.ranks
+
+    @property
+    def words(self) -> float:
+        """Words that a rank in use receives, on average."""
+        return self.best.words
+
+    @property
+    def max_words(self) -> int:
+        return self.best.max_words
+
+    @property
+    def messages(self) -> float:
+        return self.best.mean.messages
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.best.workspace_bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.best.seconds
+
+    def place(self, comm: MPI.Intracomm) -> Grid:
+        """The grid on the first ranks of `comm`; those that idle are outside it."""
+        return Grid(comm, self.grid, ranks=range(self.used))
+
+    def __str__(self) -> str:
+        m, n, k = self.shape
+        head = f"C {m}×{n} = op(A) {m}×{k} · op(B) {k}×{n}, form {self.plan.form}, {self.best.kind.name}, on {self.ranks} ranks"
+        rows: list[tuple[str, ...]] = [HEADINGS]
+        rows += [self._row(candidate) for candidate in (self.best, *self.others)]
+        rows.append(("", "lower bound", str(self.ranks), f"{self.bound:,.0f}", "1.00" if self.bound else "-", "", "", ""))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {_right(row[2:], widths[2:])}".rstrip() for row in rows]
+        return "\n".join([head, f"takes {self.best}: {self.why}", *lines])
+
+    def _row(self, candidate: Candidate) -> tuple[str, ...]:
+        return (
+            "→" if candidate is self.best else "",
+            str(candidate),
+            str(candidate.ranks),
+            f"{candidate.words:,.0f}",
+            f"{candidate.words / self.bound:.2f}" if self.bound else "-",
+            f"{candidate.mean.messages:,.0f}",
+            f"{candidate.workspace_bytes:,}",
+            f"{candidate.seconds:.3g}",
+        )
+
+
+def choose(
+    m: int,
+    n: int,
+    k: int,
+    ranks: int,
+    dtype: Any = "float64",
+    memory_limit: int | None = None,
+    algorithm: str | None = None,
+    form: str = "nn",
+    machine: Machine | None = None,
+) -> Choice:
+    """The algorithm and the grid for C (m×n) = op(A) (m×k) · op(B) (k×n) on `ranks` ranks.
+
+    Of the grids of one rank count, the fewest words win; at equal words, splitting m or n before k, then predicted time. All
+    ranks are used where their grid comes within 1.15 of the communication lower bound. Where it does not (7, 11, 13, 31
+    ranks), fewer are looked at too, down to half: of the counts within 10 % of the shortest predicted time, the one with the
+    fewest words. On a machine that is one `node`, whose memory is read in place, words cost next to nothing: there the shortest
+    predicted time wins, on all ranks.
+
+    Parameters
+    ----------
+    memory_limit : bytes of workspace per rank, beside its blocks of A, B and C; None is no limit
+    algorithm : a name, to choose the grid only; None takes all algorithms that spread every operand over all ranks, uncopied
+    machine : what predicted times rest on (`calibrate` measures one); must be the same on all ranks
+
+    Raises ShapeError for what is no size; ConfigError for an unknown algorithm or dtype, and for a memory limit that nothing
+    meets, naming the smallest workspace; GridError for an algorithm that cannot use `ranks` ranks, naming those that can.
+    """
+    for name, value, least in (("m", m, 0), ("n", n, 0), ("k", k, 0), ("ranks", ranks, 1)):
+        if not is_whole(value) or value < least:
+            raise ShapeError(f"{name} is {value!r}; it must be a whole number, at least {least}.")
+    if memory_limit is not None and not (is_whole(memory_limit) or isinstance(memory_limit, float)):
+        raise ConfigError(f"memory_limit is {memory_limit!r}; it takes a number of bytes, such as {2**30} for 1 GiB.")
+    names = list(registry.ALGORITHMS) if algorithm is None else [registry.algorithm(algorithm, ranks).name]
+    search = Search((m, n, k), kind_of(dtype), memory_limit, names, form, machine or Machine(), even=algorithm is None)
+    bound = lower_bound(m, n, k, ranks)
+    here = search.best_of(ranks)
+    counts = [here[0]] if here else []
+    awkward = not here or (here[0].mean.words > AWKWARD * bound and not search.machine.node)
+    if awkward:
+        fewer = range(ranks - 1, ranks // 2 if ranks <= EVERY_COUNT else ranks - min(ranks // 16, EVERY_COUNT), -1)
+        counts += [found[0] for found in map(search.best_of, fewer) if found]
+    if not counts:
+        raise ConfigError(_nothing_fits(search, ranks))
+    fastest = min(candidate.seconds for candidate in counts)
+    alike = [candidate for candidate in counts if candidate.seconds <= ALIKE * fastest]
+    best = min(alike, key=lambda candidate: (candidate.mean.words, -candidate.ranks))
+    others = [candidate for candidate in here if candidate is not best][: SHOWN - 1]
+    if best.ranks < ranks:
+        others = (here[:3] + sorted((one for one in alike if one is not best), key=lambda one: one.seconds))[: SHOWN - 1]
+    return Choice(best, others, ranks, bound, _reason(best, here, ranks, awkward), shape=(m, n, k))
+
+
+@dataclass
+class Search:
+    """All candidates of a product within a memory limit."""
+
+    shape: tuple[int, int, int]
+    kind: Kind
+    memory_limit: int | None
+    names: list[str]
+    form: str
+    machine: Machine
+    even: bool
+
+    def best_of(self, ranks: int) -> list[Candidate]:
+        """The candidates on exactly this many ranks that fit the limit, the best first."""
+        found = sorted(self.candidates(ranks), key=_order_in_a_node if self.machine.node else _order)
+        if self.memory_limit is None:
+            return found
+        return [one for one in found if one.workspace_bytes <= self.memory_limit]
+
+    def candidates(self, ranks: int) -> Iterator[Candidate]:
+        """Every algorithm on every grid; with a memory limit, in narrower panels too."""
+        m, n, k = self.shape
+        for name in self.names:
+            found = registry.ALGORITHMS[name]
+            limited = self.memory_limit is not None and "panel" in found.options
+            widths: tuple[int | None, ...] = (None, *PANELS) if limited else (None,)
+            plans = [(width, found.plan(self.form, m, n, k, **({"panel": width} if width else {}))) for width in widths]
+            for grid, (width, plan) in product(found.grids(ranks), plans):
+                mean = found.mean(self.form.replace("c", "t"), m, n, k, grid)
+                if width and k:
+                    mean = _in_panels(mean, max(mean.products, -(-k // width)))
+                candidate = Candidate(name, grid, ranks, plan, mean, self.kind, self.machine)
+                if candidate.even or not self.even:
+                    yield candidate
+
+
+def _order(one: Candidate) -> tuple[Any, ...]:
+    """Fewest words; then fewest summed, so that m or n is split before k; then least time; then m before n."""
+    return one.mean.words, one.mean.reduced, one.seconds, *(-size for size in one.grid.values())
+
+
+def _order_in_a_node(one: Candidate) -> tuple[Any, ...]:
+    """Least time; then fewest words; then m before n."""
+    return one.seconds, one.mean.words, *(-size for size in one.grid.values())
+
+
+def _in_panels(mean: Mean, count: int) -> Mean:
+    """The same products and words in `count` panels."""
+    ratio = count / mean.products
+    return mean._replace(messages=mean.messages * ratio, products=count, k=mean.k / ratio)
+
+
+def _right(cells: tuple[str, ...], widths: list[int]) -> str:
+    return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+
+def _largest(extent: int, part: float) -> float:
+    """The largest of the balanced parts whose mean is `part`."""
+    return -(-extent // max(1, round(extent / part))) if part else 0
+
+
+def _reason(best: Candidate, here: list[Candidate], ranks: int, awkward: bool) -> str:
+    if best.ranks == ranks:
+        if best.machine.node:
+            return "the shortest predicted time in one node's memory, where gathered words are read in place."
+        fewer = "; fewer ranks would move more or take longer" if awkward and ranks > 2 else ""
+        return f"the fewest words of all grids{fewer}."
+    idle = f"{ranks - best.ranks} of {ranks} ranks idle: "
+    if not here:
+        return idle + f"nothing on {ranks} ranks fits the memory limit."
+    all_of_them, these = (f"{one.words:,.0f} words each, {one.seconds:.3g} s" for one in (here[0], best))
+    return idle + f"{best.ranks} would move {these}; all of them {all_of_them}."
+
+
+def _nothing_fits(search: Search, ranks: int) -> str:
+    smallest = min(search.candidates(ranks), key=lambda one: one.workspace_bytes)
+    m, n, k = search.shape
+    return (
+        f"Nothing multiplies {m}×{k} by {k}×{n} {search.kind.name} on {ranks} ranks "
+        f"with a workspace of {search.memory_limit:,} bytes a rank.\n"
+        f"  The smallest workspace is {smallest.workspace_bytes:,} bytes: {smallest}."
+    )

@@ -1,0 +1,291 @@
+"""Closed forms of every algorithm: words, messages and workspace of one rank, before anything runs.
+
+Each is ``(plan, grid_shape, coordinates, conditions) → Cost``; the registry says which belongs to which algorithm.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from ...comm.arrays import share
+from ...layout.layout import Coordinates, Layout, split_range, split_sizes
+from ...layout.redistribute import Placement, Redistribution
+from ..algorithms.agarwal import AgarwalPlan, everywhere
+from ..algorithms.ca25d import Ca25dPlan
+from ..algorithms.cannon import CannonPlan
+from ..algorithms.cuboid import CuboidPlan
+from ..algorithms.oned import OnedColumnPlan, OnedRowPlan
+from ..algorithms.panels import panels
+from ..algorithms.plan import ProductPlan
+from ..algorithms.summa import SummaPlan, normal
+from ..algorithms.tesseract import TesseractPlan
+from ..algorithms.transpose import exchange
+from .steps import Conditions, Cost, GridShape, Volume, all_reduce, block_words, gather, scatter, together
+
+CostOf = Callable[[Any, GridShape, Coordinates, Conditions], Cost]
+
+
+def volume(
+    cost: CostOf,
+    plan: ProductPlan,
+    grid_shape: GridShape,
+    dtype: str = "float64",
+    staged: Collection[str] = (),
+    device: bool = False,
+) -> Volume:
+    """The cost of an executor's `run` for C-ordered blocks of `dtype` on every rank; workspace in words of that dtype.
+
+    `cost` is the algorithm's. Mean words are those of the plan's table. A transposed product adds its exchange; 16-bit floats add
+    operands and C in float32, on a `device` C alone, unless the plan sums it on one rank.
+    """
+    plan.check_grid(grid_shape)
+    conditions = Conditions.of(str(dtype), staged, device)
+    inner = plan.swapped() if plan.by_transpose else plan
+    exchanged = transposition(plan, grid_shape, conditions) if plan.by_transpose else None
+    summed = conditions.wide > 1 and not (device and plan.no_reduction(grid_shape))
+
+    def cost_of(at: Coordinates) -> Cost:
+        found = cost(inner, grid_shape, at, conditions)
+        if exchanged is not None:
+            found = together(found, exchanged(at))
+        own = block_words(plan.c_layout, plan.c_shape, grid_shape, at) if summed else 0
+        return together(found, Cost(0, 0, conditions.wide * own))
+
+    return Volume(grid_shape, cost_of)
+
+
+# -- gathers and a scatter: cuboid ---------------------------------------------------------------------------------------------
+
+
+def plan_steps(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates) -> tuple[Cost, Cost, Cost]:
+    """Gather A along y, gather B along x, scatter C along z."""
+    return (
+        gather(plan.a_layout, plan.a_shape, plan.y, grid_shape, at),
+        gather(plan.b_layout, plan.b_shape, plan.x, grid_shape, at),
+        scatter(plan.c_layout, plan.c_shape, plan.z, grid_shape, at),
+    )
+
+
+def cuboid(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
+    """[(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ). Workspace: the gathered A and B, the partial C and the Z parts to be summed.
+
+    An axis of size 1 needs none of its own, nor does an operand that is read in the node's memory: one whose axis is staged, if
+    its fine split lies on its rows. Not counted, since it depends on β: where dtypes that no BLAS adds to C in place meet β ≠ 0
+    and Z = 1, a product.
+    """
+    a, b, c = plan_steps(plan, grid_shape, at)
+    m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
+    operands = ((a, plan.a_fine, plan.y), (b, plan.b_fine, plan.x))
+    workspace = sum(0 if fine == 0 and axis in conditions.staged else step.workspace for step, fine, axis in operands)
+    if grid_shape[plan.z] > 1 and plan.z not in conditions.staged:
+        workspace += conditions.wide * (c.workspace + m * n)
+    workspace += conditions.widened * (m * k + k * n)
+    return Cost(a.words + b.words + c.words, a.messages + b.messages + c.messages, workspace)
+
+
+# -- panels: summa, tesseract, ca25d ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The panels of a range in numbers: how many, the widest, how many of each width, and how many each x and y index owns."""
+
+    count: int
+    widest: int
+    widths: Counter[int]
+    owned: Mapping[str, Counter[int]]
+
+
+@lru_cache(maxsize=256)
+def cuts(start: int, stop: int, x_parts: int, y_parts: int, width: int | None) -> Cuts:
+    """The panels of start:stop, counted."""
+    found = panels(start, stop, x_parts, y_parts, width)
+    widths = Counter(panel.width for panel in found)
+    owned = {"x": Counter(panel.x_owner for panel in found), "y": Counter(panel.y_owner for panel in found)}
+    return Cuts(len(found), max(widths, default=0), widths, owned)
+
+
+def stream(
+    plan: SummaPlan,
+    role: str,
+    block: tuple[int, ...],
+    dim: int,
+    extent: int,
+    cut: Cuts,
+    grid_shape: GridShape,
+    at: Coordinates,
+    conditions: Conditions,
+) -> Cost:
+    """Broadcast an operand's panels along the axis that splits its dim `dim`: what others own of `extent`, times its rest."""
+    axis = plan.x if role == "x" else plan.y
+    rest = block[1 - dim]
+    wide = conditions.widened * cut.widest * rest
+    if grid_shape[axis] == 1:
+        return Cost(0, 0, wide)
+    return Cost(
+        rest * (extent - block[dim]), cut.count - cut.owned[role][at[axis]], buffers(plan, cut) * cut.widest * rest + wide
+    )
+
+
+def buffers(plan: SummaPlan, cut: Cuts) -> int:
+    return 2 if plan.lookahead and cut.count > 1 else 1
+
+
+def outer(plan: SummaPlan, span: tuple[int, int], grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
+    """C stays; panels of the part `span` of k."""
+    a, b = (plan.a_layout.local_shape(plan.a_shape, grid_shape, at), plan.b_layout.local_shape(plan.b_shape, grid_shape, at))
+    cut = cuts(*span, grid_shape[plan.x], grid_shape[plan.y], plan.panel)
+    extent = span[1] - span[0]
+    a_dim, b_dim = (1 if plan.form[0] == "n" else 0), (0 if plan.form[1] == "n" else 1)
+    scratch = a[1 - a_dim] * b[1 - b_dim] if conditions.scratch else 0
+    return together(
+        stream(plan, "y", a, a_dim, extent, cut, grid_shape, at, conditions),
+        stream(plan, "x", b, b_dim, extent, cut, grid_shape, at, conditions),
+        Cost(0, 0, scratch),
+    )
+
+
+def inner(plan: SummaPlan, a_moves: bool, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
+    """An operand stays; panels of the other, and of C summed along the other axis."""
+    a, b = (plan.a_layout.local_shape(plan.a_shape, grid_shape, at), plan.b_layout.local_shape(plan.b_shape, grid_shape, at))
+    extent, role, along = (plan.m, "y", plan.x) if a_moves else (plan.n, "x", plan.y)
+    moving, dim, staying, rest = (a, 1, b, b[1]) if a_moves else (b, 0, a, a[0])
+    cut = cuts(0, extent, grid_shape[plan.x], grid_shape[plan.y], plan.panel)
+    size, index = grid_shape[along], at[along]
+    reduced = (size - 1) * sum(times * share(rest * width, size, index) for width, times in cut.widths.items())
+    partial = 0 if size == 1 and not conditions.scratch else buffers(plan, cut) * cut.widest * rest * conditions.wide
+    return together(
+        stream(plan, role, moving, dim, extent, cut, grid_shape, at, conditions),
+        Cost(reduced, (size - 1) * cut.count, partial + conditions.widened * prod(staying)),
+    )
+
+
+def summa(plan: SummaPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
+    """nn [(C−1)mk + (R−1)kn]/P; nt [(R−1)kn + (C−1)mn]/P; tn [(C−1)mk + (R−1)mn]/P."""
+    if normal(plan.form) == "nn":
+        return outer(plan, (0, plan.k), grid_shape, at, conditions)
+    return inner(plan, normal(plan.form) == "tn", grid_shape, at, conditions)
+
+
+def tesseract(plan: TesseractPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
+    """That of summa on each depth, and for tn an all-reduce of C's block over the depths."""
+    cost = summa(plan, grid_shape, at, conditions)
+    if normal(plan.form) != "tn":
+        return cost
+    return together(cost, all_reduce(block_words(plan.c_layout, plan.c_shape, grid_shape, at), (plan.d,), grid_shape, at))
+
+
+def ca25d(plan: Ca25dPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
+    """[(q−1)(mk + kn) + (d−1)mn]/P. Workspace: the panels, the copy of C, and the parts of it to be summed."""
+    depth = grid_shape[plan.d]
+    cost = outer(plan, split_range(0, plan.k, depth, at[plan.d]), grid_shape, at, conditions)
+    if depth == 1:
+        return cost
+    copy = block_words(Layout((plan.x,), (plan.y,)), plan.c_shape, grid_shape, at)
+    own = block_words(plan.c_layout, plan.c_shape, grid_shape, at)
+    return together(cost, Cost((depth - 1) * own, depth - 1, conditions.wide * (copy + depth * own)))
+
+
+# -- rings: cannon -------------------------------------------------------------------------------------------------------------
+
+
+def cannon(plan: CannonPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
+    """Each ring: q−1 blocks, and one more on the ranks that a skew moves; two buffers of the largest block, or one."""
+    q, i, j, form = grid_shape[plan.x], at[plan.x], at[plan.y], normal(plan.form)
+    m, n, k = (split_sizes(extent, q) for extent in (plan.m, plan.n, plan.k))
+    scratch = Cost(0, 0, m[i] * n[j] if conditions.scratch else 0)
+    if q == 1:
+        return together(scratch, Cost(0, 0, conditions.widened * (m[0] * k[0] + k[0] * n[0])))
+    if form == "nn":
+        arriving = range(i + j, i + j + q)
+        a = ring([m[i] * k[index % q] for index in arriving], i != 0, m[i] * k[0], conditions)
+        b = ring([k[index % q] * n[j] for index in arriving], j != 0, k[0] * n[j], conditions)
+        return together(a, b, scratch)
+    arriving = range(i + j + 1, i + j + 1 + q)
+    if form == "nt":
+        rest, extent, staying, sum_rest, skewed, home = k[j], n, m[i] * k[j], m[i], j != q - 1, i != 0
+        own = m[i] * n[j]
+    else:
+        rest, extent, staying, sum_rest, skewed, home = k[i], m, k[i] * n[j], n[j], i != q - 1, j != 0
+        own = m[i] * n[j]
+    moving = ring([rest * extent[index % q] for index in arriving], skewed, rest * extent[0], conditions)
+    passing = [sum_rest * extent[index % q] for index in arriving][1:] + ([own] if home else [])
+    room = sum_rest * extent[0]
+    workspace = conditions.wide * 2 * room + conditions.widened * staying + (room if conditions.scratch else 0)
+    return together(moving, Cost(sum(passing), len(passing), workspace))
+
+
+def ring(blocks: list[int], skewed: bool, room: int, conditions: Conditions) -> Cost:
+    """The words of the blocks in the order in which a rank multiplies them; the first is its own unless it is skewed."""
+    moves = len(blocks) - 1 + skewed
+    return Cost(sum(blocks) - (0 if skewed else blocks[0]), moves, (min(2, moves) + conditions.widened) * room)
+
+
+# -- faces and lines: agarwal, oned --------------------------------------------------------------------------------------------
+
+
+def agarwal(plan: AgarwalPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
+    """(q−1)(mk + kn + mn)/P. Workspace: what is broadcast to the rank, and off C's face the partial C."""
+    a, b, c = (
+        block_words(everywhere(layout), shape, grid_shape, at)
+        for layout, shape in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
+    )
+    size, index = grid_shape[plan.z], at[plan.z]
+    received = [block for block, axis in ((a, plan.y), (b, plan.x)) if at[axis] != 0]
+    workspace = (
+        sum(received) + (conditions.wide * c if index else 0) + conditions.widened * (a + b) + (c if conditions.scratch else 0)
+    )
+    return Cost(sum(received) + (size - 1) * share(c, size, index), len(received) + size - 1, workspace)
+
+
+def oned_column(plan: OnedColumnPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
+    """Nothing; of a split input (t−1)/t·mk."""
+    size, a, b = grid_shape[plan.y], plan.m * plan.k, block_words(plan.b_layout, plan.b_shape, grid_shape, at)
+    local = Cost(
+        0,
+        0,
+        conditions.widened * (a + b) + (block_words(plan.c_layout, plan.c_shape, grid_shape, at) if conditions.scratch else 0),
+    )
+    if not plan.sequence or size == 1:
+        return local
+    return together(local, Cost(a - block_words(plan.a_layout, plan.a_shape, grid_shape, at), size - 1, a))
+
+
+def oned_row(plan: OnedRowPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
+    """2(t−1)/t·mn; scattered (t−1)/t·mn."""
+    size, c = grid_shape[plan.y], plan.m * plan.n
+    operands = block_words(plan.a_layout, plan.a_shape, grid_shape, at) + block_words(plan.b_layout, plan.b_shape, grid_shape, at)
+    local = Cost(0, 0, conditions.widened * operands + (c if conditions.scratch else 0))
+    if not plan.sequence or size == 1:
+        return together(local, all_reduce(c, (plan.y,), grid_shape, at))
+    own = block_words(plan.c_layout, plan.c_shape, grid_shape, at)
+    return together(local, Cost((size - 1) * own, size - 1, conditions.wide * (c + size * own)))
+
+
+# -- the transpose ---------------------------------------------------------------------------------------------------------------
+
+
+def transposition(plan: ProductPlan, grid_shape: GridShape, conditions: Conditions) -> Callable[[Coordinates], Cost]:
+    """What `transpose.Transposed` adds to the product B·A: the words of C's block that a rank does not hold after it."""
+    points = [coordinates for coordinates, _ in Layout().blocks((), grid_shape)]
+    layout = plan.swapped().c_layout.transposed()
+    moves: Redistribution = exchange(plan, Placement(layout, grid_shape, points), Placement(plan.c_layout, grid_shape, points))
+
+    def cost_of(at: Coordinates) -> Cost:
+        rank = points.index(dict(at))
+        received, sent = moves.received_by(rank), moves.sent_by(rank)
+        words = sum(piece.words for piece in received)
+        turned = prod(layout.local_shape(plan.c_shape, grid_shape, at))
+        conjugates = sum(
+            prod(where.local_shape(shape, grid_shape, at))
+            for letter, where, shape in zip(plan.form, (plan.a_layout, plan.b_layout), (plan.a_shape, plan.b_shape), strict=True)
+            if letter == "c" and conditions.complex
+        )
+        return Cost(words, len(received), conditions.wide * (turned + words + sum(piece.words for piece in sent)) + conjugates)
+
+    return cost_of

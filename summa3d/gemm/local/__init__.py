@@ -1,0 +1,1 @@
+"""One product on one rank: by numpy, a BLAS, torch or cuBLAS."""

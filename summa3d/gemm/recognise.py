@@ -1,0 +1,117 @@
+"""Which algorithm, and which axes in its roles, the layouts of two operands ask for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, GridError, LayoutError, ShapeError
+from ..layout.redistribute import Ownership
+from .algorithms.registry import ALGORITHMS, Algorithm
+from .algorithms.registry import algorithm as named
+
+if TYPE_CHECKING:
+    from .matrix import DistMatrix
+
+Product = tuple["DistMatrix", "DistMatrix", Algorithm, Any]
+
+
+def product_of(a: DistMatrix, b: DistMatrix, form: str, algorithm: str | None, options: Mapping[str, Any]) -> Product:
+    """The operands as they lie in memory, the algorithm, and the plan whose layouts they have.
+
+    Each operand may be read as the transpose of its .T, under the other op; the reading that is no .T is tried first, so that a
+    transpose costs no copy. Of several algorithms with the same layouts the first of the table is taken.
+    Raises LayoutError where there is none, GridError where there is but it cannot use the grid, ConfigError for options that
+    the algorithm does not have.
+    """
+    extents, names = sizes(a, b, form), _names(algorithm, options)
+    grid_shape, settings = tuple(a.grid.shape.items()), tuple(sorted(options.items()))
+    for name in names:
+        for (left, first), (right, second) in itertools.product(_readings(a, form[0]), _readings(b, form[1])):
+            plan = plan_of(name, first + second, extents, left.layout, right.layout, grid_shape, settings, algorithm is None)
+            if plan is not None:
+                return left, right, ALGORITHMS[name], plan
+    raise LayoutError(_no_plan(a, b, form, extents, names, options))
+
+
+def _names(algorithm: str | None, options: Mapping[str, Any]) -> list[str]:
+    """The algorithms to try: the one asked for, or all that have the options."""
+    asked = [named(algorithm)] if algorithm else list(ALGORITHMS.values())
+    names = [candidate.name for candidate in asked if set(options) <= set(candidate.options)]
+    if not names:
+        has = " · ".join(f"{candidate.name}: {', '.join(candidate.options) or 'none'}" for candidate in asked)
+        raise ConfigError(f"No algorithm asked for has the options {', '.join(options)}. Options: {has}.")
+    return names
+
+
+def sizes(a: DistMatrix, b: DistMatrix, form: str) -> tuple[int, int, int]:
+    """m, n, k of the product. Raises ShapeError where the operands' inner sizes differ or the form is none."""
+    if len(form) != 2 or any(letter not in "ntc" for letter in form):
+        raise ShapeError(f"form {form!r} is not one of nn, nt, tn, tt, or one with c (conjugate transpose) in place of t.")
+    m, k = a.shape if form[0] == "n" else a.shape[::-1]
+    k_of_b, n = b.shape if form[1] == "n" else b.shape[::-1]
+    if k != k_of_b:
+        operands = f"op(A) is {m}×{k} and op(B) is {k_of_b}×{n} (form {form})"
+        raise ShapeError(f"{operands}: the inner sizes {k} and {k_of_b} must be equal.")
+    return m, n, k
+
+
+@lru_cache(maxsize=1024)
+def plan_of(
+    name: str,
+    form: str,
+    extents: tuple[int, int, int],
+    a_layout: Ownership,
+    b_layout: Ownership,
+    grid_shape: tuple[tuple[str, int], ...],
+    options: tuple[tuple[str, Any], ...],
+    any_algorithm: bool,
+) -> Any:
+    """The plan of an algorithm that has these layouts, its axes in any roles; None where there is none.
+
+    A form that the algorithm lacks, or a grid that it cannot use, is passed over where `any_algorithm` will do, and an error
+    where this one is asked for.
+    """
+    candidate, shape = ALGORITHMS[name], dict(grid_shape)
+    held = {*a_layout.axes, *b_layout.axes, *a_layout.hosted, *b_layout.hosted}
+    names = [axis for axis in shape if axis in held] + [axis for axis in shape if axis not in held and shape[axis] == 1]
+    variants = [{**variant, **dict(options)} for variant in candidate.variants]
+    for axes, variant in itertools.product(itertools.permutations(names, len(candidate.axes)), variants):
+        try:
+            plan = candidate.plan(form, *extents, **dict(zip(candidate.axes, axes, strict=True)), **variant)
+            if (plan.a_layout, plan.b_layout) == (a_layout, b_layout):
+                plan.check_grid(shape)
+                return plan
+        except (GridError, ShapeError):
+            if not any_algorithm:
+                raise
+    return None
+
+
+def _readings(matrix: DistMatrix, letter: str) -> list[tuple[DistMatrix, str]]:
+    """The matrix under op `letter`, and its transpose under the other op; what lies C-ordered in memory first.
+
+    Blocks are not asked: an empty one has every order, and ranks must read alike.
+    """
+    other = {"n": "t", "t": "n"}.get(letter)
+    if other is None:
+        return [(matrix, letter)]
+    readings = [(matrix, letter), (matrix.T, other)]
+    return readings[::-1] if matrix.turned else readings
+
+
+def _no_plan(
+    a: DistMatrix, b: DistMatrix, form: str, extents: tuple[int, int, int], names: list[str], options: Mapping[str, Any]
+) -> str:
+    """Which layouts there would be a plan for. Raises the plan's own ShapeError where an option has a value that none takes."""
+    wanted, others = ALGORITHMS[names[0]], ", ".join(names[1:])
+    roles = [*a.grid.names, *(axis for axis in wanted.axes if axis not in a.grid.names)]
+    expected = wanted.plan(form, *extents, **dict(zip(wanted.axes, roles, strict=False)), **options)
+    return (
+        f"A in {a.layout} and B in {b.layout} are not the operands of a {wanted.name} product of form {form}"
+        f"{f' (nor of {others})' if others else ''}.\n"
+        f"  On this grid one would be A in {expected.a_layout}, B in {expected.b_layout}; "
+        "any axes may take these places, alike in both. A.redistribute(layout) brings it there."
+    )

@@ -1,0 +1,164 @@
+"""The text form of layouts, ``b:(x,y) s h:z``: reading and writing it as plain data, without grids or arrays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple, NoReturn
+
+from ..errors import LayoutError
+
+WORD = re.compile(r"[^\s:(),@=\[\]]+")
+BLANKS = re.compile(r"\s*")
+HELP = (
+    "  A layout names each dim in turn and the grid axes that split it, coarse first: 'b:(x,y) s h:z' (s is whole). A number "
+    "stands for a dim without a name: '0:x 1:y'.\n"
+    "  '@' after the dims names root-only axes: 'm:x k:z @y=0'. Brackets are the block sizes of a block-cyclic matrix: "
+    "'m:x[64] k:y[32]'."
+)
+
+
+class Notation(NamedTuple):
+    """What a layout's text says."""
+
+    names: tuple[str, ...] | None
+    """A label for each dim; None where all are their positions."""
+    dims: tuple[tuple[str, ...], ...]
+    blocks: tuple[int | None, ...]
+    """The block size of each dim of a block-cyclic matrix; None elsewhere."""
+    hosted: tuple[str, ...]
+    follows: dict[str, str]
+
+
+def written(
+    names: Sequence[str] | None,
+    dims: Sequence[Sequence[str]],
+    hosted: Sequence[str] = (),
+    follows: Mapping[str, str] | None = None,
+    blocks: Sequence[int | None] = (),
+) -> str:
+    """The text that `read` takes back: ``m:(x,y) k:z``, ``0:x 1``, ``h:z @y=z``, ``m:x[64] k:y[32]``."""
+    items = []
+    for position, axes in enumerate(dims):
+        item = names[position] if names else str(position)
+        if axes:
+            item += f":{axes[0]}" if len(axes) == 1 else f":({','.join(axes)})"
+        if blocks and blocks[position] is not None:
+            item += f"[{blocks[position]}]"
+        items.append(item)
+    if hosted:
+        indices = follows or {}
+        items.append("@" + ",".join(f"{axis}={indices.get(axis, 0)}" for axis in hosted))
+    return " ".join(items)
+
+
+@lru_cache(maxsize=1024)
+def read(text: str) -> Notation:
+    """What `text` says, kept from call to call. Raises LayoutError naming the position that cannot be read."""
+    return _Reader(text).notation()
+
+
+class _Reader:
+    """A cursor in the text of a layout."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+
+    def notation(self) -> Notation:
+        """The whole text."""
+        names: list[str] = []
+        dims: list[tuple[str, ...]] = []
+        blocks: list[int | None] = []
+        hosted: dict[str, str] = {}
+        self.skip_blanks()
+        while self.at < len(self.text):
+            if self.accept("@"):
+                hosted = self.hosted_axes()
+                break
+            names.append(self.label(len(names)))
+            dims.append(self.axes() if self.accept(":") else ())
+            blocks.append(self.block_size() if self.accept("[") else None)
+            self.end_item()
+        positions = names == [str(position) for position in range(len(names))]
+        follows = {axis: index for axis, index in hosted.items() if index != "0"}
+        return Notation(None if positions else tuple(names), tuple(dims), tuple(blocks), tuple(hosted), follows)
+
+    def label(self, position: int) -> str:
+        """The name of the dim at `position`; a number must be the position itself."""
+        start, name = self.at, self.word("the name of a dim, or '@'")
+        if name.isdigit() and name != str(position):
+            self.fail(start, f"{position}, which is the number of this dim, or a name")
+        return name
+
+    def axes(self) -> tuple[str, ...]:
+        """The axes after a colon: one, or several in parentheses."""
+        if not self.accept("("):
+            return (self.word("an axis, or '(' and several"),)
+        found = [self.word("an axis")]
+        while not self.accept(")"):
+            self.expect(",", "',' or ')'")
+            found.append(self.word("an axis"))
+        return tuple(found)
+
+    def block_size(self) -> int:
+        """The number between brackets."""
+        start, size = self.at, self.word("the size of a block")
+        if not size.isdigit() or int(size) < 1:
+            self.fail(start, "the size of a block, a whole number of at least 1")
+        self.expect("]", "']'")
+        return int(size)
+
+    def hosted_axes(self) -> dict[str, str]:
+        """Axis → 0, or the axis whose index it follows; what stands behind '@', up to the end."""
+        found: dict[str, str] = {}
+        while True:
+            self.skip_blanks()
+            start, axis = self.at, self.word("a root-only axis, such as y=0")
+            if axis in found:
+                self.fail(start, f"another axis ({axis} is named before)")
+            self.expect("=", "'='")
+            start, found[axis] = self.at, self.word("0, or an axis of the dims")
+            if found[axis].isdigit() and found[axis] != "0":
+                self.fail(start, "0, or an axis of the dims")
+            self.skip_blanks()
+            if self.at == len(self.text):
+                return found
+            self.expect(",", "',' or the end")
+
+    def end_item(self) -> None:
+        """Step over the blanks between two dims."""
+        start = self.at
+        self.skip_blanks()
+        if self.at == start < len(self.text):
+            self.fail(start, "a blank before the next dim (several axes of one dim stand in parentheses)")
+
+    def word(self, wanted: str) -> str:
+        """The word at the cursor, which steps behind it."""
+        found = WORD.match(self.text, self.at)
+        if found is None:
+            self.fail(self.at, wanted)
+        self.at = found.end()
+        return found.group()
+
+    def accept(self, mark: str) -> bool:
+        """Step over `mark` where it stands at the cursor."""
+        here = self.text.startswith(mark, self.at)
+        self.at += here
+        return here
+
+    def expect(self, mark: str, wanted: str) -> None:
+        """Step over `mark`, which must stand at the cursor."""
+        if not self.accept(mark):
+            self.fail(self.at, wanted)
+
+    def skip_blanks(self) -> None:
+        """Step over blanks."""
+        found = BLANKS.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+
+    def fail(self, at: int, wanted: str) -> NoReturn:
+        """Raise LayoutError for what stands at position `at`."""
+        found = repr(self.text[at:]) if at < len(self.text) else "the end"
+        raise LayoutError(f"The layout {self.text!r} cannot be read at position {at}: found {found}, expected {wanted}.\n{HELP}")

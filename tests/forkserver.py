@@ -1,0 +1,155 @@
+"""A process that imports once and is forked for every rank: what is slow in a Python process is its imports.
+
+A launcher starts a stub (forkserver_stub.py) where it would start a rank. The stub sends its environment and its open
+descriptors, the launcher's own among them, to a server; the server forks a process that takes them over and is the rank.
+A fork whose stub is gone is killed, so that a launcher ends forks as it ends ranks; a stub ends with its fork's status.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STUB = Path(__file__).with_name("forkserver_stub.py")
+LISTENER_VARIABLE = "FORKSERVER_LISTENER"  # the descriptor of a server's socket, open from before its start
+BACKLOG = 128  # stubs that may wait while a server still imports
+
+
+def available() -> bool:
+    """Whether this system can: Linux with descriptors of processes."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+def stub_command(servers: Sequence[Server]) -> list[str]:
+    """What a launcher starts instead of a rank; the rank's arguments follow."""
+    return [sys.executable, "-I", "-S", str(STUB), ":".join(str(server.path) for server in servers)]
+
+
+class Server:
+    """A fork server as its owner sees it: it ends with its owner, whose end of its standard input it watches."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], cwd: Path | None = None) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="forkserver")
+        self.path = Path(self.folder.name) / "socket"
+        self.log = Path(self.folder.name) / "log"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, open(self.log, "w") as log:
+            listener.bind(str(self.path))
+            listener.listen(BACKLOG)
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**environ, LISTENER_VARIABLE: str(listener.fileno())},
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+                cwd=cwd,
+            )
+
+    def close(self) -> None:
+        """End the server and every fork of it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.folder.cleanup()
+
+
+@dataclass
+class Request:
+    """What a stub asks for."""
+
+    environment: dict[str, str]
+    folder: str
+    arguments: list[str]
+    descriptors: list[int]
+
+    def take_over(self) -> None:
+        """Make this process the stub's: environment, folder, standard descriptors, and the connection to the launcher."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        for target, descriptor in enumerate(self.descriptors[:3]):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+        if "PMI_FD" in os.environ:
+            os.set_inheritable(self.descriptors[3], True)
+            os.environ["PMI_FD"] = str(self.descriptors[3])
+
+
+def serve() -> Request | None:
+    """Fork for every stub that connects. Returns the stub's request in a fork; None in the server, when its owner is gone."""
+    listener = socket.socket(fileno=int(os.environ.pop(LISTENER_VARIABLE)))
+    gc.collect()
+    gc.freeze()  # a fork's collector would write to every object, and so copy every page
+    forks: dict[int, tuple[int, socket.socket]] = {}  # process descriptor → process, its stub
+    while True:
+        stubs = {stub: process for process, stub in forks.values()}
+        ready, _, _ = select.select([0, listener, *forks, *stubs], [], [])
+        if 0 in ready:
+            for process, _ in forks.values():
+                os.kill(process, signal.SIGKILL)
+            return None
+        for stub in stubs.keys() & set(ready):
+            os.kill(stubs[stub], signal.SIGKILL)  # not reaped yet: the id is still this fork's
+        for descriptor in forks.keys() & set(ready):
+            _end(*forks.pop(descriptor))
+            os.close(descriptor)
+        if listener in ready:
+            stub, _ = listener.accept()
+            request = _received(stub)
+            if request is None:
+                stub.close()
+                continue
+            process = os.fork()
+            if process == 0:
+                for other in (listener, stub, *(other for _, other in forks.values())):
+                    other.close()
+                for descriptor in forks:
+                    os.close(descriptor)
+                return request
+            for descriptor in request.descriptors:
+                os.close(descriptor)
+            forks[os.pidfd_open(process)] = (process, stub)
+
+
+def _end(process: int, stub: socket.socket) -> None:
+    """Reap a fork and tell its stub how it ended."""
+    _, status = os.waitpid(process, 0)
+    with contextlib.suppress(OSError):  # the stub may have been ended by its launcher
+        stub.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+    stub.close()
+
+
+def _received(stub: socket.socket) -> Request | None:
+    """Read a stub's request; None if the stub ended meanwhile."""
+    descriptors = array.array("i")
+    head, ancillary, _, _ = stub.recvmsg(8, socket.CMSG_LEN(4 * descriptors.itemsize))
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    size, text = int.from_bytes(head, "little"), b""
+    while len(text) < size and (part := stub.recv(size - len(text))):
+        text += part
+    if not head or len(text) < size:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+    facts: dict[str, Any] = json.loads(text)
+    return Request(**facts, descriptors=list(descriptors))
