@@ -1,5 +1,5 @@
 # What a run would need, before any rank is started: bytes per rank term by term, from closed forms.
-# Imports capability, comm.grid, comm.places, nn.memory, nn.schemes, config. Nothing is allocated and nothing communicates.
+# Imports capability, comm.grid, comm.device.select, nn.memory, nn.schemes, config. Nothing is allocated and nothing communicates.
 # Next: nn/memory.py (the formulas), cli/train.py (`--dry-run`).
 from __future__ import annotations
 
