@@ -1,5 +1,5 @@
 # `summa3d gemm`: one distributed product, timed, counted and checked. Imports gemm; never torch.
-# Next: contest.py, which races several; gemm/choose.py, which decides where the command line does not.
+# Next: contest.py, which races several; gemm/cost/choose.py, which decides where the command line does not.
 from __future__ import annotations
 
 import argparse
