@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from summa3d.comm.grid import Place, describe
+from summa3d.comm.grid import Place
+from summa3d.comm.topology import describe
 from summa3d.layout import Layout
 from summa3d.nn import ModelConfig, Scheme, scheme
 from summa3d.nn.volume import GPTVolume

@@ -10,15 +10,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jobs
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Each part may import itself and those to its left; errors, dtypes, capability, libraries and kernels stand before all others.
+# Each part may import itself and those to its left; errors, dtypes, capability, blas_library and kernels stand before all others.
 ORDER = (
     "errors",
     "dtypes",
     "capability",
-    "libraries",
+    "blas_library",
     "kernels",
     "comm",
     "layout",
@@ -123,7 +124,7 @@ def test_public_names_load_on_demand() -> None:
 @pytest.mark.parametrize("first", ["summa3d.nn.schemes", "summa3d.nn.config", "summa3d.nn.model", "summa3d.nn.volume"])
 def test_nn_offers_its_names_whatever_was_imported_first(first: str) -> None:
     program = f"import inspect, {first}, summa3d.nn as nn; print([n for n in nn.__all__ if inspect.ismodule(getattr(nn, n))])"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([jobs.python(), "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..autograd.ahead import Ahead, Source
 from ..autograd.collectives import all_gather, broadcast_from, scatter_from
 from ..autograd.products import Flights, Product, product
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..comm.grid import Grid
 from ..errors import GridError, LayoutError
 from ..gemm.algorithms.plan import ProductPlan

@@ -8,8 +8,8 @@ from math import prod
 from typing import Any
 
 from ..capability import available
+from ..comm.device.select import requested_device
 from ..comm.grid import Place
-from ..comm.places import requested_device
 from ..nn.memory import Memory, ModelMemory
 from ..nn.schemes import scheme
 from .config import Config, at_least

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from summa3d.comm.grid import Place, describe
+from summa3d.comm.grid import Place
+from summa3d.comm.topology import describe
 from summa3d.nn.config import ModelConfig
 from summa3d.nn.schemes import scheme
 from summa3d.nn.volume import GPTVolume

@@ -1,14 +1,13 @@
-# MPI on device pointers, for an MPI that reads them: the host transport, on device memory that the caller's stream has finished.
-# Imports device, transport.
-# Next: choice.py, which says where it is used; probe.py, which finds out whether this MPI can.
+"""MPI on device pointers, for an MPI that reads them: the host transport, on memory that the caller's stream has finished."""
+
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from .arrays import Array, address, count
-from .device import Backend
-from .transport import HostTransport
+from ..arrays import Array, address, count
+from ..device.backend import Backend
+from .host import HostTransport
 
 
 class Span:

@@ -1,6 +1,8 @@
-# When a device did what: pairs of marks in its streams, read once the device has passed them. Imports nothing.
-# Marks are recorded in the hot path and read later: nothing here makes the host wait but `settle` and `tie`.
-# Next: nccl.py and pinned.py, which put marks around what they queue; ledger.py, which is told the seconds.
+"""When a device did what: pairs of marks in its streams, read once the device has passed them.
+
+Marks are recorded in the hot path and read later: nothing here makes the host wait but `settle` and `tie`.
+"""
+
 from __future__ import annotations
 
 import time
@@ -9,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .device import Backend, Event, Stream
+    from ..device.backend import Backend, Event, Stream
 
 TRIES = 5  # events that are compared with the host's clock; the one that was passed soonest ties it
 
@@ -51,7 +53,7 @@ class Timeline:
     @property
     def backend(self) -> Backend:
         if self._device is None:
-            from .cupy_backend import CupyBackend
+            from ..device.cupy import CupyBackend
 
             self._device = CupyBackend()
         return self._device

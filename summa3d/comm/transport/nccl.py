@@ -1,6 +1,8 @@
-# NCCL on device arrays through CuPy's bindings: one communicator per axis, on its own stream. Imports device, timeline,
-# transport. The host never waits: work is ordered behind the caller's stream by an event, and that behind it by another.
-# Next: choice.py, which says where NCCL can be used; collectives.py, which gives these calls dims and an account.
+"""NCCL on device arrays through CuPy's bindings: one communicator per axis, on its own stream.
+
+The host never waits: work is ordered behind the caller's stream by an event, and that stream behind the work by another.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -9,11 +11,12 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ..errors import GridError
-from .arrays import Array, address, count, dtype_name, is_half
-from .device import Arrival, Held
-from .timeline import Span, Timed, Timeline
-from .transport import LARGE, HostTransport, Requests
+from ...errors import GridError
+from ..arrays import Array, address, count, dtype_name, is_half
+from ..profile.timeline import Span, Timed, Timeline
+from .arrival import Arrival, Held
+from .call import Requests
+from .host import LARGE, HostTransport
 
 DATATYPES = {
     "bool": ("NCCL_UINT8", 1),

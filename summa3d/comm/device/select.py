@@ -1,5 +1,5 @@
-# Which device is this rank's, and making it the current one of CuPy and torch, with one pool of memory for both. Imports failure.
-# Next: cupy_backend.py, which communicates from it; cli/gemm.py, which asks for one.
+"""Which device is this rank's, and making it the current one of CuPy and torch, with one pool of memory for both."""
+
 from __future__ import annotations
 
 import os
@@ -8,10 +8,10 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ..errors import ConfigError
-from .arrays import DEVICES, Array, is_on_device
-from .cupy_backend import CupyBackend
-from .failure import agree_on_error
+from ...errors import ConfigError
+from ..arrays import DEVICES, Array, is_on_device
+from ..failure import agree_on_error
+from .cupy import CupyBackend
 
 VARIABLE = "SUMMA3D_DEVICE"
 WIDE_SUMS, TF32 = 16, 3  # cublasMath_t: DISALLOW_REDUCED_PRECISION_REDUCTION, TF32_TENSOR_OP_MATH; CuPy names neither

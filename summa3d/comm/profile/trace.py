@@ -1,6 +1,5 @@
-# When everything happened: phases, products, copies and communications of every rank on one clock, as a trace for Perfetto.
-# Imports errors, mpi4py. Whoever has no trace pays one test a communication.
-# Next: ledger.py, whose `trace` this is; account.py, which writes communications to it; timeline.py, the device's times.
+"""When everything happened: phases, products, copies and communications of every rank on one clock, as a trace for Perfetto."""
+
 from __future__ import annotations
 
 import json
@@ -11,7 +10,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ..errors import ConfigError, DataError
+from ...errors import ConfigError, DataError
 
 PHASES, RUNS, PRODUCTS, COPIES = "phases", "runs", "products", "copies"
 ON_DEVICE = " on the device"

@@ -1,6 +1,8 @@
-# The device of comm/device.py on CUDA, by CuPy, for CuPy's arrays and for torch's. Imports arrays; CuPy and torch when asked.
-# Thin on purpose: each method is one call or two, so that what cannot run without a GPU can be read at a glance.
-# Next: device.py (what each method promises); places.py (which device is this rank's).
+"""The device on CUDA, by CuPy, for CuPy's arrays and for torch's.
+
+Thin on purpose: each method is one call or two, so that what cannot run without a GPU can be read at a glance.
+"""
+
 from __future__ import annotations
 
 import socket
@@ -8,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
-from .arrays import Array, is_torch
+from ...errors import ConfigError
+from ..arrays import Array, is_torch
 
 DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses say which way
 

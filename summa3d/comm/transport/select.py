@@ -1,12 +1,12 @@
-# Which transport carries the device arrays of a communicator: a rule on facts alone, with its reason. Imports errors only.
-# Next: transport.py, which collects the facts and makes what is chosen; cli/doctor.py, which prints the rule's choices.
+"""Which transport carries the device arrays of a communicator: a rule on facts alone, with its reason."""
+
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 VARIABLE = "SUMMA3D_TRANSPORT"
 NAMES = ("auto", "mpi", "cuda-aware", "pinned", "nccl")

@@ -1,5 +1,5 @@
-# Whether this MPI reads device pointers, found out in a process of its own, as it may crash. Imports nothing of comm.
-# Next: choice.py, which asks for it; cli/doctor.py, which prints it.
+"""Whether this MPI reads device pointers, found out in a process of its own, as it may crash."""
+
 from __future__ import annotations
 
 import os

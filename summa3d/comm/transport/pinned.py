@@ -1,6 +1,5 @@
-# MPI on page-locked copies of device arrays: for an MPI without CUDA, and ranks that share a device. Imports timeline, transport.
-# Down on a stream of its own, MPI on the copy, up on the same stream; the buffers are used again.
-# Next: choice.py, which says where it is used.
+"""MPI on page-locked copies of device arrays: for an MPI without CUDA, and for ranks that share a device."""
+
 from __future__ import annotations
 
 import time
@@ -10,10 +9,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .arrays import Array, address, count, dtype_name
-from .device import Backend, Held
-from .timeline import Span, Timed, Timeline
-from .transport import HostTransport, Requests
+from ..arrays import Array, address, count, dtype_name
+from ..device.backend import Backend
+from ..profile.timeline import Span, Timed, Timeline
+from .arrival import Held
+from .call import Requests
+from .flat import FlatTransport
+from .host import HostTransport
 
 SMALLEST = 1 << 12
 """Bytes of the smallest buffer; larger ones are powers of two, so that few sizes serve all."""
@@ -51,7 +53,7 @@ class Buffers:
 
 
 class Copy:
-    """A pinned copy of a device array, or room for one: `host` is what MPI is given, `down` the way of what it holds."""
+    """A pinned copy of a device array, or a buffer for one: `host` is what MPI is given, `down` the D2H copy that filled it."""
 
     def __init__(self, memory: np.ndarray, array: Array, down: Span | None = None) -> None:
         self.memory, self.array, self.down = memory, array, down
@@ -76,7 +78,7 @@ class Staged(Timed):
         self.transport.landed(self)
 
 
-class PinnedTransport:
+class PinnedTransport(FlatTransport):
     """The host transport on page-locked copies of device arrays.
 
     A started communication is in MPI's hands when its call returns: the host waits, at the start, for the way down of this

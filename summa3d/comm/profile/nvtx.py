@@ -1,6 +1,5 @@
-# Named ranges for a profiler (NVTX), pushed and popped around phases and communications where they were asked for.
-# Imports errors; CuPy or torch when asked.
-# Next: ledger.py, whose `ranges` these are; account.py, which names communications.
+"""Named ranges for a profiler (NVTX), around phases and communications, where they were asked for."""
+
 from __future__ import annotations
 
 import importlib
@@ -8,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 LIBRARIES = (("cupy.cuda.nvtx", "RangePush", "RangePop"), ("torch.cuda.nvtx", "range_push", "range_pop"))
 

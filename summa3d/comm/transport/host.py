@@ -1,6 +1,5 @@
-# How bytes travel: MPI on host memory, and the one place that branches on where arrays lie. Imports arrays, p2p, choice,
-# timeline. A transport offers the same few calls for every kind of memory; an axis has one for the host, and one for its device.
-# Next: collectives.py, which gives these calls dims, uneven blocks and an account; nccl.py, cuda_aware.py, pinned.py.
+"""MPI on host memory."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,12 +9,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..errors import GridError, ShapeError
-from .arrays import Array, dtype_name, is_on_device, raw
-from .choice import Choice, Facts, choose
+from ...errors import ShapeError
+from ..arrays import Array, dtype_name, raw
+from .call import Requests
+from .flat import FlatTransport
 from .p2p import exchange, pieces
 from .progress import IN_FLIGHT
-from .timeline import Timeline
 
 DATATYPES = {
     "bool": MPI.C_BOOL,
@@ -33,11 +32,8 @@ BOOL_OPERATIONS = {"max": MPI.LOR, "min": MPI.LAND}
 COMPLEX_OPERATIONS = {"sum": MPI.SUM}
 LARGE = 2**62  # more elements than any array has
 
-Requests = list[Any]
-"""What is in flight: MPI's requests, or a device transport's own, which have a `wait` each."""
 
-
-class HostTransport:
+class HostTransport(FlatTransport):
     """MPI on host memory: numpy arrays and torch CPU tensors, C-contiguous.
 
     `limit` is the largest element count handed to one MPI call. MPI 4 has 64-bit counts; an older MPI is given larger
@@ -181,80 +177,6 @@ class HostTransport:
         """Start receiving `array` from member `source`, in place."""
         kind, flat = self.datatype(array), self.memory(array)
         return _begun([comm.Irecv([self.buffer(flat[part]), kind], source, tag) for part in pieces(len(flat), self.limit)])
-
-
-def complete(requests: Requests) -> None:
-    """Wait for them: on the host for MPI's, on the caller's stream for a device's."""
-    if isinstance(requests[0], MPI.Request):
-        MPI.Request.Waitall(requests)
-    else:
-        for request in requests:
-            request.wait()
-
-
-class Carriers:
-    """The transports of one axis: of arrays on the host, and, from the first one that comes, of arrays on its device.
-
-    wanted : the device transport asked for (choice.py). timeline : where the device's times go, and which device that is.
-    """
-
-    def __init__(self, wanted: str = "auto", timeline: Timeline | None = None) -> None:
-        self.wanted, self.timeline = wanted, timeline or Timeline()
-        self.host = HostTransport()
-        self.choice: Choice | None = None
-        self._device: Any = None
-
-    def of(self, array: Array, comm: MPI.Comm) -> Any:
-        """The transport for `array`; the first one on a device is collective over `comm`.
-
-        Raises ConfigError or GridError on all members alike where the device transport that was asked for cannot be had.
-        """
-        if not is_on_device(array):
-            return self.host
-        if self._device is None:
-            self._device = self._made(comm)
-        return self._device
-
-    def between_two(self, array: Array) -> Any:
-        """The transport for a message from one member to another. Raises GridError on a device where none has been opened."""
-        if is_on_device(array) and self._device is None:
-            raise GridError(
-                "the first communication of device arrays along an axis opens its transport, and must be a collective: members "
-                "that take no part in a message would not come. Have all of them call open_device(array) first."
-            )
-        return self._device if is_on_device(array) else self.host
-
-    def _made(self, comm: MPI.Comm) -> Any:
-        backend = self.timeline.backend
-        known = comm.allgather((backend.identity(), backend.nccl is not None))
-        devices = [identity for identity, _ in known]
-        self.choice = choose(Facts(devices, all(nccl for _, nccl in known), _reads_devices(comm, self.wanted)), self.wanted)
-        if self.choice.name == "nccl":
-            from .nccl import NcclTransport
-
-            return NcclTransport(self.timeline, comm)
-        if self.choice.name == "cuda-aware":
-            from .cuda_aware import CudaAwareTransport
-
-            return CudaAwareTransport(backend)
-        from .pinned import PinnedTransport
-
-        return PinnedTransport(self.timeline)
-
-    def free(self) -> None:
-        """Release what the device transport holds (collective)."""
-        if self._device is not None:
-            self._device.close()
-            self._device = None
-
-
-def _reads_devices(comm: MPI.Comm, wanted: str) -> bool:
-    """Whether MPI reads device pointers, as rank 0 finds out, where it matters."""
-    if wanted in ("pinned", "nccl", "mpi"):
-        return False
-    from .probe import cuda_aware
-
-    return bool(comm.bcast(cuda_aware().works if comm.rank == 0 else None))
 
 
 def _offsets(counts: Sequence[int]) -> list[int]:

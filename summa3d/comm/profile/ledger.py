@@ -1,6 +1,5 @@
-# What was moved: calls, words, messages, bytes and seconds per collective, axis, phase and dtype, and the workspace in use.
-# Imports trace, timeline, ranges.
-# Next: account.py, which writes every line of it; gemm/volume.py, the closed forms it must equal.
+"""What was moved: calls, words, messages, bytes and seconds per collective, axis, phase and dtype, and the workspace in use."""
+
 from __future__ import annotations
 
 import time
@@ -11,13 +10,13 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .arrays import Array, dtype_name, is_on_device
-from .ranges import Ranges
+from ..arrays import Array, dtype_name, is_on_device
+from .nvtx import Ranges
 from .timeline import Span, Timeline
 from .trace import COPIES, PRODUCTS, Communication, Stretch, Trace, Work
 
 if TYPE_CHECKING:
-    from .device import Backend
+    from ..device.backend import Backend
 
 PHASES = ("forward", "backward", "optimizer", "other")
 NOTHING = nullcontext()

@@ -1,5 +1,5 @@
-# Point-to-point messages under the collectives: arrays cut into pieces that an MPI count can hold. Imports mpi4py only.
-# Next: transport.py, which falls back on `exchange` where a collective cannot address an array.
+"""Point-to-point messages under the collectives: arrays cut into pieces that an MPI count can hold."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

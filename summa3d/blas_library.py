@@ -1,6 +1,5 @@
-# Which BLAS multiplies the blocks of numpy arrays: numpy's own, MKL where it is installed beside it, or a named one.
-# Imports errors only, no MPI, so that `summa3d doctor` can ask. A library must multiply two matrices rightly to be trusted.
-# Next: gemm/blas.py, which calls what is found here.
+"""Which BLAS multiplies numpy's blocks: numpy's own, MKL where installed, or a named one that multiplies rightly when tried."""
+
 from __future__ import annotations
 
 import ctypes
