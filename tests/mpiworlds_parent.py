@@ -405,13 +405,13 @@ def remove_stale_segments(since: float) -> None:
     folder = Path("/dev/shm")
     if not folder.is_dir() or not Path("/proc/self/maps").exists():
         return
-    mapped = ""
+    mapped, began = "", time.time()  # reading takes a while where processes are many: what is made meanwhile is left alone
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             mapped += maps.read_text(errors="replace")
     for segment in folder.iterdir():
         with contextlib.suppress(OSError):
             facts = segment.stat()
-            ours = facts.st_uid == os.getuid() and since - 1 <= facts.st_ctime <= time.time() - OLD_ENOUGH
+            ours = facts.st_uid == os.getuid() and since - 1 <= facts.st_ctime <= began - OLD_ENOUGH
             if ours and SEGMENTS.match(segment.name) and str(segment) not in mapped:
                 segment.unlink()

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ..train.config import Config
 
 MEBI = 1 << 20
+CORE_TIME = ("cores", "arithmetic_share", "communication_share", "idle_share", "waited_seconds")
+"""The keys of a summary that say where the time of the cores went."""
 TRACED = (3, 5)
 """The steps that are traced unless others are asked for."""
 
@@ -131,13 +133,15 @@ def _carried(placement: dict[str, Any], device: str) -> str:
 
 def report(summary: dict[str, Any]) -> str:
     """The summary as text."""
+    from ..train.metrics import CoreTime
+
     memory, on_devices = summary["peak_memory_bytes"] / MEBI, summary["peak_device_bytes"] / MEBI
     lines = [
         f"step {summary['step']} · loss {_number(summary['loss'], '.4f')} · "
         f"validation loss {_number(summary['validation_loss'], '.4f')}",
         f"{summary['training_seconds']:.1f} s of training · {_number(summary['tokens_per_second'], ',.0f')} tokens/s · "
         f"{summary['words_per_rank']:,} words moved per rank and step",
-        f"arithmetic {summary['arithmetic_share']:.0%} of {summary['cores']} cores · peak memory of all ranks {memory:,.0f} MiB"
+        f"{CoreTime(*(summary[name] for name in CORE_TIME))} · peak memory of all ranks {memory:,.0f} MiB"
         + (f", of their devices {on_devices:,.0f} MiB" if on_devices else ""),
     ]
     if summary["sample"] is not None:

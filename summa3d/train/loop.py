@@ -102,7 +102,7 @@ def run_steps(run: Run, recorder: Recorder, progress: Progress, watchdog: Watchd
         if _due(number, settings.evaluate_every, settings.steps):
             step.validation_loss = evaluate(run)
         recorder.post(step)
-        progress.step(step, recorder.communication_share)
+        progress.step(step, recorder.core_time)
         if settings.keep and _due(number, settings.checkpoint_every, settings.steps):
             recorder.flush()
             checkpoint.save(run.checkpoints, number, run.blocks(), run.grid, run.config, run.loss_scale.state())
@@ -214,8 +214,9 @@ def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], 
         "bytes_by_dtype": _bytes_by_dtype(run),
         "skipped_steps": run.loss_scale.skipped,
         "cores": account.cores,
-        "arithmetic_share": account.arithmetic_share,
-        "communication_share": 1 - account.arithmetic_share,
+        "communication_share": None,
+        "waited_seconds": None,
+        **account.core_time.entries(),
     }
 
 

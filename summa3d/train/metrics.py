@@ -1,6 +1,10 @@
-# What a run measures: one line per step in metrics.jsonl, gathered over the ranks without making them wait; the final account.
-# Imports config and the standard library, numpy, mpi4py. No torch.
-# Next: progress.py (the live line), plot.py (loss.png).
+"""What a run measures: one line per step in metrics.jsonl, gathered over the ranks without making them wait, and its sums.
+
+Keys of a line: step, loss, grad_norm, lr, tokens_per_second, seconds, words_per_rank (the largest of a rank), the shares of
+`CoreTime` (arithmetic_share, idle_share, and where words were moved communication_share and waited_seconds), and where there are
+any validation_loss, loss_scale and skipped_steps.
+"""
+
 from __future__ import annotations
 
 import json
@@ -8,6 +12,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -38,15 +43,20 @@ class Step:
     seconds: float = 0.0
     words: int = 0
     arithmetic_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    waited_seconds: float = 0.0
     validation_loss: float | None = None
     loss_scale: float | None = None
     skipped_steps: int | None = None
 
 
 class Stopwatch:
-    """Wall seconds, words moved, and CPU seconds outside communication calls, since it was made, on this rank.
+    """Wall seconds, words moved, and where the CPU time went, since it was made, on this rank.
 
-    CPU time is that of the thread that trains; with several BLAS threads, that of the process.
+    CPU time is that of the thread that trains; with several BLAS threads, that of the process. Arithmetic is what lies outside
+    communication calls, the data's and the optimizer's included; communication what lies inside them; waited are the wall
+    seconds inside them without CPU time: this rank slept, for another or for a core. An MPI library that spins while it waits
+    makes CPU time of it. Of a device, waited are the seconds of its communications.
     """
 
     def __init__(self, ledger: Ledger, threads: int) -> None:
@@ -54,42 +64,88 @@ class Stopwatch:
         self._cpu = time.thread_time if threads == 1 else time.process_time
         self._start = self._now()
 
-    def _now(self) -> tuple[float, int, float]:
+    def _now(self) -> np.ndarray:
         total = self._ledger.total()
-        return time.perf_counter(), total.words, self._cpu() - total.cpu_seconds
+        inside, wall = total.cpu_seconds, time.perf_counter()
+        return np.array([wall, total.words, self._cpu() - inside, inside, total.seconds - inside])
 
     def stop(self, step: Step) -> None:
         """Write what has passed into `step`."""
-        now = self._now()
-        step.seconds, step.words, step.arithmetic_seconds = (
-            now[0] - self._start[0],
-            now[1] - self._start[1],
-            now[2] - self._start[2],
-        )
+        passed = [float(amount) for amount in self._now() - self._start]
+        step.seconds, step.words, step.arithmetic_seconds, step.communication_seconds = passed[0], round(passed[1]), *passed[2:4]
+        step.waited_seconds = max(passed[4], 0.0)
+
+
+@dataclass(frozen=True)
+class CoreTime:
+    """Where the time of the cores went, as shares of cores × wall seconds: CPU seconds summed over ranks, and the rest.
+
+    communication : CPU time inside communication calls; None where nothing was moved.
+    idle : what is neither arithmetic nor communication: cores that slept, or worked for somebody else.
+    waited : wall seconds that a rank was inside communication calls without CPU time, the mean over ranks; None where nothing
+        was moved. It is no share of the cores: where ranks outnumber them, a rank waits while another computes.
+    """
+
+    cores: int
+    arithmetic: float
+    communication: float | None
+    idle: float
+    waited: float | None
+
+    @classmethod
+    def of(cls, cores: int, seconds: float, words: int, ranks: int, cpu: Sequence[float]) -> CoreTime:
+        """Of the sums over ranks `cpu`: seconds of arithmetic, of communication, and waited."""
+        whole = cores * seconds
+        arithmetic, communication = (part / whole if whole else 0.0 for part in cpu[:2])
+        idle = max(1 - arithmetic - communication, 0.0)
+        if not words:
+            return cls(cores, arithmetic, None, idle, None)
+        return cls(cores, arithmetic, communication, idle, cpu[2] / ranks)
+
+    def __str__(self) -> str:
+        shares = [f"arithmetic {self.arithmetic:.0%}"]
+        if self.communication is not None:
+            shares.append(f"communication {self.communication:.0%}")
+        waited = "" if self.waited is None else f" · waited {self.waited:,.2f} s"
+        return f"{', '.join(shares)}, idle {self.idle:.0%} of {self.cores} cores{waited}"
+
+    def entries(self) -> dict[str, float]:
+        """The keys of a metrics line and of a summary; those that nothing was measured of are left out."""
+        found = {
+            "arithmetic_share": self.arithmetic,
+            "communication_share": self.communication,
+            "idle_share": self.idle,
+            "waited_seconds": self.waited,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass
 class Account:
-    """Sums over the steps of a run, on rank 0."""
+    """Sums over the steps of a run, on rank 0; `cpu` are seconds of arithmetic, of communication, and waited, over all ranks."""
 
     cores: int
+    ranks: int = 1
     steps: int = 0
     seconds: float = 0.0
-    arithmetic_seconds: float = 0.0
+    cpu: tuple[float, float, float] = (0.0, 0.0, 0.0)
     tokens: int = 0
     words: int = 0
 
-    def add(self, step: Step, words: int, arithmetic_seconds: float) -> None:
+    def add(self, step: Step, words: int, cpu: Sequence[float]) -> CoreTime:
+        """Add a step, of which `words` are the most of a rank and `cpu` the sums over ranks; returns where its time went."""
         self.steps += 1
         self.seconds += step.seconds
-        self.arithmetic_seconds += arithmetic_seconds
+        arithmetic, communication, waited = (held + more for held, more in zip(self.cpu, cpu, strict=True))
+        self.cpu = arithmetic, communication, waited
         self.tokens += step.tokens
         self.words = max(self.words, words)
+        return CoreTime.of(self.cores, step.seconds, words, self.ranks, cpu)
 
     @property
-    def arithmetic_share(self) -> float:
-        """CPU seconds outside communication calls, summed over ranks ÷ (cores × wall seconds)."""
-        return self.arithmetic_seconds / (self.cores * self.seconds) if self.seconds else 0.0
+    def core_time(self) -> CoreTime:
+        """Where the time of all steps went."""
+        return CoreTime.of(self.cores, self.seconds, self.words, self.ranks, self.cpu)
 
 
 class Recorder:
@@ -101,17 +157,17 @@ class Recorder:
 
     def __init__(self, path: Path, comm: MPI.Intracomm, resumed_at: int) -> None:
         self.comm = comm.Dup()
-        self.account = Account(usable_cores(comm))
-        self.communication_share: float | None = None
-        self._mine = np.zeros(2)
-        self._all = np.zeros((comm.size, 2)) if comm.rank == 0 else None
+        self.account = Account(usable_cores(comm), comm.size)
+        self.core_time: CoreTime | None = None
+        self._mine = np.zeros(4)
+        self._all = np.zeros((comm.size, 4)) if comm.rank == 0 else None
         self._pending: tuple[Step, MPI.Request] | None = None
         self._file = open_at(path, resumed_at) if comm.rank == 0 else None
 
     def post(self, step: Step) -> None:
         """Send this rank's counters of `step` on their way."""
         self.flush()
-        self._mine[:] = step.words, step.arithmetic_seconds
+        self._mine[:] = step.words, step.arithmetic_seconds, step.communication_seconds, step.waited_seconds
         self._pending = step, self.comm.Igather(self._mine, self._all, root=0)
 
     def flush(self) -> None:
@@ -123,10 +179,9 @@ class Recorder:
         request.Wait()
         if self._all is None or self._file is None:
             return
-        words, arithmetic = int(self._all[:, 0].max()), float(self._all[:, 1].sum())
-        self.account.add(step, words, arithmetic)
-        self.communication_share = 1 - arithmetic / (self.account.cores * step.seconds)
-        self._file.write(json.dumps(line(step, words)) + "\n")
+        words, cpu = int(self._all[:, 0].max()), [float(amount) for amount in self._all[:, 1:].sum(0)]
+        self.core_time = self.account.add(step, words, cpu)
+        self._file.write(json.dumps(line(step, words, self.core_time)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -137,8 +192,8 @@ class Recorder:
         self.comm.Free()
 
 
-def line(step: Step, words: int) -> dict[str, Any]:
-    """The keys of a metrics line (DESIGN §8); `words` is the largest over the ranks. What is not finite is null."""
+def line(step: Step, words: int, core_time: CoreTime) -> dict[str, Any]:
+    """The keys of a metrics line, as the module lists them; `words` is the largest over the ranks. What is not finite is null."""
     entry: dict[str, Any] = {
         "step": step.step,
         "loss": finite(step.loss),
@@ -147,6 +202,7 @@ def line(step: Step, words: int) -> dict[str, Any]:
         "tokens_per_second": step.tokens / step.seconds,
         "seconds": step.seconds,
         "words_per_rank": words,
+        **core_time.entries(),
     }
     optional = ("validation_loss", "loss_scale", "skipped_steps")
     return entry | {name: value for name in optional if (value := getattr(step, name)) is not None}

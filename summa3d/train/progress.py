@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .metrics import Step
+    from .metrics import CoreTime, Step
 
 PLAIN_EVERY = 10.0
 """Seconds between two plain lines."""
@@ -23,13 +23,13 @@ class Progress:
         self._last_plain = float("-inf")
         self._validation_loss: float | None = None
 
-    def step(self, step: Step, communication_share: float | None) -> None:
-        """Show a step; the share of time in communication is the latest known."""
+    def step(self, step: Step, core_time: CoreTime | None) -> None:
+        """Show a step; where the cores' time went is the latest known, that of the step before."""
         if not self.speak:
             return
         if step.validation_loss is not None:
             self._validation_loss = step.validation_loss
-        text = self._describe(step, communication_share)
+        text = self._describe(step, core_time)
         if self._live is not None:
             self._live.update(text, refresh=True)
         elif time.monotonic() - self._last_plain >= PLAIN_EVERY or step.validation_loss is not None or step.step == self.steps:
@@ -57,13 +57,13 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _describe(self, step: Step, communication_share: float | None) -> str:
+    def _describe(self, step: Step, core_time: CoreTime | None) -> str:
         parts = [f"step {step.step}/{self.steps}", f"loss {step.loss:.4f}"]
         if self._validation_loss is not None:
             parts.append(f"validation {self._validation_loss:.4f}")
         parts += [f"{step.tokens / step.seconds:,.0f} tokens/s", f"{step.words:,} words moved"]
-        if communication_share is not None:
-            parts.append(f"communication {communication_share:.0%}")
+        if core_time is not None:
+            parts.append(str(core_time))
         return " · ".join(parts)
 
 

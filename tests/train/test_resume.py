@@ -15,7 +15,10 @@ from summa3d.train import checkpoint
 from summa3d.train.prepare import prepare
 
 GRIDS = {1: (1, 1, 1), 2: (1, 2, 1), 8: (2, 2, 2)}
-MEASURED = ("tokens_per_second", "seconds", "words_per_rank")
+MEASURED = (
+    *("tokens_per_second", "seconds", "words_per_rank"),
+    *("arithmetic_share", "communication_share", "idle_share", "waited_seconds"),
+)
 
 
 def grid_of(size: int) -> dict[str, object]:
