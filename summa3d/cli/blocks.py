@@ -1,6 +1,9 @@
-# Transformer blocks that race each other on the same ranks: the same weights and input in every scheme, forward and backward
-# timed apart in interleaved rounds, words from the ledger, bytes from torch's own account. May import nn; knows no command line.
-# Next: block.py, which says who races; report.py, which reads the result.
+"""Transformer blocks that race each other on the same ranks.
+
+The same weights and input in every scheme, forward and backward timed apart in interleaved rounds, words from the ledger,
+bytes from torch's own account.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,9 @@
-# Products that race each other on the same ranks: entries, interleaved rounds, and the numpy product they are measured against.
-# May import gemm and comm.grid; knows nothing of command lines. Times are of reused executors, operands already in place.
-# Next: bench.py, which says who races; report.py, which reads the result.
+"""Products that race each other on the same ranks.
+
+Entries, interleaved rounds, and the numpy product they are measured against. Times are of reused executors, operands already
+in place.
+"""
+
 from __future__ import annotations
 
 import os

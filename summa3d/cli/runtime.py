@@ -1,6 +1,8 @@
-# Which MPI library this interpreter loads, which launcher belongs to it, and the settings that fit ranks to cores.
-# May import errors and capability only; nothing here calls MPI_Init. Used by launch, main, doctor and by the tests' plugin.
-# Next: launch.py, which becomes the launcher found here; main.py, which checks what it was started by.
+"""Which MPI library this interpreter loads, which launcher belongs to it, and the settings that fit ranks to cores.
+
+Used by launch, main, doctor and by the tests' plugin.
+"""
+
 from __future__ import annotations
 
 import json

@@ -112,9 +112,7 @@ class TrainConfig:
                 f"  Values of train.accumulate that fit batch {self.batch}: {', '.join(map(str, fits))}."
             )
         if not 0 <= self.decay_to <= 1:
-            raise ConfigError(
-                f"train.decay_to = {self.decay_to}; it is a fraction of train.learning_rate, in [0, 1]."
-            )
+            raise ConfigError(f"train.decay_to = {self.decay_to}; it is a fraction of train.learning_rate, in [0, 1].")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"train.betas = {list(self.betas)}; both must lie in [0, 1).")
         if not 0 < self.epsilon < inf:
