@@ -1,4 +1,4 @@
-# make venv | demo | test | lint. Needs Python >= 3.10 with venv and pip, and a C compiler; the first call installs into .venv.
+# make venv | demo | test | test-all | lint. Needs Python >= 3.10 with venv and pip, and a C compiler; the first call installs into .venv.
 # make test MPI=system runs the communication and command-line tests on the machine's own MPI, in .venv-system.
 # Next: setup.py (what is installed), constraints.txt (in which versions), .ci/run.
 
@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 SYSTEM_MPI = $(PYTHON) -c 'import ctypes.util, shutil, sys; sys.exit(not (shutil.which("mpirun") and ctypes.util.find_library("mpi")))'
 
-.PHONY: venv demo test lint
+.PHONY: venv demo test test-all lint
 
 venv: $(STAMP)
 	@:
@@ -48,6 +48,10 @@ else
 test: venv
 	$(BIN)/python -m pytest $(TESTS)
 endif
+
+# The whole of every sweep, of which `make test` runs the pairs, and every rank a Python of its own.
+test-all: venv
+	$(BIN)/python -m pytest $(TESTS) -m "" --fresh-ranks
 
 lint: venv
 	$(BIN)/ruff check

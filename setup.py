@@ -18,7 +18,7 @@ TORCH = ["torch>=2.5"]
 PLOT = ["matplotlib>=3.8"]
 TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0", "tomli>=2.0; python_version < '3.11'"]
 MPI = ["mpich>=4.2"]
-# Faster than the BLAS of numpy's wheels on Intel's processors; nothing elsewhere (summa3d/gemm/libraries.py has the rule).
+# Faster than the BLAS of numpy's wheels on Intel's processors; nothing elsewhere (summa3d/blas_library.py has the rule).
 MKL = ["mkl>=2024.0; platform_machine == 'x86_64' and sys_platform == 'linux'"]
 BF16 = ["ml_dtypes>=0.5"]  # a bfloat16 for numpy's arrays and CuPy's
 # transformers is what imported and exported models are compared with; the library itself reads and writes their files alone.

@@ -22,8 +22,6 @@ GRIDS = [
 SWITCHES: list[dict[str, Any]] = [
     {},
     {"gather": 1},
-    {"weight_gradient": 1},
-    {"gather": 1, "weight_gradient": 1},
     {"input_gradient": False},
 ]
 

@@ -69,6 +69,11 @@ class RankLog:
             self.reports.setdefault(event["test"], []).append(event)
 
 
+def may_fork(config: pytest.Config) -> bool:
+    """Whether processes may be forks: on Linux, of MPICH, whose launcher speaks with a rank through one open descriptor."""
+    return forkserver.available() and not config.getoption("--fresh-ranks") and loaded_runtime().vendor == "mpich"
+
+
 class Servers:
     """The fork servers of a session: two, of which ranks take turns, so that hashes and addresses differ between ranks."""
 
@@ -227,8 +232,7 @@ class Lanes:
         self.waiting = [(size, group) for (size, _), group in groups.items()]
         self.running: list[World] = []
         self.ending: list[tuple[World, float]] = []
-        forked = forkserver.available() and not config.getoption("--fresh-ranks") and "mpich" in loaded_runtime().vendor
-        self.servers = Servers(config, items) if forked else None
+        self.servers = Servers(config, items) if may_fork(config) else None
 
     def wait_for(self, item: pytest.Item) -> list[pytest.TestReport]:
         """Return the reports of a test, when it has ended."""

@@ -1,5 +1,5 @@
 # Activations computed again in backward instead of kept: a stretch of layers keeps its input, and runs twice. Needs torch.
-# Imports later: the layers' collectives count themselves, and their dropout masks need no random state.
+# The layers' collectives count themselves, and their dropout masks need no random state.
 # Next: nn/body.py (every n blocks), nn/attention.py (its core alone).
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
-
-from .later import Later, Mail
 
 Place = tuple[nn.Module, str]
 """Where a weight is found: the module and its name there."""
@@ -42,36 +40,24 @@ def _put(places: Sequence[Place], weights: Sequence[Any]) -> None:
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, run: Callable[..., Tensor], places: list[Place], mails: list[Mail | None], inputs: int, *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, run: Callable[..., Tensor], places: list[Place], inputs: int, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.run, ctx.places, ctx.mails, ctx.inputs = run, places, mails, inputs
+        ctx.run, ctx.places, ctx.inputs = run, places, inputs
         return run(*tensors[:inputs])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mails: list[Mail | None] = [None] * ctx.inputs + ctx.mails
-        needs = [
-            need and (mail is None or mail.wanted(node))
-            for need, mail, (node, _) in zip(ctx.needs_input_grad[4:], mails, ctx.next_functions, strict=True)
-        ]
+        needs = ctx.needs_input_grad[3:]
         tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needs, strict=True)]
-        for tensor, mail in zip(tensors, mails, strict=True):
-            if mail is not None:
-                tensor.mail = mail.forwarded()
         with torch.enable_grad(), weights_in(ctx.places, tensors[ctx.inputs :]):
             end = get_gradient_edge(ctx.run(*tensors[: ctx.inputs]))  # nobody reads the output itself: it is not kept
         wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
-        sent = any(mail is not None for mail in mails)  # then that of a weight may be in the mail, and none is left
-        grads = iter(torch.autograd.grad(end, wanted, grad, allow_unused=sent))
-        return None, None, None, None, *(next(grads) if need else None for need in needs)
+        grads = iter(torch.autograd.grad(end, wanted, grad))
+        return None, None, None, *(next(grads) if need else None for need in needs)
 
 
-def recompute(
-    run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Sequence[nn.Module] = (), later: Later | None = None
-) -> Tensor:
+def recompute(run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Sequence[nn.Module] = ()) -> Tensor:
     """`run(*inputs)`, keeping of it only the inputs: backward runs it again first. The gradients are the same bits.
 
     Parameters
@@ -81,8 +67,6 @@ def recompute(
     inputs : this rank's blocks. On a grid that splits them each rank keeps its own piece, nothing is gathered to be kept
         (the distributed checkpointed activations of Xu et al. 2021, §3.2.3, without a buffer of their own).
     modules : whose weights `run` uses; those it finds now, it finds again in backward (16-bit copies, for example).
-    later : what waits for sums of weights' gradients later in backward; with it, those of `run` are waited for behind what
-        follows the whole stretch, and not at its end.
 
     Moves forward what `run` moves; backward that once more and the gradients' words. Memory kept: the inputs.
     Source: Chen et al. 2016, §3.
@@ -91,7 +75,4 @@ def recompute(
         return run(*inputs)
     places = places_of(modules)
     weights: list[Any] = [module._parameters[name] for module, name in places]
-    mails: list[Mail | None] = [None] * len(weights)
-    if later is not None:
-        weights, mails = map(list, zip(*later.take_out(weights), strict=True)) if weights else ([], [])
-    return _Recompute.apply(run, places, mails, len(inputs), *inputs, *weights)
+    return _Recompute.apply(run, places, len(inputs), *inputs, *weights)

@@ -12,17 +12,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..comm.arrays import DEVICES, HALVES
+from ..comm.arrays import DEVICES
+from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError, DataError
 from .block import add_block_arguments, block_result
 from .runtime import usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
-DTYPES = ("float64", "float32", "float16", "bfloat16", "complex128", "complex64")
+INEXACT = tuple(name for name in DTYPES if not name.startswith("int"))
 SWITCHES = ("lookahead", "sequence")  # options of algorithms that are on (1) or off (0)
 FORMS = ("nn", "nt", "tn", "tt")
 ALL = "all"
-NAMED = "Time this algorithm on its grid of fewest words. The option may be repeated. `all` takes every algorithm that can use the ranks."
+NAMED = (
+    "Time this algorithm on its grid of fewest words. The option may be repeated. "
+    "`all` takes every algorithm that can use the ranks."
+)
 ENTRY = "Time this algorithm on this grid. Options such as panel=128 stand among the axes. The option may be repeated."
 EVERY = "Time the library's choice against every algorithm on every grid that replicates no operand."
 KIND_HELP = {
@@ -47,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             text = f"Set the size {size} of C (m×n) = op(A) (m×k) · op(B) (k×n){where}."
             kind.add_argument(f"--{size}", type=int, required=True, help=text)
         kind.add_argument("--form", choices=FORMS, default="nn", help="Take A and B as they are (n) or transposed (t).")
-        kind.add_argument("--dtype", choices=DTYPES, default="float64", help="Set the dtype of A, B and C.")
+        kind.add_argument("--dtype", choices=INEXACT, default="float64", help="Set the dtype of A, B and C.")
         kind.add_argument("--algorithm", action="append", metavar="NAME", help=NAMED)
         kind.add_argument("--rounds", type=int, default=7, help="Time so many rounds, after a warm-up round that is not counted.")
         kind.add_argument(

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..dtypes import FLOATS
 from ..errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
     from ..train.checkpoint import Checkpoint
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 MEBI = 1 << 20
 
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     give.add_argument("path", type=Path, metavar="DIR", help=CHECKPOINT)
     give.add_argument("target", type=Path, metavar="TRANSFORMERS_DIR", help="Write to this folder, which must be new or empty.")
     give.add_argument(
-        "--dtype", choices=DTYPES, help="Set the dtype of the files. The default is the dtype that the model computed in."
+        "--dtype", choices=FLOATS, help="Set the dtype of the files. The default is the dtype that the model computed in."
     )
     give.add_argument(
         "--file-size",

@@ -27,7 +27,7 @@ class Clock:
         self.one_node = len(set(grid.nodes)) == 1
 
     def spans(self, *acts: Callable[[], Any]) -> list[float]:
-        """Run `acts` one after the other, with a barrier before and after each; collective. Returns seconds, equal on all ranks."""
+        """Seconds of each of `acts`, run in order with a barrier before and after each; collective, equal on all ranks."""
         starts, ends = np.empty(len(acts)), np.empty(len(acts))
         for index, act in enumerate(acts):
             self.world.barrier()

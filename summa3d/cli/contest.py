@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
+from ..blas_library import library
 from ..comm.grid import Grid, describe
 from ..comm.places import placed, settle
 from ..comm.ranges import Ranges
@@ -25,7 +26,6 @@ from ..comm.trace import Trace, write
 from ..errors import ConfigError
 from ..gemm.algorithms.registry import Algorithm, algorithm
 from ..gemm.matrix import DistMatrix
-from ..libraries import library
 from .clock import Clock
 from .runtime import on_all_cores, usable_cores
 from .traces import show

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..blas_library import library
 from ..capability import available
 from ..errors import ConfigError, LaunchError
-from ..libraries import library
 from .runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
 
 PACKAGES = ("numpy", "mpi4py", "torch", "safetensors", "tokenizers", "matplotlib", "cupy")

@@ -11,13 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..dtypes import HALVES
 from ..errors import ConfigError
 
 Array = Any
 """A numpy array, a CuPy array or a torch tensor, C-contiguous where it is communicated."""
 DEVICES = ("cpu", "cuda")
-HALVES = ("float16", "bfloat16")
-"""The 16-bit floats, whose sums are accumulated in float32."""
 
 
 def is_torch(array: Array) -> bool:

@@ -1,6 +1,6 @@
 # Collectives along one axis of a grid, on blocks with a dim and uneven sizes, counted in the ledger.
 # Imports arrays, transport, account, ledger. Each exists blocking and started (`start_…` → Pending).
-# Next: grid.py, which builds the axes; gemm/cuboid.py, which is written with them.
+# Next: grid.py, which builds the axes; gemm/algorithms/cuboid.py, which is written with them.
 from __future__ import annotations
 
 import time

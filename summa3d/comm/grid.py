@@ -6,10 +6,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from math import isqrt, log, prod
 from operator import index
 from types import TracebackType
+from typing import Any
 
 from mpi4py import MPI
 
@@ -95,6 +96,11 @@ class Grid:
         self._always = node_memory is True
         for name in self.shape:
             self._axis((name,))
+
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """What rooms above keep with the grid until it is freed, each under a key of its own: executors of products."""
+        return {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -209,6 +215,7 @@ class Grid:
             if axis.comm not in (self.comm, self.common, MPI.COMM_SELF):
                 axis.comm.Free()
         self._axes.clear()
+        self.kept.clear()
         if self.inside and self.comm is not self.common:
             self.comm.Free()
 

@@ -1,6 +1,6 @@
 # What was moved: calls, words, messages, bytes and seconds per collective, axis, phase and dtype, and the workspace in use.
 # Imports trace, timeline, ranges.
-# Next: account.py, which writes every line of it; gemm/volume.py, the closed forms it must equal.
+# Next: account.py, which writes every line of it; gemm/cost/volume.py, the closed forms it must equal.
 from __future__ import annotations
 
 import time

@@ -1,8 +1,9 @@
-# What communication runs beside arithmetic, as data: three switches. Imports errors only; no torch.
-# Next: autograd/ahead.py and autograd/later.py, which do it; schemes.py, which gives it to every product.
+# What communication runs beside arithmetic, as data: two switches. Imports errors only; no torch.
+# Next: autograd/ahead.py, which gathers ahead; schemes.py, which gives it to every product.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..errors import ConfigError
 
@@ -14,26 +15,23 @@ class Overlap:
     gather : how many weights are gathered ahead of the layers that use them, in forward, backward and recomputation. Each takes
         one more gathered weight of memory; in a node's shared memory weights are then copied, not read in place. 0: none. Models
         do so in their forward; a module of your own after ``scheme.ahead.follow(module)``.
-    weight_gradient : how many sums of weights' gradients may be in flight behind the layers that follow in backward; each takes
-        a summand and, through MPI, the parts to be added. 0: a layer waits for its own.
     input_gradient : whether the sum of an input's gradient is in flight while the weight's is computed.
 
-    The first two are about what moves along x: the weights of `cuboid` and `cuboid-sequence` with X > 1. Backward gathers none
-    where `regather` is off. The third is about `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`. In `summa`, `summa-transposed`,
-    `tesseract` and `agarwal`, whose products sum as they go, and on one rank none of them changes anything. The defaults are for
-    ranks that outnumber the cores, where whoever waits leaves its core to another (`bench/overlap.py`).
+    The first is about what moves along x: the weights of `cuboid` and `cuboid-sequence` with X > 1. Backward gathers none
+    where `regather` is off. The second is about `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`. In `summa`, `tesseract`,
+    `summa-transposed` and `agarwal`, whose products sum as they go, and on one rank neither changes anything. The defaults are
+    for ranks that outnumber the cores, where whoever waits leaves its core to another (`bench/overlap.py`).
     """
 
+    REMOVED: ClassVar = {"weight_gradient": "every layer waits for the sum of its weight's gradient. Leave the key out."}
+    """Keys that configurations once had."""
+
     gather: int = 0
-    weight_gradient: int = 0
     input_gradient: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("gather", "weight_gradient"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"overlap.{name} is {getattr(self, name)}; it counts what is in flight: 0 for nothing, 1 for one layer, …"
-                )
+        if self.gather < 0:
+            raise ConfigError(f"overlap.gather is {self.gather}; it counts what is in flight: 0 for nothing, 1 for one layer, …")
 
 
 DEFAULT = Overlap()

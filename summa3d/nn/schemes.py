@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..autograd.ahead import Ahead, Source
 from ..autograd.collectives import all_gather, broadcast_from, scatter_from
-from ..autograd.later import Later
 from ..autograd.products import Flights, Product, product
 from ..comm.collectives import Axis
 from ..comm.grid import Grid
@@ -151,7 +150,7 @@ class Scheme:
         source : where the layer finds that weight, as `source` makes one.
         """
         rows = self.vector_rows(self.after_linear(layout))
-        flights = Flights(source, self.later, self.overlap.input_gradient)
+        flights = Flights(source, self.overlap.input_gradient)
         return product(self.plan(layout, form, m, n, k), self.grid, self.regather, rows, self._workspace, flights)
 
     def source(
@@ -164,11 +163,6 @@ class Scheme:
     def ahead(self) -> Ahead | None:
         """What gathers weights ahead of their layers; None where the overlap asks for none."""
         return Ahead(self.overlap.gather) if self.overlap.gather else None
-
-    @cached_property
-    def later(self) -> Later | None:
-        """What waits for sums of weights' gradients later in backward; None where the overlap asks for none."""
-        return Later(self.overlap.weight_gradient) if self.overlap.weight_gradient else None
 
     @cached_property
     def _workspace(self) -> Workspace:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..comm.arrays import DEVICES
 from ..comm.choice import NAMES as TRANSPORTS
+from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError
 from ..nn.config import ModelConfig
 from ..nn.overlap import Overlap
@@ -23,7 +24,6 @@ else:
     import tomli as tomllib
 
 SCHEMES = tuple(KINDS)
-DTYPES = ("float32", "float64", "bfloat16", "float16")
 RECOMPUTE = ("none", "selective", "full")
 SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
 """Model families that can be trained on text → the number of special tokens that follow the tokenizer's own."""
@@ -226,7 +226,7 @@ class Config:
     def __post_init__(self) -> None:
         choices = (
             ("scheme", self.scheme, SCHEMES),
-            ("dtype", self.dtype, DTYPES),
+            ("dtype", self.dtype, FLOATS),
             ("recompute", self.recompute, RECOMPUTE),
             ("transport", self.transport, TRANSPORTS),
             *([] if self.device is None else [("device", self.device, DEVICES)]),
@@ -270,7 +270,7 @@ def master_dtype(dtype: str) -> str:
     >>> master_dtype("bfloat16"), master_dtype("float64")
     ('float32', 'float64')
     """
-    return "float32" if dtype in ("bfloat16", "float16") else dtype
+    return "float32" if dtype in HALVES else dtype
 
 
 def at_least(key: str, value: float, minimum: float) -> None:

@@ -35,7 +35,7 @@ def build(cls: type[Settings], table: Mapping[str, Any], prefix: str = "", known
     for name, value in table.items():
         key = prefix + name
         if name not in hints:
-            raise unknown_key(key, known)
+            raise unknown_key(key, known, removed_of(cls).get(name))
         if is_dataclass(hints[name]):
             if not isinstance(value, Mapping):
                 raise ConfigError(
@@ -110,7 +110,7 @@ def type_of(cls: type, key: str) -> Any:
     for part in key.split("."):
         hints = field_types(kind) if is_dataclass(kind) else {}
         if part not in hints:
-            raise unknown_key(key, list(leaves(cls)))
+            raise unknown_key(key, list(leaves(cls)), removed_of(kind).get(part))
         kind = hints[part]
     if is_dataclass(kind):
         raise ConfigError(f"{key} is a table; set one of its keys: {', '.join(leaves(typing.cast(type, kind), key + '.'))}.")
@@ -200,6 +200,13 @@ def nearest(key: str, known: Sequence[str]) -> str:
     return max(known, key=likeness)
 
 
-def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
-    """The error for an unknown key, which suggests the nearest known key."""
-    return ConfigError(f"Unknown configuration key {key!r}. The nearest known key is {nearest(key, known)!r}.")
+def unknown_key(key: str, known: Sequence[str], removed: str | None = None) -> ConfigError:
+    """The error for an unknown key, which suggests the nearest known key; `removed` is the remark on a key that was removed."""
+    also = "" if removed is None else f"\n  It was removed: {removed}"
+    return ConfigError(f"Unknown configuration key {key!r}. The nearest known key is {nearest(key, known)!r}.{also}")
+
+
+def removed_of(cls: Any) -> Mapping[str, str]:
+    """Key → remark of the keys that a dataclass no longer has, from its attribute REMOVED."""
+    removed: Mapping[str, str] = getattr(cls, "REMOVED", {})
+    return removed

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtypes import DTYPES
+
 CODES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEM_BYTES = {name: DTYPES[name].nbytes for name in CODES.values()}
 ALIGNMENT = 8
 """safetensors pads its header to a multiple of so many bytes."""
 STAGING_BYTES = 1 << 26

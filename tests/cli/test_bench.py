@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import jobs
 import pytest
 
 from summa3d.cli import report, tables
@@ -23,7 +23,7 @@ ROW = {
 def summa3d(*arguments, ranks=None, timeout=100):
     launch = [] if ranks is None else ["launch", "-n", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
-    command = [sys.executable, "-m", "summa3d", *launch, *map(str, arguments)]
+    command = [jobs.python(), "-m", "summa3d", *launch, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from fractions import Fraction
 
+import jobs
 import pytest
 
 from summa3d.gemm import CuboidPlan, volume
@@ -34,7 +34,7 @@ BOUND = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2, "bfloat16": 1e-2, "
 
 
 def gemm(ranks, *arguments, timeout=100):
-    command = [sys.executable, "-m", "summa3d", "launch", "-n", str(ranks), "gemm", *arguments]
+    command = [jobs.python(), "-m", "summa3d", "launch", "-n", str(ranks), "gemm", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
 
@@ -146,7 +146,7 @@ def test_bad_input_is_one_message_and_a_non_zero_status(ranks, arguments, messag
 )
 def test_a_device_that_is_not_there_and_a_transport_that_does_not_exist_are_one_error(arguments, message):
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "summa3d", "gemm", "--m", "8", "--n", "8", "--k", "8", *arguments]
+    command = [jobs.python(), "-m", "summa3d", "gemm", "--m", "8", "--n", "8", "--k", "8", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=hidden)
     assert ended.returncode != 0 and message in ended.stderr and "Traceback" not in ended.stderr
     assert "use device cpu" in ended.stderr.lower() or "Transports: auto" in ended.stderr

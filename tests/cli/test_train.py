@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import jobs
 import pytest
 from small_runs import assignments, metrics_of, write_corpus
 
@@ -15,7 +15,7 @@ PATIENCE = 120.0
 
 
 def summa3d(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "summa3d", *map(str, arguments)]
+    command = [jobs.python(), "-m", "summa3d", *map(str, arguments)]
     # os.environ by name: a pytest in which some module has initialised Open MPI holds more in the C library's environment
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=dict(os.environ))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from summa3d import DistMatrix
 from summa3d.errors import LayoutError
 from summa3d.gemm import CuboidPlan
-from summa3d.gemm.algorithms import ALGORITHMS
+from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.layout import BlockCyclic, Layout, collect, distribute, ownership, redistribute
 
 AXES = ("x", "y", "z", "d", "dp")

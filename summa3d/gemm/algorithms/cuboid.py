@@ -119,9 +119,9 @@ class Cuboid(Executor):
 
     def _add_parts(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """Scatter this rank's summand of C[m:x, n:y] and add what the others send, in the members' order."""
-        room = self.z.room((self.m, self.n), out)
-        partial = self.workspace.buffer("partial", (self.m, self.n), out) if room is None else room
-        parts = self.workspace.buffer("parts", (self.z.size, *out.shape), out) if room is None else None
+        slot = self.z.room((self.m, self.n), out)
+        partial = self.workspace.buffer("partial", (self.m, self.n), out) if slot is None else slot
+        parts = self.workspace.buffer("parts", (self.z.size, *out.shape), out) if slot is None else None
         self.workspace.accumulate(a, b, self.plan.form, partial, alpha, 0)
         if beta != 0:  # β·C comes along in this rank's own part
             scale(out, beta)
@@ -160,10 +160,10 @@ class Cuboid(Executor):
 
     def multiply(self, a_gathered: Array, b_gathered: Array) -> Array:
         """This rank's summand of C[m:x, n:y], to be scattered next."""
-        room = self.room_for("c", a_gathered)
-        return self._tracked(self.z, self.workspace.multiply(a_gathered, b_gathered, self.plan.form, room))
+        slot = self.summand_buffer("c", a_gathered)
+        return self._tracked(self.z, self.workspace.multiply(a_gathered, b_gathered, self.plan.form, slot))
 
-    def room_for(self, operand: str, like: Array) -> Array | None:
+    def summand_buffer(self, operand: str, like: Array) -> Array | None:
         """Where a summand of the operand (a, b or c) may be computed, so that its scatter, if it comes next, copies nothing."""
         axis = {"a": self.y, "b": self.x, "c": self.z}[operand]
         shape = {"a": self.a_whole, "b": self.b_whole, "c": (self.m, self.n)}[operand]

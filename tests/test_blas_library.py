@@ -1,6 +1,6 @@
 # Which BLAS is taken, and that each multiplies alike: forms, strides, orders, α and β, small sizes and large ones.
-# May import summa3d.libraries, summa3d.gemm.blas.
-# Next: ../summa3d/libraries.py; gemm/test_local.py.
+# May import summa3d.blas_library, summa3d.gemm.local.
+# Next: ../summa3d/blas_library.py; gemm/test_local.py.
 from __future__ import annotations
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from summa3d import libraries
+from summa3d import blas_library
 from summa3d.errors import ConfigError
 from summa3d.gemm.local.blas import accumulate
 from summa3d.gemm.local.multiply import multiply
@@ -28,19 +28,21 @@ def taken(monkeypatch):
     """A function: the library that SUMMA3D_BLAS = `name` leads to (None: unset), used by every product until the test ends."""
 
     def take(name):
-        libraries.library.cache_clear()
-        libraries.gemm.cache_clear()
-        monkeypatch.delenv(libraries.VARIABLE, raising=False) if name is None else monkeypatch.setenv(libraries.VARIABLE, name)
-        return libraries.library()
+        blas_library.library.cache_clear()
+        blas_library.gemm.cache_clear()
+        monkeypatch.delenv(blas_library.VARIABLE, raising=False) if name is None else monkeypatch.setenv(
+            blas_library.VARIABLE, name
+        )
+        return blas_library.library()
 
     yield take
-    libraries.library.cache_clear()
-    libraries.gemm.cache_clear()
+    blas_library.library.cache_clear()
+    blas_library.gemm.cache_clear()
 
 
 def offered():
     names = ["numpy"]
-    if libraries._mkl_file() is not None:
+    if blas_library._mkl_file() is not None:
         names.append("mkl")
     return names + ([str(numpys_file())] if numpys_file() else [])
 
@@ -83,15 +85,15 @@ def test_every_library_multiplies_every_form_order_and_stride(taken, name, dtype
 
 
 def test_mkl_is_taken_where_it_is_installed_on_an_intel_processor(taken, monkeypatch, tmp_path):
-    if libraries._mkl_file() is None:
+    if blas_library._mkl_file() is None:
         pytest.skip("the extra mkl is not installed")
-    monkeypatch.setattr(libraries, "_is_intel", lambda: True)
+    monkeypatch.setattr(blas_library, "_is_intel", lambda: True)
     assert taken(None).name.startswith("MKL 20")
-    monkeypatch.setattr(libraries, "_is_intel", lambda: False)
+    monkeypatch.setattr(blas_library, "_is_intel", lambda: False)
     assert taken(None).is_numpys
     assert "not Intel's" in taken(None).reason
     assert taken("mkl").name.startswith("MKL 20")
-    monkeypatch.setattr(libraries, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(blas_library, "_folder", lambda: tmp_path)
     assert "not installed" in taken(None).reason
     with pytest.raises(ConfigError, match="there is no MKL in"):
         taken("mkl")
@@ -110,19 +112,19 @@ def test_a_named_library_is_the_one_that_multiplies(taken):
         pytest.skip("numpy's BLAS is no file of its own here")
     found = taken(str(file))
     assert (found.name, found.reason, found.is_numpys) == (file.name, "SUMMA3D_BLAS names it", False)
-    assert libraries.gemm("float64") is not None
-    assert libraries.gemm("int32") is None
+    assert blas_library.gemm("float64") is not None
+    assert blas_library.gemm("int32") is None
 
 
 def test_mkl_gets_no_threads_whose_runtime_is_missing(monkeypatch):
-    assert libraries._mkl_layer({"OMP_NUM_THREADS": "1"}) == libraries.SEQUENTIAL
-    assert libraries._mkl_layer({"MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "4"}) == libraries.SEQUENTIAL
+    assert blas_library._mkl_layer({"OMP_NUM_THREADS": "1"}) == blas_library.SEQUENTIAL
+    assert blas_library._mkl_layer({"MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "4"}) == blas_library.SEQUENTIAL
 
     def refuse(*args, **kwargs):
         raise OSError("no such library")
 
-    monkeypatch.setattr(libraries.ctypes, "CDLL", refuse)
-    assert libraries._mkl_layer({"OMP_NUM_THREADS": "4"}) is None
+    monkeypatch.setattr(blas_library.ctypes, "CDLL", refuse)
+    assert blas_library._mkl_layer({"OMP_NUM_THREADS": "4"}) is None
 
 
 @pytest.mark.parametrize("threads", ["1", "2", ""])

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..comm.arrays import dtype_name
-
-if TYPE_CHECKING:
-    from .matrix import DistMatrix
+from .distributed import Distributed
 
 Runs = tuple[tuple[int, int], ...]
 
 LARGEST = 64
-"""Ranks; a picture of more is no help."""
+"""Ranks; a table of more is no help."""
 RUNS = 3
 """Ranges of a block-cyclic dim that are shown."""
 
 
-def summary(matrix: DistMatrix) -> str:
+def summary(matrix: Distributed) -> str:
     """One line on the matrix and on this rank's part of it."""
     rows, columns = matrix.layout.runs(matrix.shape, matrix.grid.shape, matrix.grid.coordinates)
     size = f"{matrix.shape[0]}×{matrix.shape[1]} {dtype_name(matrix.block)}"
@@ -31,7 +27,7 @@ def ranges(runs: tuple[slice, ...]) -> str:
     return (shown or "none") + (",…" if len(runs) > RUNS else "")
 
 
-def picture(matrix: DistMatrix) -> list[str]:
+def table(matrix: Distributed) -> list[str]:
     """A line per range of rows, a column per range of columns, in each cell the ranks that hold the block.
 
     None for more than 64 ranks.

@@ -1,6 +1,5 @@
-# Which BLAS multiplies the blocks of numpy arrays: numpy's own, MKL where it is installed beside it, or a named one.
-# Imports errors only, no MPI, so that `summa3d doctor` can ask. A library must multiply two matrices rightly to be trusted.
-# Next: gemm/blas.py, which calls what is found here.
+"""Which BLAS multiplies numpy's blocks: numpy's own, MKL where installed, or a named one that multiplies rightly when tried."""
+
 from __future__ import annotations
 
 import ctypes
@@ -14,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from .dtypes import LETTERS
 from .errors import ConfigError
 
 VARIABLE = "SUMMA3D_BLAS"
 ROW_MAJOR, TRANSPOSE = 101, {"n": 111, "t": 112, "c": 113}
-KINDS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 NAMES = ("scipy_cblas_{}gemm64_", "cblas_{}gemm64_", "cblas_{}gemm_64", "cblas_{}gemm")
 """What the BLAS of numpy's wheels, of distributions with 64-bit integers, MKL, and all others call it."""
 SEQUENTIAL, GNU_THREADS = 1, 3  # MKL's threading layers
@@ -77,7 +76,7 @@ def library() -> Library:
 def gemm(dtype: str) -> Gemm | None:
     """C = α·op(A)·op(B) + β·C of this process's BLAS for a dtype; None where there is none, or it fails a product."""
     handle = library().handle
-    return None if handle is None or dtype not in KINDS else _checked(handle, dtype)
+    return None if handle is None or dtype not in LETTERS else _checked(handle, dtype)
 
 
 def _named(wanted: str) -> Library:
@@ -160,7 +159,7 @@ def _checked(handle: Any, dtype: str) -> Gemm | None:
 
 
 def _bound(library: Any, dtype: str) -> Gemm:
-    names = [name.format(KINDS[dtype]) for name in NAMES]
+    names = [name.format(LETTERS[dtype]) for name in NAMES]
     function = next(getattr(library, name) for name in [*filter(lambda name: hasattr(library, name), names), names[-1]])
     # 64-bit integers suit both kinds of BLAS: a 32-bit callee on these platforms reads the low half of each slot.
     enum, number, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
