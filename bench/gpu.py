@@ -1,6 +1,5 @@
-# What the scripts for a GPU share: options, whether there is one, times by its own events. May import summa3d, torch.
-# Import common first: it makes this checkout importable.
-# Next: kernels.py, gemm_vs_cublas.py, block_vs_compile.py.
+"""What the scripts for a GPU share: options, whether there is one, times by its own events."""
+
 from __future__ import annotations
 
 import argparse
