@@ -16,7 +16,7 @@ Work = Callable[[str, list[Tensor], list[Tensor]], None]
 MAKERS = ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like")
 """Operations that make memory and neither read nor write it."""
 IN_PLACE = frozenset(
-    [
+    (
         "add_",
         "sub_",
         "mul_",
@@ -32,7 +32,7 @@ IN_PLACE = frozenset(
         "masked_fill_",
         "scatter_add_",
         "tril_",
-    ]
+    )  # fmt: skip
 )
 """Operations that only write the memory of their first argument: without memory they have nothing to do."""
 
