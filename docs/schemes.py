@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from summa3d.comm.grid import Place, describe
+from summa3d.comm.grid import Place
+from summa3d.comm.topology import describe
 from summa3d.dry.place import DryPlace
 from summa3d.dry.record import Op
 from summa3d.dry.step import counts, inputs
@@ -39,9 +40,9 @@ f = {CONFIG.width}, v = {CONFIG.vocabulary}.
 `python docs/schemes.py` prints it from the code that runs, and a test compares.
 
 `b:(d,x)` reads: dim b is split by axis d, each part then by x; a dim without axes is whole on every rank, and an axis that
-appears nowhere holds equal copies. *words* are what a rank receives there in a forward pass, averaged over the ranks; a weight's
-line has its product's, the table's that of the lookup. *backward* has that of both gradients, gathered operands gathered
-again; of the table with that of the learned positions.
+appears nowhere holds equal copies; `@y=0` is held at y = 0 alone. *words* are what a rank receives there in a forward pass,
+averaged over the ranks; a weight's line has its product's, the table's that of the lookup. *backward* has that of both gradients,
+gathered operands gathered again; of the table with that of the learned positions.
 Vectors (γ, β, biases) are split as the last dim of what they are added to, and copied on the other axes.
 """
 NOTES = {
@@ -66,11 +67,8 @@ NOTES = {
 
 
 def split(dims: str, layout: Layout) -> str:
-    """b:(x,y) s h:z, and where a face of the grid holds all"""
-    parts = []
-    for dim, axes in zip(dims, layout.dims, strict=True):
-        parts.append(dim + {0: "", 1: ":" + "".join(axes)}.get(len(axes), f":({','.join(axes)})"))
-    return " ".join([*parts, *(f"on {axis}=0" for axis in layout.hosted)])
+    """b:(x,y) s h:z, and m:x h:z @y=0 where a face of the grid holds all."""
+    return str(layout.named(*dims))
 
 
 def stages(on: Scheme) -> Iterator[tuple[str, str, Layout, tuple[int, ...], str]]:

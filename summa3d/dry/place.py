@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,11 +12,14 @@ from mpi4py import MPI
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.arrays import Array, empty, is_half, is_torch
-from ..comm.collectives import Axis
 from ..comm.grid import Place
-from ..comm.ledger import Amounts, Ledger
-from ..comm.node import SLOTS, NodeRule, Ring, Turn
-from ..comm.transport import Carriers, HostTransport, Requests
+from ..comm.profile.ledger import Amounts, Ledger
+from ..comm.transport.call import Members, Requests
+from ..comm.transport.host import HostTransport
+from ..comm.transport.node import NodeTransport
+from ..comm.transport.node_buffer import NodeBuffer, NodeRule, Slot
+from ..comm.transport.node_memory import SLOTS
+from ..comm.transport.transports import Transports
 
 
 class DryTransport(HostTransport):
@@ -45,24 +49,10 @@ class DryTransport(HostTransport):
         return self.on_device and not is_half(array)
 
 
-class DryCarriers(Carriers):
-    """The transport of one axis, the same for every array."""
-
-    def __init__(self, on_device: bool) -> None:
-        super().__init__()
-        self.host = DryTransport(on_device)
-
-    def of(self, array: Array, comm: MPI.Comm) -> Any:
-        """The transport for `array`."""
-        return self.host
-
-    def between_two(self, array: Array) -> Any:
-        """The transport for a message from one member to another."""
-        return self.host
-
-
 class DryFlags:
     """Flags for which nobody waits."""
+
+    broken = False
 
     def set(self, flag: int, value: int) -> None:
         """Wake nobody."""
@@ -72,7 +62,7 @@ class DryFlags:
         return False
 
 
-class DryTurn(Turn):
+class DrySlot(Slot):
     """One communication in a slot of the node's memory, which is not there: its parts are no memory of this rank."""
 
     def part(self, like: Array, offset: int, shape: Sequence[int]) -> Array:
@@ -83,44 +73,68 @@ class DryTurn(Turn):
             return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 
-class DryRing(Ring):
+class DryNodeBuffer(NodeBuffer):
     """The slots of one axis in the node's memory: none is there, but how large each would be is known."""
 
-    def __init__(self, size: int, index: int) -> None:
-        self.size, self.index, self.flags = size, index, DryFlags()  # type: ignore[assignment]
-        self.number, self.last = 0, size - 1
+    def __init__(self, members: Members) -> None:
+        self.comm, self.size, self.index, self.flags = members.comm, members.size, members.index, DryFlags()  # type: ignore[assignment]
+        self.number, self.last = 0, members.size - 1
         self.sizes = [0] * SLOTS
-        self.turns: list[Turn | None] = [None] * SLOTS
-        self.kept: Turn | None = None
-        self.room: tuple[Turn, Array] | None = None
+        self.slots: list[Slot | None] = [None] * SLOTS
+        self.viewed: Slot | None = None
+        self.allocated: tuple[Slot, Array] | None = None
 
     @property
     def size_bytes(self) -> int:
         """This rank's share of the slots, each as large as the largest communication of the axis."""
         return SLOTS * max(self.sizes) // self.size
 
-    def turn(self, nbytes: int) -> Turn | None:
-        """The next slot; ends the view that the last turn may have given."""
-        for ended in (self.kept, None if self.room is None else self.room[0]):
-            if ended is not None:
-                ended.close()
-        self.kept = self.room = None
+    def take(self, nbytes: int) -> Slot | None:
+        """The next slot; ends the view that the last slot may have given."""
+        if self.viewed is not None:
+            self.viewed.close()
+            self.viewed = None
+        if self.allocated is not None:
+            self.allocated[0].leave()
+            self.allocated = None
         self.number += 1
-        slot = self.number % SLOTS
-        before = self.turns[slot]
+        place = self.number % SLOTS
+        before = self.slots[place]
         if before is not None:
             before.finish()
-        self.sizes[slot] = max(self.sizes[slot], nbytes)
-        taken = self.turns[slot] = DryTurn(self, self.number, None)
-        return taken
+        self.sizes[place] = max(self.sizes[place], nbytes)
+        slot = self.slots[place] = DrySlot(self, self.number, None)
+        return slot
 
 
-class DryNodeRule(NodeRule):
-    """Every communication that the node's memory can take goes through it."""
+class DryTransports(Transports):
+    """The transports of one axis: every communication that the node's memory can take goes through it, all others nowhere."""
 
-    def __init__(self, size: int, index: int) -> None:
-        super().__init__(crowded=True, always=True)
-        self._made, self._ring = True, DryRing(size, index)
+    def __init__(self, members: Members, on_device: bool) -> None:
+        super().__init__(members)
+        self.host = DryTransport(on_device)
+        if self.node is not None:
+            self.node = DryNodeTransport(members)
+
+    def of(self, array: Array) -> Any:
+        """The transport for collectives on `array`."""
+        return self.host
+
+    def between_two(self, array: Array) -> Any:
+        """The transport for a message from one member to another."""
+        return self.host
+
+
+class DryNodeTransport(NodeTransport):
+    """The node's memory, of which nothing is allocated."""
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(members, NODE_RULE)
+        self._made, self._buffer = True, DryNodeBuffer(members)
+
+
+NODE_RULE = NodeRule(crowded=True, always=True)
+"""Inside a node, every communication that the node's memory can take goes through it."""
 
 
 class DryPlace(Place):
@@ -146,37 +160,23 @@ class DryPlace(Place):
         on_device: bool = False,
         ledger: Ledger | None = None,
     ) -> None:
-        super().__init__(axes, rank, order, tile)
+        size = prod(axes.values())
+        nodes = [other // ranks_per_node for other in range(size)]
+        rule = NODE_RULE if ranks_per_node > 1 and not on_device else None
+        super().__init__(axes, rank, order, tile, partial(DryTransports, on_device=on_device), nodes, rule)
         self.on_device = on_device
         self.ledger = Ledger() if ledger is None else ledger
-        self._node = [other // ranks_per_node for other in range(self.size)]
-        self._staged = self._always = ranks_per_node > 1 and not on_device
 
     @property
     def node_bytes(self) -> int:
         """This rank's share of the node's memory that its axes have used so far."""
-        rules = (axis._node for axis in self._axes.values())
-        return sum(rule._ring.size_bytes for rule in rules if isinstance(rule, DryNodeRule) and rule._ring is not None)
+        buffers = (axis.node_buffer for axis in self._axes.values())
+        return sum(buffer.size_bytes for buffer in buffers if buffer is not None)
 
     @property
     def node_axes(self) -> tuple[str, ...]:
         """The axes of more than one member that lie inside a node and communicate through its memory."""
-        return tuple(name for name, size in self.shape.items() if size > 1 and self._axis((name,))._node is not None)
-
-    def _axis(self, names: tuple[str, ...]) -> Axis:
-        axis = super()._axis(names)
-        if axis._node is not None and not isinstance(axis._node, DryNodeRule):
-            axis._node = DryNodeRule(axis.size, axis.index)
-        return axis
-
-    def _carriers(self) -> Carriers:
-        return DryCarriers(self.on_device)
-
-    def _line(self, names: tuple[str, ...], comm: MPI.Intracomm) -> Axis:
-        key = (*names, "in the order of ranks")
-        if key not in self._axes:
-            self._axes[key] = Axis(names, self.size, self.rank, comm, self.ledger, carriers=self._carriers())
-        return self._axes[key]
+        return tuple(name for name, size in self.shape.items() if size > 1 and self[name].node_buffer is not None)
 
 
 class DryLedger(Ledger):

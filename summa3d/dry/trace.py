@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.arrays import Array, dtype_name
-from ..comm.ledger import Amounts
+from ..comm.profile.ledger import Amounts
 from .place import DryLedger
 from .record import ENTER, LEAVE, OPTIMIZER, Op, Segment
 from .storages import Storages, bytes_of, current_node

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from ..autograd.collectives import all_gather
 from ..autograd.recompute import recompute
-from ..comm.collectives import Axis
-from ..comm.grid import describe
+from ..comm.axis import Axis
+from ..comm.topology import describe
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from .config import ModelConfig

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from ..capability import available
-from ..comm.places import requested_device
+from ..comm.device.select import requested_device
 from ..dry.classes import classes
 from ..dry.step import Setting, Step, Training, run
 from ..nn.model import Model

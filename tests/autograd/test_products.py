@@ -7,8 +7,8 @@ from gradients import close, operands
 from nn_oracle.volume import product_cost
 
 from summa3d.autograd import all_reduce, matmul, product, scatter_from
-from summa3d.comm.staged import ALL_REDUCE_LIMIT
-from summa3d.comm.transport import HostTransport
+from summa3d.comm.transport.host import HostTransport
+from summa3d.comm.transport.node import ALL_REDUCE_LIMIT
 from summa3d.errors import ShapeError
 from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.gemm.algorithms.workspace import Workspace
