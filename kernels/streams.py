@@ -1,5 +1,5 @@
 # torch's streams, as CuPy takes them over: so that what both queue is in one order. Imports nothing.
-# Next: load.py, ../summa3d/comm/cupy_backend.py, ../summa3d/gemm/cublas.py.
+# Next: load.py, ../summa3d/comm/device/cupy.py, ../summa3d/gemm/cublas.py.
 from __future__ import annotations
 
 from typing import Any

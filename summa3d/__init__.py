@@ -1,6 +1,3 @@
-# Matrix products and transformer training distributed over MPI ranks, where ownership is data.
-# Imports nothing until a name is asked for: `import summa3d` loads neither torch, nor CuPy, nor MPI.
-# Next: comm/grid.py (ranks as a grid), layout/layout.py (who owns what), gemm/cuboid.py (one product), nn/gpt.py (one model).
 """Distributed matrix multiplication and transformer training: ``Grid``, ``Layout``, ``DistMatrix``, ``matmul`` and more."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # What this machine can do that not every machine can, and what the environment forbids. Imports errors; asked without MPI.
-# Next: comm/node.py, which relies on it; cli/doctor.py, which tells it.
+# Next: comm/transport/node_memory.py, which relies on it; cli/doctor.py, which tells it.
 from __future__ import annotations
 
 import os
@@ -13,7 +13,7 @@ FUTEX = {"x86_64": 202}
 
 
 def available() -> str | None:
-    """Why ranks of this node cannot communicate through its memory (comm/node.py); None where they can.
+    """Why ranks of this node cannot communicate through its memory (comm/transport/node.py); None where they can.
 
     Raises ConfigError as `forbidden` does.
     """

@@ -22,16 +22,6 @@ class Dtype:
     speed: float
     letter: str | None = None
 
-    @property
-    def is_complex(self) -> bool:
-        """Whether elements are complex."""
-        return self.name.startswith("complex")
-
-    @property
-    def is_float(self) -> bool:
-        """Whether elements are real floating-point numbers."""
-        return "float" in self.name
-
 
 DTYPES = {
     dtype.name: dtype
@@ -46,8 +36,8 @@ DTYPES = {
         Dtype("int64", 8, 2, 0.02),
     )
 }
-FLOATS = tuple(dtype.name for dtype in DTYPES.values() if dtype.is_float)
-"""The dtypes of weights."""
+FLOATS = ("float32", "float64", "bfloat16", "float16")
+"""The dtypes of weights, the default first."""
 HALVES = tuple(name for name in FLOATS if DTYPES[name].nbytes == 2)
 """The 16-bit floats, whose sums are accumulated in float32."""
 LETTERS = {name: dtype.letter for name, dtype in DTYPES.items() if dtype.letter}

@@ -1,6 +1,17 @@
-# The errors users see. Imports nothing; every other module may import it.
-# Raise them on every rank alike and before any communication: what is wrong, the values, why, what would work.
-# Next: comm/failure.py, which prints one of them once and ends the whole job.
+"""The errors that users see; every one is a `Summa3dError`."""
+
+__all__ = [
+    "AgreementError",
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "GridError",
+    "LaunchError",
+    "LayoutError",
+    "ShapeError",
+    "Summa3dError",
+]
 
 
 class Summa3dError(Exception):

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..comm.grid import Grid
 from ..comm.pending import Pending, completed
 from ..errors import ShapeError

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from mpi4py import MPI
 
-    from ..comm.trace import check_file
+    from ..comm.profile.trace import check_file
     from .contest import machine, sleep_until_all_are_here
     from .report import table
 
@@ -96,7 +96,7 @@ def _write(file: Path, text: str) -> None:
 def _product_result(args: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
 
-    from ..comm.places import requested_device, take_device
+    from ..comm.device.select import requested_device, take_device
     from .contest import race
 
     for name in ("m", "n", "k", "rounds"):
@@ -192,7 +192,7 @@ def own_choice(problem: Any, ranks: int) -> Any:
     """What the library takes for this product when nobody says; it may leave ranks idle. Collective over all ranks."""
     from mpi4py import MPI
 
-    from ..comm.node import in_one_node
+    from ..comm.transport.node_memory import in_one_node
     from ..gemm.cost.choose import choose
     from ..gemm.cost.machine import Machine
     from .contest import Entry

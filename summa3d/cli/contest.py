@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from ..comm.grid import Grid, describe
-from ..comm.places import placed, settle
-from ..comm.ranges import Ranges
-from ..comm.trace import Trace, write
+from ..blas_library import library
+from ..comm.device.select import placed, settle
+from ..comm.grid import Grid
+from ..comm.profile.nvtx import Ranges
+from ..comm.profile.trace import Trace, write
+from ..comm.topology import describe
 from ..errors import ConfigError
 from ..gemm.algorithms.registry import Algorithm, algorithm
 from ..gemm.matrix import DistMatrix
-from ..libraries import library
 from .clock import Clock
 from .runtime import on_all_cores, usable_cores
 from .traces import show

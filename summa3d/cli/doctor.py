@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..blas_library import library
 from ..capability import available
 from ..errors import ConfigError, LaunchError
-from ..libraries import library
 from .runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
 
 PACKAGES = ("numpy", "mpi4py", "torch", "safetensors", "tokenizers", "matplotlib", "cupy")
@@ -138,23 +138,23 @@ def _gpu() -> str:
 
 def _device_transport() -> str:
     """Return what would carry device arrays between ranks with a GPU each, and between ranks that share one, and why."""
-    from ..comm import choice
-    from ..comm.probe import cuda_aware
+    from ..comm.transport import select
+    from ..comm.transport.probe import cuda_aware
 
     if not _cards():
         return "no GPU: nothing to communicate from one"
     nccl, probe = _nccl(), cuda_aware()
-    wanted = choice.requested()
-    alone, shared = (_chosen(choice.Facts(devices, nccl is None, probe.works), wanted) for devices in (("0", "1"), ("0", "0")))
+    wanted = select.requested()
+    alone, shared = (_chosen(select.Facts(devices, nccl is None, probe.works), wanted) for devices in (("0", "1"), ("0", "0")))
     seen = f"CUDA-aware MPI: {'yes' if probe.works else 'no'}, {probe.reason}; NCCL: {'yes' if nccl is None else nccl}"
     return f"a GPU for each rank: {alone}; ranks that share one: {shared}. {seen}"
 
 
 def _chosen(facts: Any, wanted: str) -> str:
-    from ..comm import choice
+    from ..comm.transport import select
 
     try:
-        chosen = choice.choose(facts, wanted)
+        chosen = select.choose(facts, wanted)
     except ConfigError as error:
         return str(error).splitlines()[0]
     return f"{chosen.name} ({chosen.reason})"

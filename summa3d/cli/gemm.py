@@ -1,5 +1,5 @@
 # `summa3d gemm`: one distributed product, timed, counted and checked. Imports gemm; never torch.
-# Next: contest.py, which races several; gemm/choose.py, which decides where the command line does not.
+# Next: contest.py, which races several; gemm/cost/choose.py, which decides where the command line does not.
 from __future__ import annotations
 
 import argparse
@@ -60,8 +60,8 @@ def parse_grid(text: str) -> dict[str, int]:
 def run(args: argparse.Namespace) -> int:
     from mpi4py import MPI
 
-    from ..comm.choice import requested
-    from ..comm.places import requested_device, take_device
+    from ..comm.device.select import requested_device, take_device
+    from ..comm.transport.select import requested
 
     for name in ("m", "n", "k", "repeat"):
         if getattr(args, name) < 1:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, int]]:
     """The algorithm, its plan and its grid: what the command line says, and what it leaves open by the chooser."""
-    from ..comm.node import in_one_node
+    from ..comm.transport.node_memory import in_one_node
     from ..gemm.algorithms.registry import ALGORITHMS
     from ..gemm.algorithms.registry import algorithm as named
     from ..gemm.cost.choose import choose
@@ -109,8 +109,8 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
 
 def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str, int], world: Any) -> dict[str, Any]:
     """Run the product and return the fields of DESIGN §8, on rank 0. Ranks beyond the grid sleep."""
+    from ..comm.device.select import placed
     from ..comm.grid import Grid
-    from ..comm.places import placed
     from ..gemm.matrix import DistMatrix
 
     used = prod(shape.values())
@@ -136,7 +136,7 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
 
 def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any) -> dict[str, Any]:
     """Time a reused executor; count its words, messages and workspace; check its result if asked."""
-    from ..comm.places import settle
+    from ..comm.device.select import settle
     from .clock import Clock
 
     grid, old, factors = a.grid, c.block.copy(), (scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype))
@@ -189,7 +189,7 @@ def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: An
 
 def show_once(args: argparse.Namespace, clock: Any, once: Callable[[], None]) -> None:
     """Run the product once more, for the trace and for a profiler."""
-    from ..comm.trace import Trace, write
+    from ..comm.profile.trace import Trace, write
 
     ledger, whole = clock.grid.ledger, Trace()
 

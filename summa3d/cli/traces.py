@@ -1,5 +1,5 @@
 # `--trace FILE` and `--nvtx`, the same for every command that has them. May import comm.
-# Next: comm/trace.py (what is written), comm/ranges.py (what a profiler shows).
+# Next: comm/profile/trace.py (what is written), comm/profile/nvtx.py (what a profiler shows).
 from __future__ import annotations
 
 import argparse
@@ -12,9 +12,9 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from ..comm.ledger import Ledger
-    from ..comm.ranges import Ranges
-    from ..comm.trace import Trace
+    from ..comm.profile.ledger import Ledger
+    from ..comm.profile.nvtx import Ranges
+    from ..comm.profile.trace import Trace
 
 TRACE = (
     "write {} as a trace of all ranks: products, copies and communications; open it in Perfetto (https://ui.perfetto.dev, "
@@ -37,8 +37,8 @@ def check_trace_arguments(args: argparse.Namespace, comm: MPI.Intracomm) -> None
     Collective where there is something to check.
     """
     from ..comm.failure import agree_on_error
-    from ..comm.ranges import nvtx
-    from ..comm.trace import check_file
+    from ..comm.profile.nvtx import nvtx
+    from ..comm.profile.trace import check_file
 
     if args.trace is None and not args.nvtx:
         return
@@ -55,7 +55,7 @@ def check_trace_arguments(args: argparse.Namespace, comm: MPI.Intracomm) -> None
 
 def ranges_for(args: argparse.Namespace) -> Ranges | None:
     """NVTX ranges where they are asked for, or where there is a trace and a library that has them."""
-    from ..comm.ranges import nvtx, nvtx_or_none
+    from ..comm.profile.nvtx import nvtx, nvtx_or_none
 
     return nvtx() if args.nvtx else nvtx_or_none() if args.trace is not None else None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..autograd.ahead import Ahead, Source
 from ..autograd.collectives import all_gather, broadcast_from, scatter_from
 from ..autograd.products import Flights, Product, product
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..comm.grid import Grid
 from ..errors import GridError, LayoutError
 from ..gemm.algorithms.plan import ProductPlan
@@ -93,9 +93,10 @@ class Scheme:
         """The layout of a linear's output."""
         c_layout = self.plan(layout, "nn", 1, 1, 1).c_layout
         rows, columns = c_layout.dims
+        names = layout.names and (*layout.names[:-1], "n")
         if is_sequence_fine(layout):
-            return Layout(rows[:1], rows[1:], columns)
-        return Layout(rows, *((),) * (len(layout.dims) - 2), columns, hosted=c_layout.hosted)
+            return Layout(rows[:1], rows[1:], columns, names=names)
+        return Layout(rows, *((),) * (len(layout.dims) - 2), columns, hosted=c_layout.hosted, names=names)
 
     def weight(self, layout: Layout, transposed: bool = False) -> Layout:
         """The layout of a linear's weight [k, n] whose input has `layout`; `transposed`: that of a product with its transpose."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.arrays import DEVICES
-from ..comm.choice import NAMES as TRANSPORTS
+from ..comm.transport.select import NAMES as TRANSPORTS
 from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError
 from ..nn.config import ModelConfig
@@ -178,7 +178,7 @@ class Config:
     "copied", or what else the scheme offers. `regather` has backward gather operands again instead of keeping them. `recompute`
     has it compute again what it would have kept: "full", every `recompute_layers` layers from their input; "selective", the
     attention core alone. `overlap` says what is in flight meanwhile (`nn.overlap`). `transport` is what carries device arrays
-    (`comm.choice`); auto leaves it to SUMMA3D_TRANSPORT, or the rule. `device` is where the run computes, cpu or cuda; left out,
+    (comm/transport); auto leaves it to SUMMA3D_TRANSPORT, or the rule. `device` is where the run computes, cpu or cuda; left out,
     it is what SUMMA3D_DEVICE says, else cpu. `tf32` lets a device round the operands of float32 products to 11 bits.
     """
 

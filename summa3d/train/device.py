@@ -1,5 +1,5 @@
 # Where a run computes: the host, or the device that is this rank's; and the way of tensors there and back.
-# Imports comm.places; torch. Everything else in this folder computes where its tensors lie.
+# Imports comm.device.select; torch. Everything else in this folder computes where its tensors lie.
 # Next: prepare.py, which asks for a device before it builds the model; pieces.py, which brings blocks back one at a time.
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..comm.places import requested_device, take_device
+from ..comm.device.select import requested_device, take_device
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -33,7 +33,7 @@ class Workspace:
     def buffer(self, name: str, shape: Sequence[int], like: Array, capacity: int | None = None) -> Array:
         """A C-ordered array of `shape` and of `like`'s kind and dtype; `capacity`, its largest size, is what is kept."""
         held, count = self._buffers.get(name), prod(shape)
-        if held is None or held.dtype != like.dtype or len(held) < count or not _alike(held, like):
+        if held is None or held.dtype != like.dtype or len(held) < count or not is_like(held, like):
             self._buffers.pop(name, None)
             del held
             held = self._buffers[name] = self.ledger.track(empty((max(count, capacity or 0),), like))
@@ -67,6 +67,6 @@ class Workspace:
             return copy_into(target, source)
 
 
-def _alike(held: Array, like: Array) -> bool:
+def is_like(array: Array, like: Array) -> bool:
     """Whether two arrays are of one library and lie on one side; quick for numpy's."""
-    return type(held) is type(like) is np.ndarray or kind_of(held) == kind_of(like)
+    return type(array) is type(like) is np.ndarray or kind_of(array) == kind_of(like)

@@ -6,9 +6,9 @@ import importlib
 
 import numpy as np
 
+from ...blas_library import gemm, library
 from ...comm.arrays import Array, dtype_name, is_half, is_torch, library_of
 from ...dtypes import HALVES, LETTERS
-from ...libraries import gemm, library
 from .cublas import multiply_halves
 from .strides import by_rows, row_step
 
