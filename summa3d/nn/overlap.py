@@ -1,5 +1,5 @@
-# What communication runs beside arithmetic, as data: three switches. Imports errors only; no torch.
-# Next: autograd/ahead.py and autograd/later.py, which do it; schemes.py, which gives it to every product.
+"""The switches of what communication overlaps with arithmetic, as data."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -9,14 +9,15 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Overlap:
-    """What may be in flight while a layer computes. Results, words and messages are the same with any of it; memory is not.
+    """What may be in flight while a layer computes. It changes memory, but no result, no words and no messages.
 
-    gather : how many weights are gathered ahead of the layers that use them, in forward, backward and recomputation. Each takes
-        one more gathered weight of memory; in a node's shared memory weights are then copied, not read in place. 0: none. Models
-        do so in their forward; a module of your own after ``scheme.ahead.follow(module)``.
+    gather : how many weights are prefetched: all-gathered ahead of the layers that use them, in forward, backward and
+        recomputation. Each needs memory for one more gathered weight; in a node's shared memory a prefetched weight is copied
+        instead of read in place. 0: no prefetch. Models prefetch in their forward; a module of your own does after
+        ``scheme.ahead.follow(module)``.
     weight_gradient : how many sums of weights' gradients may be in flight behind the layers that follow in backward; each takes
         a summand and, through MPI, the parts to be added. 0: a layer waits for its own.
-    input_gradient : whether the sum of an input's gradient is in flight while the weight's is computed.
+    input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed.
 
     The first two are about what moves along x: the weights of `cuboid` and `cuboid-sequence` with X > 1. Backward gathers none
     where `regather` is off. The third is about `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`. In `summa`, `summa-transposed`,
