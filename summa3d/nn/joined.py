@@ -71,6 +71,6 @@ def _misfit(what: str, linear: Linear, ways: int) -> str:
     fits = [value for value in (below, below + ways, below + 2 * ways) if value]
     return (
         f"{what} {linear.n} cannot be split evenly over {axes} = {ways} (grid {describe(linear.scheme.grid.shape)}).\n"
-        f"  Two linears share one product there, and each must be split into equal blocks of columns.\n"
+        f"  Two linear layers share one product here, so each must split into equal blocks of columns.\n"
         f"  Values that fit: {', '.join(map(str, fits))}."
     )
