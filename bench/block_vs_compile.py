@@ -13,7 +13,7 @@ from gpu import benchmark_parser, in_turn, taken
 from mpi4py import MPI
 from plain_block import plain_stack
 
-from summa3d.cli.blocks import Case, Entry, Runner, inputs
+from summa3d.bench.blocks import Case, Entry, Runner, inputs
 from summa3d.nn import ModelConfig
 
 SPEED, SHARE = 1.0, 0.7

@@ -48,7 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.on_ranks:
         return measure(args.rounds)
-    from summa3d.cli.tables import table
+    from summa3d.bench.tables import table
 
     for transport in args.through:
         os.environ["SUMMA3D_NODE_MEMORY"] = TRANSPORTS[transport]
@@ -101,8 +101,8 @@ def measure(rounds: int) -> None:
     from summa3d.cli.block import QUIET_PROFILER
 
     os.environ.setdefault(*QUIET_PROFILER)
-    from summa3d.cli.blocks import Case, Runner, facts, rows_of, timed
-    from summa3d.cli.contest import machine, sleep_until_all_are_here
+    from summa3d.bench.blocks import Case, Runner, facts, rows_of, timed
+    from summa3d.bench.products import machine, sleep_until_all_are_here
     from summa3d.nn import ModelConfig
 
     world = MPI.COMM_WORLD
@@ -120,8 +120,9 @@ def measure(rounds: int) -> None:
 
 def picked(case: Any, world: Any) -> list[Any]:
     """The fastest grids and switches of each kind, as a short trial of all entries selects them; collective."""
-    from summa3d.cli.blocks import Entry, Runner, gathers, grids_for, timed
-    from summa3d.nn.schemes import SCHEMES
+    from summa3d.nn.schemes.scheme.scheme import SCHEMES
+
+    from summa3d.bench.blocks import Entry, Runner, gathers, grids_for, timed
 
     entries = [
         Entry(name, grid, regather)
@@ -152,7 +153,7 @@ def peers_of(case: Any, world: Any) -> list[Any]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from summa3d.cli.runtime import on_all_cores
+    from summa3d.launch.runtime import on_all_cores
 
     port = None
     if world.rank == 0:
@@ -182,14 +183,14 @@ def dtensor_stack(case: Any, mesh: Any) -> Any:
 
 
 class Peer:
-    """The DTensor model as a contender, with the methods of `summa3d.cli.blocks.Contender`."""
+    """The DTensor model as a contender, with the methods of `summa3d.bench.blocks.Contender`."""
 
     def __init__(self, label: str, stack: Any, case: Any, world: Any, threads: Any) -> None:
         import torch
 
         from summa3d import Grid
-        from summa3d.cli.blocks import inputs
-        from summa3d.cli.clock import Clock
+        from summa3d.bench.blocks import inputs
+        from summa3d.bench.clock import Clock
 
         self.label, self.stack, self.case, self.comm, self.threads = label, stack, case, world, threads
         self.clock = Clock(Grid(world, {"y": world.size}))
@@ -228,7 +229,7 @@ class Peer:
 
     def amounts(self) -> dict[str, Any]:
         """Bytes saved for backward, at the peak, and of parameters, measured as ours are; torch's words are not counted."""
-        from summa3d.nn.tracked import peak_bytes, saved_bytes
+        from summa3d.bench.memory import peak_bytes, saved_bytes
 
         with saved_bytes([self.x, *self.stack.parameters()]) as saved:
             y = self.stack(self.x)

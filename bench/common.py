@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from summa3d.cli.doctor import BLAS_OVERRIDES  # noqa: E402
 from summa3d.cli.launch import mpi_command  # noqa: E402
-from summa3d.cli.runtime import THREAD_VARIABLES  # noqa: E402
+from summa3d.launch.runtime import THREAD_VARIABLES  # noqa: E402
 
 
 def environment(threads: int | None = 1) -> dict[str, str]:
@@ -52,7 +52,7 @@ def note(text: str) -> None:
 
 def about(machine: Mapping[str, Any]) -> str:
     """One line on the machine of a result."""
-    from summa3d.cli.tables import in_one_line
+    from summa3d.bench.tables import in_one_line
 
     return in_one_line(machine)
 

@@ -48,7 +48,7 @@ def measure(calls: int) -> None:
     start_mpi()
     from mpi4py import MPI
 
-    from summa3d.cli.contest import machine, sleep_until_all_are_here
+    from summa3d.bench.products import machine, sleep_until_all_are_here
 
     world = MPI.COMM_WORLD
     found = machine() if world.rank == 0 else {}
@@ -60,7 +60,7 @@ def measure(calls: int) -> None:
 
 def compare(world: Any, grid: dict[str, int], calls: int) -> dict[str, Any]:
     """Median times on one grid in µs, the largest over ranks; collective."""
-    from summa3d.cli.contest import Entry, Problem, Runner
+    from summa3d.bench.products import Entry, Problem, Runner
 
     runner = Runner(Entry("cuboid", grid, Problem(SIZE, SIZE, SIZE)), world)
     contenders: dict[str, Callable[[], Any]] = {"ours": runner.run, **bare(world, runner, grid)}

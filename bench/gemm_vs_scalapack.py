@@ -16,9 +16,9 @@ from typing import Any
 from common import HERE, bench, note, save, verdict
 from scalapack import NotInstalled, Scalapack, Tuned
 
+from summa3d.bench.tables import table
 from summa3d.cli.report import draw
-from summa3d.cli.runtime import usable_cores
-from summa3d.cli.tables import table
+from summa3d.launch.runtime import usable_cores
 
 CASES = {"sq2048": (2048, 2048, 2048), "sq4096": (4096, 4096, 4096), "tall": (8192, 1024, 1024), "largek": (1024, 1024, 16384)}
 OURS = "ours"

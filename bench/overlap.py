@@ -49,7 +49,7 @@ def measure(rounds: int) -> None:
     start_mpi()
     from mpi4py import MPI
 
-    from summa3d.cli.blocks import Case, Entry, Runner, timed
+    from summa3d.bench.blocks import Case, Entry, Runner, timed
     from summa3d.nn import ModelConfig
     from summa3d.nn.overlap import Overlap
 

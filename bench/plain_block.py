@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from summa3d.cli.blocks import Case, Stack
+from summa3d.bench.blocks import Case, Stack
 from summa3d.nn import ModelConfig, scheme
 
 
@@ -31,7 +31,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(config.hidden, config.width), nn.Linear(config.width, config.hidden)
+        self.up, self.down = nn.Linear(config.hidden, config.ffn_dim), nn.Linear(config.ffn_dim, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """The MLP of x [b, s, h]."""

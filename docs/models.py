@@ -1,6 +1,8 @@
-# Prints docs/models.md: every family's call, parameters and their layouts, from the very code that runs.
-# May import summa3d. `python docs/models.py > docs/models.md`; a test compares the two.
-# Next: ../summa3d/nn/config.py, the families as data; schemes.py, the page of the schemes.
+"""Prints docs/models.md: every family's call, parameters and their layouts, from the very code that runs.
+
+`python docs/models.py > docs/models.md`; a test compares the two.
+"""
+
 from __future__ import annotations
 
 import inspect
@@ -10,7 +12,7 @@ from summa3d.comm.grid import Place
 from summa3d.layout import Layout
 from summa3d.nn import ModelConfig, Scheme, scheme
 from summa3d.nn.config import FAMILIES
-from summa3d.nn.model import MODELS
+from summa3d.nn.models.registry import MODELS
 
 SIZES = {"h": 32, "f": 88, "s": 24, "v": 80}
 OPTIONS = {"llama": {"kv_heads": 4}, "vit": {"image": 12, "patch": 3, "channels": 3, "classes": 10}}

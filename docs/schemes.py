@@ -1,6 +1,8 @@
-# Prints docs/schemes.md: every scheme's layouts, local shapes and words for one small model, from the very code that runs.
-# May import summa3d. `python docs/schemes.py > docs/schemes.md`; a test compares the two.
-# Next: ../summa3d/nn/scheme_kinds.py, the data behind it.
+"""Prints docs/schemes.md: every scheme's layouts, local shapes and words for one small model, from the very code that runs.
+
+`python docs/schemes.py > docs/schemes.md`; a test compares the two.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,6 +10,7 @@ from math import prod
 from typing import Any
 
 import torch
+from summa3d.nn.schemes.scheme.registry import row_axes
 
 from summa3d.comm.grid import Place
 from summa3d.comm.topology import describe
@@ -17,7 +20,6 @@ from summa3d.dry.step import counts, inputs
 from summa3d.dry.trace import Tracer
 from summa3d.layout import Layout
 from summa3d.nn import MLP, ModelConfig, Scheme, build, scheme
-from summa3d.nn.scheme_kinds import row_axes
 
 BATCH, SEQUENCE = 8, 8
 CONFIG = ModelConfig(layers=1, hidden=16, heads=8, ffn=48, sequence=SEQUENCE, vocabulary=40)
@@ -74,7 +76,7 @@ def split(dims: str, layout: Layout) -> str:
 def stages(on: Scheme) -> Iterator[tuple[str, str, Layout, tuple[int, ...], str]]:
     """Stage, letters of its dims, layout, global shape, and the part of the model that is spent there."""
     b, s, h, f, v = BATCH, SEQUENCE, CONFIG.hidden, CONFIG.width, CONFIG.vocabulary
-    stream, inner = on.stream, on.after_linear(on.stream)
+    stream, inner = on.residual, on.after_linear(on.residual)
     down = on.weight(inner, on.kind.transposed_down)
     if on.kind.limits:
         yield "input", "mh", stream, (b * s, h), ""
@@ -116,7 +118,7 @@ def words(name: str, part: str, records: list[tuple[Scheme, list[Op]]]) -> tuple
     """Words per rank of a part, forward and backward, averaged. A linear's are its product's, without the bias."""
     totals = {"forward": 0, "backward": 0}
     for on, moves in records:
-        rows = {"·".join(row_axes(layout)) for layout in (on.stream, on.after_linear(on.stream))}
+        rows = {"·".join(row_axes(layout)) for layout in (on.residual, on.after_linear(on.residual))}
         for op in moves:
             of_bias = part in ("qkv", "projection", "up", "down") and op.name == "all_reduce" and op.axis in rows
             totals[op.phase] += op.words if op.layer in LAYERS[part] and not of_bias else 0
@@ -131,7 +133,7 @@ def record(name: str, rank: int) -> tuple[Scheme, list[Op]]:
         if on.kind.limits:
             rows, shape = BATCH * SEQUENCE, (BATCH * SEQUENCE, CONFIG.hidden)
             model: torch.nn.Module = MLP(CONFIG.hidden, CONFIG.width, on)
-            block = torch.empty(on.stream.local_shape(shape, on.grid.shape, on.grid.coordinates), requires_grad=True)
+            block = torch.empty(on.residual.local_shape(shape, on.grid.shape, on.grid.coordinates), requires_grad=True)
             given: dict[str, Any] = {"x": block, "rows": rows}
         else:
             model, given = build(CONFIG, on), inputs(CONFIG, BATCH) | counts(CONFIG, BATCH)

@@ -15,8 +15,8 @@ summa3d.nn.initialise(model, cuboid, seed=1)  # the same weights on every grid
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 x = torch.randn(8, 5, 10, generator=torch.Generator().manual_seed(0))
 for _step in range(20):
-    y = model(distribute(x, grid, cuboid.stream))
-    loss = (y - distribute(x, grid, cuboid.stream)).square().sum() / x.numel()  # this rank's part of the global mean
+    y = model(distribute(x, grid, cuboid.residual))
+    loss = (y - distribute(x, grid, cuboid.residual)).square().sum() / x.numel()  # this rank's part of the global mean
     optimizer.zero_grad()
     loss.backward()  # gradients are complete: nothing else to reduce
     optimizer.step()

@@ -1,6 +1,8 @@
-# Fixtures of all tests. The plugin mpiworlds brings `comm`, `world_size` and `shared_tmp_path`.
-# May import devices; summa3d, lazily: tests of gemm must not pull in torch through here.
-# Next: mpiworlds.py, devices.py.
+"""Fixtures of all tests.
+
+The plugin mpiworlds brings `comm`, `world_size` and `shared_tmp_path`.
+"""
+
 from __future__ import annotations
 
 import os

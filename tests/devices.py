@@ -1,6 +1,5 @@
-# Where tests compute, as SUMMA3D_DEVICE says: cpu; cuda, each rank's GPU; or pretended, the device of pretended.py.
-# May import summa3d.comm; torch, CuPy and pretended where one of the latter two is asked for.
-# Next: conftest.py, which takes the device for each test; scheme_table.py and products.py, which put their arrays there.
+"""Where tests compute, as SUMMA3D_DEVICE says: cpu; cuda, each rank's GPU; or pretended, the device of pretended.py."""
+
 from __future__ import annotations
 
 import os

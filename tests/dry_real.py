@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from golden_cases import Case
 
+from summa3d.bench.memory import peak_bytes, saved_bytes
 from summa3d.comm.grid import Grid
 from summa3d.dry.step import Setting, Step, run
 from summa3d.nn import ModelConfig, build, scheme
-from summa3d.nn.model import Model
-from summa3d.nn.tracked import peak_bytes, saved_bytes
+from summa3d.nn.models.registry import Model
 from summa3d.train import config as configuration
 from summa3d.train.dry_run import training_of
 
@@ -61,7 +61,7 @@ def lines_of(step: Step) -> Lines:
 def batch_of(config: ModelConfig, rows: int) -> dict[str, Any]:
     """A batch of zeros and what its losses are divided by."""
     if config.family == "vit":
-        side, _, channels, _ = config.picture
+        side, _, channels, _ = config.image_sizes
         return {"images": torch.zeros(rows, channels, side, side), "labels": torch.zeros(rows, dtype=torch.int64), "count": rows}
     tokens = torch.zeros(rows, config.sequence, dtype=torch.int64)
     given: dict[str, Any] = {"tokens": tokens, "labels": tokens.clone(), "count": tokens.numel()}

@@ -1,6 +1,8 @@
-# cuBLAS without a GPU: the names of `cupy.cuda` and `cupy.cublas` by which products are taken, on the arrays of fake_device.
-# May import numpy. gemmEx reads addresses and leading dims by columns, with nothing else known of the arrays, as the real one.
-# Next: fake_device.py, which has both under its own name; pretended.py, which has the first for torch's tensors.
+"""CuBLAS without a GPU: the names of `cupy.cuda` and `cupy.cublas` by which products are taken, on the arrays of fake_device.
+
+gemmEx reads addresses and leading dims by columns, with nothing else known of the arrays, as the real one.
+"""
+
 from __future__ import annotations
 
 import ctypes

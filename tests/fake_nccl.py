@@ -1,6 +1,8 @@
-# NCCL without a GPU: the names of `cupy.cuda.nccl` that are used, over MPI. May import numpy and mpi4py.
-# Every call is queued on a stream of the fake device that it is given, and counts the words that it moves.
-# Next: fake_device.py, whose backend has it.
+"""NCCL without a GPU: the names of `cupy.cuda.nccl` that are used, over MPI.
+
+Every call is queued on a stream of the fake device that it is given, and counts the words that it moves.
+"""
+
 from __future__ import annotations
 
 import ctypes

@@ -1,6 +1,5 @@
-# Operands of a product and its gradient, the same on every rank, and the comparison of blocks with a whole.
-# May import torch, summa3d.layout.
-# Next: autograd/test_matmul.py, autograd/test_products.py.
+"""Operands of a product and its gradient, the same on every rank, and the comparison of blocks with a whole."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,6 +1,9 @@
-# The fused kernels without a GPU: their sources compiled as C++, block by block and thread by thread on the host; and a launcher
-# that lays every operand between guards, at any alignment. May import summa3d.kernels, torch.
-# Next: kernels/conftest.py, which gives them to tests.
+"""The fused kernels without a GPU.
+
+Their sources compiled as C++, block by block and thread by thread on the host; and a launcher that lays every operand
+between guards, at any alignment.
+"""
+
 from __future__ import annotations
 
 import ctypes

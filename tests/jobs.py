@@ -1,6 +1,5 @@
-# Starting real MPI jobs from tests that use no MPI themselves: a Python program, or `summa3d ARGS…`, on several ranks.
-# May import summa3d.cli, which finds the launcher.
-# Next: comm/test_failure.py and cli/test_launch.py, which use it.
+"""Starting real MPI jobs from tests that use no MPI themselves: a Python program, or `summa3d ARGS…`, on several ranks."""
+
 from __future__ import annotations
 
 import os

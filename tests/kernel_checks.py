@@ -1,5 +1,5 @@
-# What tests of kernels share: operands, how close a result must be, and sums over ranks that are simulated by blocks.
-# May import torch only. Next: kernels/test_elements.py, kernels/test_rows.py.
+"""What tests of kernels share: operands, how close a result must be, and sums over ranks that are simulated by blocks."""
+
 from __future__ import annotations
 
 import os

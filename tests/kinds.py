@@ -1,6 +1,5 @@
-# Arrays of every kind and dtype that summa3d communicates, from small whole numbers that all of them hold exactly.
-# May import numpy, summa3d.comm.arrays; torch only when a torch array is asked for.
-# Next: comm/test_collectives.py, which sends them.
+"""Arrays of every kind and dtype that summa3d communicates, from small whole numbers that all of them hold exactly."""
+
 from __future__ import annotations
 
 from typing import Any

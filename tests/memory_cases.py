@@ -1,6 +1,5 @@
-# Models whose memory is measured, and how: bytes saved for backward, and the peak of a forward and a backward.
-# May import torch, summa3d.nn, summa3d.train.device.
-# Next: nn/test_memory.py, nn/test_device_memory.py, which hold the closed forms to them.
+"""Models whose memory is measured, and how: bytes saved for backward, and the peak of a forward and a backward."""
+
 from __future__ import annotations
 
 import gc
@@ -8,8 +7,8 @@ from typing import Any
 
 import torch
 
+from summa3d.bench.memory import peak_bytes, saved_bytes
 from summa3d.nn import ModelConfig
-from summa3d.nn.tracked import peak_bytes, saved_bytes
 from summa3d.train.device import HOST, on_device
 
 # Odd sizes where no axis must divide them: v = 191, f = 4h or Llama's; large enough that rows of statistics are small change.
@@ -37,7 +36,7 @@ SCHEMES = {
 def inputs(config: ModelConfig) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     if config.family == "vit":
-        side, _, channels, classes = config.picture
+        side, _, channels, classes = config.image_sizes
         images = torch.randn(BATCH, channels, side, side, generator=generator)
         return {"images": images, "labels": torch.randint(0, classes, (BATCH,), generator=generator)}
     tokens = torch.randint(0, config.vocabulary, (BATCH, config.sequence), generator=generator)

@@ -25,7 +25,7 @@ import pytest
 from mpiworlds import FOLDER_VARIABLE, timeout_of, world_size_of
 
 from summa3d.cli.launch import mpi_command
-from summa3d.cli.runtime import loaded_runtime
+from summa3d.launch.runtime import loaded_runtime
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")

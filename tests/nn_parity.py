@@ -1,6 +1,5 @@
-# One comparison for every family: a model on a grid against its plain oracle, loss and every raw gradient.
-# May import summa3d.nn, summa3d.layout, devices.
-# Next: nn/test_llama.py, nn/test_bert.py, nn/test_vit.py.
+"""One comparison for every family: a model on a grid against its plain oracle, loss and every raw gradient."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-# The parity oracle of BERT: plain torch on one process, written without any of the library's layers.
-# Next: nn/test_bert.py.
+"""The parity oracle of BERT: plain torch on one process, written without any of the library's layers."""
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,8 @@
-# The parity oracle: a GPT in plain torch on one process, written without any of the library's layers.
-# Only the masks' random numbers come from the library (their distribution has tests of its own).
+"""The parity oracle: a GPT in plain torch on one process, written without any of the library's layers.
+
+Only the masks' random numbers come from the library (their distribution has tests of its own).
+"""
+
 from __future__ import annotations
 
 import torch

@@ -1,6 +1,8 @@
-# The parity oracle of the Llama family: plain torch on one process, written without any of the library's layers.
-# Rotary positions are complex multiplications here, and k and v are copied to every head that shares them.
-# Next: nn/test_llama.py.
+"""The parity oracle of the Llama family: plain torch on one process, written without any of the library's layers.
+
+Rotary positions are complex multiplications here, and k and v are copied to every head that shares them.
+"""
+
 from __future__ import annotations
 
 import math

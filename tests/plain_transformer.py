@@ -1,6 +1,8 @@
-# What the plain oracles of the families share: dropout by the library's numbers, and weights by name. Plain torch, one process.
-# May import summa3d.nn's configuration and random numbers only.
-# Next: plain_gpt.py, plain_llama.py, plain_bert.py, plain_vit.py.
+"""What the plain oracles of the families share: dropout by the library's numbers, and weights by name.
+
+Plain torch, one process.
+"""
+
 from __future__ import annotations
 
 import torch

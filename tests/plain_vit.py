@@ -1,5 +1,5 @@
-# The parity oracle of ViT: plain torch on one process, its patches by a convolution, written without the library's layers.
-# Next: nn/test_vit.py.
+"""The parity oracle of ViT: plain torch on one process, its patches by a convolution, written without the library's layers."""
+
 from __future__ import annotations
 
 import torch

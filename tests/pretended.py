@@ -1,6 +1,3 @@
-# A CUDA device that is pretended: torch tensors that say they are on it, hold real numbers in host memory, and refuse the host's.
-# May import torch, fake_device, host_kernels, summa3d.
-# Next: nn/test_device_models.py and train/test_device_run.py, which compare what is computed on it with the host's numbers.
 """What a tensor says of itself (`device`, `is_cuda`), and what torch refuses, goes by the storage that it lies in.
 
 Beside real numbers, that gives: a mix of host and device tensors raises; a device tensor handed to numpy raises; what has the

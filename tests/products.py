@@ -1,6 +1,5 @@
-# One product of any algorithm, run and judged on every rank: its result, words, messages and workspace.
-# May import summa3d.gemm, kinds, devices; torch only where a torch array is asked for.
-# Next: gemm/test_algorithms.py, which runs every algorithm, form and dtype through it.
+"""One product of any algorithm, run and judged on every rank: its result, words, messages and workspace."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -106,7 +105,7 @@ class Judge:
         dtype = str(wholes[0].dtype).removeprefix("torch.")
         bound = 8 * ACCUMULATED[dtype] * sqrt(max(plan.k, 1)) + ROUNDED.get(dtype, 0)
         self.cases.append(case)
-        used = plan.c_layout.axes | set(plan.c_layout.hosted)
+        used = plan.c_layout.axes | set(plan.c_layout.root_only)
         copies = prod(size for axis, size in self.grid.shape.items() if axis not in used)
         self.squares.append(float(np.linalg.norm(plain(out) - want[slices]) ** 2) / copies)
         self.bounds.append(bound * float(np.linalg.norm(want)))

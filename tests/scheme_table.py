@@ -1,6 +1,8 @@
-# The schemes and grids that every family of models is tested on, the families, and the comparison with plain torch.
-# May import summa3d, nn_parity, devices and the plain models. A family is one line of FAMILIES; a scheme one line of GRIDS.
-# Next: nn/test_schemes.py, which runs them all.
+"""The schemes and grids that every family of models is tested on, the families, and the comparison with plain torch.
+
+A family is one line of FAMILIES; a scheme one line of GRIDS.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,10 +16,10 @@ from nn_parity import check_parity, global_weights
 from plain_bert import PlainBERT, sentence_pairs
 from plain_gpt import PlainGPT
 from plain_llama import PlainLlama
+from summa3d.nn.schemes.scheme.scheme import Scheme
 from torch import Tensor
 
 from summa3d.nn import ModelConfig, build
-from summa3d.nn.schemes import Scheme
 
 GRIDS: dict[int, list[tuple[str, dict[str, int]]]] = {
     1: [
@@ -101,8 +103,8 @@ LLAMA = replace(GPT2, family="llama", hidden=72, ffn=36, kv_heads=2, rotary_base
 
 def llama_on(scheme: Scheme) -> ModelConfig:
     """Two kv heads, whole or in pieces; six where three ranks split them."""
-    ways = scheme.columns(scheme.after_linear(scheme.stream)).size
-    return LLAMA if ways % 2 == 0 or ways == 1 else replace(LLAMA, kv_heads=6)
+    num_shards = scheme.columns(scheme.after_linear(scheme.residual)).size
+    return LLAMA if num_shards % 2 == 0 or num_shards == 1 else replace(LLAMA, kv_heads=6)
 
 
 FAMILIES: dict[str, Family] = {
@@ -114,14 +116,14 @@ FAMILIES: dict[str, Family] = {
 
 def rows_for(scheme: Scheme) -> int:
     """The smallest batch that the scheme can split."""
-    shape, inner = scheme.grid.shape, scheme.after_linear(scheme.stream)
-    return lcm(scheme.stream.ways(0, shape), inner.ways(0, shape))
+    shape, inner = scheme.grid.shape, scheme.after_linear(scheme.residual)
+    return lcm(scheme.residual.num_shards(0, shape), inner.num_shards(0, shape))
 
 
 def sequence_for(scheme: Scheme, longest: int) -> int:
     """The longest sequence, shorter than the model's where there is one, that the scheme can split."""
-    ways = scheme.stream.ways(1, scheme.grid.shape)
-    return (longest - 1) // ways * ways or longest
+    num_shards = scheme.residual.num_shards(1, scheme.grid.shape)
+    return (longest - 1) // num_shards * num_shards or longest
 
 
 def check_against_plain_torch(family: Family, scheme: Scheme, tolerance: float = 1e-10) -> None:

@@ -1,6 +1,5 @@
-# A run small enough for a test: its configuration, its corpus, and how to start it.
-# Imports summa3d.train; used by tests/train and tests/cli.
-# Next: train/test_resume.py.
+"""A run small enough for a test: its configuration, its corpus, and how to start it."""
+
 from __future__ import annotations
 
 import json

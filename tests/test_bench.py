@@ -1,5 +1,5 @@
-# The scripts of bench/ that want a GPU: without one they say so; the host's way through them works. May import nothing of ours.
-# Next: ../bench/README.md.
+"""The scripts of bench/ that want a GPU: without one they say so; the host's way through them works."""
+
 from __future__ import annotations
 
 import json

@@ -1,6 +1,5 @@
-# Which BLAS is taken, and that each multiplies alike: forms, strides, orders, α and β, small sizes and large ones.
-# May import summa3d.blas_library, summa3d.gemm.local.
-# Next: ../summa3d/blas_library.py; gemm/test_local.py.
+"""Which BLAS is taken, and that each multiplies alike: forms, strides, orders, α and β, small sizes and large ones."""
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,5 @@
-# The job scripts start what they say: each is run with a launcher that only notes its line, and every line is parsed.
-# May import cli. Next: ../jobs/steps.sh, ../jobs/clusters/, ../jobs/bind.sh.
+"""The job scripts start what they say: each is run with a launcher that only notes its line, and every line is parsed."""
+
 from __future__ import annotations
 
 import argparse

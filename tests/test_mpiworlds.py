@@ -1,6 +1,5 @@
-# What the mpiworlds plugin promises, on a file of tests that fail in every way: each is named, with its ranks, in time.
-# May import pytest only; runs pytest as a subprocess.
-# Next: mpiworlds.py, mpiworlds_parent.py.
+"""What the mpiworlds plugin promises, on a file of tests that fail in every way: each is named, with its ranks, in time."""
+
 from __future__ import annotations
 
 import os
@@ -189,14 +188,14 @@ def test_it_leaves_no_shared_memory_behind(tmp_path: Path) -> None:
 
 
 def guest_launcher(ranks: int) -> tuple[str, ...]:
-    from summa3d.cli.runtime import find_launcher, loaded_runtime
+    from summa3d.launch.runtime import find_launcher, loaded_runtime
 
     return (*find_launcher(loaded_runtime()).command, "-n", str(ranks))
 
 
 @pytest.fixture
 def oversubscribed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from summa3d.cli.runtime import loaded_runtime, rank_environment
+    from summa3d.launch.runtime import loaded_runtime, rank_environment
 
     for name, value in rank_environment(loaded_runtime().vendor, 5, 1)[0].items():
         monkeypatch.setenv(name, value)

@@ -14,11 +14,11 @@ from test_imports import ROOT, imports_of, sources
 FUNCTION_LINES, CLASS_LINES, ROOM_FILES = 60, 300, 16
 RETIRED = (
     # of the node's memory, transports, prefetch and deferred reductions
-    "carriers", "Carriers", "Ring", "Turn", "room", "NodeRule", "Ahead", "Later", "Mail", "Flights",
+    "carriers", "Carriers", "Ring", "Turn", "room", "Ahead", "Later", "Mail", "Flights",
     # of layouts, layers and models
-    "hosted", "is_host", "is_owner", "owned", "handed_on", "spread", "sums_once", "traits", "picture", "Joined",
+    "hosted", "is_host", "is_owner", "owned", "ways", "handed_on", "sums_once", "traits", "picture", "Joined", "Kind",
     # of products and benches
-    "contest", "shared_blocks", "SharedBlocks", "volume_2d",
+    "contest", "Contest", "Racer", "SharedBlocks", "volume_2d",
 )  # fmt: skip
 """Identifiers that had a name of the field's own: none may return as a name in the sources."""
 

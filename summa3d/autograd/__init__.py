@@ -1,8 +1,8 @@
 """Gradients of distributed operations: products and collectives as torch autograd functions."""
 
 from .collectives import all_gather, all_reduce, broadcast_from, reduce_scatter, scatter_from, sum_gradient
+from .differentiable import Product, product
 from .matmul import matmul
-from .products import Product, product
 
 __all__ = [
     "Product",

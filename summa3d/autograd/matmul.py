@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .products import Product
+from .differentiable import Product
 
 
 class _Matmul(torch.autograd.Function):
@@ -32,7 +32,7 @@ class _Matmul(torch.autograd.Function):
         bias = product.rows.start_all_reduce(c.sum(0)) if need_bias and product.rows is not None else None
         shared = product.share(c) if need_a or need_b else c
         grad_a = product.start_grad_a(shared, b) if need_a else None
-        if grad_a and not product.flights.input_gradient:
+        if grad_a and not product.in_flight.input_gradient:
             grad_a.wait()
         grad_b = product.start_grad_b(shared, a) if need_b else None
         return (
@@ -59,7 +59,7 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -
     cuboid, mean per rank: forward [(Y−1)mk + (X−1)kn + (Z−1)mn]/P, backward [(Z−1)mn + (Y−1)mk + (X−1)kn]/P, and with regather
     [(Y−1)mk + (X−1)kn]/P more. The bias gradient is one all-reduce over `product.rows`.
     Memory kept for backward: both shards; for the cuboid with regather=False, both gathered operands.
-    Source: Bian et al. 2021, Algorithms 2, 4 and 6, a closed set (with 6 read as AᵀB).
+    PrefetchSource: Bian et al. 2021, Algorithms 2, 4 and 6, a closed set (with 6 read as AᵀB).
     """
     if torch.is_grad_enabled() and product.source is not None:
         product.source.saved = b.detach()

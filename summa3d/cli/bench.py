@@ -15,8 +15,8 @@ from typing import Any
 from ..comm.arrays import DEVICES
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError, DataError
+from ..launch.runtime import usable_cores
 from .block import add_block_arguments, block_result
-from .runtime import usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 INEXACT = tuple(name for name in DTYPES if not name.startswith("int"))
@@ -83,9 +83,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the benchmark, print its table or JSON on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
+    from ..bench.products import machine, sleep_until_all_are_here
+    from ..bench.tables import table
     from ..comm.profile.trace import check_file
-    from .contest import machine, sleep_until_all_are_here
-    from .tables import table
 
     world, file = MPI.COMM_WORLD, None if args.json in (None, "-") else Path(args.json)
     if file is not None:
@@ -113,8 +113,8 @@ def _write(file: Path, text: str) -> None:
 def _product_result(args: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
 
+    from ..bench.products import race
     from ..comm.device.select import requested_device, take_device
-    from .contest import race
 
     for name in ("m", "n", "k", "rounds"):
         if getattr(args, name) < 1:
@@ -149,7 +149,7 @@ def _counts(text: str) -> list[int]:
 
 def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
     """The entries of --entry, then those of --every-grid or --algorithm; without any, the library's choice."""
-    from .contest import Entry, Problem
+    from ..bench.products import Entry, Problem
 
     problem = Problem(args.m, args.n, args.k, args.form, args.dtype, args.device)
     for text in args.entry:
@@ -180,7 +180,7 @@ MAKERS = {"gemm": gemm_entries, "strong": strong_entries, "weak": weak_entries}
 
 
 def _scaling(args: argparse.Namespace, ranks: int, sizes: Callable[[int], tuple[int, int, int]]) -> Iterator[Any]:
-    from .contest import Problem
+    from ..bench.products import Problem
 
     counts = args.ranks or sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)})
     if max(counts) > ranks:
@@ -192,8 +192,8 @@ def _scaling(args: argparse.Namespace, ranks: int, sizes: Callable[[int], tuple[
 
 def _of_algorithms(names: list[str] | None, problem: Any, ranks: int) -> Iterator[Any]:
     """An entry for each named algorithm on its grid of fewest words; algorithms that cannot use `ranks` ranks are left out."""
+    from ..bench.products import Entry, fewest_words
     from ..gemm.algorithms.registry import ALGORITHMS, algorithm
-    from .contest import Entry, fewest_words
 
     if not names:
         yield own_choice(problem, ranks)
@@ -209,10 +209,10 @@ def own_choice(problem: Any, ranks: int) -> Any:
     """The algorithm and grid that the library chooses for this product, which may leave ranks idle; collective over all ranks."""
     from mpi4py import MPI
 
+    from ..bench.products import Entry
     from ..comm.transport.node_memory import in_one_node
     from ..gemm.cost.choose import choose
     from ..gemm.cost.machine import Machine
-    from .contest import Entry
 
     machine = Machine(node=problem.device == "cpu" and in_one_node(MPI.COMM_WORLD))
     choice = choose(problem.m, problem.n, problem.k, ranks, problem.dtype, form=problem.form, machine=machine)
@@ -221,8 +221,8 @@ def own_choice(problem: Any, ranks: int) -> Any:
 
 def every_grid(problem: Any, ranks: int) -> Iterator[Any]:
     """The library's choice, then every other algorithm and grid of exactly `ranks` ranks that replicates no operand."""
+    from ..bench.products import Entry
     from ..gemm.algorithms.registry import ALGORITHMS
-    from .contest import Entry
 
     chosen = own_choice(problem, ranks)
     yield chosen
@@ -240,8 +240,8 @@ def parse_entry(text: str, problem: Any, ranks: int) -> tuple[str, dict[str, int
     Axes that are left out have size 1. Without any axis, the grid of `ranks` ranks with the fewest words is taken. Raises
     ConfigError for an unknown algorithm, axis or option.
     """
+    from ..bench.products import fewest_words
     from ..gemm.algorithms.registry import algorithm
-    from .contest import fewest_words
 
     name, _, rest = text.partition(":")
     found = algorithm(name)

@@ -85,8 +85,8 @@ def block_result(args: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault(*QUIET_PROFILER)
     from mpi4py import MPI
 
+    from ..bench.blocks import Case, race
     from ..train.device import open_device
-    from .blocks import Case, race
 
     for name in ("blocks", "batch", "rounds", "factor"):
         if getattr(args, name) < 1:
@@ -106,7 +106,7 @@ def _config(args: argparse.Namespace, **sizes: int | None) -> Any:
 
 
 def _paper_case(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    from .blocks import Case
+    from ..bench.blocks import Case
 
     shape, factor = PAPER_SHAPES[args.paper_shape], args.factor
     for what, size in (("sequence", PAPER_SEQUENCE), ("hidden", shape.hidden)):
@@ -129,8 +129,8 @@ def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterat
     """The entries of --scheme, in order. Raises ConfigError for an unknown scheme, and for one without a grid that fits."""
     from mpi4py import MPI
 
-    from ..nn.schemes import SCHEMES
-    from .blocks import Entry, gathers, grids_for
+    from ..bench.blocks import Entry, gathers, grids_for
+    from ..nn.schemes.scheme import SCHEMES
 
     ranks = MPI.COMM_WORLD.size
     for text in names:
@@ -145,8 +145,8 @@ def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterat
 
 def _grids(text: str, ranks: int, case: Any) -> list[dict[str, int]]:
     """The grids of ``NAME``, ``NAME:2,2,2`` or ``NAME:x=2,y=4``. Raises ConfigError where none can run the block."""
+    from ..bench.blocks import grids_for
     from ..comm.topology import describe
-    from .blocks import grids_for
 
     name, _, grid = text.partition(":")
     fitting = grids_for(name, ranks, case)

@@ -14,7 +14,7 @@ from ..errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from ..train.checkpoint import Checkpoint
+    from ..train.checkpoint.folder import Checkpoint
 
 MEBI = 1 << 20
 
@@ -94,15 +94,15 @@ def _inspect(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, A
 
 
 def _import(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, Any], str]:
-    from ..train.hf import import_folder
+    from ..train.checkpoint.huggingface import import_folder
 
     path = import_folder(args.source, args.path, comm, args.overwrite)
     return {"checkpoint": str(path), "run": str(args.path)}, f"{path}\nTrain it with: summa3d train --run {args.path} --resume"
 
 
 def _export(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, Any], str]:
-    from ..train.hf import export_folder
-    from ..train.together import on_root
+    from ..train.checkpoint.huggingface import export_folder
+    from ..train.on_root import on_root
 
     if args.file_size < 1:
         raise ConfigError(f"--file-size is {args.file_size}; it must be at least 1 (MiB).")
@@ -114,8 +114,8 @@ def _export(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, An
 
 def _open(path: Path, comm: MPI.Intracomm) -> Checkpoint:
     """The checkpoint in a folder step-N, or the newest one of a run folder."""
-    from ..train import checkpoint
-    from ..train.together import on_root
+    from ..train.checkpoint import folder as checkpoint
+    from ..train.on_root import on_root
 
     def find() -> Path:
         found = path if (path / "index.json").is_file() else checkpoint.newest(path / "checkpoints")

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..blas_library import library
-from ..capability import available
 from ..errors import ConfigError, LaunchError
-from .runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
+from ..launch.runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
+from ..node_support import available
 
 PACKAGES = ("numpy", "mpi4py", "torch", "safetensors", "tokenizers", "matplotlib", "cupy")
 SHM_PER_RANK = 5 << 20  # bytes: with MPICH, 8 ranks were measured to need 40 MB of /dev/shm, 64 ranks 330 MB

@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from ..comm.arrays import DEVICES, numpy_dtype
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError
-from .runtime import on_all_cores, usable_cores
+from ..launch.runtime import on_all_cores, usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for, show
 
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
@@ -160,8 +160,8 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
 
 def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any) -> dict[str, Any]:
     """Time a reused executor; count its words, messages and workspace; with --check, compare its result; collective."""
+    from ..bench.clock import Clock
     from ..comm.device.select import settle
-    from .clock import Clock
 
     grid, old, factors = a.grid, c.block.copy(), (scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype))
     grid.ledger.reset_peak()

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 
 from ..errors import LaunchError
-from .runtime import find_launcher, loaded_runtime, rank_environment, usable_cores
+from ..launch.runtime import find_launcher, loaded_runtime, rank_environment, usable_cores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from ..capability import forbidden
 from ..errors import CapacityError, ConfigError, LaunchError, Summa3dError
-from .runtime import (
+from ..launch.runtime import (
     LIKE_OPEN_MPI,
     THREAD_VARIABLES,
     VENDOR_NAMES,
@@ -25,6 +24,7 @@ from .runtime import (
     version_of,
     waiting_settings,
 )
+from ..node_support import forbidden
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..bench import plots
+from ..bench.tables import table
 from ..errors import DataError
-from . import plots
-from .tables import table
 
 KINDS = ("gemm", "strong", "weak", "versus", "block")
 

@@ -1,6 +1,8 @@
-# The few array operations that communication needs, for numpy, CuPy and torch alike. Imports errors, numpy; never the others.
-# A torch tensor is recognised by a method that others lack, CuPy's arrays by their CUDA interface: neither need be installed.
-# Next: transport.py, which hands the bytes to MPI.
+"""The few array operations that communication needs, for numpy, CuPy and torch alike.
+
+A torch tensor is recognised by a method that others lack, CuPy's arrays by their CUDA interface: neither need be installed.
+"""
+
 from __future__ import annotations
 
 import sys

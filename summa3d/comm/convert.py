@@ -1,5 +1,5 @@
-# An array of one library as another's: uncopied where both can read its memory, by DLPack on a device. Imports arrays, errors.
-# Next: gemm/matrix.py, whose `DistMatrix.to` it is.
+"""An array of one library as another's: uncopied where both can read its memory, by DLPack on a device."""
+
 from __future__ import annotations
 
 import importlib

@@ -10,8 +10,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ..capability import available
 from ..errors import GridError
+from ..node_support import available
 from .axis import Axis
 from .device.backend import Backend
 from .profile.ledger import Ledger

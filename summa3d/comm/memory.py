@@ -1,5 +1,5 @@
-# How the process's heap treats the large arrays that every product and collective makes anew. Imports the standard library only.
-# Next: cli/main.py, which calls it once per rank.
+"""How the process's heap treats the large arrays that every product and collective makes anew."""
+
 from __future__ import annotations
 
 import contextlib

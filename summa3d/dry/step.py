@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..nn.config import ModelConfig
-from ..nn.model import Model, build
+from ..nn.models.registry import Model, build
 from ..nn.overlap import DEFAULT, Overlap
 from ..nn.parameter import ShardedParameter
-from ..nn.schemes import Scheme, scheme
+from ..nn.schemes.scheme import Scheme, scheme
 from .place import DryPlace
 from .record import OPTIMIZER, Part, Segment, moved, net_of, peak_of, repeated, totals
 from .trace import Tracer
@@ -282,7 +282,7 @@ def _kernels(setting: Setting, tracer: Tracer) -> Iterator[None]:
 def inputs(config: ModelConfig, batch: int) -> dict[str, Tensor]:
     """A batch without memory, as the model's forward takes it."""
     if config.family == "vit":
-        side, _, channels, _ = config.picture
+        side, _, channels, _ = config.image_sizes
         return {"images": torch.empty(batch, channels, side, side), "labels": torch.empty(batch, dtype=torch.int64)}
     names = ("tokens", "labels", "types") if config.family == "bert" else ("tokens", "labels")
     given = {name: torch.empty(batch, config.sequence, dtype=torch.int64) for name in names}

@@ -38,7 +38,7 @@ def table(matrix: Distributed) -> list[str]:
     holders: dict[tuple[Runs, Runs], list[int]] = {}
     for rank in range(grid.size):
         coordinates = grid.coordinates_of(rank)
-        if layout.is_host(coordinates):
+        if layout.holds_block(coordinates):
             rows, columns = (_hashable(part) for part in layout.runs(matrix.shape, grid.shape, coordinates))
             holders.setdefault((rows, columns), []).append(grid.ranks[rank])
     lines, across = (sorted({key[dim] for key in holders}) for dim in (0, 1))

@@ -97,5 +97,5 @@ def _fill(path: Path, matrix: Distributed, block: np.ndarray) -> None:
 def _owns(grid: Grid, layout: Ownership) -> bool:
     """True on one of the ranks that hold copies of a block."""
     if isinstance(layout, Layout):
-        return layout.is_owner(grid.coordinates)
+        return layout.is_primary(grid.coordinates)
     return grid.inside and all(grid.coordinates[axis] == 0 for axis in grid.shape if axis not in layout.axes)

@@ -41,7 +41,7 @@ def magnitudes(block: Array) -> np.ndarray:
 
 def _splitting(matrix: Distributed, dims: Iterable[int]) -> tuple[str, ...]:
     """The axes over which the values of these dims differ: those that split them, and those along which one rank hosts them."""
-    return (*(axis for dim in dims for axis in matrix.layout.dims[dim]), *matrix.layout.hosted)
+    return (*(axis for dim in dims for axis in matrix.layout.dims[dim]), *matrix.layout.root_only)
 
 
 def _sum(matrix: Distributed, values: np.ndarray, axes: tuple[str, ...]) -> np.ndarray:

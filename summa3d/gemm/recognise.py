@@ -92,7 +92,7 @@ def plan_of(
     where this one is asked for.
     """
     candidate, shape = ALGORITHMS[name], dict(grid_shape)
-    held = {*a_layout.axes, *b_layout.axes, *a_layout.hosted, *b_layout.hosted}
+    held = {*a_layout.axes, *b_layout.axes, *a_layout.root_only, *b_layout.root_only}
     names = [axis for axis in shape if axis in held] + [axis for axis in shape if axis not in held and shape[axis] == 1]
     variants = [{**variant, **dict(options)} for variant in candidate.variants]
     for axes, variant in itertools.product(itertools.permutations(names, len(candidate.axes)), variants):

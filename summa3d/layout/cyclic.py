@@ -62,7 +62,7 @@ class BlockCyclic:
         """
         found = read(text)
         rows, columns = (*found.blocks, None, None)[:2]
-        if len(found.dims) != 2 or rows is None or columns is None or found.hosted:
+        if len(found.dims) != 2 or rows is None or columns is None or found.root_only:
             raise LayoutError(f"{text!r} is not block-cyclic: two dims, each with the size of its blocks, as 'm:x[64] k:y[32]'.")
         return cls((found.dims[0], rows), (found.dims[1], columns))
 
@@ -72,11 +72,11 @@ class BlockCyclic:
         return _names(self.rows[0]), _names(self.columns[0])
 
     @property
-    def hosted(self) -> tuple[str, ...]:
+    def root_only(self) -> tuple[str, ...]:
         """No axis: what does not split holds copies."""
         return ()
 
-    def is_host(self, coordinates: Coordinates) -> bool:
+    def holds_block(self, coordinates: Coordinates) -> bool:
         """Every rank of the grid holds a block."""
         return bool(coordinates)
 

@@ -39,11 +39,11 @@ def collect(block: Array, grid: Grid, layout: Layout | str, shape: Sequence[int]
     owners = {
         grid.rank_of(coordinates): slices
         for coordinates, slices in layout.blocks(shape, grid.shape)
-        if layout.is_owner(coordinates)
+        if layout.is_primary(coordinates)
     }
     world = [owners.get(rank) for rank in world_ranks(grid)]
     sizes = [0 if slices is None else prod(part.stop - part.start for part in slices) for slices in world]
-    flat = contiguous(block).reshape(-1) if sharding.owned(grid) else empty((0,), block)
+    flat = contiguous(block).reshape(-1) if sharding.is_primary(grid) else empty((0,), block)
     gathered = grid.world.all_gather(flat, sizes=sizes)
     whole, start = empty(shape, block), 0
     for slices, size in zip(world, sizes, strict=True):

@@ -40,7 +40,7 @@ class Layout:
     Names of dims are labels for the reader: a dim without one prints as its position (``0:(x,y) 1 2:z``), and two layouts that
     differ in names alone are equal.
 
-    An axis that appears nowhere holds equal copies, unless it is root-only (`hosted`, behind ``@`` in the text): then one index
+    An axis that appears nowhere holds equal copies, unless it is in `root_only` (behind ``@`` in the text): then one index
     holds the block and all others an empty one. ``m:x k:z @y=0`` is held at index 0 of y; ``h:z @y=z``, or
     ``follows={"y": "z"}``, at the index on z: the block of a vector split by z lies on the diagonal y = z.
 
@@ -51,9 +51,9 @@ class Layout:
     (2, 3)
     """
 
-    __slots__ = ("_hash", "_identity", "dims", "follows", "hosted", "names")
+    __slots__ = ("_hash", "_identity", "dims", "follows", "names", "root-only")
     dims: tuple[tuple[str, ...], ...]
-    hosted: tuple[str, ...]
+    root_only: tuple[str, ...]
     follows: tuple[tuple[str, str], ...]
     names: tuple[str, ...] | None
     _identity: tuple[object, ...]
@@ -62,24 +62,24 @@ class Layout:
     def __init__(
         self,
         *dims: Sequence[str],
-        hosted: Sequence[str] = (),
+        root_only: Sequence[str] = (),
         follows: Mapping[str, str] | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
         if len(dims) == 1 and isinstance(dims[0], str):
             text = read(dims[0])
-            _check_text_alone(dims[0], text, hosted, follows, names)
-            dims, hosted, follows, names = text.dims, text.hosted, text.follows, text.names
+            _check_text_alone(dims[0], text, root_only, follows, names)
+            dims, root_only, follows, names = text.dims, text.root_only, text.follows, text.names
         own_dims = tuple([axes if type(axes) is tuple else _axes_of(axes) for axes in dims])
-        own_hosted, own_follows = tuple(hosted), tuple(sorted(follows.items())) if follows else ()
+        own_root_only, own_follows = tuple(root_only), tuple(sorted(follows.items())) if follows else ()
         put = object.__setattr__
         put(self, "dims", own_dims)
-        put(self, "hosted", own_hosted)
+        put(self, "root-only", own_root_only)
         put(self, "follows", own_follows)
         put(self, "names", _checked_names(tuple(names), len(own_dims)) if names else None)
-        put(self, "_identity", (own_dims, own_hosted, own_follows))
+        put(self, "_identity", (own_dims, own_root_only, own_follows))
         put(self, "_hash", hash(self._identity))
-        flat = [axis for axes in (*own_dims, own_hosted) for axis in axes]
+        flat = [axis for axes in (*own_dims, own_root_only) for axis in axes]
         if len(set(flat)) < len(flat) or own_follows:
             _check(self, flat)
 
@@ -87,7 +87,7 @@ class Layout:
         raise AttributeError("a Layout is immutable")
 
     def __reduce__(self) -> tuple[Callable[..., Layout], tuple[object, ...]]:
-        return _restored, (self.dims, self.hosted, dict(self.follows), self.names)
+        return _restored, (self.dims, self.root_only, dict(self.follows), self.names)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self._identity == other._identity
@@ -96,7 +96,7 @@ class Layout:
         return self._hash
 
     def __str__(self) -> str:
-        return written(self.names, self.dims, self.hosted, dict(self.follows))
+        return written(self.names, self.dims, self.root_only, dict(self.follows))
 
     def __repr__(self) -> str:
         return f"Layout({str(self)!r})"
@@ -108,26 +108,26 @@ class Layout:
 
     def named(self, *names: str) -> Layout:
         """The same layout with a label for each dim."""
-        return Layout(*self.dims, hosted=self.hosted, follows=dict(self.follows), names=names)
+        return Layout(*self.dims, root_only=self.root_only, follows=dict(self.follows), names=names)
 
     @property
     def axes(self) -> frozenset[str]:
         """The axes that split some dim."""
         return frozenset(itertools.chain.from_iterable(self.dims))
 
-    def host(self, axis: str, coordinates: Coordinates) -> int:
-        """The index on a hosted axis that holds the block of the line of ranks through `coordinates`."""
+    def root_index(self, axis: str, coordinates: Coordinates) -> int:
+        """The index on a root_only axis that holds the block of the line of ranks through `coordinates`."""
         follows = dict(self.follows)
         return coordinates[follows[axis]] if axis in follows else 0
 
-    def is_host(self, coordinates: Coordinates) -> bool:
-        """Whether the rank holds a block: it is on the grid, and the host on every hosted axis."""
-        return bool(coordinates) and all(coordinates[axis] == self.host(axis, coordinates) for axis in self.hosted)
+    def holds_block(self, coordinates: Coordinates) -> bool:
+        """Whether the rank holds a block: it is on the grid, and the host on every root_only axis."""
+        return bool(coordinates) and all(coordinates[axis] == self.root_index(axis, coordinates) for axis in self.root_only)
 
-    def is_owner(self, coordinates: Coordinates) -> bool:
+    def is_primary(self, coordinates: Coordinates) -> bool:
         """True on exactly one of the ranks that hold a block: the host, at index 0 of every axis that only copies it."""
-        splits = {*self.axes, *self.hosted}
-        return self.is_host(coordinates) and all(index == 0 for axis, index in coordinates.items() if axis not in splits)
+        splits = {*self.axes, *self.root_only}
+        return self.holds_block(coordinates) and all(index == 0 for axis, index in coordinates.items() if axis not in splits)
 
     def slices(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[slice, ...]:
         """The part of a global tensor of `shape` that the rank at `coordinates` holds, one slice per dim."""
@@ -143,7 +143,7 @@ class Layout:
                     raise LayoutError(f"{self!r} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
                 start, stop = split_range(start, stop, grid_shape[axis], coordinates[axis])
             result.append(slice(start, stop))
-        if not self.is_host(coordinates):
+        if not self.holds_block(coordinates):
             return tuple(slice(part.start, part.start) for part in result)
         return tuple(result)
 
@@ -166,17 +166,17 @@ class Layout:
     def transposed(self) -> Layout:
         """The layout of the transpose: dims in reverse order."""
         names = None if self.names is None else self.names[::-1]
-        return Layout(*self.dims[::-1], hosted=self.hosted, follows=dict(self.follows), names=names)
+        return Layout(*self.dims[::-1], root_only=self.root_only, follows=dict(self.follows), names=names)
 
-    def ways(self, dim: int, grid_shape: Mapping[str, int]) -> int:
+    def num_shards(self, dim: int, grid_shape: Mapping[str, int]) -> int:
         """Into how many parts `dim` is split."""
         return prod(grid_shape[axis] for axis in self.dims[dim])
 
 
 def _restored(
-    dims: tuple[tuple[str, ...], ...], hosted: tuple[str, ...], follows: dict[str, str], names: tuple[str, ...] | None
+    dims: tuple[tuple[str, ...], ...], root_only: tuple[str, ...], follows: dict[str, str], names: tuple[str, ...] | None
 ) -> Layout:
-    return Layout(*dims, hosted=hosted, follows=follows, names=names)
+    return Layout(*dims, root_only=root_only, follows=follows, names=names)
 
 
 def _axes_of(axes: Sequence[str]) -> tuple[str, ...]:
@@ -204,8 +204,8 @@ def _check(layout: Layout, axes: list[str]) -> None:
                 f"Axis {axis!r} splits two dims, or one dim twice, in {layout!r}. Each axis can split one dim once."
             )
     for axis, other in layout.follows:
-        if axis not in layout.hosted:
-            raise LayoutError(f"follows={{{axis!r}: {other!r}}} needs {axis!r} in hosted, which is {layout.hosted}.")
+        if axis not in layout.root_only:
+            raise LayoutError(f"follows={{{axis!r}: {other!r}}} needs {axis!r} in root_only, which is {layout.root_only}.")
 
 
 @lru_cache(maxsize=1024)
@@ -234,6 +234,6 @@ class Sharding:
         """Shape of this rank's block."""
         return self.layout.local_shape(self.shape, grid.shape, grid.coordinates)
 
-    def owned(self, grid: Grid) -> bool:
-        """True on exactly one of the ranks that hold a copy of this rank's block (`Layout.is_owner`)."""
-        return self.layout.is_owner(grid.coordinates)
+    def is_primary(self, grid: Grid) -> bool:
+        """True on exactly one of the ranks that hold a copy of this rank's block (`Layout.is_primary`)."""
+        return self.layout.is_primary(grid.coordinates)

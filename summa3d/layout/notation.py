@@ -27,14 +27,14 @@ class Notation(NamedTuple):
     dims: tuple[tuple[str, ...], ...]
     blocks: tuple[int | None, ...]
     """The block size of each dim of a block-cyclic matrix; None elsewhere."""
-    hosted: tuple[str, ...]
+    root_only: tuple[str, ...]
     follows: dict[str, str]
 
 
 def written(
     names: Sequence[str] | None,
     dims: Sequence[Sequence[str]],
-    hosted: Sequence[str] = (),
+    root_only: Sequence[str] = (),
     follows: Mapping[str, str] | None = None,
     blocks: Sequence[int | None] = (),
 ) -> str:
@@ -47,9 +47,9 @@ def written(
         if blocks and blocks[position] is not None:
             item += f"[{blocks[position]}]"
         items.append(item)
-    if hosted:
+    if root_only:
         indices = follows or {}
-        items.append("@" + ",".join(f"{axis}={indices.get(axis, 0)}" for axis in hosted))
+        items.append("@" + ",".join(f"{axis}={indices.get(axis, 0)}" for axis in root_only))
     return " ".join(items)
 
 
@@ -71,19 +71,19 @@ class _Reader:
         names: list[str] = []
         dims: list[tuple[str, ...]] = []
         blocks: list[int | None] = []
-        hosted: dict[str, str] = {}
+        root_only: dict[str, str] = {}
         self.skip_blanks()
         while self.at < len(self.text):
             if self.accept("@"):
-                hosted = self.hosted_axes()
+                root_only = self.root_only_axes()
                 break
             names.append(self.label(len(names)))
             dims.append(self.axes() if self.accept(":") else ())
             blocks.append(self.block_size() if self.accept("[") else None)
             self.end_item()
         positions = names == [str(position) for position in range(len(names))]
-        follows = {axis: index for axis, index in hosted.items() if index != "0"}
-        return Notation(None if positions else tuple(names), tuple(dims), tuple(blocks), tuple(hosted), follows)
+        follows = {axis: index for axis, index in root_only.items() if index != "0"}
+        return Notation(None if positions else tuple(names), tuple(dims), tuple(blocks), tuple(root_only), follows)
 
     def label(self, position: int) -> str:
         """The name of the dim at `position`; a number must be the position itself."""
@@ -110,7 +110,7 @@ class _Reader:
         self.expect("]", "']'")
         return int(size)
 
-    def hosted_axes(self) -> dict[str, str]:
+    def root_only_axes(self) -> dict[str, str]:
         """Axis → 0, or the axis whose index it follows; what stands behind '@', up to the end."""
         found: dict[str, str] = {}
         while True:

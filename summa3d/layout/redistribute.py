@@ -33,7 +33,7 @@ class Placement:
     """
 
     def __init__(self, layout: Ownership, grid_shape: Mapping[str, int], points: Sequence[Coordinates]) -> None:
-        for axis in sorted(layout.axes.union(layout.hosted)):
+        for axis in sorted(layout.axes.union(layout.root_only)):
             if axis not in grid_shape:
                 raise LayoutError(f"{layout!r} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
         self.layout: Ownership = layout
@@ -55,7 +55,7 @@ class Placement:
         return cls(layout, grid.shape, grid.places)
 
     def _key(self, point: Coordinates) -> Key | None:
-        if not point or (self.layout.dims and not self.layout.is_host(point)):
+        if not point or (self.layout.dims and not self.layout.holds_block(point)):
             return None
         return tuple(tuple(point[axis] for axis in axes) for axes in self.layout.dims)
 

@@ -9,44 +9,44 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .bert import BERT
-    from .block import Block
     from .config import ModelConfig
-    from .dropout import Batch, Dropout
-    from .embedding import Embedding, Positions
-    from .gpt import GPT
-    from .linear import Linear
-    from .llama import Llama
-    from .loss import cross_entropy
-    from .mlp import MLP, GatedMLP
-    from .model import build
-    from .norm import LayerNorm, RMSNorm
+    from .layers.dropout import Batch, Dropout
+    from .layers.embedding import Embedding, Positions
+    from .layers.linear import Linear
+    from .layers.loss import cross_entropy
+    from .layers.mlp import MLP, GatedMLP
+    from .layers.norm import LayerNorm, RMSNorm
+    from .models.bert import BERT
+    from .models.block import Block
+    from .models.gpt import GPT
+    from .models.llama import Llama
+    from .models.registry import build
+    from .models.vit import ViT
     from .parameter import ShardedParameter, initialise
-    from .schemes import Scheme, scheme
-    from .vit import ViT
+    from .schemes.scheme import Scheme, scheme
 
 HOME = {
-    "BERT": "bert",
-    "GPT": "gpt",
-    "MLP": "mlp",
-    "Batch": "dropout",
-    "Block": "block",
-    "Dropout": "dropout",
-    "Embedding": "embedding",
-    "GatedMLP": "mlp",
-    "LayerNorm": "norm",
-    "Linear": "linear",
-    "Llama": "llama",
+    "BERT": "models.bert",
+    "GPT": "models.gpt",
+    "MLP": "layers.mlp",
+    "Batch": "layers.dropout",
+    "Block": "models.block",
+    "Dropout": "layers.dropout",
+    "Embedding": "layers.embedding",
+    "GatedMLP": "layers.mlp",
+    "LayerNorm": "layers.norm",
+    "Linear": "layers.linear",
+    "Llama": "models.llama",
     "ModelConfig": "config",
-    "Positions": "embedding",
-    "RMSNorm": "norm",
-    "Scheme": "schemes",
+    "Positions": "layers.embedding",
+    "RMSNorm": "layers.norm",
+    "Scheme": "schemes.scheme",
     "ShardedParameter": "parameter",
-    "ViT": "vit",
-    "build": "model",
-    "cross_entropy": "loss",
+    "ViT": "models.vit",
+    "build": "models.registry",
+    "cross_entropy": "layers.loss",
     "initialise": "parameter",
-    "scheme": "schemes",
+    "scheme": "schemes.scheme",
 }
 __all__ = [
     "BERT",

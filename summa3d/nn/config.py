@@ -8,7 +8,7 @@ from ..errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Family:
+class Architecture:
     """The traits that all models of one family share.
 
     Attributes
@@ -32,16 +32,16 @@ class Family:
 ROTARY = ("rotary_scaling", "rotary_factor", "rotary_low", "rotary_high", "rotary_context")
 SCALINGS = {"default": (), "linear": ("rotary_factor",), "llama3": ROTARY[1:]}
 """The scalings of rotary positions for sequences longer than those first trained on, and the keys that each needs."""
-PICTURE = ("image", "patch", "channels", "classes")
+IMAGE = ("image", "patch", "channels", "classes")
 FAMILIES = {
-    "gpt2": Family(True, "layer", False, "gelu_tanh", 1e-5),
-    "bert": Family(False, "layer", True, "gelu", 1e-12),
-    "llama": Family(True, "rms", False, "swiglu", 1e-5, ("kv_heads", "tied_head", "rotary_base", *ROTARY)),
-    "vit": Family(False, "layer", False, "gelu", 1e-12, PICTURE),
+    "gpt2": Architecture(True, "layer", False, "gelu_tanh", 1e-5),
+    "bert": Architecture(False, "layer", True, "gelu", 1e-12),
+    "llama": Architecture(True, "rms", False, "swiglu", 1e-5, ("kv_heads", "tied_head", "rotary_base", *ROTARY)),
+    "vit": Architecture(False, "layer", False, "gelu", 1e-12, IMAGE),
 }
 DEFAULTS = {"rotary_base": 10000.0, "image": 32, "patch": 4, "channels": 3, "classes": 10}
 OPTIONS = ("kv_heads", "tied_head", *ROTARY, *DEFAULTS)
-SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "ffn", "kv_heads", "rotary_context", *PICTURE)
+SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "ffn", "kv_heads", "rotary_context", *IMAGE)
 ABOVE_ZERO = ("norm_eps", "rotary_base", "rotary_factor", "rotary_low", "rotary_high")
 
 
@@ -71,7 +71,7 @@ class ModelConfig:
     Raises ConfigError for sizes that do not fit each other and for keys that the family does not read.
 
     >>> config = ModelConfig(family="llama", hidden=64, heads=8, kv_heads=2)
-    >>> config.width, config.groups, config.tied
+    >>> config.ffn_dim, config.num_kv_heads, config.tied
     (176, 2, False)
     >>> ModelConfig(hidden=7)
     Traceback (most recent call last):
@@ -122,28 +122,28 @@ class ModelConfig:
             self._settle_image()
 
     @property
-    def traits(self) -> Family:
+    def architecture(self) -> Architecture:
         """The traits of the family."""
         return FAMILIES[self.family]
 
     @property
-    def width(self) -> int:
+    def ffn_dim(self) -> int:
         """The width f of the feed-forward layer."""
         if self.ffn is not None:
             return self.ffn
-        if self.traits.activation == "swiglu":
+        if self.architecture.activation == "swiglu":
             return -(-8 * self.hidden // (3 * self.heads)) * self.heads
         return 4 * self.hidden
 
     @property
-    def groups(self) -> int:
+    def num_kv_heads(self) -> int:
         """The number of heads of k and v."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def eps(self) -> float:
         """The number that norms add to the variance."""
-        return self.traits.norm_eps if self.norm_eps is None else self.norm_eps
+        return self.architecture.norm_eps if self.norm_eps is None else self.norm_eps
 
     @property
     def theta(self) -> float:
@@ -158,19 +158,19 @@ class ModelConfig:
     @property
     def tied(self) -> bool:
         """Whether the head shares the embedding's table."""
-        return bool(self.tied_head) or "tied_head" not in self.traits.options
+        return bool(self.tied_head) or "tied_head" not in self.architecture.options
 
     @property
-    def picture(self) -> tuple[int, int, int, int]:
+    def image_sizes(self) -> tuple[int, int, int, int]:
         """The image side, patch side, number of channels and number of classes of a vit."""
-        given = ((name, getattr(self, name)) for name in PICTURE)
+        given = ((name, getattr(self, name)) for name in IMAGE)
         image, patch, channels, classes = (int(DEFAULTS[name] if value is None else value) for name, value in given)
         return image, patch, channels, classes
 
     def _check_options(self) -> None:
         for name in OPTIONS:
-            if getattr(self, name) is not None and name not in self.traits.options:
-                readers = ", ".join(family for family, traits in FAMILIES.items() if name in traits.options)
+            if getattr(self, name) is not None and name not in self.architecture.options:
+                readers = ", ".join(family for family, architecture in FAMILIES.items() if name in architecture.options)
                 if name != "kv_heads" or self.kv_heads != self.heads:
                     raise ConfigError(
                         f"model.{name} is {getattr(self, name)}, but {self.family} does not read it. "
@@ -183,12 +183,12 @@ class ModelConfig:
                 f"model.hidden {self.hidden} cannot be divided into model.heads {self.heads}. "
                 f"Head counts that fit hidden {self.hidden}: {_divisors(self.hidden)}."
             )
-        if self.heads % self.groups:
+        if self.heads % self.num_kv_heads:
             raise ConfigError(
-                f"model.heads {self.heads} cannot be shared by model.kv_heads {self.groups}. "
+                f"model.heads {self.heads} cannot be shared by model.kv_heads {self.num_kv_heads}. "
                 f"kv_heads that fit heads {self.heads}: {_divisors(self.heads)}."
             )
-        if "rotary_base" in self.traits.options and (self.hidden // self.heads) % 2:
+        if "rotary_base" in self.architecture.options and (self.hidden // self.heads) % 2:
             raise ConfigError(
                 f"model.hidden {self.hidden} over model.heads {self.heads} gives heads of {self.hidden // self.heads} "
                 f"elements; rotary positions rotate pairs of elements, so heads need an even number of them."
@@ -210,7 +210,7 @@ class ModelConfig:
 
     def _settle_image(self) -> None:
         """Check the image's sizes and set `sequence` to the number of its positions."""
-        image, patch, _, _ = self.picture
+        image, patch, _, _ = self.image_sizes
         sequence = 1 + (image // patch) ** 2
         if image % patch:
             raise ConfigError(

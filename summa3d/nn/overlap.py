@@ -15,7 +15,7 @@ class Overlap:
     gather : how many weights are prefetched: all-gathered ahead of the layers that use them, in forward, backward and
         recomputation. Each needs memory for one more gathered weight; in a node's shared memory a prefetched weight is copied
         instead of read in place. 0: no prefetch. Models prefetch in their forward; a module of your own does after
-        ``scheme.ahead.follow(module)``.
+        ``scheme.prefetcher.follow(module)``.
     input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed.
 
     The first is about what moves along x: the weights of `cuboid` and `cuboid-sequence` with X > 1. Backward gathers none

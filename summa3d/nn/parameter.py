@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..layout.layout import Layout, Sharding
 from .random import key, normal_
-from .schemes import Scheme
+from .schemes.scheme import Scheme
 
 
 class ShardedParameter(nn.Parameter):

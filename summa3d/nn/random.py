@@ -30,12 +30,12 @@ def key(seed: int, name: str, step: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=16).digest(), "little")
 
 
-def bits(stream: int, shape: Sequence[int], slices: Sequence[slice], first: int = 0) -> np.ndarray:
+def bits(philox_key: int, shape: Sequence[int], slices: Sequence[slice], first: int = 0) -> np.ndarray:
     """The 32-bit numbers of the block `slices` of a global tensor of `shape`, row-major.
 
     Parameters
     ----------
-    stream : the key of the random stream
+    philox_key : the key of the random numbers
     first : the index in the stream of the tensor's element 0
 
     Number e of the stream is 32-bit word e % 8 of the output of counter e // 8 + 1. A block holds the same numbers as the same
@@ -49,38 +49,38 @@ def bits(stream: int, shape: Sequence[int], slices: Sequence[slice], first: int 
     whole = [part.start == 0 and part.stop == n for part, n in zip(slices, shape, strict=True)]
     if len(shape) > 2 and not all(whole[1:-1]):
         inner = prod(shape[1:])
-        rows = [bits(stream, shape[1:], slices[1:], first + row * inner) for row in range(slices[0].start, slices[0].stop)]
+        rows = [bits(philox_key, shape[1:], slices[1:], first + row * inner) for row in range(slices[0].start, slices[0].stop)]
         extent = [part.stop - part.start for part in slices]
         return np.stack(rows) if rows else np.empty(extent, np.uint32)
     columns = shape[-1]
     per_row = prod(shape[1:-1])
     begin, end = (slices[0].start * per_row, slices[0].stop * per_row) if len(shape) > 1 else (0, 1)
     out = np.empty((end - begin, slices[-1].stop - slices[-1].start), np.uint32)
-    _fill(out, stream, first + begin * columns, columns, slices[-1])
+    _fill(out, philox_key, first + begin * columns, columns, slices[-1])
     return out.reshape([part.stop - part.start for part in slices])
 
 
-def _fill(out: np.ndarray, stream: int, first: int, columns: int, wanted: slice) -> None:
+def _fill(out: np.ndarray, philox_key: int, first: int, columns: int, wanted: slice) -> None:
     """Set out[r, :] to the numbers first + r·columns + `wanted` of the stream."""
     rows, width = out.shape
     if columns - width > SKIP_WORTH_A_RESTART:
         for row in range(rows):
-            out[row] = _run(stream, first + row * columns + wanted.start, width)
+            out[row] = _run(philox_key, first + row * columns + wanted.start, width)
         return
     step = max(1, CHUNK // max(columns, 1))
     for row in range(0, rows, step):
         count = min(step, rows - row)
-        out[row : row + count] = _run(stream, first + row * columns, count * columns).reshape(count, columns)[:, wanted]
+        out[row : row + count] = _run(philox_key, first + row * columns, count * columns).reshape(count, columns)[:, wanted]
 
 
-def _run(stream: int, first: int, count: int) -> np.ndarray:
+def _run(philox_key: int, first: int, count: int) -> np.ndarray:
     """The numbers first … first + count − 1 of the stream."""
     counter, skip = divmod(first, WORDS_PER_COUNTER)
-    drawn = np.random.Philox(key=stream, counter=counter).random_raw((skip + count + 1) // 2)
+    drawn = np.random.Philox(key=philox_key, counter=counter).random_raw((skip + count + 1) // 2)
     return drawn.astype("<u8", copy=False).view("<u4")[skip : skip + count]
 
 
-def normal_(out: Tensor, stream: int, shape: Sequence[int], slices: Sequence[slice], std: float) -> Tensor:
+def normal_(out: Tensor, philox_key: int, shape: Sequence[int], slices: Sequence[slice], std: float) -> Tensor:
     """Overwrite `out`, the block `slices` of a global tensor of `shape`, by normal numbers of mean 0 and deviation `std`.
 
     The inverse of the normal distribution is applied to the uniform numbers of the stream. Numbers are drawn and rounded on the
@@ -91,19 +91,19 @@ def normal_(out: Tensor, stream: int, shape: Sequence[int], slices: Sequence[sli
     step = max(1, CHUNK // prod(out.shape[1:]))
     for row in range(0, len(out), step):
         part = slice(slices[0].start + row, min(slices[0].start + row + step, slices[0].stop))
-        uniform = (bits(stream, shape, (part, *slices[1:])) + 0.5) / 2**32
+        uniform = (bits(philox_key, shape, (part, *slices[1:])) + 0.5) / 2**32
         out[row : row + step].copy_(torch.special.ndtri(torch.from_numpy(uniform)).mul_(std).to(out.dtype))
     return out
 
 
-def keep_mask(stream: int, shape: Sequence[int], slices: Sequence[slice], probability: float, meta: bool = False) -> Tensor:
+def keep_mask(philox_key: int, shape: Sequence[int], slices: Sequence[slice], probability: float, meta: bool = False) -> Tensor:
     """A bool mask of the block `slices` of a global tensor of `shape`: True with probability 1 − `probability`.
 
     meta : return only its shape, as a tensor without memory.
     """
     if meta:
         return torch.empty([part.stop - part.start for part in slices], dtype=torch.bool, device="meta")
-    drawn = bits(stream, shape, slices)
+    drawn = bits(philox_key, shape, slices)
     mask = torch.empty(drawn.shape, dtype=torch.bool)  # backward keeps the mask, so torch allocates and counts its memory
     np.greater_equal(drawn, np.uint32(round(probability * 2**32)), out=mask.numpy())
     return mask

@@ -15,8 +15,8 @@ from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError
 from ..nn.config import ModelConfig
 from ..nn.overlap import Overlap
-from ..nn.scheme_kinds import KINDS
-from . import tables
+from ..nn.schemes.registry import KINDS
+from . import toml as tables
 
 if sys.version_info >= (3, 11):
     import tomllib

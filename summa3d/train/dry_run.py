@@ -6,11 +6,11 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from ..capability import available
 from ..comm.device.select import requested_device
-from ..dry.classes import classes
+from ..dry.rank_classes import classes
 from ..dry.step import Setting, Step, Training, run
-from ..nn.model import Model
+from ..nn.models.registry import Model
+from ..node_support import available
 from .config import Config, at_least, master_dtype
 from .optimizer import AdamW, global_gradient_norm, named_parameters
 from .precision import working_weights

@@ -13,11 +13,12 @@ import torch
 
 from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError, GridError, LayoutError
-from ..nn.body import LanguageModel
-from ..nn.model import Model
-from ..nn.schemes import Scheme, scheme
-from . import checkpoint, corpus
+from ..nn.models.base import LanguageModel
+from ..nn.models.registry import Model
+from ..nn.schemes.scheme import Scheme, scheme
 from . import config as configuration
+from .checkpoint import folder as checkpoint
+from .data import corpus
 from .device import open_device
 from .precision import torch_dtype
 from .prepare import build_model, open_checkpoint, open_grid

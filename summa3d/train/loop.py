@@ -21,19 +21,20 @@ from ..comm.failure import Watchdog
 from ..comm.profile import trace
 from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
-from ..nn.body import LanguageModel
-from . import checkpoint, metrics
+from ..nn.models.base import LanguageModel
+from . import metrics
+from .checkpoint import folder as checkpoint
 from .config import Config
 from .device import on_device, peak_device_memory
 from .generate import load, sample
+from .learning_rate import learning_rate
+from .loss_plot import draw_loss
 from .metrics import Recorder, Step, Stopwatch
+from .on_root import on_root
 from .optimizer import clip_factor, global_gradient_norm, named_parameters
-from .plot import draw_loss
 from .precision import working_weights
 from .prepare import Run, prepare
 from .progress import Progress
-from .schedule import learning_rate
-from .together import on_root
 
 ONE_RANK_PARAMETERS = 100_000_000
 """Below this many parameters, one rank alone generates text faster than the grid, which communicates per layer and token."""

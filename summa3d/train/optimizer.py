@@ -76,7 +76,7 @@ class AdamW:
 def global_gradient_norm(parameters: Iterable[ShardedParameter], grid: Grid) -> float:
     """The 2-norm of all gradients of the whole model, equal on every rank; collective.
 
-    Every element is counted once, in float64, by its primary rank (`Sharding.owned`). Moves one all-reduce of one word. The
+    Every element is counted once, in float64, by its primary rank (`Sharding.is_primary`). Moves one all-reduce of one word. The
     norm is finite only if all gradients on all ranks are finite, copies included, so that all ranks take the same decision.
     The host synchronizes with a device once.
     """
@@ -84,7 +84,7 @@ def global_gradient_norm(parameters: Iterable[ShardedParameter], grid: Grid) -> 
     norms = [torch.linalg.vector_norm(cast(torch.Tensor, p.grad), dtype=torch.float64) for p in found]
     squares = 0.0
     for p, norm in zip(found, _read(norms), strict=True):
-        if p.sharding.owned(grid) or not isfinite(norm):
+        if p.sharding.is_primary(grid) or not isfinite(norm):
             squares += norm * norm
     return sqrt(float(grid.world.all_reduce(np.array([squares]))[0]))
 

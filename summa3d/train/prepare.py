@@ -11,16 +11,17 @@ import torch
 
 from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError
-from ..nn.model import Model, build
-from ..nn.schemes import Scheme, scheme
-from . import checkpoint, tokens
+from ..nn.models.registry import Model, build
+from ..nn.schemes.scheme import Scheme, scheme
 from . import config as configuration
+from .checkpoint import folder as checkpoint
 from .config import Config, master_dtype
+from .data import tokens
+from .data.objective import Objective, objective
 from .device import HOST, open_device
-from .objective import Objective, objective
+from .on_root import on_root
 from .optimizer import AdamW
 from .precision import LossScale, torch_dtype
-from .together import on_root
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,7 +53,7 @@ class Run:
         """The path of metrics.jsonl."""
         return self.folder / "metrics.jsonl"
 
-    def blocks(self) -> list[checkpoint.pieces.Block]:
+    def blocks(self) -> list[checkpoint.pieces.TensorBlock]:
         """This rank's blocks of all tensors of a checkpoint: parameters and optimizer moments."""
         return checkpoint.model_blocks(self.model) + checkpoint.optimizer_blocks(self.optimizer)
 

@@ -1,4 +1,5 @@
-# The products' gradients, in all four forms and with permuted roles, are those of torch on one process; so are their words.
+"""The products' gradients, in all four forms and with permuted roles, are those of torch on one process; so are their words."""
+
 from __future__ import annotations
 
 from importlib import import_module
@@ -75,7 +76,7 @@ def test_the_scatter_of_da_is_in_flight_while_db_is_computed(make_grid, monkeypa
         pending.wait = lambda: (events.append(f"wait {axis.label}"), wait())[1]
         return pending
 
-    module = import_module("summa3d.autograd.products")
+    module = import_module("summa3d.autograd.differentiable")
     local_product = module.local
     monkeypatch.setattr(type(grid["y"]), "start_reduce_scatter", started)
     monkeypatch.setattr(module, "local", lambda *args: (events.append("product"), local_product(*args))[1])

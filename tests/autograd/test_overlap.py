@@ -1,6 +1,8 @@
-# With any communication in flight, losses and gradients are the same bits and words and messages the same numbers.
-# May import summa3d.nn. What is in flight when, and what hooks see of it: test_overlap_order.py.
-# Next: ../../summa3d/nn/overlap.py.
+"""With any communication in flight, losses and gradients are the same bits and words and messages the same numbers.
+
+What is in flight when, and what hooks see of it: test_overlap_order.py.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace

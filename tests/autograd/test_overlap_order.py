@@ -1,6 +1,8 @@
-# What is in flight when: gathers before the product they are not for, sums during the next one; and what hooks see.
-# May import summa3d.nn. That results are the same bits: test_overlap.py.
-# Next: ../../summa3d/autograd/ahead.py.
+"""What is in flight when: gathers before the product they are not for, sums during the next one; and what hooks see.
+
+That results are the same bits: test_overlap.py.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from summa3d.autograd import products
+from summa3d.autograd import differentiable as products
 from summa3d.autograd.recompute import recompute
 from summa3d.comm.axis import Axis
 from summa3d.gemm.algorithms.cuboid import Cuboid

@@ -1,4 +1,8 @@
-# Every algorithm whose products close under differentiation: gradients are torch's, words their formula's, each callable alone.
+"""Every algorithm whose products close under differentiation.
+
+Gradients are torch's, words their formula's, each callable alone.
+"""
+
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,5 @@
-# `summa3d bench` and `summa3d report` from outside, on tiny products: what the JSON holds, what is drawn, what is refused.
-# May import the standard library, summa3d.gemm and summa3d.cli. Next: test_gemm.py.
+"""`summa3d bench` and `summa3d report` from outside, on tiny products: what the JSON holds, what is drawn, what is refused."""
+
 from __future__ import annotations
 
 import json
@@ -10,7 +10,8 @@ from pathlib import Path
 import jobs
 import pytest
 
-from summa3d.cli import report, tables
+from summa3d.bench import tables
+from summa3d.cli import report
 from summa3d.gemm.algorithms.registry import algorithm
 
 ROOT = Path(__file__).parents[2]

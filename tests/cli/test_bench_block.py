@@ -1,5 +1,5 @@
-# `summa3d bench block` from outside, on tiny blocks: what the JSON holds, what is drawn, what is refused.
-# May import the standard library, summa3d.nn's closed forms and the helpers of test_bench.py. Next: test_gemm.py.
+"""`summa3d bench block` from outside, on tiny blocks: what the JSON holds, what is drawn, what is refused."""
+
 from __future__ import annotations
 
 import json

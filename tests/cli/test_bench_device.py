@@ -1,13 +1,12 @@
-# Products that race on a fake device: operands there, each time one of a product that is done, the words of the host's.
-# May import summa3d.cli.contest and fake_device.
-# Next: test_bench.py, the same on the host from outside.
+"""Products that race on a fake device: operands there, each time one of a product that is done, the words of the host's."""
+
 from __future__ import annotations
 
 import fake_device
 import pytest
 
-from summa3d.cli import contest
-from summa3d.cli.contest import Entry, Problem
+from summa3d.bench import products as contest
+from summa3d.bench.products import Entry, Problem
 from summa3d.comm.device import cupy as cupy_backend
 from summa3d.comm.device import select as places
 

@@ -1,5 +1,8 @@
-# `summa3d checkpoint` as a user starts it: from a Transformers folder to a run, through the ranks, and back.
-# Starts real processes; what is in the files is tested in tests/train/test_hf.py.
+"""`summa3d checkpoint` as a user starts it: from a Transformers folder to a run, through the ranks, and back.
+
+Starts real processes; what is in the files is tested in tests/train/test_hf.py.
+"""
+
 from __future__ import annotations
 
 import json

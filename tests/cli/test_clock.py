@@ -1,13 +1,12 @@
-# A span is from the first rank's start to the last rank's end, whatever one rank's own clock saw.
-# May import summa3d.cli.clock.
-# Next: ../../summa3d/cli/clock.py.
+"""A span is from the first rank's start to the last rank's end, whatever one rank's own clock saw."""
+
 from __future__ import annotations
 
 import time
 
 import pytest
 
-from summa3d.cli.clock import Clock
+from summa3d.bench.clock import Clock
 
 
 @pytest.mark.mpi(sizes=(1, 2, 3))

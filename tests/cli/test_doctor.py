@@ -1,6 +1,5 @@
-# `summa3d doctor` reports what an installation runs on and warns of what slows or breaks it.
-# May import summa3d.cli.
-# Next: ../../summa3d/cli/doctor.py.
+"""`summa3d doctor` reports what an installation runs on and warns of what slows or breaks it."""
+
 from __future__ import annotations
 
 import json
@@ -14,7 +13,7 @@ import numpy
 import pytest
 
 from summa3d.cli import doctor
-from summa3d.cli.runtime import Runtime, find_launcher, loaded_runtime, usable_cores
+from summa3d.launch.runtime import Runtime, find_launcher, loaded_runtime, usable_cores
 
 Disk = namedtuple("Disk", "total used free")
 

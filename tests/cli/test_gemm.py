@@ -1,5 +1,5 @@
-# `summa3d gemm` from outside: its JSON, its table, and what it says where the grid does not fit.
-# May import the standard library and summa3d.gemm.volume. Next: gemm/test_cuboid.py.
+"""`summa3d gemm` from outside: its JSON, its table, and what it says where the grid does not fit."""
+
 from __future__ import annotations
 
 import json

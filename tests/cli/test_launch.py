@@ -1,6 +1,5 @@
-# `summa3d launch` starts the ranks with the launcher of this interpreter's MPI, and a crossed launcher is refused by name.
-# May import summa3d.cli.
-# Next: ../../summa3d/cli/runtime.py.
+"""`summa3d launch` starts the ranks with the launcher of this interpreter's MPI, and a crossed launcher is refused by name."""
+
 from __future__ import annotations
 
 import json
@@ -13,7 +12,8 @@ import jobs
 import pytest
 
 from summa3d.cli import main as entry
-from summa3d.cli.runtime import (
+from summa3d.errors import LaunchError
+from summa3d.launch.runtime import (
     LIKE_OPEN_MPI,
     THREAD_VARIABLES,
     Runtime,
@@ -25,7 +25,6 @@ from summa3d.cli.runtime import (
     vendor_of,
     version_of,
 )
-from summa3d.errors import LaunchError
 
 HYDRA = "HYDRA build details:\n    Version: 5.0.2"
 OPEN_MPI = "mpirun (Open MPI) 4.1.4"
@@ -203,7 +202,9 @@ def test_several_launched_but_a_world_of_one_is_an_error_that_names_both() -> No
 
 
 def test_asking_for_the_library_leaves_this_process_without_mpi() -> None:
-    program = "import sys; from summa3d.cli.runtime import loaded_runtime; loaded_runtime(); print('mpi4py.MPI' in sys.modules)"
+    program = (
+        "import sys; from summa3d.launch.runtime import loaded_runtime; loaded_runtime(); print('mpi4py.MPI' in sys.modules)"
+    )
     assert jobs.run_serial(["-c", program]).stdout.strip() == "False"
 
 

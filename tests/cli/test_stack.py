@@ -1,6 +1,5 @@
-# The whole stack through its command line, on whatever MPI this environment has: a product, and training equal to serial.
-# May import summa3d.cli only; runs jobs as subprocesses.
-# Next: test_launch.py; ../../Makefile (`make test MPI=system` runs this on the machine's own MPI).
+"""The whole stack through its command line, on whatever MPI this environment has: a product, and training equal to serial."""
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,8 @@
-# `--trace FILE` of gemm and bench from outside: every communication, product and copy once, in order, inside what it belongs to.
-# May import the standard library. Next: ../comm/test_timeline.py (times on a device), ../train/test_trace.py (of training).
+"""`--trace FILE` of gemm and bench from outside.
+
+Every communication, product and copy once, in order, inside what it belongs to.
+"""
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,8 @@
-# `summa3d train` and `summa3d generate` as a user starts them: what is printed, where, and how often.
-# Starts real processes; what the runs compute is tested in tests/train.
+"""`summa3d train` and `summa3d generate` as a user starts them: what is printed, where, and how often.
+
+Starts real processes; what the runs compute is tested in tests/train.
+"""
+
 from __future__ import annotations
 
 import json

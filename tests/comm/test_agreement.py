@@ -1,5 +1,5 @@
-# Debug mode: ranks that call a collective differently all get the same error, which names who passed what, and none hangs.
-# May import summa3d.comm. Next: comm/failure.py, which compares; test_collectives.py, whose calls all pass the check.
+"""Debug mode: ranks that call a collective differently all get the same error, which names who passed what, and none hangs."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -8,10 +8,10 @@ import re
 import numpy as np
 import pytest
 
-from summa3d.capability import available
 from summa3d.comm.grid import Grid
 from summa3d.comm.transport import node_buffer
 from summa3d.errors import GridError, ShapeError
+from summa3d.node_support import available
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=f"no node memory: {available()}")
 TRIALS = 200

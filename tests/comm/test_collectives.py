@@ -1,6 +1,8 @@
-# Every collective of an axis against numpy on one process: kinds, dtypes, dims, uneven and empty parts, and what the ledger says.
-# May import summa3d.comm and kinds; torch only in the tests named so.
-# Next: test_in_flight.py (several at once, rounding, order), test_agreement.py (ranks that disagree).
+"""Every collective of an axis against numpy on one process.
+
+Kinds, dtypes, dims, uneven and empty parts, and what the ledger says.
+"""
+
 from __future__ import annotations
 
 import itertools

@@ -1,6 +1,5 @@
-# Arrays of one library as another's: shared where they can be, equal in every dtype and memory order.
-# May import summa3d.comm.convert, kinds; CuPy is made of numpy here, as far as the conversions call it.
-# Next: ../gemm/test_distmatrix.py.
+"""Arrays of one library as another's: shared where they can be, equal in every dtype and memory order."""
+
 from __future__ import annotations
 
 import sys

@@ -1,6 +1,5 @@
-# Every collective on a fake device, by every device transport: results, words, calls, and nothing read or freed too early.
-# May import summa3d.comm and fake_device.
-# Next: test_device_careless.py (the same device sees each mistake), test_device_choice.py (which transport is taken).
+"""Every collective on a fake device, by every device transport: results, words, calls, and nothing read or freed too early."""
+
 from __future__ import annotations
 
 import gc

@@ -1,6 +1,5 @@
-# Mistakes that a GPU forgives most of the time, each made on purpose: the fake device sees every one.
-# May import summa3d.comm and fake_device.
-# Next: test_device.py, where none is made.
+"""Mistakes that a GPU forgives most of the time, each made on purpose: the fake device sees every one."""
+
 from __future__ import annotations
 
 import gc

@@ -1,6 +1,5 @@
-# Which transport carries device arrays, by which rule; the probe of MPI; the calls of CuPy that the real device makes.
-# May import summa3d.comm, fake_device and fake_nccl; CuPy where it is installed.
-# Next: ../../summa3d/comm/transport/select.py, probe.py, cupy_backend.py.
+"""Which transport carries device arrays, by which rule; the probe of MPI; the calls of CuPy that the real device makes."""
+
 from __future__ import annotations
 
 import ast

@@ -1,6 +1,5 @@
-# A failure on any rank ends the job soon, non-zero, and is told once; ranks that must agree say where they do not.
-# May import summa3d.comm.failure; most tests run jobs of 8 ranks as subprocesses, because the job dies.
-# Next: ../../summa3d/comm/failure.py.
+"""A failure on any rank ends the job soon, non-zero, and is told once; ranks that must agree say where they do not."""
+
 from __future__ import annotations
 
 import os

@@ -1,6 +1,5 @@
-# Reductions into buffers that the caller keeps: the same sums, words and messages, and nothing allocated for them.
-# May import summa3d.comm, kinds.
-# Next: test_collectives.py, the reductions themselves.
+"""Reductions into buffers that the caller keeps: the same sums, words and messages, and nothing allocated for them."""
+
 from __future__ import annotations
 
 from functools import partial

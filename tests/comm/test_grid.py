@@ -1,5 +1,5 @@
-# Grids: where ranks are placed, which ranks an axis or a plane joins, and what a grid that does not fit is told.
-# May import summa3d.comm. Next: test_collectives.py.
+"""Grids: where ranks are placed, which ranks an axis or a plane joins, and what a grid that does not fit is told."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,6 +1,5 @@
-# Several collectives in flight at once; what sums round to and in which order they are taken; buffers while in flight.
-# May import summa3d.comm and kinds; torch only in the tests named so.
-# Next: test_transport.py (counts beyond an MPI int).
+"""Several collectives in flight at once; what sums round to and in which order they are taken; buffers while in flight."""
+
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,5 @@
-# The ledger: lines by collective, axis, phase and dtype; watching a block of code; the workspace in use and its peak.
-# May import summa3d.comm. Next: test_collectives.py, where each collective's words are checked.
+"""The ledger: lines by collective, axis, phase and dtype; watching a block of code; the workspace in use and its peak."""
+
 from __future__ import annotations
 
 import time

@@ -1,6 +1,9 @@
-# The memory that the ranks of a node share: views and allocated buffers, who waits sleeps, and what happens where there is none.
-# May import summa3d.comm, jobs. The collectives themselves are compared with numpy in test_collectives.py, both ways.
-# Next: ../../summa3d/comm/transport/node.py.
+"""The memory that the ranks of a node share.
+
+Views and allocated buffers, who waits sleeps, and what happens where there is none. The collectives themselves are compared
+with numpy in test_collectives.py, both ways.
+"""
+
 from __future__ import annotations
 
 import os
@@ -12,9 +15,9 @@ import jobs
 import numpy as np
 import pytest
 
-from summa3d.capability import available
 from summa3d.comm.transport import node, node_buffer, node_memory
 from summa3d.errors import ConfigError
+from summa3d.node_support import available
 
 SOON = 10.0
 pytestmark = pytest.mark.skipif(available() is not None, reason=f"no node memory: {available()}")

@@ -1,5 +1,5 @@
-# NVTX ranges: around phases, runs and communications where they are asked for, by a recorded stand-in for CuPy's and torch's.
-# May import summa3d.comm, summa3d.cli.traces. Next: ../../summa3d/comm/profile/nvtx.py.
+"""NVTX ranges: around phases, runs and communications where they are asked for, by a recorded stand-in for CuPy's and torch's."""
+
 from __future__ import annotations
 
 import argparse

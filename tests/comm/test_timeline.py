@@ -1,6 +1,5 @@
-# Seconds on a device: between events of its streams, by axis and collective, read without making the host wait on the way.
-# May import summa3d.comm, summa3d.gemm.workspace and fake_device, whose streams have a clock that a test sets.
-# Next: ../../summa3d/comm/profile/timeline.py; test_device.py (what the same transports move).
+"""Seconds on a device: between events of its streams, by axis and collective, read without making the host wait on the way."""
+
 from __future__ import annotations
 
 import json

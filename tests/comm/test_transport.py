@@ -1,5 +1,5 @@
-# Counts beyond what one MPI call may carry: every call in pieces of 7 elements, and one array that really is too large.
-# May import summa3d.comm. Next: test_in_flight.py.
+"""Counts beyond what one MPI call may carry: every call in pieces of 7 elements, and one array that really is too large."""
+
 from __future__ import annotations
 
 from pathlib import Path

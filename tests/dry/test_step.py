@@ -14,7 +14,7 @@ from summa3d.kernels import reference
 from summa3d.comm.arrays import overlap
 from summa3d.dry import device as device_kernels
 from summa3d.dry import step as dry_step
-from summa3d.dry.classes import classes
+from summa3d.dry.rank_classes import classes
 from summa3d.dry.record import Part, Segment, net_of, operations, peak_of, repeated
 from summa3d.dry.step import Setting, run
 from summa3d.nn import ModelConfig
@@ -36,7 +36,7 @@ def training(dtype: str = "float32") -> Any:
         replace(CUBOID, recompute=("full", 1), accumulate=2),
         replace(CUBOID, model=replace(MODEL, layers=11), recompute=("full", 2), regather=False),
         replace(CUBOID, recompute=("selective", 1), overlap=Overlap(gather=2)),
-        replace(CUBOID, scheme="summa", axes={"x": 2, "y": 2}, vectors="hosted"),
+        replace(CUBOID, scheme="summa", axes={"x": 2, "y": 2}, vectors="root-only"),
         replace(CUBOID, scheme="oned", axes={"y": 4}, model=ModelConfig(**{**vars(MODEL), "family": "llama", "dropout": 0.0})),
         replace(CUBOID, on_device=True),
         replace(CUBOID, ranks_per_node=8),
@@ -103,9 +103,9 @@ def test_ranks_are_one_where_their_blocks_and_roles_are() -> None:
     assert (
         sum(classes(CUBOID).values()) == 8 and len(classes(CUBOID)) == 3
     )  # the 191 rows of the table over y and x, columns over y
-    hosted = replace(even, scheme="summa", axes={"x": 2, "y": 2}, vectors="hosted")
-    assert classes(hosted) == {0: 2, 2: 2}
-    for setting in (CUBOID, hosted):
+    root_only = replace(even, scheme="summa", axes={"x": 2, "y": 2}, vectors="root-only")
+    assert classes(root_only) == {0: 2, 2: 2}
+    for setting in (CUBOID, root_only):
         found = {rank: run(replace(setting, rank=rank), training()).bytes() for rank in range(sum(classes(setting).values()))}
         assert {str(found[rank]) for rank in classes(setting)} == set(map(str, found.values()))
 

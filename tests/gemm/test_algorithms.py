@@ -1,6 +1,8 @@
-# Every algorithm × form × dtype against numpy on one process; words, messages, workspace against the closed forms per rank.
-# May import summa3d.gemm, products; torch only in the tests named so. Products run in loops: a case here costs a millisecond.
-# Next: ../products.py, the judge; test_per_rank.py, the formulas without MPI; test_cuboid.py, the cuboid's own tests.
+"""Every algorithm × form × dtype against numpy on one process; words, messages, workspace against the closed forms per rank.
+
+Products run in loops: a case here costs a millisecond.
+"""
+
 from __future__ import annotations
 
 import tracemalloc

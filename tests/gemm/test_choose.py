@@ -1,6 +1,5 @@
-# The chooser: its words against the lower bound and against every grid, its closed forms against those of each rank.
-# May import summa3d.gemm and comm.grid, hypothesis.
-# Next: test_distmatrix.py.
+"""The chooser: its words against the lower bound and against every grid, its closed forms against those of each rank."""
+
 from __future__ import annotations
 
 import time

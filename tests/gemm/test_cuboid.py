@@ -1,6 +1,8 @@
-# The cuboid product against numpy on one process, and its words, messages and workspace against the closed forms, rank by rank.
-# May import summa3d.gemm and kinds; torch only in the tests named so (worlds of 12 and 27 stay on numpy).
-# Next: test_matrix.py, which picks the roles from the layouts.
+"""The cuboid product against numpy on one process.
+
+Its words, messages and workspace against the closed forms, rank by rank.
+"""
+
 from __future__ import annotations
 
 import gc

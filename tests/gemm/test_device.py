@@ -1,6 +1,5 @@
-# Products and distributed matrices of device arrays, on a fake device: the results and the words of the host's.
-# May import summa3d and fake_device.
-# Next: ../comm/test_device.py, the collectives under it; ../../summa3d/gemm/local/blas.py.
+"""Products and distributed matrices of device arrays, on a fake device: the results and the words of the host's."""
+
 from __future__ import annotations
 
 import re

@@ -1,5 +1,8 @@
-# A distributed matrix in a user's hands: files, transposes, algebra, norms, redistribution, ScaLAPACK's layout, what it prints.
-# May import summa3d.gemm, kinds; torch only in the tests named so. Next: test_matrix.py (products).
+"""A distributed matrix in a user's hands.
+
+Files, transposes, algebra, norms, redistribution, ScaLAPACK's layout, what it prints.
+"""
+
 from __future__ import annotations
 
 from math import inf
@@ -27,12 +30,12 @@ def random(shape, seed=1):
 
 
 def ownerships():
-    """Split every way, copied, hosted, dealt out in blocks."""
+    """Split every way, copied, root_only, dealt out in blocks."""
     return [
         Layout(("x", "y"), ("z",)),
         Layout(("z",), ()),
         Layout((), ()),
-        Layout(("y",), ("x",), hosted=("z",)),
+        Layout(("y",), ("x",), root_only=("z",)),
         BlockCyclic(rows=("x", 2), columns=(("z", "y"), 3)),
         BlockCyclic(rows=((), 4), columns=("y", 1)),
     ]
@@ -307,7 +310,7 @@ def test_a_file_in_the_other_byte_order_is_read_as_this_machines(comm, make_grid
 @pytest.mark.mpi(sizes=(4,))
 def test_a_vectors_diagonal_is_written_by_who_holds_it(comm, make_grid, shared_tmp_path):
     grid, whole, path = make_grid(y=2, z=2), random((6, 9)), shared_tmp_path / "diagonal.npy"
-    matrix = DistMatrix.from_global(whole, grid, Layout(("z",), (), hosted=("y",), follows={"y": "z"}))
+    matrix = DistMatrix.from_global(whole, grid, Layout(("z",), (), root_only=("y",), follows={"y": "z"}))
     matrix.to_file(path)
     assert np.array_equal(np.load(path), whole)
 

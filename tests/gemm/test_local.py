@@ -1,5 +1,5 @@
-# One product on one process: forms, alpha, beta, out, dtypes, views, empty sizes, for numpy and torch.
-# May import summa3d.gemm and kinds. Next: test_cuboid.py.
+"""One product on one process: forms, alpha, beta, out, dtypes, views, empty sizes, for numpy and torch."""
+
 from __future__ import annotations
 
 import itertools

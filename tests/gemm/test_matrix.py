@@ -1,5 +1,5 @@
-# Distributed matrices: making them, collecting them, and products whose algorithm and roles are read off the layouts.
-# May import summa3d.gemm; torch only in the test named so. Next: cli/test_gemm.py.
+"""Distributed matrices: making them, collecting them, and products whose algorithm and roles are read off the layouts."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,6 +1,8 @@
-# The closed forms without MPI: their means are the tables' for any sizes, panels never straddle, a transpose moves what it must.
-# May import summa3d.gemm, hypothesis.
-# Next: test_algorithms.py, where the ledger must equal them on every rank.
+"""The closed forms without MPI: their means are the tables' for any sizes.
+
+Panels never straddle, a transpose moves what it must.
+"""
+
 from __future__ import annotations
 
 from fractions import Fraction

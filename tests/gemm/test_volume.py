@@ -1,5 +1,8 @@
-# The closed forms of the cuboid product against DESIGN §5's mean, its special cases, and the algorithm written out rank by rank.
-# May import summa3d.gemm. Next: test_cuboid.py, where the ledger must equal them.
+"""The closed forms of the cuboid product against DESIGN §5's mean, its special cases.
+
+The algorithm written out rank by rank.
+"""
+
 from __future__ import annotations
 
 from fractions import Fraction

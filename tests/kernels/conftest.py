@@ -1,5 +1,5 @@
-# The fused kernels as a fixture: of the host build, or with SUMMA3D_DEVICE=cuda of the real device. May import summa3d.kernels.
-# Next: ../host_kernels.py; test_elements.py.
+"""The fused kernels as a fixture: of the host build, or with SUMMA3D_DEVICE=cuda of the real device."""
+
 from __future__ import annotations
 
 import os

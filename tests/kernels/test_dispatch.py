@@ -1,5 +1,5 @@
-# Every layer through the fused kernels: a whole model's loss and gradients are the plain ones, and both sides have one face.
-# Next: ../../kernels/dispatch.py.
+"""Every layer through the fused kernels: a whole model's loss and gradients are the plain ones, and both sides have one face."""
+
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,5 @@
-# Fused element-wise kernels against float64 torch and the reference, in every dtype, size and alignment.
-# Next: ../kernel_checks.py; ../../kernels/elements.py.
+"""Fused element-wise kernels against float64 torch and the reference, in every dtype, size and alignment."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,8 @@
-# Fused norms and cross entropy against float64 torch, with rows split over simulated ranks, in every dtype, size and alignment.
-# Next: ../kernel_checks.py; ../../kernels/rows.py.
+"""Fused norms and cross entropy against float64 torch.
+
+With rows split over simulated ranks, in every dtype, size and alignment.
+"""
+
 from __future__ import annotations
 
 import pytest

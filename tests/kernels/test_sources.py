@@ -1,5 +1,8 @@
-# The kernels' sources: compiled for every architecture without a warning or a spill, free of what NVRTC lacks, each text whole.
-# Next: ../../kernels/load.py.
+"""The kernels' sources: compiled for every architecture without a warning or a spill.
+
+Free of what NVRTC lacks, each text whole.
+"""
+
 from __future__ import annotations
 
 import ctypes

@@ -1,6 +1,5 @@
-# Block-cyclic ownership against the definition of ScaLAPACK's NUMROC and INDXG2P.
-# May import summa3d.layout, hypothesis.
-# Next: test_redistribute.py, where it is carried to and from every layout.
+"""Block-cyclic ownership against the definition of ScaLAPACK's NUMROC and INDXG2P."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,6 +1,5 @@
-# A global array to blocks and back: any layout, copies, empty blocks, numpy and torch; and the words that collecting moves.
-# May import summa3d.layout and kinds; torch only in the tests named so.
-# Next: gemm/test_matrix.py.
+"""A global array to blocks and back: any layout, copies, empty blocks, numpy and torch; and the words that collecting moves."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -30,7 +29,7 @@ def test_distributing_and_collecting_gives_back_the_array_and_moves_what_is_not_
                     with grid.ledger.watch() as moved:
                         again = collect(block, grid, layout, shape)
                     assert np.array_equal(again, whole) and again.flags.c_contiguous
-                    owned = block.size if Sharding(layout, shape).owned(grid) else 0
+                    owned = block.size if Sharding(layout, shape).is_primary(grid) else 0
                     assert moved.words == (whole.size - owned if comm.size > 1 else 0)
 
 

@@ -1,5 +1,5 @@
-# The rules of ownership, for random shapes, grids and layouts: nothing here starts MPI.
-# May import summa3d.layout. Next: test_distribute.py, which moves blocks by these rules.
+"""The rules of ownership, for random shapes, grids and layouts: nothing here starts MPI."""
+
 from __future__ import annotations
 
 import copy
@@ -62,7 +62,7 @@ def test_the_blocks_cover_each_element_exactly_once_per_copy(case):
         sharding, place = Sharding(layout, shape), Place(grid_shape, coordinates)
         assert sharding.slices(place) == slices == layout.slices(shape, grid_shape, coordinates)
         held[slices] += 1
-        owned[slices] += sharding.owned(place)
+        owned[slices] += sharding.is_primary(place)
         extents = tuple(part.stop - part.start for part in slices)
         assert layout.local_shape(shape, grid_shape, coordinates) == sharding.local_shape(place) == extents == held[slices].shape
         ranks += 1
@@ -88,7 +88,7 @@ def test_splits_nest_and_each_level_is_balanced(case):
             assert [part.stop - part.start for part in parts] == split_sizes(whole.stop - whole.start, len(parts))
             assert parts[0].start == whole.start and parts[-1].stop == whole.stop
             assert all(left.stop == right.start for left, right in itertools.pairwise(parts))
-        assert layout.ways(dim, grid_shape) == prod(grid_shape[name] for name in axes)
+        assert layout.num_shards(dim, grid_shape) == prod(grid_shape[name] for name in axes)
 
 
 def test_a_worked_example_by_hand():

@@ -26,17 +26,17 @@ NAMES = ("m", "k", "n", "b", "s", "h", "heads", "größe")
 def layouts(draw) -> Layout:
     """Any axes on any dims, names or none, root-only axes at 0 or following an axis of the dims."""
     dims: list[list[str]] = [[] for _ in range(draw(st.integers(0, 4)))]
-    hosted = []
+    root_only = []
     for axis in draw(st.permutations(AXES)):
         place = draw(st.integers(-2, len(dims) - 1))
         if place >= 0:
             dims[place].append(axis)
         elif place == -1:
-            hosted.append(axis)
+            root_only.append(axis)
     splitting = [axis for axes in dims for axis in axes]
-    follows = {axis: draw(st.sampled_from(splitting)) for axis in hosted if splitting and draw(st.booleans())}
+    follows = {axis: draw(st.sampled_from(splitting)) for axis in root_only if splitting and draw(st.booleans())}
     names = draw(st.none() | st.lists(st.sampled_from(NAMES), min_size=len(dims), max_size=len(dims)))
-    return Layout(*dims, hosted=hosted, follows=follows, names=names)
+    return Layout(*dims, root_only=root_only, follows=follows, names=names)
 
 
 @st.composite
@@ -52,9 +52,9 @@ def cyclic_layouts(draw) -> BlockCyclic:
 def test_what_a_layout_prints_is_the_layout(layout):
     for other in (Layout(str(layout)), ownership(str(layout)), eval(repr(layout))):
         assert type(other) is Layout and other == layout and hash(other) == hash(layout)
-        assert (other.dims, other.hosted, other.follows, other.names or ()) == (
+        assert (other.dims, other.root_only, other.follows, other.names or ()) == (
             layout.dims,
-            layout.hosted,
+            layout.root_only,
             layout.follows,
             layout.names or (),
         )
@@ -75,9 +75,9 @@ def test_what_a_block_cyclic_layout_prints_is_that_layout(layout):
         ("0:x 1", Layout(("x",), ())),
         ("m:x 1:y", Layout(("x",), ("y",))),
         ("", Layout()),
-        ("@y=0", Layout(hosted=("y",))),
-        ("m:x k:z @y=0", Layout(("x",), ("z",), hosted=("y",))),
-        ("h:(z,x) @y=z,d=0", Layout(("z", "x"), hosted=("y", "d"), follows={"y": "z"})),
+        ("@y=0", Layout(root_only=("y",))),
+        ("m:x k:z @y=0", Layout(("x",), ("z",), root_only=("y",))),
+        ("h:(z,x) @y=z,d=0", Layout(("z", "x"), root_only=("y", "d"), follows={"y": "z"})),
         ("m:x[64] k:(y,z)[3]", BlockCyclic(("x", 64), (("y", "z"), 3))),
         ("m[8] k:y[3]", BlockCyclic(((), 8), ("y", 3))),
     ],
@@ -130,10 +130,10 @@ def test_a_text_of_the_wrong_kind_names_the_right_one():
         with pytest.raises(LayoutError, match="is not block-cyclic: two dims, each with the size"):
             BlockCyclic.from_text(text)
     with pytest.raises(LayoutError, match="The text says everything"):
-        Layout("m:x k:z", hosted=("y",))
+        Layout("m:x k:z", root_only=("y",))
     with pytest.raises(LayoutError, match="is not the axes of one dim"):
         Layout("m:x", "k:y")
-    with pytest.raises(LayoutError, match="needs 'y' in hosted"):
+    with pytest.raises(LayoutError, match="needs 'y' in root_only"):
         Layout(("x",), follows={"y": "x"})
     for names in ("m", "mkn", ("m", "a b"), ("1", "k")):
         with pytest.raises(LayoutError, match=r"names|cannot name dim"):

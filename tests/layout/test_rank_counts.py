@@ -1,6 +1,8 @@
-# Grids of some ranks of a communicator, and redistribution between grids of different rank counts: who is outside holds nothing.
-# May import summa3d.layout, comm and gemm, kinds. The plan itself is tested by hypothesis in test_redistribute.py.
-# Next: ../comm/test_grid.py.
+"""Grids of some ranks of a communicator, and redistribution between grids of different rank counts.
+
+Who is outside holds nothing. The plan itself is tested by hypothesis in test_redistribute.py.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -36,7 +38,7 @@ def ownerships():
             BlockCyclic(rows=("x", 2), columns=("y", 3)),
             Layout(("y",), ()),
             Layout((), ("x", "y")),
-            Layout(("y",), (), hosted=("x",)),
+            Layout(("y",), (), root_only=("x",)),
         ]
     )
 

@@ -1,6 +1,5 @@
-# Redistribution: the plan by hypothesis without MPI (every element once, words = formula), then the executor on real ranks.
-# May import summa3d.layout and comm, hypothesis, kinds.
-# Next: test_cyclic.py (block-cyclic ownership), ../gemm/test_distmatrix.py.
+"""Redistribution: the plan by hypothesis without MPI (every element once, words = formula), then the executor on real ranks."""
+
 from __future__ import annotations
 
 import itertools
@@ -50,7 +49,7 @@ def ownerships(draw, dims):
         return BlockCyclic(rows=(split[0], draw(st.integers(1, 5))), columns=(split[1], draw(st.integers(1, 5))))
     if draw(st.booleans()):
         return Layout(*split)
-    return Layout(*split, hosted=[axis for axis, owner in zip(order, owners, strict=True) if owner == -1][:1])
+    return Layout(*split, root_only=[axis for axis, owner in zip(order, owners, strict=True) if owner == -1][:1])
 
 
 @st.composite
@@ -140,7 +139,7 @@ def cases(ranks):
         (cube, "cba", Layout(("b", "c"), ("a",))),
         (square, "yx", BlockCyclic(rows=("x", 2), columns=("y", 3))),
         (square, "xy", BlockCyclic(rows=(("y", "x"), 1), columns=((), 4))),
-        (square, "yx", Layout((), ("y",), hosted=("x",))),
+        (square, "yx", Layout((), ("y",), root_only=("x",))),
     ]
 
 

@@ -1,4 +1,5 @@
-# A BERT on a grid is the same function as a plain torch model: both losses, every raw gradient, padding and packed documents.
+"""A BERT on a grid is the same function as a plain torch model: both losses, every raw gradient, padding and packed documents."""
+
 from __future__ import annotations
 
 from dataclasses import replace

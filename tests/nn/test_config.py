@@ -1,5 +1,5 @@
-# The sizes of a model: what cannot be is refused with what would fit, what is left open is settled.
-# Next: test_llama.py, test_vit.py.
+"""The sizes of a model: what cannot be is refused with what would fit, what is left open is settled."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,7 +1,8 @@
-# What a step holds on a device is what the closed forms say of one: no masks kept, no node's memory, NCCL's sums without parts,
-# and nothing of a communication that has been waited for.
-# May import pretended, memory_cases, summa3d.
-# Next: test_memory.py, the same on the host; ../nn_oracle/memory_layers.py.
+"""What a step holds on a device is what the closed forms say of one.
+
+No masks kept, no node's memory, NCCL's sums without parts, and nothing of a communication that has been waited for.
+"""
+
 from __future__ import annotations
 
 import pretended

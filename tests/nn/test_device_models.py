@@ -1,7 +1,8 @@
-# Every family in every scheme on a pretended device, through NCCL's calls and the fused kernels: the host's numbers and words,
-# and nothing that has the host wait.
-# May import pretended, scheme_table, summa3d.
-# Next: ../pretended.py; ../train/test_device_run.py, a whole run there.
+"""Every family in every scheme on a pretended device, through NCCL's calls and the fused kernels.
+
+The host's numbers and words, and nothing that has the host wait.
+"""
+
 from __future__ import annotations
 
 import pretended
@@ -10,7 +11,7 @@ import torch
 from plain_vit import PlainViT, pictures
 from scheme_table import FAMILIES, FIRST_ROW, GRIDS, STEP, Family, rows_for, sequence_for
 
-from summa3d.cli.blocks import Case, Entry, race
+from summa3d.bench.blocks import Case, Entry, race
 from summa3d.nn import ModelConfig, build, scheme
 from summa3d.train.config import TrainConfig
 from summa3d.train.device import HOST, on_device
@@ -43,7 +44,7 @@ ALWAYS = ("row_maximum", "cross_entropy_sums", "cross_entropy_gradient", "adamw"
 def step_of(family, on_grid, device, dtype=torch.float64):
     """Loss, gradients and weights after one optimizer step, by name, and the words of forward and backward."""
     config = family.config(on_grid)
-    if config.family == "vit" and on_grid.stream.ways(1, on_grid.grid.shape) not in (1, 2, 5, 10):
+    if config.family == "vit" and on_grid.residual.num_shards(1, on_grid.grid.shape) not in (1, 2, 5, 10):
         return None
     with device:
         model = build(config, on_grid, dtype, seed=3)

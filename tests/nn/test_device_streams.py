@@ -1,6 +1,5 @@
-# Which stream a collective is ordered by: the one that is current on the thread that asks, be it the caller's or autograd's.
-# May import pretended, scheme_table, summa3d.
-# Next: ../comm/test_device.py, where streams run late.
+"""Which stream a collective is ordered by: the one that is current on the thread that asks, be it the caller's or autograd's."""
+
 from __future__ import annotations
 
 import sys

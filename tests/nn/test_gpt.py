@@ -1,4 +1,5 @@
-# A GPT on a grid is the same function as a plain torch model: loss, every raw gradient, and the words it moves.
+"""A GPT on a grid is the same function as a plain torch model: loss, every raw gradient, and the words it moves."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -11,7 +11,7 @@ from scheme_table import FAMILIES, rows_for, sequence_for
 
 from summa3d.errors import DataError
 from summa3d.nn import ModelConfig, build, scheme
-from summa3d.nn.batch_check import check_ids
+from summa3d.nn.models.batch_check import check_ids
 
 VIT = ModelConfig(family="vit", layers=1, hidden=24, heads=12, image=4, patch=2, channels=1, classes=5)
 TOKENS = "the vocabulary has 37, 0 to 36"

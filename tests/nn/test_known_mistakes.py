@@ -1,4 +1,5 @@
-# Mistakes that other tensor-parallel libraries have made in their layers, each as a test that such a mistake would fail.
+"""Mistakes that other tensor-parallel libraries have made in their layers, each as a test that such a mistake would fail."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -35,7 +36,7 @@ def test_no_two_blocks_of_a_matrix_begin_equal(make_grid, family):
 def test_dropout_differs_between_blocks_and_is_equal_on_copies(make_grid):
     for name, axes in GRIDS:
         on_grid = scheme(name, grid := make_grid(**axes))
-        stream = on_grid.stream
+        stream = on_grid.residual
         drop = Dropout(0.5, "branch", on_grid, stream)
         block = torch.ones(stream.local_shape((8, 8, 12), grid.shape, grid.coordinates))
         dropped = on_grid.batch_first(drop(on_grid.as_stored(block), (8, 12), Batch(8, 8, seed=1)))
@@ -56,7 +57,7 @@ def test_a_bias_gradient_is_summed_over_both_axes_that_split_rows_and_over_no_ot
     layer = Linear(6, 10, cuboid, dtype=torch.float64)
     initialise(layer, cuboid, 1)
     x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    out = layer(distribute(x, grid, cuboid.stream))
+    out = layer(distribute(x, grid, cuboid.residual))
     weights = torch.randn(4, 3, 10, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (out * distribute(weights, grid, layer.output_layout)).sum().backward()
     assert torch.allclose(whole(layer, "bias", layer.bias.grad), weights.sum((0, 1)), rtol=1e-13)
@@ -90,7 +91,7 @@ def test_a_norm_of_large_rows_does_not_overflow(make_grid, kind, dtype, size):
     norm = kind(20, cuboid, dtype=dtype)
     initialise(norm, cuboid, 1)
     x = (size * torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(2))).to(dtype)
-    got = collect(norm(distribute(x, grid, cuboid.stream)).detach(), grid, cuboid.stream, x.shape).double()
+    got = collect(norm(distribute(x, grid, cuboid.residual)).detach(), grid, cuboid.residual, x.shape).double()
     wide = x.double()
     want = functional.layer_norm(wide, (20,)) if kind is LayerNorm else functional.rms_norm(wide, (20,), eps=1e-5)
     assert (got - want).norm() <= {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6}[dtype] * want.norm()
@@ -119,7 +120,7 @@ def test_a_layer_used_twice_sums_both_gradients(make_grid, regather):
         initialise(layer, cuboid, 1)
     x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     plain = [whole(layer, "weight", layer.weight.data).requires_grad_() for layer in (up, down)]
-    out, want = distribute(x, grid, cuboid.stream), x
+    out, want = distribute(x, grid, cuboid.residual), x
     for _ in range(2):
         out, want = down(up(out).tanh()), (want @ plain[0]).tanh() @ plain[1]
     out.square().sum().backward()
@@ -132,7 +133,7 @@ def test_a_layer_used_twice_sums_both_gradients(make_grid, regather):
 @pytest.mark.mpi(sizes=(2,))
 def test_a_positional_argument_is_heard_and_an_unknown_one_refused(make_grid):
     cuboid = scheme("cuboid", make_grid(y=2))
-    inner = cuboid.after_linear(cuboid.stream)
+    inner = cuboid.after_linear(cuboid.residual)
     layer = Linear(4, 6, cuboid, inner, False, 0.5, torch.float64)
     assert (layer.input_layout, layer.bias, layer.weight.initial, layer.weight.dtype) == (
         inner,
@@ -149,7 +150,7 @@ def test_a_positional_argument_is_heard_and_an_unknown_one_refused(make_grid):
 @pytest.mark.mpi(sizes=(4,))
 def test_a_loss_leaves_its_logits_alone_and_can_go_backward_twice(make_grid):
     cuboid = scheme("cuboid", grid := make_grid(y=2, z=2))
-    layout = cuboid.after_linear(cuboid.stream)
+    layout = cuboid.after_linear(cuboid.residual)
     logits = distribute(torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(3)), grid, layout).requires_grad_()
     before = logits.detach().clone()
     labels = cuboid.block_of(torch.arange(10).view(2, 5) % 7, layout)

@@ -1,4 +1,5 @@
-# Layers on their own, as a user puts them into a torch module; and the checks that speak before anything runs.
+"""Layers on their own, as a user puts them into a torch module; and the checks that speak before anything runs."""
+
 from __future__ import annotations
 
 import copy
@@ -28,7 +29,7 @@ def test_two_linears_in_a_users_module_train_like_torchs(make_grid, world_size):
         theirs.bias.data.zero_()
     rows = 2 * grid.shape["x"] * grid.shape["y"]
     x = torch.randn(rows, 5, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    mine = distribute(x, grid, cuboid.stream)
+    mine = distribute(x, grid, cuboid.residual)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, plain)]
     for _ in range(3):
         for optimizer, module, block in zip(optimizers, (model, plain), (mine, x), strict=True):
@@ -46,7 +47,7 @@ def test_a_deep_copy_of_a_model_lies_on_the_same_grid_and_is_another_model(make_
     cuboid = scheme("cuboid", make_grid(x=2, y=1, z=2))
     model = Linear(10, 13, cuboid)
     initialise(model, cuboid, seed=1)
-    x = distribute(torch.randn(4, 5, 10, generator=torch.Generator().manual_seed(1)), cuboid.grid, cuboid.stream)
+    x = distribute(torch.randn(4, 5, 10, generator=torch.Generator().manual_seed(1)), cuboid.grid, cuboid.residual)
     before = model(x)
     other = copy.deepcopy(model)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -65,7 +66,7 @@ def test_norm_of_rows_far_from_zero_loses_no_digits_but_to_the_rounding_of_its_m
     norm = LayerNorm(20, cuboid, dtype=dtype)
     initialise(norm, cuboid, seed=1)
     x = torch.randn(4, 3, 20, generator=torch.Generator().manual_seed(2), dtype=dtype) + 300
-    got = collect(norm(distribute(x, grid, cuboid.stream)).detach(), grid, cuboid.stream, x.shape)
+    got = collect(norm(distribute(x, grid, cuboid.residual)).detach(), grid, cuboid.residual, x.shape)
     want = functional.layer_norm(x.double(), (20,)).to(dtype)
     # A mean of 300 in float32 is off by up to 1.5e-5; whole rows take torch's own layer norm, which rounds once more.
     bound = {torch.float32: 3e-5 if world_size == 1 else 2e-5, torch.float64: 1e-10}[dtype]
@@ -76,7 +77,7 @@ def test_norm_of_rows_far_from_zero_loses_no_digits_but_to_the_rounding_of_its_m
 def test_cross_entropy_handles_more_ranks_than_words_and_unlabelled_rows(make_grid, world_size):
     grid = make_grid(x=1, y=world_size, z=1)
     cuboid = scheme("cuboid", grid)
-    layout = cuboid.after_linear(cuboid.stream)
+    layout = cuboid.after_linear(cuboid.residual)
     logits = 50 * torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     labels = torch.tensor([[0, 1, 2, -100, 0], [2, 2, -100, 1, 0]])
     want = logits.clone().requires_grad_()
@@ -92,7 +93,7 @@ def test_an_mlp_returns_to_the_layout_of_the_stream(make_grid):
     cuboid = scheme("cuboid", make_grid(x=1, y=2, z=2))
     mlp = MLP(8, 11, cuboid)
     assert mlp.up.output_layout == Layout(("x", "z"), (), ("y",))
-    assert mlp.down.output_layout == cuboid.stream
+    assert mlp.down.output_layout == cuboid.residual
 
 
 @pytest.mark.mpi(sizes=(4,))

@@ -1,4 +1,5 @@
-# A Llama on a grid is the same function as a plain torch model, whole kv heads on a rank or pieces of one.
+"""A Llama on a grid is the same function as a plain torch model, whole kv heads on a rank or pieces of one."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from summa3d.errors import GridError, LayoutError
 from summa3d.nn import ModelConfig, build, scheme
-from summa3d.nn.rotary import angles_of
+from summa3d.nn.layers.rotary import angles_of
 
 # 12 heads of 6, 4 or 2 kv heads; f is a multiple of every axis used here; v and s are primes.
 CONFIG = ModelConfig(
@@ -121,7 +122,7 @@ def test_the_stream_is_gathered_once_for_q_and_kv_and_once_for_gate_and_up(make_
     with grid.ledger.watch() as moved:
         model(tokens, labels)
     b, s, h, f, d, v = len(tokens), 9, CONFIG.hidden, CONFIG.width, 6, CONFIG.vocabulary
-    e, kv, ranks = b * s * h, 2 * CONFIG.groups * d, x * y * z
+    e, kv, ranks = b * s * h, 2 * CONFIG.num_kv_heads * d, x * y * z
     joined = (y - 1) * e + (z - 1) * b * s * (h + kv)
     out = (z - 1) * e + (y - 1) * e
     feed_forward = (y - 1) * e + (z - 1) * b * s * 2 * f + (z - 1) * b * s * f + (y - 1) * e

@@ -1,4 +1,5 @@
-# Packed documents and padding: what a token may see, in every scheme.
+"""Packed documents and padding: what a token may see, in every scheme."""
+
 from __future__ import annotations
 
 from itertools import pairwise
@@ -8,12 +9,12 @@ import pytest
 import torch
 from nn_parity import global_weights, whole
 from scheme_table import FAMILIES, rows_for, sequence_for
+from summa3d.nn.schemes.scheme.scheme import Scheme
 from torch import Tensor
 
 from summa3d.errors import ShapeError
 from summa3d.nn import build, scheme
-from summa3d.nn.mask import restarting_positions, visible
-from summa3d.nn.schemes import Scheme
+from summa3d.nn.layers.attention_mask import restarting_positions, visible
 
 GRIDS = [
     ("oned", {"y": 4}),

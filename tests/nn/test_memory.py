@@ -1,5 +1,5 @@
-# What a step holds is what its closed forms say: bytes saved for backward exactly, the peak of torch's own account to 5 %.
-# Next: ../nn_oracle/memory.py.
+"""What a step holds is what its closed forms say: bytes saved for backward exactly, the peak of torch's own account to 5 %."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ import pytest
 import torch
 from memory_cases import BATCH, BERT, FAMILIES, GPT2, IN_FLIGHT, LLAMA, PEAK, SAVED, SCHEMES, VIT, measured
 from nn_oracle.memory import ModelMemory
+from summa3d.nn.schemes.scheme.registry import KINDS
 
 from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError
 from summa3d.nn import ModelConfig, build, parameter, scheme
 from summa3d.nn.overlap import Overlap
-from summa3d.nn.scheme_kinds import KINDS
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +49,8 @@ def test_saved_bytes_and_the_peak_are_those_of_the_closed_forms(make_grid, world
 
 
 PLACED = {
-    2: [("summa", {"x": 2}, "hosted")],
-    4: [("summa", {"x": 2, "y": 2}, "hosted"), ("cuboid", {"y": 2, "z": 2}, "diagonal")],
+    2: [("summa", {"x": 2}, "root-only")],
+    4: [("summa", {"x": 2, "y": 2}, "root-only"), ("cuboid", {"y": 2, "z": 2}, "diagonal")],
 }
 
 

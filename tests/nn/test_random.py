@@ -1,4 +1,5 @@
-# Counter-based random numbers: pure functions of the global index, with the distribution they claim.
+"""Counter-based random numbers: pure functions of the global index, with the distribution they claim."""
+
 from __future__ import annotations
 
 import numpy as np

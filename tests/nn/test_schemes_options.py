@@ -1,4 +1,5 @@
-# Ways of storing that are not the default: vectors hosted on a row or a diagonal, and the 3-D product as first published.
+"""Ways of storing that are not the default: vectors root_only on a row or a diagonal, and the 3-D product as first published."""
+
 from __future__ import annotations
 
 import pytest
@@ -16,12 +17,12 @@ from summa3d.nn import GPT, MLP, initialise, scheme
 from summa3d.train.optimizer import global_gradient_norm
 
 STORED = {
-    1: [("summa", "hosted", {"x": 1, "y": 1}), ("cuboid", "diagonal", {"x": 1})],
-    2: [("summa", "hosted", {"x": 2}), ("summa", "hosted", {"y": 2}), ("cuboid", "diagonal", {"x": 2})],
-    4: [("summa", "hosted", {"x": 2, "y": 2}), ("cuboid", "diagonal", {"y": 2, "z": 2})],
-    6: [("summa-transposed", "hosted", {"x": 3, "y": 2})],
+    1: [("summa", "root-only", {"x": 1, "y": 1}), ("cuboid", "diagonal", {"x": 1})],
+    2: [("summa", "root-only", {"x": 2}), ("summa", "root-only", {"y": 2}), ("cuboid", "diagonal", {"x": 2})],
+    4: [("summa", "root-only", {"x": 2, "y": 2}), ("cuboid", "diagonal", {"y": 2, "z": 2})],
+    6: [("summa-transposed", "root-only", {"x": 3, "y": 2})],
     8: [("cuboid", "diagonal", {"x": 2, "y": 2, "z": 2})],
-    12: [("summa", "hosted", {"x": 3, "y": 4}), ("cuboid", "diagonal", {"x": 3, "y": 2, "z": 2})],
+    12: [("summa", "root-only", {"x": 3, "y": 4}), ("cuboid", "diagonal", {"x": 3, "y": 2, "z": 2})],
 }
 
 
@@ -70,13 +71,13 @@ def test_hosted_and_diagonal_vectors_are_found_by_what_is_computed_again_and_as_
 
 @pytest.mark.parametrize(
     ("name", "vectors", "axes"),
-    [("summa", "hosted", {"x": 3, "y": 2}), ("cuboid", "diagonal", {"x": 2, "y": 3, "z": 3})],
+    [("summa", "root-only", {"x": 3, "y": 2}), ("cuboid", "diagonal", {"x": 2, "y": 3, "z": 3})],
 )
 def test_every_element_of_a_hosted_or_diagonal_vector_lies_on_one_rank(name, vectors, axes):
     held, n = torch.zeros(29), 29
     for rank in range(Place(axes).size):
         on_rank = scheme(name, Place(axes, rank), vectors=vectors)
-        for layout in (on_rank.stream, on_rank.after_linear(on_rank.stream)):
+        for layout in (on_rank.residual, on_rank.after_linear(on_rank.residual)):
             held[on_rank.vector(layout).slices((n,), on_rank.grid.shape, on_rank.grid.coordinates)] += 1
     assert (held == 2).all()
 
@@ -84,8 +85,8 @@ def test_every_element_of_a_hosted_or_diagonal_vector_lies_on_one_rank(name, vec
 def test_vectors_are_refused_where_a_scheme_or_a_grid_cannot_store_them():
     with pytest.raises(LayoutError, match=r"'diagonal', .* not supported by the summa scheme"):
         scheme("summa", Place({"x": 2, "y": 2}), vectors="diagonal")
-    with pytest.raises(LayoutError, match="Schemes that support 'hosted': summa, summa-transposed\\."):
-        scheme("oned", Place({"y": 2}), vectors="hosted")
+    with pytest.raises(LayoutError, match="Schemes that support 'root-only': summa, summa-transposed\\."):
+        scheme("oned", Place({"y": 2}), vectors="root-only")
     with pytest.raises(GridError, match=r"y=2, z=1.\n  Grids that fit: .*x=1,y=2,z=2"):
         scheme("cuboid", Place({"x": 2, "y": 2}), vectors="diagonal")
 
@@ -103,18 +104,18 @@ def test_the_mlp_runs_on_the_faces_of_the_cube_and_moves_its_words(make_grid):
     inner = functional.gelu(want_x @ weights["up.weight"] + weights["up.bias"], approximate="tanh")
     want = inner @ weights["down.weight"] + weights["down.bias"]
     want.backward(seed)
-    block = distribute(x, grid, agarwal.stream).requires_grad_()
+    block = distribute(x, grid, agarwal.residual).requires_grad_()
     with grid.ledger.watch() as forward:
         y = mlp(block, rows)
-    y.backward(distribute(seed, grid, agarwal.stream))
-    assert (collect(y.detach(), grid, agarwal.stream, x.shape) - want).norm() <= 1e-13 * want.norm()
-    assert (collect(block.grad, grid, agarwal.stream, x.shape) - want_x.grad).norm() <= 1e-13 * want_x.grad.norm()
+    y.backward(distribute(seed, grid, agarwal.residual))
+    assert (collect(y.detach(), grid, agarwal.residual, x.shape) - want).norm() <= 1e-13 * want.norm()
+    assert (collect(block.grad, grid, agarwal.residual, x.shape) - want_x.grad).norm() <= 1e-13 * want_x.grad.norm()
     for name, value in weights.items():
         assert (whole(mlp, name, mlp.get_parameter(name).grad) - value.grad).norm() <= 1e-12 * value.grad.norm(), name
-    plans = (agarwal.plan(agarwal.stream, "nn", rows, f, h), agarwal.plan(mlp.up.output_layout, "nn", rows, h, f))
+    plans = (agarwal.plan(agarwal.residual, "nn", rows, f, h), agarwal.plan(mlp.up.output_layout, "nn", rows, h, f))
     cost = sum(product_cost(plan, grid.shape, grid.coordinates).forward.words for plan in plans)
     assert forward.words == cost
-    assert mlp.down.output_layout == agarwal.stream
+    assert mlp.down.output_layout == agarwal.residual
     assert sum(grid.comm.allgather(mlp.up.weight.numel() > 0)) == 4  # the other half of the cube holds none of it
 
 

@@ -1,4 +1,8 @@
-# Twenty steps of training in every scheme are plain torch's: what a single gradient cannot show, such as copies that drift apart.
+"""Twenty steps of training in every scheme are plain torch's.
+
+What a single gradient cannot show, such as copies that drift apart.
+"""
+
 from __future__ import annotations
 
 from typing import Any
@@ -7,9 +11,9 @@ import pytest
 import torch
 from nn_parity import global_weights
 from scheme_table import FAMILIES, GPT2, LLAMA
+from summa3d.nn.schemes.scheme.scheme import Scheme
 
 from summa3d.nn import build, scheme
-from summa3d.nn.schemes import Scheme
 
 GRIDS = {
     4: [

@@ -1,4 +1,5 @@
-# A ViT on a grid is the same function as a plain torch model whose patches are a convolution.
+"""A ViT on a grid is the same function as a plain torch model whose patches are a convolution."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -30,8 +31,8 @@ VIT = ModelConfig(
 
 def image_for(on_grid: Scheme) -> int | None:
     """The side of the smallest image whose 1 + n² positions the scheme can split; None where no n² will do."""
-    ways = on_grid.stream.ways(1, on_grid.grid.shape)
-    return next((3 * n for n in (2, 3, 4) if (1 + n * n) % ways == 0), None)
+    num_shards = on_grid.residual.num_shards(1, on_grid.grid.shape)
+    return next((3 * n for n in (2, 3, 4) if (1 + n * n) % num_shards == 0), None)
 
 
 @pytest.mark.mpi(sizes=(1, 2, 3, 4, 8, 12), timeout=100)

@@ -1,4 +1,5 @@
-# Every family's step moves exactly the words and messages of its closed form, in every scheme.
+"""Every family's step moves exactly the words and messages of its closed form, in every scheme."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -22,7 +23,7 @@ def test_a_step_moves_exactly_the_words_and_messages_of_its_formula(make_grid, w
     for name, axes in [*GRIDS[world_size], *([("cuboid", {"x": 2, "y": 2, "z": 2})] if world_size == 8 else [])]:
         on_grid = scheme(name, grid := make_grid(check=False, **axes), regather)
         config = replace(WITH_VIT[family].config(on_grid), dropout=0.0)
-        if config.sequence % on_grid.stream.ways(1, grid.shape):
+        if config.sequence % on_grid.residual.num_shards(1, grid.shape):
             assert family == "vit"  # an axis of 3 or 4 never splits 1 + n² positions
             continue
         sequence = config.sequence if family == "vit" else sequence_for(on_grid, config.sequence)

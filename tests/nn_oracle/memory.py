@@ -1,6 +1,8 @@
-# Closed forms: the bytes that one rank holds in a training step, term by term, in any scheme. Nothing is run.
-# Imports memory_layers, memory_ends, memory_peak, memory_products. tests hold it to what tracked.py measures.
-# Next: memory_layers.py (layer by layer), memory_products.py (what a product needs), train/dry_run.py, which prints it.
+"""Closed forms: the bytes that one rank holds in a training step, term by term, in any scheme.
+
+Nothing is run. tests hold it to what tracked.py measures.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -80,13 +82,13 @@ class ModelMemory(LayerMemory):
 
     def _products(self) -> list[Need]:
         """Those that may need more than any other."""
-        config, stream, inner = self.config, self.scheme.stream, self.inner
-        gated, images = config.traits.activation == "swiglu", config.family == "vit"
+        config, stream, inner = self.config, self.scheme.residual, self.inner
+        gated, images = config.architecture.activation == "swiglu", config.family == "vit"
         return [
             self.product(stream, "nn", config.hidden, self.qkv_columns),
             self.product(inner, "nn", config.hidden, config.hidden),
-            self.product(stream, "nn", config.hidden, config.width * (1 + gated)),
-            self.product(inner, self.scheme.down_form, config.width, config.hidden),
+            self.product(stream, "nn", config.hidden, config.ffn_dim * (1 + gated)),
+            self.product(inner, self.scheme.down_form, config.ffn_dim, config.hidden),
             self.product(inner, "nn", pixels_of(self), config.hidden)
             if images
             else self.product(stream, "nt", config.hidden, config.vocabulary),

@@ -1,5 +1,5 @@
-# Closed forms of what a model holds before its blocks and after them, family by family. Imports memory_layers, memory_peak.
-# Next: memory.py, which puts the blocks in between.
+"""Closed forms of what a model holds before its blocks and after them, family by family."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ INDEX = 8  # bytes of a token id
 
 def _table(layers: LayerMemory, rows: int) -> int:
     """Bytes of a parameter [rows, h] that is added to the stream: equal where rows are split, however vectors are stored."""
-    return layers.master * layers.block(Layout((), layers.scheme.stream.dims[-1]), rows, layers.config.hidden)
+    return layers.master * layers.block(Layout((), layers.scheme.residual.dims[-1]), rows, layers.config.hidden)
 
 
 def _lookup(layers: LayerMemory) -> Step:
@@ -24,10 +24,10 @@ def _lookup(layers: LayerMemory) -> Step:
     config, scheme, stream = layers.config, layers.scheme, layers.stream
     lookup = scheme.lookup
     tokens = layers.block(lookup.tokens, layers.batch, layers.sequence)
-    table = scheme.table(scheme.stream)
+    table = scheme.table(scheme.residual)
     shard = layers.word * layers.block(table, config.vocabulary, config.hidden)
     part = layers.word * layers.block(Layout(lookup.part, table.dims[1]), config.vocabulary, config.hidden)
-    found = tokens * stream // max(layers.rows(scheme.stream), 1)
+    found = tokens * stream // max(layers.rows(scheme.residual), 1)
     summed = 2 * found if scheme.grid[lookup.part].size > 1 else 0
     gathered = part if scheme.grid[lookup.gathered].size > 1 else 0
     gradients = layers.master * (shard // layers.word) * (not config.tied)
@@ -63,9 +63,9 @@ def _patches(layers: LayerMemory) -> list[Step]:
     config, scheme, inner, stream = layers.config, layers.scheme, layers.inner, layers.stream
     pixels = layers.activation(Layout(*inner.dims[:2], ()), pixels_of(layers))
     own = layers.activation(inner, pixels_of(layers))
-    copied = own < pixels or scheme.kind.sequence_first
-    places = layers.rows(scheme.stream) if scheme.kind.sequence_first else layers.batch * layers.sequence  # a view of all
-    token = layers.vector(scheme.stream, config.hidden)
+    copied = own < pixels or scheme.spec.sequence_first
+    places = layers.rows(scheme.residual) if scheme.spec.sequence_first else layers.batch * layers.sequence  # a view of all
+    token = layers.vector(scheme.residual, config.hidden)
     return [
         Step(0, 2 * pixels + own * copied, 0),
         layers.linear(inner, pixels_of(layers), config.hidden),
@@ -77,14 +77,14 @@ def _patches(layers: LayerMemory) -> list[Step]:
 
 def pixels_of(layers: LayerMemory) -> int:
     """Numbers of a patch of an image."""
-    _, patch, channels, _ = layers.config.picture
+    _, patch, channels, _ = layers.config.image_sizes
     return channels * patch**2
 
 
 def _logits(layers: LayerMemory) -> list[Step]:
     """The head by a table, and the loss."""
     config, scheme, inner = layers.config, layers.scheme, layers.inner
-    need = layers.product(scheme.stream, "nt", config.hidden, config.vocabulary)
+    need = layers.product(scheme.residual, "nt", config.hidden, config.vocabulary)
     logits, rows = layers.activation(inner, config.vocabulary), layers.rows(inner)
     bias = layers.vector(inner, config.vocabulary) if config.family == "bert" else 0
     held = layers.master * (need.b // layers.word) + bias
@@ -96,7 +96,7 @@ def _logits(layers: LayerMemory) -> list[Step]:
 
 def _loss(layers: LayerMemory, logits: int, rows: int) -> Step:
     """It keeps the softmax and a number a row; on a device the logits and three numbers. Labels are laid as the rows are."""
-    labels = INDEX * rows if layers.scheme.kind.sequence_first else 0
+    labels = INDEX * rows if layers.scheme.spec.sequence_first else 0
     if layers.device:
         return Step(logits + 3 * rows * layers.master + labels, logits, logits)
     wide = layers.master * (logits // layers.word)
@@ -115,7 +115,7 @@ def _two_heads(layers: LayerMemory) -> list[Step]:
     """
     h, scheme = layers.config.hidden, layers.scheme
     inner = layers.activation(layers.inner, h)
-    transform = [layers.linear(scheme.stream, h, h), Step(inner, 2 * inner, 2 * inner), layers.norm(layers.inner)]
+    transform = [layers.linear(scheme.residual, h, h), Step(inner, 2 * inner, 2 * inner), layers.norm(layers.inner)]
     tokens = [replace(step, carried=layers.stream) for step in (*transform, *_logits(layers))]
     pooler = layers.linear(scheme.pooled, h, h, rows=layers.batch, seen=_sees_first_tokens(layers))
     pooled = scheme.after_linear(scheme.pooled)
@@ -128,12 +128,12 @@ def _image_head(layers: LayerMemory) -> list[Step]:
     """Where the first tokens are seen in the normalised stream, that is kept for them."""
     seen = _sees_first_tokens(layers)
     first = replace(_first_tokens(layers), saved=layers.stream if seen else 0)
-    return [layers.norm(), first, *_classifier(layers, layers.scheme.pooled, layers.config.picture[3], seen)]
+    return [layers.norm(), first, *_classifier(layers, layers.scheme.pooled, layers.config.image_sizes[3], seen)]
 
 
 def _sees_first_tokens(layers: LayerMemory) -> bool:
     """Whether every sequence's first token is a view of the stream: where the sequence is stored first, on one rank."""
-    sequence = layers.scheme.stream.dims[1]
+    sequence = layers.scheme.residual.dims[1]
     return bool(sequence) and layers.scheme.columns(Layout(sequence)).size == 1
 
 

@@ -1,6 +1,8 @@
-# Closed forms: the bytes that one rank's layers hold, one by one, in any scheme. Nothing is run.
-# Imports memory_products, memory_peak, schemes, config. tracked.py measures the same, and tests hold one against the other.
-# Next: memory_ends.py (what comes before and after the blocks), memory.py (the whole step).
+"""Closed forms: the bytes that one rank's layers hold, one by one, in any scheme.
+
+Nothing is run. tracked.py measures the same, and tests hold one against the other.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -8,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+from summa3d.nn.schemes.scheme.scheme import Scheme
+
 from summa3d.layout.layout import Layout
 from summa3d.nn.config import ModelConfig
-from summa3d.nn.schemes import Scheme
 
 from .memory_peak import Step
 from .memory_products import Need, product_need
@@ -71,8 +74,8 @@ class LayerMemory:
     def spread(self, layout: Layout, n: int) -> int:
         """That vector as a layer uses it, where it is a copy of what its host or the diagonal stores."""
         own, columns, shape = self.scheme.vector(layout), layout.dims[-1], self.scheme.grid.shape
-        ways = prod(shape[axis] for axis in (*own.hosted, *own.dims[0][len(columns) :]))
-        return self.word * self.block(Layout(columns), n) if ways > 1 else 0
+        num_shards = prod(shape[axis] for axis in (*own.root_only, *own.dims[0][len(columns) :]))
+        return self.word * self.block(Layout(columns), n) if num_shards > 1 else 0
 
     def rows(self, layout: Layout) -> int:
         """Rows (b, s) of an activation, a count."""
@@ -80,11 +83,11 @@ class LayerMemory:
 
     @cached_property
     def stream(self) -> int:
-        return self.activation(self.scheme.stream, self.config.hidden)
+        return self.activation(self.scheme.residual, self.config.hidden)
 
     @cached_property
     def inner(self) -> Layout:
-        return self.scheme.after_linear(self.scheme.stream)
+        return self.scheme.after_linear(self.scheme.residual)
 
     # -- layers ------------------------------------------------------------------------------------------------------------
 
@@ -120,8 +123,8 @@ class LayerMemory:
 
     def norm(self, layout: Layout | None = None, seen: bool = False) -> Step:
         """x, unless it is `seen`, and, a row, mean and 1/σ (RMSNorm: 1/σ); of the stream, or of what lies as `layout` says."""
-        layout, n = layout or self.scheme.stream, self.config.hidden
-        s, layer = self.activation(layout, n), self.config.traits.norm == "layer"
+        layout, n = layout or self.scheme.residual, self.config.hidden
+        s, layer = self.activation(layout, n), self.config.architecture.norm == "layer"
         statistics = (2 if layer else 1) * self.rows(layout) * self.statistic
         gamma = self.spread(layout, n)
         vectors = 2 if layer else 1
@@ -140,8 +143,8 @@ class LayerMemory:
 
     def activation_function(self) -> Step:
         """GELU keeps its input. SwiGLU: gate and up side by side."""
-        f = self.activation(self.inner, self.config.width)
-        return Step(2 * f, 3 * f, 3 * f) if self.config.traits.activation == "swiglu" else Step(f, 2 * f, 2 * f)
+        f = self.activation(self.inner, self.config.ffn_dim)
+        return Step(2 * f, 3 * f, 3 * f) if self.config.architecture.activation == "swiglu" else Step(f, 2 * f, 2 * f)
 
     def attention_core(self) -> Step:
         """Fused: q, k, v, the context and a log-sum a query. Unfused: q, k, v, the scores before and after dropout, two masks.
@@ -166,9 +169,9 @@ class LayerMemory:
 
     def _unfused(self, context: int, scores: int) -> int:
         """What the unfused core keeps: q (in qkv, where its rows can be seen as one dim), k, v, softmax, dropped, two masks."""
-        plain = not self.grouped and (self.scheme.kind.sequence_first or 1 in self._sequences_and_heads)
+        plain = not self.grouped and (self.scheme.spec.sequence_first or 1 in self._sequences_and_heads)
         tables = self._tables if self.grouped else 0
-        masks = scores * (not self.device) + self.sequence**2 * self.config.traits.causal
+        masks = scores * (not self.device) + self.sequence**2 * self.config.architecture.causal
         return (5 if plain else 3) * context + 2 * scores * self.word + masks + tables
 
     @property
@@ -179,13 +182,13 @@ class LayerMemory:
     def joined_columns(self) -> int:
         """q and kv as one product leaves them."""
         config = self.config
-        return self.activation(self.inner, config.hidden) + self.activation(self.inner, 2 * config.groups * self._size)
+        return self.activation(self.inner, config.hidden) + self.activation(self.inner, 2 * config.num_kv_heads * self._size)
 
     def _turned(self, context: int) -> int:
         """Turned q and k with their tables, and v where it lies: in the product's output, or gathered where ranks share heads."""
-        ways = self.scheme.columns(self.inner).size
-        kv = self.rows(self.inner) * self._size * max(1, self.config.groups // ways) * self.word
-        return context + kv + (self.joined_columns() if self.config.groups >= ways else 2 * kv) + self._tables
+        num_shards = self.scheme.columns(self.inner).size
+        kv = self.rows(self.inner) * self._size * max(1, self.config.num_kv_heads // num_shards) * self.word
+        return context + kv + (self.joined_columns() if self.config.num_kv_heads >= num_shards else 2 * kv) + self._tables
 
     @property
     def _tables(self) -> int:
@@ -195,7 +198,7 @@ class LayerMemory:
     @property
     def qkv_columns(self) -> int:
         """Of q, k and v together."""
-        return self.config.hidden + 2 * self.config.groups * self._size
+        return self.config.hidden + 2 * self.config.num_kv_heads * self._size
 
     @property
     def _size(self) -> int:
@@ -204,26 +207,26 @@ class LayerMemory:
     @property
     def grouped(self) -> bool:
         """Whether attention has rotary positions and may have fewer heads of k and v."""
-        return "rotary_base" in self.config.traits.options
+        return "rotary_base" in self.config.architecture.options
 
     def context_seen(self) -> bool:
         """Whether the context that the output linear takes is the tensor that attention saved, and no copy in stored order."""
         sequences, heads = self._sequences_and_heads
-        in_order = heads == 1 and (sequences == 1 or not self.scheme.kind.sequence_first) if self.grouped else True
+        in_order = heads == 1 and (sequences == 1 or not self.scheme.spec.sequence_first) if self.grouped else True
         return in_order and not self.config.attention_dropout and self.recompute != "selective"
 
     def attention(self, seen: bool = False) -> list[Step]:
         """seen : its input is kept by who is before it as well."""
-        config, grouped, stream = self.config, self.grouped, self.scheme.stream
+        config, grouped, stream = self.config, self.grouped, self.scheme.residual
         enter = self.linear(stream, config.hidden, self.qkv_columns, bias=not grouped, seen=seen, copied=grouped)
         leave = self.linear(self.inner, config.hidden, config.hidden, bias=not grouped, seen=self.context_seen())
         return [enter, self.attention_core(), leave]
 
     def mlp(self) -> list[Step]:
-        config, gated = self.config, self.config.traits.activation == "swiglu"
-        columns = 2 * config.width if gated else config.width
-        up = self.linear(self.scheme.stream, config.hidden, columns, bias=not gated, copied=gated)
-        down = self.linear(self.inner, config.width, config.hidden, bias=not gated, form=self.scheme.down_form)
+        config, gated = self.config, self.config.architecture.activation == "swiglu"
+        columns = 2 * config.ffn_dim if gated else config.ffn_dim
+        up = self.linear(self.scheme.residual, config.hidden, columns, bias=not gated, copied=gated)
+        down = self.linear(self.inner, config.ffn_dim, config.hidden, bias=not gated, form=self.scheme.down_form)
         return [up, self.activation_function(), down]
 
     def transformer_block(self, seen: bool = False) -> list[Step]:
@@ -232,7 +235,7 @@ class LayerMemory:
         seen : the block's input is kept anyway.
         """
         steps: list[Step] = []
-        after = self.config.traits.post_norm
+        after = self.config.architecture.post_norm
         for branch in (self.attention(seen and after), self.mlp()):
             inside = branch if after else [self.norm(seen=seen and not steps), *branch]
             waiting = [self.stream] * (len(inside) - 1) + [self.stream if self.config.dropout else 0]
@@ -248,7 +251,7 @@ class LayerMemory:
         inside = self.transformer_block(seen=True)
         for _ in range(count - 1):
             inside += self.transformer_block()
-        own = 1 if self.config.traits.post_norm else len(self.mlp()) + 2
+        own = 1 if self.config.architecture.post_norm else len(self.mlp()) + 2
         waiting = [self.stream] * (len(inside) - own) + [0] * own
         inside = [replace(step, carried=step.carried + size) for step, size in zip(inside, waiting, strict=True)]
         gradients = sum(step.gradients for step in inside)

@@ -1,5 +1,5 @@
-# The most that a rank holds at any time of a step, from what its layers hold one by one and what is in flight between them.
-# Imports overlap; plain numbers, nothing is run. Next: memory.py, which says what each layer holds.
+"""The most that a rank holds at any time of a step, from what its layers hold one by one and what is in flight between them."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -1,10 +1,15 @@
-# Closed forms of what a product and its gradients hold on one rank, in bytes, whatever its algorithm. Imports gemm, schemes.
-# The order of allocations is that of autograd/products.py and autograd/matmul.py. Next: memory.py.
+"""Closed forms of what a product and its gradients hold on one rank, in bytes, whatever its algorithm.
+
+The order of allocations is that of autograd/differentiable.py and autograd/matmul.py.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+
+from summa3d.nn.schemes.scheme.scheme import Scheme
 
 from summa3d.errors import ConfigError
 from summa3d.gemm.algorithms.cuboid import CuboidPlan
@@ -15,7 +20,6 @@ from summa3d.gemm.algorithms.summa import SummaPlan
 from summa3d.gemm.cost import per_rank
 from summa3d.gemm.cost.volume import block_words, without
 from summa3d.layout.layout import Layout
-from summa3d.nn.schemes import Scheme
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,15 @@
-# Closed forms: the words each rank receives in a training step of a GPT, in any scheme: forward, backward and optimizer.
-# Imports gemm.volume, schemes, config. Nothing is run: the ledger must equal these numbers exactly, and tests assert it.
-# Next: volume_models.py (the other families), plan/, which prices them.
+"""Closed forms: the words each rank receives in a training step of a GPT, in any scheme: forward, backward and optimizer.
+
+Nothing is run: the ledger must equal these numbers exactly, and tests assert it.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from summa3d.nn.schemes.scheme.registry import row_axes
+from summa3d.nn.schemes.scheme.scheme import Scheme
 
 from summa3d.gemm.algorithms.cuboid import CuboidPlan
 from summa3d.gemm.algorithms.gradients import gradient_plans
@@ -13,8 +18,6 @@ from summa3d.gemm.algorithms.plan import ProductPlan
 from summa3d.gemm.cost.volume import Coordinates, Cost, all_reduce, block_words, gather, gradients, of_plan, scatter
 from summa3d.layout.layout import Layout
 from summa3d.nn.config import ModelConfig
-from summa3d.nn.scheme_kinds import row_axes
-from summa3d.nn.schemes import Scheme
 
 NONE = Cost(0, 0)
 
@@ -97,8 +100,8 @@ class GPTVolume:
         own, (shape, at) = self.scheme.vector(layout), self._grid
         stored = Layout(*own.dims)
         block, one = block_words(stored, (n,), shape, at), StepCost(NONE, NONE)
-        for axis in own.hosted:
-            away, size = int(at[axis] != own.host(axis, at)), shape[axis]
+        for axis in own.root_only:
+            away, size = int(at[axis] != own.root_index(axis, at)), shape[axis]
             reduced = Cost((size - 1) * (block // size + (at[axis] < block % size)), size - 1)
             one += StepCost(Cost(away * block, away), reduced)
         for axis in own.dims[0][len(layout.dims[-1]) :]:
@@ -115,32 +118,32 @@ class GPTVolume:
 
         Layer norm has 2 words a row and 2 vectors, RMSNorm 1 of each.
         """
-        layout, each = layout or self.scheme.stream, 2 if self.config.traits.norm == "layer" else 1
+        layout, each = layout or self.scheme.residual, 2 if self.config.architecture.norm == "layer" else 1
         statistics = all_reduce(each * self._rows(layout), layout.dims[-1], *self._grid)
         return StepCost(statistics, statistics) + self.vectors(layout, self.config.hidden, each)
 
     def linears(self) -> StepCost:
         """The four linears of a block, without their biases."""
-        h, f = self.config.hidden, self.config.width
-        stream, inner = self.scheme.stream, self.scheme.after_linear(self.scheme.stream)
+        h, f = self.config.hidden, self.config.ffn_dim
+        stream, inner = self.scheme.residual, self.scheme.after_linear(self.scheme.residual)
         linears = ((stream, h, 3 * h, "nn"), (inner, h, h, "nn"), (stream, h, f, "nn"), (inner, f, h, self.scheme.down_form))
         return sum((self.linear(*linear, bias=False) for linear in linears), StepCost(NONE, NONE))
 
     def block(self) -> StepCost:
         """The linears with their biases, and two norms."""
-        h, f, stream = self.config.hidden, self.config.width, self.scheme.stream
+        h, f, stream = self.config.hidden, self.config.ffn_dim, self.scheme.residual
         inner = self.scheme.after_linear(stream)
         biases = (self.vectors(layout, n) for layout, n in ((inner, 3 * h), (stream, h), (inner, f), (stream, h)))
         return sum(biases, self.linears()) + self.norm().times(2)
 
     def small_table(self, entries: int) -> StepCost:
         """The gradient of a table that is added to the stream, such as the positions."""
-        return StepCost(NONE, self._summed(self.scheme.stream, (entries, self.config.hidden)))
+        return StepCost(NONE, self._summed(self.scheme.residual, (entries, self.config.hidden)))
 
     def lookup(self) -> StepCost:
         """The table gathered and what was looked up summed, as the scheme's lookup says."""
         scheme, lookup, (shape, at) = self.scheme, self.scheme.lookup, self._grid
-        table, stream = scheme.table(scheme.stream), scheme.stream
+        table, stream = scheme.table(scheme.residual), scheme.residual
         whole, looked_up = (self.config.vocabulary, self.config.hidden), (self.batch, self.sequence, self.config.hidden)
         forward = backward = NONE
         for axis in lookup.gathered:
@@ -167,7 +170,7 @@ class GPTVolume:
 
     def head(self) -> StepCost:
         """The head (NT) and the loss."""
-        stream = self.scheme.stream
+        stream = self.scheme.residual
         linear = self.linear(stream, self.config.hidden, self.config.vocabulary, "nt", bias=False)
         return linear + self.loss(self.scheme.after_linear(stream))
 

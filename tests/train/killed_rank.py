@@ -1,5 +1,9 @@
-# `summa3d ARGS…` on a rank that kills itself in the middle of writing checkpoint step-4. Started by test_killed.py.
-# KILLED="1 file": rank 1, when half of its file is on the disk. KILLED="0 rename": rank 0, when all is but the final name.
+"""`summa3d ARGS…` on a rank that kills itself in the middle of writing checkpoint step-4.
+
+Started by test_killed.py. KILLED="1 file": rank 1, when half of its file is on the disk. KILLED="0 rename": rank 0, when all
+is but the final name.
+"""
+
 from __future__ import annotations
 
 import os
@@ -9,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from summa3d.cli.main import main
-from summa3d.cli.runtime import launched_as
-from summa3d.train import pieces
+from summa3d.launch.runtime import launched_as
+from summa3d.train.checkpoint.folder import shards as pieces
 
 TEMPORARY = ".tmp-step-4"
 

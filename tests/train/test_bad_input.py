@@ -1,4 +1,5 @@
-# What a user can get wrong: one clear error, the same on every rank, before training starts.
+"""What a user can get wrong: one clear error, the same on every rank, before training starts."""
+
 from __future__ import annotations
 
 import shutil

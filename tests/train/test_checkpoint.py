@@ -1,4 +1,5 @@
-# Checkpoints: pieces written on one grid and read on another, damage found by every rank, old ones removed.
+"""Checkpoints: pieces written on one grid and read on another, damage found by every rank, old ones removed."""
+
 from __future__ import annotations
 
 import json
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from mpi4py import MPI
+from summa3d.train.checkpoint.folder.shards import Block
 
 from summa3d.comm.grid import Grid
 from summa3d.errors import CheckpointError
 from summa3d.layout.layout import Layout, Sharding
-from summa3d.train import checkpoint, config
-from summa3d.train.pieces import Block
+from summa3d.train import config
+from summa3d.train.checkpoint.folder import folder as checkpoint
 
 LAYOUTS = {
     "w": Layout(("z", "x"), ("y",)),

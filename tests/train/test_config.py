@@ -1,4 +1,8 @@
-# Configurations: what is accepted, and what is answered to what is not. No MPI, no training.
+"""Configurations: what is accepted, and what is answered to what is not.
+
+No MPI, no training.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,6 +1,5 @@
-# What products on a device may round: set once, when a rank takes its device.
-# May import summa3d.comm.device.select, summa3d.train; torch.
-# Next: test_device_run.py.
+"""What products on a device may round: set once, when a rank takes its device."""
+
 from __future__ import annotations
 
 import sys

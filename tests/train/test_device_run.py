@@ -1,6 +1,5 @@
-# A whole run on a pretended device: the host's losses, norms, words and text, and a checkpoint that the host goes on with.
-# May import pretended, small_runs, summa3d.train.
-# Next: ../pretended.py; ../nn/test_device_models.py, every family and scheme.
+"""A whole run on a pretended device: the host's losses, norms, words and text, and a checkpoint that the host goes on with."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -9,7 +8,8 @@ import pretended
 import pytest
 from small_runs import metrics_of, train_small
 
-from summa3d.train import loop, tensor_file
+from summa3d.train import loop
+from summa3d.train.checkpoint.folder import safetensors as tensor_file
 
 GRIDS: dict[int, dict[str, Any]] = {
     1: {"train__accumulate": 2},

@@ -1,4 +1,5 @@
-# `train --dry-run`: the bytes of every rank before any is started, and the same bytes of a step that was taken.
+"""`train --dry-run`: the bytes of every rank before any is started, and the same bytes of a step that was taken."""
+
 from __future__ import annotations
 
 import gc
@@ -9,8 +10,8 @@ import torch
 from mpi4py import MPI
 from small_runs import shared_corpus
 
+from summa3d.bench.memory import peak_bytes
 from summa3d.errors import ConfigError, GridError, LayoutError
-from summa3d.nn.tracked import peak_bytes
 from summa3d.train import config
 from summa3d.train.dry_run import TERMS, predict
 from summa3d.train.loop import take_step
@@ -71,7 +72,7 @@ def test_axes_inside_a_node_take_less_than_those_between_nodes() -> None:
 STEPS = {
     "cuboid": ["scheme=cuboid", "grid.x=2", "grid.z=2", "train.accumulate=2", "train.batch=16"],
     "diagonal": ["scheme=cuboid", "grid.y=2", "grid.z=2", "vectors=diagonal", "recompute=full", "model.dropout=0.1"],
-    "summa": ["scheme=summa", "grid.x=2", "grid.y=2", "vectors=hosted", "model.family=bert", "model.vocabulary=259"],
+    "summa": ["scheme=summa", "grid.x=2", "grid.y=2", "vectors=root_only", "model.family=bert", "model.vocabulary=259"],
     "oned-sp": ["scheme=oned-sp", "grid.y=4", "model.family=llama", "recompute=selective"],
 }
 

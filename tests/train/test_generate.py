@@ -1,4 +1,5 @@
-# Generation: the choice of a token, and the same text from every grid.
+"""Generation: the choice of a token, and the same text from every grid."""
+
 from __future__ import annotations
 
 import shutil

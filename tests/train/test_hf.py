@@ -1,5 +1,8 @@
-# Transformers folders: imported and exported bit for bit, with the logits of `transformers` itself on every scheme.
-# Only rank 0 imports transformers; its logits travel as a file.
+"""Transformers folders: imported and exported bit for bit, with the logits of `transformers` itself on every scheme.
+
+Only rank 0 imports transformers; its logits travel as a file.
+"""
+
 from __future__ import annotations
 
 import json
@@ -15,12 +18,15 @@ import torch
 from mpi4py import MPI
 from safetensors.torch import load_file, save_file
 from small_runs import assignments, metrics_of, train_small, write_corpus
+from summa3d.nn.schemes.scheme.scheme import scheme
+from summa3d.train.checkpoint.folder.huggingface import export_folder, import_folder
 
 from summa3d.errors import CheckpointError, DataError
-from summa3d.nn.schemes import scheme
-from summa3d.train import checkpoint, config, corpus, hf_files, tokens
+from summa3d.train import config
+from summa3d.train.checkpoint.folder import folder as checkpoint
+from summa3d.train.checkpoint.folder import huggingface_files as hf_files
+from summa3d.train.data import corpus, tokens
 from summa3d.train.generate import load, sample, smallest_batch
-from summa3d.train.hf import export_folder, import_folder
 from summa3d.train.loop import train
 from summa3d.train.prepare import build_model
 

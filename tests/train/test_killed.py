@@ -1,5 +1,8 @@
-# A rank is killed, in a step or in the middle of writing a checkpoint: the job ends, and --resume brings the same end.
-# Starts real jobs with `summa3d launch`; see killed_rank.py for those that kill themselves.
+"""A rank is killed, in a step or in the middle of writing a checkpoint: the job ends, and --resume brings the same end.
+
+Starts real jobs with `summa3d launch`; see killed_rank.py for those that kill themselves.
+"""
+
 from __future__ import annotations
 
 import os

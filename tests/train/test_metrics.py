@@ -1,4 +1,5 @@
-# Metrics: the lines, the account over ranks, what a resumed run keeps, and the plot.
+"""Metrics: the lines, the account over ranks, what a resumed run keeps, and the plot."""
+
 from __future__ import annotations
 
 import json
@@ -12,8 +13,8 @@ from mpi4py import MPI
 
 from summa3d.comm.profile.ledger import Amounts, Ledger
 from summa3d.train import metrics
+from summa3d.train.loss_plot import draw_loss
 from summa3d.train.metrics import CoreTime, Recorder, Step, Stopwatch
-from summa3d.train.plot import draw_loss
 from summa3d.train.progress import Progress
 
 KEYS = ["step", "loss", "grad_norm", "lr", "tokens_per_second", "seconds", "words_per_rank"]

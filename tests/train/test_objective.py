@@ -1,4 +1,5 @@
-# What a family learns: rows that depend on seed, step and number alone, and BERT's masks and pairs as its paper has them.
+"""What a family learns: rows that depend on seed, step and number alone, and BERT's masks and pairs as its paper has them."""
+
 from __future__ import annotations
 
 import pytest
@@ -8,9 +9,10 @@ from small_runs import write_corpus
 
 from summa3d.errors import ConfigError
 from summa3d.nn.config import ModelConfig
-from summa3d.train import config, tokens
+from summa3d.train import config
 from summa3d.train.config import DataConfig
-from summa3d.train.objective import MaskedPairs, NextToken, objective
+from summa3d.train.data import tokens
+from summa3d.train.data.objective import MaskedPairs, NextToken, objective
 
 SEQUENCE = 40
 MASK, CLASSIFY, SEPARATE = 256, 257, 258

@@ -1,4 +1,5 @@
-# The learning rate, AdamW's groups, the global gradient norm and clipping.
+"""The learning rate, AdamW's groups, the global gradient norm and clipping."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,8 +10,8 @@ import torch
 
 from summa3d.layout.layout import Layout, Sharding
 from summa3d.train import config
+from summa3d.train.learning_rate import learning_rate
 from summa3d.train.optimizer import AdamW, clip_factor, global_gradient_norm
-from summa3d.train.schedule import learning_rate
 
 LAYOUTS = [Layout(("z", "x"), ("y",)), Layout(("y", "x"), ("z",)), Layout((), ("z",)), Layout((), ())]
 SHAPE = (13, 7)

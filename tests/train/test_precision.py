@@ -1,4 +1,5 @@
-# 16-bit runs: they reach float32's loss, keep float32 weights and sums, and skip a bad step on every rank alike.
+"""16-bit runs: they reach float32's loss, keep float32 weights and sums, and skip a bad step on every rank alike."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,7 +12,8 @@ from small_runs import metrics_of, shared_corpus, small_config, train_small
 
 from summa3d.errors import CheckpointError, ConfigError, Summa3dError
 from summa3d.layout import collect
-from summa3d.train import checkpoint, config
+from summa3d.train import config
+from summa3d.train.checkpoint.folder import folder as checkpoint
 from summa3d.train.loop import accumulate, take_step
 from summa3d.train.precision import LossScale
 from summa3d.train.prepare import Run, prepare
@@ -142,7 +144,7 @@ def test_one_ranks_bad_gradient_is_every_ranks_skipped_step(comm: Any, shared_tm
     before = weights(run)
     p = run.model.get_parameter("blocks.0.mlp.up.bias" if comm.size == 8 else "norm.weight")
     last = comm.rank == comm.size - 1
-    assert not last or not p.sharding.owned(run.grid)  # a copy: the norm alone would not see it
+    assert not last or not p.sharding.is_primary(run.grid)  # a copy: the norm alone would not see it
 
     def spoil(grad: torch.Tensor) -> torch.Tensor:
         return torch.full_like(grad, torch.inf) if last else grad

@@ -1,4 +1,5 @@
-# Activations computed again in backward: the same gradients to the bit, one more forward of words, less that is kept.
+"""Activations computed again in backward: the same gradients to the bit, one more forward of words, less that is kept."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,8 +12,8 @@ from small_runs import shared_corpus, small_config, train_small
 
 from summa3d.autograd.recompute import recompute
 from summa3d.errors import ConfigError
-from summa3d.nn.dropout import Batch
-from summa3d.nn.mask import visible
+from summa3d.nn.layers.attention_mask import visible
+from summa3d.nn.layers.dropout import Batch
 from summa3d.train import config
 from summa3d.train.loop import accumulate
 from summa3d.train.prepare import Run, prepare
@@ -82,7 +83,9 @@ def test_full_recomputation_moves_the_blocks_forward_once_more_and_selective_not
             accumulate(run, 1, 0)
     before = phases(moved["none"])
     assert phases(moved["selective"]) == before
-    x = torch.randn(12, 16, 24, dtype=torch.float64)[run.scheme.stream.slices((12, 16, 24), run.grid.shape, run.grid.coordinates)]
+    x = torch.randn(12, 16, 24, dtype=torch.float64)[
+        run.scheme.residual.slices((12, 16, 24), run.grid.shape, run.grid.coordinates)
+    ]
     with ledger.watch() as forward, torch.no_grad():
         run.model.through_blocks(x.contiguous().to(run.device), Batch(12, 16), visible(run.scheme, True, None, None))
     after = phases(moved["full"])

@@ -1,4 +1,5 @@
-# A checkpoint knows no scheme: a run of any family goes on under another one, on other ranks, optimizer state included.
+"""A checkpoint knows no scheme: a run of any family goes on under another one, on other ranks, optimizer state included."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,7 +11,7 @@ from small_runs import metrics_of, train_small
 
 LEGS = [
     (8, {"scheme": "cuboid", "grid__x": 2, "grid__y": 2, "grid__z": 2, "vectors": "diagonal"}),
-    (4, {"scheme": "summa", "grid__x": 2, "grid__y": 2, "vectors": "hosted"}),
+    (4, {"scheme": "summa", "grid__x": 2, "grid__y": 2, "vectors": "root-only"}),
     (2, {"scheme": "oned", "grid__y": 2}),
     (1, {"scheme": "serial"}),
 ]

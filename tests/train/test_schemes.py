@@ -1,4 +1,5 @@
-# Every scheme and family is trained by the same command: the losses of one rank, on any grid that the scheme can use.
+"""Every scheme and family is trained by the same command: the losses of one rank, on any grid that the scheme can use."""
+
 from __future__ import annotations
 
 from pathlib import Path

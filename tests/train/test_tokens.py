@@ -1,4 +1,5 @@
-# Corpora and windows: what is read, what is held out, and that a window depends on seed, step and row alone.
+"""Corpora and windows: what is read, what is held out, and that a window depends on seed, step and row alone."""
+
 from __future__ import annotations
 
 import json
@@ -12,8 +13,8 @@ from mpi4py import MPI
 from small_runs import write_corpus
 
 from summa3d.errors import DataError
-from summa3d.train import corpus, tokens
 from summa3d.train.config import DataConfig
+from summa3d.train.data import corpus, tokens
 
 
 def prepare(path: Path | str, folder: Path, sequence: int = 16, **keys: object) -> tokens.Tokens:

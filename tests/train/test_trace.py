@@ -1,6 +1,5 @@
-# A trace of training: every communication of every rank is in it once, with its words, inside the phase that it belongs to.
-# May import pretended, small_runs, summa3d.train, summa3d.comm.profile.trace.
-# Next: ../../summa3d/comm/profile/trace.py.
+"""A trace of training: every communication of every rank is in it once, with its words, inside the phase that it belongs to."""
+
 from __future__ import annotations
 
 import json

@@ -14,8 +14,8 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from ...capability import FUTEX, available
 from ...errors import GridError
+from ...node_support import FUTEX, available
 from ..arrays import address
 from .progress import IN_FLIGHT
 

@@ -26,17 +26,17 @@ class AgarwalPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
-        plain = Layout((self.x,), (self.z,), hosted=(self.y,), names="mk")
+        plain = Layout((self.x,), (self.z,), root_only=(self.y,), names="mk")
         return plain if self.form[0] == "n" else plain.transposed()
 
     @property
     def b_layout(self) -> Layout:
-        plain = Layout((self.z,), (self.y,), hosted=(self.x,), names="kn")
+        plain = Layout((self.z,), (self.y,), root_only=(self.x,), names="kn")
         return plain if self.form[1] == "n" else plain.transposed()
 
     @property
     def c_layout(self) -> Layout:
-        return Layout((self.x,), (self.y,), hosted=(self.z,), names="mn")
+        return Layout((self.x,), (self.y,), root_only=(self.z,), names="mn")
 
     def gradient_roles(self, dims: str) -> dict[str, str]:
         """The axes belong to dims, x to m, y to n, z to k, and follow them."""
@@ -50,7 +50,7 @@ class AgarwalPlan(ProductPlan):
 
 
 def broadcast_layout(layout: Layout) -> Layout:
-    """The layout once hosted blocks have been broadcast."""
+    """The layout once root_only blocks have been broadcast."""
     return Layout(*layout.dims, names=layout.names)
 
 

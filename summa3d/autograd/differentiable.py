@@ -1,0 +1,236 @@
+"""Products bound to a grid together with their gradients, each gradient callable alone.
+
+The set is closed: every gradient of NN, NT, TN and TT is a product of the same algorithm on the layouts at hand.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from ..comm.axis import Axis
+from ..comm.grid import Grid
+from ..comm.pending import Pending, completed
+from ..errors import ShapeError
+from ..gemm.algorithms.cuboid import Cuboid
+from ..gemm.algorithms.executor import Executor
+from ..gemm.algorithms.gradients import GRADIENTS, Gradient, Gradients, gradient_plans
+from ..gemm.algorithms.oned import OnedPlan
+from ..gemm.algorithms.plan import ProductPlan
+from ..gemm.algorithms.registry import algorithm_of
+from ..gemm.algorithms.workspace import Workspace
+from .prefetch import PrefetchSource
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a product may leave in flight.
+
+    source : where B comes from, for gathers ahead of it; None, none. input_gradient : whether dA's sum is in flight while dB is
+    computed.
+    """
+
+    source: PrefetchSource | None = None
+    input_gradient: bool = True
+
+
+class Product(ABC):
+    """C = op(A)·op(B) (+ bias) on a grid, with its gradients, each callable alone.
+
+    Parameters
+    ----------
+    plan : the sizes and layouts of the product
+    rows : the plane of axes that split C's rows, over which a bias gradient is summed; None for a product without bias
+    in_flight : what may be in flight, as far as the algorithm supports it
+
+    Raises ShapeError for a form whose gradients are not supported.
+    """
+
+    def __init__(self, plan: ProductPlan, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
+        if plan.form not in GRADIENTS:
+            raise ShapeError(f"matmul has no gradient for form {plan.form!r}; forms with gradients: {', '.join(GRADIENTS)}.")
+        self.plan, self.rows, self.in_flight = plan, rows, in_flight
+        self.of_a, self.of_b = GRADIENTS[plan.form]
+
+    @abstractmethod
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return this rank's block of C, and the two operands to keep for the gradients."""
+
+    @property
+    def source(self) -> PrefetchSource | None:
+        """The source from which backward prefetches B; None where backward does not gather B, or does not prefetch it."""
+        return None
+
+    def share(self, c: Tensor) -> Tensor:
+        """Return what both gradients need of dC, computed once: this rank's block, or the gathered dC."""
+        return c
+
+    @abstractmethod
+    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+        """Start dA from the shared dC and the kept B; its sum over ranks may be in flight when this returns."""
+
+    @abstractmethod
+    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+        """Start dB from the shared dC and the kept A; its sum over ranks may be in flight when this returns."""
+
+
+class Gathered(Product):
+    """The cuboid product: all-gather A and B, multiply, reduce-scatter C; both gradients share one all-gather of dC.
+
+    With `regather`, backward keeps the shards and gathers them again: 1/P of the memory. Without it, backward keeps the
+    gathered operands: fewer words.
+    """
+
+    def __init__(self, cuboid: Cuboid, regather: bool = True, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
+        super().__init__(cuboid.plan, rows, in_flight)
+        self.cuboid, self.regather = cuboid, regather
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return C's block, and the shards or (without `regather`) the gathered operands."""
+        self.cuboid.check(a, b)
+        view = self.regather  # operands that backward keeps must be copies, not views of a slot
+        gathered = self.cuboid.gather_a(a, view), self._gathered_b(b, view, forward=True)
+        partial, kept = self.cuboid.multiply(*gathered), (a, b) if self.regather else gathered
+        del gathered  # before the reduce-scatter allocates
+        return self.cuboid.scatter_c(partial), kept
+
+    def share(self, c: Tensor) -> Tensor:
+        """Return dC gathered along z; a view is valid until the next collective on z."""
+        return self.cuboid.gather_c(c, view=True)
+
+    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+        """Start dA; the reduce-scatter along y is in flight when this returns."""
+        if self.regather:
+            b = self._gathered_b(b, view=True, forward=False)
+        partial = local(self.cuboid.workspace, self.of_a, shared, b, self.cuboid.summand_buffer("a", shared))
+        del b  # gathered, before what the sum needs is there
+        return self.cuboid.start_scatter_a(partial)
+
+    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+        """Start dB; the reduce-scatter along x is in flight when this returns."""
+        if self.regather:
+            a = self.cuboid.gather_a(a, view=True)
+        partial = local(self.cuboid.workspace, self.of_b, shared, a, self.cuboid.summand_buffer("b", shared))
+        del a
+        return self.cuboid.start_scatter_b(partial)
+
+    @property
+    def source(self) -> PrefetchSource | None:
+        """The source of B, where x splits B and backward gathers B again."""
+        return self.in_flight.source if self.cuboid.x.size > 1 and self.regather else None
+
+    def _gathered_b(self, b: Tensor, view: bool, forward: bool) -> Tensor:
+        """Return B gathered along x, prefetched where possible; a prefetched B has a buffer of its own, never a view."""
+        source = self.in_flight.source
+        if source is None or self.cuboid.x.size == 1:
+            return self.cuboid.gather_b(b, view)
+        gathered = source.ahead.gather(source, forward, b, self.cuboid.start_gather_b)
+        return self.cuboid.gather_b(b, view) if gathered is None else self.cuboid.ledger.track(gathered)
+
+
+class Line(Product):
+    """The two 1-D products of Megatron, column-parallel (n split) and row-parallel (k split); nothing is gathered.
+
+    The row-parallel product all-reduces C (Megatron's g); the column-parallel product all-reduces dA in backward (Megatron's
+    f). dB needs no sum. The sequence-parallel pair is the cuboid of 1×t×1.
+    """
+
+    def __init__(self, plan: OnedPlan, grid: Grid, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
+        super().__init__(plan, rows, in_flight)
+        if plan.sequence:
+            raise ShapeError("A sequence-parallel 1-D plan has no gradients; a CuboidPlan on a grid of 1×t×1 has them.")
+        self.executor = algorithm_of(plan).executor(plan, grid)
+        self.axis = grid[plan.y]
+        self.split = plan.split_dim
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return C's block, all-reduced along y where y splits k, and both shards."""
+        self.executor.check(a, b)
+        c = self.executor.workspace.multiply(a, b, self.plan.form)
+        return self.axis.all_reduce(c, into=c) if self.split == "k" else c, (a, b)
+
+    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+        """Start dA; the all-reduce along y, where there is one, is in flight when this returns."""
+        return self._start_sum(local(self.executor.workspace, self.of_a, shared, b), self.of_a.inner)
+
+    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+        """Return dB, which needs no sum."""
+        return self._start_sum(local(self.executor.workspace, self.of_b, shared, a), self.of_b.inner)
+
+    def _start_sum(self, partial: Tensor, inner: str) -> Pending:
+        return self.axis.start_all_reduce(partial, into=partial, in_order=True) if inner == self.split else completed(partial)
+
+
+class Executed(Product):
+    """A product whose gradients are products of the same algorithm: SUMMA, Tesseract, Agarwal. Backward keeps the shards only.
+
+    `workspace` may be shared by any number of products of one grid: each product is complete when it returns.
+    Raises ShapeError where the set is not closed: a gradient would not have its operand's layout.
+    """
+
+    def __init__(self, plan: ProductPlan, grid: Grid, rows: Axis | None = None, workspace: Workspace | None = None) -> None:
+        super().__init__(plan, rows)
+        self.grid, self.workspace = grid, workspace or Workspace(grid)
+        self.a_plan, self.b_plan = gradient_plans(plan)
+        self._executor = self._bound(plan)
+
+    @cached_property
+    def _grad_a(self) -> Executor:
+        return self._bound(self.a_plan)
+
+    @cached_property
+    def _grad_b(self) -> Executor:
+        return self._bound(self.b_plan)
+
+    def _bound(self, plan: ProductPlan) -> Executor:
+        return algorithm_of(plan).executor(plan, self.grid, self.workspace)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return C's block and both shards."""
+        return self._executor.run(a, b), (a, b)
+
+    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+        """Return dA, complete: the algorithm sums as it goes."""
+        return completed(self._grad_a.run(*self.of_a.ordered(shared, b)))
+
+    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+        """Return dB, complete: the algorithm sums as it goes."""
+        return completed(self._grad_b.run(*self.of_b.ordered(shared, a)))
+
+
+def product(
+    plan: ProductPlan,
+    grid: Grid,
+    regather: bool = True,
+    rows: Axis | None = None,
+    workspace: Workspace | None = None,
+    in_flight: InFlight = InFlight(),
+) -> Product:
+    """Bind `plan` to `grid` as a product with gradients, whatever its algorithm.
+
+    Parameters
+    ----------
+    regather : whether backward gathers the operands again instead of keeping them gathered; read by the cuboid
+    rows : the plane over which a bias gradient is summed; None for a product without bias
+    workspace : the workspace to share; read by the algorithms whose gradients are products (`Executed`)
+    in_flight : what may be in flight; read by the cuboid and the 1-D products
+
+    Raises ShapeError for a form or plan without gradients.
+    """
+    return PRODUCTS[algorithm_of(plan).gradients](plan, grid, regather, rows, workspace, in_flight)
+
+
+PRODUCTS: dict[Gradients, Callable[..., Product]] = {
+    Gradients.GATHERED: lambda plan, grid, regather, rows, _, in_flight: Gathered(Cuboid(plan, grid), regather, rows, in_flight),
+    Gradients.ALL_REDUCED: lambda plan, grid, _regather, rows, _, in_flight: Line(plan, grid, rows, in_flight),
+    Gradients.PRODUCTS: lambda plan, grid, _regather, rows, workspace, _: Executed(plan, grid, rows, workspace),
+}
+
+
+def local(workspace: Workspace, gradient: Gradient, c: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply the local operands of `gradient` on this rank, into `out` if given."""
+    return workspace.multiply(*gradient.ordered(c, other), gradient.form, out)

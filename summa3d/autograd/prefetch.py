@@ -1,0 +1,217 @@
+"""Prefetch of gathered weights: all-gathers in flight ahead of the layers that use them, in the recorded order of use.
+
+A pass is one forward of a followed module, or one backward together with the forwards that it recomputes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.pending import Pending
+
+Stamp = tuple[tuple[Any, ...], ...]
+
+
+class PrefetchSource:
+    """Where the prefetch finds the weight block B of one layer's products.
+
+    Parameters
+    ----------
+    ahead : the prefetch of the model
+    parts : returns the parameters that the layer uses at the time of the call
+    make : computes B's block from those parameters
+
+    Attributes
+    ----------
+    found : the parameters that the last forward used; a recomputation prefetches from them
+    saved : B's block as forward saved it for backward
+    start : starts the all-gather of a block of B
+
+    `found` and `saved` are held until backward has gathered them, or has ended.
+    """
+
+    def __init__(
+        self, ahead: Prefetcher, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor]
+    ) -> None:
+        self.ahead, self.parts, self.make = ahead, parts, make
+        self.start: Callable[[Tensor], Pending] | None = None
+        self.found: Sequence[Tensor] | None = None
+        self.saved: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrefetchSource:
+        """Return the source of a copied layer: it reads the copy's parameters and holds no tensor yet."""
+        copied = memo[id(self)] = copy.copy(self)
+        copied.ahead, copied.parts, copied.make = copy.deepcopy((self.ahead, self.parts, self.make), memo)
+        copied.start = copied.found = copied.saved = None
+        return copied
+
+    def forget(self) -> None:
+        """Release the tensors of the last forward."""
+        self.found = self.saved = None
+
+
+class Use(NamedTuple):
+    """One all-gather of a pass: whose B it gathers, and whether for the product (`forward`) or for its gradient."""
+
+    source: PrefetchSource
+    forward: bool
+
+
+class _Flight(NamedTuple):
+    """An all-gather in flight: its use, the version of what it gathers, and the pending result."""
+
+    use: Use
+    stamp: Stamp
+    pending: Pending
+
+
+def _stamp(tensors: Sequence[Tensor]) -> Stamp:
+    """Identify the values of `tensors` by storage, offset and version; valid while the tensors are alive."""
+    return tuple((tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor._version) for tensor in tensors)
+
+
+class _Pass:
+    """The all-gathers of one pass: those seen so far, those expected from the last pass of its kind, those in flight."""
+
+    def __init__(self, expected: list[Use], depth: int, backward: bool) -> None:
+        self.expected, self.depth, self.backward = expected, depth, backward
+        self.seen: list[Use] = []
+        self._flying: deque[_Flight] = deque()
+
+    def gather(self, use: Use, b: Tensor, start: Callable[[Tensor], Pending]) -> Tensor:
+        """Return B gathered for `use`, from the prefetch if it matches, else by a new all-gather; start the next prefetches."""
+        stamp = _stamp(use.source.parts() if use.forward else (b,))
+        flight = self._flying.popleft() if self._flying else None
+        if len(self.seen) >= len(self.expected) or self.expected[len(self.seen)] != use:
+            self.expected = []  # the order of use has changed since the last pass
+        if flight is not None and (flight.use != use or flight.stamp != stamp):
+            self.expected = []  # the prefetched weight is not the one used
+            self._flying.appendleft(flight)
+            self.land()
+            flight = None
+        self.seen.append(use)
+        if not use.forward:
+            use.source.saved = None
+        gathered: Tensor = (start(b) if flight is None else flight.pending).wait()
+        self.start_ahead()
+        return gathered
+
+    def start_ahead(self) -> None:
+        """Start the expected next all-gathers until `depth` are in flight."""
+        first = len(self.seen)
+        for use in self.expected[first + len(self._flying) : first + self.depth]:
+            flight = self._started(use)
+            if flight is None:
+                return
+            self._flying.append(flight)
+
+    def _started(self, use: Use) -> _Flight | None:
+        """Start the all-gather of `use`; return None where its operand is not known yet."""
+        source = use.source
+        with torch.no_grad():
+            if use.forward:
+                parts = source.found if self.backward else source.parts()
+                operand = None if parts is None else source.make(parts)
+            else:
+                parts = None if source.saved is None else (source.saved,)
+                operand = source.saved
+        if parts is None or operand is None or source.start is None:
+            return None
+        return _Flight(use, _stamp(parts), source.start(operand.detach()))
+
+    def land(self) -> None:
+        """Wait for the unused prefetches: every member of the axis started them, so every member must complete them."""
+        while self._flying:
+            self._flying.popleft().pending.wait()
+
+
+class Prefetcher:
+    """Prefetch of gathered weights: up to `depth` all-gathers in flight ahead of the layers that use them.
+
+    All ranks of the grid use it alike, in the same order. A forward of a followed module prefetches in the order of the last
+    forward; a backward prefetches in the order of the last backward, which includes the layers that it recomputes. The first
+    pass of each kind prefetches nothing. If a pass leaves the recorded order, the prefetches in flight are completed and
+    dropped (their words are counted), and the rest of the pass prefetches nothing. Nothing is in flight between passes, so
+    weights may change there.
+
+    Memory: `depth` gathered weights beside the one in use.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._forward: _Pass | None = None
+        self._backward: _Pass | None = None
+        self._inside = 0
+        self._records_gradient = False
+        self._order: dict[bool, list[Use]] = {}
+
+    def follow(self, module: nn.Module) -> None:
+        """Make each forward of `module` a pass. A followed module inside another one is part of the outer pass."""
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prefetcher:
+        """Return the prefetch of a copied model: nothing in flight, no order recorded. Torch copies the hooks of `follow`."""
+        return Prefetcher(self.depth)
+
+    def forget(self) -> None:
+        """Drop the recorded order of use; call it when the order is about to change."""
+        self._order.clear()
+
+    def gather(self, source: PrefetchSource, forward: bool, b: Tensor, start: Callable[[Tensor], Pending]) -> Tensor | None:
+        """Return B gathered, in a new buffer; None outside a pass.
+
+        Parameters
+        ----------
+        source : the layer's source
+        forward : True for the product itself, False for its gradient
+        b : this rank's block of B
+        start : starts the all-gather of a block of B
+        """
+        source.start = start
+        current = self._current()
+        if current is None:
+            return None
+        if forward and current is self._forward and self._records_gradient:
+            source.found = [part.detach() for part in source.parts()]
+        return current.gather(Use(source, forward), b, start)
+
+    def _current(self) -> _Pass | None:
+        if torch._C._current_graph_task_id() < 0:
+            return self._forward
+        if self._backward is None:  # a backward's first gather comes before any recomputed graph runs
+            self._backward = _Pass(self._order.get(True, []), self.depth, True)
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_backward)
+        return self._backward
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        self._inside += 1
+        if self._inside > 1:
+            return
+        if self._backward is not None:  # a failed backward left it
+            self._backward.land()
+            self._backward = None
+        self._records_gradient = torch.is_grad_enabled()
+        self._forward = _Pass(self._order.get(False, []), self.depth, False)
+        self._forward.start_ahead()
+
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._inside -= 1
+        if self._inside == 0 and self._forward is not None:
+            self._forward.land()
+            self._order[False], self._forward = self._forward.seen, None
+
+    def _end_backward(self) -> None:
+        if self._backward is not None:
+            self._backward.land()
+            self._order[True] = self._backward.seen
+            for use in self._backward.seen:
+                use.source.forget()
+            self._backward = None

@@ -1,0 +1,1 @@
+"""Benchmarks that the command line runs: products and blocks side by side, their tables and plots."""

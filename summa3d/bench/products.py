@@ -1,0 +1,330 @@
+"""Benchmark of products: algorithms and grids on the same ranks in interleaved rounds, and numpy's product as the ceiling.
+
+Executors are reused, and the operands are distributed before the first round.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from ..blas_library import library
+from ..cli.traces import show
+from ..comm.device.select import placed, settle
+from ..comm.grid import Grid
+from ..comm.profile.nvtx import Ranges
+from ..comm.profile.trace import Trace, write
+from ..comm.topology import describe
+from ..errors import ConfigError
+from ..gemm.algorithms.registry import Algorithm, algorithm
+from ..gemm.matrix import DistMatrix
+from ..launch.runtime import on_all_cores, usable_cores
+from .clock import Clock
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+NAP = 0.002  # seconds that a rank sleeps between two tests of a barrier
+SPIN = 0.3  # seconds after which OpenBLAS's idle threads, which spin for 2^26 cycles after a product, leave the cores
+PROBE = 1024  # side of the product that measures the speed of a core
+PROBE_RUNS = 5
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The product C (m×n) = op(A) (m×k) · op(B) (k×n), on the host or on each rank's current CUDA device.
+
+    >>> Problem(2, 3, 4).flops
+    48
+    """
+
+    m: int
+    n: int
+    k: int
+    form: str = "nn"
+    dtype: str = "float64"
+    device: str = "cpu"
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations: 2mnk, or 8mnk for complex dtypes."""
+        return (8 if self.dtype.startswith("complex") else 2) * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of the benchmark: an algorithm on a grid of the first ranks, with its options.
+
+    `chosen` marks the library's own choice of algorithm and grid.
+    """
+
+    algorithm: str
+    grid: Mapping[str, int]
+    problem: Problem
+    options: Mapping[str, Any] = field(default_factory=dict)
+    chosen: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the grid."""
+        return prod(self.grid.values())
+
+    @property
+    def label(self) -> str:
+        """The entry's name in tables: algorithm, grid and options."""
+        extra = [f"{name}={value}" for name, value in self.options.items()]
+        return " ".join([f"{self.algorithm} {describe(self.grid)}", *extra])
+
+
+def fewest_words(found: Algorithm, problem: Problem, ranks: int) -> dict[str, int]:
+    """The grid of exactly `ranks` ranks on which the algorithm moves the fewest words per rank.
+
+    Among grids of equal words, the one with the smallest reduction axis is taken.
+    """
+
+    def cost(grid: Mapping[str, int]) -> tuple[int, int, int]:
+        plan = found.plan(problem.form, problem.m, problem.n, problem.k)
+        return found.volume(plan, grid, problem.dtype).max_words, grid.get("z", grid.get("d", 1)), max(grid.values())
+
+    return min(found.grids(ranks), key=cost)
+
+
+class Runner:
+    """An entry of the benchmark with its distributed operands and its executor. Its constructor is collective over `world`."""
+
+    def __init__(self, entry: Entry, world: MPI.Intracomm) -> None:
+        self.entry, self.ranks, problem = entry, entry.ranks, entry.problem
+        if entry.ranks > world.size:
+            raise ConfigError(f"{entry.label} needs {entry.ranks} ranks; {world.size} were started.")
+        found = algorithm(entry.algorithm)
+        self.plan = found.plan(problem.form, problem.m, problem.n, problem.k, **entry.options)
+        check_grid = getattr(self.plan, "check_grid", None)
+        if check_grid is not None:
+            check_grid(entry.grid)
+        self.here = world.rank < entry.ranks
+        if not self.here:
+            return
+        group = world.Get_group().Incl(range(entry.ranks))
+        self.comm = world.Create_group(group)
+        self.grid = Grid(self.comm, dict(entry.grid))
+        self.clock = Clock(self.grid)
+        self.executor = found.executor(self.plan, self.grid)
+        self.a, self.b, self.c = (
+            DistMatrix.from_function(element, shape, self.grid, layout, problem.dtype)
+            for shape, layout in (
+                (self.plan.a_shape, self.plan.a_layout),
+                (self.plan.b_shape, self.plan.b_layout),
+                (self.plan.c_shape, self.plan.c_layout),
+            )
+        )
+
+        for operand in (self.a, self.b, self.c):
+            operand.block = placed(operand.block, problem.device)
+
+    def run(self) -> None:
+        """Run one product and wait for its result; collective over the entry's ranks."""
+        self.executor.run(self.a.block, self.b.block, self.c.block)
+        settle(self.c.block)
+
+    def seconds(self) -> float:
+        """Seconds of one product, over all ranks of the entry; 0 on ranks outside its grid."""
+        if not self.here:
+            return 0.0
+        with self.grid.ledger.run(self.entry.label):
+            return self.clock.spans(self.run)[0]
+
+    def moved(self) -> dict[str, int]:
+        """Words, messages and bytes of workspace of one product, the largest over ranks; {} on ranks outside its grid."""
+        if not self.here:
+            return {}
+        self.grid.ledger.reset_peak()
+        with self.grid.ledger.watch() as account:
+            self.run()
+        mine = (account.words, account.messages, self.grid.ledger.workspace_peak)
+        most = [max(values) for values in zip(*self.comm.allgather(mine), strict=True)]
+        return dict(zip(("words_per_rank", "messages_per_rank", "workspace_bytes"), most, strict=True))
+
+    def free(self) -> None:
+        """Free the entry's grid and communicator; collective over the entry's ranks."""
+        if self.here:
+            self.grid.free()
+            self.comm.Free()
+
+
+class Ceiling:
+    """numpy's product of the whole matrices with `threads` threads, on rank 0 only, while all other ranks sleep."""
+
+    ranks = 0  # rank 0 computes the whole product, no rank a share
+
+    def __init__(self, problem: Problem, world: MPI.Intracomm, threads: int) -> None:
+        self.problem, self.threads, self.here = problem, threads, world.rank == 0
+        if self.here:
+            a, b = (whole(rows, columns, problem.dtype) for rows, columns in ((problem.m, problem.k), (problem.k, problem.n)))
+            self.a = a if problem.form[0] == "n" else np.ascontiguousarray(a.T).T
+            self.b = b if problem.form[1] == "n" else np.ascontiguousarray(b.T).T
+            self.c = np.empty((problem.m, problem.n), problem.dtype)
+
+    def seconds(self) -> float:
+        """Seconds of numpy's product on rank 0; 0 on other ranks."""
+        if not self.here:
+            return 0.0
+        with on_all_cores(), threadpool_limits(limits=self.threads, user_api="blas"):
+            start = time.perf_counter()
+            np.matmul(self.a, self.b, out=self.c)
+            taken = time.perf_counter() - start
+        time.sleep(SPIN)
+        return taken
+
+
+def element(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """The elements of a matrix at row and column indices: a cheap function, equal on every rank."""
+    return np.sin(0.37 * rows + 1.3) + np.cos(0.11 * columns)
+
+
+def whole(rows: int, columns: int, dtype: str) -> np.ndarray:
+    """The whole matrix [rows, columns] with the values of `element`."""
+    return element(np.arange(rows)[:, None], np.arange(columns)[None, :]).astype(dtype)
+
+
+def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
+    """A barrier in which waiting ranks sleep and leave their cores idle; collective."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(NAP)
+
+
+def race(
+    entries: Sequence[Entry],
+    world: MPI.Intracomm,
+    rounds: int,
+    ceiling_threads: int = 0,
+    file: Path | None = None,
+    ranges: Ranges | None = None,
+) -> dict[str, Any]:
+    """Run the benchmark: in each round, every entry runs once; collective over `world`, complete on rank 0.
+
+    Parameters
+    ----------
+    rounds : rounds that are timed, after a warm-up round that is not counted
+    ceiling_threads : threads of numpy's product, which runs in every round too; 0 leaves it out
+    file : trace of one more round
+    ranges : NVTX ranges, which show that round to a profiler
+
+    Returns `rows` with min, median, max and all seconds, Gflop/s, and the largest words, messages and bytes of workspace over
+    ranks, and `ceiling`, the times of numpy for each problem.
+    """
+    runners = [Runner(entry, world) for entry in entries]
+    problems = dict.fromkeys(entry.problem for entry in entries) if ceiling_threads else ()
+    ceilings = [Ceiling(problem, world, ceiling_threads) for problem in problems]
+    contenders: list[Runner | Ceiling] = [*runners, *ceilings]
+    times: list[list[float]] = [[] for _ in contenders]
+    alone = True  # whether the previous contender left ranks idle: these sleep, and so must all until the next one begins
+    for _ in range(rounds + 1):
+        for contender, seconds in zip(contenders, times, strict=True):
+            partial = contender.ranks < world.size
+            if alone or partial:
+                sleep_until_all_are_here(world)
+                contender.seconds()  # warm-up: idle cores and cold caches make the first product slower by a fifth
+            seconds.append(contender.seconds())
+            alone = partial
+    sleep_until_all_are_here(world)
+    if file is not None or ranges is not None:
+        _show(runners, world, file, ranges)
+    moved = []
+    for runner in runners:
+        moved.append(runner.moved())
+        sleep_until_all_are_here(world)
+        runner.free()
+    counted = iter([seconds[1:] for seconds in times])
+    rows = [_row(entry, next(counted), amounts) for entry, amounts in zip(entries, moved, strict=True)]
+    tops = [{**asdict(top.problem), "threads": top.threads, **timing(next(counted), top.problem)} for top in ceilings]
+    for row in rows:
+        row["fraction_of_ceiling"] = next((fraction(row, top) for top in tops if same_problem(row, top)), None)
+    return {"rows": rows, "ceiling": tops}
+
+
+def _show(runners: Sequence[Runner], world: MPI.Intracomm, file: Path | None, ranges: Ranges | None) -> None:
+    """Run one round of all entries with a trace and NVTX ranges; ranks outside an entry's grid sleep."""
+    whole = Trace()
+    for runner in runners:
+        if runner.here:
+            show(runner.grid.ledger, runner.seconds, whole, ranges)
+        sleep_until_all_are_here(world)
+    if file is not None:
+        write(file, whole, world)
+
+
+def _row(entry: Entry, seconds: list[float], moved: Mapping[str, int]) -> dict[str, Any]:
+    who = {"algorithm": entry.algorithm, "grid": dict(entry.grid), "options": dict(entry.options), "label": entry.label}
+    return {
+        **who,
+        "chosen": entry.chosen,
+        "ranks": entry.ranks,
+        **asdict(entry.problem),
+        **timing(seconds, entry.problem),
+        **moved,
+    }
+
+
+def timing(seconds: list[float], problem: Problem) -> dict[str, Any]:
+    """The columns `seconds` and `gflops` of a row."""
+    middle = median(seconds)
+    times = {"min": min(seconds), "median": middle, "max": max(seconds), "all": seconds}
+    return {"seconds": times, "gflops": problem.flops / middle / 1e9 if middle else 0.0}
+
+
+def same_problem(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two rows have the same sizes, form, dtype and device."""
+    return all(row[name] == other[name] for name in ("m", "n", "k", "form", "dtype", "device"))
+
+
+def fraction(row: Mapping[str, Any], top: Mapping[str, Any]) -> float:
+    """The ceiling's time divided by the row's time: the median of the quotients of all rounds."""
+    quotients = [high / own if own else 0.0 for high, own in zip(top["seconds"]["all"], row["seconds"]["all"], strict=True)]
+    return median(quotients)
+
+
+def machine() -> dict[str, Any]:
+    """The machine of a benchmark: cores, load, BLAS with its core type, Gflop/s of one core, MPI and numpy."""
+    from mpi4py import MPI
+
+    blas: dict[str, Any] = next((info for info in threadpool_info() if info["user_api"] == "blas"), {})
+    return {
+        "cores": usable_cores(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "blas": " ".join(filter(None, (blas.get("internal_api"), blas.get("version")))) or None,
+        "core_type": blas.get("architecture"),
+        "products": str(library()),
+        "gflops_per_core": {dtype: core_speed(dtype) for dtype in ("float64", "float32")},
+        "overrides": sorted(_overrides()),
+        "mpi": " ".join(MPI.Get_library_version().split()[:3]).rstrip(","),
+        "numpy": np.__version__,
+    }
+
+
+def core_speed(dtype: str) -> float:
+    """Gflop/s of one thread in a product of PROBE³, the best of PROBE_RUNS runs."""
+    a, out = whole(PROBE, PROBE, dtype), np.empty((PROBE, PROBE), dtype)
+    best = float("inf")
+    with threadpool_limits(limits=1, user_api="blas"):
+        for _ in range(PROBE_RUNS):
+            start = time.perf_counter()
+            np.matmul(a, a, out=out)
+            best = min(best, time.perf_counter() - start)
+    return 2 * PROBE**3 / best / 1e9
+
+
+def _overrides() -> Iterator[str]:
+    """Names of set variables that make OpenBLAS choose kernels of another processor, which may halve its speed."""
+    from ..cli.doctor import BLAS_OVERRIDES
+
+    return (name for name in BLAS_OVERRIDES if name in os.environ)

@@ -1,0 +1,1 @@
+"""Starting ranks: MPI libraries, launchers, cores and the environment of a rank."""

@@ -1,0 +1,284 @@
+"""The MPI library that this interpreter loads, its launcher, and the settings that fit ranks to cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import LaunchError
+from ..node_support import forbidden
+
+MPIEXEC_VARIABLE = "SUMMA3D_MPIEXEC"
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+LAUNCHER_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi", "orterun", "prterun", "jsrun")
+JSRUN = ("jsm_pmix/bin", "jsrun")  # folder and name of Spectrum MPI's launcher, whose `--version` names no vendor
+CORES_VARIABLE = "SUMMA3D_CORES"  # the cores of a process that has taken one of them
+VENDOR_NAMES = {
+    "mpich": "MPICH",
+    "openmpi": "Open MPI",
+    "spectrum": "IBM Spectrum MPI",
+    "intel": "Intel MPI",
+    "slurm": "Slurm",
+    "unknown": "an unknown MPI",
+}
+LIKE_OPEN_MPI = ("openmpi", "spectrum")  # Spectrum MPI is based on Open MPI: launcher and ranks read the same variables
+# All libraries that are based on MPICH share the Hydra launcher.
+FITTING_LAUNCHERS = {"mpich": ("mpich",), "intel": ("intel", "mpich"), "openmpi": ("openmpi",), "spectrum": ("spectrum",)}
+WAITING_VARIABLES = {
+    "mpich": ("MPIR_CVAR_POLLS_BEFORE_YIELD", "MPIR_CVAR_ENABLE_HEAVY_YIELD"),
+    "openmpi": ("OMPI_MCA_mpi_yield_when_idle",),
+}
+POLLS_BEFORE_YIELD = "10"  # the fastest measured with 8 ranks on 2 quiet cores; MPICH's default is 1000
+PROBE = """
+import json, pathlib, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+maps = pathlib.Path("/proc/self/maps")
+files = [line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "/" in line] if maps.exists() else []
+print(json.dumps({"version": MPI.Get_library_version(), "files": sorted(set(files))}))
+"""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """An MPI library: its vendor, its version, and its file (None where the file is unknown).
+
+    >>> Runtime("mpich", "4.2.1", None).name
+    'MPICH 4.2.1'
+    """
+
+    vendor: str
+    version: str
+    library: Path | None
+
+    @property
+    def name(self) -> str:
+        """The vendor's name and the version."""
+        return f"{VENDOR_NAMES[self.vendor]} {self.version}"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher: its command line (a program, or a program with arguments) and its vendor."""
+
+    command: tuple[str, ...]
+    vendor: str
+
+
+def vendor_of(text: str) -> str:
+    """The vendor in a library's version string, or in a launcher's answer to `--version`; "unknown" without one.
+
+    >>> vendor_of("mpirun (Open MPI) 5.0.3"), vendor_of("HYDRA build details:")
+    ('openmpi', 'mpich')
+    """
+    lower = text.lower()
+    if "intel(r) mpi" in lower:
+        return "intel"
+    if "spectrum mpi" in lower:  # before Open MPI, which its library names first
+        return "spectrum"
+    if any(mark in lower for mark in ("open mpi", "openrte", "prrte", "prterun", "open-mpi")):
+        return "openmpi"
+    if any(mark in lower for mark in ("mpich", "hydra", "mvapich")):
+        return "mpich"
+    return "slurm" if lower.startswith("slurm") else "unknown"
+
+
+def version_of(text: str) -> str:
+    """The first dotted number in a version string.
+
+    >>> version_of("Open MPI v5.0.3, package: Debian")
+    '5.0.3'
+    """
+    found = re.search(r"\d+(\.\d+)+\w*", text)
+    return found.group() if found else "of unknown version"
+
+
+def loaded_runtime() -> Runtime:
+    """The MPI library that mpi4py loads. A child process asks, so that this process loads no MPI library.
+
+    Raises LaunchError where mpi4py cannot load one.
+    """
+    child = subprocess.run([sys.executable, "-c", PROBE], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if child.returncode != 0:
+        reason = child.stderr.strip().splitlines()[-1:] or [f"exit status {child.returncode}"]
+        raise LaunchError(
+            f"mpi4py cannot load an MPI library: {reason[0]}\n"
+            "  Install one into this environment (pip install 'summa3d[mpi]'), load your cluster's MPI module,\n"
+            "  or point MPI4PY_LIBMPI at its libmpi.so."
+        )
+    facts = json.loads(child.stdout.splitlines()[-1])
+    libraries = [Path(file) for file in facts["files"] if re.match(r"lib(mpi|mpich|mpi_ibm)\b[^/]*\.so", Path(file).name)]
+    return Runtime(vendor_of(facts["version"]), version_of(facts["version"]), libraries[0] if libraries else None)
+
+
+def find_launcher(runtime: Runtime, environ: Mapping[str, str] = os.environ) -> Launcher:
+    """The launcher that belongs to `runtime`: beside its library, then in this environment, then on PATH.
+
+    The `--version` of the program must name the library's vendor, since another MPI's launcher would start N jobs of one rank
+    each. SUMMA3D_MPIEXEC overrides the search and may contain arguments ("srun --mpi=pmi2"). Raises LaunchError where no
+    launcher fits.
+    """
+    if environ.get(MPIEXEC_VARIABLE):
+        return _chosen_launcher(runtime, tuple(shlex.split(environ[MPIEXEC_VARIABLE])))
+    refused = []
+    for path in _candidates(runtime, environ):
+        vendor = launcher_vendor((str(path),))
+        if vendor in FITTING_LAUNCHERS.get(runtime.vendor, (runtime.vendor,)):
+            return Launcher((str(path),), vendor)
+        refused.append(f"{path} ({VENDOR_NAMES[vendor]})")
+    raise LaunchError(
+        f"no launcher found that belongs to {runtime.name}" + (f" ({runtime.library})" if runtime.library else "") + ".\n"
+        f"  Looked at: {', '.join(refused) or 'nothing: no mpiexec beside the library, in this environment or on PATH'}.\n"
+        f"  Name the right one in {MPIEXEC_VARIABLE}, for example {MPIEXEC_VARIABLE}='srun --mpi=pmi2'."
+    )
+
+
+def _chosen_launcher(runtime: Runtime, command: tuple[str, ...]) -> Launcher:
+    vendor = launcher_vendor(command[:1])
+    if vendor not in ("slurm", "unknown", *FITTING_LAUNCHERS.get(runtime.vendor, (runtime.vendor,))):
+        raise LaunchError(
+            f"{MPIEXEC_VARIABLE}={shlex.join(command)} is the launcher of {VENDOR_NAMES[vendor]}, "
+            f"but this interpreter's mpi4py loads {runtime.name}.\n  Unset it, or name the launcher of {runtime.name}."
+        )
+    return Launcher(command, vendor)
+
+
+def launcher_vendor(command: tuple[str, ...]) -> str:
+    """The vendor that a launcher's `--version` names, or "unknown"; jsrun names none and is Spectrum MPI's."""
+    if Path(command[0]).name == JSRUN[1]:
+        return "spectrum"
+    try:
+        answer = subprocess.run([*command, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return vendor_of(answer.stdout + answer.stderr)
+
+
+def _candidates(runtime: Runtime, environ: Mapping[str, str]) -> list[Path]:
+    """All programs with the name of a launcher, those nearest to the library first."""
+    above = [] if runtime.library is None else [*runtime.library.parents, *runtime.library.resolve().parents]
+    folders = [folder / place for folder in above for place in ("bin", JSRUN[0])] + [Path(sys.prefix) / "bin"]
+    folders += [Path(folder) for folder in environ.get("PATH", "").split(os.pathsep) if folder]
+    programs = (folder / name for folder in dict.fromkeys(folders) for name in LAUNCHER_NAMES)
+    return [program for program in programs if shutil.which(program)]
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may run on, as of before `take_core` bound it to one of them."""
+    return len(_cores())
+
+
+def _cores() -> list[int]:
+    listed = os.environ.get(CORES_VARIABLE)
+    if listed:
+        return [int(core) for core in listed.split(",")]
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def take_core(place: int) -> None:
+    """Bind this process to one of its cores; `place` is its number among the ranks of its node. SUMMA3D_BIND=no turns it off.
+
+    The kernel does not spread ranks evenly that outnumber the cores and wait in turn: three of four ranks on one core are common,
+    which made a product of 4 ranks on 2 cores 1.6 times slower. The process also becomes batch work (SCHED_BATCH), so that a
+    rank that wakes up does not preempt a product and evict its caches.
+    """
+    cores = _cores()
+    if hasattr(os, "sched_setaffinity") and len(cores) > 1 and not forbidden("SUMMA3D_BIND"):
+        os.environ[CORES_VARIABLE] = ",".join(map(str, cores))
+        os.sched_setaffinity(0, {cores[place % len(cores)]})
+        if hasattr(os, "SCHED_BATCH"):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+@contextmanager
+def on_all_cores() -> Iterator[None]:
+    """A context in which this thread, and threads that it starts, may run on all cores that were available before `take_core`."""
+    if CORES_VARIABLE not in os.environ:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, _cores())
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def shared_memory_free(folder: str = "/dev/shm") -> int:
+    """The free bytes of a shared-memory folder; 0 where the folder does not exist."""
+    return shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+
+
+def rank_environment(vendor: str, ranks: int, cores: int, environ: Mapping[str, str] = os.environ) -> tuple[dict[str, str], str]:
+    """Environment variables for `ranks` ranks on `cores` cores of one node, and a summary. Variables that are set stay.
+
+    Ranks that outnumber the cores must yield while they wait: a busy wait takes the core from the rank that is waited for, and
+    costs milliseconds in every collective.
+
+    >>> settings, words = rank_environment("mpich", ranks=2, cores=4, environ={})
+    >>> settings["OMP_NUM_THREADS"], words
+    ('2', '2 BLAS threads per rank')
+    """
+    settings: dict[str, str] = {}
+    words = []
+    if not any(name in environ for name in THREAD_VARIABLES):
+        share = max(1, cores // ranks)
+        settings |= dict.fromkeys(THREAD_VARIABLES, str(share))
+        words.append(f"{share} BLAS thread{'s' if share > 1 else ''} per rank")
+    if vendor in LIKE_OPEN_MPI:
+        settings |= _openmpi_settings(ranks > cores)
+    if ranks > cores:
+        waiting = waiting_settings(vendor, environ)
+        settings |= waiting
+        words += ["waiting ranks yield"] if waiting else []
+    return {name: value for name, value in settings.items() if name not in environ}, ", ".join(words)
+
+
+def waiting_settings(vendor: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that make waiting ranks yield their core, as MPI_Init reads them; {} where the user has set one of them.
+
+    >>> waiting_settings("openmpi", {})
+    {'OMPI_MCA_mpi_yield_when_idle': '1'}
+    """
+    kind = "openmpi" if vendor in LIKE_OPEN_MPI else "mpich"
+    names, value = WAITING_VARIABLES[kind], {"openmpi": "1", "mpich": POLLS_BEFORE_YIELD}[kind]
+    return {} if any(name in environ for name in names) else {names[0]: value}
+
+
+def _openmpi_settings(oversubscribed: bool) -> dict[str, str]:
+    """Variables of Open MPI's launcher (4.x reads OMPI_*, 5.x PRTE_*): more ranks than cores, no binding, running as root."""
+    settings = {"OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
+    if oversubscribed:
+        settings |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    if os.geteuid() == 0:
+        settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return settings
+
+
+def launched_as(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str] | None:
+    """(number of ranks, this rank, name of the launcher) from the environment; None where no launcher started this process.
+
+    The count of a Slurm step is read instead of SLURM_NTASKS, which is also set for a serial process in an allocation.
+
+    >>> launched_as({"PMI_SIZE": "4", "PMI_RANK": "1"})[:2]
+    (4, 1)
+    """
+    hints = (
+        ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun (IBM Spectrum MPI)"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's or Spectrum MPI's launcher"),
+        ("PMI_SIZE", "PMI_RANK", "a PMI launcher (MPICH's or Intel MPI's mpiexec, or srun)"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
+    )
+    for size, rank, launcher in hints:
+        if environ.get(size, "").isdigit() and environ.get(rank, "").isdigit():
+            return int(environ[size]), int(environ[rank]), launcher
+    return None

@@ -1,0 +1,1 @@
+"""Transformer layers, each written once for every scheme."""

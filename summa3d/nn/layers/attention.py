@@ -1,0 +1,164 @@
+"""Self-attention, whose core is local: after the first linear layer each rank holds whole sequences of whole heads."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...autograd.collectives import all_gather
+from ...autograd.recompute import recompute
+from ...comm.axis import Axis
+from ...comm.topology import describe
+from ...errors import LayoutError
+from ...layout.layout import Layout
+from ..config import ModelConfig
+from ..schemes.scheme import Scheme
+from .attention_mask import Visible
+from .dropout import Batch, Dropout
+from .fused_linear import FusedLinear
+from .linear import Linear
+from .rotary import Rotary
+
+
+class AttentionCore(nn.Module):
+    """softmax(Q·Kᵀ/√d)·V on this rank's sequences and heads, without communication and without parameters.
+
+    It uses torch's fused attention, except with attention dropout, whose masks are counter-based. k and v may have fewer heads
+    than q; consecutive query heads then share one. With `recomputed`, backward keeps only q, k and v and recomputes the rest.
+    """
+
+    def __init__(self, heads: int, causal: bool, dropout: float, name: str, scheme: Scheme, inner: Layout) -> None:
+        super().__init__()
+        self.heads, self.causal, self.recomputed = heads, causal, False
+        self.dropout = Dropout(dropout, f"{name}.attention", scheme, Layout(inner.dims[0], inner.dims[-1], (), ()))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        """Attend: q [b/(XZ), a/Y, s, d], k and v [b/(XZ), kv/Y, s, d] → [b/(XZ), a/Y, s, d]."""
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._attend(q, k, v, batch, visible)
+
+        return recompute(run, (q, k, v)) if self.recomputed else run(q, k, v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        if self.training and self.dropout.probability:
+            return self._unfused(q, k, v, batch, visible.allowed)
+        causal = self.causal and visible.allowed is None
+        if q.is_meta:  # torch would take another attention, which keeps the scores
+            mask = None if visible.allowed is None else visible.allowed.to(q.dtype)
+            fused: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, attn_mask=mask
+            )
+            return fused[0]
+        return functional.scaled_dot_product_attention(
+            q, k, v, visible.allowed, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1]
+        )
+
+    def _unfused(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, allowed: Tensor | None) -> Tensor:
+        s, shared = q.shape[2], q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+        scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])  # [b/(XZ), a/Y, s, s]
+        if allowed is None and self.causal:
+            allowed = torch.ones(s, s, dtype=torch.bool, device=q.device).tril_()
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -math.inf)
+        return self.dropout(scores.softmax(-1), (self.heads, s, s), batch) @ v
+
+
+class SelfAttention(nn.Module):
+    """Y = softmax(QKᵀ/√d)·V·W_o for the residual stream X [b, s, h], with a heads of d = h/a elements.
+
+    The columns of the QKV weight are ordered [head][q, k, v][d], so that a block of columns is a block of whole heads.
+    Words: those of the two linear layers; each rank holds b/(XZ) whole sequences of a/Y heads in between.
+    """
+
+    def __init__(
+        self, config: ModelConfig, scheme: Scheme, name: str, out_std: float = 0.02, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.scheme, self.size = scheme, config.hidden // config.heads
+        self.qkv = Linear(config.hidden, 3 * config.hidden, scheme, dtype=dtype)
+        inner = self.qkv.output_layout
+        self.out = Linear(config.hidden, config.hidden, scheme, inner, std=out_std, dtype=dtype)
+        self.core = AttentionCore(config.heads, config.architecture.causal, config.attention_dropout, name, scheme, inner)
+
+    def forward(
+        self, x: Tensor, batch: Batch, visible: Visible, skip_bias_add: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y without W_o's bias, that bias)."""
+        qkv = self.scheme.batch_first(self.qkv(x)).unflatten(-1, (-1, 3, self.size))  # [b/(XZ), s, a/Y, 3, d]
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [b/(XZ), a/Y, s, d]
+        return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme), None, skip_bias_add)  # [b/(XY), s, h/Z]
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention with rotary positions: `kv_heads` heads of k and v, each shared by a/kv_heads query heads; no bias.
+
+    q and kv, with columns [kv head][k, v][d], are one product (`FusedLinear`). Where the number of shards of the columns divides
+    kv_heads, each rank holds whole kv heads. Where kv_heads divides the number of shards, each rank holds a piece of one head,
+    and the g = Y/kv_heads consecutive ranks that share the head all-gather it, (g−1)·b·s·2d/(g·XZ) words; backward
+    reduce-scatters its gradient. Raises LayoutError where neither divides the other, or a head has no g equal pieces.
+    """
+
+    def __init__(
+        self, config: ModelConfig, scheme: Scheme, name: str, out_std: float = 0.02, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        h = config.hidden
+        self.scheme, self.size = scheme, h // config.heads
+        inner = scheme.after_linear(scheme.residual)
+        self.run = run_sharing_a_head(config, scheme, inner)
+        self.q = Linear(h, h, scheme, bias=False, dtype=dtype)
+        self.kv = Linear(h, 2 * config.num_kv_heads * self.size, scheme, bias=False, dtype=dtype)
+        self.joined = FusedLinear("hidden", self.q, self.kv)
+        self.out = Linear(h, h, scheme, inner, bias=False, std=out_std, dtype=dtype)
+        self.rotary = Rotary(self.size, config)
+        self.core = AttentionCore(config.heads, config.architecture.causal, config.attention_dropout, name, scheme, inner)
+
+    def forward(
+        self, x: Tensor, batch: Batch, visible: Visible, skip_bias_add: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y, None)."""
+        q, kv = (self.scheme.batch_first(part) for part in self.joined(x))  # [b/(XZ), s, h/Y], [b/(XZ), s, 2·kv·d/Y]
+        kv = all_gather(kv, self.run, 2, [kv.shape[2]] * self.run.size)
+        q = q.unflatten(-1, (-1, self.size)).transpose(1, 2)  # [b/(XZ), a/Y, s, d]
+        k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (-1, 2, self.size)).unbind(3))  # [b/(XZ), kv/Y, s, d]
+        q, k = self.rotary(q, k)
+        return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme), None, skip_bias_add)  # [b/(XY), s, h/Z]
+
+
+def run_sharing_a_head(config: ModelConfig, scheme: Scheme, inner: Layout) -> Axis:
+    """The axis of consecutive ranks that hold pieces of one kv head; of size 1 where each rank holds whole heads.
+
+    Raises LayoutError, naming the values of kv_heads that fit, where kv heads can be split in neither way.
+    """
+    axes, columns = inner.dims[-1], 2 * config.hidden // config.heads
+    grid, num_shards = scheme.grid.shape, scheme.columns(inner).size
+
+    def fits(groups: int) -> bool:
+        return groups % num_shards == 0 or (num_shards % groups == 0 and columns % (num_shards // groups) == 0)
+
+    if not fits(config.num_kv_heads):
+        values = [groups for groups in range(1, config.heads + 1) if config.heads % groups == 0 and fits(groups)]
+        raise LayoutError(
+            f"kv_heads {config.num_kv_heads} cannot be split over {'·'.join(axes)} = {num_shards} (grid {describe(grid)}).\n"
+            f"  Each rank holds whole kv heads, or one of equal pieces of a kv head's {columns} columns.\n"
+            f"  Values of kv_heads that fit heads {config.heads}: {', '.join(map(str, values))}."
+        )
+    return scheme.grid.run(axes, max(1, num_shards // config.num_kv_heads))
+
+
+def _stored(context: Tensor, scheme: Scheme) -> Tensor:
+    """[b/(XZ), a/Y, s, d] → [b/(XZ), s, h/Y], contiguous in the scheme's order."""
+    return scheme.as_stored(context.transpose(1, 2).flatten(2))
+
+
+def new_attention(
+    config: ModelConfig, scheme: Scheme, name: str, out_std: float, dtype: torch.dtype
+) -> SelfAttention | GroupedAttention:
+    """Create the attention of the model's family; `name` keys its dropout masks."""
+    kind = GroupedAttention if "rotary_base" in config.architecture.options else SelfAttention
+    return kind(config, scheme, name, out_std, dtype)

@@ -1,0 +1,118 @@
+"""Vocabulary-parallel token embedding with the tied head, and learned positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...autograd.collectives import all_gather, all_reduce, reduce_scatter, sum_gradient
+from ...autograd.differentiable import Product
+from ...autograd.matmul import matmul
+from ...autograd.prefetch import PrefetchSource
+from ...layout.layout import Layout, split_sizes
+from ..parameter import ShardedParameter, new_parameter
+from ..schemes.scheme import Scheme
+from .product_cache import ProductCache
+
+
+class Embedding(nn.Module):
+    """A table [v, h] in the scheme's layout: it embeds tokens, and as the tied head maps the residual stream to logits.
+
+    ``forward(tokens)`` takes this rank's block of the tokens [b, s] in `tokens_layout` and returns its block of the stream.
+    The table is all-gathered along one axis (the scheme's `lookup`), each rank looks up the part of the vocabulary that it then
+    holds, and the found rows are summed over the ranks that hold the other parts. Words forward and backward, mean per rank:
+    cuboid [(X−1)vh + (Y−1)bsh]/P; summa (R−1)vh/P; oned 2(P−1)/P·bsh forward and none backward.
+    A token outside the vocabulary is embedded as zeros; models check tokens first.
+    ``head(x)`` is the product X·Wᵀ (form nt): the stream → logits, in `logits_layout`.
+    """
+
+    def __init__(
+        self, vocabulary: int, hidden: int, scheme: Scheme, std: float = 0.02, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.vocabulary, self.hidden, self.scheme = vocabulary, hidden, scheme
+        self.lookup = scheme.lookup
+        self.tokens_layout = self.lookup.tokens
+        self.logits_layout = scheme.after_linear(scheme.residual)
+        layout = scheme.table(scheme.residual)
+        self.weight = new_parameter(scheme, layout, (vocabulary, hidden), ("normal", std), dtype, decay=True)
+        grid = scheme.grid
+        self.part = Layout(self.lookup.part).slices((vocabulary,), grid.shape, grid.coordinates)[0]
+        self._source = ProductCache(self._new_source, None)
+        self._product = ProductCache(self._new_product, 8)
+
+    def _weights(self) -> tuple[Tensor]:
+        return (self.weight,)
+
+    def _new_source(self, layout: Layout) -> PrefetchSource | None:
+        return self.scheme.prefetch_source(self._weights)
+
+    def _new_product(self, layout: Layout, rows: int) -> Product:
+        return self.scheme.product(layout, "nt", rows, self.vocabulary, self.hidden, self._source(layout))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """This rank's block of the residual stream, [b/(XY), s, h/Z] in the cuboid, for its block of tokens [b, s].
+
+        tokens : in `tokens_layout`, which may differ from the stream's rows
+        """
+        tokens = self.scheme.as_stored(tokens)
+        grid, size = self.scheme.grid, self.part.stop - self.part.start
+        gathered = grid[self.lookup.gathered]
+        weight = sum_gradient(self.weight, grid[self.lookup.copies])
+        table = all_gather(weight, gathered, 0, split_sizes(size, gathered.size))  # [v/part, h/Z]
+        here = (tokens >= self.part.start) & (tokens < self.part.stop)
+        if size == 0:
+            rows = table.sum() * table.new_zeros(*tokens.shape, table.shape[1])
+        else:
+            rows = functional.embedding((tokens - self.part.start).clamp(0, size - 1), table) * here[..., None]
+        part = grid[self.lookup.part]
+        if self.tokens_layout == Layout(*self.scheme.residual.dims[:2]):
+            return all_reduce(rows, part)
+        return reduce_scatter(rows, part, 0, split_sizes(len(tokens), part.size))
+
+    def head(
+        self, x: Tensor, layout: Layout | None = None, bias: ShardedParameter | None = None, rows: int | None = None
+    ) -> Tensor:
+        """This rank's block of the logits x·Wᵀ + bias.
+
+        Parameters
+        ----------
+        x : this rank's block of an activation in `layout`
+        layout : default the residual stream's; or the scheme's `pooled`
+        bias : a vector over v, or None
+        rows : the global number of rows, where the blocks of x may be uneven
+        """
+        layout = layout or self.scheme.residual
+        rows = x.shape[:-1].numel() * self.scheme.rows(layout).size if rows is None else rows
+        added = None if bias is None else self.scheme.broadcast_vector(bias, self.scheme.after_linear(layout), self.vocabulary)
+        return matmul(x, self.weight, self._product(layout, rows), added)
+
+
+class Positions(nn.Module):
+    """A small table [s, h], such as learned positions, whose rows are added to the residual stream.
+
+    It is split as the stream's columns and replicated on the axes that split rows; backward all-reduces its gradient over them.
+    """
+
+    def __init__(self, sequence: int, hidden: int, scheme: Scheme, std: float = 0.02, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.scheme, self.rows = scheme, scheme.rows(scheme.residual)
+        layout = Layout((), scheme.residual.dims[-1])
+        self.weight = new_parameter(scheme, layout, (sequence, hidden), ("normal", std), dtype, decay=True)
+
+    def forward(self, x: Tensor, sequence: int, indices: Tensor | None = None) -> Tensor:
+        """Add rows of the table to x, this rank's block of the residual stream.
+
+        Parameters
+        ----------
+        sequence : the global s; rows 0 … s−1 are added
+        indices : the rows to add instead, global [b, s], such as the positions of packed documents or BERT's token types
+        """
+        table = sum_gradient(self.weight, self.rows)
+        if indices is None:
+            mine = Layout(self.scheme.residual.dims[1]).slices((sequence,), self.scheme.grid.shape, self.scheme.grid.coordinates)
+            rows = table[mine]
+        else:
+            rows = functional.embedding(self.scheme.block_of(indices, self.scheme.residual), table)
+        return self.scheme.as_stored(self.scheme.batch_first(x) + rows)

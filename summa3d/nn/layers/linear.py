@@ -1,0 +1,101 @@
+"""The linear layer, written once for every scheme."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from summa3d.kernels import dispatch, reference
+
+from ...autograd.collectives import sum_gradient
+from ...autograd.differentiable import Product
+from ...autograd.matmul import matmul
+from ...errors import ShapeError
+from ...layout.layout import Layout
+from ..parameter import new_parameter
+from ..schemes.scheme import Scheme
+from .product_cache import ProductCache
+
+
+class Linear(nn.Module):
+    """Y = X·W + b with X [b, s, k] in `layout`, W [k, n] in the scheme's weight layout, and b along Y's last dim.
+
+    Parameters
+    ----------
+    k, n : the global numbers of input and output features
+    scheme : how tensors are split over the grid
+    layout : the layout of X, or its text; default the residual stream's. Y has `output_layout`; pass it to the next layer.
+    bias : whether to add b
+    std : the deviation of W's first values
+    dtype : of the parameters
+    transposed : whether the product is of form nt with Wᵀ. In the 2-D scheme it moves Y's words instead of X's, fewer where
+        n < k. The parameter is W in both cases; its block is transposed in each product.
+
+    ``forward(x)`` takes this rank's block of X and returns its block of Y, [b/(XY), s, k/Z] → [b/(XZ), s, n/Y] in the cuboid.
+    After backward, W's gradient is complete on each rank, and b's is summed over the axes that split rows.
+    Call `initialise(module, scheme, seed)` once before use. Words: `gemm.volume.of_plan` and `gradients`.
+    Raises ShapeError where x is not a block of a batch that the scheme can split.
+    """
+
+    def __init__(
+        self,
+        k: int,
+        n: int,
+        scheme: Scheme,
+        layout: Layout | str | None = None,
+        bias: bool = True,
+        std: float = 0.02,
+        dtype: torch.dtype = torch.float32,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.k, self.n, self.scheme, self.transposed = k, n, scheme, transposed
+        self.input_layout = scheme.residual if layout is None else Layout.of(layout)
+        self.output_layout = scheme.after_linear(self.input_layout)
+        stored = scheme.weight(self.input_layout, transposed)
+        self.weight = new_parameter(scheme, stored, (k, n), ("normal", std), dtype, decay=True)
+        self.bias = (
+            new_parameter(scheme, scheme.vector(self.output_layout), (n,), ("constant", 0.0), dtype, decay=False)
+            if bias
+            else None
+        )
+        self._source = scheme.prefetch_source(self._weights)
+        self._product = ProductCache(self._new_product, 8)
+
+    def _weights(self) -> tuple[Tensor]:
+        return (self.weight,)
+
+    def _new_product(self, rows: int) -> Product:
+        return self.scheme.product(self.input_layout, "nt" if self.transposed else "nn", rows, self.n, self.k, self._source)
+
+    def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+        """This rank's block of Y for its block of X; with `skip_bias_add` a pair, so that the next kernel adds b (bias fusion).
+
+        Parameters
+        ----------
+        rows : the global number of rows, where the blocks of X may be uneven; default local · num_shards
+        skip_bias_add : return (X·W, b), with b [n/Y], whose gradient backward all-reduces: the words are the same. On the host,
+            whose product adds b in place, and without a bias, the pair is (Y, None).
+        """
+        bias = None if self.bias is None else self.scheme.broadcast_vector(self.bias, self.output_layout, self.n)
+        if not skip_bias_add:
+            return self._times(x, rows, bias)
+        if bias is None or dispatch.kernels_for(x) is reference:
+            return self._times(x, rows, bias), None
+        return self._times(x, rows, None), sum_gradient(bias, self.scheme.vector_rows(self.output_layout))
+
+    def _times(self, x: Tensor, rows: int | None, bias: Tensor | None) -> Tensor:
+        if x.dim() < 2:
+            raise ShapeError(f"Linear takes a block [rows…, {self.k}] with at least 2 dims; it was given {tuple(x.shape)}.")
+        if self.input_layout.root_only and (rows is None or x.dim() > 2):
+            raise ShapeError(
+                f"The {self.scheme.name} scheme leaves ranks without a block, so Linear takes a block of a matrix "
+                f"[rows, {self.k}] and the global number of rows; it was given {tuple(x.shape)} and rows={rows}."
+            )
+        rows = x.shape[:-1].numel() * self.scheme.rows(self.input_layout).size if rows is None else rows
+        weight = self.weight.t() if self.transposed else self.weight
+        return matmul(x, weight, self._product(rows), bias)
+
+    def extra_repr(self) -> str:
+        """The sizes and layouts that torch prints for the module."""
+        return f"{self.k} → {self.n}, {self.input_layout} → {self.output_layout}, bias={self.bias is not None}"

@@ -1,0 +1,54 @@
+"""Cross entropy over logits whose vocabulary a grid axis may split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from summa3d.kernels import dispatch
+
+from ...comm.axis import Axis
+from ...layout.layout import Layout
+from ..schemes.scheme import Scheme
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, columns: Axis, rows: Axis, first: int, count: int) -> Tensor:
+        maximum = columns.all_reduce(dispatch.kernels_for(logits).row_maximum(logits), "max")
+        values, sums = dispatch.kernels_for(logits).cross_entropy_sums(logits, maximum, labels, first)
+        total, picked = columns.all_reduce(sums).unbind(1)
+        scale = (labels >= 0).to(maximum.dtype) / count
+        loss = rows.all_reduce(((total.log() - picked) * scale).sum(dtype=torch.float64))
+        ctx.save_for_backward(*dispatch.kernels_for(values).cross_entropy_kept(values, maximum, total), labels, scale)
+        ctx.first = first
+        return loss.to(maximum.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *kept, labels, scale = ctx.saved_tensors
+        gradient = dispatch.kernels_for(scale).cross_entropy_gradient(tuple(kept), labels, ctx.first, scale * grad)
+        return gradient, None, None, None, None, None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, scheme: Scheme, layout: Layout, vocabulary: int, count: int) -> Tensor:
+    """The sum over all labels of −log softmax(logits)[label], divided by `count`: one number, the same on every rank.
+
+    Parameters
+    ----------
+    logits : this rank's block [b/(XZ), s, v/Y] in `layout`
+    labels : the labels of those rows [b/(XZ), s], global ids; a negative label is not counted
+    vocabulary : the global v
+    count : the global number of labels of the whole step, so that the loss is scaled once
+
+    Words: an all-reduce of 1 word a row (the maximum) and one of 2 words a row along the axis that splits v, then one of 1 word
+    over the axes that split rows; backward none. Memory kept: the softmax block (on a device, the logits). 16-bit logits are
+    widened first (on a device, as they are read): the sums, the loss and the moved words are float32.
+    """
+    flat = dispatch.kernels_for(logits).loss_input(logits.flatten(0, -2))
+    first = Layout(layout.dims[-1]).slices((vocabulary,), scheme.grid.shape, scheme.grid.coordinates)[0].start
+    return _CrossEntropy.apply(flat, labels.flatten(), scheme.columns(layout), scheme.rows(layout), first, count)

@@ -1,0 +1,125 @@
+"""Feed-forward layers of a block: with GELU, or gated with SiLU (SwiGLU)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from summa3d.kernels import dispatch
+
+from ..config import ModelConfig
+from ..schemes.scheme import Scheme
+from .fused_linear import FusedLinear
+from .linear import Linear
+
+
+class _BiasGELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.approximate = approximate
+        return dispatch.kernels_for(x).bias_gelu(x, bias, approximate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *dispatch.kernels_for(grad).bias_gelu_gradient(grad, *ctx.saved_tensors, ctx.approximate), None
+
+
+def gelu(x: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
+    """GELU(x + bias), with bias fusion where the linear layer skipped the addition; x is kept for backward.
+
+    approximate : "tanh" or "none", as in torch
+    """
+    return functional.gelu(x, approximate=approximate) if bias is None else _BiasGELU.apply(x, bias, approximate)
+
+
+class MLP(nn.Module):
+    """Y = GELU(X·W1 + b1)·W2 + b2: [b/(XY), s, h/Z] → [b/(XZ), s, f/Y] → [b/(XY), s, h/Z] in the cuboid.
+
+    Parameters
+    ----------
+    hidden, width : the global h and f
+    std, out_std : deviations of the first values of W1 and W2
+    approximate : "tanh" for GELU's tanh form (GPT-2); "none" for the exact form (BERT, ViT)
+
+    GELU is local: words are those of the two linear layers.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        scheme: Scheme,
+        std: float = 0.02,
+        out_std: float = 0.02,
+        dtype: torch.dtype = torch.float32,
+        approximate: str = "tanh",
+    ) -> None:
+        super().__init__()
+        self.approximate = approximate
+        self.up = Linear(hidden, width, scheme, std=std, dtype=dtype)
+        transposed = scheme.spec.transposed_down
+        self.down = Linear(width, hidden, scheme, self.up.output_layout, std=out_std, dtype=dtype, transposed=transposed)
+
+    def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+        """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y without b2, b2), as in Linear."""
+        return self.down(gelu(*self.up(x, rows, skip_bias_add=True), approximate=self.approximate), rows, skip_bias_add)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return dispatch.kernels_for(gate).swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return dispatch.kernels_for(grad).swiglu_gradient(grad, *ctx.saved_tensors)
+
+
+class GatedMLP(nn.Module):
+    """Y = (SiLU(X·W_gate) ∘ X·W_up)·W_down without biases (SwiGLU).
+
+    Parameters
+    ----------
+    hidden, width : the global h and f
+    std, out_std : deviations of the first values of W_gate and W_up, and of W_down
+
+    X·W_gate and X·W_up are one product (`FusedLinear`); the activation keeps its two outputs and nothing else.
+    Raises LayoutError where f cannot be split evenly over the axes that split the columns.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        scheme: Scheme,
+        std: float = 0.02,
+        out_std: float = 0.02,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.gate = Linear(hidden, width, scheme, bias=False, std=std, dtype=dtype)
+        self.up = Linear(hidden, width, scheme, bias=False, std=std, dtype=dtype)
+        inner, transposed = self.up.output_layout, scheme.spec.transposed_down
+        self.down = Linear(width, hidden, scheme, inner, bias=False, std=out_std, dtype=dtype, transposed=transposed)
+        self.joined = FusedLinear("ffn", self.gate, self.up)
+
+    def forward(self, x: Tensor, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+        """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y, None)."""
+        gate, up = self.joined(x)  # [b/(XZ), s, f/Y] each
+        return self.down(_SwiGLU.apply(gate, up), None, skip_bias_add)
+
+
+def new_mlp(config: ModelConfig, scheme: Scheme, out_std: float, dtype: torch.dtype) -> MLP | GatedMLP:
+    """Create the feed-forward layer of the model's family."""
+    if config.architecture.activation == "swiglu":
+        return GatedMLP(config.hidden, config.ffn_dim, scheme, out_std=out_std, dtype=dtype)
+    approximate = "tanh" if config.architecture.activation == "gelu_tanh" else "none"
+    return MLP(config.hidden, config.ffn_dim, scheme, out_std=out_std, dtype=dtype, approximate=approximate)

@@ -1,0 +1,1 @@
+"""Blocks and whole models of every family."""

@@ -1,0 +1,212 @@
+"""What every model shares: its blocks, the checks of a batch, and the loss of a head."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...autograd.recompute import recompute
+from ...errors import ShapeError
+from ...layout.distribute import collect
+from ...layout.layout import Layout
+from ..config import ModelConfig
+from ..layers.attention import AttentionCore
+from ..layers.attention_mask import Visible, restarting_positions, visible
+from ..layers.dropout import Batch, Dropout
+from ..layers.embedding import Embedding
+from ..layers.loss import cross_entropy
+from ..layers.norm import new_norm
+from ..schemes.scheme import Scheme
+from .batch_check import check_ids, check_shapes
+from .block import Block
+
+
+class Body(nn.Module):
+    """A stack of blocks on a residual stream, preceded by dropout; a family adds the embedding and the heads.
+
+    Parameters
+    ----------
+    config : the sizes
+    scheme : how every tensor is split over the grid
+    seed : keys the weights and the dropout masks, which depend on global indices only, so that every grid computes the same
+        numbers
+
+    A family's constructor takes (config, scheme, dtype, seed), with the dtype of parameters and activations, and ends with
+    `initialise`. Raises LayoutError where the scheme cannot split the sizes, before any communication.
+    """
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, seed: int) -> None:
+        super().__init__()
+        self.config, self.scheme, self.seed = config, scheme, seed
+        self.recomputed_layers = 0
+        if scheme.prefetcher is not None:
+            scheme.prefetcher.follow(self)
+        shape, inner = scheme.grid.shape, scheme.after_linear(scheme.residual)
+        scheme.check(config, scheme.residual.num_shards(0, shape) * inner.num_shards(0, shape))
+
+    def add_blocks(self, dtype: torch.dtype) -> None:
+        """Create the embedding dropout and the blocks."""
+        self.dropout = Dropout(self.config.dropout, "embedding", self.scheme, self.scheme.residual)
+        names = (f"blocks.{index}" for index in range(self.config.layers))
+        self.blocks = nn.ModuleList(Block(self.config, self.scheme, name, dtype) for name in names)
+
+    def recompute(self, kind: str, layers: int = 1) -> None:
+        """Choose which activations backward recomputes instead of keeping.
+
+        Parameters
+        ----------
+        kind : "none"; "full", which keeps the input of every `layers` blocks, each rank its own shard; "selective", which
+            recomputes the attention core alone, from q, k and v: most of the memory for a small part of the arithmetic, no words
+        layers : the number of blocks of one recomputed stretch (full)
+        """
+        self.recomputed_layers = layers if kind == "full" else 0
+        for module in self.modules():
+            if isinstance(module, AttentionCore):
+                module.recomputed = kind == "selective"
+        if self.scheme.prefetcher is not None:
+            self.scheme.prefetcher.forget()
+
+    def through_blocks(self, x: Tensor, batch: Batch, sees: Visible) -> Tensor:
+        """Run the residual stream x through the blocks, with recomputation where `recompute` chose it."""
+
+        def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+            for block in blocks:
+                x = block(x, batch, sees)
+            return x
+
+        if not self.recomputed_layers:
+            return run(self.blocks, x)
+        for first in range(0, len(self.blocks), self.recomputed_layers):
+            blocks = self.blocks[first : first + self.recomputed_layers]
+            x = recompute(partial(run, blocks), [x], list(blocks))
+        return x
+
+    def drop(self, x: Tensor, batch: Batch) -> Tensor:
+        """The embedding dropout of the residual stream x."""
+        return self.dropout(x, (batch.sequence, self.config.hidden), batch)
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Check global tokens [b, s], on every rank alike and before any communication.
+
+        Raises LayoutError where the scheme cannot split b or s, ShapeError for another number of dims or too long sequences,
+        DataError for tokens outside the vocabulary (checked on the host only, `check_ids`).
+        """
+        self.scheme.check(self.config, len(tokens), tokens.shape[-1])
+        if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
+            raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
+        check_ids("tokens", tokens, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}")
+
+    def check_labels(self, labels: Tensor) -> None:
+        """Raise DataError where a counted label (≥ 0) is outside the vocabulary (checked on the host only, `check_ids`)."""
+        check_ids("labels", labels, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}", ignored=True)
+
+    def whole_logits(self, logits: Tensor, layout: Layout, batch: Batch) -> Tensor:
+        """All-gather the global logits [b, s, v] onto every rank, from this rank's block as stored in `layout`."""
+        shape = (batch.rows, batch.sequence, self.config.vocabulary)
+        return collect(self.scheme.batch_first(logits), self.scheme.grid, layout, shape)
+
+    def loss(self, logits: Tensor, labels: Tensor, layout: Layout, classes: int, count: int | None) -> Tensor:
+        """The cross entropy of the global batch: one number, the same on every rank.
+
+        Parameters
+        ----------
+        logits : this rank's block of [b, s, n] or [b, n] in `layout`, n being `classes`
+        labels : global [b, s] or [b]; labels < 0 are not counted
+        count : the divisor of the sum; default the number of counted labels
+        """
+        count = max(int((labels >= 0).sum()), 1) if count is None else count
+        if labels.dim() == 1:
+            mine = labels[Layout(layout.dims[0]).slices(labels.shape, self.scheme.grid.shape, self.scheme.grid.coordinates)]
+        else:
+            mine = self.scheme.as_stored(self.scheme.block_of(labels, layout))
+        return cross_entropy(logits, mine, self.scheme, layout, classes, count)
+
+
+class LanguageModel(Body):
+    """A decoder that predicts the next token: embedding, blocks, final norm, head.
+
+    ``model(tokens, labels)`` takes the *global* batch [b, s] (int64, equal on every rank; each rank uses its rows) and
+    returns the global mean loss on every rank. After ``loss.backward()`` each parameter's ``.grad`` is its block of the
+    gradient of that loss. Raises LayoutError or ShapeError for a batch that the scheme cannot split or sequences too long;
+    DataError for tokens or labels outside the vocabulary, which are checked on the host only.
+    """
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
+        super().__init__(config, scheme, seed)
+        self.embedding = Embedding(config.vocabulary, config.hidden, scheme, dtype=dtype)
+        self.add_blocks(dtype)
+        self.norm = new_norm(config, scheme, dtype=dtype)
+
+    def output(self) -> Embedding:
+        """The table of the head, which maps the residual stream to logits."""
+        return self.embedding
+
+    def positioned(self, x: Tensor, sequence: int, positions: Tensor | None) -> Tensor:
+        """Add the family's learned positions, if any, to the embedded tokens x.
+
+        positions : global [b, s]; None for 0 … sequence−1
+        """
+        return x
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        step: int = 0,
+        first_row: int = 0,
+        count: int | None = None,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of a micro-batch.
+
+        Parameters
+        ----------
+        tokens, labels : global [b, s]; labels < 0 are not counted
+        step, first_row : the step of the run, and the index of row 0 in the step's whole batch; they key the dropout masks
+        count : the number of labels that the loss is divided by; default the counted labels of this micro-batch. With gradient
+            accumulation, pass the count of the whole step.
+        attention_mask : global [b, s], 0 at padding
+        documents : global [b, s] ids of packed documents, runs of equal ids: a token attends to its own document, and learned
+            positions restart with each
+        """
+        check_shapes(tokens, labels=labels, attention_mask=attention_mask, documents=documents)
+        self.check_labels(labels)
+        batch = Batch(len(tokens), tokens.shape[-1], self.seed, step, first_row)
+        head = self.output()
+        logits = head.head(self.residual_stream(tokens, batch, attention_mask, documents))
+        return self.loss(logits, labels, head.logits_layout, self.config.vocabulary, count)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, attention_mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """The global logits [b, s, v] of every position, on every rank. The arguments are those of `forward`."""
+        check_shapes(tokens, attention_mask=attention_mask, documents=documents)
+        batch, head = Batch(len(tokens), tokens.shape[-1], self.seed), self.output()
+        return self.whole_logits(
+            head.head(self.residual_stream(tokens, batch, attention_mask, documents)), head.logits_layout, batch
+        )
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """The global logits [b, v] of the token that follows each row, on every rank. tokens : global [b, s]"""
+        scheme, head, (rows, length) = self.scheme, self.output(), tokens.shape
+        whole = functional.pad(tokens, (0, -length % scheme.residual.num_shards(1, scheme.grid.shape)))
+        x = self.residual_stream(
+            whole, Batch(rows, whole.shape[1], self.seed)
+        )  # causal: the padding changes no position before it
+        logits = head.head(scheme.tokens_at(x, length - 1, whole.shape[1]), scheme.pooled, rows=rows)
+        return collect(logits, scheme.grid, scheme.after_linear(scheme.pooled), (rows, self.config.vocabulary))
+
+    def residual_stream(
+        self, tokens: Tensor, batch: Batch, attention_mask: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """The normalised residual stream after the last block, [b/(XY), s, h/Z]."""
+        self.check_tokens(tokens)
+        positions = None if documents is None else restarting_positions(documents)
+        x = self.embedding(self.scheme.block_of(tokens, self.embedding.tokens_layout))
+        x = self.drop(self.positioned(x, batch.sequence, positions), batch)
+        sees = visible(self.scheme, self.config.architecture.causal, attention_mask, documents)
+        return self.norm(self.through_blocks(x, batch, sees))

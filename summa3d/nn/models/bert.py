@@ -1,0 +1,133 @@
+"""BERT: a bidirectional encoder with token types and its two training losses, on any scheme."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...autograd.relayout import relayout
+from ...errors import ShapeError
+from ...layout.distribute import collect
+from ..config import ModelConfig
+from ..layers.attention_mask import restarting_positions, visible
+from ..layers.dropout import Batch
+from ..layers.embedding import Embedding, Positions
+from ..layers.linear import Linear
+from ..layers.mlp import gelu
+from ..layers.norm import LayerNorm
+from ..parameter import initialise, new_parameter
+from ..schemes.scheme import Scheme
+from .base import Body
+from .batch_check import check_ids, check_shapes
+
+TYPES = 2
+"""The number of token types: tokens of the first sentence, and tokens of the second."""
+
+
+class BERT(Body):
+    """An encoder with post-norm blocks, trained on masked tokens and next-sentence prediction.
+
+    ``model(tokens, labels, types=…, relation=…)`` takes the *global* batch and returns, on every rank, the mean loss over the
+    labelled tokens plus the mean loss over the sequences with a relation. The masked-token head is a linear layer (h→h), GELU,
+    a norm, and the embedding's table with a bias over v. After its one linear layer the activation is redistributed to the
+    residual stream's layout: b·s·h/P words per rank, less those that stay in place. The pooler reads the first token of each
+    sequence.
+    Raises LayoutError or ShapeError for a batch that the scheme cannot split or tensors of shapes that do not match; DataError
+    for tokens, types or labels out of range, which are checked on the host only.
+    """
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
+        super().__init__(config, scheme, seed)
+        h, v, eps = config.hidden, config.vocabulary, config.eps
+        self.embedding = Embedding(v, h, scheme, dtype=dtype)
+        self.positions = Positions(config.sequence, h, scheme, dtype=dtype)
+        self.token_types = Positions(TYPES, h, scheme, dtype=dtype)
+        self.embedding_norm = LayerNorm(h, scheme, eps=eps, dtype=dtype)
+        self.add_blocks(dtype)
+        self.pooler = Linear(h, h, scheme, scheme.pooled, dtype=dtype)
+        self.relation = Linear(h, 2, scheme, self.pooler.output_layout, dtype=dtype)
+        self.transform = Linear(h, h, scheme, dtype=dtype)
+        self.transform_norm = LayerNorm(h, scheme, self.transform.output_layout, eps, dtype)
+        bias = scheme.vector(self.embedding.logits_layout)
+        self.head_bias = new_parameter(scheme, bias, (v,), ("constant", 0.0), dtype, decay=False)
+        initialise(self, scheme, seed)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        step: int = 0,
+        first_row: int = 0,
+        count: int | None = None,
+        types: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+        relation: Tensor | None = None,
+        pairs: int | None = None,
+    ) -> Tensor:
+        """The loss of a micro-batch.
+
+        Parameters
+        ----------
+        tokens, labels : global [b, s]; labels are the true tokens where they are masked, < 0 elsewhere
+        step, first_row : the step of the run, and the index of row 0 in the step's whole batch; they key the dropout masks
+        count, pairs : the divisors of the two sums; default the counted labels and relations of this micro-batch. With
+            gradient accumulation, pass those of the whole step.
+        types : global [b, s], 0 or 1; default 0
+        attention_mask : global [b, s], 0 at padding
+        documents : global [b, s] ids of packed documents, runs of equal ids: a token attends to its own document, and
+            positions restart with each
+        relation : global [b], 0 where the second sentence follows the first, 1 where it does not, < 0 where it is not counted;
+            None: no second loss
+        """
+        check_shapes(tokens, labels=labels, types=types, attention_mask=attention_mask, documents=documents)
+        if relation is not None and relation.shape != tokens.shape[:1]:
+            raise ShapeError(f"relation has shape {tuple(relation.shape)}; {len(tokens)} rows need shape ({len(tokens)},).")
+        self.check_labels(labels)
+        check_ids("relation", relation, 2, "there are 2 classes", ignored=True)
+        batch = Batch(len(tokens), tokens.shape[-1], self.seed, step, first_row)
+        x = self.residual_stream(tokens, batch, types, attention_mask, documents)
+        loss = self.loss(self._token_logits(x, batch), labels, self.embedding.logits_layout, self.config.vocabulary, count)
+        if relation is None:
+            return loss
+        return loss + self.loss(self._relation_logits(x, batch), relation, self.relation.output_layout, 2, pairs)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, types: Tensor | None = None, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The global logits of every token [b, s, v] and of every sequence's relation [b, 2], on every rank."""
+        check_shapes(tokens, types=types, attention_mask=attention_mask)
+        batch = Batch(len(tokens), tokens.shape[-1], self.seed)
+        x = self.residual_stream(tokens, batch, types, attention_mask)
+        relation = collect(self._relation_logits(x, batch), self.scheme.grid, self.relation.output_layout, (len(tokens), 2))
+        return self.whole_logits(self._token_logits(x, batch), self.embedding.logits_layout, batch), relation
+
+    def residual_stream(
+        self,
+        tokens: Tensor,
+        batch: Batch,
+        types: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream after the last block, [b/(XY), s, h/Z]."""
+        self.check_tokens(tokens)
+        check_ids("types", types, TYPES, f"there are {TYPES}")
+        positions = None if documents is None else restarting_positions(documents)
+        x = self.embedding(self.scheme.block_of(tokens, self.embedding.tokens_layout))
+        x = self.positions(x, batch.sequence, positions)
+        x = self.token_types(x, batch.sequence, torch.zeros_like(tokens) if types is None else types)
+        x = self.drop(self.embedding_norm(x), batch)
+        return self.through_blocks(x, batch, visible(self.scheme, self.config.architecture.causal, attention_mask, documents))
+
+    def _token_logits(self, x: Tensor, batch: Batch) -> Tensor:
+        """[b/(XY), s, h/Z] → [b/(XZ), s, v/Y]."""
+        scheme, inner = self.scheme, self.transform.output_layout
+        x = self.transform_norm(gelu(*self.transform(x, skip_bias_add=True), approximate="none"))
+        shape = (batch.rows, batch.sequence, self.config.hidden)
+        x = scheme.as_stored(relayout(scheme.batch_first(x), shape, scheme.grid, inner, scheme.residual))
+        return self.embedding.head(x, bias=self.head_bias)
+
+    def _relation_logits(self, x: Tensor, batch: Batch) -> Tensor:
+        """[b/(XY), s, h/Z] → this rank's block of [b, 2]."""
+        pooled = torch.tanh(self.pooler(self.scheme.first_tokens(x), batch.rows))
+        return self.relation(pooled, batch.rows)

@@ -1,0 +1,55 @@
+"""One transformer block of any family."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..layers.attention import new_attention
+from ..layers.attention_mask import Visible
+from ..layers.dropout import Batch, Dropout
+from ..layers.mlp import new_mlp
+from ..layers.norm import new_norm
+from ..schemes.scheme import Scheme
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer as two branches of the residual stream, whose layout is unchanged.
+
+    Pre-norm (GPT-2, Llama, ViT): x + dropout(branch(norm(x))), twice. Post-norm (BERT): norm(x + dropout(branch(x))), twice.
+    The first weights of the two projections onto the stream are smaller by √(2l), as in GPT-2.
+
+    name : the block's name in the model, which keys its dropout masks
+    """
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, name: str, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        out_std = 0.02 / math.sqrt(2 * config.layers)
+        self.hidden, self.post_norm = config.hidden, config.architecture.post_norm
+        self.attention_norm = new_norm(config, scheme, dtype=dtype)
+        self.attention = new_attention(config, scheme, name, out_std, dtype)
+        self.mlp_norm = new_norm(config, scheme, dtype=dtype)
+        self.mlp = new_mlp(config, scheme, out_std, dtype)
+        self.attention_dropout = Dropout(config.dropout, f"{name}.attention_branch", scheme, scheme.residual)
+        self.mlp_dropout = Dropout(config.dropout, f"{name}.mlp_branch", scheme, scheme.residual)
+
+    def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        """This rank's block of the residual stream, [b/(XY), s, h/Z] in the cuboid → the same layout."""
+        skip = True  # both branches return their last bias, and `_add` fuses it
+        if self.post_norm:
+            x = self.attention_norm(
+                self._add(self.attention_dropout, self.attention(x, batch, visible, skip_bias_add=skip), batch, x)
+            )
+            return self.mlp_norm(self._add(self.mlp_dropout, self.mlp(x, skip_bias_add=skip), batch, x))
+        # No variable names a branch's output: it would keep the tensor alive while the next branch runs.
+        x = self._add(
+            self.attention_dropout, self.attention(self.attention_norm(x), batch, visible, skip_bias_add=skip), batch, x
+        )
+        return self._add(self.mlp_dropout, self.mlp(self.mlp_norm(x), skip_bias_add=skip), batch, x)
+
+    def _add(self, dropout: Dropout, branch: tuple[Tensor, Tensor | None], batch: Batch, residual: Tensor) -> Tensor:
+        """residual + dropout(branch + its last bias); on a device one kernel (bias fusion)."""
+        return dropout(branch[0], (batch.sequence, self.hidden), batch, residual, branch[1])

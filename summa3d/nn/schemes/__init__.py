@@ -1,0 +1,1 @@
+"""Tensor-parallel schemes: each is data, put on a grid by `scheme`."""

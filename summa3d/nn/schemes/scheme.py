@@ -1,0 +1,292 @@
+"""A tensor-parallel scheme on a grid: the layouts of activations and parameters, and the products that connect them.
+
+Layers ask the scheme and never name an axis.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any
+
+from mpi4py import MPI
+from torch import Tensor
+
+from ...autograd.collectives import all_gather, broadcast_from, scatter_from
+from ...autograd.differentiable import InFlight, Product, product
+from ...autograd.prefetch import Prefetcher, PrefetchSource
+from ...comm.axis import Axis
+from ...comm.grid import Grid
+from ...errors import GridError, LayoutError
+from ...gemm.algorithms.plan import ProductPlan
+from ...gemm.algorithms.workspace import Workspace
+from ...layout.layout import Layout, split_sizes
+from ..config import ModelConfig
+from ..overlap import DEFAULT, Overlap
+from .registry import KINDS, SchemeSpec, is_sequence_fine, row_axes
+from .validate import check_grid, check_sizes, check_vectors
+
+SCHEMES = tuple(KINDS)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """How an embedding looks up rows of a table [v, h] to form the residual stream.
+
+    Attributes
+    ----------
+    tokens : the layout of the tokens [b, s] that a rank looks up
+    gathered : the axis along which the table is all-gathered first, if any
+    part : the axes that then still split v, over which the found rows are summed
+    copies : the axes that split the tokens but not the table, over which the table's gradient is summed
+    """
+
+    tokens: Layout
+    gathered: tuple[str, ...]
+    part: tuple[str, ...]
+    copies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The layouts and products of a transformer on a grid.
+
+    A linear layer maps the layout of its input to another one, and two linear layers return to the residual stream's layout.
+    Each layer holds the layouts of its own input and output. Every layout is that of an operand of the kind's product.
+
+    Attributes
+    ----------
+    kind : the scheme as data
+    grid : the grid; or a `Place`, for the layouts and closed forms of any rank of any grid
+    regather : whether backward gathers operands again (memory 1/P) or keeps those that forward gathered (fewer words)
+    vectors : how γ, β and biases are stored
+    overlap : what may be in flight while layers compute
+    """
+
+    spec: SchemeSpec
+    grid: Grid
+    regather: bool = True
+    vectors: str = "copied"
+    overlap: Overlap = DEFAULT
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scheme:
+        """Return the scheme of a copied model: on the same grid, with its own prefetch and workspace."""
+        copied = memo[id(self)] = replace(self)
+        if "ahead" in vars(self):  # the module's hooks hold it too, and are copied with the module
+            vars(copied)["ahead"] = copy.deepcopy(self.prefetcher, memo)
+        return copied
+
+    @property
+    def name(self) -> str:
+        """The scheme's name, a key of `KINDS`."""
+        return self.spec.name
+
+    @property
+    def residual(self) -> Layout:
+        """The layout of the residual stream [b, s, h]."""
+        return self.spec.residual
+
+    @property
+    def down_form(self) -> str:
+        """The form of a feed-forward layer's down projection: "nn", or "nt" with its weight's transpose."""
+        return "nt" if self.spec.transposed_down else "nn"
+
+    def plan(self, layout: Layout, form: str, m: int, n: int, k: int) -> ProductPlan:
+        """The plan of C (m×n): the product of an activation in `layout` with a weight ("nn") or a table ("nt")."""
+        return self.spec.plan(layout, form, m, n, k)
+
+    def after_linear(self, layout: Layout) -> Layout:
+        """The layout of a linear layer's output for an input in `layout`."""
+        c_layout = self.plan(layout, "nn", 1, 1, 1).c_layout
+        rows, columns = c_layout.dims
+        names = layout.names and (*layout.names[:-1], "n")
+        if is_sequence_fine(layout):
+            return Layout(rows[:1], rows[1:], columns, names=names)
+        return Layout(rows, *((),) * (len(layout.dims) - 2), columns, root_only=c_layout.root_only, names=names)
+
+    def weight(self, layout: Layout, transposed: bool = False) -> Layout:
+        """The layout of the weight [k, n] of a linear layer whose input has `layout`.
+
+        transposed : whether the product is with the weight's transpose (form nt)
+        """
+        return self.table(layout).transposed() if transposed else self.plan(layout, "nn", 1, 1, 1).b_layout
+
+    def table(self, layout: Layout) -> Layout:
+        """The layout of an embedding table [v, h] (the tied head, form nt) for a residual stream in `layout`."""
+        return self.plan(layout, "nt", 1, 1, 1).b_layout
+
+    def vector(self, layout: Layout) -> Layout:
+        """The stored layout of a vector along the last dim of an activation in `layout`."""
+        rows, columns = row_axes(layout), layout.dims[-1]
+        if self.vectors == "root-only":
+            return Layout(columns, root_only=rows)
+        if self.vectors == "diagonal":
+            return Layout((*columns, rows[0]), root_only=rows[1:], follows={rows[1]: columns[0]})
+        return Layout(columns, root_only=layout.root_only)
+
+    def broadcast_vector(self, stored: Tensor, layout: Layout, n: int) -> Tensor:
+        """Return a stored vector of n elements as a layer uses it: split as the last dim of an activation in `layout`.
+
+        A copied vector is returned unchanged. A root-only vector is broadcast by its root; a diagonal one is broadcast
+        and then all-gathered along the rows' coarse axis. Backward reduce-scatters and reduces the gradient the same way.
+        """
+        if self.vectors == "copied":
+            return stored
+        grid, at, shape = self.grid, self.grid.coordinates, (n,)
+        own, vector = self.vector(layout), stored
+        for axis in own.root_only:
+            block = Layout(*own.dims).local_shape(shape, grid.shape, at)
+            vector = broadcast_from(vector, grid[axis], own.root_index(axis, at), block)
+        for axis in own.dims[0][len(layout.dims[-1]) :]:
+            (whole,) = Layout(layout.dims[-1]).local_shape(shape, grid.shape, at)
+            vector = all_gather(vector, grid[axis], 0, split_sizes(whole, grid[axis].size))
+        return vector
+
+    def vector_rows(self, layout: Layout) -> Axis:
+        """The plane over which a layer sums its vector's gradient: the rows' axes; no axis where `broadcast_vector` sums it."""
+        return self.rows(layout) if self.vectors == "copied" else self.grid[()]
+
+    def rows(self, layout: Layout) -> Axis:
+        """The plane of axes that split the rows (b, s) of an activation."""
+        return self.grid[row_axes(layout)]
+
+    def columns(self, layout: Layout) -> Axis:
+        """The plane of axes that split the last dim of an activation, over which row statistics are summed."""
+        return self.grid[layout.dims[-1]]
+
+    def product(self, layout: Layout, form: str, m: int, n: int, k: int, source: PrefetchSource | None = None) -> Product:
+        """Bind the product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt"), with its gradients.
+
+        source : the layer's prefetch source, from the method `source`; None for no prefetch
+        """
+        rows = self.vector_rows(self.after_linear(layout))
+        in_flight = InFlight(source, self.overlap.input_gradient)
+        return product(self.plan(layout, form, m, n, k), self.grid, self.regather, rows, self._workspace, in_flight)
+
+    def prefetch_source(
+        self, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)
+    ) -> PrefetchSource | None:
+        """Create the prefetch source of a layer's weight; None where the overlap prefetches nothing.
+
+        parts : returns the parameters that the weight is made of; make : computes this rank's block of the weight from them
+        """
+        return PrefetchSource(self.prefetcher, parts, make) if self.prefetcher is not None else None
+
+    @cached_property
+    def prefetcher(self) -> Prefetcher | None:
+        """The prefetch of gathered weights; None where the overlap prefetches nothing."""
+        return Prefetcher(self.overlap.gather) if self.overlap.gather else None
+
+    @cached_property
+    def _workspace(self) -> Workspace:
+        """One workspace for all products of the model: those that use it are complete before the next one begins."""
+        return Workspace(self.grid)
+
+    @property
+    def lookup(self) -> Lookup:
+        """How an embedding looks up its table: the table's fine axis is all-gathered where it splits the tokens as well."""
+        split, rows = self.table(self.residual).dims[0], row_axes(self.residual)
+        gathered = split[-1:] if split[-1] in rows else ()
+        part = split[: len(split) - len(gathered)]
+        tokens = Layout(*([axis for axis in axes if axis not in part] for axes in self.residual.dims[:2]))
+        return Lookup(tokens, gathered, part, tuple(axis for axis in rows if axis not in split))
+
+    @property
+    def pooled(self) -> Layout:
+        """The layout of one token per sequence, [b, h], which `tokens_at` returns."""
+        return Layout(row_axes(self.residual), self.residual.dims[-1])
+
+    def batch_first(self, x: Tensor) -> Tensor:
+        """View a stored activation, [b, s, n] or (sequence-first schemes) [s, b, n], as [b, s, n]."""
+        return x.transpose(0, 1) if self.spec.sequence_first else x
+
+    def as_stored(self, x: Tensor) -> Tensor:
+        """Return an activation [b, s, n] (or tokens [b, s]) contiguous in the scheme's order; the inverse of `batch_first`."""
+        return self.batch_first(x).contiguous()
+
+    def block_of(self, whole: Tensor, layout: Layout) -> Tensor:
+        """This rank's block of a global [b, s] tensor (tokens, labels, masks), split as the rows of an activation in `layout`."""
+        return whole[Layout(*layout.dims[:2]).slices(whole.shape, self.grid.shape, self.grid.coordinates)]
+
+    def tokens_at(self, x: Tensor, position: int, sequence: int) -> Tensor:
+        """Select one position of every sequence of the residual stream, with gradient.
+
+        Parameters
+        ----------
+        x : this rank's block of the stream, as stored
+        position : the global position
+        sequence : the global s
+
+        Returns this rank's block of [b, h] in the layout `pooled`. Where an axis splits s, the member that holds the position
+        scatters the rows of b over the axis.
+        """
+        if not self.residual.dims[1]:
+            return self.batch_first(x)[:, position].contiguous()
+        axis = self.columns(Layout(self.residual.dims[1]))
+        starts = list(accumulate(split_sizes(sequence, axis.size), initial=0))
+        owner = bisect_right(starts, position) - 1
+        rows = x[position - starts[owner] if axis.index == owner else 0]  # [b/X, h/Z], on all members: all need gradients
+        return scatter_from(rows, axis, owner, split_sizes(len(rows), axis.size))
+
+    def first_tokens(self, x: Tensor) -> Tensor:
+        """The first token of every sequence, as `tokens_at` returns it."""
+        return self.tokens_at(x, 0, 1)
+
+    def check(self, config: ModelConfig, batch: int, sequence: int | None = None) -> None:
+        """Raise LayoutError where a dim cannot be split as the scheme needs: on every rank alike, before any communication.
+
+        `batch` and `sequence` are the global b and s of one micro-batch; s defaults to the model's. Batch, heads and the dims
+        that the residual stream splits must split evenly; all other dims may be uneven.
+        """
+        if self.spec.limits:
+            raise LayoutError(
+                f"The {self.name} scheme runs single layers, such as nn.MLP, not whole models: {self.spec.limits}.\n"
+                f"  Schemes for models: {', '.join(kind.name for kind in KINDS.values() if not kind.limits)}."
+            )
+        inner = self.after_linear(self.residual)
+        check_sizes(self.spec, inner, self.grid.shape, config, batch, config.sequence if sequence is None else sequence)
+
+
+def scheme(
+    name: str,
+    grid: Grid | None = None,
+    regather: bool = True,
+    vectors: str = "copied",
+    overlap: Overlap = DEFAULT,
+) -> Scheme:
+    """Bind the scheme called `name` to `grid`.
+
+    Parameters
+    ----------
+    name : "serial" (one rank), "oned" (Megatron's 1-D), "oned-sp" (1-D with sequence parallelism), "summa" (2-D, any R×C),
+        "summa-transposed" (2-D, fewer words), "tesseract" (2.5-D, q×q×d), "cuboid" (any X×Y×Z, whole sequences),
+        "cuboid-sequence" (any X×Y×Z, the residual stream splits sequences), "agarwal" (3-D as first published, q×q×q, for
+        nn.MLP only)
+    grid : a grid with the axes x, y, z, d that the scheme needs. A needed axis that is absent is added to the grid with size 1;
+        an axis of size 1 that the scheme does not need is ignored. None: one rank (serial only)
+    regather : whether backward gathers operands again; read by the schemes that gather
+    vectors : how γ, β and biases are stored: "copied"; "root-only", root-only on row 0 (summa, as in Optimus); "diagonal" (cuboid
+        with Y = Z, as in the 3-D paper)
+    overlap : what may be in flight while layers compute; read by the schemes that `Overlap` names
+
+    Raises LayoutError for an unknown name or an unsupported storage of vectors; GridError, naming the grids that fit, where the
+    scheme does not support the grid. Moves nothing.
+    """
+    if name not in KINDS:
+        raise LayoutError(f"Scheme {name!r} is not known. Schemes: {', '.join(KINDS)}.")
+    kind = KINDS[name]
+    if grid is None and name != "serial":
+        ranks = next(ranks for ranks in (4, 8) if kind.grids(ranks))
+        raise GridError(
+            f"The {name} scheme needs a grid, such as summa3d.Grid(MPI.COMM_WORLD, {kind.grids(ranks)[0]}) on {ranks} ranks."
+        )
+    grid = grid or Grid(MPI.COMM_SELF, {"x": 1, "y": 1, "z": 1})
+    check_grid(kind, grid.shape)
+    check_vectors(kind, grid.shape, vectors)
+    grid.add_axes(*kind.axes)
+    return Scheme(kind, grid, regather, vectors, overlap)

@@ -1,0 +1,1 @@
+"""Checkpoints of global tensors, and their exchange with Transformers folders."""

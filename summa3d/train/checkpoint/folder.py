@@ -1,0 +1,273 @@
+"""Checkpoints: a folder step-N of safetensors shards and an index, published atomically by a rename.
+
+Nothing in a checkpoint depends on the grid that wrote it, so that any other grid can load it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...comm.failure import agree_on_error
+from ...errors import CheckpointError
+from ...nn.config import ModelConfig
+from .. import toml as tables
+from ..config import Config, master_dtype
+from ..on_root import on_root
+from ..optimizer import AdamW, named_parameters
+from . import shards as pieces
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+    from ...comm.grid import Grid
+
+FORMAT = "summa3d-checkpoint"
+VERSION = 1
+FREE_KEYS = ("dropout", "attention_dropout")
+"""Keys of a model that may change when a run is resumed: no weight depends on them."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: its folder and its index."""
+
+    path: Path
+    index: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps that were taken before the checkpoint was written."""
+        return self.index["step"]
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the checkpoint holds the optimizer's state; an imported checkpoint holds weights only."""
+        return any(name.startswith("optimizer.") for name in self.index["tensors"])
+
+    def check_model(self, config: Config) -> None:
+        """Raise CheckpointError, naming the keys that differ, unless the checkpoint fits the model of `config`."""
+        model = tables.build(ModelConfig, self.index["model"], "model.")
+        have = {**identity(model), "dtype": master_dtype(self.index["dtype"])}
+        want = {**identity(config.model), "dtype": master_dtype(config.dtype)}
+        keys = [key for key in {**want, **have} if have.get(key) != want.get(key)]
+        differing = [f"{key}: checkpoint {have.get(key)}, this run {want.get(key)}" for key in keys]
+        if differing:
+            raise CheckpointError(f"{self.path} is a checkpoint of another model.\n  " + "\n  ".join(differing))
+
+    def verify(self, comm: MPI.Intracomm) -> None:
+        """Compare the size and checksum of every file with the index; collective, each rank checks its share of the files.
+
+        Raises CheckpointError, on every rank alike, naming the file that is missing, truncated or altered.
+        """
+        error = None
+        try:
+            for name in sorted(self.index["files"])[comm.rank :: comm.size]:
+                self._verify_file(name, self.index["files"][name])
+        except CheckpointError as caught:
+            error = caught
+        agree_on_error(comm, error)
+
+    def load(self, blocks: Sequence[pieces.TensorBlock], grid: Grid) -> None:
+        """Fill this rank's blocks in place; collective. Call `verify` first.
+
+        Parameters
+        ----------
+        blocks : this rank's blocks of the tensors to load; the grid that wrote the checkpoint does not matter
+        grid : the grid that the blocks are sharded over
+
+        Raises CheckpointError, on every rank alike, where a tensor is missing or has another shape or dtype.
+        """
+        error = None
+        try:
+            with pieces.Reader(self.path, self.index["tensors"]) as reader:
+                for block in blocks:
+                    reader.read(block, grid)
+        except CheckpointError as caught:
+            error = caught
+        agree_on_error(grid.comm, error)
+
+    def _verify_file(self, name: str, entry: dict[str, Any]) -> None:
+        path = self.path / name
+        if not path.is_file():
+            raise CheckpointError(f"The checkpoint file {path} is missing. {self._advice()}")
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            change = "truncated" if size < entry["bytes"] else "altered"
+            raise CheckpointError(
+                f"The checkpoint file {path} is {change}: {size} bytes instead of {entry['bytes']}. {self._advice()}"
+            )
+        if pieces.checksum(path) != entry["sha256"]:
+            raise CheckpointError(f"The checkpoint file {path} is altered: its checksum differs from the index. {self._advice()}")
+
+    def _advice(self) -> str:
+        return f"Delete {self.path} to resume from an older checkpoint."
+
+
+def identity(model: ModelConfig) -> dict[str, Any]:
+    """The keys that decide a model's weights, with the family's defaults filled in: two models are one if these agree."""
+    filled: dict[str, Any] = {
+        "kv_heads": model.num_kv_heads,
+        "ffn": model.ffn_dim,
+        "norm_eps": model.eps,
+        "rotary_base": model.theta,
+    }
+    filled |= {"rotary_scaling": model.scaling, "tied_head": model.tied}
+    table = {**tables.dump(model), **filled}
+    return {f"model.{key}": table[key] for key in sorted(table) if key not in FREE_KEYS}
+
+
+def model_blocks(model: torch.nn.Module) -> list[pieces.TensorBlock]:
+    """The model's parameters as blocks of global tensors."""
+    return [pieces.TensorBlock(f"model.{name}", p.data, p.sharding) for name, p in named_parameters(model)]
+
+
+def optimizer_blocks(optimizer: AdamW) -> list[pieces.TensorBlock]:
+    """The optimizer's moments as blocks of global tensors; each has the sharding of its parameter."""
+    return [
+        pieces.TensorBlock(f"optimizer.{moment}.{name}", tensor, optimizer.parameters[name].sharding)
+        for moment, tensors in optimizer.moments.items()
+        for name, tensor in tensors.items()
+    ]
+
+
+def save(
+    folder: Path,
+    step: int,
+    blocks: Sequence[pieces.TensorBlock],
+    grid: Grid,
+    config: Config,
+    loss_scale: dict[str, Any] | None = None,
+) -> Path:
+    """Write the checkpoint step-N under `folder` and return its path; collective.
+
+    Each rank writes one file into a temporary folder. Rank 0 then writes the index, renames the folder to its final name and
+    deletes all but the newest `train.keep` checkpoints. An interrupted call leaves no folder with a final name.
+
+    Raises CheckpointError, on every rank alike, where a file cannot be written.
+    """
+    temporary, final = folder / f".tmp-step-{step}", folder / f"step-{step}"
+    on_root(grid.comm, lambda: _fresh(temporary), CheckpointError)
+    entry: dict[str, Any] | None = None
+    error: Exception | None = None
+    try:
+        entry = pieces.write(temporary / f"rank-{grid.rank}.safetensors", blocks, grid)
+    except CheckpointError as caught:
+        error = caught
+    agree_on_error(grid.comm, error)
+    entries = grid.comm.gather(entry)
+    keep = config.train.keep
+
+    def publish() -> None:
+        _publish(temporary, final, index_of(step, blocks, entries or [], config, loss_scale), keep)
+
+    on_root(grid.comm, publish, CheckpointError)
+    return final
+
+
+def index_of(
+    step: int,
+    blocks: Sequence[pieces.TensorBlock],
+    entries: Sequence[dict[str, Any]],
+    config: Config,
+    loss_scale: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The index of a checkpoint: the run's configuration, and the file of every slice of every global tensor.
+
+    The random state is the seed and the step, because weights, windows and dropout masks are functions of both. `loss_scale`
+    is `LossScale.state()`.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "random": {"seed": config.train.seed, "step": step},
+        "loss_scale": loss_scale,
+        "dtype": config.dtype,
+        "model": tables.dump(config.model),
+        "train": tables.dump(config.train),
+        "written_on": {"scheme": config.scheme, "grid": config.grid.axes},
+        "files": {entry["file"]: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for entry in entries},
+        "tensors": pieces.tensor_table(blocks, entries),
+    }
+
+
+def newest(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step, or None. A folder without a final name or an index is incomplete."""
+    complete = steps(folder)
+    return complete[max(complete)] if complete else None
+
+
+def steps(folder: Path) -> dict[int, Path]:
+    """Step → folder of every complete checkpoint."""
+    found = {}
+    for path in folder.glob("step-*"):
+        match = re.fullmatch(r"step-(\d+)", path.name)
+        if match and (path / "index.json").is_file():
+            found[int(match[1])] = path
+    return found
+
+
+def read(path: Path, comm: MPI.Intracomm) -> Checkpoint:
+    """Read and check the index of the checkpoint at `path`; collective. Raises CheckpointError where the index is damaged."""
+    return Checkpoint(path, on_root(comm, lambda: _read_index(path / "index.json"), CheckpointError))
+
+
+def clean(folder: Path) -> None:
+    """Remove the folders that an interrupted `save` or deletion left behind."""
+    for pattern in (".tmp-step-*", ".old-step-*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _fresh(temporary: Path) -> None:
+    clean(temporary.parent)
+    temporary.mkdir(parents=True)
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        checksum = index.pop("sha256")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"Cannot read the checkpoint index {path}: it is damaged ({error}). "
+            f"Delete {path.parent} to resume from an older checkpoint."
+        ) from error
+    if checksum != _digest(index):
+        raise CheckpointError(f"The checkpoint index {path} is altered. Delete {path.parent} to resume from an older checkpoint.")
+    if (index["format"], index["version"]) != (FORMAT, VERSION):
+        raise CheckpointError(f"{path} has format {index['format']} {index['version']}; this version reads {FORMAT} {VERSION}.")
+    return index
+
+
+def _digest(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def _publish(temporary: Path, final: Path, index: dict[str, Any], keep: int) -> None:
+    path = temporary / "index.json"
+    path.write_text(json.dumps({**index, "sha256": _digest(index)}), encoding="utf-8")
+    pieces.sync(path)
+    pieces.sync(temporary)
+    if final.exists():
+        _delete(final)
+    os.rename(temporary, final)
+    pieces.sync(final.parent)
+    for old in sorted(steps(final.parent).items())[:-keep]:
+        _delete(old[1])
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint. The folder is renamed first, so that a half-deleted checkpoint never has a final name."""
+    old = path.with_name(f".old-{path.name}")
+    os.rename(path, old)
+    shutil.rmtree(old)

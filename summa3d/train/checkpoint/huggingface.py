@@ -1,0 +1,326 @@
+"""Import and export of Hugging Face Transformers folders (config.json and safetensors), bit for bit, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...comm.failure import agree_on_error
+from ...comm.grid import Grid, Place
+from ...errors import CheckpointError, Summa3dError
+from ...layout.layout import Layout, Sharding
+from ...nn.config import ModelConfig
+from .. import config as configuration
+from .. import toml as tables
+from ..config import Config, DataConfig, master_dtype
+from ..on_root import on_root
+from ..precision import torch_dtype
+from . import folder as checkpoint
+from . import huggingface_files as hf_files
+from . import shards as pieces
+from .huggingface_names import FAMILIES, Mapping, Rule
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+TOKENIZER = "tokenizer.json"
+ORIGINAL = "hf_config.json"
+"""Name of the imported config.json in the run folder: export restores the keys that summa3d does not know."""
+SETTLED = {"ffn": "width", "norm_eps": "eps", "kv_heads": "groups", "rotary_base": "theta"}
+SETTLED |= {"rotary_scaling": "scaling", "tied_head": "tied"}
+"""Key of ModelConfig → the property that fills in the family's default."""
+WHOLE = Place({"r": 1})
+"""A grid of one rank, on which an exported tensor is assembled."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Transformers folder before any tensor is read: model, dtype, config.json, and the listing of its tensors."""
+
+    model: ModelConfig
+    dtype: str
+    original: dict[str, Any]
+    tensors: dict[str, hf_files.Entry]
+
+
+def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool = False) -> Path:
+    """Make a run folder with the weights of a Transformers folder as checkpoint step-0; collective.
+
+    Parameters
+    ----------
+    source : folder with config.json and safetensors files, and optionally tokenizer.json
+    run : the run folder to make; `train --resume` and `generate` accept it, on any grid
+    overwrite : whether to delete checkpoints that `run` already holds
+
+    Returns the path of the checkpoint. Memory: a rank holds its share of the rows of every tensor, and one whole tensor.
+
+    Raises CheckpointError, on every rank alike, where `source` is not a Transformers folder, for an unsupported family or
+    option, and for tensors that are missing, unknown or of another shape.
+    """
+    found = on_root(comm, lambda: read_source(source), CheckpointError)
+    on_root(comm, lambda: _open_run(run, overwrite), CheckpointError)
+    grid = Grid(comm, {"r": comm.size})
+    data = DataConfig(tokenizer=_tokenizer(source, run, found.model))
+    config = Config(scheme="serial", dtype=found.dtype, model=found.model, data=data)
+    blocks: list[pieces.TensorBlock] = []
+    error: Exception | None = None
+    try:
+        with hf_files.Reader(source, found.tensors) as reader:
+            blocks.extend(_share(rule, reader, found, grid) for rule in rules_of(found.model))
+    except Summa3dError as caught:
+        error = caught
+    agree_on_error(comm, error)
+    path = checkpoint.save(run / "checkpoints", 0, blocks, grid, config)
+
+    def describe() -> None:
+        if config.data.tokenizer_file:
+            shutil.copyfile(source / TOKENIZER, config.data.tokenizer_file)
+        configuration.write(config, run / "config.toml")
+        (run / ORIGINAL).write_text(json.dumps(found.original, indent=2) + "\n", encoding="utf-8")
+
+    on_root(comm, describe, CheckpointError)
+    grid.free()
+    return path
+
+
+def _tokenizer(source: Path, run: Path, model: ModelConfig) -> str:
+    """data.tokenizer of an imported model: its own tokenizer.json where a causal model came with one, else "bytes"."""
+    own = model.architecture.causal and (source / TOKENIZER).is_file()
+    return f"bpe:{model.vocabulary}:{(run / TOKENIZER).resolve()}" if own else "bytes"
+
+
+def _share(rule: Rule, reader: hf_files.Reader, found: Source, grid: Grid) -> pieces.TensorBlock:
+    """This rank's rows of the tensor that `rule` describes."""
+    whole = to_ours(rule, [reader.read(name) for name in rule.theirs], found.model)
+    sharding = Sharding(Layout(("r",), *[()] * (whole.dim() - 1)), tuple(whole.shape))
+    share = whole[sharding.slices(grid)].to(torch_dtype(master_dtype(found.dtype)), copy=True)
+    return pieces.TensorBlock(f"model.{rule.ours}", share.contiguous(), sharding)
+
+
+def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None = None, file_bytes: int = 5 << 30) -> list[Path]:
+    """Write a checkpoint as a Transformers folder and return the paths of its safetensors files. Runs on one rank.
+
+    Parameters
+    ----------
+    saved : a verified checkpoint
+    target : a new or empty folder
+    dtype : dtype of the files; default: the dtype that the model computed in
+    file_bytes : largest size of a file, in bytes of tensors; a larger tensor has a file of its own
+
+    Memory: one tensor at a time. Raises CheckpointError for a family without a Transformers form, and where `target` is not
+    empty.
+    """
+    model = tables.build(ModelConfig, saved.index["model"], "model.")
+    if model.family not in FAMILIES:
+        raise CheckpointError(f"A {model.family} model cannot be exported. Families that can be exported: {', '.join(FAMILIES)}.")
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is not empty. Choose another folder, so that no file of another model stays in it.")
+    target.mkdir(parents=True, exist_ok=True)
+    dtype = dtype or saved.index["dtype"]
+    rules = rules_of(model)
+    listing = [named for rule in rules for named in shapes_of(rule, model)]
+
+    def tensors() -> Iterator[Tensor]:
+        kept = torch_dtype(master_dtype(saved.index["dtype"]))
+        with pieces.Reader(saved.path, saved.index["tensors"]) as reader:
+            for rule in rules:
+                shape = our_shape(rule, model)
+                block = pieces.TensorBlock(f"model.{rule.ours}", torch.empty(shape, dtype=kept), _whole(shape))
+                reader.read(block, WHOLE)
+                yield from (part.to(torch_dtype(dtype)) for part in to_theirs(rule, block.tensor, model))
+
+    files = hf_files.write(target, listing, dtype, tensors(), file_bytes)
+    run = saved.path.parent.parent
+    original = run / ORIGINAL
+    if (run / TOKENIZER).is_file():
+        shutil.copyfile(run / TOKENIZER, target / TOKENIZER)
+    kept = json.loads(original.read_text(encoding="utf-8")) if original.is_file() else {}
+    (target / "config.json").write_text(json.dumps(config_of(model, dtype, kept), indent=2) + "\n", encoding="utf-8")
+    return files
+
+
+def _whole(shape: tuple[int, ...]) -> Sharding:
+    return Sharding(Layout(*[()] * len(shape)), shape)
+
+
+def rules_of(model: ModelConfig) -> list[Rule]:
+    """The rules of all tensors of a model, with the layers' numbers in the names."""
+    mapping = FAMILIES[model.family]
+
+    def numbered(rule: Rule, layer: int) -> Rule:
+        return replace(rule, ours=rule.ours.format(layer), theirs=tuple(name.format(layer) for name in rule.theirs))
+
+    once = (rule for rule in mapping.once if not (rule.unless and getattr(model, rule.unless)))
+    return [*once, *(numbered(rule, layer) for layer in range(model.layers) for rule in mapping.layer)]
+
+
+def to_ours(rule: Rule, theirs: list[Tensor], model: ModelConfig) -> Tensor:
+    """The summa3d tensor, made of the Transformers tensors `theirs`."""
+    parts = [part.T if rule.turned else part for part in theirs]
+    if not rule.heads:
+        return parts[0]
+    if len(parts) == 1:
+        parts = list(parts[0].chunk(rule.parts, -1))
+    heads = getattr(model, rule.heads)
+    return torch.stack([part.unflatten(-1, (heads, -1)) for part in parts], -2).flatten(-3)  # […, head, part, d]
+
+
+def to_theirs(rule: Rule, ours: Tensor, model: ModelConfig) -> list[Tensor]:
+    """The Transformers tensors that the summa3d tensor `ours` contains: the inverse of `to_ours`."""
+    parts = [ours]
+    if rule.heads:
+        heads = getattr(model, rule.heads)
+        parts = [part.flatten(-2) for part in ours.unflatten(-1, (heads, rule.parts, -1)).unbind(-2)]
+        parts = [torch.cat(parts, -1)] if len(rule.theirs) == 1 else parts
+    return [part.T.contiguous() if rule.turned else part.contiguous() for part in parts]
+
+
+def our_shape(rule: Rule, model: ModelConfig) -> tuple[int, ...]:
+    """The shape of the summa3d tensor of `rule`."""
+    sizes = {"h": model.hidden, "f": model.ffn_dim, "v": model.vocabulary, "s": model.sequence, "2": 2}
+    sizes |= {"3h": 3 * model.hidden, "kv": 2 * model.num_kv_heads * (model.hidden // model.heads)}
+    return tuple(sizes[extent] for extent in rule.shape.split())
+
+
+def shapes_of(rule: Rule, model: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the Transformers tensors of `rule`."""
+    theirs = to_theirs(rule, torch.empty(our_shape(rule, model), device="meta"), model)
+    return [(name, tuple(part.shape)) for name, part in zip(rule.theirs, theirs, strict=True)]
+
+
+def read_source(source: Path) -> Source:
+    """Read the configuration and the tensor listing of a Transformers folder, and check one against the other.
+
+    Reads headers only, except for tied tensors that are stored twice. Raises CheckpointError as `import_folder` does.
+    """
+    try:
+        original = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{source} is not a Transformers folder: its config.json cannot be read ({error}).") from error
+    model = model_of(original, source)
+    mapping = FAMILIES[model.family]
+    wanted = {name for rule in rules_of(model) for name in rule.theirs}
+    named = {
+        mapping.base + name if mapping.base + name in wanted else name: entry
+        for name, entry in hf_files.listing(source).items()
+        if not name.endswith(mapping.ignored)
+    }
+    _check_names(set(named), wanted, mapping, source)
+    _check_copies(named, wanted, mapping, source)
+    tensors = {name: entry for name, entry in named.items() if name in wanted}
+    _check_shapes(tensors, model, source)
+    return Source(model, hf_files.widest({entry.dtype for entry in tensors.values()}, source), original, tensors)
+
+
+def model_of(original: dict[str, Any], source: Path) -> ModelConfig:
+    """The ModelConfig of a Transformers config.json. Raises CheckpointError for an unsupported family or option."""
+    family = original.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointError(f"{source} holds a model of type {family!r}. Types that can be imported: {', '.join(FAMILIES)}.")
+    mapping = FAMILIES[family]
+    original = _renamed(original, mapping)
+    for key, allowed in mapping.fixed.items():
+        value = _lookup(original, key, allowed[0])
+        if value not in allowed:
+            choices = " or ".join(map(repr, allowed))
+            raise CheckpointError(f"{source}: config.json says {key} = {value!r}; our {family} supports {choices} only.")
+    values: dict[str, Any] = {"family": family}
+    for ours, (theirs, default) in mapping.keys.items():
+        found = {key: value for key in theirs if (value := _lookup(original, key, None)) is not None}
+        if len(set(found.values())) > 1:
+            raise CheckpointError(f"{source}: config.json says {found}; our {family} has one value for these, model.{ours}.")
+        values[ours] = next(iter(found.values()), default)
+    head = original.get("head_dim")
+    if head is not None and head * values["heads"] != values["hidden"]:
+        raise CheckpointError(
+            f"{source}: config.json says head_dim = {head}, but {values['heads']} heads × {head} differ from hidden = "
+            f"{values['hidden']}; our {family} supports head_dim = hidden / heads only."
+        )
+    return tables.build(ModelConfig, {key: value for key, value in values.items() if value is not None}, "model.")
+
+
+def config_of(model: ModelConfig, dtype: str, original: dict[str, Any]) -> dict[str, Any]:
+    """The Transformers config.json of a model: `original` (of an imported model) with all keys of ModelConfig updated."""
+    mapping = FAMILIES[model.family]
+    result: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **_renamed(original, mapping)}
+    for key, allowed in mapping.fixed.items():
+        if _lookup(result, key, None) not in allowed:
+            _assign(result, key, allowed[0])
+    for ours, (theirs, _) in mapping.keys.items():
+        value = _ours(model, ours)
+        for key in theirs if value is not None else ():
+            _assign(result, key, value)
+    return {**result, "architectures": [mapping.architecture], "dtype": dtype}
+
+
+def _ours(model: ModelConfig, key: str) -> Any:
+    """The value of a key of ModelConfig, with the family's default filled in."""
+    return getattr(model, SETTLED.get(key, key))
+
+
+def _renamed(original: dict[str, Any], mapping: Mapping) -> dict[str, Any]:
+    """A copy of config.json in which older keys have their present names."""
+    result: dict[str, Any] = json.loads(json.dumps({key: value for key, value in original.items() if key != "torch_dtype"}))
+    for old, new in mapping.renamed.items():
+        *path, name = old.split(".")
+        table = _lookup(result, ".".join(path), None) if path else result
+        if isinstance(table, dict) and name in table:
+            _assign(result, new, table.pop(name))
+            if path and not table:
+                _assign(result, ".".join(path), None)
+    return result
+
+
+def _lookup(table: dict[str, Any], key: str, default: Any) -> Any:
+    for part in key.split("."):
+        if not isinstance(table, dict) or part not in table:
+            return default
+        table = table[part]
+    return table
+
+
+def _assign(table: dict[str, Any], key: str, value: Any) -> None:
+    *path, name = key.split(".")
+    for part in path:
+        table = table.setdefault(part, {})
+    table[name] = value
+
+
+def _check_names(names: set[str], wanted: set[str], mapping: Mapping, source: Path) -> None:
+    missing, unknown = sorted(wanted - names), sorted(names - wanted - set(mapping.copies))
+    for fault, tensors in (("lacks", missing), ("holds unknown tensors:", unknown)):
+        if tensors:
+            more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
+            raise CheckpointError(
+                f"{source} {fault} {', '.join(tensors[:4])}{more}.\n"
+                f"  An import needs exactly the tensors of {mapping.architecture}."
+            )
+
+
+def _check_copies(named: dict[str, hf_files.Entry], wanted: set[str], mapping: Mapping, source: Path) -> None:
+    with hf_files.Reader(source, named) as reader:
+        for name in (named.keys() & mapping.copies.keys()) - wanted:
+            first = mapping.copies[name]
+            if not torch.equal(reader.read(name), reader.read(first)):
+                raise CheckpointError(f"{source}: {name} differs from {first}; our model ties them, as one tensor.")
+
+
+def _check_shapes(tensors: dict[str, hf_files.Entry], model: ModelConfig, source: Path) -> None:
+    """Compare every shape with the shape that follows from the sizes of the configuration."""
+    for rule in rules_of(model):
+        for name, shape in shapes_of(rule, model):
+            if tensors[name].shape != shape:
+                raise CheckpointError(f"{source}: {name} has shape {tensors[name].shape}; config.json's sizes make it {shape}.")
+
+
+def _open_run(run: Path, overwrite: bool) -> None:
+    from ..prepare import open_folder
+
+    open_folder(run, resume=False, overwrite=overwrite)

@@ -1,0 +1,121 @@
+"""The safetensors files of a Transformers folder: listing, reading and writing, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...errors import CheckpointError
+from .open_files import OpenFiles
+from .safetensors import CODES, ITEM_BYTES, write_tensors
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WIDTH = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes of weights by width: each holds all earlier ones exactly, except bfloat16 for float16 (both need float32)."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a safetensors file. `name` is its name in the file, which may lack the prefix of the full model."""
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def listing(folder: Path) -> dict[str, Entry]:
+    """Name → entry of every tensor of a folder, which holds one file, or several with an index. Reads headers only.
+
+    Raises CheckpointError where the index or a file cannot be read.
+    """
+    if (folder / INDEX).is_file():
+        try:
+            files = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"Cannot read {folder / INDEX}: {error}.") from error
+    else:
+        files = [SINGLE]
+    found: dict[str, Entry] = {}
+    for file in files:
+        try:
+            with safe_open(folder / file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 — a safetensors file is no dict
+                    part = opened.get_slice(name)
+                    found[name] = Entry(file, name, tuple(part.get_shape()), CODES.get(part.get_dtype(), part.get_dtype()))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"Cannot read {folder / file}: {error}.") from error
+    return found
+
+
+def widest(dtypes: set[str], folder: Path) -> str:
+    """The narrowest dtype that holds all `dtypes` exactly. Raises CheckpointError, naming `folder`, for an unsupported dtype.
+
+    >>> widest({"float16", "bfloat16"}, Path("model"))
+    'float32'
+    """
+    if unknown := dtypes - set(WIDTH):
+        raise CheckpointError(f"{folder} holds weights of dtype {min(unknown)}. Dtypes that can be imported: {', '.join(WIDTH)}.")
+    return "float32" if dtypes == {"float16", "bfloat16"} else max(dtypes, key=WIDTH.index)
+
+
+class Reader(OpenFiles):
+    """Reads tensors by the names of a listing. A context manager, which keeps the files open."""
+
+    def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
+        super().__init__(folder)
+        self.entries = entries
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor `name`, on the host. Raises CheckpointError where the file cannot be read."""
+        entry = self.entries[name]
+        try:
+            tensor: Tensor = self.file(entry.file).get_tensor(entry.name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"Cannot read {entry.name} of {self.folder / entry.file}: {error}.") from error
+        return tensor
+
+
+def write(
+    folder: Path, listed: Sequence[tuple[str, tuple[int, ...]]], dtype: str, tensors: Iterator[Tensor], file_bytes: int
+) -> list[Path]:
+    """Write a folder of safetensors files and return their paths; with more than one file, also their index.
+
+    Parameters
+    ----------
+    listed : name and shape of every tensor
+    dtype : dtype of every tensor
+    tensors : the tensors in the order of `listed`; one at a time is in memory
+    file_bytes : largest size of a file, in bytes of tensors; a larger tensor has a file of its own
+
+    Raises CheckpointError where a file cannot be written.
+    """
+    groups: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    size = 0
+    for name, shape in listed:
+        tensor_bytes = prod(shape) * ITEM_BYTES[dtype]
+        if groups[-1] and size + tensor_bytes > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append((name, shape))
+        size += tensor_bytes
+    files = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    files = files if len(files) > 1 else [SINGLE]
+    for file, group in zip(files, groups, strict=True):
+        try:
+            write_tensors(folder / file, [(name, shape, dtype) for name, shape in group], islice(tensors, len(group)))
+        except OSError as error:
+            raise CheckpointError(f"Cannot write {folder / file}: {error}.") from error
+    if len(files) > 1:
+        weight_map = {name: file for file, group in zip(files, groups, strict=True) for name, _ in group}
+        total = sum(prod(shape) for _, shape in listed) * ITEM_BYTES[dtype]
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return [folder / file for file in files]

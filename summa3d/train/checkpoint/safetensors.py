@@ -1,0 +1,64 @@
+"""Writer of safetensors files, one tensor at a time, so that device tensors need one pinned buffer on the host only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dtypes import DTYPES
+
+CODES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+ITEM_BYTES = {name: DTYPES[name].nbytes for name in CODES.values()}
+ALIGNMENT = 8
+"""safetensors pads its header to a multiple of so many bytes."""
+STAGING_BYTES = 1 << 26
+"""Size of the pinned buffer for device-to-host (D2H) copies."""
+
+
+def save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors by name to a safetensors file. Device tensors are copied to the host in pieces. Raises OSError."""
+    listed = [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
+    write_tensors(path, listed, tensors.values())
+
+
+def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]], tensors: Iterable[Tensor]) -> None:
+    """Write a safetensors file, one tensor at a time.
+
+    Parameters
+    ----------
+    listed : name, shape and dtype of every tensor
+    tensors : the tensors in the order of `listed`; an iterator may make each of them when it is written
+
+    The file holds the header's length in 8 bytes, the header as JSON, then the tensors one after the other. Raises OSError.
+    """
+    codes = {name: code for code, name in CODES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape, dtype in listed:
+        begin, end = end, end + prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": codes[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for _, tensor in zip(listed, tensors, strict=True):
+            for part in _on_host(tensor.detach().contiguous().view(-1).view(torch.uint8)):
+                file.write(part.numpy().data)
+
+
+def _on_host(data: Tensor) -> Iterator[Tensor]:
+    """The bytes of a tensor: a view of a host tensor, or D2H copies of a device tensor through one pinned buffer."""
+    if not data.is_cuda:
+        yield data
+        return
+    staging = torch.empty(min(STAGING_BYTES, len(data)), dtype=torch.uint8, device="cpu", pin_memory=True)
+    for start in range(0, len(data), STAGING_BYTES):
+        part = data[start : start + STAGING_BYTES]
+        yield staging[: len(part)].copy_(part)

@@ -1,0 +1,127 @@
+"""Sharded safetensors files: each rank writes the blocks that it owns, and any rank reads any slice of a global tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import CheckpointError
+from .open_files import OpenFiles
+from .safetensors import save_file
+
+if TYPE_CHECKING:
+    from ...comm.grid import Grid
+    from ...layout.layout import Sharding
+
+READ_BYTES = 1 << 22
+"""Bytes that `checksum` reads at once."""
+
+
+@dataclass(frozen=True)
+class TensorBlock:
+    """This rank's block of the global tensor `name`, and its sharding."""
+
+    name: str
+    tensor: torch.Tensor
+    sharding: Sharding
+
+
+def write(path: Path, blocks: Sequence[TensorBlock], grid: Grid) -> dict[str, Any]:
+    """Write the blocks that this rank owns to `path` and return the file's index entry: size, SHA-256 and slices.
+
+    A block that several ranks hold is written by one of them (`Sharding.is_primary`). Raises CheckpointError where the file
+    cannot
+    be written.
+    """
+    primary = [block for block in blocks if block.sharding.is_primary(grid) and block.tensor.numel()]
+    try:
+        save_file({block.name: block.tensor for block in primary}, path)
+        sync(path)
+        size, digest = path.stat().st_size, checksum(path)
+    except OSError as error:
+        raise CheckpointError(f"Cannot write the checkpoint file {path}: {error}.") from error
+    pieces = {block.name: [[part.start, part.stop] for part in block.sharding.slices(grid)] for block in primary}
+    return {"file": path.name, "bytes": size, "sha256": digest, "pieces": pieces}
+
+
+def tensor_table(blocks: Iterable[TensorBlock], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The index of all global tensors: shape, dtype, and the slices that each file holds."""
+    table: dict[str, Any] = {
+        block.name: {"shape": list(block.sharding.shape), "dtype": dtype_name(block.tensor), "pieces": []} for block in blocks
+    }
+    for entry in entries:
+        for name, slices in entry["pieces"].items():
+            table[name]["pieces"].append({"file": entry["file"], "slices": slices})
+    return table
+
+
+class Reader(OpenFiles):
+    """Reads slices of global tensors from the files of an index. A context manager, which keeps the files open."""
+
+    def __init__(self, folder: Path, tensors: dict[str, Any]) -> None:
+        super().__init__(folder)
+        self.tensors = tensors
+
+    def read(self, block: TensorBlock, grid: Grid) -> None:
+        """Fill `block` in place from all pieces that overlap it.
+
+        Raises CheckpointError where the index has no such tensor, one of another shape or dtype, or pieces with gaps.
+        """
+        self._check(block)
+        want = block.sharding.slices(grid)
+        filled = 0
+        for piece in self.tensors[block.name]["pieces"]:
+            overlap = [(max(w.start, start), min(w.stop, stop)) for w, (start, stop) in zip(want, piece["slices"], strict=True)]
+            if any(start >= stop for start, stop in overlap):
+                continue
+            source = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, piece["slices"], strict=True))
+            target = tuple(slice(a - w.start, b - w.start) for (a, b), w in zip(overlap, want, strict=True))
+            block.tensor[target].copy_(self.file(piece["file"]).get_slice(block.name)[source])
+            filled += prod(b - a for a, b in overlap)
+        if filled != block.tensor.numel():
+            raise CheckpointError(
+                f"The pieces of {block.name} in {self.folder} cover {filled} of the {block.tensor.numel()} elements of a block."
+            )
+
+    def _check(self, block: TensorBlock) -> None:
+        if block.name not in self.tensors:
+            raise CheckpointError(f"The checkpoint {self.folder} has no tensor {block.name}.")
+        entry = self.tensors[block.name]
+        have = (tuple(entry["shape"]), entry["dtype"])
+        want = (tuple(block.sharding.shape), dtype_name(block.tensor))
+        if have != want:
+            raise CheckpointError(f"{block.name} in {self.folder} is {have[1]} {have[0]}; this run's is {want[1]} {want[0]}.")
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The name of a tensor's dtype without "torch.".
+
+    >>> dtype_name(torch.zeros(1))
+    'float32'
+    """
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Corpora, token files, and what a family learns from them."""

@@ -1,0 +1,131 @@
+"""Memory-mapped token files, prepared once per run folder, and the windows of a training step.
+
+A window is a function of the seed, the step and the row's number in the global batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...errors import DataError
+from ..config import DataConfig
+from ..on_root import on_root
+from . import corpus
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+FORMAT = 1
+TRAIN_STREAM = 0x7472_6169_6E00_0001
+"""Philox key word that separates the random numbers of windows from those of weights and dropout of the same seed."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """An encoded corpus: the memory-mapped tokens of its training and validation parts, and the length of a window."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    sequence: int
+    tokenizer: corpus.Tokenizer
+
+    def batch(self, seed: int, step: int, first_row: int, rows: int, stream: int = TRAIN_STREAM) -> np.ndarray:
+        """Rows first_row … first_row + rows − 1 of the global batch of `step`: training windows, int64 [rows, sequence + 1]."""
+        return windows(self.train, self.sequence, starts(seed, step, first_row, rows, len(self.train) - self.sequence, stream))
+
+    def held_out(self, count: int) -> np.ndarray:
+        """`count` evenly spaced validation windows, the same in every call: int64 [count, sequence + 1]."""
+        last = len(self.validation) - self.sequence - 1
+        return windows(self.validation, self.sequence, [index * last // max(count - 1, 1) for index in range(count)])
+
+
+def starts(seed: int, step: int, first_row: int, rows: int, places: int, stream: int = TRAIN_STREAM) -> list[int]:
+    """The first positions of the windows of `rows` rows, each in [0, places): a function of seed, step and row number.
+
+    Row r uses word r of the Philox sequence whose key is (seed, stream) and whose counter holds the step, so that a window does
+    not depend on the number of ranks.
+
+    >>> starts(1, 0, 0, 4, 1000)[2:] == starts(1, 0, 2, 2, 1000)
+    True
+    """
+    philox = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=np.array([0, step, 0, 0], np.uint64))
+    words = philox.random_raw(first_row + rows)[first_row:]
+    return [int(word) * places >> 64 for word in words]
+
+
+def windows(tokens: np.ndarray, sequence: int, begins: list[int]) -> np.ndarray:
+    """The windows of sequence + 1 tokens that start at `begins`: int64 [len(begins), sequence + 1].
+
+    A model's inputs are all tokens of a window but the last, its labels all tokens but the first.
+
+    >>> windows(np.arange(10), 3, [0, 5])
+    array([[0, 1, 2, 3],
+           [5, 6, 7, 8]])
+    """
+    return np.stack([tokens[begin : begin + sequence + 1] for begin in begins]).astype(np.int64)
+
+
+def prepare(config: DataConfig, sequence: int, folder: Path, comm: MPI.Intracomm) -> Tokens:
+    """Encode the corpus into `folder` on rank 0, unless `folder` holds it already, and memory-map it on every rank; collective.
+
+    Raises DataError, on every rank alike, where the corpus is missing, empty or shorter than one window per part.
+    """
+    on_root(comm, lambda: _encode_once(config, folder), DataError)
+    return open_tokens(config, sequence, folder)
+
+
+def open_tokens(config: DataConfig, sequence: int, folder: Path) -> Tokens:
+    """Memory-map the token files in `folder`. Raises DataError where they are damaged or too short for a window."""
+    try:
+        counts = json.loads((folder / "tokens.json").read_text())["tokens"]
+        parts = {part: _memory_map(folder / f"{part}.bin", counts[part], config) for part in corpus.PARTS}
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"Cannot read the token files in {folder}: {error}. Delete it; the next run makes it again.") from error
+    for part, tokens in parts.items():
+        if len(tokens) <= sequence:
+            raise DataError(
+                f"The {part} part of data.path {config.path!r} has {len(tokens)} tokens; one window needs "
+                f"model.sequence + 1 = {sequence + 1}.\n"
+                f"  Use a longer corpus, a shorter model.sequence, or another data.held_out (now {config.held_out})."
+            )
+    return Tokens(parts["train"], parts["validation"], sequence, corpus.load_tokenizer(config, folder))
+
+
+def _memory_map(path: Path, count: int, config: DataConfig) -> np.ndarray:
+    if count == 0:
+        return np.zeros(0, np.uint8)
+    tokens = np.memmap(path, corpus.token_dtype(config.vocabulary), mode="r")
+    if len(tokens) != count:
+        raise ValueError(f"{path.name} holds {len(tokens)} tokens instead of {count}")
+    return tokens
+
+
+def _encode_once(config: DataConfig, folder: Path) -> None:
+    """Encode into a temporary folder, then rename it, so that a folder with the final name is complete."""
+    files = corpus.documents(config.path)
+    label = {"format": FORMAT, "fingerprint": corpus.fingerprint(files, config)}
+    if _labelled(folder, label):
+        return
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    counts = corpus.encode(config, files, temporary)
+    (temporary / "tokens.json").write_text(json.dumps({**label, "tokens": counts}))
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(temporary, folder)
+
+
+def _labelled(folder: Path, label: dict[str, object]) -> bool:
+    """Whether `folder` holds the token files of the corpus with this format and fingerprint."""
+    try:
+        found = json.loads((folder / "tokens.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return {key: found.get(key) for key in label} == label
