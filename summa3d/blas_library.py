@@ -17,6 +17,8 @@ from .dtypes import LETTERS
 from .errors import ConfigError
 
 VARIABLE = "SUMMA3D_BLAS"
+BLAS_OVERRIDES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+"""Variables that make OpenBLAS choose the kernels of another processor."""
 ROW_MAJOR, TRANSPOSE = 101, {"n": 111, "t": 112, "c": 113}
 NAMES = ("scipy_cblas_{}gemm64_", "cblas_{}gemm64_", "cblas_{}gemm_64", "cblas_{}gemm")
 """Names of gemm in the BLAS of numpy's wheels, of distributions with 64-bit integers, in MKL, and in all others."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..cli.traces import show
 from ..comm.device.select import settle
 from ..comm.grid import Grid, Place
 from ..comm.profile.nvtx import Ranges
@@ -35,6 +34,7 @@ from ..nn.schemes.registry import KINDS
 from ..nn.schemes.scheme import Scheme, scheme
 from .clock import Clock
 from .memory import peak_bytes, saved_bytes
+from .traced import show
 
 if TYPE_CHECKING:
     from mpi4py import MPI

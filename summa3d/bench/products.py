@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from ..blas_library import library
-from ..cli.traces import show
+from ..blas_library import BLAS_OVERRIDES, library
 from ..comm.device.select import placed, settle
 from ..comm.grid import Grid
 from ..comm.profile.nvtx import Ranges
@@ -29,6 +28,7 @@ from ..gemm.algorithms.registry import Algorithm, algorithm
 from ..gemm.matrix import DistMatrix
 from ..launch.runtime import on_all_cores, usable_cores
 from .clock import Clock
+from .traced import show
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -325,6 +325,4 @@ def core_speed(dtype: str) -> float:
 
 def _overrides() -> Iterator[str]:
     """Names of set variables that make OpenBLAS choose kernels of another processor, which may halve its speed."""
-    from ..cli.doctor import BLAS_OVERRIDES
-
     return (name for name in BLAS_OVERRIDES if name in os.environ)

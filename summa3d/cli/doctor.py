@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..blas_library import library
+from ..blas_library import BLAS_OVERRIDES, library
 from ..errors import ConfigError, LaunchError
 from ..launch.runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
 from ..node_support import available
@@ -21,7 +21,6 @@ from ..node_support import available
 PACKAGES = ("numpy", "mpi4py", "torch", "safetensors", "tokenizers", "matplotlib", "cupy")
 SHM_PER_RANK = 5 << 20  # bytes: with MPICH, 8 ranks were measured to need 40 MB of /dev/shm, 64 ranks 330 MB
 SHM_RANKS = 27  # the largest number of ranks in the tests
-BLAS_OVERRIDES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 NODE_VARIABLES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "OMPI_MCA_orte_num_nodes")
 
 

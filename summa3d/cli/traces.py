@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from ..comm.profile.ledger import Ledger
     from ..comm.profile.nvtx import Ranges
-    from ..comm.profile.trace import Trace
 
 TRACE = (
     "Write {} as a trace of all ranks: products, copies and communications. Open the file in Perfetto (https://ui.perfetto.dev, "
@@ -59,12 +56,3 @@ def ranges_for(args: argparse.Namespace) -> Ranges | None:
     from ..comm.profile.nvtx import nvtx, nvtx_or_none
 
     return nvtx() if args.nvtx else nvtx_or_none() if args.trace is not None else None
-
-
-def show(ledger: Ledger, act: Callable[[], Any], whole: Trace, ranges: Ranges | None) -> None:
-    """Call `act`; record its events in the trace `whole`, and show them to a profiler as `ranges`."""
-    ledger.ranges = ranges
-    ledger.start_trace(whole)
-    act()
-    ledger.stop_trace()
-    ledger.ranges = None

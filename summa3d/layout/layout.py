@@ -51,7 +51,7 @@ class Layout:
     (2, 3)
     """
 
-    __slots__ = ("_hash", "_identity", "dims", "follows", "names", "root-only")
+    __slots__ = ("_hash", "_identity", "dims", "follows", "names", "root_only")
     dims: tuple[tuple[str, ...], ...]
     root_only: tuple[str, ...]
     follows: tuple[tuple[str, str], ...]
@@ -74,7 +74,7 @@ class Layout:
         own_root_only, own_follows = tuple(root_only), tuple(sorted(follows.items())) if follows else ()
         put = object.__setattr__
         put(self, "dims", own_dims)
-        put(self, "root-only", own_root_only)
+        put(self, "root_only", own_root_only)
         put(self, "follows", own_follows)
         put(self, "names", _checked_names(tuple(names), len(own_dims)) if names else None)
         put(self, "_identity", (own_dims, own_root_only, own_follows))
