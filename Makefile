@@ -1,4 +1,5 @@
-# make venv | demo | test | lint. Needs Python >= 3.10 with venv and pip, and a C compiler; the first call installs into .venv.
+# make venv | demo | test | test-all | lint | docs. Needs Python >= 3.10 with venv and pip, and a C compiler; the first call installs
+# into .venv.
 # make test MPI=system runs the communication and command-line tests on the machine's own MPI, in .venv-system.
 # Next: setup.py (what is installed), constraints.txt (in which versions), .ci/run.
 
@@ -19,7 +20,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 SYSTEM_MPI = $(PYTHON) -c 'import ctypes.util, shutil, sys; sys.exit(not (shutil.which("mpirun") and ctypes.util.find_library("mpi")))'
 
-.PHONY: venv demo test lint
+.PHONY: venv demo test test-all lint docs
 
 venv: $(STAMP)
 	@:
@@ -49,7 +50,22 @@ test: venv
 	$(BIN)/python -m pytest $(TESTS)
 endif
 
+# The whole of every sweep, of which `make test` runs the pairs, and every rank a Python of its own.
+test-all: venv
+	$(BIN)/python -m pytest $(TESTS) -m "" --fresh-ranks
+
 lint: venv
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# The site of docs/, in site/; a warning is an error. Its tools have an environment of their own, made once.
+DOCS := .venv-docs
+
+$(DOCS)/.installed: setup.py constraints.txt
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/zensical build --clean --strict

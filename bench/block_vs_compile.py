@@ -1,6 +1,8 @@
-# One GPT block on one GPU, forward and backward, against the same block under torch.compile; and the share of the rate of a bare
-# product that its model's flops reach. May import common, gpu, plain_block, summa3d. With --device cpu: to try the script.
-# Next: README.md; ../summa3d/nn/block.py.
+"""One GPT block on one GPU, forward and backward, against the same block under torch.compile.
+
+And the share of the rate of a bare product that its model's flops reach. With --device cpu: to try the script.
+"""
+
 from __future__ import annotations
 
 from statistics import median

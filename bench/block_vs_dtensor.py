@@ -1,6 +1,8 @@
-# Transformer blocks, forward and backward, against an equal model in PyTorch's own tensor parallelism (DTensor over gloo).
-# Both run in the same processes, in turn, from the same weights and input. May import common; on ranks, plain_block and summa3d.
-# Next: README.md.
+"""Transformer blocks, forward and backward, against an equal model in PyTorch's own tensor parallelism (DTensor over gloo).
+
+Both run in the same processes, in turn, from the same weights and input.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -45,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.on_ranks:
         return measure(args.rounds)
-    from summa3d.cli.report import table
+    from summa3d.cli.tables import table
 
     for way in args.through:
         os.environ["SUMMA3D_NODE_MEMORY"] = WAYS[way]

@@ -1,5 +1,5 @@
-# What the scripts here share: a clean environment, our ranks through `summa3d launch`, and how a figure is judged and shown.
-# May import summa3d.cli, which loads no MPI into this process. Next: gemm_vs_scalapack.py.
+"""What the scripts here share: a clean environment, our ranks through `summa3d launch`, and how a figure is judged and shown."""
+
 from __future__ import annotations
 
 import json
@@ -50,7 +50,7 @@ def note(text: str) -> None:
 
 
 def about(machine: Mapping[str, Any]) -> str:
-    from summa3d.cli.report import in_one_line
+    from summa3d.cli.tables import in_one_line
 
     return in_one_line(machine)
 

@@ -1,5 +1,5 @@
-# The chooser's pick against every algorithm on every grid, on random shapes and rank counts.
-# May import common. Next: README.md, ../summa3d/gemm/choose.py.
+"""The chooser's pick against every algorithm on every grid, on random shapes and rank counts."""
+
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,5 @@
-# What our product costs beyond the MPI collective and the numpy product that it contains: 64×64×64 on 2 ranks, in µs.
-# May import common; on the ranks, summa3d.gemm. Next: README.md.
+"""What our product costs beyond the MPI collective and the numpy product that it contains: 64×64×64 on 2 ranks, in µs."""
+
 from __future__ import annotations
 
 import argparse

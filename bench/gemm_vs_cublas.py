@@ -1,6 +1,8 @@
-# Our product of device arrays on one GPU against the bare call of cuBLAS in it, for CuPy's arrays and torch's tensors.
-# May import common, gpu, summa3d.gemm; CuPy. With --device cpu: numpy and torch on the host, to try the script.
-# Next: README.md; ../summa3d/gemm/cublas.py, plan.py.
+"""Our product of device arrays on one GPU against the bare call of cuBLAS in it, for CuPy's arrays and torch's tensors.
+
+With --device cpu: numpy and torch on the host, to try the script.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable

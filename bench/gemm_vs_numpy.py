@@ -1,5 +1,5 @@
-# 2048³ float64 on 8 ranks, grid 2,2,2, against numpy's product with two threads in the same run.
-# May import common. Next: README.md.
+"""2048³ float64 on 8 ranks, grid 2,2,2, against numpy's product with two threads in the same run."""
+
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,8 @@
-# Ours against ScaLAPACK's p?gemm and against numpy with all cores, in interleaved rounds; COSMA's noted fractions beside them.
-# May import common, scalapack, and what `summa3d report` uses. Next: scalapack.py, README.md.
+"""Ours against ScaLAPACK's p?gemm and against numpy with all cores, in interleaved rounds.
+
+COSMA's noted fractions beside them.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -13,8 +16,9 @@ from typing import Any
 from common import HERE, bench, note, save, verdict
 from scalapack import NotInstalled, Scalapack, Tuned
 
-from summa3d.cli.report import draw, table
+from summa3d.cli.report import draw
 from summa3d.cli.runtime import usable_cores
+from summa3d.cli.tables import table
 
 CASES = {"sq2048": (2048, 2048, 2048), "sq4096": (4096, 4096, 4096), "tall": (8192, 1024, 1024), "largek": (1024, 1024, 16384)}
 OURS = "ours"

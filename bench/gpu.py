@@ -1,6 +1,5 @@
-# What the scripts for a GPU share: options, whether there is one, times by its own events. May import summa3d, torch.
-# Import common first: it makes this checkout importable.
-# Next: kernels.py, gemm_vs_cublas.py, block_vs_compile.py.
+"""What the scripts for a GPU share: options, whether there is one, times by its own events."""
+
 from __future__ import annotations
 
 import argparse
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
-from summa3d.comm.places import take_device
+from summa3d.comm.device.select import take_device
 
 BUSY = 4_000_000  # cycles, some milliseconds: longer than the host takes to queue what is timed
 

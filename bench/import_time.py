@@ -1,4 +1,5 @@
-# How long `import summa3d.gemm` takes beyond numpy and mpi4py. May import common. Next: README.md.
+"""How long `import summa3d.gemm` takes beyond numpy and mpi4py."""
+
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,5 @@
-# Each fused kernel's share of the bandwidth of a device-to-device copy, at 64 M elements. Needs a CUDA device and CuPy.
-# May import common, gpu, summa3d.kernels. Next: README.md; ../kernels/rows.py and elements.py, which start the kernels.
+"""Each fused kernel's share of the bandwidth of a device-to-device copy, at 64 M elements."""
+
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,5 @@
-# What each switch of `overlap` gains or costs: transformer blocks with and without, on the same ranks in turn.
-# May import common; on the ranks, summa3d and torch. Next: README.md.
+"""What each switch of `overlap` gains or costs: transformer blocks with and without, on the same ranks in turn."""
+
 from __future__ import annotations
 
 import argparse
@@ -22,8 +22,6 @@ GRIDS = [
 SWITCHES: list[dict[str, Any]] = [
     {},
     {"gather": 1},
-    {"weight_gradient": 1},
-    {"gather": 1, "weight_gradient": 1},
     {"input_gradient": False},
 ]
 

@@ -1,5 +1,8 @@
-# Our transformer blocks as plain torch modules with our serial weights: the peer of block_vs_dtensor.py and block_vs_compile.py.
-# May import torch and summa3d. Next: block_vs_dtensor.py, block_vs_compile.py.
+"""Our transformer blocks as plain torch modules with our serial weights.
+
+The peer of block_vs_dtensor.py and block_vs_compile.py.
+"""
+
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,5 @@
-# Whether 16-bit training ends where float32 does: the demo, the same steps in each dtype. May import common. Next: README.md.
+"""Whether 16-bit training ends where float32 does: the demo, the same steps in each dtype."""
+
 from __future__ import annotations
 
 import argparse

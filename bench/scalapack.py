@@ -1,5 +1,8 @@
-# Debian's ScaLAPACK: builds pgemm.c with the mpicc of its Open MPI, and runs it under that MPI's own mpirun.
-# May import common. Never our launcher: two MPIs' launchers must not be mixed. Next: pgemm.c.
+"""Debian's ScaLAPACK: builds pgemm.c with the mpicc of its Open MPI, and runs it under that MPI's own mpirun.
+
+Never our launcher: two MPIs' launchers must not be mixed.
+"""
+
 from __future__ import annotations
 
 import json

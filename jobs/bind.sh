@@ -1,7 +1,7 @@
 #!/bin/bash
 # bind.sh COMMAND …: runs COMMAND as one rank of a node, on the cores and with the network card nearest to that rank's GPU.
 # Needs a launcher that numbers the ranks of a node, nvidia-smi, taskset and /sys. BIND_SHOW=yes has each rank say what it got.
-# Next: clusters/cuda.sh, which starts ranks through it; ../summa3d/comm/places.py, which takes the same GPU.
+# Next: clusters/cuda.sh, which starts ranks through it; ../summa3d/comm/device/select.py, which takes the same GPU.
 set -euo pipefail
 
 stop() {

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
 
 from . import reference
 
+of_meta: ContextVar[Any] = ContextVar("of_meta", default=reference)
+"""The functions for meta tensors, which have no memory; a dry run of a device sets kernels that compute nothing."""
+
 
 def kernels_for(x: Tensor) -> Any:
     """Return the functions for tensors on x's device: the module `reference` on the host, a `Fused` on a CUDA device.
 
-    Both have the same functions with the same arguments; `reference` documents each, with its shapes.
+    Meta tensors get those of `of_meta`. All have the same functions with the same arguments; `reference` documents each, with
+    its shapes.
 
     >>> import torch
     >>> kernels_for(torch.zeros(1)).__name__
     'summa3d.kernels.reference'
     """
     if not x.is_cuda:
-        return reference
+        return of_meta.get() if x.is_meta else reference
     from .load import fused
 
     return fused(x.device)

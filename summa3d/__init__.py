@@ -1,6 +1,3 @@
-# Matrix products and transformer training distributed over MPI ranks, where ownership is data.
-# Imports nothing until a name is asked for: `import summa3d` loads neither torch, nor CuPy, nor MPI.
-# Next: comm/grid.py (ranks as a grid), layout/layout.py (who owns what), gemm/cuboid.py (one product), nn/gpt.py (one model).
 """Distributed matrix multiplication and transformer training: ``Grid``, ``Layout``, ``DistMatrix``, ``matmul`` and more."""
 
 from __future__ import annotations
@@ -12,7 +9,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .comm.grid import Grid
-    from .gemm.matrix import DistMatrix, matmul
+    from .gemm.matmul import matmul
+    from .gemm.matrix import DistMatrix
     from .layout.layout import Layout, Sharding
 
 SUBPACKAGES = ("autograd", "cli", "comm", "errors", "gemm", "kernels", "layout", "nn", "train")
@@ -21,7 +19,7 @@ HOME = {
     "Layout": "layout.layout",
     "Sharding": "layout.layout",
     "DistMatrix": "gemm.matrix",
-    "matmul": "gemm.matrix",
+    "matmul": "gemm.matmul",
 }
 
 __all__ = ["DistMatrix", "Grid", "Layout", "Sharding", "matmul"]

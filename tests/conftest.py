@@ -10,14 +10,16 @@ from typing import Any
 import devices
 import pytest
 
-pytest_plugins = ("mpiworlds",)
+pytest_plugins = ("mpiworlds", "pairs")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """End the run at once where it cannot be on the device that it shall be on."""
     reason = devices.why_not()
     if reason is not None:
         pytest.exit(reason, returncode=4)
+    if devices.NAME == "cuda":
+        config.option.fresh_ranks, config.option.lanes = True, 1  # a fork cannot use a GPU that its parent has looked at
     if devices.NAME == "pretended":
         os.environ |= {"SUMMA3D_TESTED_DEVICE": "pretended", "SUMMA3D_DEVICE": "cpu"}
 
@@ -27,6 +29,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items if devices.NAME == "cuda" else ():
         if isinstance(item, pytest.Function) and {"pretended", "fake_device"} & vars(item.module).keys():
             item.add_marker(pytest.mark.skip(reason="makes a device of its own"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the Python that jobs of tests are forked from: once, by the pytest that reports."""
+    from mpiworlds_parent import may_fork
+
+    reports = session.config.pluginmanager.hasplugin("mpiworlds-parent") and not session.config.option.collectonly
+    starts = any("jobs" in vars(item.module) for item in session.items if isinstance(item, pytest.Function))
+    if reports and starts and may_fork(session.config):
+        import jobs
+
+        server = jobs.warm_server()
+        os.environ[jobs.WARM_VARIABLE] = str(server.python)
+        session.config.add_cleanup(server.close)
 
 
 @pytest.fixture(autouse=True)

@@ -45,6 +45,9 @@ class Server:
         self.folder = tempfile.TemporaryDirectory(prefix="forkserver")
         self.path = Path(self.folder.name) / "socket"
         self.log = Path(self.folder.name) / "log"
+        self.python = Path(self.folder.name) / "python"  # for those who take the name of a program
+        self.python.write_text(f"#!{sys.executable} -IS\nimport sys\nsys.argv.insert(1, {str(self.path)!r})\n{STUB.read_text()}")
+        self.python.chmod(0o755)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, open(self.log, "w") as log:
             listener.bind(str(self.path))
             listener.listen(BACKLOG)
@@ -77,14 +80,19 @@ class Request:
 
     environment: dict[str, str]
     folder: str
+    parent: int
+    """The stub's: the launcher's process on this node, by which ranks of one job know each other."""
     arguments: list[str]
     descriptors: list[int]
+    python: str
+    """The program whose start is a fork of the same server."""
 
     def take_over(self) -> None:
-        """Make this process the stub's: environment, folder, standard descriptors, and the connection to the launcher."""
+        """Make this process the stub's: environment, folder, parent, standard descriptors, and the connection to the launcher."""
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
+        os.getppid = lambda: self.parent
         for target, descriptor in enumerate(self.descriptors[:3]):
             os.dup2(descriptor, target)
             os.close(descriptor)
@@ -96,6 +104,7 @@ class Request:
 def serve() -> Request | None:
     """Fork for every stub that connects. Returns the stub's request in a fork; None in the server, when its owner is gone."""
     listener = socket.socket(fileno=int(os.environ.pop(LISTENER_VARIABLE)))
+    python = str(Path(listener.getsockname()).with_name("python"))
     gc.collect()
     gc.freeze()  # a fork's collector would write to every object, and so copy every page
     forks: dict[int, tuple[int, socket.socket]] = {}  # process descriptor → process, its stub
@@ -113,7 +122,7 @@ def serve() -> Request | None:
             os.close(descriptor)
         if listener in ready:
             stub, _ = listener.accept()
-            request = _received(stub)
+            request = _received(stub, python)
             if request is None:
                 stub.close()
                 continue
@@ -137,7 +146,7 @@ def _end(process: int, stub: socket.socket) -> None:
     stub.close()
 
 
-def _received(stub: socket.socket) -> Request | None:
+def _received(stub: socket.socket, python: str) -> Request | None:
     """Read a stub's request; None if the stub ended meanwhile."""
     descriptors = array.array("i")
     head, ancillary, _, _ = stub.recvmsg(8, socket.CMSG_LEN(4 * descriptors.itemsize))
@@ -152,4 +161,4 @@ def _received(stub: socket.socket) -> Request | None:
             os.close(descriptor)
         return None
     facts: dict[str, Any] = json.loads(text)
-    return Request(**facts, descriptors=list(descriptors))
+    return Request(**facts, descriptors=list(descriptors), python=python)

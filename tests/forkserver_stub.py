@@ -18,7 +18,7 @@ def main() -> None:
         descriptors = [0, 1, 2]
         if "PMI_FD" in os.environ:
             descriptors.append(int(os.environ["PMI_FD"]))
-        request = {"environment": dict(os.environ), "folder": os.getcwd(), "arguments": sys.argv[2:]}
+        request = {"environment": dict(os.environ), "folder": os.getcwd(), "parent": os.getppid(), "arguments": sys.argv[2:]}
         text = json.dumps(request).encode()
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
         own.sendmsg([len(text).to_bytes(8, "little")], [rights])

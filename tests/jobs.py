@@ -12,10 +12,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import forkserver
+
 from summa3d.cli.launch import mpi_command
 
+WARM_VARIABLE = "TESTS_PYTHON"
 Variables = Mapping[str, str] | None
 ROOT = Path(__file__).parent.parent
+
+
+def warm_server() -> forkserver.Server:
+    """Start the server of `python`, which has imported torch; its owner closes it."""
+    program = str(Path(forkserver.__file__).with_name("forkserver_python.py"))
+    environ = {**environment(), "OMP_NUM_THREADS": "1"}
+    return forkserver.Server([sys.executable, program, "numpy", "torch"], environ)
+
+
+def python() -> str:
+    """The program to start as Python: one that has imported torch already, where there is one.
+
+    A test of how a process starts, of what it imports, or of signals sent to it takes sys.executable.
+    """
+    return os.environ.get(WARM_VARIABLE, sys.executable)
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start `python ARGUMENTS…` on `ranks` ranks."""
     command, environ, _ = mpi_command(ranks, arguments, environment(extra))
+    command = [python() if word == sys.executable else word for word in command]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True

@@ -29,6 +29,7 @@ from summa3d.cli.runtime import loaded_runtime
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
+POLL = 0.03  # seconds between two readings of what ranks have written; only ranks that failed wait for one
 PATIENCE = 20.0  # seconds that a world may take to end after its last test
 GRACE = 3.0  # seconds that the other ranks may stay in a test after one has failed in it
 START = 90.0  # seconds for mpiexec, imports and collection, before the first rank enters its first test
@@ -67,6 +68,11 @@ class RankLog:
             self.collect_errors.append(event["text"])
         else:
             self.reports.setdefault(event["test"], []).append(event)
+
+
+def may_fork(config: pytest.Config) -> bool:
+    """Whether processes may be forks: on Linux, of MPICH, whose launcher speaks with a rank through one open descriptor."""
+    return forkserver.available() and not config.getoption("--fresh-ranks") and loaded_runtime().vendor == "mpich"
 
 
 class Servers:
@@ -227,8 +233,7 @@ class Lanes:
         self.waiting = [(size, group) for (size, _), group in groups.items()]
         self.running: list[World] = []
         self.ending: list[tuple[World, float]] = []
-        forked = forkserver.available() and not config.getoption("--fresh-ranks") and "mpich" in loaded_runtime().vendor
-        self.servers = Servers(config, items) if forked else None
+        self.servers = Servers(config, items) if may_fork(config) else None
 
     def wait_for(self, item: pytest.Item) -> list[pytest.TestReport]:
         """Return the reports of a test, when it has ended."""
@@ -237,7 +242,7 @@ class Lanes:
             for world in list(self.running):
                 self._follow(world)
             self._sweep()
-            time.sleep(0.01)
+            time.sleep(POLL)
         return self.reports.pop(item.nodeid)
 
     def close(self) -> None:
@@ -405,13 +410,13 @@ def remove_stale_segments(since: float) -> None:
     folder = Path("/dev/shm")
     if not folder.is_dir() or not Path("/proc/self/maps").exists():
         return
-    mapped = ""
+    mapped, began = "", time.time()  # reading takes a while where processes are many: what is made meanwhile is left alone
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             mapped += maps.read_text(errors="replace")
     for segment in folder.iterdir():
         with contextlib.suppress(OSError):
             facts = segment.stat()
-            ours = facts.st_uid == os.getuid() and since - 1 <= facts.st_ctime <= time.time() - OLD_ENOUGH
+            ours = facts.st_uid == os.getuid() and since - 1 <= facts.st_ctime <= began - OLD_ENOUGH
             if ours and SEGMENTS.match(segment.name) and str(segment) not in mapped:
                 segment.unlink()

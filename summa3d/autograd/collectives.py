@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 
 
 class _Gather(torch.autograd.Function):

@@ -8,44 +8,37 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .later import Mail
 from .products import Product
 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, product: Product, mail: Mail | None) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> Tensor:
         flat = a.flatten(0, -2)
         c, kept = product.forward(flat, b)
         if bias is not None:
             c += bias
         ctx.save_for_backward(*kept)
-        ctx.product, ctx.mail, ctx.lead = product, mail, a.shape[:-1]
+        ctx.product, ctx.lead = product, a.shape[:-1]
         return c.unflatten(0, (-1, *a.shape[1:-1]))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         product: Product = ctx.product
-        mail: Mail | None = ctx.mail
         a, b = ctx.saved_tensors
         c = grad.flatten(0, -2).contiguous()
         need_a, need_b, need_bias, *_ = ctx.needs_input_grad
-        need_b = need_b and (mail is None or mail.wanted(ctx.next_functions[1][0]))
         bias = product.rows.start_all_reduce(c.sum(0)) if need_bias and product.rows is not None else None
         shared = product.share(c) if need_a or need_b else c
         grad_a = product.start_grad_a(shared, b) if need_a else None
         if grad_a and not product.flights.input_gradient:
             grad_a.wait()
         grad_b = product.start_grad_b(shared, a) if need_b else None
-        if grad_b and mail is not None and product.later is not None:
-            product.later.send(mail, grad_b)
-            grad_b = None
         return (
             grad_a.wait().unflatten(0, ctx.lead) if grad_a else None,
             grad_b.wait() if grad_b else None,
             bias.wait() if bias else None,
-            None,
             None,
         )
 
@@ -64,14 +57,11 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -
 
     Words forward: those of the plan's algorithm; backward: those of the same algorithm's products for dA and dB. For the
     cuboid, mean per rank: forward [(Y−1)mk + (X−1)kn + (Z−1)mn]/P, backward [(Z−1)mn + (Y−1)mk + (X−1)kn]/P, and with regather
-    [(Y−1)mk + (X−1)kn]/P more. The bias gradient is one all-reduce over `product.rows`.
+    [(Y−1)mk + (X−1)kn]/P more (`gemm.volume_2d` has the other algorithms' words). The bias gradient is one all-reduce over
+    `product.rows`.
     Memory kept for backward: both shards; for the cuboid with regather=False, both gathered operands.
     Source: Bian et al. 2021, Algorithms 2, 4 and 6, a closed set (with 6 read as AᵀB).
     """
-    mail = None
-    if torch.is_grad_enabled():
-        if product.source is not None:
-            product.source.saved = b.detach()
-        if product.later is not None and b.requires_grad:
-            b, mail = product.later.take(b)
-    return _Matmul.apply(a, b, bias, product, mail)
+    if torch.is_grad_enabled() and product.source is not None:
+        product.source.saved = b.detach()
+    return _Matmul.apply(a, b, bias, product)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..comm.grid import Grid
 from ..comm.pending import Pending, completed
 from ..errors import ShapeError
@@ -24,19 +24,19 @@ from ..gemm.algorithms.plan import ProductPlan
 from ..gemm.algorithms.registry import algorithm_of
 from ..gemm.algorithms.workspace import Workspace
 from .ahead import Source
-from .later import Later
 
 
 @dataclass(frozen=True)
 class Flights:
-    """What a product may leave in flight.
+    """What a product may have in flight.
 
-    source : where B comes from, for gathers ahead of it; None, none. later : for sums of dB that are waited for later in
-    backward; None, none. input_gradient : whether dA's sum is in flight while dB is computed.
+    Attributes
+    ----------
+    source : the prefetch source of B; None for no prefetch
+    input_gradient : whether dA's sum is in flight while dB is computed
     """
 
     source: Source | None = None
-    later: Later | None = None
     input_gradient: bool = True
 
 
@@ -61,11 +61,6 @@ class Product(ABC):
     @abstractmethod
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return this rank's block of C, and the two operands to keep for the gradients."""
-
-    @property
-    def later(self) -> Later | None:
-        """What waits for sums of dB later in backward; None where each is complete, or waited for, at once."""
-        return None
 
     @property
     def source(self) -> Source | None:
@@ -113,7 +108,7 @@ class Gathered(Product):
         """Start dA; the reduce-scatter along y is in flight when this returns."""
         if self.regather:
             b = self._gathered_b(b, view=True, forward=False)
-        partial = local(self.cuboid.workspace, self.of_a, shared, b, self.cuboid.room_for("a", shared))
+        partial = local(self.cuboid.workspace, self.of_a, shared, b, self.cuboid.summand_buffer("a", shared))
         del b  # the gathered B, before the reduce-scatter allocates
         return self.cuboid.start_scatter_a(partial)
 
@@ -121,13 +116,9 @@ class Gathered(Product):
         """Start dB; the reduce-scatter along x is in flight when this returns."""
         if self.regather:
             a = self.cuboid.gather_a(a, view=True)
-        partial = local(self.cuboid.workspace, self.of_b, shared, a, self.cuboid.room_for("b", shared))
+        partial = local(self.cuboid.workspace, self.of_b, shared, a, self.cuboid.summand_buffer("b", shared))
         del a
         return self.cuboid.start_scatter_b(partial)
-
-    @property
-    def later(self) -> Later | None:
-        return self.flights.later if self.cuboid.x.size > 1 else None
 
     @property
     def source(self) -> Source | None:

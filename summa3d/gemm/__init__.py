@@ -5,6 +5,7 @@ from .cost import volume
 from .cost.choose import choose
 from .cost.machine import Machine, calibrate
 from .cost.mean import lower_bound
-from .matrix import DistMatrix, matmul
+from .matmul import matmul
+from .matrix import DistMatrix
 
 __all__ = ["Cuboid", "CuboidPlan", "DistMatrix", "Machine", "calibrate", "choose", "lower_bound", "matmul", "volume"]

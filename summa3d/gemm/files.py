@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from ..comm.grid import Grid
 from ..errors import DataError
 from ..layout.layout import Layout
 from ..layout.redistribute import Ownership, put, taken
-
-if TYPE_CHECKING:
-    from .matrix import DistMatrix
+from .distributed import Distributed
 
 
 def read(path: str | Path, grid: Grid, layout: Ownership) -> tuple[np.ndarray, tuple[int, int]]:
@@ -40,7 +38,7 @@ def read(path: str | Path, grid: Grid, layout: Ownership) -> tuple[np.ndarray, t
     return block, shape
 
 
-def write(matrix: DistMatrix, path: str | Path) -> None:
+def write(matrix: Distributed, path: str | Path) -> None:
     """Write the matrix to a .npy file that all ranks can reach; each element is written by one rank that holds it.
 
     The file appears under its name when it is whole; where that fails, nothing is left of it. Raises DataError on all ranks.
@@ -52,9 +50,9 @@ def write(matrix: DistMatrix, path: str | Path) -> None:
     block = to_host(matrix.block)
     first = grid.rank == 0
     try:
-        _together(grid, part, lambda: _create(part, block.dtype, matrix.shape) if first else None)
-        _together(grid, part, lambda: _fill(part, matrix, block) if _owns(grid, layout) and block.size else None)
-        _together(grid, path, lambda: part.replace(path) if first else None)
+        _on_all_ranks(grid, part, lambda: _create(part, block.dtype, matrix.shape) if first else None)
+        _on_all_ranks(grid, part, lambda: _fill(part, matrix, block) if _owns(grid, layout) and block.size else None)
+        _on_all_ranks(grid, path, lambda: part.replace(path) if first else None)
     except DataError:
         if first:
             with contextlib.suppress(OSError):
@@ -62,7 +60,7 @@ def write(matrix: DistMatrix, path: str | Path) -> None:
         raise
 
 
-def _together(grid: Grid, path: Path, step: Callable[[], object]) -> None:
+def _on_all_ranks(grid: Grid, path: Path, step: Callable[[], object]) -> None:
     """Run a step on every rank; raise its error on all if it fails on any. No rank goes on before all have ended."""
     error = None
     try:
@@ -90,7 +88,7 @@ def _create(path: Path, dtype: np.dtype, shape: tuple[int, int]) -> None:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)  # a full disk is an error now, not a signal at a touch
 
 
-def _fill(path: Path, matrix: DistMatrix, block: np.ndarray) -> None:
+def _fill(path: Path, matrix: Distributed, block: np.ndarray) -> None:
     whole = _mapped(path, "r+")
     put(whole, matrix.layout.runs(matrix.shape, matrix.grid.shape, matrix.grid.coordinates), block)
     whole.flush()  # type: ignore[attr-defined]

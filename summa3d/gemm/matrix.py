@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array, cast, dtype_name, empty, is_half, is_torch, kind_of, library_of, numpy_dtype
+from ..comm.arrays import Array, cast, dtype_name, is_half, is_torch, library_of, numpy_dtype
 from ..comm.convert import converted
 from ..comm.grid import Grid
 from ..errors import ConfigError, LayoutError, ShapeError
@@ -18,12 +17,12 @@ from ..layout.cyclic import BlockCyclic, Ownership, ownership
 from ..layout.distribute import collect
 from ..layout.layout import Layout
 from ..layout.redistribute import redistribute, taken
-from .algorithms.checks import agree_on_out, is_whole
-from .recognise import product_of
+from . import describe, files, norms
+from .distributed import Distributed, check_kind, check_sizes
+from .matmul import matmul
 
 
-@dataclass(eq=False, repr=False)
-class DistMatrix:
+class DistMatrix(Distributed):
     """A matrix split over a grid: `block` is this rank's part of the global matrix of `shape`, as `layout` says.
 
     `layout` is a Layout, or a BlockCyclic as ScaLAPACK has it; methods take their text too (``m:x k:y``).
@@ -33,21 +32,7 @@ class DistMatrix:
     too; norms and `to_global` belong to the grid's ranks.
     """
 
-    block: Array
-    layout: Ownership
-    grid: Grid
-    shape: tuple[int, int]
-    turned: bool = False
-    """Whether it is the .T of a matrix whose blocks are in C order, as far as that is known: alike on all ranks."""
-
     __array_ufunc__ = None  # so that numpy's scalars leave 2 * matrix to the matrix
-
-    def __post_init__(self) -> None:
-        _check_sizes(self.shape)
-        expected = self.layout.local_shape(self.shape, self.grid.shape, self.grid.coordinates)
-        if tuple(self.block.shape) != expected:
-            here = tuple(self.block.shape)
-            raise ShapeError(f"{self.layout} of a {self.shape} matrix on {self.grid} gives blocks {expected} here, not {here}.")
 
     # -- from and to ------------------------------------------------------------------------------------------------------
 
@@ -79,7 +64,7 @@ class DistMatrix:
                 f"from_function no longer takes shared={shared}: a grid uses the memory of a node by itself. "
                 "Leave shared out; Grid(comm, axes, node_memory=True) always uses the node's memory, node_memory=False never."
             )
-        _check_sizes(shape)
+        check_sizes(shape)
         layout = ownership(layout)
         dtype = numpy_dtype(dtype)
         rows, columns = (_indices(runs) for runs in layout.runs(shape, grid.shape, grid.coordinates))
@@ -93,10 +78,8 @@ class DistMatrix:
     @classmethod
     def from_file(cls, path: str | Path, grid: Grid, layout: Ownership | str) -> DistMatrix:
         """A matrix from a .npy file, each rank reading its own part. Raises DataError on all ranks."""
-        from .files import read
-
         layout = ownership(layout)
-        block, shape = read(path, grid, layout)
+        block, shape = files.read(path, grid, layout)
         return cls(block, layout, grid, shape)
 
     @classmethod
@@ -125,9 +108,7 @@ class DistMatrix:
 
     def to_file(self, path: str | Path) -> None:
         """Write a .npy file that all ranks can reach. Raises DataError on all ranks."""
-        from .files import write
-
-        write(self, path)
+        files.write(self, path)
 
     def redistribute(self, layout: Ownership | str, grid: Grid | None = None, order: str = "C") -> DistMatrix:
         """The same matrix owned otherwise: a new one. One all-to-all; what a rank holds already does not move.
@@ -148,12 +129,7 @@ class DistMatrix:
         Moves nothing between ranks. Shares this matrix's memory where it stays on one side: numpy ↔ torch on the host, CuPy ↔
         torch on a device (DLPack); else copies the block. Raises ConfigError for what does not exist or cannot be imported.
         """
-        return self._with(converted(self.block, library, device), self.turned)
-
-    @property
-    def T(self) -> DistMatrix:
-        """The transpose: the same memory seen the other way round. Moves and copies nothing."""
-        return DistMatrix(self.block.T, self.layout.transposed(), self.grid, (self.shape[1], self.shape[0]), not self.turned)
+        return self._with(converted(self.block, library, device), self.is_transposed)
 
     def __matmul__(self, other: DistMatrix) -> DistMatrix:
         return matmul(self, other) if isinstance(other, DistMatrix) else NotImplemented
@@ -161,18 +137,19 @@ class DistMatrix:
     def __add__(self, other: DistMatrix) -> DistMatrix:
         if not isinstance(other, DistMatrix):
             return NotImplemented
-        return self._with(self.block + self._alike(other, "add").block, self.turned and other.turned)
+        return self._with(self.block + self._alike(other, "add").block, self.is_transposed and other.is_transposed)
 
     def __sub__(self, other: DistMatrix) -> DistMatrix:
         if not isinstance(other, DistMatrix):
             return NotImplemented
-        return self._with(self.block - self._alike(other, "subtract").block, self.turned and other.turned)
+        return self._with(self.block - self._alike(other, "subtract").block, self.is_transposed and other.is_transposed)
 
     def __mul__(self, factor: complex) -> DistMatrix:
         if not isinstance(factor, Number):
             return NotImplemented
         scaled = self.block * self._factor(factor)
-        return self._with(cast(scaled, self.block) if is_half(self.block) else scaled, self.turned)  # ml_dtypes' grow to float32
+        block = cast(scaled, self.block) if is_half(self.block) else scaled  # ml_dtypes' grow to float32
+        return self._with(block, self.is_transposed)
 
     __rmul__ = __mul__
 
@@ -180,28 +157,22 @@ class DistMatrix:
         return self * (1 / divisor) if isinstance(divisor, Number) else NotImplemented
 
     def __neg__(self) -> DistMatrix:
-        return self._with(-self.block, self.turned)
+        return self._with(-self.block, self.is_transposed)
 
     def norm(self, order: str | float = "fro") -> float:
         """‖A‖: "fro" (Frobenius), "max" (largest magnitude), 1 (column sums), inf (row sums); the same on every rank."""
-        from .norms import norm
-
-        return norm(self, order)
+        return norms.norm(self, order)
 
     def __repr__(self) -> str:
-        from .picture import picture
-
-        return "\n".join([self.summary, *picture(self)])
+        return "\n".join([self.summary, *describe.table(self)])
 
     @property
     def summary(self) -> str:
         """One line: size, dtype, layout, grid, and this rank's part."""
-        from .picture import summary
+        return describe.summary(self)
 
-        return summary(self)
-
-    def _with(self, block: Array, turned: bool) -> DistMatrix:
-        return DistMatrix(block, self.layout, self.grid, self.shape, turned)
+    def _with(self, block: Array, is_transposed: bool) -> DistMatrix:
+        return self.with_block(block, self.layout, is_transposed=is_transposed)
 
     def _alike(self, other: DistMatrix, verb: str) -> DistMatrix:
         """`other`, if its elements lie where this matrix has its own."""
@@ -224,21 +195,6 @@ class DistMatrix:
         return value
 
 
-def check_kind(a: DistMatrix, b: DistMatrix, what: str) -> None:
-    """Raise LayoutError or ShapeError unless both matrices live on one grid and are of one dtype, of one library."""
-    if a.grid is not b.grid:
-        raise LayoutError(f"{what}: A lives on {a.grid} and B on another grid, {b.grid}. Both must live on one grid.")
-    if a.block.dtype != b.block.dtype:
-        raise ShapeError(f"{what}: A has dtype {a.block.dtype} and B {b.block.dtype}; both must have one dtype, of one library.")
-    if kind_of(a.block) != kind_of(b.block):
-        raise ShapeError(f"{what}: A is made of arrays of {kind_of(a.block)} and B of {kind_of(b.block)}; both must be of one.")
-
-
-def _check_sizes(shape: tuple[int, int]) -> None:
-    if len(shape) != 2 or any(not is_whole(size) or size < 0 for size in shape):
-        raise ShapeError(f"A matrix cannot have the shape {tuple(shape)}; it takes two whole numbers of at least 0.")
-
-
 def _ordered_copy(part: Array) -> Array:
     """A C-ordered copy of a part of another array."""
     if is_torch(part):
@@ -250,54 +206,3 @@ def _ordered_copy(part: Array) -> Array:
 
 def _indices(runs: tuple[slice, ...]) -> np.ndarray:
     return np.concatenate([np.arange(run.start, run.stop) for run in runs] or [np.arange(0)])
-
-
-def matmul(
-    a: DistMatrix,
-    b: DistMatrix,
-    form: str = "nn",
-    algorithm: str | None = None,
-    alpha: complex = 1,
-    beta: complex = 0,
-    out: DistMatrix | None = None,
-    **options: Any,
-) -> DistMatrix:
-    """C = α·op(A)·op(B) + β·C, the algorithm and its axes' roles read off the operands' layouts.
-
-    Parameters
-    ----------
-    a, b : the operands, on one grid, of one dtype, in the layouts that the algorithm's plan lists for `form` (any axes in the
-        roles), or the .T of what it lists for the form with the other op
-    form : nn, nt, tn or tt: op is none (n) or the transpose (t); with c, where the algorithm has it, the conjugate transpose
-    algorithm : a name from `algorithms.ALGORITHMS`; None takes the first whose layouts these are, the cuboid before all
-    out : C, overwritten in place; needed for β ≠ 0. Its blocks can be written and lie apart from those of a and b, on which the
-        ranks agree first, by one message round of a byte
-    options : of the algorithm, such as panel=256 for summa
-
-    Returns C in the plan's layout. The cuboid's is m:(x,z) n:y, so that products chain: C has the layout of an A whose y and z
-    change places; it moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean).
-    On a rank outside the grid C has no elements, and nothing is done.
-    Raises ShapeError (sizes, dtypes), LayoutError (grids, layouts), GridError (a grid that the algorithm cannot use) or
-    ConfigError (an unknown algorithm) on every rank alike, before any communication.
-    """
-    operands: dict[str, Any] = {"a": a, "b": b, "out": a if out is None else out}
-    for name, operand in operands.items():
-        if not isinstance(operand, DistMatrix):
-            kind = type(operand).__name__
-            raise ShapeError(f"{name} is a {kind}; matmul takes DistMatrix. DistMatrix.from_global makes one of an array.")
-    check_kind(a, b, f"No product of form {form}")
-    if out is not None and (out.block is a.block or out.block is b.block):  # on every rank alike, also where blocks are empty
-        raise ShapeError(
-            f"out is {'a' if out.block is a.block else 'b'} itself, read while C is written. Pass an out of its own."
-        )
-    a, b, found, plan = product_of(a, b, form, algorithm, options)
-    if out is not None and (out.grid is not a.grid or out.layout != plan.c_layout or tuple(out.shape) != plan.c_shape):
-        product = f"the product is {plan.c_shape[0]}×{plan.c_shape[1]} in {plan.c_layout} on {a.grid}"
-        raise LayoutError(f"out is {out.summary}; {product}.")
-    if a.grid.inside:
-        if out is not None:
-            agree_on_out(a.grid.comm, out.block, a.block, b.block)
-        block = found.executor(plan, a.grid).run(a.block, b.block, None if out is None else out.block, alpha, beta)
-    else:
-        block = empty((0, 0), a.block)
-    return DistMatrix(block, plan.c_layout, a.grid, plan.c_shape) if out is None else out

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf, sqrt
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..comm.arrays import Array, is_torch, to_host
 from ..errors import ShapeError
-
-if TYPE_CHECKING:
-    from .matrix import DistMatrix
+from .distributed import Distributed
 
 NORMS = ("fro", "max", 1, inf)
 
 
-def norm(matrix: DistMatrix, order: str | float = "fro") -> float:
+def norm(matrix: Distributed, order: str | float = "fro") -> float:
     """‖A‖: Frobenius, the largest magnitude, the largest column sum (1) or row sum (inf); accumulated in float64.
 
     Moves a few words, or for 1 and inf the sums of this rank's columns or rows, over the axes that split the matrix.
@@ -42,16 +39,16 @@ def magnitudes(block: Array) -> np.ndarray:
     return np.abs(block.astype(np.complex128 if np.iscomplexobj(block) else np.float64))
 
 
-def _splitting(matrix: DistMatrix, dims: Iterable[int]) -> tuple[str, ...]:
+def _splitting(matrix: Distributed, dims: Iterable[int]) -> tuple[str, ...]:
     """The axes over which the values of these dims differ: those that split them, and those along which one rank hosts them."""
     return (*(axis for dim in dims for axis in matrix.layout.dims[dim]), *matrix.layout.hosted)
 
 
-def _sum(matrix: DistMatrix, values: np.ndarray, axes: tuple[str, ...]) -> np.ndarray:
+def _sum(matrix: Distributed, values: np.ndarray, axes: tuple[str, ...]) -> np.ndarray:
     return np.asarray(matrix.grid[axes].all_reduce(values)) if axes else values
 
 
-def _largest(matrix: DistMatrix, values: np.ndarray) -> float:
+def _largest(matrix: Distributed, values: np.ndarray) -> float:
     """The largest of all ranks' values; nan where there is one, which a reduction by max might drop."""
     mine = np.array([np.max(values) if values.size else 0.0])
     axes = _splitting(matrix, (0, 1))

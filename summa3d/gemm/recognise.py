@@ -5,35 +5,52 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError, GridError, LayoutError, ShapeError
 from ..layout.redistribute import Ownership
-from .algorithms.registry import ALGORITHMS, Algorithm
+from .algorithms.plan import ProductPlan
+from .algorithms.registry import ALGORITHMS
 from .algorithms.registry import algorithm as named
-
-if TYPE_CHECKING:
-    from .matrix import DistMatrix
-
-Product = tuple["DistMatrix", "DistMatrix", Algorithm, Any]
+from .local.strides import OTHER_OP
 
 
-def product_of(a: DistMatrix, b: DistMatrix, form: str, algorithm: str | None, options: Mapping[str, Any]) -> Product:
-    """The operands as they lie in memory, the algorithm, and the plan whose layouts they have.
+class Operand(NamedTuple):
+    """What recognition needs of a matrix; `is_transposed`, as in `Distributed`."""
+
+    layout: Ownership
+    shape: tuple[int, int]
+    is_transposed: bool
+
+
+class Reading(NamedTuple):
+    """An operand in a layout under op `letter`: as it is, or its transpose."""
+
+    layout: Ownership
+    letter: str
+    transposed: bool
+
+
+def product_of(
+    a: Operand, b: Operand, grid_shape: Mapping[str, int], form: str, algorithm: str | None, options: Mapping[str, Any]
+) -> tuple[ProductPlan, bool, bool]:
+    """The plan whose layouts the operands have, and whether it reads A, and B, as the transpose of their .T.
 
     Each operand may be read as the transpose of its .T, under the other op; the reading that is no .T is tried first, so that a
     transpose costs no copy. Of several algorithms with the same layouts the first of the table is taken.
     Raises LayoutError where there is none, GridError where there is but it cannot use the grid, ConfigError for options that
     the algorithm does not have.
     """
-    extents, names = sizes(a, b, form), _names(algorithm, options)
-    grid_shape, settings = tuple(a.grid.shape.items()), tuple(sorted(options.items()))
+    extents, names = sizes(a.shape, b.shape, form), _names(algorithm, options)
+    grid_items, settings = tuple(grid_shape.items()), tuple(sorted(options.items()))
     for name in names:
-        for (left, first), (right, second) in itertools.product(_readings(a, form[0]), _readings(b, form[1])):
-            plan = plan_of(name, first + second, extents, left.layout, right.layout, grid_shape, settings, algorithm is None)
+        for left, right in itertools.product(_readings(a, form[0]), _readings(b, form[1])):
+            plan = plan_of(
+                name, left.letter + right.letter, extents, left.layout, right.layout, grid_items, settings, algorithm is None
+            )
             if plan is not None:
-                return left, right, ALGORITHMS[name], plan
-    raise LayoutError(_no_plan(a, b, form, extents, names, options))
+                return plan, left.transposed, right.transposed
+    raise LayoutError(_no_plan(a.layout, b.layout, tuple(grid_shape), form, extents, names, options))
 
 
 def _names(algorithm: str | None, options: Mapping[str, Any]) -> list[str]:
@@ -46,12 +63,12 @@ def _names(algorithm: str | None, options: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def sizes(a: DistMatrix, b: DistMatrix, form: str) -> tuple[int, int, int]:
+def sizes(a: tuple[int, int], b: tuple[int, int], form: str) -> tuple[int, int, int]:
     """m, n, k of the product. Raises ShapeError where the operands' inner sizes differ or the form is none."""
     if len(form) != 2 or any(letter not in "ntc" for letter in form):
         raise ShapeError(f"form {form!r} is not one of nn, nt, tn, tt, or one with c (conjugate transpose) in place of t.")
-    m, k = a.shape if form[0] == "n" else a.shape[::-1]
-    k_of_b, n = b.shape if form[1] == "n" else b.shape[::-1]
+    m, k = a if form[0] == "n" else a[::-1]
+    k_of_b, n = b if form[1] == "n" else b[::-1]
     if k != k_of_b:
         operands = f"op(A) is {m}×{k} and op(B) is {k_of_b}×{n} (form {form})"
         raise ShapeError(f"{operands}: the inner sizes {k} and {k_of_b} must be equal.")
@@ -90,27 +107,32 @@ def plan_of(
     return None
 
 
-def _readings(matrix: DistMatrix, letter: str) -> list[tuple[DistMatrix, str]]:
+def _readings(operand: Operand, letter: str) -> list[Reading]:
     """The matrix under op `letter`, and its transpose under the other op; what lies C-ordered in memory first.
 
     Blocks are not asked: an empty one has every order, and ranks must read alike.
     """
-    other = {"n": "t", "t": "n"}.get(letter)
-    if other is None:
-        return [(matrix, letter)]
-    readings = [(matrix, letter), (matrix.T, other)]
-    return readings[::-1] if matrix.turned else readings
+    readings = [Reading(operand.layout, letter, False)]
+    if letter in OTHER_OP:
+        readings.append(Reading(operand.layout.transposed(), OTHER_OP[letter], True))
+    return readings[::-1] if operand.is_transposed else readings
 
 
 def _no_plan(
-    a: DistMatrix, b: DistMatrix, form: str, extents: tuple[int, int, int], names: list[str], options: Mapping[str, Any]
+    a: Ownership,
+    b: Ownership,
+    grid_names: tuple[str, ...],
+    form: str,
+    extents: tuple[int, int, int],
+    names: list[str],
+    options: Mapping[str, Any],
 ) -> str:
     """Which layouts there would be a plan for. Raises the plan's own ShapeError where an option has a value that none takes."""
     wanted, others = ALGORITHMS[names[0]], ", ".join(names[1:])
-    roles = [*a.grid.names, *(axis for axis in wanted.axes if axis not in a.grid.names)]
+    roles = [*grid_names, *(axis for axis in wanted.axes if axis not in grid_names)]
     expected = wanted.plan(form, *extents, **dict(zip(wanted.axes, roles, strict=False)), **options)
     return (
-        f"A in {a.layout} and B in {b.layout} are not the operands of a {wanted.name} product of form {form}"
+        f"A in {a} and B in {b} are not the operands of a {wanted.name} product of form {form}"
         f"{f' (nor of {others})' if others else ''}.\n"
         f"  On this grid one would be A in {expected.a_layout}, B in {expected.b_layout}; "
         "any axes may take these places, alike in both. A.redistribute(layout) brings it there."

@@ -81,7 +81,7 @@ class Body(nn.Module):
             return run(self.blocks, x)
         for first in range(0, len(self.blocks), self.recomputed_layers):
             blocks = self.blocks[first : first + self.recomputed_layers]
-            x = recompute(partial(run, blocks), [x], list(blocks), self.scheme.later)
+            x = recompute(partial(run, blocks), [x], list(blocks))
         return x
 
     def drop(self, x: Tensor, batch: Batch) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..autograd.matmul import matmul
 from ..autograd.products import Product
-from ..comm.grid import describe
+from ..comm.topology import describe
 from ..errors import LayoutError
 from .layer_cache import LayerCache
 from .linear import Linear

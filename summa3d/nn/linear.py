@@ -24,7 +24,8 @@ class Linear(nn.Module):
     ----------
     k, n : the global numbers of input and output features
     scheme : how tensors are split over the grid
-    layout : the layout of X; default the residual stream's. The layout of Y is `output_layout`; pass it to the next layer.
+    layout : the layout of X, or its text; default the residual stream's. The layout of Y is `output_layout`; pass it to the next
+        layer.
     bias : whether to add b
     std : the deviation of W's first values
     dtype : of the parameters
@@ -42,7 +43,7 @@ class Linear(nn.Module):
         k: int,
         n: int,
         scheme: Scheme,
-        layout: Layout | None = None,
+        layout: Layout | str | None = None,
         bias: bool = True,
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
@@ -50,10 +51,10 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.k, self.n, self.scheme, self.transposed = k, n, scheme, transposed
-        self.input_layout = layout or scheme.stream
+        self.input_layout = scheme.stream if layout is None else Layout.of(layout)
         self.output_layout = scheme.after_linear(self.input_layout)
-        layout = scheme.weight(self.input_layout, transposed)
-        self.weight = new_parameter(scheme, layout, (k, n), ("normal", std), dtype, decay=True)
+        stored = scheme.weight(self.input_layout, transposed)
+        self.weight = new_parameter(scheme, stored, (k, n), ("normal", std), dtype, decay=True)
         self.bias = (
             new_parameter(scheme, scheme.vector(self.output_layout), (n,), ("constant", 0.0), dtype, decay=False)
             if bias

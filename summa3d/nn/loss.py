@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch
 
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..layout.layout import Layout
 from .schemes import Scheme
 

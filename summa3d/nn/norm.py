@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch, reference
 
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..layout.layout import Layout
 from .config import ModelConfig
 from .parameter import ShardedParameter, new_parameter
@@ -21,11 +21,11 @@ class _Norm(nn.Module):
     """The base of both norms: γ, the plane of axes that splits the normalised dim, and the plane that splits the rows."""
 
     def __init__(
-        self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
+        self, n: int, scheme: Scheme, layout: Layout | str | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
         self.n, self.eps = n, eps
-        self.layout = layout or scheme.stream
+        self.layout = scheme.stream if layout is None else Layout.of(layout)
         self.scheme, self.columns, self.rows = scheme, scheme.columns(self.layout), scheme.vector_rows(self.layout)
         self.weight = self._vector(1.0, dtype)
 
@@ -75,14 +75,14 @@ class LayerNorm(_Norm):
     Parameters
     ----------
     n : the global size of the last dim
-    layout : the layout of x; default the residual stream's
+    layout : the layout of x, or its text; default the residual stream's
 
     Words: one all-reduce of 2 words a row over the axes that split the last dim, forward and backward; in backward one
     all-reduce of γ's and β's gradients over the axes that split the rows (vectors "copied"). Memory kept: x and 2 words a row.
     """
 
     def __init__(
-        self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
+        self, n: int, scheme: Scheme, layout: Layout | str | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__(n, scheme, layout, eps, dtype)
         self.bias = self._vector(0.0, dtype)
@@ -118,7 +118,7 @@ class RMSNorm(_Norm):
     Parameters
     ----------
     n : the global size of the last dim
-    layout : the layout of x; default the residual stream's
+    layout : the layout of x, or its text; default the residual stream's
 
     Words: one all-reduce of 1 word a row over the axes that split the last dim, forward and backward; in backward one
     all-reduce of γ's gradient over the axes that split the rows (vectors "copied"). Memory kept: x and 1 word a row.

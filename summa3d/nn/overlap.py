@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..errors import ConfigError
 
@@ -11,30 +12,29 @@ from ..errors import ConfigError
 class Overlap:
     """What may be in flight while a layer computes. It changes memory, but no result, no words and no messages.
 
+    Attributes
+    ----------
     gather : how many weights are prefetched: all-gathered ahead of the layers that use them, in forward, backward and
         recomputation. Each needs memory for one more gathered weight; in a node's shared memory a prefetched weight is copied
         instead of read in place. 0: no prefetch. Models prefetch in their forward; a module of your own does after
         ``scheme.ahead.follow(module)``.
-    weight_gradient : how many sums of weights' gradients may be in flight behind the layers that follow in backward; each takes
-        a summand and, through MPI, the parts to be added. 0: a layer waits for its own.
-    input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed.
+    input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed
 
-    The first two are about what moves along x: the weights of `cuboid` and `cuboid-sequence` with X > 1. Backward gathers none
-    where `regather` is off. The third is about `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`. In `summa`, `summa-transposed`,
-    `tesseract` and `agarwal`, whose products sum as they go, and on one rank none of them changes anything. The defaults are for
-    ranks that outnumber the cores, where whoever waits leaves its core to another (`bench/overlap.py`).
+    `gather` applies to the weights that move along x: those of `cuboid` and `cuboid-sequence` with X > 1; backward gathers none
+    without `regather`. `input_gradient` applies to `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`. Neither applies to one
+    rank, nor to `summa`, `summa-transposed`, `tesseract` and `agarwal`, whose products sum as they go. The defaults suit ranks
+    that outnumber the cores, where a waiting rank yields its core to another (`bench/overlap.py`).
     """
 
+    REMOVED: ClassVar = {"weight_gradient": "every layer waits for the sum of its weight's gradient. Leave the key out."}
+    """Former keys, with the message for a configuration that still has one."""
+
     gather: int = 0
-    weight_gradient: int = 0
     input_gradient: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("gather", "weight_gradient"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"overlap.{name} is {getattr(self, name)}; it counts what is in flight: 0 for nothing, 1 for one layer, …"
-                )
+        if self.gather < 0:
+            raise ConfigError(f"overlap.gather is {self.gather}; it counts prefetched weights: 0 for none, 1 for one layer, …")
 
 
 DEFAULT = Overlap()

@@ -86,7 +86,7 @@ def normal_(out: Tensor, stream: int, shape: Sequence[int], slices: Sequence[sli
     The inverse of the normal distribution is applied to the uniform numbers of the stream. Numbers are drawn and rounded on the
     host, `CHUNK` elements at a time, so that a block on a device is bitwise the same.
     """
-    if out.numel() == 0:
+    if out.numel() == 0 or out.is_meta:
         return out
     step = max(1, CHUNK // prod(out.shape[1:]))
     for row in range(0, len(out), step):
@@ -96,8 +96,13 @@ def normal_(out: Tensor, stream: int, shape: Sequence[int], slices: Sequence[sli
     return out
 
 
-def keep_mask(stream: int, shape: Sequence[int], slices: Sequence[slice], probability: float) -> Tensor:
-    """A bool mask of the block `slices` of a global tensor of `shape`: True with probability 1 − `probability`."""
+def keep_mask(stream: int, shape: Sequence[int], slices: Sequence[slice], probability: float, meta: bool = False) -> Tensor:
+    """A bool mask of the block `slices` of a global tensor of `shape`: True with probability 1 − `probability`.
+
+    meta : return a meta tensor of the mask's shape instead, and draw nothing
+    """
+    if meta:
+        return torch.empty([part.stop - part.start for part in slices], dtype=torch.bool, device="meta")
     drawn = bits(stream, shape, slices)
     mask = torch.empty(drawn.shape, dtype=torch.bool)  # backward keeps the mask, so torch allocates and counts its memory
     np.greater_equal(drawn, np.uint32(round(probability * 2**32)), out=mask.numpy())

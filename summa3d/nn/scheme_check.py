@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ..comm.grid import describe
+from ..comm.topology import describe
 from ..errors import GridError, LayoutError
 from ..gemm.algorithms.plan import misfit
 from ..layout.layout import Layout

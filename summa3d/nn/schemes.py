@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ..autograd.ahead import Ahead, Source
 from ..autograd.collectives import all_gather, broadcast_from, scatter_from
-from ..autograd.later import Later
 from ..autograd.products import Flights, Product, product
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..comm.grid import Grid
 from ..errors import GridError, LayoutError
 from ..gemm.algorithms.plan import ProductPlan
@@ -105,9 +104,10 @@ class Scheme:
         """The layout of a linear layer's output for an input in `layout`."""
         c_layout = self.plan(layout, "nn", 1, 1, 1).c_layout
         rows, columns = c_layout.dims
+        names = layout.names and (*layout.names[:-1], "n")
         if is_sequence_fine(layout):
-            return Layout(rows[:1], rows[1:], columns)
-        return Layout(rows, *((),) * (len(layout.dims) - 2), columns, hosted=c_layout.hosted)
+            return Layout(rows[:1], rows[1:], columns, names=names)
+        return Layout(rows, *((),) * (len(layout.dims) - 2), columns, hosted=c_layout.hosted, names=names)
 
     def weight(self, layout: Layout, transposed: bool = False) -> Layout:
         """The layout of the weight [k, n] of a linear layer whose input has `layout`.
@@ -165,7 +165,7 @@ class Scheme:
         source : the layer's prefetch source, from the method `source`; None for no prefetch
         """
         rows = self.vector_rows(self.after_linear(layout))
-        flights = Flights(source, self.later, self.overlap.input_gradient)
+        flights = Flights(source, self.overlap.input_gradient)
         return product(self.plan(layout, form, m, n, k), self.grid, self.regather, rows, self._workspace, flights)
 
     def source(
@@ -181,11 +181,6 @@ class Scheme:
     def ahead(self) -> Ahead | None:
         """The prefetch of gathered weights; None where the overlap prefetches nothing."""
         return Ahead(self.overlap.gather) if self.overlap.gather else None
-
-    @cached_property
-    def later(self) -> Later | None:
-        """What waits for sums of weights' gradients later in backward; None where the overlap asks for none."""
-        return Later(self.overlap.weight_gradient) if self.overlap.weight_gradient else None
 
     @cached_property
     def _workspace(self) -> Workspace:

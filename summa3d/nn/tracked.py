@@ -1,5 +1,5 @@
-# What a step really holds: the bytes that torch keeps for backward, and the peak of torch's own account of its allocations.
-# Imports torch only. Next: memory.py, whose closed forms must equal these.
+"""The measured memory of a step: the bytes that torch saves for backward, and the peak of torch's own allocations."""
+
 from __future__ import annotations
 
 import gc
@@ -14,20 +14,23 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass
 class Saved:
-    """The storages that a forward pass saved for backward: each counted once, however many views of it were saved."""
+    """The storages that a forward pass saved for backward, each counted once however many views of it were saved."""
 
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
+        """The sum of the storages' bytes."""
         return sum(storage.nbytes() for storage in self.storages.values())
 
 
 @contextmanager
 def saved_bytes(given: Iterable[Tensor] = ()) -> Iterator[Saved]:
-    """Yield an account of what the block's forward passes save for backward, without the storages `given`.
+    """Count what the forward passes within the with-block save for backward, without the storages of `given`.
 
-    `given` are the parameters and the inputs, which live anyway. The account holds what it counts until it is dropped.
+    given : parameters and inputs, which are alive in any case
+
+    Yields the `Saved` storages, which stay alive as long as it does.
     """
     saved = Saved()
     outside = {_local(tensor).untyped_storage().data_ptr() for tensor in given}

@@ -1,6 +1,5 @@
-# What a run says while it runs, on rank 0 and on stderr: one live line on a terminal, plain lines now and then elsewhere.
-# Imports metrics for its types; rich.
-# Next: loop.py, which reports to it.
+"""The progress report of a run, on stderr of rank 0: a live line on a terminal, plain lines elsewhere."""
+
 from __future__ import annotations
 
 import sys
@@ -8,14 +7,14 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .metrics import Step
+    from .metrics import CoreTime, Step
 
 PLAIN_EVERY = 10.0
 """Seconds between two plain lines."""
 
 
 class Progress:
-    """Reports steps and messages; `speak` is False on every rank but 0, where it does nothing."""
+    """Reports steps and messages. `speak` is True on rank 0 only; on other ranks, all methods do nothing."""
 
     def __init__(self, steps: int, speak: bool) -> None:
         self.steps, self.speak = steps, speak
@@ -23,13 +22,13 @@ class Progress:
         self._last_plain = float("-inf")
         self._validation_loss: float | None = None
 
-    def step(self, step: Step, communication_share: float | None) -> None:
-        """Show a step; the share of time in communication is the latest known."""
+    def step(self, step: Step, core_time: CoreTime | None) -> None:
+        """Show a step. `core_time` is the latest that is known, that of the step before."""
         if not self.speak:
             return
         if step.validation_loss is not None:
             self._validation_loss = step.validation_loss
-        text = self._describe(step, communication_share)
+        text = self._describe(step, core_time)
         if self._live is not None:
             self._live.update(text, refresh=True)
         elif time.monotonic() - self._last_plain >= PLAIN_EVERY or step.validation_loss is not None or step.step == self.steps:
@@ -37,7 +36,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print `text` on a line of its own."""
         if not self.speak:
             return
         if self._live is not None:
@@ -46,6 +45,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """Stop the live line; its last text stays on the terminal."""
         if self._live is not None:
             self._live.stop()
 
@@ -57,18 +57,18 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _describe(self, step: Step, communication_share: float | None) -> str:
+    def _describe(self, step: Step, core_time: CoreTime | None) -> str:
         parts = [f"step {step.step}/{self.steps}", f"loss {step.loss:.4f}"]
         if self._validation_loss is not None:
             parts.append(f"validation {self._validation_loss:.4f}")
         parts += [f"{step.tokens / step.seconds:,.0f} tokens/s", f"{step.words:,} words moved"]
-        if communication_share is not None:
-            parts.append(f"communication {communication_share:.0%}")
+        if core_time is not None:
+            parts.append(str(core_time))
         return " · ".join(parts)
 
 
 def _live_line():  # type: ignore[no-untyped-def]
-    """A line that is redrawn at every step, by this thread: no second thread takes CPU time from the ranks."""
+    """A live line that this thread redraws at every step: a second thread would take CPU time from the ranks."""
     from rich.console import Console
     from rich.live import Live
 

@@ -27,8 +27,8 @@ GPT = ModelConfig(layers=2, hidden=24, heads=12, ffn=29, sequence=12, vocabulary
 FAMILIES = {"gpt2": GPT, "llama": replace(LLAMA, layers=2, attention_dropout=0.0)}
 CUBOIDS = {4: {"x": 2, "y": 1, "z": 2}, 8: {"x": 2, "y": 2, "z": 2}}
 OTHERS: list[tuple[str, dict[str, int]]] = [("cuboid-sequence", {"x": 2, "y": 2}), ("oned-sp", {"y": 4}), ("oned", {"y": 4})]
-EVERY = [Overlap(*switches) for switches in product((0, 1), (0, 1), (True, False))]
-ALL = Overlap(1, 1)
+EVERY = [Overlap(*switches) for switches in product((0, 1, 3), (True, False))]
+ALL = Overlap(1)
 RECOMPUTE = [("none", 1), ("selective", 1), ("full", 1), ("full", 2)]
 MICRO_BATCHES, STEPS = 2, 2
 CASES = [("gpt2", True, True), ("gpt2", True, False), ("llama", True, False), ("gpt2", False, False), ("llama", False, True)]
@@ -95,6 +95,7 @@ def check(
             check_same(steps(model, recompute, dtype), want[recompute], (name, grid, family, overlap, recompute))
 
 
+@pytest.mark.pairs
 @pytest.mark.mpi(sizes=tuple(CUBOIDS), timeout=100)
 @pytest.mark.parametrize(("family", "regather", "node_memory"), CASES)
 def test_all_switches_on_change_no_bit_and_no_word(make_grid, world_size, family, regather, node_memory):
@@ -107,14 +108,14 @@ def test_all_switches_on_change_no_bit_and_no_word(make_grid, world_size, family
 def test_nor_in_the_other_schemes_that_start_what_they_wait_for(make_grid, node_memory):
     for name, axes in OTHERS:
         grid = make_grid(check=False, node_memory=node_memory, **axes)
-        check(grid, name, "llama", True, [Overlap(1, 1, False)], RECOMPUTE[::2])
+        check(grid, name, "llama", True, [Overlap(1, False)], RECOMPUTE[::2])
 
 
 @pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("node_memory", [True, False], ids=["node", "mpi"])
 def test_no_combination_of_switches_changes_a_bit_or_a_word(make_grid, node_memory):
     grid = make_grid(check=False, node_memory=node_memory, x=2, z=2)
-    check(grid, "cuboid", "gpt2", True, [*EVERY[1:], Overlap(3, 2)], RECOMPUTE[2:3])
+    check(grid, "cuboid", "gpt2", True, EVERY[1:], RECOMPUTE[2:3])
 
 
 @pytest.mark.mpi(sizes=(4,))
@@ -126,7 +127,7 @@ def test_16_bit_copies_of_weights_are_gathered_ahead_and_their_gradients_widened
 
 @pytest.mark.mpi(sizes=(2,))
 def test_a_run_overlaps_as_its_configuration_says(comm: Any, shared_tmp_path: Path) -> None:
-    overlap = {"overlap__gather": 2, "overlap__weight_gradient": 1, "overlap__input_gradient": False}
+    overlap = {"overlap__gather": 2, "overlap__input_gradient": False}
     summaries: list[Any] = []
     plans: list[Any] = []
     for changes in ({}, overlap):
@@ -137,7 +138,7 @@ def test_a_run_overlaps_as_its_configuration_says(comm: Any, shared_tmp_path: Pa
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "finish", lambda run, *rest: (plans.append(run.scheme), finish(run, *rest))[1])
             summaries.append(train_small(comm, folder, grid__x=2, train__steps=3, train__keep=0, **changes))
-    assert [plan.overlap for plan in plans] == [Overlap(), Overlap(2, 1, False)]
+    assert [plan.overlap for plan in plans] == [Overlap(), Overlap(2, False)]
     assert summaries[0]["loss"] == summaries[1]["loss"] and summaries[0]["words_per_rank"] == summaries[1]["words_per_rank"]
     settings = small_config("stdlib", grid__x=2, **overlap)
     assert predict(settings)["bytes"]["in_flight"] > 0

@@ -1,6 +1,6 @@
-# What is in flight when: gathers before the product they are not for, sums behind the layers that follow; and what hooks see.
+# What is in flight when: gathers before the product they are not for, sums during the next one; and what hooks see.
 # May import summa3d.nn. That results are the same bits: test_overlap.py.
-# Next: ../../summa3d/autograd/ahead.py, ../../summa3d/autograd/later.py.
+# Next: ../../summa3d/autograd/ahead.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from summa3d.autograd import products
 from summa3d.autograd.recompute import recompute
-from summa3d.comm.collectives import Axis
+from summa3d.comm.axis import Axis
 from summa3d.gemm.algorithms.cuboid import Cuboid
 from summa3d.nn import Linear, initialise, scheme
 from summa3d.nn.overlap import Overlap
@@ -40,7 +40,7 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for turn in self.turns:
             layer = self.layers[turn]
-            x = recompute(layer, [x], [layer], self.plan.later) if self.again else layer(x)
+            x = recompute(layer, [x], [layer]) if self.again else layer(x)
         return x
 
 
@@ -144,37 +144,6 @@ def test_what_is_computed_again_gathers_ahead_too(comm, make_grid, events):
     ]
 
 
-@pytest.mark.mpi(sizes=(4,))
-@pytest.mark.parametrize("node_memory", [True, False], ids=["node", "mpi"])
-def test_each_sum_is_waited_for_behind_the_next_layers_gradients(comm, make_grid, events, node_memory):
-    grid = make_grid(check=False, node_memory=node_memory, **GRID)
-    chain = Chain(scheme("cuboid", grid, overlap=Overlap(weight_gradient=1)))
-    p, q, r = columns(chain)
-    chain.layers[2].weight.register_post_accumulate_grad_hook(lambda weight: events.append("last layer's hook"))
-    chain(input_for(comm.rank)).sum().backward()
-    assert [event for event in taken(events) if event != "product"] == [
-        *("gradient", "gradient", f"start scatter {r}"),
-        *("gradient", "gradient", f"start scatter {q}", f"wait scatter {r}", "last layer's hook"),
-        *("gradient", "gradient", f"start scatter {p}", f"wait scatter {q}"),
-        f"wait scatter {p}",
-    ]
-
-
-@pytest.mark.mpi(sizes=(4,))
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
-def test_at_most_so_many_sums_are_behind_as_the_switch_says(comm, make_grid, events, again):
-    widths = (8, 3, 4, 5, 6, 7, 9, 11)
-    for limit in (1, 2, 3):
-        chain = Chain(scheme("cuboid", make_grid(check=False, **GRID), overlap=Overlap(0, limit)), widths)
-        x = input_for(comm.rank)
-        (recompute(chain, [x], [chain], chain.plan.later) if again else chain(x)).sum().backward()
-        flying = most = 0
-        for event in taken(events):
-            flying += event.startswith("start scatter") - event.startswith("wait scatter")
-            most = max(most, flying)
-        assert (flying, most) == (0, limit + 1)  # a layer's own comes to those behind it
-
-
 @pytest.mark.mpi(sizes=(2,))
 @pytest.mark.parametrize("flies", [True, False])
 def test_an_inputs_sum_is_in_flight_during_the_weights_product_if_the_switch_says_so(comm, make_grid, monkeypatch, flies):
@@ -209,26 +178,26 @@ def test_hooks_see_complete_gradients(comm, make_grid, again):
         found = []
         for _ in range(2):  # the second backward accumulates
             x = input_for(comm.rank)
-            y = recompute(chain, [x], [chain], chain.plan.later) if again else chain(x)
+            y = recompute(chain, [x], [chain]) if again else chain(x)
             y.square().sum().backward()
             found.append([*(before[i] for i in range(3)), *(after[i] for i in range(3)), x.grad])
         assert torch.equal(found[1][3], 2 * found[0][3]) and found[0][3].any()
         return found
 
-    for mine, want in zip(gradients(Overlap(1, 2)), gradients(Overlap()), strict=True):
+    for mine, want in zip(gradients(Overlap(1)), gradients(Overlap()), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, want, strict=True))
 
 
 @pytest.mark.mpi(sizes=(4,))
 def test_a_graph_may_be_gone_through_twice_and_in_part(comm, make_grid):
     grid = make_grid(check=False, **GRID)
-    plain, chain = (Chain(scheme("cuboid", grid, overlap=overlap)) for overlap in (Overlap(), Overlap(1, 3)))
+    plain, chain = (Chain(scheme("cuboid", grid, overlap=overlap)) for overlap in (Overlap(), Overlap(1)))
     want = torch.autograd.grad(plain(input_for(comm.rank)).square().sum(), list(plain.parameters()))
     for again in (False, True):
         x = input_for(comm.rank)
-        y = (recompute(chain, [x], [chain], chain.plan.later) if again else chain(x)).square().sum()
+        y = (recompute(chain, [x], [chain]) if again else chain(x)).square().sum()
         for _ in range(2):
-            (only_x,) = torch.autograd.grad(y, [x], retain_graph=True)  # nobody opens mail here, so none may be sent
+            (only_x,) = torch.autograd.grad(y, [x], retain_graph=True)
             only_weights = torch.autograd.grad(y, list(chain.parameters()), retain_graph=True)
             assert all(torch.equal(a, b) for a, b in zip(only_weights, want, strict=True)), again
         y.backward(retain_graph=True)
@@ -246,10 +215,10 @@ def test_a_weight_that_is_used_twice_has_the_sum_of_both_gradients(comm, make_gr
         chain.turns = [0, 1, 2, 1, 2, 1]
         x = input_for(comm.rank)
         for _ in range(2):
-            (recompute(chain, [x], [chain], chain.plan.later) if again else chain(x)).square().sum().backward()
+            (recompute(chain, [x], [chain]) if again else chain(x)).square().sum().backward()
         return [x.grad, *(parameter.grad for parameter in chain.parameters())]
 
-    for found, want in zip(gradients(Overlap(2, 2)), gradients(Overlap()), strict=True):
+    for found, want in zip(gradients(Overlap(2)), gradients(Overlap()), strict=True):
         assert (found - want).norm() <= 1e-14 * want.norm() > 0
 
 
@@ -277,7 +246,7 @@ def test_another_order_is_noticed_and_learnt(comm, make_grid, node_memory):
 @pytest.mark.mpi(sizes=(4,))
 def test_weights_that_change_between_passes_are_gathered_anew(comm, make_grid):
     grid = make_grid(check=False, **GRID)
-    chain = Chain(scheme("cuboid", grid, overlap=Overlap(2, 1)))
+    chain = Chain(scheme("cuboid", grid, overlap=Overlap(2)))
     for value in (1.0, 2.0, 3.0):
         with torch.no_grad():
             for parameter in chain.parameters():

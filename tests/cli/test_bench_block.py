@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import jobs
 import pytest
+from nn_oracle.volume import GPTVolume
 
 from summa3d.comm.grid import Place
 from summa3d.nn import ModelConfig, scheme
-from summa3d.nn.volume import GPTVolume
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("--blocks", "2", "--batch", "4", "--sequence", "5", "--hidden", "24", "--heads", "4")
@@ -21,7 +21,7 @@ SIZES = ("--blocks", "2", "--batch", "4", "--sequence", "5", "--hidden", "24", "
 def summa3d(*arguments, ranks=None, timeout=100):
     launch = [] if ranks is None else ["launch", "-n", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
-    command = [sys.executable, "-m", "summa3d", *launch, *map(str, arguments)]
+    command = [jobs.python(), "-m", "summa3d", *launch, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)
 
 

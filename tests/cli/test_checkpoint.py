@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import jobs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +16,7 @@ H, V = 8, 257
 
 
 def summa3d(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "summa3d", *map(str, arguments)]
+    command = [jobs.python(), "-m", "summa3d", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
 
 

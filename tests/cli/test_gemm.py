@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from fractions import Fraction
 
+import jobs
 import pytest
 
 from summa3d.gemm import CuboidPlan, volume
@@ -34,7 +34,7 @@ BOUND = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2, "bfloat16": 1e-2, "
 
 
 def gemm(ranks, *arguments, timeout=100):
-    command = [sys.executable, "-m", "summa3d", "launch", "-n", str(ranks), "gemm", *arguments]
+    command = [jobs.python(), "-m", "summa3d", "launch", "-n", str(ranks), "gemm", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
 
@@ -117,12 +117,16 @@ def test_without_algorithm_or_grid_the_chooser_decides_and_says_so():
         (1, ["--grid", "x=1,y=0"], "GridError: Axis y has size 0"),
         (2, ["--grid", "two"], "'two' is not a grid; write it as x=2,y=2,z=2"),
         (2, ["--grid", "x=2,x=1"], "'x=2,x=1' is not a grid"),
-        (2, ["--grid", "x=2", "--panel", "3"], "ConfigError: --panel means nothing to cuboid."),
+        (
+            2,
+            ["--grid", "x=2", "--panel", "3"],
+            "ConfigError: --panel applies to summa, tesseract and ca25d only (algorithm is cuboid).",
+        ),
         (2, ["--grid", "x=2", "--dtype", "int4"], "invalid choice: 'int4'"),
         (
             2,
             ["--grid", "x=2", "--m", str(10**7), "--k", str(10**7)],
-            "CapacityError: rank 0 has not the memory for this: Unable to",
+            "CapacityError: rank 0 ran out of memory: Unable to",
         ),
     ],
 )
@@ -142,7 +146,7 @@ def test_bad_input_is_one_message_and_a_non_zero_status(ranks, arguments, messag
 )
 def test_a_device_that_is_not_there_and_a_transport_that_does_not_exist_are_one_error(arguments, message):
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "summa3d", "gemm", "--m", "8", "--n", "8", "--k", "8", *arguments]
+    command = [jobs.python(), "-m", "summa3d", "gemm", "--m", "8", "--n", "8", "--k", "8", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=hidden)
     assert ended.returncode != 0 and message in ended.stderr and "Traceback" not in ended.stderr
     assert "use device cpu" in ended.stderr.lower() or "Transports: auto" in ended.stderr

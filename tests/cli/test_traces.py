@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import jobs
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ ROUNDED = 0.002  # µs: times are written with three digits
 
 def summa3d(*arguments, ranks, timeout=100):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
-    command = [sys.executable, "-m", "summa3d", "launch", "-n", str(ranks), *map(str, arguments)]
+    command = [jobs.python(), "-m", "summa3d", "launch", "-n", str(ranks), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)
 
 

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from summa3d.comm.grid import grids_of
+from summa3d.comm.topology import grids_of
+from summa3d.dtypes import dtype_of
 from summa3d.errors import ConfigError, GridError, ShapeError
 from summa3d.gemm import DistMatrix, matmul
 from summa3d.gemm.algorithms.registry import ALGORITHMS, algorithm_of
 from summa3d.gemm.cost.choose import AWKWARD, choose
-from summa3d.gemm.cost.machine import Machine, calibrate, kind_of
+from summa3d.gemm.cost.machine import Machine, calibrate
 from summa3d.gemm.cost.mean import lower_bound
 
 RANKS = (8, 64, 512, 4096)
@@ -146,7 +147,7 @@ def test_bad_sizes_and_dtypes():
         with pytest.raises(ShapeError, match="must be a whole number"):
             choose(*sizes)
     for dtype in ("bool", "foo"):
-        with pytest.raises(ConfigError, match=f"dtype {dtype} has no product"):
+        with pytest.raises(ConfigError, match=f"dtype {dtype} is not supported by products"):
             choose(10, 10, 10, 4, dtype)
     with pytest.raises(ConfigError, match="memory_limit is '1GiB'; it takes a number of bytes"):
         choose(10, 10, 10, 4, memory_limit="1GiB")
@@ -154,8 +155,8 @@ def test_bad_sizes_and_dtypes():
 
 
 def test_dtypes_by_name_or_type():
-    assert kind_of(np.float32) == kind_of("float32") == kind_of(np.dtype("float32"))
-    assert kind_of("torch.bfloat16").nbytes == 2 and kind_of("complex64").flops == 8
+    assert dtype_of(np.float32) == dtype_of("float32") == dtype_of(np.dtype("float32"))
+    assert dtype_of("torch.bfloat16").nbytes == 2 and dtype_of("complex64").flops == 8
 
 
 def test_ranks_that_share_cores_gain_nothing_from_more():

@@ -1,6 +1,6 @@
 # Products and distributed matrices of device arrays, on a fake device: the results and the words of the host's.
 # May import summa3d and fake_device.
-# Next: ../comm/test_device.py, the collectives under it; ../../summa3d/gemm/blas.py.
+# Next: ../comm/test_device.py, the collectives under it; ../../summa3d/gemm/local/blas.py.
 from __future__ import annotations
 
 import re
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from summa3d.errors import ShapeError
+from summa3d.gemm import DistMatrix, matmul
 from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.gemm.local.blas import accumulate
-from summa3d.gemm.matrix import DistMatrix, matmul
 from summa3d.layout.distribute import collect
 
 CASES = [

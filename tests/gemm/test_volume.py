@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from summa3d.gemm import volume
 from summa3d.gemm.algorithms.cuboid import CuboidPlan
+from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.layout import split_sizes
 
 SIZES = st.integers(0, 60)
@@ -89,3 +90,21 @@ def test_gradients_move_what_they_scatter_and_gather(m, n, k, x, y, z, form, reg
     only_a = volume.gradients(CuboidPlan(form, m, n, k), grid_shape, regather, need_b=False)
     again = (x - 1) * k * n if regather else 0
     assert only_a.mean_words == Fraction((z - 1) * m * n + (y - 1) * m * k + again, prod(grid_shape.values()))
+
+
+def test_gradients_of_every_algorithm_move_what_their_papers_say():
+    m, n, k, t, q = 24, 48, 96, 4, 2
+    line, plane = {"y": t}, {"x": q, "y": q}
+    column, row = (ALGORITHMS[name].plan("nn", m, n, k) for name in ("oned-column", "oned-row"))
+    assert volume.gradients(column, line).mean_words == 2 * (t - 1) * m * k // t  # dX is summed, dW is whole
+    assert volume.gradients(column, line, need_a=False).mean_words == 0
+    assert volume.gradients(row, line).mean_words == 0  # dY is copied, both are whole
+    summa = ALGORITHMS["summa"].plan("nn", m, n, k)
+    forward = volume.of_plan(summa, plane).mean_words
+    grad_a = Fraction((q - 1) * k * n + (q - 1) * m * k, q * q)  # dA = dC·Bᵀ by nt
+    grad_b = Fraction((q - 1) * m * k + (q - 1) * k * n, q * q)  # dB = Aᵀ·dC by tn
+    assert (forward, volume.gradients(summa, plane).mean_words) == (grad_a, grad_a + grad_b)
+    assert volume.gradients(summa, plane, need_b=False).mean_words == grad_a
+    cube, plan = {"x": q, "y": q, "z": q}, CuboidPlan("nn", m, n, k)
+    kept, again = (volume.gradients(plan, cube, regather).mean_words for regather in (False, True))
+    assert (kept, again) == (Fraction(m * k + k * n + m * n, q**3), Fraction(2 * (m * k + k * n) + m * n, q**3))

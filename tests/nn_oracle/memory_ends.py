@@ -89,7 +89,7 @@ def _logits(layers: LayerMemory) -> list[Step]:
     bias = layers.vector(inner, config.vocabulary) if config.family == "bert" else 0
     held = layers.master * (need.b // layers.word) + bias
     return [
-        Step(need.kept_a + need.kept_b, need.forward, need.backward, held, gathers=need.gathers, sends=need.sends),
+        Step(need.kept_a + need.kept_b, need.forward, need.backward, held, gathers=need.gathers),
         _loss(layers, logits, rows),
     ]
 

@@ -116,7 +116,7 @@ class LayerMemory:
         saved += (weight if need.kept_b == 0 else 0) - (need.a if seen and need.kept_a == need.a else 0)
         held = self.master * (need.b // self.word) + (self.vector(output, n) if bias else 0)
         forward = need.forward + weight + turned + (self.spread(output, n) if bias else 0)
-        return Step(saved, forward, need.backward, held, gathers=need.gathers, copies=weight, sends=need.sends)
+        return Step(saved, forward, need.backward, held, gathers=need.gathers, copies=weight)
 
     def norm(self, layout: Layout | None = None, seen: bool = False) -> Step:
         """x, unless it is `seen`, and, a row, mean and 1/σ (RMSNorm: 1/σ); of the stream, or of what lies as `layout` says."""

@@ -2,7 +2,6 @@
 # Imports overlap; plain numbers, nothing is run. Next: memory.py, which says what each layer holds.
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,8 +16,8 @@ class Step:
     saved : kept from its forward to its backward. forward, backward : the most it holds at once meanwhile, inputs, outputs and
     gradients included, beyond what earlier layers saved. gradients : of its parameters. carried : the gradient that a residual
     branch leaves waiting while its layers run backward. gathers : its weight, if that is gathered ahead. copies : of a weight
-    that is made of several, in forward. sends : the sum of its weight's gradient in flight, beyond that gradient. inside : the
-    layers of a stretch that backward computes again; `backward` is then what waits while they run forward.
+    that is made of several, in forward. inside : the layers of a stretch that backward computes again; `backward` is then what
+    waits while they run forward.
     """
 
     saved: int = 0
@@ -28,22 +27,18 @@ class Step:
     carried: int = 0
     gathers: int = 0
     copies: int = 0
-    sends: int = 0
     inside: tuple[Step, ...] = ()
 
 
 class _Moment(NamedTuple):
-    """While a layer runs: what is held, without what is in flight between layers; what the layer gathers, and what it sends.
+    """While a layer runs: what is held, without what is in flight between layers; and what the layer gathers.
 
-    again : whether it runs forward in backward. joined : whether its weight is made of several for the product, so that sums of
-    its gradient are waited for in the stretch itself.
+    again : whether it runs forward in backward.
     """
 
     held: int
     gathers: int
-    sends: int
     again: bool = False
-    joined: bool = False
 
 
 class Peak(NamedTuple):
@@ -65,7 +60,7 @@ def peak_of(
 
     Forward, a layer holds its own beside what those before it saved; backward, beside what it and those before it saved, the
     gradients of the parameters of those after it, and the gradient that a residual branch leaves waiting. In flight are the
-    weights of the next layers that gather one, as many as `overlap` says, and the sums that the last layers sent. `slots` :
+    weights of the next layers that gather one, as many as `overlap` says. `slots` :
     of a node's memory, in which that many communications may lie instead. `copied` : bytes of a weight's 16-bit copy, which goes
     when backward has used it, for each byte of its gradient.
     """
@@ -83,7 +78,7 @@ def _forward(steps: Sequence[Step], held: int, saving: bool = True, again: bool 
         if step.inside:
             yield from _forward(step.inside, held, saving=False)
         else:
-            yield _Moment(held + step.forward, step.gathers + step.copies if step.gathers else 0, 0, again)
+            yield _Moment(held + step.forward, step.gathers + step.copies if step.gathers else 0, again)
         held += step.saved * saving
 
 
@@ -96,31 +91,24 @@ def _backward(steps: Sequence[Step], gradients: int, regather: bool, copied: flo
             for moment in _backward(step.inside, 0, regather):
                 yield moment._replace(held=held + moment.held)
         else:
-            yield _Moment(held + step.backward, step.gathers * regather, step.sends, joined=step.copies > 0)
+            yield _Moment(held + step.backward, step.gathers * regather)
         saved -= step.saved
         made += step.gradients
 
 
 def _in_flight(moments: Sequence[_Moment], overlap: Overlap, slots: int, forward: bool) -> list[int]:
-    """Bytes in flight beside each moment of a pass: gathers ahead, in backward from the first one on; sums behind."""
+    """Bytes in flight beside each moment of a pass: gathers ahead, in backward from the first one on."""
     gathering = [index for index, moment in enumerate(moments) if moment.gathers]
     flying, done, summed = [], 0, False
-    sent = deque[tuple[int, bool]](maxlen=overlap.weight_gradient)
-    for index, moment in enumerate(moments):
-        if moment.again and not moments[index - 1].again:  # a stretch has ended
-            kept = [(size, joined) for size, joined in sent if not joined]
-            sent.clear()
-            sent.extend(kept)
+    for moment in moments:
         done += moment.gathers > 0
         known = _known([moments[after] for after in gathering[done : done + overlap.gather]] if forward or done else [])
         sums = moment.gathers > 0 and not (forward or moment.again)
         ahead = _outside(known, slots - summed)
         if slots and sums:  # a summand takes a slot, when the layer's own gathered weight is gone
             ahead = max(ahead, _outside(known, slots - 1) - moment.gathers)
-        flying.append(ahead + sum(size for size, _ in sent))
+        flying.append(ahead)
         summed = sums if moment.gathers and slots else summed
-        if moment.sends:
-            sent.append((moment.sends, moment.joined))
     return flying
 
 

@@ -25,7 +25,7 @@ class Need:
     a, b, c : the blocks. kept_a, kept_b : what is kept for backward, beside the parameter B itself. forward : the most held from
     A to C, both included. backward : the most held from dC to dA and dB, all included. rooms : by name, the buffers that the
     executors share and keep from one call to the next. shares : by axis, of a slot of its node's memory. gathers : B gathered, in
-    flight ahead of the product. sends : the sum of dB in flight, beyond dB: less than nothing where both lie in a slot.
+    flight ahead of the product.
     """
 
     a: int
@@ -38,7 +38,6 @@ class Need:
     rooms: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, int] = field(default_factory=dict)
     gathers: int = 0
-    sends: int = 0
 
 
 def product_need(plan: ProductPlan, scheme: Scheme, word: int, staged: Collection[str] = (), device: bool = False) -> Need:
@@ -134,14 +133,13 @@ def _gathered(
         base + sum_a + (0 if keep else of_a.gathering()),
         base + sum_a + again_a + of_b.summand,
         base + sum_a + of_b.in_flight + (of_a.result if overlap.input_gradient and of_a.size > 1 else 0),
-        base + a + of_b.in_flight + (of_b.result if of_b.size > 1 and not overlap.weight_gradient else 0),
+        base + a + of_b.in_flight + (of_b.result if of_b.size > 1 else 0),
     )
     kept_a = of_a.whole if keep else a
     kept_b = of_b.whole if keep and of_b.size > 1 else 0
     shares = {axis: part.share for axis, part in ((plan.x, of_b), (plan.y, of_a), (plan.z, of_c)) if part.share}
     gathers = of_b.whole if ahead else 0
-    sends = of_b.in_flight - b if overlap.weight_gradient and of_b.size > 1 else 0
-    return Need(a, b, c, kept_a, kept_b, forward, backward, shares=shares, gathers=gathers, sends=sends)
+    return Need(a, b, c, kept_a, kept_b, forward, backward, shares=shares, gathers=gathers)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,6 @@ def test_a_value_of_another_type_is_refused_with_key_value_and_type(assignment: 
         (["train.epsilon=nan"], ["train.epsilon = nan", "positive and finite"]),
         (["grid.d=0"], ["grid.d is 0"]),
         (["overlap.gather=-1"], ["overlap.gather is -1", "0 for nothing"]),
-        (["overlap.weight_gradient=-2"], ["overlap.weight_gradient is -2"]),
     ],
 )
 def test_a_value_that_no_run_can_have_is_refused(assignments: list[str], words: list[str]) -> None:
@@ -107,3 +106,13 @@ def test_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_a_number_may_be_written_as_an_integer() -> None:
     assert config.load("demo", ["train.clip=2"]).train.clip == 2.0
+
+
+def test_a_key_that_was_removed_is_unknown_and_the_error_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text("[overlap]\ngather = 1\nweight_gradient = 1\n")
+    for load in (lambda: config.load("demo", ["overlap.weight_gradient=1"]), lambda: config.load(str(file))):
+        with pytest.raises(ConfigError) as raised:
+            load()
+        assert "Unknown configuration key 'overlap.weight_gradient'" in str(raised.value)
+        assert "\n  It was removed: every layer waits" in str(raised.value)

@@ -22,7 +22,10 @@ pytestmark = pytest.mark.skipif(devices.NAME == "pretended", reason="other proce
 RANKS = 2
 ENDS_WITHIN = 10.0
 PATIENCE = 120.0
-MEASURED = ("tokens_per_second", "seconds", "words_per_rank")
+MEASURED = (
+    *("tokens_per_second", "seconds", "words_per_rank"),
+    *("arithmetic_share", "communication_share", "idle_share", "waited_seconds"),
+)
 
 
 def train_arguments(folder: Path, *more: str, **changes: object) -> list[str]:

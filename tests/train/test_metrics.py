@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from summa3d.comm.ledger import Amounts, Ledger
+from summa3d.comm.profile.ledger import Amounts, Ledger
 from summa3d.train import metrics
-from summa3d.train.metrics import Recorder, Step, Stopwatch
+from summa3d.train.metrics import CoreTime, Recorder, Step, Stopwatch
 from summa3d.train.plot import draw_loss
+from summa3d.train.progress import Progress
 
 KEYS = ["step", "loss", "grad_norm", "lr", "tokens_per_second", "seconds", "words_per_rank"]
+SHARES = ["arithmetic_share", "communication_share", "idle_share", "waited_seconds"]
 
 
 def step(number: int, **changes: Any) -> Step:
@@ -27,19 +29,46 @@ def step(number: int, **changes: Any) -> Step:
 @pytest.mark.mpi(sizes=(1, 3))
 def test_a_line_holds_the_largest_words_and_floats_in_full(comm: Any, shared_tmp_path: Path) -> None:
     recorder = Recorder(shared_tmp_path / "metrics.jsonl", comm, resumed_at=0)
-    recorder.post(step(1, words=10 + comm.rank, arithmetic_seconds=0.25))
-    recorder.post(step(2, words=10 - comm.rank, arithmetic_seconds=0.25, validation_loss=2 / 3))
+    spent = {"arithmetic_seconds": 0.25, "communication_seconds": 0.125, "waited_seconds": 0.5 + comm.rank}
+    recorder.post(step(1, words=10 + comm.rank, **spent))
+    recorder.post(step(2, words=10 - comm.rank, **spent, validation_loss=2 / 3))
     recorder.close()
     comm.Barrier()
     lines = [json.loads(text) for text in (shared_tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [list(line) for line in lines] == [KEYS, [*KEYS, "validation_loss"]]
+    assert [list(line) for line in lines] == [[*KEYS, *SHARES], [*KEYS, *SHARES, "validation_loss"]]
     assert [line["words_per_rank"] for line in lines] == [10 + comm.size - 1, 10]
     assert (lines[0]["loss"], lines[1]["validation_loss"], lines[0]["tokens_per_second"]) == (1 / 3, 2 / 3, 32.0)
     if comm.rank == 0:
         cores = len(os.sched_getaffinity(0))
         assert recorder.account.cores == cores
-        assert recorder.account.arithmetic_share == pytest.approx(comm.size * 0.5 / (cores * 4.0))
-        assert recorder.communication_share == pytest.approx(1 - comm.size * 0.25 / (cores * 2.0))
+        arithmetic, communication = comm.size * 0.25 / (cores * 2.0), comm.size * 0.125 / (cores * 2.0)
+        idle, waited = 1 - arithmetic - communication, 0.5 + (comm.size - 1) / 2
+        assert [lines[0][name] for name in SHARES] == pytest.approx([arithmetic, communication, idle, waited])
+        for found, waited_seconds in ((recorder.core_time, waited), (recorder.account.core_time, 2 * waited)):
+            assert found == CoreTime(cores, *(pytest.approx(part) for part in (arithmetic, communication, idle, waited_seconds)))
+
+
+def test_a_run_that_moves_no_word_has_no_figure_of_communication() -> None:
+    alone = CoreTime.of(cores=2, seconds=10.0, words=0, ranks=1, cpu=(8.0, 0.0, 0.0))
+    assert alone == CoreTime(2, 0.4, None, 0.6, None)
+    assert str(alone) == "arithmetic 40%, idle 60% of 2 cores"
+    assert alone.entries() == {"arithmetic_share": 0.4, "idle_share": 0.6}
+
+
+def test_the_cores_time_is_arithmetic_communication_and_the_rest() -> None:
+    found = CoreTime.of(cores=4, seconds=10.0, words=7, ranks=8, cpu=(20.0, 6.0, 16.0))
+    assert found == CoreTime(4, 0.5, 0.15, pytest.approx(0.35), 2.0)
+    assert str(found) == "arithmetic 50%, communication 15%, idle 35% of 4 cores · waited 2.00 s"
+    assert CoreTime.of(2, 1.0, 7, 2, (2.0, 0.1, 0.0)).idle == 0  # clocks are no exacter than that
+
+
+@pytest.mark.parametrize("words", [0, 5])
+def test_the_progress_line_says_where_the_cores_time_went(capsys: pytest.CaptureFixture[str], words: int) -> None:
+    with Progress(3, speak=True) as progress:
+        progress.step(step(3, words=words), CoreTime.of(2, 1.0, words, 1, (1.0, 0.5, 0.25)))
+    said = capsys.readouterr().err
+    assert "arithmetic 50%" in said and "of 2 cores" in said
+    assert ("communication 25%" in said and "waited 0.25 s" in said) == (words > 0) == ("communication" in said)
 
 
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path: Path) -> None:
@@ -51,14 +80,15 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path: Path) -> N
 
 def test_the_stopwatch_leaves_communication_out_of_arithmetic() -> None:
     ledger = Ledger()
-    ledger.record("all_gather", "x", "float64", Amounts(words=7, cpu_seconds=9.0))
+    ledger.record("all_gather", "x", "float64", Amounts(words=7, seconds=20.0, cpu_seconds=9.0))
     stopwatch, done = Stopwatch(ledger, threads=1), step(1)
     busy_until = time.thread_time() + 0.1
     while time.thread_time() < busy_until:
         pass
-    ledger.record("all_gather", "x", "float64", Amounts(words=3, cpu_seconds=0.06))
+    ledger.record("all_gather", "x", "float64", Amounts(words=3, seconds=0.5, cpu_seconds=0.06))
     stopwatch.stop(done)
     assert done.words == 3
+    assert done.communication_seconds == pytest.approx(0.06) and done.waited_seconds == pytest.approx(0.44)
     assert 0.03 < done.arithmetic_seconds < 0.06
     assert done.seconds >= 0.1
 

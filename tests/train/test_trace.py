@@ -1,6 +1,6 @@
 # A trace of training: every communication of every rank is in it once, with its words, inside the phase that it belongs to.
-# May import pretended, small_runs, summa3d.train, summa3d.comm.trace.
-# Next: ../../summa3d/comm/trace.py.
+# May import pretended, small_runs, summa3d.train, summa3d.comm.profile.trace.
+# Next: ../../summa3d/comm/profile/trace.py.
 from __future__ import annotations
 
 import json
@@ -12,7 +12,7 @@ import pretended
 import pytest
 from small_runs import assignments, write_corpus
 
-from summa3d.comm import trace
+from summa3d.comm.profile import trace
 from summa3d.errors import ConfigError
 from summa3d.train import config as configuration
 from summa3d.train import loop
@@ -34,7 +34,7 @@ def shared_folder(comm, tmp_path):
 @pytest.mark.mpi(sizes=(4,), timeout=120)
 def test_a_trace_holds_every_communication_of_its_steps_once_with_the_words_of_the_ledger(comm, shared_folder, monkeypatch):
     scheme = {"scheme": "cuboid", "grid__x": 2, "grid__y": 2, "grid__z": 1}
-    overlapped = {"overlap__gather": 1, "overlap__weight_gradient": 1}
+    overlapped = {"overlap__gather": 1}
     config = small(shared_folder, comm, **scheme, **overlapped, train__steps=3, train__evaluate_every=0)
     moved, taken = [], loop.take_step
 
@@ -78,7 +78,7 @@ def test_a_trace_holds_every_communication_of_its_steps_once_with_the_words_of_t
 def test_on_a_device_every_product_and_communication_has_its_time_by_events_and_the_step_waits_no_more_often(
     comm, shared_folder, kernel_libraries, monkeypatch
 ):
-    grid = {"scheme": "cuboid", "grid__x": 1, "grid__y": 1, "grid__z": 2, "overlap__weight_gradient": 1}
+    grid = {"scheme": "cuboid", "grid__x": 1, "grid__y": 1, "grid__z": 2}
     waits, take_step, file = [], loop.take_step, shared_folder / "trace.json"
     with pretended.pretended(monkeypatch, kernel_libraries) as (device, backends):
         config = small(shared_folder, comm, **grid, train__steps=3, train__evaluate_every=0, device="cuda", transport="nccl")

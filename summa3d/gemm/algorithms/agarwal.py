@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...comm.arrays import Array
-from ...comm.collectives import Axis
+from ...comm.axis import Axis
 from ...layout.layout import Layout
 from .executor import Executor
 from .plan import ProductPlan
@@ -49,7 +49,7 @@ class AgarwalPlan(ProductPlan):
         return [{"x": root, "y": root, "z": root}] if root**3 == ranks else []
 
 
-def everywhere(layout: Layout) -> Layout:
+def broadcast_layout(layout: Layout) -> Layout:
     """The layout once hosted blocks have been broadcast."""
     return Layout(*layout.dims, names=layout.names)
 
@@ -66,7 +66,7 @@ class Agarwal(Executor):
         plan, grid = self.plan, self.grid
         self.x, self.y, self.z = grid[plan.x], grid[plan.y], grid[plan.z]
         self.a_whole, self.b_whole, self.c_whole = (
-            everywhere(layout).local_shape(shape, grid.shape, grid.coordinates)
+            broadcast_layout(layout).local_shape(shape, grid.shape, grid.coordinates)
             for layout, shape in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
         )
 

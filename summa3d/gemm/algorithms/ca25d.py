@@ -9,7 +9,7 @@ from ...comm.arrays import Array
 from ...layout.layout import Layout, split_range, split_sizes
 from ..local.blas import seed
 from .executor import Executor
-from .panels import Stream, panels
+from .panels import BroadcastPanels, panels
 from .summa import Outer, SummaPlan
 from .tesseract import square_grids
 
@@ -63,16 +63,16 @@ class Ca25d(Executor):
         plan, grid = self.plan, self.grid
         x, y, self.depth = grid[plan.x], grid[plan.y], grid[plan.d]
         cuts = panels(*split_range(0, plan.k, self.depth.size, self.depth.index), x.size, y.size, plan.panel)
-        left = Stream(self.workspace, "a", y, "y", 1 if plan.form[0] == "n" else 0, cuts, plan.lookahead)
-        right = Stream(self.workspace, "b", x, "x", 0 if plan.form[1] == "n" else 1, cuts, plan.lookahead)
-        self.engine = Outer(self.workspace, plan.form, left, right)
+        left = BroadcastPanels(self.workspace, "a", y, "y", 1 if plan.form[0] == "n" else 0, cuts, plan.lookahead)
+        right = BroadcastPanels(self.workspace, "b", x, "x", 0 if plan.form[1] == "n" else 1, cuts, plan.lookahead)
+        self.loop = Outer(self.workspace, plan.form, left, right)
         self.copy = Layout((plan.x,), (plan.y,)).local_shape(plan.c_shape, grid.shape, grid.coordinates)
         self.rows = split_sizes(self.copy[0], self.depth.size)
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         if self.depth.size == 1:
-            return self.engine(a, b, out, alpha, beta)
+            return self.loop(a, b, out, alpha, beta)
         copy = self.workspace.buffer("copy of c", self.copy, out)
-        self.engine(a, b, copy, alpha, seed(copy, self.rows, self.depth.index, out, beta))
+        self.loop(a, b, copy, alpha, seed(copy, self.rows, self.depth.index, out, beta))
         parts = self.workspace.buffer("parts", (self.depth.size, *out.shape), out)
         self.depth.reduce_scatter(copy, sizes=self.rows, into=out, parts=parts)

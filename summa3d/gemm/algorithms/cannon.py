@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...comm.arrays import Array
-from ...comm.collectives import Axis, Pending
+from ...comm.axis import Axis
+from ...comm.pending import Pending
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import add
 from .executor import Executor
@@ -124,7 +125,7 @@ class Cannon(Executor):
             panel = moving.widened(block)
             operands = (panel, staying) if a_moves else (staying, panel)
             self.workspace.accumulate(
-                *operands, self.plan.form, total, alpha, int(step > 0), self.workspace.scratch(total, sums.room)
+                *operands, self.plan.form, total, alpha, int(step > 0), self.workspace.scratch(total, sums.capacity)
             )
             block = finish(*coming)[0] if coming else block
         (total,) = finish(sums.shift(total, -moving.axis.index, sums.axis.index))
@@ -139,7 +140,7 @@ class Ring:
 
     def __init__(self, workspace: Workspace, name: str, axis: Axis, shape_of: Callable[[int], tuple[int, int]]) -> None:
         self.workspace, self.name, self.axis, self.shape_of = workspace, name, axis, shape_of
-        self.room = shape_of(0)[0] * shape_of(0)[1]  # larger blocks come first
+        self.capacity = shape_of(0)[0] * shape_of(0)[1]  # larger blocks come first
         self.slot = 0
 
     def begin(self, block: Array, steps: int, index: int) -> Move:
@@ -150,14 +151,14 @@ class Ring:
     def fresh(self, index: int, like: Array) -> Array:
         """The first buffer, in the shape of the block with `index`."""
         self.slot = 1
-        return self.workspace.buffer(f"{self.name}0", self.shape_of(index % self.axis.size), like, self.room)
+        return self.workspace.buffer(f"{self.name}0", self.shape_of(index % self.axis.size), like, self.capacity)
 
     def shift(self, block: Array, steps: int, index: int) -> Move:
         """Start receiving the block with `index` from `steps` members up and sending `block` as many down."""
         size, own = self.axis.size, self.axis.index
         if steps % size == 0:
             return block, []
-        incoming = self.workspace.buffer(f"{self.name}{self.slot}", self.shape_of(index % size), block, self.room)
+        incoming = self.workspace.buffer(f"{self.name}{self.slot}", self.shape_of(index % size), block, self.capacity)
         self.slot = 1 - self.slot
         return incoming, [
             self.axis.start_receive(incoming, (own + steps) % size),
@@ -165,7 +166,7 @@ class Ring:
         ]
 
     def widened(self, block: Array) -> Array:
-        return self.workspace.widened(self.name, block, self.room)
+        return self.workspace.widened(self.name, block, self.capacity)
 
 
 def finish(*moves: Move) -> tuple[Array, ...]:

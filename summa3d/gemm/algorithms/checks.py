@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from ...comm.arrays import Array, dtype_name, overlap
 from ...comm.failure import agree_on_error
+from ...dtypes import DTYPES
 from ...errors import ShapeError
-from ..cost.machine import KINDS
 
 
 def is_whole(value: Any) -> bool:
@@ -18,11 +18,12 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer)
 
 
-def check_dtype(array: Array) -> None:
-    """Raise ShapeError for a dtype whose sums over ranks are not defined: the same on every grid, one rank included."""
+def check_dtype(array: Array) -> str:
+    """The name of its dtype. Raises ShapeError for one whose sums over ranks are not defined: the same on every grid."""
     name = dtype_name(array)
-    if name not in KINDS:
-        raise ShapeError(f"dtype {name} has no product here. Those that have: {', '.join(KINDS)}.")
+    if name not in DTYPES:
+        raise ShapeError(f"dtype {name} is not supported by products; supported: {', '.join(DTYPES)}.")
+    return name
 
 
 def check_factor(name: str, factor: Any, dtype: str) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from ...blas_library import library
 from ...comm.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_on_device, kind_of
 from ...comm.grid import Grid
 from ...errors import ShapeError
-from ...libraries import library
 from ..local.blas import accumulation_like
 from .checks import agree_on_out, check_dtype, check_factor, check_out
 from .plan import ProductPlan
 from .transpose import Transposed
-from .workspace import Workspace
+from .workspace import Workspace, is_like
 
 
 class Executor(ABC):
@@ -63,8 +63,7 @@ class Executor(ABC):
 
     def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:
         """Raise ShapeError unless the blocks have the plan's shapes and one dtype, α and β suit it, and C lies apart."""
-        check_dtype(a)
-        dtype, kind = a.dtype, kind_of(a)
+        dtype, name_of_dtype = a.dtype, check_dtype(a)
         for name, array, expected in (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block)):
             if array is None:
                 continue
@@ -74,12 +73,13 @@ class Executor(ABC):
                 )
             if array.dtype != dtype:
                 raise ShapeError(f"{name} has dtype {array.dtype}, A has {dtype}; a product takes one dtype, of one library.")
-            if kind_of(array) != kind:
-                raise ShapeError(f"{name} is an array of {kind_of(array)}, A of {kind}; a product takes one library and memory.")
+            if not is_like(array, a):
+                kinds = f"{name} is an array of {kind_of(array)}, A of {kind_of(a)}"
+                raise ShapeError(f"{kinds}; a product takes one library and memory.")
         if out is None and beta != 0:
             raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
         for name, factor in (("alpha", alpha), ("beta", beta)):
-            check_factor(name, factor, dtype_name(a))
+            check_factor(name, factor, name_of_dtype)
         if out is not None:
             if self.grid.check:
                 agree_on_out(self.grid.comm, out, a, b)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ...comm.arrays import Array, is_contiguous
-from ...comm.collectives import Axis
+from ...comm.arrays import Array, is_contiguous, is_half, is_on_device
+from ...comm.axis import Axis
 from ...layout.layout import split_range
 from .workspace import Workspace
 
@@ -40,7 +40,7 @@ def panels(start: int, stop: int, x_parts: int, y_parts: int, width: int | None 
     return result
 
 
-class Stream:
+class BroadcastPanels:
     """The panels of one operand, one after the other, each broadcast along `axis` by the member that owns it.
 
     `role` (x or y) says whose split of the panelled dim the operand has, `dim` which dim of its block that is. A panel that is
@@ -63,23 +63,27 @@ class Stream:
         self.owners = [cut.x_owner if role == "x" else cut.y_owner for cut in cuts]
         self.starts = [cut.x_start if role == "x" else cut.y_start for cut in cuts]
 
-    def through(self, block: Array) -> Iterator[Array]:
+    def each(self, block: Array) -> Iterator[Array]:
         """Each panel in turn, in the dtype that sums are taken in; with look-ahead the next one is already in flight."""
         started: deque[Callable[[], Array]] = deque()
-        room = self.widest * block.shape[1 - self.dim]
-        for count in range(len(self.cuts)):
-            for ahead in range(count + len(started), min(count + 1 + self.lookahead, len(self.cuts))):
-                started.append(self._start(ahead, block, room))
-            yield self.workspace.widened(self.name, started.popleft()(), room)
+        capacity, last = self.widest * block.shape[1 - self.dim], len(self.cuts)
+        wide, in_flight = is_half(block) and not is_on_device(block), 1 + self.lookahead
+        for count in range(min(in_flight - 1, last)):
+            started.append(self._start(count, block, capacity))
+        for following in range(in_flight - 1, last + in_flight - 1):
+            if following < last:
+                started.append(self._start(following, block, capacity))
+            panel = started.popleft()()
+            yield self.workspace.widened(self.name, panel, capacity) if wide else panel
 
-    def _start(self, count: int, block: Array, room: int) -> Callable[[], Array]:
+    def _start(self, count: int, block: Array, capacity: int) -> Callable[[], Array]:
         owner, start, width = self.owners[count], self.starts[count], self.cuts[count].width
         part = slice(start, start + width)
         own = (block[part] if self.dim == 0 else block[:, part]) if self.axis.index == owner else None
         if self.axis.size == 1:
             return lambda: own
         shape = (width, block.shape[1]) if self.dim == 0 else (block.shape[0], width)
-        panel = self.workspace.buffer(f"panel {self.name}{count % 2 if self.lookahead else 0}", shape, block, room)
+        panel = self.workspace.buffer(f"panel {self.name}{count % 2 if self.lookahead else 0}", shape, block, capacity)
         if own is not None and is_contiguous(own):
             panel = own
         elif own is not None:

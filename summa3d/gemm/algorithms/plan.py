@@ -11,10 +11,10 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from ...comm.grid import describe
+from ...comm.topology import describe
 from ...errors import GridError, ShapeError
 from ...layout.layout import Layout
-from ..local.blas import LETTERS
+from ..local.blas import OPS
 from .checks import is_whole
 
 Plan = TypeVar("Plan", bound="ProductPlan")
@@ -37,7 +37,7 @@ class ProductPlan(ABC):
     """Whether form tt is (B·A) by nn and one transpose of the result; else it is computed as it stands."""
 
     def __post_init__(self) -> None:
-        if len(self.form) != 2 or any(letter not in LETTERS for letter in self.form):
+        if len(self.form) != 2 or any(letter not in OPS for letter in self.form):
             raise ShapeError(
                 f"form {self.form!r} is not two of the letters n (as is), t (transpose), c (conjugate transpose), such as nt."
             )
@@ -48,15 +48,18 @@ class ProductPlan(ABC):
 
     @property
     @abstractmethod
-    def a_layout(self) -> Layout: ...
+    def a_layout(self) -> Layout:
+        """Which axes split A as it is stored."""
 
     @property
     @abstractmethod
-    def b_layout(self) -> Layout: ...
+    def b_layout(self) -> Layout:
+        """Which axes split B as it is stored."""
 
     @property
     @abstractmethod
-    def c_layout(self) -> Layout: ...
+    def c_layout(self) -> Layout:
+        """Which axes split C as it is stored."""
 
     @staticmethod
     @abstractmethod
@@ -85,14 +88,17 @@ class ProductPlan(ABC):
 
     @property
     def a_shape(self) -> tuple[int, int]:
+        """Rows and columns of A as it is stored."""
         return (self.m, self.k) if self.form[0] == "n" else (self.k, self.m)
 
     @property
     def b_shape(self) -> tuple[int, int]:
+        """Rows and columns of B as it is stored."""
         return (self.k, self.n) if self.form[1] == "n" else (self.n, self.k)
 
     @property
     def c_shape(self) -> tuple[int, int]:
+        """Rows and columns of C as it is stored."""
         return (self.m, self.n)
 
     @cached_property
@@ -135,6 +141,7 @@ class ProductPlan(ABC):
 
     @property
     def name(self) -> str:
+        """What messages call the algorithm."""
         return type(self).__name__.removesuffix("Plan")
 
 

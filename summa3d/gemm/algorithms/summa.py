@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...comm.arrays import Array, dtype_name
-from ...comm.collectives import Axis
-from ...comm.grid import grids_of
+from ...comm.axis import Axis
+from ...comm.topology import grids_of
 from ...errors import ShapeError
 from ...layout.layout import Layout
 from ..local.blas import add, adds_in_place, scale
 from .checks import is_whole
 from .executor import Executor
-from .panels import Panel, Stream, panels
+from .panels import BroadcastPanels, Panel, panels
 from .plan import ProductPlan
 from .workspace import Workspace
 
@@ -72,13 +72,13 @@ class Summa(Executor):
         plan, x, y = self.plan, self.grid[self.plan.x], self.grid[self.plan.y]
         extent = {"nn": plan.k, "nt": plan.n, "tn": plan.m}[normal(plan.form)]
         cuts = panels(0, extent, x.size, y.size, plan.panel)
-        self.engine = engine(self.workspace, plan.form, x, y, cuts, plan.lookahead)
+        self.loop = loop_of(self.workspace, plan.form, x, y, cuts, plan.lookahead)
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        self.engine(a, b, out, alpha, beta)
+        self.loop(a, b, out, alpha, beta)
 
 
-Engine = Callable[[Array, Array, Array, Any, Any], None]
+Loop = Callable[[Array, Array, Array, Any, Any], None]
 
 
 def normal(form: str) -> str:
@@ -86,31 +86,31 @@ def normal(form: str) -> str:
     return form.replace("c", "t")
 
 
-def engine(workspace: Workspace, form: str, x: Axis, y: Axis, cuts: list[Panel], lookahead: bool) -> Engine:
+def loop_of(workspace: Workspace, form: str, x: Axis, y: Axis, cuts: list[Panel], lookahead: bool) -> Loop:
     """The way SUMMA takes a product of `form` on the plane of x and y."""
     if normal(form) == "nn":
         return Outer(
             workspace,
             form,
-            Stream(workspace, "a", y, "y", 1, cuts, lookahead),
-            Stream(workspace, "b", x, "x", 0, cuts, lookahead),
+            BroadcastPanels(workspace, "a", y, "y", 1, cuts, lookahead),
+            BroadcastPanels(workspace, "b", x, "x", 0, cuts, lookahead),
         )
     if normal(form) == "nt":
-        return Inner(workspace, form, Stream(workspace, "b", x, "x", 0, cuts, lookahead), y)
-    return Inner(workspace, form, Stream(workspace, "a", y, "y", 1, cuts, lookahead), x)
+        return Inner(workspace, form, BroadcastPanels(workspace, "b", x, "x", 0, cuts, lookahead), y)
+    return Inner(workspace, form, BroadcastPanels(workspace, "a", y, "y", 1, cuts, lookahead), x)
 
 
 class Outer:
     """C stays: C += (panel of A)·(panel of B), for every panel of k."""
 
-    def __init__(self, workspace: Workspace, form: str, left: Stream, right: Stream) -> None:
+    def __init__(self, workspace: Workspace, form: str, left: BroadcastPanels, right: BroadcastPanels) -> None:
         self.workspace, self.form, self.left, self.right = workspace, form, left, right
 
     def __call__(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         scratch = self.workspace.scratch(out)
         if not self.left.cuts:
             scale(out, beta)
-        for left, right in zip(self.left.through(a), self.right.through(b), strict=True):
+        for left, right in zip(self.left.each(a), self.right.each(b), strict=True):
             self.workspace.accumulate(left, right, self.form, out, alpha, beta, scratch)
             beta = 1
 
@@ -118,16 +118,16 @@ class Outer:
 class Inner:
     """An operand stays: with each panel of the other, one panel of C, summed along an axis onto the member that owns it."""
 
-    def __init__(self, workspace: Workspace, form: str, moving: Stream, along: Axis) -> None:
+    def __init__(self, workspace: Workspace, form: str, moving: BroadcastPanels, along: Axis) -> None:
         self.workspace, self.form, self.moving, self.along = workspace, form, moving, along
         self.a_moves = moving.name == "a"
 
     def __call__(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         staying = self.workspace.widened("staying", b if self.a_moves else a)
-        room = self.moving.widest * out.shape[1 if self.a_moves else 0]
+        capacity = self.moving.widest * out.shape[1 if self.a_moves else 0]
         direct = self.along.size == 1 and adds_in_place(dtype_name(out))
         last: Callable[[], None] = lambda: None  # noqa: E731
-        for count, panel in enumerate(self.moving.through(a if self.a_moves else b)):
+        for count, panel in enumerate(self.moving.each(a if self.a_moves else b)):
             operands = (panel, staying) if self.a_moves else (staying, panel)
             owner, target = self._home(count, out)
             if direct:
@@ -137,7 +137,7 @@ class Inner:
                 (self.moving.cuts[count].width, out.shape[1]) if self.a_moves else (out.shape[0], self.moving.cuts[count].width)
             )
             slot = count % 2 if self.moving.lookahead else 0
-            partial = self.workspace.buffer(f"partial {slot}", shape, out, room)
+            partial = self.workspace.buffer(f"partial {slot}", shape, out, capacity)
             self.workspace.accumulate(*operands, self.form, partial, alpha, 0)
             last()
             last = self._reduced(partial, owner, target, beta)

@@ -10,7 +10,7 @@ from ...comm.arrays import Array
 from ...layout.layout import Layout
 from .executor import Executor
 from .panels import panels
-from .summa import SummaPlan, engine, normal
+from .summa import SummaPlan, loop_of, normal
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Tesseract(Executor):
     def _prepare(self) -> None:
         plan, x, y = self.plan, self.grid[self.plan.x], self.grid[self.plan.y]
         extent = {"nn": plan.k, "nt": plan.n, "tn": plan.m}[normal(plan.form)]
-        self.engine = engine(self.workspace, plan.form, x, y, panels(0, extent, x.size, y.size, plan.panel), plan.lookahead)
+        self.loop = loop_of(self.workspace, plan.form, x, y, panels(0, extent, x.size, y.size, plan.panel), plan.lookahead)
         self.depth = self.grid[plan.d]
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         if normal(self.plan.form) != "tn":
-            return self.engine(a, b, out, alpha, beta)
-        self.engine(a, b, out, alpha, beta if self.depth.index == 0 else 0)  # one depth brings what C held
+            return self.loop(a, b, out, alpha, beta)
+        self.loop(a, b, out, alpha, beta if self.depth.index == 0 else 0)  # one depth brings what C held
         self.depth.all_reduce(out, into=out)

@@ -47,10 +47,10 @@ class Transposed:
     def run(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """out = α·op(A)·op(B) + β·out."""
         left, right = self._plain("b", b, self.plan.form[1]), self._plain("a", a, self.plan.form[0])
-        turned = self.workspace.buffer("turned", self.inner.c_block, out)  # [n/y, m/x] before, [m, n] in view
-        self.inner.multiply_into(left, right, turned, alpha, 0)
+        transposed = self.workspace.buffer("transposed", self.inner.c_block, out)  # [n/y, m/x] before, [m, n] in view
+        self.inner.multiply_into(left, right, transposed, alpha, 0)
         if self.world.size > 1:
-            self.world.open_device(turned)
+            self.world.open_device(transposed)
         arriving = self._pieces("received", self.received, out)
         leaving = self._pieces("sent", self.sent, out)
         pending = [
@@ -58,10 +58,10 @@ class Transposed:
             for piece, block in zip(self.received, arriving, strict=True)
         ]
         for piece, block in zip(self.sent, leaving, strict=True):
-            self.workspace.copy(block, turned.T[_box(piece.take)])
+            self.workspace.copy(block, transposed.T[_box(piece.take)])
             pending.append(self.world.start_send(block, self.member[piece.taker]))
         if self.kept:
-            add(turned.T[_box(self.kept.take)], out[_box(self.kept.put)], beta)
+            add(transposed.T[_box(self.kept.take)], out[_box(self.kept.put)], beta)
         for communication in pending:
             communication.wait()
         for piece, block in zip(self.received, arriving, strict=True):
@@ -80,9 +80,9 @@ class Transposed:
 
     def _pieces(self, name: str, pieces: list[Piece], like: Array) -> list[Array]:
         """A contiguous block of workspace for each piece."""
-        room, start, blocks = self.workspace.buffer(name, (sum(piece.words for piece in pieces),), like), 0, []
+        memory, start, blocks = self.workspace.buffer(name, (sum(piece.words for piece in pieces),), like), 0, []
         for piece in pieces:
-            blocks.append(room[start : start + piece.words].reshape(piece.shape))
+            blocks.append(memory[start : start + piece.words].reshape(piece.shape))
             start += piece.words
         return blocks
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from ...comm.arrays import Array, copy_into, dtype_name, empty, is_half, is_on_device, kind_of
 from ...comm.grid import Grid
 from ..local import blas
@@ -21,26 +23,31 @@ class Workspace:
 
     def __init__(self, grid: Grid) -> None:
         self.ledger = grid.ledger
-        self._rooms: dict[str, Array] = {}
+        self._buffers: dict[str, Array] = {}
 
-    def buffer(self, name: str, shape: Sequence[int], like: Array, room: int | None = None) -> Array:
-        """A C-ordered array of `shape` and of `like`'s kind and dtype; `room`, its largest size, is what is kept."""
-        held, count = self._rooms.get(name), prod(shape)
-        if held is None or kind_of(held) != kind_of(like) or held.dtype != like.dtype or len(held) < count:
-            self._rooms.pop(name, None)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def buffer(self, name: str, shape: Sequence[int], like: Array, capacity: int | None = None) -> Array:
+        """A C-ordered array of `shape` and of `like`'s kind and dtype; `capacity`, its largest size, is what is kept."""
+        held, count = self._buffers.get(name), prod(shape)
+        if held is None or held.dtype != like.dtype or len(held) < count or not is_like(held, like):
+            self._buffers.pop(name, None)
             del held
-            held = self._rooms[name] = self.ledger.track(empty((max(count, room or 0),), like))
+            held = self._buffers[name] = self.ledger.track(empty((max(count, capacity or 0),), like))
         return held[:count].reshape(tuple(shape))
 
-    def widened(self, name: str, array: Array, room: int | None = None) -> Array:
+    def widened(self, name: str, array: Array, capacity: int | None = None) -> Array:
         """`array` as products take it: itself, or for 16-bit floats on the host a copy in float32 in workspace `name`."""
         if not is_half(array) or is_on_device(array):
             return array
-        return self.copy(self.buffer(f"wide {name}", array.shape, accumulation_like(array), room), array)
+        return self.copy(self.buffer(f"wide {name}", array.shape, accumulation_like(array), capacity), array)
 
-    def scratch(self, out: Array, room: int | None = None) -> Array | None:
+    def scratch(self, out: Array, capacity: int | None = None) -> Array | None:
         """Where a product of out's shape waits to be added to it; None where it is added in place."""
-        return None if adds_in_place(dtype_name(out)) else self.buffer("product", out.shape, out, room)
+        return None if adds_in_place(dtype_name(out)) else self.buffer("product", out.shape, out, capacity)
 
     def accumulate(
         self, a: Array, b: Array, form: str, out: Array, alpha: Any = 1, beta: Any = 0, scratch: Array | None = None
@@ -58,3 +65,8 @@ class Workspace:
         """target = source; returns the target."""
         with self.ledger.copy(target):
             return copy_into(target, source)
+
+
+def is_like(array: Array, like: Array) -> bool:
+    """Whether two arrays are of one library and lie on one side; quick for numpy's."""
+    return type(array) is type(like) is np.ndarray or kind_of(array) == kind_of(like)

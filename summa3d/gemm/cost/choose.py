@@ -8,11 +8,13 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ...comm.grid import Grid, describe
+from ...comm.grid import Grid
+from ...comm.topology import describe
+from ...dtypes import Dtype, dtype_of
 from ...errors import ConfigError, ShapeError
 from ..algorithms import registry
 from ..algorithms.checks import is_whole
-from .machine import Kind, Machine, kind_of
+from .machine import Machine
 from .mean import Mean, lower_bound
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class Candidate:
     ranks: int
     plan: Any
     mean: Mean
-    kind: Kind
+    dtype: Dtype
     machine: Machine
 
     @property
@@ -54,33 +56,33 @@ class Candidate:
         sizes = zip(self._extents(), (mean.m, mean.n, mean.k), strict=True)
         m, n, k = (_largest(extent, part) for extent, part in sizes)
         imbalance = max(1.0, m * n * k / (mean.m * mean.n * mean.k)) if m * n * k else 1.0
-        one = self.machine.product(m, n, k, self.kind)
+        one = self.machine.product(m, n, k, self.dtype)
         reduced = float(mean.reduced) * imbalance
         if self.machine.node and registry.ALGORITHMS[self.algorithm].reads_in_place:
-            return crowding * (one + self.machine.staging(self._laid(), reduced, mean.messages, self.kind))
-        moved = self.machine.transfer(float(mean.gathered) * imbalance, reduced, mean.messages, self.kind)
+            return crowding * (one + self.machine.node_transfer(self._copied_words(), reduced, mean.messages, self.dtype))
+        moved = self.machine.transfer(float(mean.gathered) * imbalance, reduced, mean.messages, self.dtype)
         return crowding * (mean.products * one + moved)
 
-    def _laid(self) -> float:
+    def _copied_words(self) -> float:
         """Words of A and B that a rank of the cuboid lays where the others read them."""
         plan = self.plan
         return (plan.m * plan.k * (self.grid[plan.y] > 1) + plan.k * plan.n * (self.grid[plan.x] > 1)) / self.ranks
 
     def _extents(self) -> tuple[int, int, int]:
-        turned = getattr(self.plan, "by_transpose", False)
-        return (self.plan.n, self.plan.m, self.plan.k) if turned else (self.plan.m, self.plan.n, self.plan.k)
+        transposed = getattr(self.plan, "by_transpose", False)
+        return (self.plan.n, self.plan.m, self.plan.k) if transposed else (self.plan.m, self.plan.n, self.plan.k)
 
     @cached_property
     def workspace_bytes(self) -> int:
         """Peak workspace of the rank that needs most: one of those with the lowest or highest indices."""
-        volume = registry.ALGORITHMS[self.algorithm].volume(self.plan, self.grid, self.kind.name)
+        volume = registry.ALGORITHMS[self.algorithm].volume(self.plan, self.grid, self.dtype.name)
         corners = product(*(sorted({0, min(1, size - 1), size - 1}) for size in self.grid.values()))
-        return self.kind.nbytes * max(volume.workspace_of(dict(zip(self.grid, corner, strict=True))) for corner in corners)
+        return self.dtype.nbytes * max(volume.workspace_of(dict(zip(self.grid, corner, strict=True))) for corner in corners)
 
     @cached_property
     def max_words(self) -> int:
         """Words of the rank that receives most."""
-        words: int = registry.ALGORITHMS[self.algorithm].volume(self.plan, self.grid, self.kind.name).max_words
+        words: int = registry.ALGORITHMS[self.algorithm].volume(self.plan, self.grid, self.dtype.name).max_words
         return words
 
     @property
@@ -106,10 +108,12 @@ class Choice:
 
     @property
     def algorithm(self) -> str:
+        """Its name."""
         return self.best.algorithm
 
     @property
     def grid(self) -> dict[str, int]:
+        """Axis → size."""
         return self.best.grid
 
     @property
@@ -124,6 +128,7 @@ class Choice:
 
     @property
     def idle(self) -> int:
+        """Ranks that are left out."""
         return self.ranks - self.best.ranks
 
     @property
@@ -133,18 +138,22 @@ class Choice:
 
     @property
     def max_words(self) -> int:
+        """Words of the rank that receives most."""
         return self.best.max_words
 
     @property
     def messages(self) -> float:
+        """Messages that a rank in use receives, on average."""
         return self.best.mean.messages
 
     @property
     def workspace_bytes(self) -> int:
+        """Peak workspace of the rank that needs most."""
         return self.best.workspace_bytes
 
     @property
     def seconds(self) -> float:
+        """Predicted time of the busiest rank."""
         return self.best.seconds
 
     def place(self, comm: MPI.Intracomm) -> Grid:
@@ -153,7 +162,7 @@ class Choice:
 
     def __str__(self) -> str:
         m, n, k = self.shape
-        head = f"C {m}×{n} = op(A) {m}×{k} · op(B) {k}×{n}, form {self.plan.form}, {self.best.kind.name}, on {self.ranks} ranks"
+        head = f"C {m}×{n} = op(A) {m}×{k} · op(B) {k}×{n}, form {self.plan.form}, {self.best.dtype.name}, on {self.ranks} ranks"
         rows: list[tuple[str, ...]] = [HEADINGS]
         rows += [self._row(candidate) for candidate in (self.best, *self.others)]
         rows.append(("", "lower bound", str(self.ranks), f"{self.bound:,.0f}", "1.00" if self.bound else "-", "", "", ""))
@@ -208,7 +217,7 @@ def choose(
     if memory_limit is not None and not (is_whole(memory_limit) or isinstance(memory_limit, float)):
         raise ConfigError(f"memory_limit is {memory_limit!r}; it takes a number of bytes, such as {2**30} for 1 GiB.")
     names = list(registry.ALGORITHMS) if algorithm is None else [registry.algorithm(algorithm, ranks).name]
-    search = Search((m, n, k), kind_of(dtype), memory_limit, names, form, machine or Machine(), even=algorithm is None)
+    search = Search((m, n, k), dtype_of(dtype), memory_limit, names, form, machine or Machine(), even=algorithm is None)
     bound = lower_bound(m, n, k, ranks)
     here = search.best_of(ranks)
     counts = [here[0]] if here else []
@@ -232,7 +241,7 @@ class Search:
     """All candidates of a product within a memory limit."""
 
     shape: tuple[int, int, int]
-    kind: Kind
+    dtype: Dtype
     memory_limit: int | None
     names: list[str]
     form: str
@@ -258,7 +267,7 @@ class Search:
                 mean = found.mean(self.form.replace("c", "t"), m, n, k, grid)
                 if width and k:
                     mean = _in_panels(mean, max(mean.products, -(-k // width)))
-                candidate = Candidate(name, grid, ranks, plan, mean, self.kind, self.machine)
+                candidate = Candidate(name, grid, ranks, plan, mean, self.dtype, self.machine)
                 if candidate.even or not self.even:
                     yield candidate
 
@@ -305,7 +314,7 @@ def _nothing_fits(search: Search, ranks: int) -> str:
     smallest = min(search.candidates(ranks), key=lambda one: one.workspace_bytes)
     m, n, k = search.shape
     return (
-        f"Nothing multiplies {m}×{k} by {k}×{n} {search.kind.name} on {ranks} ranks "
+        f"Nothing multiplies {m}×{k} by {k}×{n} {search.dtype.name} on {ranks} ranks "
         f"with a workspace of {search.memory_limit:,} bytes a rank.\n"
         f"  The smallest workspace is {smallest.workspace_bytes:,} bytes: {smallest}."
     )

@@ -10,52 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import ConfigError
+from ...dtypes import Dtype
 from ..local.blas import accumulate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A dtype in numbers: its name, the bytes of a word, real flops of a multiply-add, speed against float64."""
-
-    name: str
-    nbytes: int
-    flops: int
-    speed: float
-
-
-KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind("float64", 8, 2, 1),
-        Kind("float32", 4, 2, 2),
-        Kind("float16", 2, 2, 2),
-        Kind("bfloat16", 2, 2, 2),
-        Kind("complex128", 16, 8, 1),
-        Kind("complex64", 8, 8, 2),
-        Kind("int32", 4, 2, 0.02),
-        Kind("int64", 8, 2, 0.02),
-    )
-}
-
-
-def kind_of(dtype: Any) -> Kind:
-    """The numbers of a dtype of numpy or torch, or of a dtype's name."""
-    text = str(dtype).removeprefix("torch.")
-    name = text if text in KINDS or text == "None" else _numpys_name(dtype)
-    if name not in KINDS:
-        raise ConfigError(f"dtype {name} has no product here. Those that have: {', '.join(KINDS)}.")
-    return KINDS[name]
-
-
-def _numpys_name(dtype: Any) -> str:
-    try:
-        return np.dtype(dtype).name
-    except TypeError:
-        return str(dtype)
 
 
 @dataclass(frozen=True)
@@ -68,7 +27,7 @@ class Machine:
     latency : seconds per message
     memory_time : seconds per byte read or written in memory: packing, and the sums of a reduce-scatter
     cores : cores that the ranks share; None gives each rank its own
-    node : the ranks share one node's memory (comm/node.py), where the cuboid's gathered operands are read in place
+    node : the ranks share one node's memory (comm/transport/node.py), where the cuboid's gathered operands are read in place
     """
 
     flops: float = 50e9
@@ -83,23 +42,23 @@ class Machine:
         """By how much ranks slow each other down: ranks per core, at least 1."""
         return max(1.0, ranks / self.cores) if self.cores else 1.0
 
-    def product(self, m: float, n: float, k: float, kind: Kind) -> float:
+    def product(self, m: float, n: float, k: float, dtype: Dtype) -> float:
         """Seconds of one local product."""
         slowdown = 1.0
         for extent in (m, n, k):
             if extent <= 0:
                 return 0.0
             slowdown *= (extent + self.half) / extent
-        return kind.flops * m * n * k / (self.flops * kind.speed) * slowdown
+        return dtype.flops * m * n * k / (self.flops * dtype.speed) * slowdown
 
-    def transfer(self, gathered: float, reduced: float, messages: float, kind: Kind) -> float:
+    def transfer(self, gathered: float, reduced: float, messages: float, dtype: Dtype) -> float:
         """Seconds to receive words: copied once where gathered; where reduced also read, added, and written."""
         passes = 3 * self.memory_time * reduced + self.memory_time * gathered
-        return kind.nbytes * (self.byte_time * (gathered + reduced) + passes) + self.latency * messages
+        return dtype.nbytes * (self.byte_time * (gathered + reduced) + passes) + self.latency * messages
 
-    def staging(self, laid: float, reduced: float, messages: float, kind: Kind) -> float:
-        """Seconds of the same in a node's memory: own words laid where others read them, and sums read, added and written."""
-        return kind.nbytes * self.memory_time * (2 * laid + 3 * reduced) + self.latency * messages
+    def node_transfer(self, copied: float, reduced: float, messages: float, dtype: Dtype) -> float:
+        """Seconds of the same in a node's memory: own words copied where others read them, and sums read, added and written."""
+        return dtype.nbytes * self.memory_time * (2 * copied + 3 * reduced) + self.latency * messages
 
 
 def calibrate(comm: MPI.Intracomm | None = None, seconds: float = 0.3) -> Machine:

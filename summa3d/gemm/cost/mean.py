@@ -24,6 +24,7 @@ class Mean(NamedTuple):
 
     @property
     def words(self) -> Real:
+        """Words received."""
         return self.gathered + self.reduced
 
 

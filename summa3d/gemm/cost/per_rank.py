@@ -15,7 +15,7 @@ from typing import Any
 from ...comm.arrays import share
 from ...layout.layout import Coordinates, Layout, split_range, split_sizes
 from ...layout.redistribute import Placement, Redistribution
-from ..algorithms.agarwal import AgarwalPlan, everywhere
+from ..algorithms.agarwal import AgarwalPlan, broadcast_layout
 from ..algorithms.ca25d import Ca25dPlan
 from ..algorithms.cannon import CannonPlan
 from ..algorithms.cuboid import CuboidPlan
@@ -25,7 +25,7 @@ from ..algorithms.plan import ProductPlan
 from ..algorithms.summa import SummaPlan, normal
 from ..algorithms.tesseract import TesseractPlan
 from ..algorithms.transpose import exchange
-from .steps import Conditions, Cost, GridShape, Volume, all_reduce, block_words, gather, scatter, together
+from .steps import Conditions, Cost, GridShape, Volume, all_reduce, block_words, combined, gather, scatter
 
 CostOf = Callable[[Any, GridShape, Coordinates, Conditions], Cost]
 
@@ -52,9 +52,9 @@ def volume(
     def cost_of(at: Coordinates) -> Cost:
         found = cost(inner, grid_shape, at, conditions)
         if exchanged is not None:
-            found = together(found, exchanged(at))
+            found = combined(found, exchanged(at))
         own = block_words(plan.c_layout, plan.c_shape, grid_shape, at) if summed else 0
-        return together(found, Cost(0, 0, conditions.wide * own))
+        return combined(found, Cost(0, 0, conditions.wide * own))
 
     return Volume(grid_shape, cost_of)
 
@@ -110,7 +110,7 @@ def cuts(start: int, stop: int, x_parts: int, y_parts: int, width: int | None) -
     return Cuts(len(found), max(widths, default=0), widths, owned)
 
 
-def stream(
+def panel_broadcasts(
     plan: SummaPlan,
     role: str,
     block: tuple[int, ...],
@@ -143,9 +143,9 @@ def outer(plan: SummaPlan, span: tuple[int, int], grid_shape: GridShape, at: Coo
     extent = span[1] - span[0]
     a_dim, b_dim = (1 if plan.form[0] == "n" else 0), (0 if plan.form[1] == "n" else 1)
     scratch = a[1 - a_dim] * b[1 - b_dim] if conditions.scratch else 0
-    return together(
-        stream(plan, "y", a, a_dim, extent, cut, grid_shape, at, conditions),
-        stream(plan, "x", b, b_dim, extent, cut, grid_shape, at, conditions),
+    return combined(
+        panel_broadcasts(plan, "y", a, a_dim, extent, cut, grid_shape, at, conditions),
+        panel_broadcasts(plan, "x", b, b_dim, extent, cut, grid_shape, at, conditions),
         Cost(0, 0, scratch),
     )
 
@@ -159,8 +159,8 @@ def inner(plan: SummaPlan, a_moves: bool, grid_shape: GridShape, at: Coordinates
     size, index = grid_shape[along], at[along]
     reduced = (size - 1) * sum(times * share(rest * width, size, index) for width, times in cut.widths.items())
     partial = 0 if size == 1 and not conditions.scratch else buffers(plan, cut) * cut.widest * rest * conditions.wide
-    return together(
-        stream(plan, role, moving, dim, extent, cut, grid_shape, at, conditions),
+    return combined(
+        panel_broadcasts(plan, role, moving, dim, extent, cut, grid_shape, at, conditions),
         Cost(reduced, (size - 1) * cut.count, partial + conditions.widened * prod(staying)),
     )
 
@@ -177,7 +177,7 @@ def tesseract(plan: TesseractPlan, grid_shape: GridShape, at: Coordinates, condi
     cost = summa(plan, grid_shape, at, conditions)
     if normal(plan.form) != "tn":
         return cost
-    return together(cost, all_reduce(block_words(plan.c_layout, plan.c_shape, grid_shape, at), (plan.d,), grid_shape, at))
+    return combined(cost, all_reduce(block_words(plan.c_layout, plan.c_shape, grid_shape, at), (plan.d,), grid_shape, at))
 
 
 def ca25d(plan: Ca25dPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
@@ -188,7 +188,7 @@ def ca25d(plan: Ca25dPlan, grid_shape: GridShape, at: Coordinates, conditions: C
         return cost
     copy = block_words(Layout((plan.x,), (plan.y,)), plan.c_shape, grid_shape, at)
     own = block_words(plan.c_layout, plan.c_shape, grid_shape, at)
-    return together(cost, Cost((depth - 1) * own, depth - 1, conditions.wide * (copy + depth * own)))
+    return combined(cost, Cost((depth - 1) * own, depth - 1, conditions.wide * (copy + depth * own)))
 
 
 # -- rings: cannon -------------------------------------------------------------------------------------------------------------
@@ -200,12 +200,12 @@ def cannon(plan: CannonPlan, grid_shape: GridShape, at: Coordinates, conditions:
     m, n, k = (split_sizes(extent, q) for extent in (plan.m, plan.n, plan.k))
     scratch = Cost(0, 0, m[i] * n[j] if conditions.scratch else 0)
     if q == 1:
-        return together(scratch, Cost(0, 0, conditions.widened * (m[0] * k[0] + k[0] * n[0])))
+        return combined(scratch, Cost(0, 0, conditions.widened * (m[0] * k[0] + k[0] * n[0])))
     if form == "nn":
         arriving = range(i + j, i + j + q)
         a = ring([m[i] * k[index % q] for index in arriving], i != 0, m[i] * k[0], conditions)
         b = ring([k[index % q] * n[j] for index in arriving], j != 0, k[0] * n[j], conditions)
-        return together(a, b, scratch)
+        return combined(a, b, scratch)
     arriving = range(i + j + 1, i + j + 1 + q)
     if form == "nt":
         rest, extent, staying, sum_rest, skewed, home = k[j], n, m[i] * k[j], m[i], j != q - 1, i != 0
@@ -215,15 +215,15 @@ def cannon(plan: CannonPlan, grid_shape: GridShape, at: Coordinates, conditions:
         own = m[i] * n[j]
     moving = ring([rest * extent[index % q] for index in arriving], skewed, rest * extent[0], conditions)
     passing = [sum_rest * extent[index % q] for index in arriving][1:] + ([own] if home else [])
-    room = sum_rest * extent[0]
-    workspace = conditions.wide * 2 * room + conditions.widened * staying + (room if conditions.scratch else 0)
-    return together(moving, Cost(sum(passing), len(passing), workspace))
+    capacity = sum_rest * extent[0]
+    workspace = conditions.wide * 2 * capacity + conditions.widened * staying + (capacity if conditions.scratch else 0)
+    return combined(moving, Cost(sum(passing), len(passing), workspace))
 
 
-def ring(blocks: list[int], skewed: bool, room: int, conditions: Conditions) -> Cost:
+def ring(blocks: list[int], skewed: bool, capacity: int, conditions: Conditions) -> Cost:
     """The words of the blocks in the order in which a rank multiplies them; the first is its own unless it is skewed."""
     moves = len(blocks) - 1 + skewed
-    return Cost(sum(blocks) - (0 if skewed else blocks[0]), moves, (min(2, moves) + conditions.widened) * room)
+    return Cost(sum(blocks) - (0 if skewed else blocks[0]), moves, (min(2, moves) + conditions.widened) * capacity)
 
 
 # -- faces and lines: agarwal, oned --------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def ring(blocks: list[int], skewed: bool, room: int, conditions: Conditions) -> 
 def agarwal(plan: AgarwalPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """(q−1)(mk + kn + mn)/P. Workspace: what is broadcast to the rank, and off C's face the partial C."""
     a, b, c = (
-        block_words(everywhere(layout), shape, grid_shape, at)
+        block_words(broadcast_layout(layout), shape, grid_shape, at)
         for layout, shape in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
     )
     size, index = grid_shape[plan.z], at[plan.z]
@@ -253,7 +253,7 @@ def oned_column(plan: OnedColumnPlan, grid_shape: GridShape, at: Coordinates, co
     )
     if not plan.sequence or size == 1:
         return local
-    return together(local, Cost(a - block_words(plan.a_layout, plan.a_shape, grid_shape, at), size - 1, a))
+    return combined(local, Cost(a - block_words(plan.a_layout, plan.a_shape, grid_shape, at), size - 1, a))
 
 
 def oned_row(plan: OnedRowPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
@@ -262,9 +262,9 @@ def oned_row(plan: OnedRowPlan, grid_shape: GridShape, at: Coordinates, conditio
     operands = block_words(plan.a_layout, plan.a_shape, grid_shape, at) + block_words(plan.b_layout, plan.b_shape, grid_shape, at)
     local = Cost(0, 0, conditions.widened * operands + (c if conditions.scratch else 0))
     if not plan.sequence or size == 1:
-        return together(local, all_reduce(c, (plan.y,), grid_shape, at))
+        return combined(local, all_reduce(c, (plan.y,), grid_shape, at))
     own = block_words(plan.c_layout, plan.c_shape, grid_shape, at)
-    return together(local, Cost((size - 1) * own, size - 1, conditions.wide * (c + size * own)))
+    return combined(local, Cost((size - 1) * own, size - 1, conditions.wide * (c + size * own)))
 
 
 # -- the transpose ---------------------------------------------------------------------------------------------------------------
@@ -280,12 +280,14 @@ def transposition(plan: ProductPlan, grid_shape: GridShape, conditions: Conditio
         rank = points.index(dict(at))
         received, sent = moves.received_by(rank), moves.sent_by(rank)
         words = sum(piece.words for piece in received)
-        turned = prod(layout.local_shape(plan.c_shape, grid_shape, at))
+        transposed = prod(layout.local_shape(plan.c_shape, grid_shape, at))
         conjugates = sum(
             prod(where.local_shape(shape, grid_shape, at))
             for letter, where, shape in zip(plan.form, (plan.a_layout, plan.b_layout), (plan.a_shape, plan.b_shape), strict=True)
             if letter == "c" and conditions.complex
         )
-        return Cost(words, len(received), conditions.wide * (turned + words + sum(piece.words for piece in sent)) + conjugates)
+        return Cost(
+            words, len(received), conditions.wide * (transposed + words + sum(piece.words for piece in sent)) + conjugates
+        )
 
     return cost_of

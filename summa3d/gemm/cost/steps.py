@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
-from ...comm.arrays import HALVES, share
+from ...comm.arrays import share
+from ...dtypes import HALVES
 from ...layout.layout import Coordinates, Layout
 from ..local.blas import adds_in_place
 
@@ -38,9 +39,11 @@ class Volume:
         return [self.cost_of(coordinates) for coordinates, _ in Layout().blocks((), self.grid_shape)]
 
     def words_of(self, coordinates: Coordinates) -> int:
+        """Words that the rank receives."""
         return self.cost_of(coordinates).words
 
     def messages_of(self, coordinates: Coordinates) -> int:
+        """Messages that the rank receives."""
         return self.cost_of(coordinates).messages
 
     def workspace_of(self, coordinates: Coordinates) -> int:
@@ -49,10 +52,12 @@ class Volume:
 
     @property
     def max_words(self) -> int:
+        """Words of the rank that receives most."""
         return max(cost.words for cost in self.costs())
 
     @property
     def mean_words(self) -> Fraction:
+        """Words that a rank receives on average, exactly."""
         return Fraction(sum(cost.words for cost in self.costs()), prod(self.grid_shape.values()))
 
 
@@ -94,7 +99,7 @@ def all_reduce(n: int, axes: tuple[str, ...], grid_shape: GridShape, at: Coordin
     return Cost(n + (size - 2) * share(n, size, index), 2 * (size - 1))
 
 
-def together(*costs: Cost) -> Cost:
+def combined(*costs: Cost) -> Cost:
     """The sum of costs whose workspace is held at one time."""
     return Cost(sum(cost.words for cost in costs), sum(cost.messages for cost in costs), sum(cost.workspace for cost in costs))
 

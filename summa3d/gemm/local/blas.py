@@ -6,12 +6,13 @@ import importlib
 
 import numpy as np
 
-from ...comm.arrays import HALVES, Array, dtype_name, is_half, is_torch, library_of
-from ...libraries import KINDS, gemm, library
+from ...blas_library import gemm, library
+from ...comm.arrays import Array, dtype_name, is_half, is_torch, library_of
+from ...dtypes import HALVES, LETTERS
 from .cublas import multiply_halves
 from .strides import by_rows, row_step
 
-LETTERS = "ntc"
+OPS = "ntc"
 """op of a product: none, transpose, conjugate transpose."""
 SMALL = 128**3
 """m·n·k below which numpy's call, the quickest there is, makes up for a faster BLAS."""
@@ -64,7 +65,7 @@ def _accumulate_on_device(a: Array, b: Array, form: str, out: Array, alpha: comp
     """`accumulate` for CuPy's arrays: by cuBLAS straight into C, or for integers by a product that is added."""
     if is_half(a):
         return multiply_halves(a, b, form, out, float(alpha.real), float(beta.real))
-    if dtype_name(out) not in KINDS:
+    if dtype_name(out) not in LETTERS:
         product = library_of(out).matmul(_op(a, form[0]), _op(b, form[1]))
         if alpha != 1:
             product *= alpha
@@ -109,8 +110,8 @@ def seed(partial: Array, sizes: list[int], index: int, out: Array, beta: complex
 
 
 def _op(array: Array, letter: str) -> Array:
-    turned = array if letter == "n" else array.T
-    return turned.conj() if letter == "c" and dtype_name(array).startswith("complex") else turned
+    transposed = array if letter == "n" else array.T
+    return transposed.conj() if letter == "c" and dtype_name(array).startswith("complex") else transposed
 
 
 def accumulation_like(array: Array) -> Array:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ...comm.arrays import Array, is_torch
 
-TURNED = {"n": "t", "t": "n"}
+OTHER_OP = {"n": "t", "t": "n"}
 
 
 def by_rows(array: Array, letter: str) -> tuple[Array, str] | None:
     """The matrix as it lies by rows, and its op then; None where neither it nor its transpose does, or op is c and must stay."""
     if row_step(array):
         return array, letter
-    return (array.T, TURNED[letter]) if letter in TURNED and row_step(array.T) else None
+    return (array.T, OTHER_OP[letter]) if letter in OTHER_OP and row_step(array.T) else None
 
 
 def row_step(array: Array) -> int:

@@ -1,0 +1,205 @@
+"""The BLAS that multiplies blocks of numpy arrays: numpy's own, MKL where it is installed, or a named one that passes a test."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .dtypes import LETTERS
+from .errors import ConfigError
+
+VARIABLE = "SUMMA3D_BLAS"
+ROW_MAJOR, TRANSPOSE = 101, {"n": 111, "t": 112, "c": 113}
+NAMES = ("scipy_cblas_{}gemm64_", "cblas_{}gemm64_", "cblas_{}gemm_64", "cblas_{}gemm")
+"""Names of gemm in the BLAS of numpy's wheels, of distributions with 64-bit integers, in MKL, and in all others."""
+SEQUENTIAL, GNU_THREADS = 1, 3  # MKL's threading layers
+CHECKED = 256  # side of a product that a library spreads over its threads
+
+Gemm = Callable[[np.ndarray, np.ndarray, str, np.ndarray, complex, complex], None]
+
+
+@dataclass(frozen=True)
+class Library:
+    """A BLAS: its name, the reason of its choice, and its ctypes handle (None where ctypes cannot reach numpy's own)."""
+
+    name: str
+    reason: str
+    handle: Any
+
+    @property
+    def is_numpys(self) -> bool:
+        """Whether this is the BLAS that numpy is linked to."""
+        return self.name == "numpy's"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+@cache
+def library() -> Library:
+    """The BLAS of this process, chosen at the first call.
+
+    SUMMA3D_BLAS names the library: `numpy`, `mkl`, or the name or path of a library with the C interface (CBLAS). Without the
+    variable, MKL is chosen on an Intel processor where MKL is installed beside this interpreter (by the extra `mkl` or by
+    conda), else numpy's BLAS.
+
+    Raises ConfigError for a library that cannot be loaded or computes a wrong product.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted == "numpy":
+        return _numpys(f"{VARIABLE}=numpy")
+    if wanted and wanted != "mkl":
+        return _named(wanted)
+    file = _mkl_file()
+    if wanted == "mkl" and file is None:
+        raise ConfigError(
+            f"{VARIABLE}=mkl, but there is no MKL in {_folder()}: pip install 'summa3d[mkl]', or name its libmkl_rt.so."
+        )
+    if file is None:
+        return _numpys("the extra mkl, faster on Intel's processors, is not installed")
+    if not wanted and not _is_intel():
+        return _numpys(f"the processor is not Intel's; {VARIABLE}=mkl takes the MKL that is installed")
+    found = _mkl(file, f"{VARIABLE}=mkl" if wanted else "installed here, and the processor is Intel's")
+    if found is None or _checked(found.handle, "float64") is None:
+        if wanted:
+            raise ConfigError(f"{VARIABLE}=mkl, but {file} cannot be used: its OpenMP runtime is missing, or a product is wrong.")
+        return _numpys("MKL is installed but cannot be used")
+    return found
+
+
+@cache
+def gemm(dtype: str) -> Gemm | None:
+    """The function C = α·op(A)·op(B) + β·C of this process's BLAS for a dtype; None where it lacks one or computes wrongly."""
+    handle = library().handle
+    return None if handle is None or dtype not in LETTERS else _checked(handle, dtype)
+
+
+def _named(wanted: str) -> Library:
+    try:
+        handle = _mkl(Path(wanted), f"{VARIABLE} names it") if "mkl_rt" in Path(wanted).name else None
+        found = handle or Library(Path(wanted).name, f"{VARIABLE} names it", ctypes.CDLL(wanted))
+    except OSError as error:
+        raise ConfigError(f"{VARIABLE}={wanted} cannot be loaded: {error}.\n  Give numpy, mkl, or the file of a BLAS.") from None
+    if _checked(found.handle, "float64") is None:
+        raise ConfigError(
+            f"{VARIABLE}={wanted} has no cblas_dgemm that computes correct products.\n  Give numpy, mkl, or the file of a BLAS."
+        )
+    return found
+
+
+def _numpys(reason: str) -> Library:
+    """numpy's BLAS, through numpy's extension module, whose symbols include those of the BLAS that it is linked to."""
+    core: Any = getattr(np, "_core", None) or np.core
+    try:
+        handle: Any = ctypes.CDLL(core._multiarray_umath.__file__)
+    except OSError:
+        handle = None
+    return Library("numpy's", reason, handle)
+
+
+def _folder() -> Path:
+    return Path(sys.prefix) / "lib"
+
+
+def _mkl_file() -> Path | None:
+    return next(iter(sorted(_folder().glob("libmkl_rt.so*"), reverse=True)), None)
+
+
+def _mkl(file: Path, reason: str) -> Library | None:
+    """MKL with the threading layer of `_mkl_layer`; None without GNU's OpenMP runtime, where MKL would end the process."""
+    handle = ctypes.CDLL(str(file))
+    layer = _mkl_layer()
+    if layer is None:
+        return None
+    handle.MKL_Set_Threading_Layer(layer)
+    text = ctypes.create_string_buffer(200)
+    handle.MKL_Get_Version_String(text, 200)
+    words = text.value.decode().split()
+    version = next((word.removesuffix("-Product") for word in words if word[:1].isdigit()), "")
+    return Library(f"MKL {version}".strip(), reason, handle)
+
+
+def _mkl_layer(environ: Mapping[str, str] = os.environ) -> int | None:
+    """MKL's threading layer: sequential for one thread, else GNU's OpenMP; None without GNU's runtime.
+
+    With Intel's OpenMP runtime, products are wrong beside torch, which loads GNU's.
+    """
+    if (environ.get("MKL_NUM_THREADS") or environ.get("OMP_NUM_THREADS")) == "1":
+        return SEQUENTIAL
+    try:
+        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return None
+    return GNU_THREADS
+
+
+def _is_intel() -> bool:
+    facts = Path("/proc/cpuinfo")
+    return facts.exists() and "GenuineIntel" in facts.read_text()
+
+
+def _checked(handle: Any, dtype: str) -> Gemm | None:
+    """The library's gemm for a dtype; None where it lacks one, pointers are not 8 bytes wide, or a product is wrong."""
+    if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    try:
+        bound = _bound(handle, dtype)
+    except AttributeError:
+        return None
+    a, b, out = (np.arange(rows * 9, dtype=dtype).reshape(rows, 9) for rows in (3, 2, 3))
+    a, b, out = a[:, :4], b[:, :4], out[:, :2].copy()
+    want = 2 * (a @ b.T) + 3 * out
+    bound(a, b, "nt", out, 2, 3)
+    large = (np.arange(CHECKED * CHECKED) % 7).astype(dtype).reshape(CHECKED, CHECKED)  # whole numbers: exact in any order
+    square = np.empty_like(large)
+    bound(large, large, "nn", square, 1, 0)
+    return bound if np.array_equal(out, want) and np.array_equal(square, large @ large) else None
+
+
+def _bound(library: Any, dtype: str) -> Gemm:
+    names = [name.format(LETTERS[dtype]) for name in NAMES]
+    function = next(getattr(library, name) for name in [*filter(lambda name: hasattr(library, name), names), names[-1]])
+    # 64-bit integers fit both kinds of BLAS: on these platforms a 32-bit callee reads the low half of each argument.
+    enum, number, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+    is_complex = dtype.startswith("complex")
+    scalar = pointer if is_complex else ctypes.c_float if dtype == "float32" else ctypes.c_double
+    operand = (pointer, number)
+    function.restype = None
+    function.argtypes = (enum, enum, enum, number, number, number, scalar, *operand, *operand, scalar, *operand)
+
+    def gemm(a: np.ndarray, b: np.ndarray, form: str, out: np.ndarray, alpha: complex, beta: complex) -> None:
+        if not out.flags.writeable:  # the library gets an address only and cannot check
+            raise ValueError("output array is read-only")
+        m, n = out.shape
+        k = a.shape[1] if form[0] == "n" else a.shape[0]
+        factors = np.array((alpha, beta), dtype)
+        first = address(factors)
+        scalars = (first, first + factors.itemsize) if is_complex else (alpha, beta)
+        function(
+            ROW_MAJOR, TRANSPOSE[form[0]], TRANSPOSE[form[1]], m, n, k,
+            scalars[0], address(a), leading(a), address(b), leading(b), scalars[1], address(out), leading(out),
+        )  # fmt: skip
+
+    return gemm
+
+
+def address(array: np.ndarray) -> int:
+    """The address of the first element (`array.ctypes.data` is the same, but takes ten times as long)."""
+    return int(array.__array_interface__["data"][0])
+
+
+def leading(array: np.ndarray) -> int:
+    """The leading dimension: elements from one row to the next.
+
+    >>> leading(np.zeros((3, 4))), leading(np.zeros((3, 4))[:, :2])
+    (4, 4)
+    """
+    return int(array.strides[0] // array.itemsize) if array.shape[0] > 1 else max(1, int(array.shape[1]))

@@ -1,0 +1,57 @@
+"""Which ranks hold which block of a distributed matrix, in a few lines of text."""
+
+from __future__ import annotations
+
+from ..comm.arrays import dtype_name
+from .distributed import Distributed
+
+Runs = tuple[tuple[int, int], ...]
+
+LARGEST = 64
+"""Ranks; a table of more is no help."""
+RUNS = 3
+"""Ranges of a block-cyclic dim that are shown."""
+
+
+def summary(matrix: Distributed) -> str:
+    """One line on the matrix and on this rank's part of it."""
+    rows, columns = matrix.layout.runs(matrix.shape, matrix.grid.shape, matrix.grid.coordinates)
+    size = f"{matrix.shape[0]}×{matrix.shape[1]} {dtype_name(matrix.block)}"
+    here = f"rows {ranges(rows)}, columns {ranges(columns)} here" if matrix.grid.inside else "nothing here"
+    return f"DistMatrix({size}, {matrix.layout} on {matrix.grid}, {here})"
+
+
+def ranges(runs: tuple[slice, ...]) -> str:
+    """``0:4`` or ``0:2,4:6,8:10,…``"""
+    shown = ",".join(f"{run.start}:{run.stop}" for run in runs[:RUNS])
+    return (shown or "none") + (",…" if len(runs) > RUNS else "")
+
+
+def table(matrix: Distributed) -> list[str]:
+    """A line per range of rows, a column per range of columns, in each cell the ranks that hold the block.
+
+    None for more than 64 ranks.
+    """
+    grid, layout = matrix.grid, matrix.layout
+    if grid.size > LARGEST:
+        return []
+    holders: dict[tuple[Runs, Runs], list[int]] = {}
+    for rank in range(grid.size):
+        coordinates = grid.coordinates_of(rank)
+        if layout.is_host(coordinates):
+            rows, columns = (_hashable(part) for part in layout.runs(matrix.shape, grid.shape, coordinates))
+            holders.setdefault((rows, columns), []).append(grid.ranks[rank])
+    lines, across = (sorted({key[dim] for key in holders}) for dim in (0, 1))
+    table = [["rows \\ columns", *map(_written, across)]]
+    for rows in lines:
+        table.append([_written(rows), *(" ".join(map(str, holders[rows, columns])) for columns in across)])
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+
+
+def _hashable(runs: tuple[slice, ...]) -> Runs:
+    return tuple((run.start, run.stop) for run in runs)
+
+
+def _written(runs: Runs) -> str:
+    return ranges(tuple(slice(*run) for run in runs))

@@ -1,0 +1,75 @@
+"""The executors that a grid keeps: a product that comes again finds its workspace allocated."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..comm.arrays import Array, is_torch, kind_of
+from ..comm.grid import Grid
+from .algorithms.executor import Executor
+from .algorithms.plan import ProductPlan
+from .algorithms.registry import algorithm_of
+
+KEPT_BYTES = 1 << 28
+"""Workspace that a rank keeps for products to come, per grid: that of a float64 product of 5792³ through MPI on a 2×2×2 grid."""
+KEPT_EXECUTORS = 256
+"""Executors without workspace cost memory too."""
+
+Key = tuple[ProductPlan, Any, str]
+
+
+class Executors:
+    """Executors by plan, dtype and device, least recently used first; their workspace is at most `limit` bytes.
+
+    One that is in use is not here: who asks for it meanwhile gets another.
+    """
+
+    def __init__(self, grid: Grid, limit: int = KEPT_BYTES) -> None:
+        self.grid, self.limit = grid, limit
+        self.nbytes = 0
+        self._kept: OrderedDict[Key, tuple[Executor, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @contextmanager
+    def lend(self, plan: ProductPlan, like: Array) -> Iterator[Executor]:
+        """An executor of `plan` for arrays of the kind and dtype of `like`, taken back when the block ends.
+
+        One whose block raises is dropped. Raises what the executor of a new plan raises.
+        """
+        key = (plan, like.dtype, str(like.device) if is_torch(like) else kind_of(like))
+        held = self._kept.pop(key, None)
+        if held is None:
+            executor: Executor = algorithm_of(plan).executor(plan, self.grid)
+        else:
+            executor = held[0]
+            self.nbytes -= held[1]
+        yield executor
+        self._keep(key, executor)
+
+    def _keep(self, key: Key, executor: Executor) -> None:
+        nbytes = executor.workspace.nbytes
+        other = self._kept.pop(key, None)  # of a call that ended while this one ran
+        self.nbytes += nbytes - (other[1] if other else 0)
+        self._kept[key] = (executor, nbytes)
+        while self._kept and (self.nbytes > self.limit or len(self._kept) > KEPT_EXECUTORS):
+            _, (_, freed) = self._kept.popitem(last=False)
+            self.nbytes -= freed
+
+    def clear(self) -> None:
+        """Drop all executors and their workspace."""
+        self._kept.clear()
+        self.nbytes = 0
+
+
+def executors_of(grid: Grid) -> Executors:
+    """The executors that `grid` keeps until it is freed."""
+    found = grid.kept.get(Executors)
+    if found is None:
+        found = grid.kept[Executors] = Executors(grid)
+    assert isinstance(found, Executors)
+    return found

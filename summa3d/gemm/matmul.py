@@ -1,0 +1,99 @@
+"""C = α·op(A)·op(B) + β·C of distributed matrices: the algorithm is read off the operands' layouts, its executor kept."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..comm.arrays import empty
+from ..errors import LayoutError, ShapeError
+from ..layout.redistribute import Ownership
+from .algorithms.checks import agree_on_out
+from .algorithms.plan import ProductPlan
+from .describe import summary
+from .distributed import Distributed, Matrix, check_kind
+from .executors import executors_of
+from .recognise import Operand, product_of
+
+KEPT_BINDINGS = 1024
+
+
+class Bound(NamedTuple):
+    """The plan of a product, whether it reads each operand as its .T, and the layout and shape of C."""
+
+    plan: ProductPlan
+    a_transposed: bool
+    b_transposed: bool
+    c_layout: Ownership
+    c_shape: tuple[int, int]
+
+
+def matmul(
+    a: Matrix,
+    b: Matrix,
+    form: str = "nn",
+    algorithm: str | None = None,
+    alpha: complex = 1,
+    beta: complex = 0,
+    out: Matrix | None = None,
+    **options: Any,
+) -> Matrix:
+    """C = α·op(A)·op(B) + β·C, the algorithm and its axes' roles read off the operands' layouts.
+
+    Parameters
+    ----------
+    a, b : the operands, on one grid, of one dtype, in the layouts that the algorithm's plan lists for `form` (any axes in the
+        roles), or the .T of what it lists for the form with the other op
+    form : nn, nt, tn or tt: op is none (n) or the transpose (t); with c, where the algorithm has it, the conjugate transpose
+    algorithm : a name from `registry.ALGORITHMS`; None takes the first whose layouts these are, the cuboid before all
+    out : C, overwritten in place; needed for β ≠ 0. Its blocks can be written and lie apart from those of a and b, on which the
+        ranks agree first, by one message round of a byte
+    options : of the algorithm, such as panel=256 for summa
+
+    Returns C in the plan's layout. The cuboid's is m:(x,z) n:y, so that products chain: C has the layout of an A whose y and z
+    change places; it moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean).
+    The grid keeps the executor and its workspace for products alike, up to `executors.KEPT_BYTES`, until `grid.free()`.
+    On a rank outside the grid C has no elements, and nothing is done.
+    Raises ShapeError (sizes, dtypes), LayoutError (grids, layouts), GridError (a grid that the algorithm cannot use) or
+    ConfigError (an unknown algorithm) on every rank alike, before any communication.
+    """
+    _check_operands(a, b, out)
+    check_kind(a, b, f"No product of form {form}")
+    if out is not None and (out.block is a.block or out.block is b.block):  # on every rank alike, also where blocks are empty
+        raise ShapeError(
+            f"out is {'a' if out.block is a.block else 'b'} itself, read while C is written. Pass an out of its own."
+        )
+    grid = a.grid
+    bound = _bound(a, b, form, algorithm, options)
+    if out is not None and (out.grid is not grid or out.layout != bound.c_layout or tuple(out.shape) != bound.c_shape):
+        product = f"the product is {bound.c_shape[0]}×{bound.c_shape[1]} in {bound.c_layout} on {grid}"
+        raise LayoutError(f"out is {summary(out)}; {product}.")
+    left, right = a.block.T if bound.a_transposed else a.block, b.block.T if bound.b_transposed else b.block
+    if grid.inside:
+        if out is not None:
+            agree_on_out(grid.comm, out.block, a.block, b.block)
+        with executors_of(grid).lend(bound.plan, left) as executor:
+            block = executor.run(left, right, None if out is None else out.block, alpha, beta)
+    else:
+        block = empty((0, 0), left)
+    return a.with_block(block, bound.c_layout, bound.c_shape) if out is None else out
+
+
+def _check_operands(a: Any, b: Any, out: Any) -> None:
+    for name, operand in (("a", a), ("b", b), ("out", out)):
+        if not isinstance(operand, Distributed) and not (name == "out" and operand is None):
+            kind = type(operand).__name__
+            raise ShapeError(f"{name} is a {kind}; matmul takes DistMatrix. DistMatrix.from_global makes one of an array.")
+
+
+def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any]) -> Bound:
+    """The plan that the operands' layouts ask for, kept with the grid."""
+    kept: dict[Any, Bound] = a.grid.kept.setdefault(Bound, {})
+    key = (a.layout, a.shape, a.is_transposed, b.layout, b.shape, b.is_transposed, form, algorithm, *options.items())
+    bound = kept.get(key)
+    if bound is None:
+        sides = Operand(a.layout, a.shape, a.is_transposed), Operand(b.layout, b.shape, b.is_transposed)
+        plan, a_transposed, b_transposed = product_of(*sides, a.grid.shape, form, algorithm, options)
+        if len(kept) >= KEPT_BINDINGS:
+            kept.clear()
+        bound = kept[key] = Bound(plan, a_transposed, b_transposed, plan.c_layout, plan.c_shape)
+    return bound

@@ -1,0 +1,48 @@
+"""A Python that has imported what takes long, and is forked instead of started: `forkserver_python.py MODULES…`.
+
+A fork runs as `python -m MODULE …`, `python -c PROGRAM …` or `python SCRIPT …` would. See `jobs.python`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import runpy
+import sys
+import types
+from pathlib import Path
+
+import forkserver
+
+
+def main(modules: list[str]) -> None:
+    """Import `modules`, then fork for every stub; returns in the server when its owner has ended it, in a fork at its end."""
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    request = forkserver.serve()
+    if request is not None:
+        request.take_over()
+        sys.executable = request.python  # what a fork starts by this name is a fork too
+        run(request.arguments)
+
+
+def run(arguments: list[str]) -> None:
+    """Do what the interpreter does with its command line."""
+    known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:1] = [str(Path.cwd()), *(path for path in known if path not in sys.path)]
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
