@@ -46,24 +46,24 @@ def saved_bytes(given: Iterable[Tensor] = ()) -> Iterator[Saved]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part that lies here: of one of torch's own distributed tensors, which a peer may save, its local tensor."""
+    """The local tensor of a torch DTensor, which a compared implementation may save; any other tensor itself."""
     with torch.no_grad():
         local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device | None = None) -> int:
-    """The most that torch's allocator, of the host or of `device`, held at once while `step` ran, beyond what it held before.
+    """The peak bytes of torch's allocator, of the host or of `device`, while `step` runs, beyond those held before.
 
-    The host's is from the allocator's own reports to torch's profiler: every tensor and every buffer inside a kernel, freed when
-    it was freed. numpy's arrays are not among them.
+    On the host the peak comes from the allocations and releases that torch's profiler records, which include buffers inside
+    kernels but no numpy arrays.
     """
     if device is not None and device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return int(torch.cuda.max_memory_allocated(device)) - before
-    gc.collect()  # what is freed meanwhile shall be the step's own
+    gc.collect()  # so that only the step's own tensors are freed while it runs
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     held = peak = 0
@@ -74,7 +74,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device | None = None) -
 
 
 def _allocations(recorded: profile) -> Iterator[tuple[int, int]]:
-    """Start time and signed size of every allocation and release."""
+    """The start time and signed size of every recorded allocation and release."""
     results = recorded.profiler.kineto_results if recorded.profiler is not None else None
     events = list(results.experimental_event_tree()) if results is not None else []
     while events:
