@@ -139,7 +139,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor]:
     return x, gradient
 
 
-class Racer(Protocol):
+class Contender(Protocol):
     """A contender of the benchmark: `Runner`, or a peer library's model in bench/."""
 
     def seconds(self) -> tuple[float, float]:
@@ -299,12 +299,12 @@ def facts(case: Case, ranks: int) -> dict[str, Any]:
     }
 
 
-def timed(racers: Sequence[Racer], rounds: int) -> list[dict[str, Any]]:
+def timed(contenders: Sequence[Contender], rounds: int) -> list[dict[str, Any]]:
     """Seconds of every contender, in interleaved rounds after a warm-up round that is not counted; collective."""
-    times: list[list[tuple[float, float]]] = [[] for _ in racers]
+    times: list[list[tuple[float, float]]] = [[] for _ in contenders]
     for _ in range(rounds + 1):
-        for racer, taken in zip(racers, times, strict=True):
-            taken.append(racer.seconds())
+        for contender, taken in zip(contenders, times, strict=True):
+            taken.append(contender.seconds())
     return [
         {
             "forward": spread([forward for forward, _ in taken[1:]]),
@@ -315,12 +315,12 @@ def timed(racers: Sequence[Racer], rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def rows_of(racers: Sequence[Racer], seconds: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def rows_of(contenders: Sequence[Contender], seconds: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """A row for each contender: its name, seconds and amounts, and the relative difference of its output from the first one's."""
-    reference = racers[0].output()
-    for racer, taken in zip(racers, seconds, strict=True):
-        difference = (racer.output() - reference).norm() / reference.norm()
-        yield {**racer.facts(), "seconds": taken, **racer.amounts(), "relative_difference": difference.item()}
+    reference = contenders[0].output()
+    for contender, taken in zip(contenders, seconds, strict=True):
+        difference = (contender.output() - reference).norm() / reference.norm()
+        yield {**contender.facts(), "seconds": taken, **contender.amounts(), "relative_difference": difference.item()}
 
 
 def spread(seconds: list[float]) -> dict[str, Any]:

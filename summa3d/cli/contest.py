@@ -225,16 +225,16 @@ def race(
     runners = [Runner(entry, world) for entry in entries]
     problems = dict.fromkeys(entry.problem for entry in entries) if ceiling_threads else ()
     ceilings = [Ceiling(problem, world, ceiling_threads) for problem in problems]
-    racers: list[Runner | Ceiling] = [*runners, *ceilings]
-    times: list[list[float]] = [[] for _ in racers]
+    contenders: list[Runner | Ceiling] = [*runners, *ceilings]
+    times: list[list[float]] = [[] for _ in contenders]
     alone = True  # whether the previous contender left ranks idle: these sleep, and so must all until the next one begins
     for _ in range(rounds + 1):
-        for racer, seconds in zip(racers, times, strict=True):
-            partial = racer.ranks < world.size
+        for contender, seconds in zip(contenders, times, strict=True):
+            partial = contender.ranks < world.size
             if alone or partial:
                 sleep_until_all_are_here(world)
-                racer.seconds()  # warm-up: idle cores and cold caches make the first product slower by a fifth
-            seconds.append(racer.seconds())
+                contender.seconds()  # warm-up: idle cores and cold caches make the first product slower by a fifth
+            seconds.append(contender.seconds())
             alone = partial
     sleep_until_all_are_here(world)
     if file is not None or ranges is not None:

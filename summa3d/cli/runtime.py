@@ -201,7 +201,7 @@ def take_core(place: int) -> None:
 
 @contextmanager
 def on_all_cores() -> Iterator[None]:
-    """A context in which this thread, and threads that it starts, may run on all cores of the process before `take_core`."""
+    """A context in which this thread, and threads that it starts, may run on all cores that were available before `take_core`."""
     if CORES_VARIABLE not in os.environ:
         yield
         return

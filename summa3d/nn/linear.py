@@ -24,8 +24,7 @@ class Linear(nn.Module):
     ----------
     k, n : the global numbers of input and output features
     scheme : how tensors are split over the grid
-    layout : the layout of X, or its text; default the residual stream's. The layout of Y is `output_layout`; pass it to the next
-        layer.
+    layout : the layout of X, or its text; default the residual stream's. Y has `output_layout`; pass it to the next layer.
     bias : whether to add b
     std : the deviation of W's first values
     dtype : of the parameters
