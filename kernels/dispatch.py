@@ -10,13 +10,14 @@ from torch import Tensor
 from . import reference
 
 of_meta: ContextVar[Any] = ContextVar("of_meta", default=reference)
-"""What has the functions below for tensors without memory: a dry run of a device sets kernels that compute nothing."""
+"""The functions for meta tensors, which have no memory; a dry run of a device sets kernels that compute nothing."""
 
 
 def kernels_for(x: Tensor) -> Any:
     """Return the functions for tensors on x's device: the module `reference` on the host, a `Fused` on a CUDA device.
 
-    Both have the same functions with the same arguments; `reference` documents each, with its shapes.
+    Meta tensors get those of `of_meta`. All have the same functions with the same arguments; `reference` documents each, with
+    its shapes.
 
     >>> import torch
     >>> kernels_for(torch.zeros(1)).__name__

@@ -211,7 +211,7 @@ def cross_entropy_gradient(kept: tuple[Tensor, ...], labels: Tensor, first: int,
     """
     gradient = kept[0].clone()
     column = labels - first
-    if gradient.shape[1]:  # -0 where the label is not here: adding it changes no bit, and nothing depends on values
+    if gradient.shape[1]:  # adds −0 where another rank holds the label: no bit changes, and no shape depends on values
         here = (column >= 0) & (column < gradient.shape[1]) & (labels >= 0)
         onehot = here.to(gradient.dtype).neg_()
         gradient.scatter_add_(1, column.clamp_(0, gradient.shape[1] - 1)[:, None], onehot[:, None])

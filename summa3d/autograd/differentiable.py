@@ -28,10 +28,12 @@ from .prefetch import PrefetchSource
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a product may leave in flight.
+    """What a product may have in flight.
 
-    source : where B comes from, for gathers ahead of it; None, none. input_gradient : whether dA's sum is in flight while dB is
-    computed.
+    Attributes
+    ----------
+    source : the prefetch source of B; None for no prefetch
+    input_gradient : whether dA's sum is in flight while dB is computed
     """
 
     source: PrefetchSource | None = None
@@ -107,7 +109,7 @@ class Gathered(Product):
         if self.regather:
             b = self._gathered_b(b, view=True, forward=False)
         partial = local(self.cuboid.workspace, self.of_a, shared, b, self.cuboid.summand_buffer("a", shared))
-        del b  # gathered, before what the sum needs is there
+        del b  # the gathered B, before the reduce-scatter allocates
         return self.cuboid.start_scatter_a(partial)
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:

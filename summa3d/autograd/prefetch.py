@@ -63,7 +63,7 @@ class Use(NamedTuple):
     forward: bool
 
 
-class _Flight(NamedTuple):
+class _Prefetch(NamedTuple):
     """An all-gather in flight: its use, the version of what it gathers, and the pending result."""
 
     use: Use
@@ -82,36 +82,36 @@ class _Pass:
     def __init__(self, expected: list[Use], depth: int, backward: bool) -> None:
         self.expected, self.depth, self.backward = expected, depth, backward
         self.seen: list[Use] = []
-        self._flying: deque[_Flight] = deque()
+        self._in_flight: deque[_Prefetch] = deque()
 
     def gather(self, use: Use, b: Tensor, start: Callable[[Tensor], Pending]) -> Tensor:
         """Return B gathered for `use`, from the prefetch if it matches, else by a new all-gather; start the next prefetches."""
         stamp = _stamp(use.source.parts() if use.forward else (b,))
-        flight = self._flying.popleft() if self._flying else None
+        prefetched = self._in_flight.popleft() if self._in_flight else None
         if len(self.seen) >= len(self.expected) or self.expected[len(self.seen)] != use:
             self.expected = []  # the order of use has changed since the last pass
-        if flight is not None and (flight.use != use or flight.stamp != stamp):
+        if prefetched is not None and (prefetched.use != use or prefetched.stamp != stamp):
             self.expected = []  # the prefetched weight is not the one used
-            self._flying.appendleft(flight)
-            self.land()
-            flight = None
+            self._in_flight.appendleft(prefetched)
+            self.drain()
+            prefetched = None
         self.seen.append(use)
         if not use.forward:
             use.source.saved = None
-        gathered: Tensor = (start(b) if flight is None else flight.pending).wait()
-        self.start_ahead()
+        gathered: Tensor = (start(b) if prefetched is None else prefetched.pending).wait()
+        self.start_prefetches()
         return gathered
 
-    def start_ahead(self) -> None:
+    def start_prefetches(self) -> None:
         """Start the expected next all-gathers until `depth` are in flight."""
         first = len(self.seen)
-        for use in self.expected[first + len(self._flying) : first + self.depth]:
-            flight = self._started(use)
-            if flight is None:
+        for use in self.expected[first + len(self._in_flight) : first + self.depth]:
+            prefetched = self._start(use)
+            if prefetched is None:
                 return
-            self._flying.append(flight)
+            self._in_flight.append(prefetched)
 
-    def _started(self, use: Use) -> _Flight | None:
+    def _start(self, use: Use) -> _Prefetch | None:
         """Start the all-gather of `use`; return None where its operand is not known yet."""
         source = use.source
         with torch.no_grad():
@@ -123,12 +123,12 @@ class _Pass:
                 operand = source.saved
         if parts is None or operand is None or source.start is None:
             return None
-        return _Flight(use, _stamp(parts), source.start(operand.detach()))
+        return _Prefetch(use, _stamp(parts), source.start(operand.detach()))
 
-    def land(self) -> None:
+    def drain(self) -> None:
         """Wait for the unused prefetches: every member of the axis started them, so every member must complete them."""
-        while self._flying:
-            self._flying.popleft().pending.wait()
+        while self._in_flight:
+            self._in_flight.popleft().pending.wait()
 
 
 class Prefetcher:
@@ -136,7 +136,7 @@ class Prefetcher:
 
     All ranks of the grid use it alike, in the same order. A forward of a followed module prefetches in the order of the last
     forward; a backward prefetches in the order of the last backward, which includes the layers that it recomputes. The first
-    pass of each kind prefetches nothing. If a pass leaves the recorded order, the prefetches in flight are completed and
+    pass of each kind prefetches nothing. If a pass leaves the recorded order, the all-gathers in flight are completed and
     dropped (their words are counted), and the rest of the pass prefetches nothing. Nothing is in flight between passes, so
     weights may change there.
 
@@ -196,21 +196,21 @@ class Prefetcher:
         if self._inside > 1:
             return
         if self._backward is not None:  # a failed backward left it
-            self._backward.land()
+            self._backward.drain()
             self._backward = None
         self._records_gradient = torch.is_grad_enabled()
         self._forward = _Pass(self._order.get(False, []), self.depth, False)
-        self._forward.start_ahead()
+        self._forward.start_prefetches()
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._inside -= 1
         if self._inside == 0 and self._forward is not None:
-            self._forward.land()
+            self._forward.drain()
             self._order[False], self._forward = self._forward.seen, None
 
     def _end_backward(self) -> None:
         if self._backward is not None:
-            self._backward.land()
+            self._backward.drain()
             self._order[True] = self._backward.seen
             for use in self._backward.seen:
                 use.source.forget()

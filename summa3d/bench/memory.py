@@ -1,4 +1,4 @@
-"""What a step really holds: the bytes that torch keeps for backward, and the peak of torch's own account of its allocations."""
+"""The measured memory of a step: the bytes that torch saves for backward, and the peak of torch's own allocations."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass
 class Saved:
-    """The storages that a forward pass saved for backward: each counted once, however many views of it were saved."""
+    """The storages that a forward pass saved for backward, each counted once however many views of it were saved."""
 
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
+        """The sum of the storages' bytes."""
         return sum(storage.nbytes() for storage in self.storages.values())
 
 
 @contextmanager
 def saved_bytes(given: Iterable[Tensor] = ()) -> Iterator[Saved]:
-    """Yield an account of what the block's forward passes save for backward, without the storages `given`.
+    """Count what the forward passes within the with-block save for backward, without the storages of `given`.
 
-    `given` are the parameters and the inputs, which live anyway. The account holds what it counts until it is dropped.
+    given : parameters and inputs, which are alive in any case
+
+    Yields the `Saved` storages, which stay alive as long as it does.
     """
     saved = Saved()
     outside = {_local(tensor).untyped_storage().data_ptr() for tensor in given}
@@ -43,24 +46,24 @@ def saved_bytes(given: Iterable[Tensor] = ()) -> Iterator[Saved]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part that lies here: of one of torch's own distributed tensors, which a peer may save, its local tensor."""
+    """The local tensor of a torch DTensor, which a compared implementation may save; any other tensor itself."""
     with torch.no_grad():
         local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device | None = None) -> int:
-    """The most that torch's allocator, of the host or of `device`, held at once while `step` ran, beyond what it held before.
+    """The peak bytes of torch's allocator, of the host or of `device`, while `step` runs, beyond those held before.
 
-    The host's is from the allocator's own reports to torch's profiler: every tensor and every buffer inside a kernel, freed when
-    it was freed. numpy's arrays are not among them.
+    On the host the peak comes from the allocations and releases that torch's profiler records, which include buffers inside
+    kernels but no numpy arrays.
     """
     if device is not None and device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return int(torch.cuda.max_memory_allocated(device)) - before
-    gc.collect()  # what is freed meanwhile shall be the step's own
+    gc.collect()  # so that only the step's own tensors are freed while it runs
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     held = peak = 0
@@ -71,7 +74,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device | None = None) -
 
 
 def _allocations(recorded: profile) -> Iterator[tuple[int, int]]:
-    """Start time and signed size of every allocation and release."""
+    """The start time and signed size of every recorded allocation and release."""
     results = recorded.profiler.kineto_results if recorded.profiler is not None else None
     events = list(results.experimental_event_tree()) if results is not None else []
     while events:

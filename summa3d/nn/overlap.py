@@ -12,27 +12,29 @@ from ..errors import ConfigError
 class Overlap:
     """What may be in flight while a layer computes. It changes memory, but no result, no words and no messages.
 
+    Attributes
+    ----------
     gather : how many weights are prefetched: all-gathered ahead of the layers that use them, in forward, backward and
         recomputation. Each needs memory for one more gathered weight; in a node's shared memory a prefetched weight is copied
         instead of read in place. 0: no prefetch. Models prefetch in their forward; a module of your own does after
         ``scheme.prefetcher.follow(module)``.
     input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed.
 
-    The first is about what moves along x: the weights of `cuboid` and `cuboid-sequence` with X > 1. Backward gathers none
-    where `regather` is off. The second is about `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`. In `summa`, `tesseract`,
-    `summa-transposed` and `agarwal`, whose products sum as they go, and on one rank neither changes anything. The defaults are
-    for ranks that outnumber the cores, where whoever waits leaves its core to another (`bench/overlap.py`).
+    `gather` applies to the weights that move along x: those of `cuboid` and `cuboid-sequence` with X > 1; backward gathers none
+    without `regather`. `input_gradient` applies to `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`. Neither applies to one
+    rank, nor to `summa`, `summa-transposed`, `tesseract` and `agarwal`, whose products sum as they go. The defaults suit ranks
+    that outnumber the cores, where a waiting rank yields its core to another (`bench/overlap.py`).
     """
 
     REMOVED: ClassVar = {"weight_gradient": "every layer waits for the sum of its weight's gradient. Leave the key out."}
-    """Keys that configurations once had."""
+    """Former keys, with the message for a configuration that still has one."""
 
     gather: int = 0
     input_gradient: bool = True
 
     def __post_init__(self) -> None:
         if self.gather < 0:
-            raise ConfigError(f"overlap.gather is {self.gather}; it counts what is in flight: 0 for nothing, 1 for one layer, …")
+            raise ConfigError(f"overlap.gather is {self.gather}; it counts prefetched weights: 0 for none, 1 for one layer, …")
 
 
 DEFAULT = Overlap()

@@ -99,7 +99,7 @@ def normal_(out: Tensor, philox_key: int, shape: Sequence[int], slices: Sequence
 def keep_mask(philox_key: int, shape: Sequence[int], slices: Sequence[slice], probability: float, meta: bool = False) -> Tensor:
     """A bool mask of the block `slices` of a global tensor of `shape`: True with probability 1 − `probability`.
 
-    meta : return only its shape, as a tensor without memory.
+    meta : return a meta tensor of the mask's shape instead, and draw nothing
     """
     if meta:
         return torch.empty([part.stop - part.start for part in slices], dtype=torch.bool, device="meta")

@@ -47,7 +47,7 @@ class AttentionCore(nn.Module):
         if self.training and self.dropout.probability:
             return self._unfused(q, k, v, batch, visible.allowed)
         causal = self.causal and visible.allowed is None
-        if q.is_meta:  # torch would take another attention, which keeps the scores
+        if q.is_meta:  # on meta tensors torch would choose an attention that keeps the scores
             mask = None if visible.allowed is None else visible.allowed.to(q.dtype)
             fused: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal, attn_mask=mask

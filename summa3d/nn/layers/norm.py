@@ -36,7 +36,7 @@ class _Norm(nn.Module):
         return f"{self.n}, eps={self.eps}, {self.layout}"
 
 
-def _torchs_own_serves(x: Tensor, columns: Axis) -> bool:
+def _uses_torch_layer_norm(x: Tensor, columns: Axis) -> bool:
     """Whether torch's layer norm can be used: no axis splits a row, statistics have x's dtype, and x is on the host."""
     return columns.size == 1 and x.dtype in (torch.float32, torch.float64) and dispatch.kernels_for(x) is reference
 
@@ -45,7 +45,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, columns: Axis, rows: Axis, n: int, eps: float) -> Tensor:
         ctx.columns, ctx.rows, ctx.n = columns, rows, n
-        if _torchs_own_serves(x, columns):
+        if _uses_torch_layer_norm(x, columns):
             y, mean, inverse = torch.native_layer_norm(x, (n,), gamma, beta, eps)
             ctx.save_for_backward(x, gamma, mean, inverse)
             return y
@@ -58,7 +58,7 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, mean, inverse = ctx.saved_tensors
-        if _torchs_own_serves(x, ctx.columns):
+        if _uses_torch_layer_norm(x, ctx.columns):
             gradient, wanted = torch.ops.aten.native_layer_norm_backward, [True] * 3
             grad_x, *of_vectors = gradient(grad, x, (ctx.n,), mean, inverse, gamma, gamma, wanted)
             vectors = torch.stack(of_vectors)
@@ -75,7 +75,7 @@ class LayerNorm(_Norm):
     Parameters
     ----------
     n : the global size of the last dim
-    layout : the layout of x; default the residual stream's
+    layout : the layout of x, or its text; default the residual stream's
 
     Words: one all-reduce of 2 words a row over the axes that split the last dim, forward and backward; in backward one
     all-reduce of γ's and β's gradients over the axes that split the rows (vectors "copied"). Memory kept: x and 2 words a row.
@@ -118,7 +118,7 @@ class RMSNorm(_Norm):
     Parameters
     ----------
     n : the global size of the last dim
-    layout : the layout of x; default the residual stream's
+    layout : the layout of x, or its text; default the residual stream's
 
     Words: one all-reduce of 1 word a row over the axes that split the last dim, forward and backward; in backward one
     all-reduce of γ's gradient over the axes that split the rows (vectors "copied"). Memory kept: x and 1 word a row.

@@ -36,15 +36,15 @@ def angles_of(size: int, config: ModelConfig) -> Tensor:
     >>> angles_of(4, ModelConfig(family="llama", hidden=32, heads=8))
     tensor([1.0000, 0.0100], dtype=torch.float64)
     """
-    turns = config.theta ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
+    angles = config.theta ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
     if config.scaling == "default":
-        return turns
+        return angles
     factor = config.rotary_factor or 1.0
     if config.scaling == "linear":
-        return turns / factor
+        return angles / factor
     low, high, context = config.rotary_low or 0.0, config.rotary_high or 0.0, config.rotary_context or 0
-    kept = ((context * turns / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # 0: scaled, 1: unscaled, between: blended
-    return turns * (kept + (1 - kept) / factor)
+    unscaled = ((context * angles / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # 0: scaled, 1: unscaled, between: blended
+    return angles * (unscaled + (1 - unscaled) / factor)
 
 
 class Rotary:
