@@ -168,8 +168,10 @@ def cross_entropy_gradient(kept: tuple[Tensor, ...], labels: Tensor, first: int,
     """(softmax − onehot)·scale, scale [rows] (0 where a row has no label); `kept` stays as it is."""
     gradient = kept[0].clone()
     column = labels - first
-    rows = ((column >= 0) & (column < gradient.shape[1]) & (labels >= 0)).nonzero()[:, 0]
-    gradient[rows, column[rows]] -= 1
+    if gradient.shape[1]:  # -0 where the label is not here: adding it changes no bit, and nothing depends on values
+        here = (column >= 0) & (column < gradient.shape[1]) & (labels >= 0)
+        onehot = here.to(gradient.dtype).neg_()
+        gradient.scatter_add_(1, column.clamp_(0, gradient.shape[1] - 1)[:, None], onehot[:, None])
     return gradient.mul_(scale[:, None])
 
 

@@ -47,6 +47,12 @@ class AttentionCore(nn.Module):
         if self.training and self.dropout.probability:
             return self._unfused(q, k, v, batch, visible.allowed)
         causal = self.causal and visible.allowed is None
+        if q.is_meta:  # torch would take another attention, which keeps the scores
+            mask = None if visible.allowed is None else visible.allowed.to(q.dtype)
+            fused: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, attn_mask=mask
+            )
+            return fused[0]
         return functional.scaled_dot_product_attention(
             q, k, v, visible.allowed, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1]
         )

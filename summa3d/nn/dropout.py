@@ -80,7 +80,7 @@ class Dropout(nn.Module):
         whole, slices, stored = (rows.stop, *shape), (rows, *rest), x.dim() == 3
 
         def draw() -> Tensor:
-            mask = keep_mask(stream, whole, slices, self.probability)
+            mask = keep_mask(stream, whole, slices, self.probability, x.is_meta)
             return self.scheme.as_stored(mask) if stored else mask
 
         mask = Mask.of(stream, whole, slices, draw)

@@ -1,5 +1,5 @@
 # GPT: learned positions and a tied head, on any scheme. Imports body, embedding.
-# Next: volume.py (the words a step moves); train/loop.py (what drives it).
+# Next: train/loop.py (what drives it).
 from __future__ import annotations
 
 import torch

@@ -24,7 +24,7 @@ class Linear(nn.Module):
     ----------
     k, n : global input and output features
     scheme : how tensors are split
-    layout : the layout of X; default the residual stream. Y's is `output_layout`; give it to the layer that follows.
+    layout : the layout of X, or its text; default the residual stream. Y's is `output_layout`; give it to the layer that follows.
     bias : whether to add b
     std : deviation of W's first values
     transposed : whether the product is with Wᵀ as it lies (form nt) instead of W; in the 2-D scheme it moves Y's words instead
@@ -41,7 +41,7 @@ class Linear(nn.Module):
         k: int,
         n: int,
         scheme: Scheme,
-        layout: Layout | None = None,
+        layout: Layout | str | None = None,
         bias: bool = True,
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
@@ -49,10 +49,10 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.k, self.n, self.scheme, self.transposed = k, n, scheme, transposed
-        self.input_layout = layout or scheme.stream
+        self.input_layout = scheme.stream if layout is None else Layout.of(layout)
         self.output_layout = scheme.after_linear(self.input_layout)
-        layout = scheme.weight(self.input_layout, transposed)
-        self.weight = new_parameter(scheme, layout, (k, n), ("normal", std), dtype, decay=True)
+        stored = scheme.weight(self.input_layout, transposed)
+        self.weight = new_parameter(scheme, stored, (k, n), ("normal", std), dtype, decay=True)
         self.bias = (
             new_parameter(scheme, scheme.vector(self.output_layout), (n,), ("constant", 0.0), dtype, decay=False)
             if bias

@@ -21,11 +21,11 @@ class _Norm(nn.Module):
     """What both norms have: γ, the axes that split the normalised dim, and those that split the rows."""
 
     def __init__(
-        self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
+        self, n: int, scheme: Scheme, layout: Layout | str | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
         self.n, self.eps = n, eps
-        self.layout = layout or scheme.stream
+        self.layout = scheme.stream if layout is None else Layout.of(layout)
         self.scheme, self.columns, self.rows = scheme, scheme.columns(self.layout), scheme.vector_rows(self.layout)
         self.weight = self._vector(1.0, dtype)
 
@@ -77,7 +77,7 @@ class LayerNorm(_Norm):
     """
 
     def __init__(
-        self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
+        self, n: int, scheme: Scheme, layout: Layout | str | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__(n, scheme, layout, eps, dtype)
         self.bias = self._vector(0.0, dtype)

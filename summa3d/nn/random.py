@@ -68,7 +68,7 @@ def normal_(out: Tensor, stream: int, shape: Sequence[int], slices: Sequence[sli
 
     They are drawn and rounded on the host, some at a time, so that a block on a device gets the same numbers.
     """
-    if out.numel() == 0:
+    if out.numel() == 0 or out.is_meta:
         return out
     step = max(1, CHUNK // prod(out.shape[1:]))
     for row in range(0, len(out), step):
@@ -78,8 +78,10 @@ def normal_(out: Tensor, stream: int, shape: Sequence[int], slices: Sequence[sli
     return out
 
 
-def keep_mask(stream: int, shape: Sequence[int], slices: Sequence[slice], probability: float) -> Tensor:
-    """True with chance 1 − probability for each element of a block."""
+def keep_mask(stream: int, shape: Sequence[int], slices: Sequence[slice], probability: float, meta: bool = False) -> Tensor:
+    """True with chance 1 − probability for each element of a block; `meta`: its shape alone, in a tensor without memory."""
+    if meta:
+        return torch.empty([part.stop - part.start for part in slices], dtype=torch.bool, device="meta")
     drawn = bits(stream, shape, slices)
     mask = torch.empty(drawn.shape, dtype=torch.bool)  # kept for backward, so it is torch's and in torch's account of memory
     np.greater_equal(drawn, np.uint32(round(probability * 2**32)), out=mask.numpy())

@@ -93,9 +93,10 @@ class Scheme:
         """The layout of a linear's output."""
         c_layout = self.plan(layout, "nn", 1, 1, 1).c_layout
         rows, columns = c_layout.dims
+        names = layout.names and (*layout.names[:-1], "n")
         if is_sequence_fine(layout):
-            return Layout(rows[:1], rows[1:], columns)
-        return Layout(rows, *((),) * (len(layout.dims) - 2), columns, hosted=c_layout.hosted)
+            return Layout(rows[:1], rows[1:], columns, names=names)
+        return Layout(rows, *((),) * (len(layout.dims) - 2), columns, hosted=c_layout.hosted, names=names)
 
     def weight(self, layout: Layout, transposed: bool = False) -> Layout:
         """The layout of a linear's weight [k, n] whose input has `layout`; `transposed`: that of a product with its transpose."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gradients import close, operands
+from nn_oracle.volume import product_cost
 
 from summa3d.autograd import all_reduce, matmul, product, scatter_from
 from summa3d.comm.transport.host import HostTransport
@@ -12,7 +13,6 @@ from summa3d.errors import ShapeError
 from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.gemm.algorithms.workspace import Workspace
 from summa3d.layout import collect, distribute, split_sizes
-from summa3d.nn.volume import product_cost
 
 M, N, K = 29, 23, 31
 GRIDS = {

@@ -1,6 +1,6 @@
 # The memory that the ranks of a node share: views and allocated buffers, who waits sleeps, and what happens where there is none.
 # May import summa3d.comm, jobs. The collectives themselves are compared with numpy in test_collectives.py, both ways.
-# Next: ../../summa3d/comm/transport/node_buffer.py.
+# Next: ../../summa3d/comm/transport/node.py.
 from __future__ import annotations
 
 import os

@@ -1,5 +1,5 @@
 # What a step holds is what its closed forms say: bytes saved for backward exactly, the peak of torch's own account to 5 %.
-# Next: ../../summa3d/nn/memory.py.
+# Next: ../nn_oracle/memory.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from memory_cases import BATCH, BERT, FAMILIES, GPT2, IN_FLIGHT, LLAMA, PEAK, SAVED, SCHEMES, VIT, measured
+from nn_oracle.memory import ModelMemory
 
 from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError
 from summa3d.nn import ModelConfig, build, parameter, scheme
-from summa3d.nn.memory import ModelMemory
 from summa3d.nn.overlap import Overlap
 from summa3d.nn.scheme_kinds import KINDS
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nn_oracle.volume import GPTVolume, product_cost
 from nn_parity import global_weights, whole
 from scheme_table import FAMILIES, GPT2, check_against_plain_torch, rows_for, tokens_and_labels
 from torch.nn import functional
@@ -12,7 +13,6 @@ from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError, ShapeError
 from summa3d.layout import collect, distribute
 from summa3d.nn import GPT, MLP, initialise, scheme
-from summa3d.nn.volume import GPTVolume, product_cost
 from summa3d.train.optimizer import global_gradient_norm
 
 STORED = {

@@ -1,6 +1,6 @@
 """The golden figures: words, messages and bytes of models, as the closed forms gave them before the dry run replaced them.
 
-`python tests/dry/golden.py` writes golden.json anew from the oracle. tests/dry/test_golden.py holds the dry run to the file.
+`python tests/golden_cases.py` writes golden_cases.json anew from the oracle; dry/test_golden.py holds the dry run to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).with_name("golden.json")
+FILE = Path(__file__).with_name("golden_cases.json")
 PHASES = ("forward", "backward", "optimizer")
 PLACEMENTS = ("mpi", "node", "device")
 """Where bytes are counted: every axis through MPI, every axis through its node's memory, and on devices through NCCL."""
@@ -163,5 +163,5 @@ def read() -> list[tuple[Case, dict[str, Any]]]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parent))
     write()
