@@ -58,7 +58,7 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -
     Returns C's block, with A's trailing row dims.
     Moves what the plan's algorithm does, and backward the same algorithm's products for dA and dB; of the cuboid, forward
     [(Y−1)mk + (X−1)kn + (Z−1)mn]/P, backward [(Z−1)mn + (Y−1)mk + (X−1)kn]/P, and with regather [(Y−1)mk + (X−1)kn]/P more
-    (`gemm.volume_2d` has the other algorithms'). A bias gradient is one all-reduce over `product.rows`.
+    (`gemm.volume.of_plan` has the other algorithms'). A bias gradient is one all-reduce over `product.rows`.
     Memory kept: both shards, or of the cuboid with regather=False both gathered operands.
     Source: the closed set of Bian et al. 2021, Algorithms 2, 4, 6 (with 6 read as AᵀB).
     """
