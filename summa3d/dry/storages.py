@@ -15,8 +15,9 @@ Before = Callable[[str, tuple[Any, ...]], None]
 Work = Callable[[str, list[Tensor], list[Tensor]], None]
 MAKERS = ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like")
 """Operations that make memory and neither read nor write it."""
-IN_PLACE = ("add_", "sub_", "mul_", "div_", "copy_", "fill_", "zero_", "exp_", "neg_", "clamp_", "rsqrt_", "square_")
-IN_PLACE += ("masked_fill_", "scatter_add_", "tril_")
+IN_PLACE = frozenset(
+    ("add_", "sub_", "mul_", "div_", "copy_", "fill_", "zero_", "exp_", "neg_", "clamp_", "rsqrt_", "square_", "tril_")
+).union(("masked_fill_", "scatter_add_"))
 """Operations that only write the memory of their first argument: without memory they have nothing to do."""
 
 
