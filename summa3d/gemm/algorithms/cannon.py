@@ -64,18 +64,18 @@ class Cannon(Executor):
         m, n, k = (split_sizes(extent, self.q) for extent in (plan.m, plan.n, plan.k))
         if form == "nn":
             self.rings = (
-                RingShift(self.workspace, "a", self.y, lambda at: (m[i], k[at])),
-                RingShift(self.workspace, "b", self.x, lambda at: (k[at], n[j])),
+                Shifts(self.workspace, "a", self.y, lambda at: (m[i], k[at])),
+                Shifts(self.workspace, "b", self.x, lambda at: (k[at], n[j])),
             )
         elif form == "nt":
             self.rings = (
-                RingShift(self.workspace, "b", self.x, lambda at: (n[at], k[j])),
-                RingShift(self.workspace, "c", self.y, lambda at: (m[i], n[at])),
+                Shifts(self.workspace, "b", self.x, lambda at: (n[at], k[j])),
+                Shifts(self.workspace, "c", self.y, lambda at: (m[i], n[at])),
             )
         else:
             self.rings = (
-                RingShift(self.workspace, "a", self.y, lambda at: (k[i], m[at])),
-                RingShift(self.workspace, "c", self.x, lambda at: (m[at], n[j])),
+                Shifts(self.workspace, "a", self.y, lambda at: (k[i], m[at])),
+                Shifts(self.workspace, "c", self.x, lambda at: (m[at], n[j])),
             )
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
@@ -135,7 +135,7 @@ class Cannon(Executor):
 Move = tuple[Array, list[Pending]]
 
 
-class RingShift:
+class Shifts:
     """Blocks passed around an axis, between two buffers of workspace. `shape_of` gives the shape of the block with an index."""
 
     def __init__(self, workspace: Workspace, name: str, axis: Axis, shape_of: Callable[[int], tuple[int, int]]) -> None:

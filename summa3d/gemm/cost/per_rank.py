@@ -98,7 +98,7 @@ class Cuts:
     count: int
     widest: int
     widths: Counter[int]
-    panels_held: Mapping[str, Counter[int]]
+    count_of_owner: Mapping[str, Counter[int]]
 
 
 @lru_cache(maxsize=256)
@@ -106,8 +106,8 @@ def cuts(start: int, stop: int, x_parts: int, y_parts: int, width: int | None) -
     """The panels of start:stop, counted."""
     found = panels(start, stop, x_parts, y_parts, width)
     widths = Counter(panel.width for panel in found)
-    panels_held = {"x": Counter(panel.x_owner for panel in found), "y": Counter(panel.y_owner for panel in found)}
-    return Cuts(len(found), max(widths, default=0), widths, panels_held)
+    count_of_owner = {"x": Counter(panel.x_owner for panel in found), "y": Counter(panel.y_owner for panel in found)}
+    return Cuts(len(found), max(widths, default=0), widths, count_of_owner)
 
 
 def panel_broadcasts(
@@ -128,7 +128,9 @@ def panel_broadcasts(
     if grid_shape[axis] == 1:
         return Cost(0, 0, wide)
     return Cost(
-        rest * (extent - block[dim]), cut.count - cut.panels_held[role][at[axis]], buffers(plan, cut) * cut.widest * rest + wide
+        rest * (extent - block[dim]),
+        cut.count - cut.count_of_owner[role][at[axis]],
+        buffers(plan, cut) * cut.widest * rest + wide,
     )
 
 
