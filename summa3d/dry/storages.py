@@ -16,10 +16,9 @@ Work = Callable[[str, list[Tensor], list[Tensor]], None]
 MAKERS = ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like")
 """Operations that make memory and neither read nor write it."""
 IN_PLACE = frozenset(
-    ("add_", "sub_", "mul_", "div_", "copy_", "fill_", "zero_", "exp_", "neg_", "clamp_", "rsqrt_", "square_", "masked_fill_")
-    + ("scatter_add_", "tril_")
+    "add_ sub_ mul_ div_ copy_ fill_ zero_ exp_ neg_ clamp_ rsqrt_ square_ masked_fill_ scatter_add_ tril_".split()
 )
-"""Operations that only write the memory of their first argument: without memory there is nothing to do, which saves their cost."""
+"""Operations that only write the memory of their first argument: without memory there is nothing to do, and no cost."""
 
 
 class Storages(TorchDispatchMode):
