@@ -1,7 +1,7 @@
 # make venv | demo | test | test-all | lint | docs. Needs Python >= 3.10 with venv and pip, and a C compiler; the first call installs
 # into .venv.
 # make test MPI=system runs the communication and command-line tests on the machine's own MPI, in .venv-system.
-# Next: setup.py (what is installed), constraints.txt (in which versions), .ci/run.
+# setup.py lists the dependencies, constraints.txt the versions that are tested.
 
 PYTHON ?= python3
 MPI ?= wheel
@@ -27,7 +27,7 @@ venv: $(STAMP)
 
 $(STAMP): setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "summa3d needs Python 3.10 or newer; name one with PYTHON=…")'
-	@echo "installing summa3d[$(EXTRAS)] into $(VENV) (some minutes, once)"
+	@echo "installing summa3d[$(EXTRAS)] into $(VENV) (this takes some minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
@@ -50,7 +50,7 @@ test: venv
 	$(BIN)/python -m pytest $(TESTS)
 endif
 
-# The whole of every sweep, of which `make test` runs the pairs, and every rank a Python of its own.
+# Run all cases of every sweep, where `make test` covers pairs of parameters only, and start a new Python for every rank.
 test-all: venv
 	$(BIN)/python -m pytest $(TESTS) -m "" --fresh-ranks
 

@@ -1,8 +1,6 @@
-# How summa3d is built and installed. Imports setuptools only.
-# Next: constraints.txt (the versions that are tested), Makefile (the commands), README.md.
-"""Install with ``pip install -e .[mpi,train,plot]``; without extras (numpy, mpi4py) against a cluster's own MPI.
+"""Build and installation of summa3d: ``pip install -e .[mpi,train,plot]``, or without `mpi` to use a cluster's own MPI.
 
-The GPU and reference kernels live in kernels/ at the top of the tree, and are installed as the package summa3d.kernels.
+The GPU and reference kernels in kernels/ are installed as the package summa3d.kernels.
 """
 
 import re
@@ -20,8 +18,8 @@ TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0", "tomli>=2.0; py
 MPI = ["mpich>=4.2"]
 # Faster than the BLAS of numpy's wheels on Intel's processors; nothing elsewhere (summa3d/blas_library.py has the rule).
 MKL = ["mkl>=2024.0; platform_machine == 'x86_64' and sys_platform == 'linux'"]
-BF16 = ["ml_dtypes>=0.5"]  # a bfloat16 for numpy's arrays and CuPy's
-# transformers is what imported and exported models are compared with; the library itself reads and writes their files alone.
+BF16 = ["ml_dtypes>=0.5"]  # the dtype bfloat16 for arrays of numpy and CuPy
+# The tests compare imported and exported models with those of transformers; the library reads and writes the files without it.
 TEST = [*BF16, "pytest>=8.2", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
 DOCS = ["zensical>=0.0.73", "mkdocstrings-python>=2.0"]  # `make docs`
 DEV = [*TEST, "mypy>=1.10", "ruff>=0.6"]

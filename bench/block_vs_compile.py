@@ -1,13 +1,15 @@
-# One GPT block on one GPU, forward and backward, against the same block under torch.compile; and the share of the rate of a bare
-# product that its model's flops reach. May import common, gpu, plain_block, summa3d. With --device cpu: to try the script.
-# Next: README.md; ../summa3d/nn/block.py.
+"""Benchmark of one GPT block on one GPU, forward and backward, against the same block under torch.compile.
+
+Also reports the model's flop rate as a fraction of the rate of a bare product. --device cpu tries the script without a GPU.
+"""
+
 from __future__ import annotations
 
 from statistics import median
 
 import torch
 from common import save, verdict
-from gpu import in_turn, race_parser, taken
+from gpu import benchmark_parser, in_turn, taken
 from mpi4py import MPI
 from plain_block import plain_stack
 
@@ -19,8 +21,9 @@ TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 
 
 def main() -> None:
-    parser = race_parser("steps", 5, hidden=4096, heads=32, sequence=2048, batch=8, product=8192)
-    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16")
+    """Time both blocks, check that their outputs agree, and print whether the claims hold."""
+    parser = benchmark_parser("steps", 5, hidden=4096, heads=32, sequence=2048, batch=8, product=8192)
+    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16", help="Set the dtype of weights and activations.")
     args = parser.parse_args()
     device = taken(args.device, "a block's speed against torch.compile")
     if device is None:
@@ -46,7 +49,7 @@ def main() -> None:
         wanted = plain(x)
         difference = float((ours.output() - wanted).norm() / wanted.norm())
     if difference > TOLERANCE[args.dtype]:
-        raise ValueError(f"the two compute different functions: the outputs differ by {difference:.1e}")
+        raise ValueError(f"the two blocks compute different functions: their outputs differ by {difference:.1e}")
     a, b, c = (torch.randn(args.product, args.product, device=args.device).to(getattr(torch, args.dtype)) for _ in range(3))
     runs = {
         "ours": our_step,
@@ -72,7 +75,7 @@ def main() -> None:
 
 
 def model_flops(case: Case) -> float:
-    """Forward and backward; of attention's s² the half that a causal mask leaves."""
+    """Flops of forward and backward; of attention's s² scores, the half that a causal mask leaves counts."""
     config = case.config
     return case.flops - 6 * case.batch * config.sequence * config.layers * config.sequence * config.hidden
 

@@ -1,6 +1,8 @@
-# Transformer blocks, forward and backward, against an equal model in PyTorch's own tensor parallelism (DTensor over gloo).
-# Both run in the same processes, in turn, from the same weights and input. May import common; on ranks, plain_block and summa3d.
-# Next: README.md.
+"""Benchmark of transformer blocks against an equal model in PyTorch's tensor parallelism (DTensor over gloo).
+
+Both run forward and backward in the same processes, in turn, with equal weights and inputs.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -20,46 +22,50 @@ SIZES = {"layers": 2, "hidden": 512, "heads": 8, "sequence": 256}
 BATCH = 8
 ONE_D = ("oned", "oned-sp")
 BEST_CUBOID, SEVERAL_AXES, ONED = 0.9, 1.0, 1.0  # limits of the three claims
-WAYS = {"node": "yes", "mpi": "no"}  # SUMMA3D_NODE_MEMORY
-TRIALS = 1  # rounds of the heat that picks who races
-FINALISTS = 2  # of each kind: oned, oned-sp, cuboids with one axis, cuboids with several
+TRANSPORTS = {"node": "yes", "mpi": "no"}  # SUMMA3D_NODE_MEMORY
+TRIALS = 1  # rounds of the trial that selects the entries
+FINALISTS = 2  # selected entries of each kind: oned, oned-sp, cuboids with one axis, cuboids with several
 TOLERANCE = 1e-4
 BOUND, FREE = (
     "DTensor",
     "DTensor, threads free",
-)  # the rank's main thread on its one core, as ours; or wherever the kernel puts it
+)  # the rank's main thread is bound to one core, as ours is; or the kernel places it
 
 
 def main() -> None:
+    """Run the benchmark on 8 ranks, through each transport asked for, and print whether the claims hold."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="for `summa3d report`")
+    parser.add_argument("--rounds", type=int, default=7, help="Time so many rounds, after a warm-up round that is not counted.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE, for `summa3d report`.")
     parser.add_argument(
         "--through",
         nargs="+",
-        choices=WAYS,
-        default=[*WAYS],
-        help="our ranks through the node's memory, MPI alone, or each in turn",
+        choices=TRANSPORTS,
+        default=[*TRANSPORTS],
+        help="Use node memory (node) or MPI only (mpi) as the transport of our ranks. The default is both, in turn.",
     )
     parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_ranks:
         return measure(args.rounds)
-    from summa3d.cli.report import table
+    from summa3d.cli.tables import table
 
-    for way in args.through:
-        os.environ["SUMMA3D_NODE_MEMORY"] = WAYS[way]
+    for transport in args.through:
+        os.environ["SUMMA3D_NODE_MEMORY"] = TRANSPORTS[transport]
         result = json.loads(on_ranks(RANKS, [__file__, "--rounds", str(args.rounds), "--on-ranks"]).splitlines()[-1])
-        print(f"Our ranks through {'MPI alone' if way == 'mpi' else 'the memory of their node'}")
+        print(f"Transport of our ranks: {'MPI only' if transport == 'mpi' else 'node memory'}")
         print(table(result))
         for claim, ratio, limit in claims(result["rows"]):
             print(f"{claim}: {ratio['median']:.2f} [{ratio['min']:.2f}–{ratio['max']:.2f}]")
             print("  " + verdict(f"at most {limit}", ratio["median"] <= limit))
-        save(result, args.json if args.json is None or len(args.through) == 1 else args.json.with_stem(f"{args.json.stem}-{way}"))
+        save(
+            result,
+            args.json if args.json is None or len(args.through) == 1 else args.json.with_stem(f"{args.json.stem}-{transport}"),
+        )
 
 
 def claims(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, float], float]]:
-    """Each claim with its quotient of times, round by round, and its limit; without those of schemes that did not run."""
+    """Each claim with its quotient of times and its limit; claims on schemes that did not run are left out."""
     ours = [row for row in rows if row["scheme"] != "dtensor"]
     one_d = fastest([row for row in ours if row["scheme"] in ONE_D])
     oned = fastest([row for row in ours if row["scheme"] == "oned"])
@@ -75,16 +81,18 @@ def claims(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, float], floa
 
 
 def fastest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row with the smallest median time of forward and backward; None for no rows."""
     return min(rows, key=lambda row: row["seconds"]["both"]["median"], default=None)
 
 
 def quotient(own: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Median, minimum and maximum over rounds of own time / other time."""
     rounds = [mine / its for mine, its in zip(own["seconds"]["both"]["all"], other["seconds"]["both"]["all"], strict=True)]
     return {"median": median(rounds), "min": min(rounds), "max": max(rounds)}
 
 
 def measure(rounds: int) -> None:
-    """Runs on every rank: a heat of all grids, then the fastest of each kind against DTensor, in turn; rank 0 prints."""
+    """Run on every rank: select the fastest entries of each kind, time them and DTensor in turn, and print JSON on rank 0."""
     from summa3d.cli.main import start_mpi
 
     start_mpi()
@@ -101,8 +109,8 @@ def measure(rounds: int) -> None:
     found = machine() if world.rank == 0 else {}
     sleep_until_all_are_here(world)
     case = Case(ModelConfig(**SIZES), BATCH)
-    racers = [*(Runner(entry, case, world) for entry in picked(case, world)), *peers_of(case, world)]
-    rows = list(rows_of(racers, timed(racers, rounds)))
+    contenders = [*(Runner(entry, case, world) for entry in picked(case, world)), *peers_of(case, world)]
+    rows = list(rows_of(contenders, timed(contenders, rounds)))
     for row in rows:
         if row["relative_difference"] > TOLERANCE:
             raise ValueError(f"{row['label']} computes another function: its output differs by {row['relative_difference']:.1e}")
@@ -111,7 +119,7 @@ def measure(rounds: int) -> None:
 
 
 def picked(case: Any, world: Any) -> list[Any]:
-    """The fastest grids and switches of each kind in a short heat of all."""
+    """The fastest grids and switches of each kind, as a short trial of all entries selects them; collective."""
     from summa3d.cli.blocks import Entry, Runner, gathers, grids_for, timed
     from summa3d.nn.schemes import SCHEMES
 
@@ -133,12 +141,12 @@ def picked(case: Any, world: Any) -> list[Any]:
         chosen.setdefault(entry.scheme if entry.scheme in ONE_D else ("cuboid", several), []).append(entry)
     finalists = [entry for kind in chosen.values() for entry in kind[:FINALISTS]]
     if world.rank == 0:
-        note("raced: " + " · ".join(entry.label for entry in finalists))
+        note("selected: " + " · ".join(entry.label for entry in finalists))
     return finalists
 
 
 def peers_of(case: Any, world: Any) -> list[Any]:
-    """The DTensor model on the same ranks, its main thread bound as ours is, and free."""
+    """The DTensor model on the same ranks, once with its main thread bound to a core as ours is, and once free; collective."""
     import socket
 
     import torch.distributed as dist
@@ -161,7 +169,7 @@ def peers_of(case: Any, world: Any) -> list[Any]:
 
 
 def dtensor_stack(case: Any, mesh: Any) -> Any:
-    """Our blocks in plain torch modules with our serial weights, split by PyTorch's own plan."""
+    """Our blocks as plain torch modules with our serial weights, sharded by PyTorch's own plan."""
     from plain_block import plain_stack
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -174,7 +182,7 @@ def dtensor_stack(case: Any, mesh: Any) -> Any:
 
 
 class Peer:
-    """The DTensor model as a racer: `seconds`, `output` and what is known of it, as `summa3d.cli.blocks.Runner` has them."""
+    """The DTensor model as a contender, with the methods of `summa3d.cli.blocks.Contender`."""
 
     def __init__(self, label: str, stack: Any, case: Any, world: Any, threads: Any) -> None:
         import torch
@@ -192,6 +200,7 @@ class Peer:
         return self.threads()
 
     def seconds(self) -> tuple[float, float]:
+        """Seconds of one forward and of one backward, over all ranks; collective."""
         with self._threads():
             forward, backward = self.clock.spans(self._forward, lambda: self._y.backward(self.gradient))
         del self._y
@@ -202,20 +211,23 @@ class Peer:
         self._y = self.stack(self.x)
 
     def forget(self) -> None:
+        """Set all gradients to None."""
         self.x.grad = None
         self.stack.zero_grad(set_to_none=True)
 
     def output(self) -> Any:
+        """The global output [b, s, h] of one forward; collective."""
         import torch
 
         with torch.no_grad():
             return self.stack(self.x)
 
     def facts(self) -> dict[str, Any]:
+        """The columns of a row that name the contender."""
         return {"scheme": "dtensor", "grid": {"y": self.comm.size}, "regather": False, "label": self.label}
 
     def amounts(self) -> dict[str, Any]:
-        """Bytes that it saves and holds, measured as ours are; its words are torch's own affair."""
+        """Bytes saved for backward, at the peak, and of parameters, measured as ours are; torch's words are not counted."""
         from summa3d.nn.tracked import peak_bytes, saved_bytes
 
         with saved_bytes([self.x, *self.stack.parameters()]) as saved:

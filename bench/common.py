@@ -1,5 +1,5 @@
-# What the scripts here share: a clean environment, our ranks through `summa3d launch`, and how a figure is judged and shown.
-# May import summa3d.cli, which loads no MPI into this process. Next: gemm_vs_scalapack.py.
+"""Shared by the benchmark scripts: a clean environment, starting ranks, and verdicts on claims."""
+
 from __future__ import annotations
 
 import json
@@ -21,7 +21,7 @@ from summa3d.cli.runtime import THREAD_VARIABLES  # noqa: E402
 
 
 def environment(threads: int | None = 1) -> dict[str, str]:
-    """This process's environment without what slows OpenBLAS down, able to import this checkout; `threads` of BLAS per rank."""
+    """This process's environment for a child: this checkout on PYTHONPATH, `threads` BLAS threads, no OpenBLAS overrides."""
     kept = {name: value for name, value in os.environ.items() if name not in (*BLAS_OVERRIDES, *THREAD_VARIABLES)}
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))
     return kept if threads is None else {**kept, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
@@ -46,21 +46,24 @@ def bench(ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def note(text: str) -> None:
+    """Print a remark on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def about(machine: Mapping[str, Any]) -> str:
-    from summa3d.cli.report import in_one_line
+    """One line on the machine of a result."""
+    from summa3d.cli.tables import in_one_line
 
     return in_one_line(machine)
 
 
 def verdict(claim: str, held: bool) -> str:
+    """The line that says whether a claim holds."""
     return f"{'holds' if held else 'DOES NOT HOLD'}: {claim}"
 
 
 def save(result: Mapping[str, Any], path: Path | None) -> None:
-    """Write the result as JSON where a path was given."""
+    """Write the result as JSON to `path`; None writes nothing."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Calls of Python and of C functions that a warm `A @ B` makes, beside those at 0b71ce9, on 1, 2, 4 and 8 ranks."""
+"""Count of Python and C function calls in a warm `A @ B`, relative to the counts at 0b71ce9, on 1, 2, 4 and 8 ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common import on_ranks, verdict
 
 SIZE = 64
 LIMIT = 0.6
-# The most over ranks of sys.setprofile's events call and c_call, of MPICH's ranks in one node's memory.
+# The largest count over ranks of sys.setprofile's events call and c_call, with MPICH and node memory.
 BEFORE = {
     1: {"cuboid x=1,y=1,z=1": 458, "summa x=1,y=1": 739},
     2: {"cuboid x=1,y=1,z=2": 575, "cuboid x=1,y=2,z=1": 561, "summa x=1,y=2": 946},
@@ -21,6 +21,7 @@ BEFORE = {
 
 
 def main() -> None:
+    """Count the calls on each number of ranks, and print whether they stay below the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     if parser.parse_args().on_ranks:
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 def count() -> None:
-    """Runs on every rank; rank 0 prints."""
+    """Run on every rank; rank 0 prints the largest counts over ranks as JSON."""
     from summa3d.cli.main import start_mpi
 
     start_mpi()

@@ -1,5 +1,5 @@
-# The chooser's pick against every algorithm on every grid, on random shapes and rank counts.
-# May import common. Next: README.md, ../summa3d/gemm/cost/choose.py.
+"""Benchmark of the chooser: its pick against every algorithm on every grid, for random shapes and rank counts."""
+
 from __future__ import annotations
 
 import argparse
@@ -16,16 +16,19 @@ MAY_EXCEED = 2
 
 
 def main() -> None:
+    """Time the pick and all candidates of random pairs of shape and rank count, and print whether the claims hold."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=20, help="random (shape, P) pairs")
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds of each")
-    parser.add_argument("--smallest", type=int, default=256, help="sizes are drawn evenly in their logarithm between these")
-    parser.add_argument("--largest", type=int, default=3072)
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="P")
-    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
-    parser.add_argument("--again", type=int, default=1, help="how often a pair beyond is measured again; the last counts")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--pairs", type=int, default=20, help="Draw so many random pairs of shape and rank count.")
+    parser.add_argument("--rounds", type=int, default=9, help="Time so many interleaved rounds of each pair.")
+    parser.add_argument("--smallest", type=int, default=256, help="Draw m, n and k from this size on, log-uniformly.")
+    parser.add_argument("--largest", type=int, default=3072, help="Draw m, n and k up to this size.")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="P", help="Draw rank counts from these.")
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="Set the dtype of A, B and C.")
+    parser.add_argument(
+        "--again", type=int, default=1, help="Repeat a pair beyond the limit so many times. The last measurement counts."
+    )
+    parser.add_argument("--seed", type=int, default=1, help="Set the seed of the random pairs.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     args = parser.parse_args()
     draw, rows = random.Random(args.seed), []
     for _ in range(args.pairs):
@@ -47,7 +50,7 @@ def main() -> None:
 
 
 def compare(m: int, n: int, k: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One pair: the pick, the fastest, and their quotient, by medians."""
+    """Time one pair: the pick, the fastest candidate, and the quotient of their median times."""
     sizes = ["--m", str(m), "--n", str(n), "--k", str(k), "--dtype", args.dtype]
     load = os.getloadavg()[0]
     result = bench(ranks, ["gemm", *sizes, "--every-grid", "--rounds", str(args.rounds)])
@@ -68,6 +71,7 @@ def compare(m: int, n: int, k: int, ranks: int, args: argparse.Namespace) -> dic
 
 
 def in_one_line(row: dict[str, Any]) -> str:
+    """A row as text."""
     pick, best = (row["seconds"][row[name]] * 1e3 for name in ("pick", "best"))
     what = f"{row['m']}×{row['n']}×{row['k']} on {row['ranks']} ranks, {len(row['seconds'])} candidates"
     taken = f"takes {row['pick']} {pick:.2f} ms; best {row['best']} {best:.2f} ms"

@@ -1,5 +1,5 @@
-# What our product costs beyond the MPI collective and the numpy product that it contains: 64×64×64 on 2 ranks, in µs.
-# May import common; on the ranks, summa3d.gemm. Next: README.md.
+"""Overhead of a 64×64×64 product on 2 ranks over the bare MPI collective and numpy product that it contains, in µs."""
+
 from __future__ import annotations
 
 import argparse
@@ -21,9 +21,10 @@ WARM_UPS = 50
 
 
 def main() -> None:
+    """Measure the overhead on each grid, and print whether it stays below the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calls", type=int, default=1000, help="calls of each, ours and bare in turn")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--calls", type=int, default=1000, help="Time so many calls of each variant, in turn.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_ranks:
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def measure(calls: int) -> None:
-    """Runs on every rank: each grid, ours and the bare calls in turn; rank 0 prints."""
+    """Run on every rank: time our product and the bare calls on each grid, in turn; rank 0 prints JSON."""
     from summa3d.cli.main import start_mpi
 
     start_mpi()
@@ -58,14 +59,14 @@ def measure(calls: int) -> None:
 
 
 def compare(world: Any, grid: dict[str, int], calls: int) -> dict[str, Any]:
-    """Medians in µs, the largest over ranks."""
+    """Median times on one grid in µs, the largest over ranks; collective."""
     from summa3d.cli.contest import Entry, Problem, Runner
 
     runner = Runner(Entry("cuboid", grid, Problem(SIZE, SIZE, SIZE)), world)
-    racers: dict[str, Callable[[], Any]] = {"ours": runner.run, **bare(world, runner, grid)}
-    times: dict[str, list[float]] = {name: [] for name in racers}
+    contenders: dict[str, Callable[[], Any]] = {"ours": runner.run, **bare(world, runner, grid)}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
     for call in range(calls + WARM_UPS):
-        for name, run in racers.items():
+        for name, run in contenders.items():
             start = time.perf_counter()
             run()
             taken = time.perf_counter() - start
@@ -78,7 +79,7 @@ def compare(world: Any, grid: dict[str, int], calls: int) -> dict[str, Any]:
 
 
 def bare(comm: Any, runner: Any, grid: dict[str, int]) -> dict[str, Callable[[], Any]]:
-    """The collective and the product that ours contains, by mpi4py and numpy alone, into arrays that exist already."""
+    """The collective and the product that ours contains, as bare calls of mpi4py and numpy into preallocated arrays."""
     import numpy as np
 
     a, b, c = runner.a.block.copy(), runner.b.block.copy(), np.empty_like(runner.c.block)

@@ -1,6 +1,8 @@
-# Our product of device arrays on one GPU against the bare call of cuBLAS in it, for CuPy's arrays and torch's tensors.
-# May import common, gpu, summa3d.gemm; CuPy. With --device cpu: numpy and torch on the host, to try the script.
-# Next: README.md; ../summa3d/gemm/cublas.py, plan.py.
+"""Benchmark of our product on one GPU against the bare cuBLAS call that it contains, for CuPy arrays and torch tensors.
+
+--device cpu tries the script on the host, with numpy arrays and torch tensors.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import save, verdict
-from gpu import in_turn, race_parser, taken
+from gpu import benchmark_parser, in_turn, taken
 from mpi4py import MPI
 
 from summa3d import Grid
@@ -23,7 +25,8 @@ DTYPES = ("bfloat16", "float64")
 
 
 def main() -> None:
-    args = race_parser("products", 10, size=8192).parse_args()
+    """Time our product and the bare call for each library and dtype, and print whether the claim holds."""
+    args = benchmark_parser("products", 10, size=8192).parse_args()
     device = taken(args.device, "a product's share of cuBLAS's speed")
     if device is None:
         return
@@ -50,13 +53,14 @@ def main() -> None:
 
 
 def row(library: str, dtype: str, n: int, times: dict[str, list[float]], difference: float) -> dict[str, Any]:
+    """A row of the result: our speed in Tflop/s and as a fraction of the bare call's."""
     share = median(bare / ours for ours, bare in zip(times["ours"], times["bare"], strict=True))
     tflops = 2 * n**3 / median(times["ours"]) / 1e12
     return {"library": library, "dtype": dtype, "share": share, "tflops": tflops, "difference": difference, "seconds": times}
 
 
 def matrix(library: str, dtype: str, n: int, device: str) -> Any:
-    """n×n normal numbers."""
+    """An n×n matrix of normal random numbers."""
     if library == "torch":
         return torch.randn(n, n, device=device).to(getattr(torch, dtype))
     if library == "numpy":
@@ -68,7 +72,7 @@ def matrix(library: str, dtype: str, n: int, device: str) -> Any:
 
 
 def bare(a: Any, b: Any, c: Any) -> Callable[[], object]:
-    """The call of the library alone: by rows, cuBLAS is asked for Cᵀ = Bᵀ·Aᵀ."""
+    """The bare call of the library. For row-major arrays, cuBLAS computes Cᵀ = Bᵀ·Aᵀ."""
     if is_torch(a):
         return lambda: torch.mm(a, b, out=c)
     if isinstance(a, np.ndarray):
@@ -87,7 +91,7 @@ def bare(a: Any, b: Any, c: Any) -> Callable[[], object]:
             *(handle, plain, plain, n, n, n, one, b.data.ptr, kind, n, a.data.ptr, kind, n, zero, c.data.ptr, kind, n),
             *(sums, cublas.CUBLAS_GEMM_DEFAULT),
         )
-        return factors  # alive for as long as the call is
+        return factors  # keeps the factors alive as long as the call
 
     return call
 

@@ -1,5 +1,5 @@
-# 2048³ float64 on 8 ranks, grid 2,2,2, against numpy's product with two threads in the same run.
-# May import common. Next: README.md.
+"""Benchmark of a 2048³ float64 product on the grid 2,2,2 (8 ranks) against numpy's product with two threads in the same run."""
+
 from __future__ import annotations
 
 import argparse
@@ -15,12 +15,13 @@ LIMIT = 1.2
 
 
 def main() -> None:
+    """Run the benchmark in several jobs, and print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=int, default=2048)
-    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
-    parser.add_argument("--runs", type=int, default=3, help="jobs started, one after the other")
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds in each")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--size", type=int, default=2048, help="Set m, n and k.")
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="Set the dtype of A, B and C.")
+    parser.add_argument("--runs", type=int, default=3, help="Start so many jobs, one after the other.")
+    parser.add_argument("--rounds", type=int, default=7, help="Time so many interleaved rounds in each job.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     args = parser.parse_args()
     size = str(args.size)
     options = ["--m", size, "--n", size, "--k", size, "--dtype", args.dtype, "--rounds", str(args.rounds)]

@@ -1,5 +1,8 @@
-# Ours against ScaLAPACK's p?gemm and against numpy with all cores, in interleaved rounds; COSMA's noted fractions beside them.
-# May import common, scalapack, and what `summa3d report` uses. Next: scalapack.py, README.md.
+"""Benchmark of products against ScaLAPACK's p?gemm and numpy with all cores, in interleaved rounds.
+
+COSMA's fractions of numpy's speed, which were noted in an earlier run, are shown for comparison.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -13,40 +16,54 @@ from typing import Any
 from common import HERE, bench, note, save, verdict
 from scalapack import NotInstalled, Scalapack, Tuned
 
-from summa3d.cli.report import draw, table
+from summa3d.cli.report import draw
 from summa3d.cli.runtime import usable_cores
+from summa3d.cli.tables import table
 
 CASES = {"sq2048": (2048, 2048, 2048), "sq4096": (4096, 4096, 4096), "tall": (8192, 1024, 1024), "largek": (1024, 1024, 16384)}
 OURS = "ours"
 PEER = "ScaLAPACK"
-WITHIN = 1.02  # at P = 1, and where COSMA reaches LEVEL: behind by this much still counts as level
+WITHIN = 1.02  # at P = 1, and where COSMA reaches LEVEL, times within this factor count as equal
 LEVEL = 0.95
 GEOMETRIC_MEAN = 1.2
 SQUARES = {2: 0.93, 4: 0.93, 8: 0.90}  # least fraction of the ceiling for the squares
 
 
 def arguments() -> argparse.Namespace:
+    """The parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--case", action="append", metavar="NAME|M,N,K", help=f"{', '.join(CASES)} (all), or sizes of your own; may be repeated"
-    )
-    parser.add_argument("--dtype", action="append", choices=("float64", "float32"), help="default: both")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="P")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; each starts every peer anew")
-    parser.add_argument(
-        "--repeat", type=int, default=3, help="timed products of each peer in a round, after one that is not counted"
+        "--case",
+        action="append",
+        metavar="NAME|M,N,K",
+        help=f"Run this case: {', '.join(CASES)}, or sizes of your own. The option may be repeated. The default is all of these.",
     )
     parser.add_argument(
-        "--blocks", type=int, nargs="+", default=[128, 64, 256], help="ScaLAPACK's block sizes; the first is tried on every grid"
+        "--dtype", action="append", choices=("float64", "float32"), help="Set the dtype of A, B and C. The default is both."
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="P", help="Run on these rank counts.")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="Run so many interleaved rounds. Each round starts new jobs of every library."
     )
     parser.add_argument(
-        "--peer-blas", type=Path, metavar="FILE", help="a BLAS for ScaLAPACK instead of OpenBLAS, such as libmkl_rt.so"
+        "--repeat", type=int, default=3, help="Time so many products in each job, after a warm-up product that is not counted."
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result; the plot goes beside it")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        nargs="+",
+        default=[128, 64, 256],
+        help="Try these block sizes of ScaLAPACK: the first on every process grid, the others on the fastest grid.",
+    )
+    parser.add_argument(
+        "--peer-blas", type=Path, metavar="FILE", help="Use this BLAS for ScaLAPACK instead of OpenBLAS, such as libmkl_rt.so."
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE, and its plot to the same folder.")
     return parser.parse_args()
 
 
 def main() -> None:
+    """Run all cases, and print the table and whether the claims hold."""
     args = arguments()
     cases = dict(_case(text) for text in args.case or CASES)
     try:
@@ -59,18 +76,18 @@ def main() -> None:
     result["quotients"] = [f"{PEER} ÷ {OURS}"] if library else []
     result |= {"noted": ["COSMA"], "rows": [], "loads": [], "scalapack_blas": library.libraries if library else None}
     noted = json.loads((HERE / "cosma_fractions.json").read_text(encoding="utf-8"))
-    races = [
-        Race(name, sizes, dtype, ranks, library, args.blocks)
+    case_runs = [
+        CaseRun(name, sizes, dtype, ranks, library, args.blocks)
         for name, sizes in cases.items()
         for dtype in args.dtype or ("float64", "float32")
         for ranks in args.ranks
     ]
     for count in range(args.rounds):
-        for race in races:
+        for case_run in case_runs:
             result["loads"].append(os.getloadavg()[0])
-            result["machine"] = race.round(args.repeat)
-            note(f"round {count + 1} of {args.rounds}: {race.latest()}")
-    result["rows"] = [race.row(noted["fractions"]) for race in races]
+            result["machine"] = case_run.round(args.repeat)
+            note(f"round {count + 1} of {args.rounds}: {case_run.latest()}")
+    result["rows"] = [case_run.row(noted["fractions"]) for case_run in case_runs]
     result["noted_source"] = noted["source"]
     result["remarks"] = remarks(result)
     print(table(result))
@@ -89,8 +106,8 @@ def _case(text: str) -> tuple[str, tuple[int, int, int]]:
     return "×".join(parts), (m, n, k)
 
 
-class Race:
-    """One case on P ranks: per round the median time of each peer, and of numpy beside ours."""
+class CaseRun:
+    """One case on P ranks: in each round, the median time of each library, and of numpy in the same job as ours."""
 
     def __init__(
         self,
@@ -109,7 +126,7 @@ class Race:
         self.blas: dict[str, Any] = {}
 
     def round(self, repeat: int) -> dict[str, Any]:
-        """Run each peer; returns what our ranks say of the machine."""
+        """Run each library once; returns the machine as our ranks report it."""
         m, n, k = map(str, self.sizes)
         options = ["--m", m, "--n", n, "--k", k, "--dtype", self.dtype, "--rounds", str(repeat)]
         ours = bench(self.ranks, ["gemm", *options, "--ceiling", str(self.threads)])
@@ -126,11 +143,12 @@ class Race:
         return machine
 
     def latest(self) -> str:
+        """The times of the latest round as text."""
         times = "  ".join(f"{peer} {seconds * 1e3:.2f} ms" for peer, seconds in self.rounds[-1].items())
         return f"{self.name} {self.dtype} P={self.ranks}  {times}"
 
     def row(self, noted: dict[str, dict[str, float]]) -> dict[str, Any]:
-        """Medians over the rounds of times and of each round's quotients."""
+        """The row of the case: medians over the rounds of times, fractions and quotients."""
         peers = [peer for peer in self.rounds[0] if peer != "ceiling"]
         quotients = {f"{PEER} ÷ {OURS}": spread([one[PEER] / one[OURS] for one in self.rounds])} if PEER in peers else {}
         cosma = noted.get(f"{self.name} {self.dtype}", {}).get(str(self.ranks))
@@ -150,11 +168,12 @@ class Race:
 
 
 def spread(values: list[float]) -> dict[str, float]:
+    """Median, minimum and maximum."""
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def remarks(result: dict[str, Any]) -> list[str]:
-    """What the run says of the claims."""
+    """The lines below the table: threads, ScaLAPACK's BLAS, and whether the claims hold."""
     rows = result["rows"]
     cores = result["machine"]["cores"]
     lines = [f"numpy has min(P, {cores}) threads, on this machine's {cores} cores. COSMA: {result['noted_source']}."]
@@ -167,7 +186,7 @@ def remarks(result: dict[str, Any]) -> list[str]:
 
 
 def claims(rows: list[dict[str, Any]], own: str) -> list[str]:
-    """One line for each claim that the cases at hand can show."""
+    """One line for each claim that the cases of this run can test."""
     lines = []
     against = [row for row in rows if f"{PEER} ÷ {own}" in row["quotients"]]
     if against:

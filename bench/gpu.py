@@ -1,6 +1,5 @@
-# What the scripts for a GPU share: options, whether there is one, times by its own events. May import summa3d, torch.
-# Import common first: it makes this checkout importable.
-# Next: kernels.py, gemm_vs_cublas.py, block_vs_compile.py.
+"""Shared by the benchmark scripts for a GPU: options, the device, and times from CUDA events."""
+
 from __future__ import annotations
 
 import argparse
@@ -16,20 +15,20 @@ from summa3d.comm.device.select import take_device
 BUSY = 4_000_000  # cycles, some milliseconds: longer than the host takes to queue what is timed
 
 
-def race_parser(what: str, calls: int, **sizes: int) -> argparse.ArgumentParser:
-    """The options of a script that times `calls` of `what` in turn with a peer; `sizes` are its own, with their defaults."""
+def benchmark_parser(what: str, calls: int, **sizes: int) -> argparse.ArgumentParser:
+    """The parser of a script that times `calls` calls of `what` in turn with a peer; `sizes` are size options with defaults."""
     parser = argparse.ArgumentParser()
     for name, value in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--calls", type=int, default=calls, help=f"{what} of a time")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script")
-    parser.add_argument("--json", type=Path)
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"Set the size {name}.")
+    parser.add_argument("--calls", type=int, default=calls, help=f"Time so many {what} at once.")
+    parser.add_argument("--rounds", type=int, default=7, help="Time so many rounds, after a warm-up round that is not counted.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="Compute there. cpu only tries the script.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     return parser
 
 
 def taken(device: str, what: str) -> str | None:
-    """The name of the device, this process's own from now on; None, and a line that says so, without the GPU asked for."""
+    """Make the device current and return its name; without a GPU, print a line that says so and return None."""
     if device == "cpu":
         return "cpu"
     if without_gpu(what):
@@ -39,7 +38,7 @@ def taken(device: str, what: str) -> str | None:
 
 
 def without_gpu(what: str) -> bool:
-    """Say that `what` cannot be measured, where there is no CUDA device."""
+    """Whether there is no CUDA device; prints a line that says so."""
     if torch.cuda.is_available():
         return False
     print(f"no GPU: {what} can only be measured on a CUDA device")
@@ -47,9 +46,9 @@ def without_gpu(what: str) -> bool:
 
 
 def milliseconds(run: Callable[[], object], repeat: int) -> list[float]:
-    """The device's times of `repeat` calls, after three that are not counted.
+    """Device times of `repeat` calls in ms, after three warm-up calls.
 
-    The device is given other work first, so that it does not wait for the host within a call.
+    The device gets other work before each call, so that it does not wait for the host within the call.
     """
     for _ in range(3):
         run()
@@ -66,7 +65,7 @@ def milliseconds(run: Callable[[], object], repeat: int) -> list[float]:
 
 
 def seconds_each(run: Callable[[], object], calls: int, device: str) -> float:
-    """Seconds of one of `calls` calls, one right after the other, the host's part in it where the device waits for that."""
+    """Mean seconds of `calls` calls in a row, host time included where the device waits for the host."""
     if device == "cpu":
         start = time.perf_counter()
         for _ in range(calls):
@@ -83,7 +82,7 @@ def seconds_each(run: Callable[[], object], calls: int, device: str) -> float:
 
 
 def in_turn(runs: dict[str, Callable[[], object]], calls: int, rounds: int, device: str) -> dict[str, list[float]]:
-    """`seconds_each` of every run in every round, in turn, after a round that is not counted."""
+    """`seconds_each` of every run in interleaved rounds, after a warm-up round that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 1):
         for name, run in runs.items():

@@ -1,4 +1,5 @@
-# How long `import summa3d.gemm` takes beyond numpy and mpi4py. May import common. Next: README.md.
+"""Time of `import summa3d.gemm` after numpy and mpi4py have been imported."""
+
 from __future__ import annotations
 
 import argparse
@@ -15,8 +16,9 @@ TIMED = f"import time\nwall, cpu = {CLOCKS}\nimport summa3d.gemm\nlater, used = 
 
 
 def main() -> None:
+    """Measure the import in fresh processes, and print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=11)
+    parser.add_argument("--runs", type=int, default=11, help="Start so many processes, after one that is not counted.")
     args = parser.parse_args()
     times, processor = zip(*[_seconds() for _ in range(args.runs + 1)][1:], strict=True)
     spread = f"{median(times):.3f} s [{min(times):.3f}–{max(times):.3f}]"

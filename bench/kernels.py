@@ -1,5 +1,5 @@
-# Each fused kernel's share of the bandwidth of a device-to-device copy, at 64 M elements. Needs a CUDA device and CuPy.
-# May import common, gpu, summa3d.kernels. Next: README.md; ../kernels/rows.py and elements.py, which start the kernels.
+"""Bandwidth of each fused kernel as a fraction of the bandwidth of a device-to-device copy, at 64 M elements."""
+
 from __future__ import annotations
 
 import argparse
@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Case(NamedTuple):
-    """A kernel, and how many bytes it must read and write: every operand once, vectors and row statistics left out."""
+    """A kernel, and the bytes that it must read and write: every operand once, without vectors and row statistics."""
 
     name: str
     run: Callable[[], object]
@@ -31,17 +31,18 @@ class Case(NamedTuple):
 
 
 class _Summed:
-    """A sum over one rank."""
+    """A completed reduction over one rank."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
     def wait(self) -> Tensor:
+        """The sum."""
         return self.value
 
 
 def cases(fused: Fused, elements: int, dtype: torch.dtype) -> Iterator[Case]:
-    """Every kernel on `elements` elements of `dtype`. A norm's backward is two passes over its operands: it reads them twice."""
+    """All kernels on `elements` elements of `dtype`. The backward of a norm reads its operands twice, in two passes."""
     rows = elements // COLUMNS
     word = dtype.itemsize * rows * COLUMNS
     new = lambda *shape: torch.randn(shape, dtype=dtype, device=fused.device)  # noqa: E731
@@ -83,10 +84,11 @@ def cases(fused: Fused, elements: int, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def main() -> None:
+    """Time all kernels and copies in each dtype, and print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--elements", type=int, default=1 << 26)
-    parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--elements", type=int, default=1 << 26, help="Set the number of elements of an operand.")
+    parser.add_argument("--repeat", type=int, default=20, help="Time so many calls of each kernel.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     args = parser.parse_args()
     if without_gpu("the fused kernels' bandwidth"):
         return

@@ -1,4 +1,5 @@
-# Whether 16-bit training ends where float32 does: the demo, the same steps in each dtype. May import common. Next: README.md.
+"""Comparison of the final losses of the demo in float32, bfloat16 and float16, after equal steps."""
+
 from __future__ import annotations
 
 import argparse
@@ -14,10 +15,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the demo in each dtype and compare the losses it ends with.")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--grid", default="2,2,2", help="x,y,z")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    """Train the demo in each dtype, and print whether the claims hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="Train so many steps in each dtype.")
+    parser.add_argument("--grid", default="2,2,2", metavar="X,Y,Z", help="Set the sizes of the grid axes x, y and z.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the summaries of the runs to FILE.")
     args = parser.parse_args()
     grid = dict(zip("xyz", map(int, args.grid.split(",")), strict=True))
     ended = {}
@@ -39,7 +41,7 @@ def main() -> None:
 
 
 def _train(dtype: str, steps: int, grid: dict[str, int]) -> dict[str, Any]:
-    """The summary of the demo in `dtype`."""
+    """Train the demo in `dtype` and return the summary of the run."""
     ranks = grid["x"] * grid["y"] * grid["z"]
     changes = {"dtype": dtype, "train.steps": steps, "train.keep": 0, "train.sample_tokens": 0, "train.evaluate_every": 0}
     changes |= {f"grid.{axis}": size for axis, size in grid.items()}

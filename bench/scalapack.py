@@ -1,5 +1,8 @@
-# Debian's ScaLAPACK: builds pgemm.c with the mpicc of its Open MPI, and runs it under that MPI's own mpirun.
-# May import common. Never our launcher: two MPIs' launchers must not be mixed. Next: pgemm.c.
+"""Driver of Debian's ScaLAPACK: builds pgemm.c with Open MPI's mpicc, and runs it under Open MPI's mpirun.
+
+`summa3d launch` is not used, because launcher and MPI library must belong together.
+"""
+
 from __future__ import annotations
 
 import json
@@ -18,7 +21,7 @@ from summa3d.cli.runtime import launcher_vendor
 SOURCE, PROGRAM = HERE / "pgemm.c", HERE / "build" / "pgemm"
 LIBRARIES = ("-lscalapack-openmpi", "-lopenblas", "-lm", "-ldl")
 PACKAGES = "libscalapack-openmpi-dev openmpi-bin libopenblas-pthread-dev"
-# Ranks may outnumber cores: they must not be bound to one, and must yield while they wait.
+# Ranks may outnumber cores: they must not be bound to cores, and must yield while they wait.
 RUN = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1")
 LETTER = {"float64": "d", "float32": "s"}
 
@@ -27,12 +30,12 @@ Case = tuple[int, tuple[int, int, int], str]  # ranks, (m, n, k), dtype
 
 
 class NotInstalled(Exception):
-    """Why there is no ScaLAPACK to compare with, in one line."""
+    """ScaLAPACK is not available; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A process grid and a block size."""
+    """A process grid and a block size of ScaLAPACK."""
 
     rows: int
     columns: int
@@ -43,7 +46,7 @@ class Setting:
 
 
 class Scalapack:
-    """The driver, built and checked; with `blas`, that library's products instead of OpenBLAS's. Raises NotInstalled."""
+    """The built driver. `blas` replaces OpenBLAS. The constructor raises NotInstalled where the driver cannot be built."""
 
     def __init__(self, blas: Path | None = None) -> None:
         self.extra = {} if blas is None else {"LD_PRELOAD": str(blas), "MKL_THREADING_LAYER": "SEQUENTIAL"}
@@ -53,7 +56,10 @@ class Scalapack:
         self.libraries = _blas_libraries() if blas is None else [str(blas)]
 
     def run(self, ranks: int, sizes: tuple[int, int, int], dtype: str, repeat: int, settings: list[Setting]) -> dict[str, Any]:
-        """The driver's JSON: core type, speed of a core, and for each setting the seconds of `repeat` products after a first."""
+        """Run the driver and return its JSON: core type, speed of a core, and the seconds of `repeat` products per setting.
+
+        A warm-up product of each setting is not counted.
+        """
         options = [LETTER[dtype], *map(str, sizes), str(repeat), *map(str, settings)]
         command = [self.mpirun, *RUN, "-n", str(ranks), str(PROGRAM), *options]
         environ = {**environment(threads=1), **self.extra}
@@ -65,14 +71,18 @@ class Scalapack:
 
 
 class Tuned:
-    """ScaLAPACK on one case: the first round tries every process grid, and blocks on the best; all run the best `kept`."""
+    """ScaLAPACK tuned for one case.
+
+    The first round tries every process grid with the first block size, and all block sizes on the best grid. Each round then
+    runs the best `kept` settings.
+    """
 
     def __init__(self, library: Scalapack, case: Case, blocks: list[int], kept: int = 2) -> None:
         self.library, self.case, self.blocks, self.kept = library, case, blocks, kept
         self.settings: list[Setting] = []
 
     def round(self, repeat: int) -> tuple[float, Setting, dict[str, Any]]:
-        """Median seconds of the fastest setting of this round, which one it was, and what the driver says of its BLAS."""
+        """The median seconds of the fastest setting of this round, that setting, and the driver's JSON."""
         if not self.settings:
             self._tune(max(1, repeat // 2))
         times, about = self._times(repeat, self.settings)
@@ -95,7 +105,7 @@ class Tuned:
 
 
 def _of_openmpi(name: str, is_launcher: bool = True) -> str:
-    """The program of Open MPI: Debian's own name first, then a plain one that says it is Open MPI's."""
+    """The path of a program of Open MPI: under Debian's own name, or under the plain name if it reports Open MPI."""
     named = shutil.which(f"{name}.openmpi")
     if named:
         return named
@@ -121,7 +131,7 @@ def _build(mpicc: str) -> None:
 
 
 def _blas_libraries() -> list[str]:
-    """The BLAS that the driver loads, as ldd resolves it. Raises NotInstalled unless all of it is OpenBLAS."""
+    """The BLAS libraries that the driver loads, as ldd resolves them. Raises NotInstalled unless all are OpenBLAS."""
     done = subprocess.run(["ldd", str(PROGRAM)], env=environment(), capture_output=True, text=True)
     found = re.findall(r"^\s*(lib(?:open)?blas\S*) => (\S+)", done.stdout, re.MULTILINE)
     libraries = [f"{name} => {Path(path).resolve()}" for name, path in found]

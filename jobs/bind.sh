@@ -1,7 +1,7 @@
 #!/bin/bash
-# bind.sh COMMAND …: runs COMMAND as one rank of a node, on the cores and with the network card nearest to that rank's GPU.
-# Needs a launcher that numbers the ranks of a node, nvidia-smi, taskset and /sys. BIND_SHOW=yes has each rank say what it got.
-# Next: clusters/cuda.sh, which starts ranks through it; ../summa3d/comm/device/select.py, which takes the same GPU.
+# bind.sh COMMAND …: runs COMMAND as one rank of a node, bound to the cores and the network card nearest to the rank's GPU.
+# Needs a launcher that numbers the ranks of a node, nvidia-smi, taskset and /sys. With BIND_SHOW=yes, each rank prints its
+# binding. summa3d assigns GPUs to ranks by the same rule as this script.
 set -euo pipefail
 
 stop() {
@@ -9,15 +9,15 @@ stop() {
     exit 1
 }
 
-sys=${BIND_SYS:-/sys} # another tree than the machine's own is for tests
+sys=${BIND_SYS:-/sys} # tests replace the machine's own tree
 export CUDA_DEVICE_ORDER=PCI_BUS_ID # CUDA then numbers GPUs as nvidia-smi does, and not by speed
 
-# An MPI's own launcher knows the place in the node; SLURM_LOCALID, which it inherits from the batch step, is then always 0.
+# The variables of an MPI's own launcher come first: under it, SLURM_LOCALID is inherited from the batch step and always 0.
 rank=${OMPI_COMM_WORLD_LOCAL_RANK:-${MV2_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${SLURM_LOCALID:-}}}}
 [[ $rank ]] || stop "no rank in the node: none of OMPI_COMM_WORLD_LOCAL_RANK, MV2_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID," \
     "SLURM_LOCALID is set. Start it with srun or the MPI's launcher."
 
-# All GPUs stay visible, as ranks read each other's memory; summa3d takes the one at (rank in the node) mod (visible ones).
+# All GPUs stay visible, because ranks read each other's memory. summa3d takes GPU number (rank in the node) mod (visible GPUs).
 if [[ ${CUDA_VISIBLE_DEVICES:-} ]]; then
     IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"
 else
@@ -32,7 +32,7 @@ place=$sys/bus/pci/devices/${bus: -12} # nvidia-smi writes a PCI domain in 8 dig
 cores=$(<"$place/local_cpulist")
 node=$(<"$place/numa_node")
 
-# UCX takes the InfiniBand ports named here; NCCL finds its own by the same distances. What a site has set stays.
+# UCX uses the InfiniBand ports in UCX_NET_DEVICES; NCCL selects its ports by the same distances. A value that is set stays.
 if [[ ! ${UCX_NET_DEVICES:-} && $node -ge 0 ]]; then
     near=()
     for card in "$sys"/class/infiniband/*; do

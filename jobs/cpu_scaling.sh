@@ -5,11 +5,11 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --exclusive
 #SBATCH --time=00:30:00
-# Strong and weak scaling of a product without GPUs, 1, 2, 4, … ranks: sbatch -A ACCOUNT -p PARTITION jobs/cpu_scaling.sh from
-# the repository. SIZE (8192), DTYPE (float32) and OUT may be set before.
-# Next: steps.sh, clusters/cpu.sh (what a site fills in).
+# Strong and weak scaling of a product on CPUs, on 1, 2, 4, … ranks. Submit it from the repository:
+#   sbatch -A ACCOUNT -p PARTITION jobs/cpu_scaling.sh
+# SIZE (8192), DTYPE (float32) and OUT may be set in the environment. clusters/cpu.sh holds the settings of a site.
 set -euo pipefail
-jobs=${SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}/jobs # Slurm runs a copy of this file, elsewhere
+jobs=${SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}/jobs # Slurm runs a copy of this file from another folder
 source "$jobs/clusters/cpu.sh"
 source "$jobs/steps.sh"
 

@@ -5,13 +5,16 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --exclusive
 #SBATCH --time=02:00:00
-# Train without GPUs, each rank on cores of its own: sbatch -A ACCOUNT -p PARTITION jobs/cpu_train.sh from the repository; another
-# shape: GRID=x=4,y=2,z=2 sbatch --nodes=4 … jobs/cpu_train.sh        (x·y·z is the number of ranks)
-# It stops at its time limit and goes on when submitted again; a second part that starts only if the first did not finish:
+# Training on CPUs, each rank bound to its own cores. Submit it from the repository:
+#   sbatch -A ACCOUNT -p PARTITION jobs/cpu_train.sh
+# Another grid (x·y·z is the number of ranks):
+#   GRID=x=4,y=2,z=2 sbatch --nodes=4 … jobs/cpu_train.sh
+# The job stops at its time limit, and continues when it is submitted again. This second job starts only if the first one did
+# not finish:
 #   sbatch --dependency=afternotok:JOBID --kill-on-invalid-dep=yes jobs/cpu_train.sh
-# Next: steps.sh (CONFIG, RUN, SCHEME, CHECKPOINT_EVERY), clusters/cpu.sh (what a site fills in).
+# CONFIG, RUN, SCHEME and CHECKPOINT_EVERY (steps.sh) may be set in the environment. clusters/cpu.sh holds the settings of a site.
 set -euo pipefail
-jobs=${SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}/jobs # Slurm runs a copy of this file, elsewhere
+jobs=${SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}/jobs # Slurm runs a copy of this file from another folder
 source "$jobs/clusters/cpu.sh"
 source "$jobs/steps.sh"
 

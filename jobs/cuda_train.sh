@@ -4,13 +4,16 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --exclusive
 #SBATCH --time=02:00:00
-# Train on a CUDA cluster, one rank per GPU: sbatch -A ACCOUNT -p PARTITION jobs/cuda_train.sh from the repository; several nodes:
-#   GRID=x=4,y=2,z=2 sbatch --nodes=4 … jobs/cuda_train.sh        (x·y·z is nodes times GPUs of a node)
-# It stops at its time limit and goes on when submitted again; a second part that starts only if the first did not finish:
+# Training on a CUDA cluster, one rank per GPU. Submit it from the repository:
+#   sbatch -A ACCOUNT -p PARTITION jobs/cuda_train.sh
+# Several nodes (x·y·z is the number of nodes times the GPUs of a node):
+#   GRID=x=4,y=2,z=2 sbatch --nodes=4 … jobs/cuda_train.sh
+# The job stops at its time limit, and continues when it is submitted again. This second job starts only if the first one did
+# not finish:
 #   sbatch --dependency=afternotok:JOBID --kill-on-invalid-dep=yes jobs/cuda_train.sh
-# Next: steps.sh (CONFIG, RUN, SCHEME, CHECKPOINT_EVERY), clusters/cuda.sh (what a site fills in).
+# CONFIG, RUN, SCHEME and CHECKPOINT_EVERY (steps.sh) may be set in the environment. clusters/cuda.sh holds the settings of a site.
 set -euo pipefail
-jobs=${SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}/jobs # Slurm runs a copy of this file, elsewhere
+jobs=${SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}/jobs # Slurm runs a copy of this file from another folder
 source "$jobs/clusters/cuda.sh"
 source "$jobs/steps.sh"
 

@@ -1,9 +1,10 @@
-# The steps of a job: look at the machine, train on from the newest checkpoint, sweep over rank counts. Sourced by the
-# scripts beside it, after a file of clusters/ has defined `start RANKS COMMAND…` and RANKS. Capitals may be set before sbatch.
-# Next: clusters/cuda.sh; `summa3d train --help`, `summa3d bench strong --help`, `summa3d gemm --help`.
+# The steps of a job: check the machine, train or continue a run, sweep over rank counts. The job scripts source this file
+# after a file of clusters/ has defined RANKS and `start RANKS COMMAND…`. Variables in capitals may be set in the environment of
+# sbatch.
 # shellcheck shell=bash
 
-# One small product on all ranks against a serial one: launcher, MPI, BLAS and (SUMMA3D_DEVICE=cuda) GPUs and transport at once.
+# Compares a small product on all ranks with a serial product, which tests launcher, MPI, BLAS and, with SUMMA3D_DEVICE=cuda,
+# GPUs and transport.
 check() {
     summa3d doctor
     if [[ ${SUMMA3D_DEVICE:-cpu} == cuda ]]; then
@@ -12,7 +13,7 @@ check() {
     start "$RANKS" summa3d gemm --m 1009 --n 997 --k 1013 --dtype float64 --check --json | accept
 }
 
-# Passes the line of `gemm --check --json` on; fails where the product is wrong or there is none.
+# Prints the JSON line of `gemm --check --json`; fails where the product is wrong or there is no line.
 accept() {
     python -c '
 import json, sys
@@ -22,8 +23,8 @@ error = json.loads(line)["relative_error"]
 sys.exit(0 if error < 1e-13 else f"the product is wrong: relative error {error}")'
 }
 
-# A checkpoint is complete or not there, so the time limit may fall anywhere: what is lost are the steps since the newest one.
-# Choose CHECKPOINT_EVERY so that those are minutes. With --resume the same line starts a run and goes on with it.
+# Checkpoints are published atomically, so that the time limit may stop a job at any time; the steps since the newest checkpoint
+# are lost. Choose CHECKPOINT_EVERY so that these take minutes. With --resume, the same command starts a run and continues it.
 train() {
     local settings=() part
     for part in ${GRID//,/ }; do
@@ -33,7 +34,7 @@ train() {
         --set "scheme=${SCHEME:-cuboid}" "${settings[@]}" --set "train.checkpoint_every=${CHECKPOINT_EVERY:-100}"
 }
 
-# Strong and weak scaling in one start each: ranks that a smaller count leaves over wait. For the host.
+# Strong and weak scaling on the host, in one job step each: smaller rank counts leave the other ranks waiting.
 sweep() {
     local out=${OUT:-runs/scaling-$SLURM_JOB_ID} size=${SIZE:-8192} kind
     mkdir -p "$out"
@@ -44,7 +45,8 @@ sweep() {
     summa3d report --no-plots "$out/strong.json" "$out/weak.json"
 }
 
-# The same on GPUs: one start for each rank count, as each rank has a GPU of its own. A line of JSON for each, in two files.
+# Strong and weak scaling on GPUs, in one job step per rank count, since each rank has its own GPU. Writes two files with one
+# JSON line per rank count.
 sweep_devices() {
     local out=${OUT:-runs/scaling-$SLURM_JOB_ID} size=${SIZE:-16384} count grown
     mkdir -p "$out"

@@ -1,6 +1,5 @@
-# `python -m summa3d …` is `summa3d …`.
-# May import cli only.
-# Next: cli/main.py.
+"""`python -m summa3d …` runs `summa3d …`."""
+
 from .cli.main import main
 
 if __name__ == "__main__":

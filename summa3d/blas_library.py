@@ -1,4 +1,4 @@
-"""Which BLAS multiplies numpy's blocks: numpy's own, MKL where installed, or a named one that multiplies rightly when tried."""
+"""The BLAS that multiplies blocks of numpy arrays: numpy's own, MKL where it is installed, or a named one that passes a test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .errors import ConfigError
 VARIABLE = "SUMMA3D_BLAS"
 ROW_MAJOR, TRANSPOSE = 101, {"n": 111, "t": 112, "c": 113}
 NAMES = ("scipy_cblas_{}gemm64_", "cblas_{}gemm64_", "cblas_{}gemm_64", "cblas_{}gemm")
-"""What the BLAS of numpy's wheels, of distributions with 64-bit integers, MKL, and all others call it."""
+"""Names of gemm in the BLAS of numpy's wheels, of distributions with 64-bit integers, in MKL, and in all others."""
 SEQUENTIAL, GNU_THREADS = 1, 3  # MKL's threading layers
 CHECKED = 256  # side of a product that a library spreads over its threads
 
@@ -28,7 +28,7 @@ Gemm = Callable[[np.ndarray, np.ndarray, str, np.ndarray, complex, complex], Non
 
 @dataclass(frozen=True)
 class Library:
-    """A BLAS: what it is called, why it was taken, and its handle; None where numpy's own is out of reach of ctypes."""
+    """A BLAS: its name, the reason of its choice, and its ctypes handle (None where ctypes cannot reach numpy's own)."""
 
     name: str
     reason: str
@@ -36,6 +36,7 @@ class Library:
 
     @property
     def is_numpys(self) -> bool:
+        """Whether this is the BLAS that numpy is linked to."""
         return self.name == "numpy's"
 
     def __str__(self) -> str:
@@ -44,11 +45,13 @@ class Library:
 
 @cache
 def library() -> Library:
-    """The BLAS of this process, found once.
+    """The BLAS of this process, chosen at the first call.
 
-    SUMMA3D_BLAS names it: `numpy`, `mkl`, or the name or path of a library with the C interface. Without it, MKL where the extra
-    `mkl` (or conda) has put it beside this interpreter and the processor is Intel's, else numpy's.
-    Raises ConfigError for a library that cannot be loaded or fails a product.
+    SUMMA3D_BLAS names the library: `numpy`, `mkl`, or the name or path of a library with the C interface (CBLAS). Without the
+    variable, MKL is chosen on an Intel processor where MKL is installed beside this interpreter (by the extra `mkl` or by
+    conda), else numpy's BLAS.
+
+    Raises ConfigError for a library that cannot be loaded or computes a wrong product.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "numpy":
@@ -74,7 +77,7 @@ def library() -> Library:
 
 @cache
 def gemm(dtype: str) -> Gemm | None:
-    """C = α·op(A)·op(B) + β·C of this process's BLAS for a dtype; None where there is none, or it fails a product."""
+    """The function C = α·op(A)·op(B) + β·C of this process's BLAS for a dtype; None where it lacks one or computes wrongly."""
     handle = library().handle
     return None if handle is None or dtype not in LETTERS else _checked(handle, dtype)
 
@@ -84,16 +87,16 @@ def _named(wanted: str) -> Library:
         handle = _mkl(Path(wanted), f"{VARIABLE} names it") if "mkl_rt" in Path(wanted).name else None
         found = handle or Library(Path(wanted).name, f"{VARIABLE} names it", ctypes.CDLL(wanted))
     except OSError as error:
-        raise ConfigError(f"{VARIABLE}={wanted} cannot be loaded: {error}.\n  Give numpy, mkl, or a BLAS's file.") from None
+        raise ConfigError(f"{VARIABLE}={wanted} cannot be loaded: {error}.\n  Give numpy, mkl, or the file of a BLAS.") from None
     if _checked(found.handle, "float64") is None:
         raise ConfigError(
-            f"{VARIABLE}={wanted} has no cblas_dgemm that multiplies rightly.\n  Give numpy, mkl, or a BLAS's file."
+            f"{VARIABLE}={wanted} has no cblas_dgemm that computes correct products.\n  Give numpy, mkl, or the file of a BLAS."
         )
     return found
 
 
 def _numpys(reason: str) -> Library:
-    """numpy's BLAS, through numpy's own extension module, whose symbols include those of the BLAS that it is linked to."""
+    """numpy's BLAS, through numpy's extension module, whose symbols include those of the BLAS that it is linked to."""
     core: Any = getattr(np, "_core", None) or np.core
     try:
         handle: Any = ctypes.CDLL(core._multiarray_umath.__file__)
@@ -111,7 +114,7 @@ def _mkl_file() -> Path | None:
 
 
 def _mkl(file: Path, reason: str) -> Library | None:
-    """MKL with the threads that the environment asks for; None without their OpenMP runtime, where it would end the process."""
+    """MKL with the threading layer of `_mkl_layer`; None without GNU's OpenMP runtime, where MKL would end the process."""
     handle = ctypes.CDLL(str(file))
     layer = _mkl_layer()
     if layer is None:
@@ -125,7 +128,10 @@ def _mkl(file: Path, reason: str) -> Library | None:
 
 
 def _mkl_layer(environ: Mapping[str, str] = os.environ) -> int | None:
-    """MKL's threads: none for one, else GNU's OpenMP; with Intel's, products are wrong beside torch, which loads GNU's."""
+    """MKL's threading layer: sequential for one thread, else GNU's OpenMP; None without GNU's runtime.
+
+    With Intel's OpenMP runtime, products are wrong beside torch, which loads GNU's.
+    """
     if (environ.get("MKL_NUM_THREADS") or environ.get("OMP_NUM_THREADS")) == "1":
         return SEQUENTIAL
     try:
@@ -141,7 +147,7 @@ def _is_intel() -> bool:
 
 
 def _checked(handle: Any, dtype: str) -> Gemm | None:
-    """The library's gemm for a dtype; None where it has none, pointers are not 8 bytes, or a product is wrong."""
+    """The library's gemm for a dtype; None where it lacks one, pointers are not 8 bytes wide, or a product is wrong."""
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
@@ -161,7 +167,7 @@ def _checked(handle: Any, dtype: str) -> Gemm | None:
 def _bound(library: Any, dtype: str) -> Gemm:
     names = [name.format(LETTERS[dtype]) for name in NAMES]
     function = next(getattr(library, name) for name in [*filter(lambda name: hasattr(library, name), names), names[-1]])
-    # 64-bit integers suit both kinds of BLAS: a 32-bit callee on these platforms reads the low half of each slot.
+    # 64-bit integers fit both kinds of BLAS: on these platforms a 32-bit callee reads the low half of each argument.
     enum, number, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
     is_complex = dtype.startswith("complex")
     scalar = pointer if is_complex else ctypes.c_float if dtype == "float32" else ctypes.c_double
@@ -170,7 +176,7 @@ def _bound(library: Any, dtype: str) -> Gemm:
     function.argtypes = (enum, enum, enum, number, number, number, scalar, *operand, *operand, scalar, *operand)
 
     def gemm(a: np.ndarray, b: np.ndarray, form: str, out: np.ndarray, alpha: complex, beta: complex) -> None:
-        if not out.flags.writeable:  # the library sees but its address
+        if not out.flags.writeable:  # the library gets an address only and cannot check
             raise ValueError("output array is read-only")
         m, n = out.shape
         k = a.shape[1] if form[0] == "n" else a.shape[0]
@@ -186,10 +192,14 @@ def _bound(library: Any, dtype: str) -> Gemm:
 
 
 def address(array: np.ndarray) -> int:
-    """Where its first element lies (`array.ctypes.data` says the same, ten times slower)."""
+    """The address of the first element (`array.ctypes.data` is the same, but takes ten times as long)."""
     return int(array.__array_interface__["data"][0])
 
 
 def leading(array: np.ndarray) -> int:
-    """Elements from one row to the next."""
+    """The leading dimension: elements from one row to the next.
+
+    >>> leading(np.zeros((3, 4))), leading(np.zeros((3, 4))[:, :2])
+    (4, 4)
+    """
     return int(array.strides[0] // array.itemsize) if array.shape[0] > 1 else max(1, int(array.shape[1]))

@@ -1,5 +1,5 @@
-# What this machine can do that not every machine can, and what the environment forbids. Imports errors; asked without MPI.
-# Next: comm/transport/node_memory.py, which relies on it; cli/doctor.py, which tells it.
+"""Capabilities of this machine that not every machine has, and environment variables that turn them off; uses no MPI."""
+
 from __future__ import annotations
 
 import os
@@ -9,11 +9,11 @@ import sys
 from .errors import ConfigError
 
 FUTEX = {"x86_64": 202}
-"""The number of the futex system call. Other machines order stores differently as well, and would need fences."""
+"""Architecture → number of the futex system call. Other architectures also reorder stores, and would need fences."""
 
 
 def available() -> str | None:
-    """Why ranks of this node cannot communicate through its memory (comm/transport/node.py); None where they can.
+    """The reason why ranks of this node cannot communicate through node memory (`comm.transport.node`); None where they can.
 
     Raises ConfigError as `forbidden` does.
     """
@@ -25,8 +25,12 @@ def available() -> str | None:
 
 
 def forbidden(variable: str) -> bool:
-    """Whether the environment says no. Raises ConfigError for anything but yes and no, which would not be what was meant."""
-    said = os.environ.get(variable, "yes")
-    if said not in ("yes", "no"):
-        raise ConfigError(f"{variable} is {said!r}; it takes yes or no.")
-    return said == "no"
+    """Whether an environment variable is "no"; unset means "yes". Raises ConfigError for any other value.
+
+    >>> forbidden("SUMMA3D_SOME_VARIABLE")
+    False
+    """
+    value = os.environ.get(variable, "yes")
+    if value not in ("yes", "no"):
+        raise ConfigError(f"{variable} is {value!r}; it takes yes or no.")
+    return value == "no"

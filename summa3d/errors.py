@@ -1,4 +1,8 @@
-"""The errors that users see; every one is a `Summa3dError`."""
+"""The errors that users see.
+
+They are raised on every rank alike, before any communication. The message says what happened, with which values, and what would
+work.
+"""
 
 __all__ = [
     "AgreementError",
@@ -15,40 +19,40 @@ __all__ = [
 
 
 class Summa3dError(Exception):
-    """Base of every error a user can cause and mend; the command line prints its message alone, without a traceback."""
+    """Base of all errors that a user can cause and correct; the command line prints the message without a traceback."""
 
 
 class GridError(Summa3dError):
-    """A process grid that does not fit the ranks, or an axis that it does not have."""
+    """A process grid does not fit the number of ranks, or has no such axis."""
 
 
 class LayoutError(Summa3dError):
-    """A tensor dim that the grid axes asked for cannot split."""
+    """A tensor dim cannot be split over the requested grid axes."""
 
 
 class ShapeError(Summa3dError):
-    """An array that is not the block, or not the dtype, that an operation expects."""
+    """An array has another shape or dtype than the block that an operation expects."""
 
 
 class AgreementError(Summa3dError):
-    """Ranks that called a collective with different operations, shapes or dtypes (debug mode)."""
+    """Ranks called a collective with different operations, shapes or dtypes (debug mode)."""
 
 
 class ConfigError(Summa3dError):
-    """A configuration key or value that cannot be used."""
+    """A configuration key, option or value cannot be used."""
 
 
 class DataError(Summa3dError):
-    """A corpus or token file that is missing, empty or damaged; a token or label that the model does not know."""
+    """A corpus or token file is missing, empty or damaged, or a token or label lies outside the vocabulary."""
 
 
 class CheckpointError(Summa3dError):
-    """A checkpoint that is incomplete, altered, or of another model."""
+    """A checkpoint is incomplete, altered, or of another model."""
 
 
 class CapacityError(Summa3dError):
-    """More memory than a host or a device has."""
+    """A host or a device ran out of memory, or an operation would need more than it has."""
 
 
 class LaunchError(Summa3dError):
-    """An MPI launcher that does not belong to the MPI library of the running interpreter."""
+    """No launcher fits the MPI library of the running interpreter, or another MPI's launcher started the ranks."""

@@ -1,9 +1,8 @@
-# A cluster without GPUs under Slurm: its modules, what the environment says, how ranks are started. Sourced by cpu_*.sh.
-# SITE marks what a site fills in; each may be set before sbatch instead.
-# Next: ../steps.sh (what is started).
+# Settings of a cluster without GPUs under Slurm: modules, environment, and how ranks are started. Sourced by cpu_*.sh.
+# SITE marks settings that a site must fill in; each of them may be set in the environment of sbatch instead.
 # shellcheck shell=bash
 
-set +u # what modules and environments source may read unset variables
+set +u # files that modules and environments source may read unset variables
 # shellcheck disable=SC2086 # several words
 module load ${MODULES:-python openmpi} # SITE: the MPI that mpi4py was built against
 # shellcheck disable=SC1091
@@ -12,10 +11,10 @@ set -u
 
 THREADS=${SLURM_CPUS_PER_TASK:?"say how many cores a rank has: sbatch --cpus-per-task=…"}
 RANKS=${SLURM_NTASKS:?"say how many ranks a node has: sbatch --ntasks-per-node=…"}
-export OMP_NUM_THREADS=$THREADS OPENBLAS_NUM_THREADS=$THREADS MKL_NUM_THREADS=$THREADS # a rank's BLAS has its cores, not more
+export OMP_NUM_THREADS=$THREADS OPENBLAS_NUM_THREADS=$THREADS MKL_NUM_THREADS=$THREADS # BLAS threads = cores of a rank
 
-# start RANKS COMMAND…: nodes filled in turn, each rank on cores of its own. srun does not take --cpus-per-task over from sbatch
-# since Slurm 22.05, so it stands here. SRUN_OPTIONS: SITE, as `--mpi=pmix` (`srun --mpi=list`).
+# start RANKS COMMAND…: one node filled after the other, each rank bound to its own cores. Since Slurm 22.05, srun does not
+# inherit --cpus-per-task from sbatch. SRUN_OPTIONS: SITE, such as `--mpi=pmix` (listed by `srun --mpi=list`).
 start() {
     local ranks=$1
     shift

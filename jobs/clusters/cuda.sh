@@ -1,9 +1,8 @@
-# A CUDA cluster under Slurm: its modules, what the environment says, how ranks are started. Sourced by cuda_*.sh.
-# SITE marks what a site fills in; each may be set before sbatch instead.
-# Next: ../bind.sh (cores and network card of a rank); ../steps.sh (what is started).
+# Settings of a CUDA cluster under Slurm: modules, environment, and how ranks are started. Sourced by cuda_*.sh.
+# SITE marks settings that a site must fill in; each of them may be set in the environment of sbatch instead.
 # shellcheck shell=bash
 
-set +u # what modules and environments source may read unset variables
+set +u # files that modules and environments source may read unset variables
 # shellcheck disable=SC2086 # several words
 module load ${MODULES:-python cuda openmpi} # SITE: the MPI that mpi4py was built against
 # shellcheck disable=SC1091
@@ -11,14 +10,16 @@ source "${VENV:-env}/bin/activate" # SITE: where summa3d was installed
 set -u
 
 export SUMMA3D_DEVICE=cuda
-# auto: NCCL where each rank has a GPU of its own, else CUDA-aware MPI, else copies in pinned memory; doctor says which and why.
+# auto: NCCL where each rank has its own GPU, else CUDA-aware MPI, else copies through pinned memory. `summa3d doctor` reports
+# the choice and its reason.
 export SUMMA3D_TRANSPORT=${SUMMA3D_TRANSPORT:-auto}
 
 GPUS=${SLURM_GPUS_ON_NODE:?"ask for GPUs: sbatch --gpus-per-node=…"}
 RANKS=$((SLURM_JOB_NUM_NODES * GPUS))
 
-# start RANKS COMMAND…: one rank per GPU, nodes filled in turn. Slurm binds nothing, so that every rank sees all GPUs and cores
-# of its node and bind.sh chooses. One rank that fails ends all. SRUN_OPTIONS: SITE, as `--mpi=pmix` (`srun --mpi=list`).
+# start RANKS COMMAND…: one rank per GPU, one node filled after the other. Slurm does not bind, so that every rank sees all GPUs
+# and cores of its node, and bind.sh binds. A failing rank ends the job step. SRUN_OPTIONS: SITE, such as `--mpi=pmix` (listed by
+# `srun --mpi=list`).
 start() {
     local ranks=$1
     shift

@@ -1,3 +1,1 @@
-# The command line: one module per subcommand, each with add_arguments(parser) and run(args), loaded when it is chosen.
-# May import every other package.
-# Next: main.py.
+"""The command line: one module per subcommand, each with add_arguments(parser) and run(args), imported when it is chosen."""

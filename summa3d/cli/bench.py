@@ -1,5 +1,8 @@
-# `summa3d bench gemm|strong|weak|block`: products or blocks side by side, interleaved on the same ranks; a table, and JSON for
-# `summa3d report`. May import gemm through contest.py. Next: contest.py (how it is timed), block.py, report.py (tables, plots).
+"""`summa3d bench gemm|strong|weak|block`: benchmarks of products or transformer blocks, in interleaved rounds on the same ranks.
+
+Prints a table and writes JSON for `summa3d report`.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -17,69 +20,83 @@ from .runtime import usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 INEXACT = tuple(name for name in DTYPES if not name.startswith("int"))
-SWITCHES = ("lookahead", "sequence")  # options that are on or off
+SWITCHES = ("lookahead", "sequence")  # options of algorithms that are on (1) or off (0)
 FORMS = ("nn", "nt", "tn", "tt")
 ALL = "all"
-NAMED = "on its grid of fewest words; may be repeated; `all`: every one that can use the ranks"
-ENTRY = "an algorithm on a grid, options such as panel=128 among the axes; may be repeated"
-EVERY = "the library's choice against every algorithm on every grid that copies no operand"
+NAMED = (
+    "Time this algorithm on its grid of fewest words. The option may be repeated. "
+    "`all` takes every algorithm that can use the ranks."
+)
+ENTRY = "Time this algorithm on this grid. Options such as panel=128 stand among the axes. The option may be repeated."
+EVERY = "Time the library's choice against every algorithm on every grid that replicates no operand."
+KIND_HELP = {
+    "gemm": "Compare algorithms and grids on all ranks.",
+    "strong": "Time one product on 1, 2, 4, … ranks.",
+    "block": "Compare transformer blocks in any schemes and grids on all ranks.",
+    "weak": "Time products with constant work per rank: m, n and k grow with the cube root of the rank count.",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands gemm, strong, block and weak with their options to `parser`."""
     parser.description = (
-        "Time products or blocks against each other: every round runs every entry once, plans and workspace reused."
+        "Benchmark products or transformer blocks: every round runs every entry once; plans and workspace are reused."
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="gemm|strong|weak|block")
-    gemm = kinds.add_parser("gemm", help="algorithms and grids side by side on all ranks")
-    strong = kinds.add_parser("strong", help="one product on 1, 2, 4, … ranks")
-    block = kinds.add_parser("block", help="transformer blocks side by side, in any schemes and grids of all ranks")
+    gemm, strong, block, weak = (kinds.add_parser(kind, help=text, description=text) for kind, text in KIND_HELP.items())
     add_block_arguments(block)
-    weak = kinds.add_parser("weak", help="a product whose work per rank stays: m, n and k grow with the cube root of the ranks")
     for kind in (gemm, strong, weak):
         for size in ("m", "n", "k"):
-            what = f"size {size} of C (m×n) = op(A) (m×k) · op(B) (k×n)" + (" on one rank" if kind is weak else "")
-            kind.add_argument(f"--{size}", type=int, required=True, help=what)
-        kind.add_argument("--form", choices=FORMS, default="nn")
-        kind.add_argument("--dtype", choices=INEXACT, default="float64")
+            where = " on one rank" if kind is weak else ""
+            text = f"Set the size {size} of C (m×n) = op(A) (m×k) · op(B) (k×n){where}."
+            kind.add_argument(f"--{size}", type=int, required=True, help=text)
+        kind.add_argument("--form", choices=FORMS, default="nn", help="Take A and B as they are (n) or transposed (t).")
+        kind.add_argument("--dtype", choices=INEXACT, default="float64", help="Set the dtype of A, B and C.")
         kind.add_argument("--algorithm", action="append", metavar="NAME", help=NAMED)
-        kind.add_argument("--rounds", type=int, default=7, help="rounds that count, after one that does not")
+        kind.add_argument("--rounds", type=int, default=7, help="Time so many rounds, after a warm-up round that is not counted.")
         kind.add_argument(
             "--ceiling",
             type=int,
             nargs="?",
             const=0,
             metavar="THREADS",
-            help="time numpy's product on rank 0 too (with all cores)",
+            help="Time numpy's product on rank 0 as well, with so many threads. Without a number, all cores are used.",
         )
-        kind.add_argument("--device", choices=DEVICES, help="where operands lie; default: SUMMA3D_DEVICE, else cpu")
-        kind.add_argument("--json", metavar="FILE", help="write the result; - prints it as one line instead of the table")
+        kind.add_argument("--device", choices=DEVICES, help="Hold the operands there. The default is SUMMA3D_DEVICE, else cpu.")
+        kind.add_argument(
+            "--json", metavar="FILE", help="Write the result to FILE. - prints the result as one line instead of the table."
+        )
     for kind in (gemm, strong, weak, block):
         add_trace_arguments(kind, "one more round")
     gemm.add_argument("--entry", action="append", default=[], metavar="NAME[:x=2,y=1,…]", help=ENTRY)
     gemm.add_argument("--every-grid", action="store_true", help=EVERY)
     for kind in (strong, weak):
         kind.add_argument(
-            "--ranks", type=_counts, metavar="1,2,4", help="rank counts (default: powers of two up to all, and all)"
+            "--ranks",
+            type=_counts,
+            metavar="1,2,4",
+            help="Run on these rank counts. The default is all powers of two below the number of ranks, and that number.",
         )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the benchmark, print its table or JSON on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
     from ..comm.profile.trace import check_file
     from .contest import machine, sleep_until_all_are_here
-    from .report import table
+    from .tables import table
 
     world, file = MPI.COMM_WORLD, None if args.json in (None, "-") else Path(args.json)
     if file is not None:
-        check_file(file, "--json")  # now, not after the race
+        check_file(file, "--json")  # before the benchmark runs, not after it
     check_trace_arguments(args, world)
     found = machine() if world.rank == 0 else {}
     sleep_until_all_are_here(world)
     result = {"machine": found, **(block_result(args) if args.kind == "block" else _product_result(args))}
     if world.rank == 0:
         for name in found["overrides"]:
-            print(f"warning: {name} is exported: OpenBLAS may run at half its speed", file=sys.stderr)
+            print(f"warning: {name} is set; OpenBLAS may run at half its speed. Unset {name}.", file=sys.stderr)
         print(json.dumps(result) if args.json == "-" else table(result), flush=True)
         if file is not None:
             _write(file, json.dumps(result) + "\n")
@@ -112,11 +129,11 @@ def _product_result(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_ceiling(device: str, dtype: str, ceiling: int) -> None:
-    """Raise ConfigError where the ceiling, numpy's product on the host, means nothing."""
+    """Raise ConfigError where `ceiling` threads are asked for, but numpy on the host has no comparable product."""
     if ceiling and (device != "cpu" or dtype in HALVES):
         raise ConfigError(
-            f"--ceiling is numpy's product on the host, which says nothing of {dtype} on {device}. "
-            "Leave it out, or take float32 or float64 on cpu."
+            f"--ceiling times numpy's product on the host, which is not comparable with {dtype} on {device}. "
+            "Leave --ceiling out, or choose float32 or float64 on cpu."
         )
 
 
@@ -131,7 +148,7 @@ def _counts(text: str) -> list[int]:
 
 
 def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
-    """What --entry names, then what --algorithm names; without either, the library's own choice."""
+    """The entries of --entry, then those of --every-grid or --algorithm; without any, the library's choice."""
     from .contest import Entry, Problem
 
     problem = Problem(args.m, args.n, args.k, args.form, args.dtype, args.device)
@@ -145,12 +162,12 @@ def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
 
 
 def strong_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
-    """The same product on every rank count."""
+    """The entries of strong scaling: the same product on every rank count."""
     return _scaling(args, ranks, lambda count: (args.m, args.n, args.k))
 
 
 def weak_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
-    """m, n and k times the cube root of the rank count."""
+    """The entries of weak scaling: m, n and k are multiplied by the cube root of the rank count."""
 
     def sizes(count: int) -> tuple[int, int, int]:
         m, n, k = (round(size * count ** (1 / 3)) for size in (args.m, args.n, args.k))
@@ -167,14 +184,14 @@ def _scaling(args: argparse.Namespace, ranks: int, sizes: Callable[[int], tuple[
 
     counts = args.ranks or sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)})
     if max(counts) > ranks:
-        raise ConfigError(f"--ranks asks for {max(counts)}; {ranks} were started.")
+        raise ConfigError(f"--ranks asks for {max(counts)}; {ranks} were started. Start at least {max(counts)} ranks.")
     for count in counts:
         problem = Problem(*sizes(count), args.form, args.dtype, args.device)
         yield from _of_algorithms(args.algorithm, problem, count)
 
 
 def _of_algorithms(names: list[str] | None, problem: Any, ranks: int) -> Iterator[Any]:
-    """An entry for each algorithm named, on its grid of fewest words; those that cannot use so many ranks are left out."""
+    """An entry for each named algorithm on its grid of fewest words; algorithms that cannot use `ranks` ranks are left out."""
     from ..gemm.algorithms.registry import ALGORITHMS, algorithm
     from .contest import Entry, fewest_words
 
@@ -189,7 +206,7 @@ def _of_algorithms(names: list[str] | None, problem: Any, ranks: int) -> Iterato
 
 
 def own_choice(problem: Any, ranks: int) -> Any:
-    """What the library takes for this product when nobody says; it may leave ranks idle. Collective over all ranks."""
+    """The algorithm and grid that the library chooses for this product, which may leave ranks idle; collective over all ranks."""
     from mpi4py import MPI
 
     from ..comm.transport.node_memory import in_one_node
@@ -203,7 +220,7 @@ def own_choice(problem: Any, ranks: int) -> Any:
 
 
 def every_grid(problem: Any, ranks: int) -> Iterator[Any]:
-    """The library's choice, then all others on exactly `ranks` ranks: each algorithm on each grid that copies no operand."""
+    """The library's choice, then every other algorithm and grid of exactly `ranks` ranks that replicates no operand."""
     from ..gemm.algorithms.registry import ALGORITHMS
     from .contest import Entry
 
@@ -212,15 +229,16 @@ def every_grid(problem: Any, ranks: int) -> Iterator[Any]:
     for name, found in ALGORITHMS.items():
         plan = found.plan(problem.form, problem.m, problem.n, problem.k)
         for grid in found.grids(ranks):
-            spread = all(size == 1 or axis in plan.split_by_all for axis, size in grid.items())
-            if spread and (name, grid) != (chosen.algorithm, chosen.grid):
+            replicates_nothing = all(size == 1 or axis in plan.split_by_all for axis, size in grid.items())
+            if replicates_nothing and (name, grid) != (chosen.algorithm, chosen.grid):
                 yield Entry(name, grid, problem)
 
 
 def parse_entry(text: str, problem: Any, ranks: int) -> tuple[str, dict[str, int], dict[str, Any]]:
-    """``summa:x=2,y=4,panel=128`` → ("summa", {"x": 2, "y": 4}, {"panel": 128}); axes left out are 1, no axes: fewest words.
+    """Parse --entry: ``summa:x=2,y=4,panel=128`` → ("summa", {"x": 2, "y": 4}, {"panel": 128}).
 
-    Raises ConfigError for an algorithm, an axis or an option that is not known.
+    Axes that are left out have size 1. Without any axis, the grid of `ranks` ranks with the fewest words is taken. Raises
+    ConfigError for an unknown algorithm, axis or option.
     """
     from ..gemm.algorithms.registry import algorithm
     from .contest import fewest_words

@@ -1,5 +1,5 @@
-# `summa3d bench block`: transformer blocks side by side in any schemes, on the same ranks. May import nn through blocks.py.
-# Next: blocks.py (how they are timed), report.py (tables and plots of the JSON).
+"""`summa3d bench block`: its options, the shapes of the papers' tables, and the entries that the options name."""
+
 from __future__ import annotations
 
 import argparse
@@ -14,15 +14,15 @@ from .traces import ranges_for
 
 ALL = "all"
 SCHEME = (
-    "NAME races on every grid of these ranks that fits, NAME:2,2,2 or NAME:x=2,y=4 on this one; may be repeated; "
-    "`all`, the default: every scheme"
+    "Time this scheme: NAME on every grid of the ranks that fits, NAME:2,2,2 or NAME:x=2,y=4 on one grid. The option may be "
+    "repeated. `all`, the default, takes every scheme."
 )
-QUIET_PROFILER = ("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its own start on stderr, once per rank
+QUIET_PROFILER = ("KINETO_LOG_LEVEL", "99")  # otherwise torch's profiler reports its start on stderr, once per rank
 
 
 @dataclass(frozen=True)
 class PaperShape:
-    """A row of a paper's tables: s = 512 tokens, f = 4h, float32."""
+    """A row of a paper's tables: b, h and a, with s = 512 tokens, f = 4h, float32, and its source."""
 
     batch: int
     hidden: int
@@ -45,27 +45,43 @@ PAPER_SHAPES = {
 
 
 def add_block_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `summa3d bench block` to `parser`."""
     parser.add_argument("--scheme", action="append", metavar="NAME[:GRID]", help=SCHEME)
-    parser.add_argument("--family", choices=("gpt2", "bert", "llama"), default="gpt2", help="whose blocks")
-    parser.add_argument("--blocks", type=int, default=1, help="blocks in the stack")
-    parser.add_argument("--batch", type=int, default=8, help="b, sequences")
-    parser.add_argument("--sequence", type=int, default=256, help="s, tokens of each")
-    parser.add_argument("--hidden", type=int, default=512, help="h")
-    parser.add_argument("--heads", type=int, default=8, help="a")
-    parser.add_argument("--kv-heads", type=int, help="heads of k and v (llama)")
-    parser.add_argument("--ffn", type=int, help="f (default: 4h)")
-    parser.add_argument("--dropout", type=float, default=0.0, help="of the two residual branches")
-    parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
-    parser.add_argument("--device", choices=DEVICES, help="where blocks compute; default: SUMMA3D_DEVICE, else cpu")
-    parser.add_argument("--regather", choices=("yes", "no", "both"), default="yes", help="gather operands again in backward")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not")
-    parser.add_argument("--paper-shape", choices=PAPER_SHAPES, help="b, s, h and a of a row of the papers' tables, scaled down")
-    parser.add_argument("--factor", type=int, default=8, help="what divides the paper's s and h; E/h² = b·s/h stays as it was")
-    parser.add_argument("--json", metavar="FILE", help="write the result; - prints it as one line instead of the table")
+    parser.add_argument("--family", choices=("gpt2", "bert", "llama"), default="gpt2", help="Take the blocks of this family.")
+    parser.add_argument("--blocks", type=int, default=1, help="Stack so many blocks.")
+    parser.add_argument("--batch", type=int, default=8, help="Set the batch b, in sequences.")
+    parser.add_argument("--sequence", type=int, default=256, help="Set the length s of a sequence, in tokens.")
+    parser.add_argument("--hidden", type=int, default=512, help="Set the hidden size h.")
+    parser.add_argument("--heads", type=int, default=8, help="Set the number a of attention heads.")
+    parser.add_argument("--kv-heads", type=int, help="Set the number of key and value heads (llama only).")
+    parser.add_argument(
+        "--ffn", type=int, help="Set the width f of the MLP. The default is the family's own width (4h for gpt2)."
+    )
+    parser.add_argument("--dropout", type=float, default=0.0, help="Set the dropout rate of the two residual branches.")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="Set the dtype of weights and activations."
+    )
+    parser.add_argument("--device", choices=DEVICES, help="Compute there. The default is SUMMA3D_DEVICE, else cpu.")
+    parser.add_argument(
+        "--regather",
+        choices=("yes", "no", "both"),
+        default="yes",
+        help="Gather operands again in backward (yes), keep the gathered operands of forward (no), or time both.",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="Time so many rounds, after a warm-up round that is not counted.")
+    parser.add_argument(
+        "--paper-shape", choices=PAPER_SHAPES, help="Take b, s, h and a from this row of the papers' tables, scaled by --factor."
+    )
+    parser.add_argument(
+        "--factor", type=int, default=8, help="Divide the paper's s and h by this number, which keeps the ratio b·s/h."
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="Write the result to FILE. - prints the result as one line instead of the table."
+    )
 
 
 def block_result(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the race that the arguments describe. Collective; complete on rank 0."""
+    """Run the benchmark that the arguments describe and return its result; collective, complete on rank 0."""
     os.environ.setdefault(*QUIET_PROFILER)
     from mpi4py import MPI
 
@@ -110,7 +126,7 @@ def _paper_case(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 
 def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterator[Any]:
-    """What --scheme names, in its order; raises ConfigError where a scheme has no grid that fits."""
+    """The entries of --scheme, in order. Raises ConfigError for an unknown scheme, and for one without a grid that fits."""
     from mpi4py import MPI
 
     from ..nn.schemes import SCHEMES
@@ -120,9 +136,7 @@ def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterat
     for text in names:
         name, _, grid = text.partition(":")
         if name not in (*SCHEMES, ALL) or (grid and name == ALL):
-            raise ConfigError(
-                f"--scheme {text}: {name!r} is not a scheme. Schemes: {', '.join(SCHEMES)}; or all, without a grid."
-            )
+            raise ConfigError(f"--scheme {text}: {name!r} is not a scheme. Schemes: {', '.join(SCHEMES)}; or all without a grid.")
         chosen = {known: grids_for(known, ranks, case) for known in SCHEMES} if name == ALL else {name: _grids(text, ranks, case)}
         for known, grids in chosen.items():
             for shape in grids:
@@ -130,7 +144,7 @@ def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterat
 
 
 def _grids(text: str, ranks: int, case: Any) -> list[dict[str, int]]:
-    """The grids that ``NAME``, ``NAME:2,2,2`` or ``NAME:x=2,y=4`` stands for."""
+    """The grids of ``NAME``, ``NAME:2,2,2`` or ``NAME:x=2,y=4``. Raises ConfigError where none can run the block."""
     from ..comm.topology import describe
     from .blocks import grids_for
 
@@ -146,7 +160,7 @@ def _grids(text: str, ranks: int, case: Any) -> list[dict[str, int]]:
 
 
 def _is_meant(grid: str, shape: dict[str, int]) -> bool:
-    """Whether ``2,2,2`` (every axis in order), ``x=2,y=4`` (the others are 1) or nothing (any) names this grid."""
+    """Whether the text names this grid: ``2,2,2`` lists all axes, ``x=2,y=4`` leaves the others at 1, "" names any grid."""
     parts = grid.split(",") if grid else []
     if all("=" in part for part in parts):
         named = dict(part.split("=", 1) for part in parts)

@@ -1,6 +1,9 @@
-# Transformer blocks that race each other on the same ranks: the same weights and input in every scheme, forward and backward
-# timed apart in interleaved rounds, words from the ledger, bytes from torch's own account. May import nn; knows no command line.
-# Next: block.py, which says who races; report.py, which reads the result.
+"""Benchmark of transformer blocks in several schemes and grids on the same ranks, with equal weights and inputs.
+
+Forward and backward are timed separately in interleaved rounds. Words are counted by the ledger, bytes by torch's saved-tensor
+hooks and allocations.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +44,12 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Case:
-    """A stack of `config.layers` blocks on b × s tokens, on the host or on each rank's current CUDA device."""
+    """A stack of `config.layers` blocks on b sequences of s tokens, on the host or on each rank's current CUDA device.
+
+    >>> case = Case(ModelConfig(layers=1, hidden=8, heads=2, sequence=4), batch=2)
+    >>> case.shape
+    (2, 4, 8)
+    """
 
     config: ModelConfig
     batch: int
@@ -50,11 +58,15 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """The global shape [b, s, h] of the residual stream."""
         return self.batch, self.config.sequence, self.config.hidden
 
     @property
     def flops(self) -> int:
-        """Of the matrix products, forward and backward: 6 per weight and token, and the two of attention (all s², unmasked)."""
+        """Floating-point operations of all matrix products, forward and backward: 6 per weight and token, and attention's.
+
+        The two products of attention count all s² scores, as without a mask.
+        """
         config = self.config
         h, kv = config.hidden, config.hidden // config.heads * config.groups
         linears = 3 if config.traits.activation == "swiglu" else 2
@@ -64,7 +76,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Entry:
-    """Who races: a scheme on a grid of all ranks, gathering operands again in backward or keeping them, with what in flight."""
+    """An entry of the benchmark: a scheme on a grid of all ranks.
+
+    `regather` gathers operands again in backward instead of keeping them; `overlap` says what is in flight meanwhile.
+    """
 
     scheme: str
     grid: Mapping[str, int]
@@ -73,19 +88,20 @@ class Entry:
 
     @property
     def label(self) -> str:
+        """The entry's name in tables: scheme, grid without axes of size 1, and switches that differ from the default."""
         axes = {axis: size for axis, size in self.grid.items() if size > 1} or self.grid
         switches = {name: value for name, value in asdict(self.overlap).items() if value != getattr(DEFAULT, name)}
-        flying = "".join(f" {name}={int(value)}" for name, value in switches.items())
-        return f"{self.scheme} {describe(axes)}" + ("" if self.regather else " keep") + flying
+        in_flight = "".join(f" {name}={int(value)}" for name, value in switches.items())
+        return f"{self.scheme} {describe(axes)}" + ("" if self.regather else " keep") + in_flight
 
 
 def grids_for(name: str, ranks: int, case: Case) -> list[dict[str, int]]:
-    """Every grid of `ranks` ranks on which the scheme can run the case."""
+    """All grids of `ranks` ranks on which the scheme can run the case."""
     return [shape for shape in KINDS[name].grids(ranks) if fits(name, shape, case)]
 
 
 def gathers(name: str) -> bool:
-    """Whether the scheme's products gather operands, so that backward may gather them again or keep them."""
+    """Whether the scheme's products all-gather operands, so that backward may gather them again or keep them."""
     kind = KINDS[name]
     return algorithm_of(kind.plan(kind.stream, "nn", 1, 1, 1)).gradients is Gradients.GATHERED
 
@@ -100,7 +116,7 @@ def fits(name: str, shape: Mapping[str, int], case: Case) -> bool:
 
 
 class Stack(nn.Module):
-    """The blocks of a model one after the other, on the residual stream."""
+    """The blocks of a model, one after the other, on the residual stream."""
 
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype) -> None:
         super().__init__()
@@ -110,32 +126,41 @@ class Stack(nn.Module):
             scheme.ahead.follow(self)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """Apply all blocks to the local block `x` of the residual stream."""
         for block in self.blocks:
             x = block(x, batch, Visible())
         return x
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor]:
-    """The global input [b, s, h] and the gradient of the output, the same for all who race."""
+    """The global input [b, s, h] and the global gradient of the output [b, s, h], equal for all entries."""
     drawn = torch.randn((2, *case.shape), generator=torch.Generator().manual_seed(SEED))
     x, gradient = drawn.to(getattr(torch, case.dtype)).to(case.device)
     return x, gradient
 
 
-class Racer(Protocol):
-    """Whoever can take part: ours, or a peer in bench/."""
+class Contender(Protocol):
+    """A contender of the benchmark: `Runner`, or a peer library's model in bench/."""
 
-    def seconds(self) -> tuple[float, float]: ...
+    def seconds(self) -> tuple[float, float]:
+        """Seconds of one forward and of one backward, over all ranks; collective."""
+        ...
 
-    def output(self) -> Tensor: ...
+    def output(self) -> Tensor:
+        """The global output [b, s, h] of one forward; collective."""
+        ...
 
-    def facts(self) -> dict[str, Any]: ...
+    def facts(self) -> dict[str, Any]:
+        """The columns of a row that name the contender: scheme, grid, regather and label."""
+        ...
 
-    def amounts(self) -> dict[str, Any]: ...
+    def amounts(self) -> dict[str, Any]:
+        """The columns of a row that count words, messages and bytes of one step; collective."""
+        ...
 
 
 class Runner:
-    """An entry with its weights and input in place. Creating one is collective over `world`."""
+    """An entry of the benchmark with its sharded weights and input. Its constructor is collective over `world`."""
 
     def __init__(self, entry: Entry, case: Case, world: MPI.Intracomm) -> None:
         self.entry, self.case, self.comm = entry, case, world
@@ -151,7 +176,7 @@ class Runner:
         self.batch = Batch(case.batch, case.config.sequence)
 
     def facts(self) -> dict[str, Any]:
-        """Who this is, for a row."""
+        """The columns of a row that name the entry: scheme, grid, regather and label."""
         entry = self.entry
         return {"scheme": entry.scheme, "grid": dict(entry.grid), "regather": entry.regather, "label": entry.label}
 
@@ -159,21 +184,23 @@ class Runner:
         return self.scheme.as_stored(distribute(whole, self.grid, self.scheme.stream))
 
     def forward(self) -> Tensor:
+        """Run the stack on the local block of the input and return the local block of its output; collective."""
         with self.grid.ledger.phase("forward"):
             y: Tensor = self.stack(self.x, self.batch)
         return y
 
     def backward(self, y: Tensor) -> None:
+        """Run backward from the output `y` of `forward`; collective."""
         with self.grid.ledger.phase("backward"):
             y.backward(self.gradient)
 
     def forget(self) -> None:
-        """Drop all gradients, as an optimizer does between steps."""
+        """Set all gradients to None, as an optimizer does between steps."""
         self.x.grad = None
         self.stack.zero_grad(set_to_none=True)
 
     def seconds(self) -> tuple[float, float]:
-        """Times of one forward and one backward, of all ranks together."""
+        """Seconds of one forward and of one backward, over all ranks; collective."""
         with self.grid.ledger.run(self.entry.label):
             forward, backward = self.clock.spans(self._forward, self._backward)
         del self._y
@@ -189,13 +216,13 @@ class Runner:
         settle(self._y)
 
     def output(self) -> Tensor:
-        """The stack's global output [b, s, h]."""
+        """The global output [b, s, h] of one forward without autograd; collective."""
         with torch.no_grad():
             y = self.scheme.batch_first(self.forward())
         return collect(y, self.grid, self.scheme.stream, self.case.shape)
 
     def amounts(self) -> dict[str, Any]:
-        """What one step moves and holds: the largest over ranks, and the mean words."""
+        """Words, messages and bytes of one step, as the largest over ranks, and the mean words; collective."""
         ledger = self.grid.ledger
         with ledger.watch() as forward:
             y = self.forward()
@@ -226,6 +253,7 @@ class Runner:
         }
 
     def free(self) -> None:
+        """Free the grid's communicators; collective."""
         self.grid.free()
 
 
@@ -237,12 +265,17 @@ def race(
     file: Path | None = None,
     ranges: Ranges | None = None,
 ) -> dict[str, Any]:
-    """Run every entry once a round, in turn; one more round before is not counted. Collective over `world`.
+    """Run the benchmark: in each round, every entry runs once; collective over `world`.
 
-    With `file`, one more round after them is written there as a trace; in that round `ranges` show it to a profiler.
+    Parameters
+    ----------
+    rounds : rounds that are timed, after a warm-up round that is not counted
+    file : trace of one more round
+    ranges : NVTX ranges, which show that round to a profiler
 
-    Rows have min, median, max and all seconds of forward, backward and both, and `Runner.amounts`. `relative_difference` is the
-    norm of the difference between an entry's output and the first entry's, by the latter's norm: all compute one function.
+    Returns the case and rows with min, median, max and all seconds of forward, backward and both, the columns of
+    `Runner.amounts`, and `relative_difference`: ‖y − y₀‖ / ‖y₀‖ of an entry's output y and the first entry's output y₀, which
+    is a rounding error, since all entries compute the same function.
     """
     runners = [Runner(entry, case, world) for entry in entries]
     seconds = timed(runners, rounds)
@@ -259,19 +292,19 @@ def race(
 
 
 def facts(case: Case, ranks: int) -> dict[str, Any]:
-    """What was run, for a result."""
+    """The case and the number of ranks, for a result."""
     return {
         "case": {**asdict(case.config), "batch": case.batch, "dtype": case.dtype, "device": case.device, "flops": case.flops},
         "ranks": ranks,
     }
 
 
-def timed(racers: Sequence[Racer], rounds: int) -> list[dict[str, Any]]:
-    """Every racer once a round, in turn, and one more round before that is not counted: seconds of each."""
-    times: list[list[tuple[float, float]]] = [[] for _ in racers]
+def timed(contenders: Sequence[Contender], rounds: int) -> list[dict[str, Any]]:
+    """Seconds of every contender, in interleaved rounds after a warm-up round that is not counted; collective."""
+    times: list[list[tuple[float, float]]] = [[] for _ in contenders]
     for _ in range(rounds + 1):
-        for racer, taken in zip(racers, times, strict=True):
-            taken.append(racer.seconds())
+        for contender, taken in zip(contenders, times, strict=True):
+            taken.append(contender.seconds())
     return [
         {
             "forward": spread([forward for forward, _ in taken[1:]]),
@@ -282,13 +315,18 @@ def timed(racers: Sequence[Racer], rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def rows_of(racers: Sequence[Racer], seconds: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row for each racer: who it is, its seconds, what it moves and holds, and how far its output is from the first one's."""
-    reference = racers[0].output()
-    for racer, taken in zip(racers, seconds, strict=True):
-        difference = (racer.output() - reference).norm() / reference.norm()
-        yield {**racer.facts(), "seconds": taken, **racer.amounts(), "relative_difference": difference.item()}
+def rows_of(contenders: Sequence[Contender], seconds: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row for each contender: its name, seconds and amounts, and the relative difference of its output from the first one's."""
+    reference = contenders[0].output()
+    for contender, taken in zip(contenders, seconds, strict=True):
+        difference = (contender.output() - reference).norm() / reference.norm()
+        yield {**contender.facts(), "seconds": taken, **contender.amounts(), "relative_difference": difference.item()}
 
 
 def spread(seconds: list[float]) -> dict[str, Any]:
+    """Minimum, median and maximum of `seconds`, and all of them.
+
+    >>> spread([3.0, 1.0, 2.0])
+    {'min': 1.0, 'median': 2.0, 'max': 3.0, 'all': [3.0, 1.0, 2.0]}
+    """
     return {"min": min(seconds), "median": median(seconds), "max": max(seconds), "all": seconds}

@@ -1,6 +1,5 @@
-# `summa3d checkpoint inspect|import|export`: what a checkpoint holds, and its way from and to Transformers folders.
-# Imports train, and torch with it, only when it runs.
-# Next: train/hf.py, train/checkpoint.py.
+"""`summa3d checkpoint inspect|import|export`: contents of checkpoints, and import and export of Transformers folders."""
+
 from __future__ import annotations
 
 import argparse
@@ -20,25 +19,43 @@ if TYPE_CHECKING:
 MEBI = 1 << 20
 
 
+ACTIONS = {
+    "inspect": "Show the step, model, files and tensors of a checkpoint.",
+    "import": "Make a run folder from a Transformers folder (gpt2, llama, bert).",
+    "export": "Write a checkpoint as a Transformers folder.",
+}
+CHECKPOINT = "Read the newest checkpoint of this run folder, or the checkpoint in this folder step-N."
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show what a checkpoint holds, or turn a local Transformers folder into one and back."
+    """Add the subcommands inspect, import and export with their options to `parser`."""
+    parser.description = "Show what a checkpoint holds, import a local Transformers folder as a checkpoint, or export one."
     commands = parser.add_subparsers(dest="action", required=True, metavar="inspect|import|export")
-    inspect = commands.add_parser("inspect", help="show step, model, files and tensors")
-    inspect.add_argument("path", type=Path, metavar="DIR", help="a run folder (its newest checkpoint) or a folder step-N")
-    take = commands.add_parser("import", help="make a run folder of a Transformers folder (gpt2, llama, bert)")
-    take.add_argument("source", type=Path, metavar="TRANSFORMERS_DIR", help="holds config.json and model.safetensors")
-    take.add_argument("path", type=Path, metavar="DIR", help="the run folder to make, for train --resume and generate")
-    take.add_argument("--overwrite", action="store_true", help="although DIR holds checkpoints; they are deleted")
-    give = commands.add_parser("export", help="write a checkpoint as a Transformers folder")
-    give.add_argument("path", type=Path, metavar="DIR", help="a run folder (its newest checkpoint) or a folder step-N")
-    give.add_argument("target", type=Path, metavar="TRANSFORMERS_DIR", help="a new or empty folder")
-    give.add_argument("--dtype", choices=FLOATS, help="of the files; default the one that the model computed in")
-    give.add_argument("--file-size", type=int, default=5 * 1024, metavar="MIB", help="largest file; above it there are several")
+    inspect, take, give = (commands.add_parser(action, help=text, description=text) for action, text in ACTIONS.items())
+    inspect.add_argument("path", type=Path, metavar="DIR", help=CHECKPOINT)
+    take.add_argument(
+        "source", type=Path, metavar="TRANSFORMERS_DIR", help="Read this folder, which holds config.json and model.safetensors."
+    )
+    take.add_argument("path", type=Path, metavar="DIR", help="Make this run folder, for train --resume and generate.")
+    take.add_argument("--overwrite", action="store_true", help="Delete the checkpoints that DIR already holds.")
+    give.add_argument("path", type=Path, metavar="DIR", help=CHECKPOINT)
+    give.add_argument("target", type=Path, metavar="TRANSFORMERS_DIR", help="Write to this folder, which must be new or empty.")
+    give.add_argument(
+        "--dtype", choices=FLOATS, help="Set the dtype of the files. The default is the dtype that the model computed in."
+    )
+    give.add_argument(
+        "--file-size",
+        type=int,
+        default=5 * 1024,
+        metavar="MIB",
+        help="Limit the size of a file. A larger model is written to several files with an index.",
+    )
     for command in (inspect, take, give):
-        command.add_argument("--json", action="store_true", help="print one JSON line")
+        command.add_argument("--json", action="store_true", help="Print the result as one JSON line.")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the chosen action, print its result on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD

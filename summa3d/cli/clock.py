@@ -1,6 +1,8 @@
-# How long something takes that all ranks of a grid do together: from when the first begins until the last has finished.
-# Imports comm. Ranks that outnumber the cores do not begin together: no rank's own clock tells it.
-# Next: contest.py, blocks.py, gemm.py, which measure with it.
+"""The wall time of work that all ranks of a grid do together: from the first rank's start to the last rank's end.
+
+Where ranks outnumber cores, they do not start together, and no single rank can measure this time.
+"""
+
 from __future__ import annotations
 
 import time
@@ -16,8 +18,8 @@ from ..comm.grid import Grid
 class Clock:
     """A stopwatch of all ranks of a grid.
 
-    The ranks of one node read the same clock: a span is from the first rank's start to the last rank's end, which a rank that got
-    its core late cannot tell alone. Across nodes clocks differ, and a span is the longest that any rank saw.
+    The ranks of one node read the same clock: a span lasts from the first rank's start to the last rank's end. Clocks of
+    different nodes differ: across nodes, a span is the longest time that any rank measured.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -25,14 +27,14 @@ class Clock:
         self.one_node = len(set(grid.nodes)) == 1
 
     def spans(self, *acts: Callable[[], Any]) -> list[float]:
-        """Seconds of each act, one after the other, all ranks waiting for each other before each (collective); equal on all."""
+        """Seconds of each of `acts`, run in order with a barrier before and after each; collective, equal on all ranks."""
         starts, ends = np.empty(len(acts)), np.empty(len(acts))
         for index, act in enumerate(acts):
             self.world.barrier()
             starts[index] = time.perf_counter()
             act()
             ends[index] = time.perf_counter()
-            self.world.barrier()  # asleep where that is possible: who has finished must not slow the others down
+            self.world.barrier()  # sleeps where the transport can: a finished rank must not take a core from the others
         if not self.one_node:
             return [float(span) for span in self._largest(ends - starts)]
         return [float(span) for span in self._largest(ends) + self._largest(-starts)]

@@ -1,6 +1,8 @@
-# Products that race each other on the same ranks: entries, interleaved rounds, and the numpy product they are measured against.
-# May import gemm and comm.grid; knows nothing of command lines. Times are of reused executors, operands already in place.
-# Next: bench.py, which says who races; report.py, which reads the result.
+"""Benchmark of products: algorithms and grids on the same ranks in interleaved rounds, and numpy's product as the ceiling.
+
+Executors are reused, and the operands are distributed before the first round.
+"""
+
 from __future__ import annotations
 
 import os
@@ -31,15 +33,19 @@ from .traces import show
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-NAP = 0.002  # seconds between a sleeping rank's looks
-SPIN = 0.3  # seconds until OpenBLAS's idle threads, which spin for 2^26 cycles after a product, have left the cores
-PROBE = 1024  # side of the product that tells a core's speed
+NAP = 0.002  # seconds that a rank sleeps between two tests of a barrier
+SPIN = 0.3  # seconds after which OpenBLAS's idle threads, which spin for 2^26 cycles after a product, leave the cores
+PROBE = 1024  # side of the product that measures the speed of a core
 PROBE_RUNS = 5
 
 
 @dataclass(frozen=True)
 class Problem:
-    """C (m×n) = op(A)·op(B), op(A) m×k, on the host or on each rank's current CUDA device."""
+    """The product C (m×n) = op(A) (m×k) · op(B) (k×n), on the host or on each rank's current CUDA device.
+
+    >>> Problem(2, 3, 4).flops
+    48
+    """
 
     m: int
     n: int
@@ -50,14 +56,15 @@ class Problem:
 
     @property
     def flops(self) -> int:
+        """Floating-point operations: 2mnk, or 8mnk for complex dtypes."""
         return (8 if self.dtype.startswith("complex") else 2) * self.m * self.n * self.k
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Who races: an algorithm on a grid of the first ranks, with its options.
+    """An entry of the benchmark: an algorithm on a grid of the first ranks, with its options.
 
-    `chosen` marks what the library takes when nobody says.
+    `chosen` marks the library's own choice of algorithm and grid.
     """
 
     algorithm: str
@@ -68,16 +75,21 @@ class Entry:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks of the grid."""
         return prod(self.grid.values())
 
     @property
     def label(self) -> str:
+        """The entry's name in tables: algorithm, grid and options."""
         extra = [f"{name}={value}" for name, value in self.options.items()]
         return " ".join([f"{self.algorithm} {describe(self.grid)}", *extra])
 
 
 def fewest_words(found: Algorithm, problem: Problem, ranks: int) -> dict[str, int]:
-    """The grid of exactly `ranks` ranks on which the algorithm moves the fewest words; of equals, the one that reduces least."""
+    """The grid of exactly `ranks` ranks on which the algorithm moves the fewest words per rank.
+
+    Among grids of equal words, the one with the smallest reduction axis is taken.
+    """
 
     def cost(grid: Mapping[str, int]) -> tuple[int, int, int]:
         plan = found.plan(problem.form, problem.m, problem.n, problem.k)
@@ -87,7 +99,7 @@ def fewest_words(found: Algorithm, problem: Problem, ranks: int) -> dict[str, in
 
 
 class Runner:
-    """An entry with its operands in place and its executor bound. Creating one is collective over `world`."""
+    """An entry of the benchmark with its distributed operands and its executor. Its constructor is collective over `world`."""
 
     def __init__(self, entry: Entry, world: MPI.Intracomm) -> None:
         self.entry, self.ranks, problem = entry, entry.ranks, entry.problem
@@ -119,18 +131,19 @@ class Runner:
             operand.block = placed(operand.block, problem.device)
 
     def run(self) -> None:
+        """Run one product and wait for its result; collective over the entry's ranks."""
         self.executor.run(self.a.block, self.b.block, self.c.block)
         settle(self.c.block)
 
     def seconds(self) -> float:
-        """Time of one product, of all its ranks together; 0 on ranks that have no part in it."""
+        """Seconds of one product, over all ranks of the entry; 0 on ranks outside its grid."""
         if not self.here:
             return 0.0
         with self.grid.ledger.run(self.entry.label):
             return self.clock.spans(self.run)[0]
 
     def moved(self) -> dict[str, int]:
-        """What one product moves and needs, the largest over ranks; {} on ranks that have no part in it."""
+        """Words, messages and bytes of workspace of one product, the largest over ranks; {} on ranks outside its grid."""
         if not self.here:
             return {}
         self.grid.ledger.reset_peak()
@@ -141,15 +154,16 @@ class Runner:
         return dict(zip(("words_per_rank", "messages_per_rank", "workspace_bytes"), most, strict=True))
 
     def free(self) -> None:
+        """Free the entry's grid and communicator; collective over the entry's ranks."""
         if self.here:
             self.grid.free()
             self.comm.Free()
 
 
 class Ceiling:
-    """numpy's product of the whole matrices with `threads` threads, on rank 0, while all other ranks sleep."""
+    """numpy's product of the whole matrices with `threads` threads, on rank 0 only, while all other ranks sleep."""
 
-    ranks = 0  # none has its share: rank 0 works for all
+    ranks = 0  # rank 0 computes the whole product, no rank a share
 
     def __init__(self, problem: Problem, world: MPI.Intracomm, threads: int) -> None:
         self.problem, self.threads, self.here = problem, threads, world.rank == 0
@@ -160,6 +174,7 @@ class Ceiling:
             self.c = np.empty((problem.m, problem.n), problem.dtype)
 
     def seconds(self) -> float:
+        """Seconds of numpy's product on rank 0; 0 on other ranks."""
         if not self.here:
             return 0.0
         with on_all_cores(), threadpool_limits(limits=self.threads, user_api="blas"):
@@ -171,17 +186,17 @@ class Ceiling:
 
 
 def element(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """A matrix given by its indices, cheap to make."""
+    """The elements of a matrix at row and column indices: a cheap function, equal on every rank."""
     return np.sin(0.37 * rows + 1.3) + np.cos(0.11 * columns)
 
 
 def whole(rows: int, columns: int, dtype: str) -> np.ndarray:
-    """What `element` gives for every index."""
+    """The whole matrix [rows, columns] with the values of `element`."""
     return element(np.arange(rows)[:, None], np.arange(columns)[None, :]).astype(dtype)
 
 
 def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
-    """A barrier whose waiting ranks leave their cores alone."""
+    """A barrier in which waiting ranks sleep and leave their cores idle; collective."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(NAP)
@@ -195,25 +210,31 @@ def race(
     file: Path | None = None,
     ranges: Ranges | None = None,
 ) -> dict[str, Any]:
-    """Run every entry once a round, in turn, and with `ceiling_threads` numpy too; one more round before is not counted.
+    """Run the benchmark: in each round, every entry runs once; collective over `world`, complete on rank 0.
 
-    Collective over `world`; the result is complete on rank 0. Its rows have min, median, max and all seconds, Gflop/s, and the
-    largest words, messages and bytes of workspace over ranks; its ceiling, the same times of numpy for each problem. With
-    `file`, one more round after them is written there as a trace; in that round `ranges` show it to a profiler.
+    Parameters
+    ----------
+    rounds : rounds that are timed, after a warm-up round that is not counted
+    ceiling_threads : threads of numpy's product, which runs in every round too; 0 leaves it out
+    file : trace of one more round
+    ranges : NVTX ranges, which show that round to a profiler
+
+    Returns `rows` with min, median, max and all seconds, Gflop/s, and the largest words, messages and bytes of workspace over
+    ranks, and `ceiling`, the times of numpy for each problem.
     """
     runners = [Runner(entry, world) for entry in entries]
     problems = dict.fromkeys(entry.problem for entry in entries) if ceiling_threads else ()
     ceilings = [Ceiling(problem, world, ceiling_threads) for problem in problems]
-    racers: list[Runner | Ceiling] = [*runners, *ceilings]
-    times: list[list[float]] = [[] for _ in racers]
-    alone = True  # whether the racer before left ranks without work: they sleep, and so must all until the next begins
+    contenders: list[Runner | Ceiling] = [*runners, *ceilings]
+    times: list[list[float]] = [[] for _ in contenders]
+    alone = True  # whether the previous contender left ranks idle: these sleep, and so must all until the next one begins
     for _ in range(rounds + 1):
-        for racer, seconds in zip(racers, times, strict=True):
-            partial = racer.ranks < world.size
+        for contender, seconds in zip(contenders, times, strict=True):
+            partial = contender.ranks < world.size
             if alone or partial:
                 sleep_until_all_are_here(world)
-                racer.seconds()  # cores that slept, and caches that another filled, slow the first product down by a fifth
-            seconds.append(racer.seconds())
+                contender.seconds()  # warm-up: idle cores and cold caches make the first product slower by a fifth
+            seconds.append(contender.seconds())
             alone = partial
     sleep_until_all_are_here(world)
     if file is not None or ranges is not None:
@@ -232,7 +253,7 @@ def race(
 
 
 def _show(runners: Sequence[Runner], world: MPI.Intracomm, file: Path | None, ranges: Ranges | None) -> None:
-    """One round of all in turn, those without a part in it asleep."""
+    """Run one round of all entries with a trace and NVTX ranges; ranks outside an entry's grid sleep."""
     whole = Trace()
     for runner in runners:
         if runner.here:
@@ -255,24 +276,25 @@ def _row(entry: Entry, seconds: list[float], moved: Mapping[str, int]) -> dict[s
 
 
 def timing(seconds: list[float], problem: Problem) -> dict[str, Any]:
-    """A row's times and speed."""
+    """The columns `seconds` and `gflops` of a row."""
     middle = median(seconds)
     times = {"min": min(seconds), "median": middle, "max": max(seconds), "all": seconds}
     return {"seconds": times, "gflops": problem.flops / middle / 1e9 if middle else 0.0}
 
 
 def same_problem(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two rows have the same sizes, form, dtype and device."""
     return all(row[name] == other[name] for name in ("m", "n", "k", "form", "dtype", "device"))
 
 
 def fraction(row: Mapping[str, Any], top: Mapping[str, Any]) -> float:
-    """The ceiling's time as a part of the row's: the median over rounds of each round's quotient."""
+    """The ceiling's time divided by the row's time: the median of the quotients of all rounds."""
     quotients = [high / own if own else 0.0 for high, own in zip(top["seconds"]["all"], row["seconds"]["all"], strict=True)]
     return median(quotients)
 
 
 def machine() -> dict[str, Any]:
-    """What the times were taken on: cores, load, BLAS, its core type and the speed of one core in both float types (Gflop/s)."""
+    """The machine of a benchmark: cores, load, BLAS with its core type, Gflop/s of one core, MPI and numpy."""
     from mpi4py import MPI
 
     blas: dict[str, Any] = next((info for info in threadpool_info() if info["user_api"] == "blas"), {})
@@ -290,7 +312,7 @@ def machine() -> dict[str, Any]:
 
 
 def core_speed(dtype: str) -> float:
-    """Gflop/s of one thread in a product of PROBE³."""
+    """Gflop/s of one thread in a product of PROBE³, the best of PROBE_RUNS runs."""
     a, out = whole(PROBE, PROBE, dtype), np.empty((PROBE, PROBE), dtype)
     best = float("inf")
     with threadpool_limits(limits=1, user_api="blas"):
@@ -302,7 +324,7 @@ def core_speed(dtype: str) -> float:
 
 
 def _overrides() -> Iterator[str]:
-    """Variables that make OpenBLAS choose other kernels than this processor's: they halve its speed."""
+    """Names of set variables that make OpenBLAS choose kernels of another processor, which may halve its speed."""
     from .doctor import BLAS_OVERRIDES
 
     return (name for name in BLAS_OVERRIDES if name in os.environ)

@@ -1,6 +1,5 @@
-# `summa3d doctor [--json]`: what this installation runs on, and what on this machine may go wrong.
-# May import errors and cli.runtime; loads numpy, and asks for torch's version without importing it. Calls no MPI_Init.
-# Next: runtime.py (the library and its launcher).
+"""`summa3d doctor`: a report on this installation, with warnings of what may fail or be slow. MPI is not initialized."""
+
 from __future__ import annotations
 
 import argparse
@@ -20,18 +19,19 @@ from ..errors import ConfigError, LaunchError
 from .runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
 
 PACKAGES = ("numpy", "mpi4py", "torch", "safetensors", "tokenizers", "matplotlib", "cupy")
-SHM_PER_RANK = 5 << 20  # bytes: MPICH's 8 ranks were measured to need 40 MB of /dev/shm, 64 ranks 330 MB
-SHM_RANKS = 27  # the largest world of the tests
+SHM_PER_RANK = 5 << 20  # bytes: with MPICH, 8 ranks were measured to need 40 MB of /dev/shm, 64 ranks 330 MB
+SHM_RANKS = 27  # the largest number of ranks in the tests
 BLAS_OVERRIDES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 NODE_VARIABLES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "OMPI_MCA_orte_num_nodes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    """Add the options of `summa3d doctor` to `parser`."""
+    parser.add_argument("--json", action="store_true", help="Print the report as one JSON line.")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; exit status 1 where MPI jobs cannot be started."""
+    """Print the report; returns the exit status 1 where MPI jobs cannot be started, else 0."""
     found = examine()
     if args.json:
         print(json.dumps(found))
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, object]:
-    """Everything the command reports, by name; `warnings` is a list of sentences."""
+    """The report as a dictionary; `warnings` is a list of sentences."""
     warnings: list[str] = []
     runtime = launcher = None
     try:
@@ -80,7 +80,7 @@ def _package_version(name: str) -> str | None:
 
 
 def _blas() -> dict[str, str | None]:
-    """Return numpy's BLAS, and the core type that an OpenBLAS chose at run time: its last bits depend on it."""
+    """numpy's BLAS, and the core type that OpenBLAS chose at run time, on which the last bits of its results depend."""
     import numpy
 
     build = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]
@@ -88,7 +88,7 @@ def _blas() -> dict[str, str | None]:
 
 
 def _products(warnings: list[str]) -> str | None:
-    """Return which BLAS multiplies numpy's blocks, and why."""
+    """The BLAS that multiplies the blocks of numpy arrays, and why it was chosen."""
     try:
         return f"by {library()}"
     except ConfigError as error:
@@ -117,11 +117,14 @@ def _openblas_core_type() -> str | None:
 
 
 def _transport() -> str:
-    """Return how ranks communicate, and why."""
+    """The transport between ranks, and why it was chosen."""
     missing = available()
     if missing is not None:
-        return f"MPI alone; no node memory: {missing}"
-    return "within a node its memory (gathers are views, who waits sleeps; SUMMA3D_NODE_MEMORY=no: MPI alone), across nodes MPI"
+        return f"MPI only; no node memory: {missing}"
+    return (
+        "node memory within a node (all-gathers return views, waiting ranks sleep; SUMMA3D_NODE_MEMORY=no selects MPI), "
+        "MPI across nodes"
+    )
 
 
 def _cards() -> list[Path]:
@@ -137,12 +140,12 @@ def _gpu() -> str:
 
 
 def _device_transport() -> str:
-    """Return what would carry device arrays between ranks with a GPU each, and between ranks that share one, and why."""
+    """The transport of device arrays between ranks with a GPU each, and between ranks that share a GPU, and why."""
     from ..comm.transport import select
     from ..comm.transport.probe import cuda_aware
 
     if not _cards():
-        return "no GPU: nothing to communicate from one"
+        return "no GPU: no transport of device arrays is needed"
     nccl, probe = _nccl(), cuda_aware()
     wanted = select.requested()
     alone, shared = (_chosen(select.Facts(devices, nccl is None, probe.works), wanted) for devices in (("0", "1"), ("0", "0")))
@@ -161,7 +164,7 @@ def _chosen(facts: Any, wanted: str) -> str:
 
 
 def _nccl() -> str | None:
-    """Why NCCL cannot be used; None where it can. In a process of its own, as it loads CUDA."""
+    """Why NCCL cannot be used; None where it can. A child process asks, because CuPy loads CUDA."""
     done = subprocess.run(
         [sys.executable, "-c", "from cupy.cuda import nccl; print(nccl.available)"],
         capture_output=True,
@@ -171,12 +174,12 @@ def _nccl() -> str | None:
     )
     if done.stdout.strip() == "True":
         return None
-    return (done.stderr.strip().splitlines() or ["CuPy was built without it"])[-1]
+    return (done.stderr.strip().splitlines() or ["CuPy was built without NCCL"])[-1]
 
 
 def _warnings(runtime: Runtime | None) -> list[str]:
     found = [
-        f"{name}={os.environ[name]} is exported: OpenBLAS does not choose its kernels by this processor, and may be slow"
+        f"{name}={os.environ[name]} is set: OpenBLAS does not choose its kernels by this processor, and may be slow. Unset {name}"
         for name in BLAS_OVERRIDES
         if name in os.environ
     ]
@@ -191,12 +194,12 @@ def _shm_warnings(folder: str = "/dev/shm") -> list[str]:
         return []
     return [
         f"{folder} has {free >> 20} MiB free: enough for about {free // SHM_PER_RANK} ranks of MPICH (5 MiB each). "
-        "In a container, give it more (docker run --shm-size=1g)"
+        "Start a container with more (docker run --shm-size=1g)"
     ]
 
 
 def _shadow_warnings(runtime: Runtime) -> list[str]:
-    """LD_LIBRARY_PATH comes before the places a wheel's libraries name: it can replace the MPI that was installed here."""
+    """Warnings of MPI libraries that shadow the installed one: LD_LIBRARY_PATH takes precedence over a wheel's own paths."""
     own = Path(sys.prefix) / "lib"
     installed = sorted(own.glob("libmpi.so*"))
     warnings = []
@@ -211,7 +214,7 @@ def _shadow_warnings(runtime: Runtime) -> list[str]:
             }
         )
         if hides and (runtime.library is None or Path(folder).resolve() != runtime.library.resolve().parent):
-            warnings.append(f"LD_LIBRARY_PATH names {folder}, whose {', '.join(hides)} come before those of {runtime.name}")
+            warnings.append(f"LD_LIBRARY_PATH names {folder}, whose {', '.join(hides)} shadow those of {runtime.name}")
     return warnings
 
 

@@ -1,5 +1,5 @@
-# `summa3d gemm`: one distributed product, timed, counted and checked. Imports gemm; never torch.
-# Next: contest.py, which races several; gemm/cost/choose.py, which decides where the command line does not.
+"""`summa3d gemm`: runs one distributed product; reports its time, words moved, workspace and error."""
+
 from __future__ import annotations
 
 import argparse
@@ -21,33 +21,53 @@ from .runtime import on_all_cores, usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for, show
 
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
+PANEL_ALGORITHMS = "summa, tesseract and ca25d"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `summa3d gemm` to `parser`."""
     from ..gemm.algorithms.registry import ALGORITHMS, ALIASES
 
     parser.description = "Multiply C = alpha·op(A)·op(B) + beta·C on a grid of MPI ranks; print time, words moved and error."
     for size in ("m", "n", "k"):
-        parser.add_argument(f"--{size}", type=int, required=True, help=f"size {size} of C (m×n) = op(A) (m×k) · op(B) (k×n)")
-    parser.add_argument("--algorithm", choices=[*ALGORITHMS, *ALIASES], help="default: what gemm.choose takes")
+        text = f"Set the size {size} of C (m×n) = op(A) (m×k) · op(B) (k×n)."
+        parser.add_argument(f"--{size}", type=int, required=True, help=text)
     parser.add_argument(
-        "--grid", type=parse_grid, metavar="x=X,y=Y,z=Z", help="axis sizes; their product is the number of ranks. Default: chosen"
+        "--algorithm",
+        choices=[*ALGORITHMS, *ALIASES],
+        help="Use this algorithm. Without it, the library chooses algorithm and grid; with --grid alone, cuboid is used.",
     )
-    parser.add_argument("--form", choices=FORMS, default="nn", help="op of A and B: n as is, t transpose, c conjugate transpose")
-    parser.add_argument("--dtype", choices=DTYPES, default="float64")
-    parser.add_argument("--panel", type=int, help="panel width of summa, tesseract and ca25d; default: uncut")
-    parser.add_argument("--device", choices=DEVICES, help="where the operands lie; default: SUMMA3D_DEVICE, else cpu")
-    parser.add_argument("--transport", help="what carries device arrays; default: SUMMA3D_TRANSPORT, else auto")
-    parser.add_argument("--alpha", type=float, default=1.0)
-    parser.add_argument("--beta", type=float, default=0.0)
-    parser.add_argument("--repeat", type=int, default=5, help="timed runs, after one that is not counted")
-    parser.add_argument("--check", action="store_true", help="compare with a serial product on rank 0, and time that too")
+    parser.add_argument(
+        "--grid",
+        type=parse_grid,
+        metavar="x=X,y=Y,z=Z",
+        help="Set the sizes of the grid axes, whose product is the number of ranks. By default the library chooses the grid.",
+    )
+    parser.add_argument(
+        "--form", choices=FORMS, default="nn", help="Take A and B as they are (n), transposed (t) or conjugate transposed (c)."
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="Set the dtype of A, B and C.")
+    parser.add_argument(
+        "--panel", type=int, help=f"Set the panel width of {PANEL_ALGORITHMS}. By default panels are not divided."
+    )
+    parser.add_argument("--device", choices=DEVICES, help="Hold the operands there. The default is SUMMA3D_DEVICE, else cpu.")
+    parser.add_argument("--transport", help="Use this transport for device arrays. The default is SUMMA3D_TRANSPORT, else auto.")
+    parser.add_argument("--alpha", type=float, default=1.0, help="Multiply op(A)·op(B) by this factor.")
+    parser.add_argument("--beta", type=float, default=0.0, help="Multiply C by this factor before the product is added.")
+    parser.add_argument("--repeat", type=int, default=5, help="Time so many runs, after a warm-up run that is not counted.")
+    parser.add_argument(
+        "--check", action="store_true", help="Compare the result with a serial product on rank 0, and time that product too."
+    )
     add_trace_arguments(parser, "one more run")
-    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    parser.add_argument("--json", action="store_true", help="Print the result as one JSON line.")
 
 
 def parse_grid(text: str) -> dict[str, int]:
-    """``x=2,y=2,z=2`` → {"x": 2, "y": 2, "z": 2}"""
+    """Parse the text of --grid. Raises argparse.ArgumentTypeError for text of another form.
+
+    >>> parse_grid("x=2,y=2,z=2")
+    {'x': 2, 'y': 2, 'z': 2}
+    """
     try:
         pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
     except ValueError:
@@ -58,6 +78,7 @@ def parse_grid(text: str) -> dict[str, int]:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the product, print its figures on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
     from ..comm.device.select import requested_device, take_device
@@ -79,7 +100,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, int]]:
-    """The algorithm, its plan and its grid: what the command line says, and what it leaves open by the chooser."""
+    """The algorithm, its plan and its grid. The library chooses what the command line leaves open, and says so on stderr.
+
+    Collective. Raises ConfigError for an axis or an option that the algorithm does not have.
+    """
     from ..comm.transport.node_memory import in_one_node
     from ..gemm.algorithms.registry import ALGORITHMS
     from ..gemm.algorithms.registry import algorithm as named
@@ -88,7 +112,7 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
 
     if args.grid is None:
         if args.panel is not None and args.algorithm is None:
-            raise ConfigError("--panel cuts the panels of an algorithm: name it with --algorithm summa, tesseract or ca25d.")
+            raise ConfigError(f"--panel applies to {PANEL_ALGORITHMS} only. Name one of them with --algorithm.")
         name = None if args.algorithm is None else named(args.algorithm, comm.size).name
         machine = Machine(node=args.device == "cpu" and in_one_node(comm))
         choice = choose(args.m, args.n, args.k, comm.size, args.dtype, algorithm=name, form=args.form, machine=machine)
@@ -103,12 +127,12 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
         shape = {axis: shape.get(axis, 1) for axis in algorithm.axes}
     options = {} if args.panel is None else {"panel": args.panel}
     if not set(options) <= set(algorithm.options):
-        raise ConfigError(f"--panel means nothing to {algorithm.name}. It cuts the panels of summa, tesseract and ca25d.")
+        raise ConfigError(f"--panel applies to {PANEL_ALGORITHMS} only (algorithm is {algorithm.name}).")
     return algorithm, algorithm.plan(args.form, args.m, args.n, args.k, **options), shape
 
 
 def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str, int], world: Any) -> dict[str, Any]:
-    """Run the product and return the fields of DESIGN §8, on rank 0. Ranks beyond the grid sleep."""
+    """Run the product and return the fields of its JSON line; collective. Ranks beyond the grid sleep and return {}."""
     from ..comm.device.select import placed
     from ..comm.grid import Grid
     from ..gemm.matrix import DistMatrix
@@ -135,7 +159,7 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
 
 
 def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any) -> dict[str, Any]:
-    """Time a reused executor; count its words, messages and workspace; check its result if asked."""
+    """Time a reused executor; count its words, messages and workspace; with --check, compare its result; collective."""
     from ..comm.device.select import settle
     from .clock import Clock
 
@@ -188,7 +212,7 @@ def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: An
 
 
 def show_once(args: argparse.Namespace, clock: Any, once: Callable[[], None]) -> None:
-    """Run the product once more, for the trace and for a profiler."""
+    """Run the product once more, with a trace and with NVTX ranges as the options ask; collective."""
     from ..comm.profile.trace import Trace, write
 
     ledger, whole = clock.grid.ledger, Trace()
@@ -203,12 +227,20 @@ def show_once(args: argparse.Namespace, clock: Any, once: Callable[[], None]) ->
 
 
 def scalar(value: float, dtype: str) -> float | int:
-    """α or β as the dtype takes it: integers want whole numbers."""
+    """α or β as a scalar for `dtype`: whole numbers become int for integer dtypes.
+
+    >>> scalar(2.0, "int32"), scalar(2.0, "float64")
+    (2, 2.0)
+    """
     return int(value) if dtype.startswith("int") and value == int(value) else value
 
 
 def relative_error(args: argparse.Namespace, plan: Any, c: Any, serial_seconds: list[float]) -> float:
-    """‖C − C_serial‖ / ‖C_serial‖ (Frobenius) on rank 0, 0 elsewhere; times the serial product, which has all cores to itself."""
+    """‖C − C_serial‖ / ‖C_serial‖ (Frobenius) on rank 0, 0 on other ranks; collective.
+
+    Appends the times of the serial product, which runs on all cores while the other ranks sleep, to `serial_seconds`. Memory:
+    rank 0 holds A, B and C as a whole.
+    """
     from ..comm.arrays import to_host
 
     whole, error = to_host(c.to_global()), 0.0
@@ -224,12 +256,15 @@ def relative_error(args: argparse.Namespace, plan: Any, c: Any, serial_seconds: 
 
 
 def turned(array: np.ndarray, letter: str) -> np.ndarray:
-    """op of an operand."""
+    """op of an operand: as it is (n), transposed (t) or conjugate transposed (c)."""
     return array if letter == "n" else array.T if letter == "t" else array.T.conj()
 
 
 def element(dtype: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """A matrix given by its indices, so that every rank makes its own block of the same operand; whole numbers for integers."""
+    """A function of row and column indices, from which every rank makes its block of the same operand without communication.
+
+    Values are whole numbers for integer dtypes.
+    """
 
     def value(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         real = np.sin(0.37 * rows + 1.3) * np.cos(0.11 * columns) + 0.1 * np.sin((rows * 7 + columns * 3) % 101)
@@ -241,12 +276,12 @@ def element(dtype: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
 
 
 def whole_operand(rows: int, columns: int, dtype: str) -> np.ndarray:
-    """What `element` gives for every index."""
+    """The whole operand [rows, columns], with the values of `element`."""
     return element(dtype)(np.arange(rows)[:, None], np.arange(columns)[None, :]).astype(numpy_dtype(dtype))
 
 
 def serial_product(left: np.ndarray, right: np.ndarray, repeat: int, seconds: list[float]) -> np.ndarray:
-    """left·right by numpy with a thread for each core; appends the time of each of `repeat` runs after a first."""
+    """left·right by numpy with one thread per core; appends the times of `repeat` runs, after a warm-up run, to `seconds`."""
     product = np.empty((left.shape[0], right.shape[1]), left.dtype)
     with on_all_cores(), threadpool_limits(limits=usable_cores(), user_api="blas"):
         for _ in range(repeat + 1):
@@ -258,14 +293,14 @@ def serial_product(left: np.ndarray, right: np.ndarray, repeat: int, seconds: li
 
 
 def sleep_until_all_are_here(comm: Any) -> None:
-    """A barrier whose waiting ranks sleep and leave the cores to those that still compute."""
+    """A barrier in which waiting ranks sleep, so that the cores are free for ranks that still compute; collective."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.005)
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result for people."""
+    """The result as text, one fact per line."""
     low, middle, high = (1e3 * result["seconds"][name] for name in ("min", "median", "max"))
     formula = result["words_per_rank_formula"]
     lines = [

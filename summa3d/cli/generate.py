@@ -1,6 +1,5 @@
-# `summa3d generate`: continue a prompt with a trained model, on one rank or on the grid of the run.
-# Imports train.generate, and torch with it, only when it runs.
-# Next: train/generate.py.
+"""`summa3d generate`: continues a prompt with a trained model, on one rank or on the grid of the run."""
+
 from __future__ import annotations
 
 import argparse
@@ -13,18 +12,22 @@ from ..errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `summa3d generate` to `parser`."""
     parser.description = "Continue a prompt with the model of a run's newest checkpoint."
-    parser.add_argument("run", type=Path, metavar="DIR", help="the run folder: --run of `summa3d train`")
-    parser.add_argument("--prompt", required=True, help="the text to continue")
-    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to add")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token every time")
-    parser.add_argument("--top-k", type=int, default=0, help="choose among the k likeliest tokens only; 0 means all")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", choices=DEVICES, help="where to compute; default: where the run did")
-    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    parser.add_argument("run", type=Path, metavar="DIR", help="Read this run folder, the --run of `summa3d train`.")
+    parser.add_argument("--prompt", required=True, help="Continue this text.")
+    parser.add_argument("--tokens", type=int, default=200, help="Add so many tokens.")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="Divide the logits by this number. 0 always takes the likeliest token."
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="Choose among the k likeliest tokens only. 0 means all tokens.")
+    parser.add_argument("--seed", type=int, default=1, help="Set the seed: equal seeds give equal texts on every grid.")
+    parser.add_argument("--device", choices=DEVICES, help="Compute there. The default is the device of the run.")
+    parser.add_argument("--json", action="store_true", help="Print the result as one JSON line.")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Generate text, print it on rank 0, and return the exit status; collective over all ranks."""
     from ..train.config import at_least
 
     for name, lowest in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):

@@ -1,6 +1,8 @@
-# `summa3d launch -n 8 ARGS…`: becomes the mpiexec that belongs to this interpreter's MPI, running `summa3d ARGS…`.
-# May import errors and cli.runtime. Loads no MPI itself.
-# Next: runtime.py (how the launcher is found and which settings fit), main.py (what each rank then runs).
+"""`summa3d launch -n N ARGS…`: replaces itself by the launcher of this interpreter's MPI, which runs `summa3d ARGS…` N times.
+
+This process loads no MPI library.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -13,14 +15,24 @@ from .runtime import find_launcher, loaded_runtime, rank_environment, usable_cor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks to start")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS…", help="what every rank runs: train demo …")
+    """Add the options of `summa3d launch` to `parser`."""
+    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="Start so many ranks.")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGS…", help="Run this command on every rank, for example: train demo."
+    )
 
 
 def mpi_command(
     ranks: int, arguments: list[str], environ: Mapping[str, str] = os.environ
 ) -> tuple[list[str], dict[str, str], str]:
-    """Return the command line, the environment and a one-line account for `arguments` of this interpreter on `ranks` ranks."""
+    """The launcher's command line and environment, and a one-line summary, for a program of this interpreter on `ranks` ranks.
+
+    Parameters
+    ----------
+    arguments : arguments of the Python interpreter, as ["-m", "summa3d", "doctor"]
+
+    Raises LaunchError where no launcher belongs to the MPI library that mpi4py loads.
+    """
     runtime = loaded_runtime()
     launcher = find_launcher(runtime, environ)
     cores = usable_cores()
@@ -31,7 +43,7 @@ def mpi_command(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace this process by the launcher; returns only by raising."""
+    """Replace this process by the launcher; never returns. Raises LaunchError where the launcher cannot be started."""
     arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
     if args.ranks < 1 or not arguments:
         raise LaunchError(
@@ -43,4 +55,4 @@ def run(args: argparse.Namespace) -> int:
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:
-        raise LaunchError(f"cannot start {command[0]}: {error.strerror}") from error
+        raise LaunchError(f"cannot start {command[0]}: {error.strerror}. `summa3d doctor` shows the launcher in use.") from error

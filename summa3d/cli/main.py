@@ -1,6 +1,5 @@
-# The entry point: picks the subcommand, starts MPI for those that use it, checks that the launcher fits the library.
-# May import every other package; imports the subcommand's module only when it is chosen.
-# Next: the subcommand of your choice beside this file; launch.py; comm/failure.py for how a run ends when it fails.
+"""The entry point of `summa3d`: selects the subcommand, initializes MPI, and checks that launcher and MPI library match."""
+
 from __future__ import annotations
 
 import argparse
@@ -32,29 +31,29 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 COMMANDS = {
-    "launch": "start a command on several MPI ranks of this machine",
-    "gemm": "multiply two distributed matrices; report time, words moved and error",
-    "train": "train a transformer from a configuration",
-    "generate": "continue a prompt with a trained model",
-    "checkpoint": "show what a checkpoint holds; import and export Transformers folders",
-    "bench": "time products against each other: algorithms side by side, strong and weak scaling",
-    "report": "show tables and plots of what bench measured",
-    "doctor": "report what this installation runs on, and what may go wrong",
+    "launch": "Start a command on several MPI ranks of this machine.",
+    "gemm": "Multiply two distributed matrices; report time, words moved and error.",
+    "train": "Train a transformer from a configuration.",
+    "generate": "Continue a prompt with a trained model.",
+    "checkpoint": "Show what a checkpoint holds; import and export Transformers folders.",
+    "bench": "Benchmark products and transformer blocks: algorithms and schemes side by side, strong and weak scaling.",
+    "report": "Show tables and plots of the results of bench.",
+    "doctor": "Report what this installation uses, and warn of what may fail or be slow.",
 }
 WITHOUT_MPI = ("launch", "report", "doctor")
 USAGE_STATUS = 2
-TIME_TO_SPEAK = 1.0  # seconds the other ranks leave to rank 0 where MPI cannot order them
+TIME_TO_SPEAK = 1.0  # seconds that other ranks wait for rank 0 to print, where MPI cannot order them
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that speaks on rank 0 only; all ranks parse the same line and so stop alike."""
+    """An argument parser that prints on rank 0 only. All ranks parse the same arguments, and so exit alike."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         if _rank() == 0:
             super()._print_message(message, file)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Leave together: a launcher that sees one rank fail ends the others, rank 0 perhaps before it has spoken."""
+        """Exit after a barrier: a launcher ends all ranks when one fails, and might end rank 0 before it has printed."""
         if message:
             self._print_message(message, sys.stderr)
         sys.stderr.flush()
@@ -104,14 +103,14 @@ def _run(name: str, arguments: list[str]) -> int:
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
-        hint = "\n  `summa3d train … --dry-run` says what each rank of a grid would hold." if name == "train" else ""
-        what = next(iter(str(error).splitlines()), "nothing says how much")
-        raise CapacityError(f"rank {_rank()} has not the memory for this: {what}{hint}") from error
+        hint = "\n  `summa3d train … --dry-run` reports what each rank of a grid would hold." if name == "train" else ""
+        reason = next(iter(str(error).splitlines()), "the size of the allocation is unknown")
+        raise CapacityError(f"rank {_rank()} ran out of memory: {reason}{hint}") from error
     return status
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Whether numpy, CuPy or torch, each in its own way, could not allocate."""
+    """Whether the error says that an allocation of numpy, CuPy or torch failed; each library raises its own type."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
@@ -136,13 +135,16 @@ def _without_command(name: str) -> int:
 
 
 def start_mpi() -> None:
-    """Initialise MPI, make any failure end the whole job, and refuse a launcher that belongs to another MPI.
+    """Initialize MPI, install the abort hook, and share the cores of a node among its ranks; collective over all ranks.
 
-    Numerical libraries read their thread count when they are loaded, so this runs before the first of them is imported.
+    Call it before numpy or torch is imported: numerical libraries read their thread count when they are loaded.
+
+    Raises LaunchError where the launcher belongs to another MPI than the one that mpi4py loads, so that each process would be a
+    job of one rank, and ConfigError for an unknown value of SUMMA3D_BIND.
     """
     import mpi4py
 
-    forbidden("SUMMA3D_BIND")  # a wrong value is an error here, on every rank
+    forbidden("SUMMA3D_BIND")  # raises an error for an unknown value, on every rank
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = True
     from mpi4py import MPI
@@ -152,7 +154,7 @@ def start_mpi() -> None:
         _check_launcher(version, size=None)
         _yield_while_waiting(vendor_of(version))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="suspicious MPI")  # the next check says it once, and what to do
+            warnings.filterwarnings("ignore", message="suspicious MPI")  # the next check raises an error with a remedy
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
     _check_launcher(version, size=MPI.COMM_WORLD.size)
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
@@ -166,7 +168,7 @@ def start_mpi() -> None:
 
 
 def _check_launcher(version: str, size: int | None) -> None:
-    """Compare what the launcher started with what the library sees: before MPI_Init (size None), then after it."""
+    """Raise LaunchError unless the MPI library sees the ranks that the launcher started; `size` is None before MPI_Init."""
     launched = launched_as()
     if launched is None or launched[0] == 1:
         return
@@ -177,13 +179,13 @@ def _check_launcher(version: str, size: int | None) -> None:
         name = f"{VENDOR_NAMES[vendor]} {version_of(version)}"
         raise LaunchError(
             f"{launcher} started {ranks} processes, but this interpreter's mpi4py loads {name},\n"
-            f"  so each would be a job of one rank. Start them with {name}'s own launcher: summa3d launch -n {ranks} …\n"
+            f"  so each process would be a job of one rank. Use the launcher of {name}: summa3d launch -n {ranks} …\n"
             "  (`summa3d doctor` shows the library and its launcher)."
         )
 
 
 def _yield_while_waiting(vendor: str) -> None:
-    """Under a plain mpiexec with more ranks than cores, let waiting ranks yield; `summa3d launch` sets the same."""
+    """Let waiting ranks yield their core where a plain mpiexec started more ranks than cores, as `summa3d launch` does."""
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
     if local.isdigit() and int(local) > usable_cores():
         for name, value in waiting_settings(vendor).items():
@@ -191,7 +193,10 @@ def _yield_while_waiting(vendor: str) -> None:
 
 
 def _share_cores(node: MPI.Comm) -> None:
-    """Give every rank of a node its share of the cores: threads, unless the user has said how many, or one core in turn."""
+    """Share a node's cores among its ranks: set the number of BLAS threads per rank, unless the user has set it.
+
+    Ranks that outnumber the cores are each bound to one core, in turn.
+    """
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(usable_cores()))
     sharing = node.allgather(mine).count(mine)
     if sharing == node.size > len(mine):

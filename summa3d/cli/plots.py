@@ -1,17 +1,17 @@
-# What `summa3d report` draws: bars of a contest, lines of scaling. Imports matplotlib when something is drawn, never earlier.
-# Next: report.py, which writes the files.
+"""Plots of benchmark results: bars of times, and lines of scaling. matplotlib is imported at the first plot."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from .report import block_title, scaling
+from .tables import block_title, scaling
 
 NUMPY_LABEL = "numpy, all cores"
 
 
 def figure(result: Mapping[str, Any]) -> Any:
-    """A matplotlib figure of a result of any kind. Raises ImportError where matplotlib is not installed."""
+    """A matplotlib figure of a benchmark result of any kind. Raises ImportError where matplotlib is not installed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -22,7 +22,7 @@ def figure(result: Mapping[str, Any]) -> Any:
 
 
 def gemm(axes: Any, result: Mapping[str, Any]) -> None:
-    """Median time of each entry, whiskers from the fastest to the slowest round, the ceiling as a line."""
+    """Draw a bar for the median time of each entry, whiskers from its fastest to its slowest round, and the ceiling as a line."""
     rows = sorted(result["rows"], key=lambda row: row["seconds"]["median"], reverse=True)
     middle = [row["seconds"]["median"] * 1e3 for row in rows]
     below = [(row["seconds"]["median"] - row["seconds"]["min"]) * 1e3 for row in rows]
@@ -36,7 +36,7 @@ def gemm(axes: Any, result: Mapping[str, Any]) -> None:
 
 
 def strong(axes: Any, result: Mapping[str, Any]) -> None:
-    """Speed-up over the fewest ranks; perfect up to the number of cores."""
+    """Draw the speed-up over the smallest rank count, and the ideal speed-up, which stops at the number of cores."""
     _lines(axes, result)
     counts = sorted({row["ranks"] for row in result["rows"]})
     cores = result["machine"]["cores"] if result.get("machine") else counts[-1]
@@ -47,10 +47,10 @@ def strong(axes: Any, result: Mapping[str, Any]) -> None:
 
 
 def weak(axes: Any, result: Mapping[str, Any]) -> None:
-    """Gflop/s over those on the fewest ranks, the work per rank being the same."""
+    """Draw Gflop/s relative to the smallest rank count; the work per rank is constant."""
     strong(axes, result)
     title = "weak scaling: m, n and k grow with the cube root of the ranks"
-    axes.set(ylabel="Gflop/s over those of the fewest ranks", title=title)
+    axes.set(ylabel="Gflop/s relative to the smallest rank count", title=title)
 
 
 def _lines(axes: Any, result: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ def _lines(axes: Any, result: Mapping[str, Any]) -> None:
 
 
 def versus(axes: Any, result: Mapping[str, Any]) -> None:
-    """Each peer's fraction of numpy's speed with all cores, case by case; what was noted elsewhere as marks."""
+    """Draw each library's fraction of numpy's speed with all cores, case by case, and published fractions as marks."""
     rows, peers = result["rows"], result["peers"]
     width = 0.8 / len(peers)
     places = range(len(rows))
@@ -87,7 +87,7 @@ def versus(axes: Any, result: Mapping[str, Any]) -> None:
 
 
 def block(axes: Any, result: Mapping[str, Any]) -> None:
-    """Forward and backward of each scheme and grid end to end, whiskers from the fastest to the slowest round; words beside."""
+    """Draw stacked bars of forward and backward of each scheme and grid, whiskers over the rounds, and the words moved."""
     rows = sorted(result["rows"], key=lambda row: row["seconds"]["both"]["median"], reverse=True)
     labels = [row["label"] for row in rows]
     forward, backward = ([row["seconds"][phase]["median"] * 1e3 for row in rows] for phase in ("forward", "backward"))

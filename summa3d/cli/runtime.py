@@ -1,6 +1,5 @@
-# Which MPI library this interpreter loads, which launcher belongs to it, and the settings that fit ranks to cores.
-# May import errors and capability only; nothing here calls MPI_Init. Used by launch, main, doctor and by the tests' plugin.
-# Next: launch.py, which becomes the launcher found here; main.py, which checks what it was started by.
+"""The MPI library that this interpreter loads, its launcher, and the settings that fit ranks to cores."""
+
 from __future__ import annotations
 
 import json
@@ -21,7 +20,7 @@ from ..errors import LaunchError
 MPIEXEC_VARIABLE = "SUMMA3D_MPIEXEC"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LAUNCHER_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi", "orterun", "prterun", "jsrun")
-JSRUN = ("jsm_pmix/bin", "jsrun")  # where Spectrum MPI keeps it, and its name: its `--version` names nobody
+JSRUN = ("jsm_pmix/bin", "jsrun")  # folder and name of Spectrum MPI's launcher, whose `--version` names no vendor
 CORES_VARIABLE = "SUMMA3D_CORES"  # the cores of a process that has taken one of them
 VENDOR_NAMES = {
     "mpich": "MPICH",
@@ -31,8 +30,8 @@ VENDOR_NAMES = {
     "slurm": "Slurm",
     "unknown": "an unknown MPI",
 }
-LIKE_OPEN_MPI = ("openmpi", "spectrum")  # Spectrum MPI is made of Open MPI: the same variables tell its launcher and its ranks
-# The Hydra launcher is shared by everything built on MPICH.
+LIKE_OPEN_MPI = ("openmpi", "spectrum")  # Spectrum MPI is based on Open MPI: launcher and ranks read the same variables
+# All libraries that are based on MPICH share the Hydra launcher.
 FITTING_LAUNCHERS = {"mpich": ("mpich",), "intel": ("intel", "mpich"), "openmpi": ("openmpi",), "spectrum": ("spectrum",)}
 WAITING_VARIABLES = {
     "mpich": ("MPIR_CVAR_POLLS_BEFORE_YIELD", "MPIR_CVAR_ENABLE_HEAVY_YIELD"),
@@ -51,7 +50,11 @@ print(json.dumps({"version": MPI.Get_library_version(), "files": sorted(set(file
 
 @dataclass(frozen=True)
 class Runtime:
-    """An MPI library: who made it, what it calls itself, and the file it was loaded from (None where that is unknown)."""
+    """An MPI library: its vendor, its version, and its file (None where the file is unknown).
+
+    >>> Runtime("mpich", "4.2.1", None).name
+    'MPICH 4.2.1'
+    """
 
     vendor: str
     version: str
@@ -59,19 +62,24 @@ class Runtime:
 
     @property
     def name(self) -> str:
+        """The vendor's name and the version."""
         return f"{VENDOR_NAMES[self.vendor]} {self.version}"
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher as a command line (one program, or a program with arguments) and who made it."""
+    """A launcher: its command line (a program, or a program with arguments) and its vendor."""
 
     command: tuple[str, ...]
     vendor: str
 
 
 def vendor_of(text: str) -> str:
-    """Read the vendor from a library's version string or from what a launcher prints for `--version`."""
+    """The vendor in a library's version string, or in a launcher's answer to `--version`; "unknown" without one.
+
+    >>> vendor_of("mpirun (Open MPI) 5.0.3"), vendor_of("HYDRA build details:")
+    ('openmpi', 'mpich')
+    """
     lower = text.lower()
     if "intel(r) mpi" in lower:
         return "intel"
@@ -85,13 +93,20 @@ def vendor_of(text: str) -> str:
 
 
 def version_of(text: str) -> str:
-    """Return the first dotted number in a version string."""
+    """The first dotted number in a version string.
+
+    >>> version_of("Open MPI v5.0.3, package: Debian")
+    '5.0.3'
+    """
     found = re.search(r"\d+(\.\d+)+\w*", text)
     return found.group() if found else "of unknown version"
 
 
 def loaded_runtime() -> Runtime:
-    """Ask a child process which MPI library mpi4py loads; this process loads nothing and stays free of MPI_Init."""
+    """The MPI library that mpi4py loads. A child process asks, so that this process loads no MPI library.
+
+    Raises LaunchError where mpi4py cannot load one.
+    """
     child = subprocess.run([sys.executable, "-c", PROBE], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if child.returncode != 0:
         reason = child.stderr.strip().splitlines()[-1:] or [f"exit status {child.returncode}"]
@@ -106,10 +121,11 @@ def loaded_runtime() -> Runtime:
 
 
 def find_launcher(runtime: Runtime, environ: Mapping[str, str] = os.environ) -> Launcher:
-    """Find the launcher that belongs to `runtime`: next to its library, then in this environment, then on PATH.
+    """The launcher that belongs to `runtime`: beside its library, then in this environment, then on PATH.
 
-    A program counts only if its own `--version` names the library's vendor: another MPI's launcher would start
-    N jobs of one rank each. SUMMA3D_MPIEXEC overrides the search and may carry arguments ("srun --mpi=pmi2").
+    The `--version` of the program must name the library's vendor, since another MPI's launcher would start N jobs of one rank
+    each. SUMMA3D_MPIEXEC overrides the search and may contain arguments ("srun --mpi=pmi2"). Raises LaunchError where no
+    launcher fits.
     """
     if environ.get(MPIEXEC_VARIABLE):
         return _chosen_launcher(runtime, tuple(shlex.split(environ[MPIEXEC_VARIABLE])))
@@ -137,7 +153,7 @@ def _chosen_launcher(runtime: Runtime, command: tuple[str, ...]) -> Launcher:
 
 
 def launcher_vendor(command: tuple[str, ...]) -> str:
-    """Return the vendor that a launcher's `--version` names, or "unknown"; jsrun, which names nobody, is Spectrum MPI's."""
+    """The vendor that a launcher's `--version` names, or "unknown"; jsrun names none and is Spectrum MPI's."""
     if Path(command[0]).name == JSRUN[1]:
         return "spectrum"
     try:
@@ -148,7 +164,7 @@ def launcher_vendor(command: tuple[str, ...]) -> str:
 
 
 def _candidates(runtime: Runtime, environ: Mapping[str, str]) -> list[Path]:
-    """Every launcher-like program, nearest to the library first."""
+    """All programs with the name of a launcher, those nearest to the library first."""
     above = [] if runtime.library is None else [*runtime.library.parents, *runtime.library.resolve().parents]
     folders = [folder / place for folder in above for place in ("bin", JSRUN[0])] + [Path(sys.prefix) / "bin"]
     folders += [Path(folder) for folder in environ.get("PATH", "").split(os.pathsep) if folder]
@@ -157,7 +173,7 @@ def _candidates(runtime: Runtime, environ: Mapping[str, str]) -> list[Path]:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may run on, or might before it was given one of them (`take_core`)."""
+    """The number of cores that this process may run on, as of before `take_core` bound it to one of them."""
     return len(_cores())
 
 
@@ -169,11 +185,11 @@ def _cores() -> list[int]:
 
 
 def take_core(place: int) -> None:
-    """Keep this process to one of its cores, in turn by its place among the ranks of its node.
+    """Bind this process to one of its cores; `place` is its number among the ranks of its node. SUMMA3D_BIND=no turns it off.
 
-    Ranks that outnumber the cores and wait in turn are not spread evenly by the kernel: three of four on one core is common,
-    and made a product of 4 ranks on 2 cores 1.6 times slower. As batch work they are not preempted by each wake-up either, which
-    takes caches away from a product. SUMMA3D_BIND=no leaves them to the kernel.
+    The kernel does not spread ranks evenly that outnumber the cores and wait in turn: three of four ranks on one core are common,
+    which made a product of 4 ranks on 2 cores 1.6 times slower. The process also becomes batch work (SCHED_BATCH), so that a
+    rank that wakes up does not preempt a product and evict its caches.
     """
     cores = _cores()
     if hasattr(os, "sched_setaffinity") and len(cores) > 1 and not forbidden("SUMMA3D_BIND"):
@@ -185,7 +201,7 @@ def take_core(place: int) -> None:
 
 @contextmanager
 def on_all_cores() -> Iterator[None]:
-    """Let this thread, and those it starts, run on all the cores that the process had before `take_core`."""
+    """A context in which this thread, and threads that it starts, may run on all cores that were available before `take_core`."""
     if CORES_VARIABLE not in os.environ:
         yield
         return
@@ -198,15 +214,19 @@ def on_all_cores() -> Iterator[None]:
 
 
 def shared_memory_free(folder: str = "/dev/shm") -> int:
-    """Return the bytes that processes of this node may still share; 0 where that cannot be told."""
+    """The free bytes of a shared-memory folder; 0 where the folder does not exist."""
     return shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
 
 
 def rank_environment(vendor: str, ranks: int, cores: int, environ: Mapping[str, str] = os.environ) -> tuple[dict[str, str], str]:
-    """Settings for `ranks` ranks on `cores` cores of one node, and the same in words. What the user has set stays.
+    """Environment variables for `ranks` ranks on `cores` cores of one node, and a summary. Variables that are set stay.
 
-    Ranks that outnumber the cores must yield while they wait: the default busy wait takes the core from the rank
-    that is waited for, and costs milliseconds in every collective.
+    Ranks that outnumber the cores must yield while they wait: a busy wait takes the core from the rank that is waited for, and
+    costs milliseconds in every collective.
+
+    >>> settings, words = rank_environment("mpich", ranks=2, cores=4, environ={})
+    >>> settings["OMP_NUM_THREADS"], words
+    ('2', '2 BLAS threads per rank')
     """
     settings: dict[str, str] = {}
     words = []
@@ -224,14 +244,18 @@ def rank_environment(vendor: str, ranks: int, cores: int, environ: Mapping[str, 
 
 
 def waiting_settings(vendor: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """How ranks that wait leave their core to others, as variables that MPI_Init reads; {} where the user has said how."""
+    """Variables that make waiting ranks yield their core, as MPI_Init reads them; {} where the user has set one of them.
+
+    >>> waiting_settings("openmpi", {})
+    {'OMPI_MCA_mpi_yield_when_idle': '1'}
+    """
     kind = "openmpi" if vendor in LIKE_OPEN_MPI else "mpich"
     names, value = WAITING_VARIABLES[kind], {"openmpi": "1", "mpich": POLLS_BEFORE_YIELD}[kind]
     return {} if any(name in environ for name in names) else {names[0]: value}
 
 
 def _openmpi_settings(oversubscribed: bool) -> dict[str, str]:
-    """Open MPI's launcher needs telling (4.x reads OMPI_*, 5.x PRTE_*): free placement, no binding of threads, root."""
+    """Variables of Open MPI's launcher (4.x reads OMPI_*, 5.x PRTE_*): more ranks than cores, no binding, running as root."""
     settings = {"OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
     if oversubscribed:
         settings |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
@@ -241,9 +265,12 @@ def _openmpi_settings(oversubscribed: bool) -> dict[str, str]:
 
 
 def launched_as(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str] | None:
-    """What a launcher says about this process: (ranks, this rank, the launcher in words); None if none started it.
+    """(number of ranks, this rank, name of the launcher) from the environment; None where no launcher started this process.
 
-    SLURM_NTASKS is not asked: it is also set for a serial process inside an allocation. A step's own count is.
+    The count of a Slurm step is read instead of SLURM_NTASKS, which is also set for a serial process in an allocation.
+
+    >>> launched_as({"PMI_SIZE": "4", "PMI_RANK": "1"})[:2]
+    (4, 1)
     """
     hints = (
         ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun (IBM Spectrum MPI)"),

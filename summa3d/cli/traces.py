@@ -1,5 +1,5 @@
-# `--trace FILE` and `--nvtx`, the same for every command that has them. May import comm.
-# Next: comm/profile/trace.py (what is written), comm/profile/nvtx.py (what a profiler shows).
+"""The options `--trace FILE` and `--nvtx`, which several subcommands share."""
+
 from __future__ import annotations
 
 import argparse
@@ -17,24 +17,25 @@ if TYPE_CHECKING:
     from ..comm.profile.trace import Trace
 
 TRACE = (
-    "write {} as a trace of all ranks: products, copies and communications; open it in Perfetto (https://ui.perfetto.dev, "
-    "Open trace file) or chrome://tracing (Load)"
+    "Write {} as a trace of all ranks: products, copies and communications. Open the file in Perfetto (https://ui.perfetto.dev, "
+    "Open trace file) or in chrome://tracing (Load)."
 )
 NVTX = (
-    "show phases and communications to a profiler as NVTX ranges, by CuPy or torch; with --trace they are shown where they can be"
+    "Show phases and communications to a profiler as NVTX ranges, through CuPy or torch. --trace also shows them where one of "
+    "these libraries is available."
 )
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser, what: str) -> None:
-    """`what` says what is traced."""
+    """Add --trace and --nvtx to `parser`; `what` names the traced part of the command in the help text, as "some steps"."""
     parser.add_argument("--trace", type=Path, metavar="FILE", help=TRACE.format(what))
     parser.add_argument("--nvtx", action="store_true", help=NVTX)
 
 
 def check_trace_arguments(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
-    """Raise ConfigError, on every rank alike, unless the file can be written and NVTX, where it is asked for, is there.
+    """Raise ConfigError, on every rank alike, where the trace cannot be written or --nvtx is given without an NVTX library.
 
-    Collective where there is something to check.
+    Collective where --trace or --nvtx is given.
     """
     from ..comm.failure import agree_on_error
     from ..comm.profile.nvtx import nvtx
@@ -54,14 +55,14 @@ def check_trace_arguments(args: argparse.Namespace, comm: MPI.Intracomm) -> None
 
 
 def ranges_for(args: argparse.Namespace) -> Ranges | None:
-    """NVTX ranges where they are asked for, or where there is a trace and a library that has them."""
+    """NVTX ranges for --nvtx, or for --trace where an NVTX library is available; else None."""
     from ..comm.profile.nvtx import nvtx, nvtx_or_none
 
     return nvtx() if args.nvtx else nvtx_or_none() if args.trace is not None else None
 
 
 def show(ledger: Ledger, act: Callable[[], Any], whole: Trace, ranges: Ranges | None) -> None:
-    """Do `act` with what it does in the trace `whole`, and shown to a profiler by `ranges`."""
+    """Call `act`; record its events in the trace `whole`, and show them to a profiler as `ranges`."""
     ledger.ranges = ranges
     ledger.start_trace(whole)
     act()

@@ -1,5 +1,5 @@
-# `summa3d train`: train a model from a configuration. Imports torch only after the configuration has been read.
-# Next: train/config.py (the keys), train/loop.py (the run).
+"""`summa3d train`: trains a model from a configuration, and reports the memory of a run without training (--dry-run)."""
+
 from __future__ import annotations
 
 import argparse
@@ -16,23 +16,25 @@ if TYPE_CHECKING:
 
 MEBI = 1 << 20
 CORE_TIME = ("cores", "arithmetic_share", "communication_share", "idle_share", "waited_seconds")
-"""The keys of a summary that say where the time of the cores went."""
+"""The keys of a summary that describe the use of the cores."""
 TRACED = (3, 5)
-"""The steps that are traced unless others are asked for."""
+"""The steps that --trace writes by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `summa3d train` to `parser`."""
     parser.description = "Train a transformer on a grid of MPI ranks."
     parser.add_argument(
         "config",
         nargs="?",
-        help="a configuration shipped with summa3d (demo), or a TOML file; with --resume, by default the run's own",
+        help="Train this configuration: one that is shipped with summa3d (demo), or a TOML file. --resume takes the run's own "
+        "by default.",
     )
     parser.add_argument(
         "--run",
         type=Path,
         metavar="DIR",
-        help="folder for config.toml, metrics.jsonl, checkpoints/, loss.png (not for --dry-run)",
+        help="Write config.toml, metrics.jsonl, checkpoints/ and loss.png to this folder. --dry-run needs none.",
     )
     parser.add_argument(
         "--set",
@@ -40,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="assignments",
         metavar="KEY=VALUE",
-        help="change a key, as in train.steps=20; repeatable",
+        help="Change a key of the configuration, as in train.steps=20. The option may be repeated.",
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint in DIR")
-    parser.add_argument("--overwrite", action="store_true", help="start again although DIR holds checkpoints; they are deleted")
+    parser.add_argument("--resume", action="store_true", help="Continue from the newest complete checkpoint in DIR.")
+    parser.add_argument("--overwrite", action="store_true", help="Delete the checkpoints in DIR and start again.")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -56,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a --dry-run: how many consecutive ranks share a node's memory; without it, both one and all are said",
     )
     add_trace_arguments(parser, "some steps")
-    parser.add_argument("--trace-steps", type=_steps, metavar="A:B", help="the steps that --trace writes (default 3:5)")
-    parser.add_argument("--json", action="store_true", help="print the summary as one JSON line")
+    parser.add_argument("--trace-steps", type=_steps, metavar="A:B", help="Trace the steps A to B. The default is 3:5.")
+    parser.add_argument("--json", action="store_true", help="Print the summary as one JSON line.")
 
 
 def _steps(text: str) -> tuple[int, int]:
@@ -68,12 +70,13 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train, print the summary on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
     from ..train import config as configuration
 
     if args.resume and args.overwrite:
-        raise ConfigError("--resume goes on with the checkpoints that --overwrite deletes. Give one of them.")
+        raise ConfigError("--resume continues from checkpoints that --overwrite deletes. Give one of them.")
     if args.run is None and (args.resume or not args.dry_run):
         raise ConfigError("Name the run's folder: --run DIR. Only --dry-run of a configuration goes without.")
     if args.config is None and not args.resume:
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run and args.trace:
         raise ConfigError("--dry-run takes no steps, and so --trace has none to write. Give one of them.")
     if args.trace_steps and not args.trace:
-        raise ConfigError("--trace-steps says which steps --trace writes. Give --trace FILE as well.")
+        raise ConfigError("--trace-steps selects the steps that --trace writes. Give --trace FILE as well.")
     config = configuration.load(args.config or str(args.run / "config.toml"), args.assignments)
 
     if args.dry_run:
@@ -147,7 +150,7 @@ def _carried(placement: dict[str, Any], device: str) -> str:
 
 
 def report(summary: dict[str, Any]) -> str:
-    """The summary as text."""
+    """The summary of a run as text: the sample, then loss, speed, use of the cores, peak memory and the path of the plot."""
     from ..train.metrics import CoreTime
 
     memory, on_devices = summary["peak_memory_bytes"] / MEBI, summary["peak_device_bytes"] / MEBI

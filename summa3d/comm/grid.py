@@ -136,7 +136,7 @@ class Grid:
     @property
     def everyone(self) -> Axis:
         """All ranks of the communicator that the grid was made on, in its order; those outside the grid take part."""
-        return self._line(self.names if len(self.ranks) == self.common.size else EVERYONE, self.common)
+        return self._line(self.names if len(self.ranks) == self._extent(self.common)[0] else EVERYONE, self.common)
 
     @property
     def ranked(self) -> Axis:
@@ -153,7 +153,7 @@ class Grid:
     @property
     def places(self) -> list[dict[str, int]]:
         """The coordinates of every rank of the communicator that the grid was made on; {} for those outside the grid."""
-        found: list[dict[str, int]] = [{} for _ in range(self.common.size)]
+        found: list[dict[str, int]] = [{} for _ in range(self._extent(self.common)[0])]
         for place, rank in enumerate(self.ranks):
             found[rank] = self.coordinates_of(place)
         return found

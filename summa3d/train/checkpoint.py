@@ -1,6 +1,8 @@
-# Checkpoints: folders step-N of global tensors in pieces with an index; complete, or not there at all.
-# Imports comm.failure, pieces, optimizer, together, config, errors. Nothing in a checkpoint depends on the grid that wrote it.
-# Next: pieces.py (the files), loop.py (when they are written and read).
+"""Checkpoints: a folder step-N of safetensors shards and an index, published atomically by a rename.
+
+Nothing in a checkpoint depends on the grid that wrote it, so that any other grid can load it.
+"""
+
 from __future__ import annotations
 
 import hashlib
@@ -30,27 +32,28 @@ if TYPE_CHECKING:
 FORMAT = "summa3d-checkpoint"
 VERSION = 1
 FREE_KEYS = ("dropout", "attention_dropout")
-"""Keys of a model that may change when a run goes on: no weight depends on them."""
+"""Keys of a model that may change when a run is resumed: no weight depends on them."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint folder and its index."""
+    """A complete checkpoint: its folder and its index."""
 
     path: Path
     index: dict[str, Any]
 
     @property
     def step(self) -> int:
+        """The number of optimizer steps that were taken before the checkpoint was written."""
         return self.index["step"]
 
     @property
     def has_moments(self) -> bool:
-        """Whether it holds the optimizer's state; one made of another library's weights does not."""
+        """Whether the checkpoint holds the optimizer's state; an imported checkpoint holds weights only."""
         return any(name.startswith("optimizer.") for name in self.index["tensors"])
 
     def check_model(self, config: Config) -> None:
-        """Raise CheckpointError, naming the keys that differ, unless it is a checkpoint of this very model."""
+        """Raise CheckpointError, naming the keys that differ, unless the checkpoint fits the model of `config`."""
         model = tables.build(ModelConfig, self.index["model"], "model.")
         have = {**identity(model), "dtype": master_dtype(self.index["dtype"])}
         want = {**identity(config.model), "dtype": master_dtype(config.dtype)}
@@ -60,7 +63,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} is a checkpoint of another model.\n  " + "\n  ".join(differing))
 
     def verify(self, comm: MPI.Intracomm) -> None:
-        """Compare every file with its size and checksum in the index, the work split over the ranks.
+        """Compare the size and checksum of every file with the index; collective, each rank checks its share of the files.
 
         Raises CheckpointError, on every rank alike, naming the file that is missing, truncated or altered.
         """
@@ -73,7 +76,15 @@ class Checkpoint:
         agree_on_error(comm, error)
 
     def load(self, blocks: Sequence[pieces.Block], grid: Grid) -> None:
-        """Fill this rank's blocks, whatever grid wrote the checkpoint. The files must have been verified."""
+        """Fill this rank's blocks in place; collective. Call `verify` first.
+
+        Parameters
+        ----------
+        blocks : this rank's blocks of the tensors to load; the grid that wrote the checkpoint does not matter
+        grid : the grid that the blocks are sharded over
+
+        Raises CheckpointError, on every rank alike, where a tensor is missing or has another shape or dtype.
+        """
         error = None
         try:
             with pieces.Reader(self.path, self.index["tensors"]) as reader:
@@ -101,7 +112,7 @@ class Checkpoint:
 
 
 def identity(model: ModelConfig) -> dict[str, Any]:
-    """What makes a model another model: every key that decides the weights, defaults filled in."""
+    """The keys that decide a model's weights, with the family's defaults filled in: two models are one if these agree."""
     filled: dict[str, Any] = {"kv_heads": model.groups, "ffn": model.width, "norm_eps": model.eps, "rotary_base": model.theta}
     filled |= {"rotary_scaling": model.scaling, "tied_head": model.tied}
     table = {**tables.dump(model), **filled}
@@ -114,7 +125,7 @@ def model_blocks(model: torch.nn.Module) -> list[pieces.Block]:
 
 
 def optimizer_blocks(optimizer: AdamW) -> list[pieces.Block]:
-    """The optimizer's moments, laid out as the parameters they belong to."""
+    """The optimizer's moments as blocks of global tensors; each has the sharding of its parameter."""
     return [
         pieces.Block(f"optimizer.{moment}.{name}", tensor, optimizer.parameters[name].sharding)
         for moment, tensors in optimizer.moments.items()
@@ -125,7 +136,10 @@ def optimizer_blocks(optimizer: AdamW) -> list[pieces.Block]:
 def save(
     folder: Path, step: int, blocks: Sequence[pieces.Block], grid: Grid, config: Config, loss_scale: dict[str, Any] | None = None
 ) -> Path:
-    """Write checkpoint step-N under `folder`; collective. Each rank writes its file, rank 0 the index, last, then renames.
+    """Write the checkpoint step-N under `folder` and return its path; collective.
+
+    Each rank writes one file into a temporary folder. Rank 0 then writes the index, renames the folder to its final name and
+    deletes all but the newest `train.keep` checkpoints. An interrupted call leaves no folder with a final name.
 
     Raises CheckpointError, on every rank alike, where a file cannot be written.
     """
@@ -155,10 +169,10 @@ def index_of(
     config: Config,
     loss_scale: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The index: what the run was, and where every slice of every global tensor is.
+    """The index of a checkpoint: the run's configuration, and the file of every slice of every global tensor.
 
-    The random state is the seed and the step: weights, windows and dropout masks are functions of them. `loss_scale` is the
-    state of the run's LossScale.
+    The random state is the seed and the step, because weights, windows and dropout masks are functions of both. `loss_scale`
+    is `LossScale.state()`.
     """
     return {
         "format": FORMAT,
@@ -176,7 +190,7 @@ def index_of(
 
 
 def newest(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None. A folder without its final name or its index is not complete."""
+    """The complete checkpoint of the highest step, or None. A folder without a final name or an index is incomplete."""
     complete = steps(folder)
     return complete[max(complete)] if complete else None
 
@@ -192,12 +206,12 @@ def steps(folder: Path) -> dict[int, Path]:
 
 
 def read(path: Path, comm: MPI.Intracomm) -> Checkpoint:
-    """Read and check the index of the checkpoint at `path`; collective. Raises CheckpointError where it is damaged."""
+    """Read and check the index of the checkpoint at `path`; collective. Raises CheckpointError where the index is damaged."""
     return Checkpoint(path, on_root(comm, lambda: _read_index(path / "index.json"), CheckpointError))
 
 
 def clean(folder: Path) -> None:
-    """Remove what an interrupted writing or deletion left behind."""
+    """Remove the folders that an interrupted `save` or deletion left behind."""
     for pattern in (".tmp-step-*", ".old-step-*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
@@ -213,7 +227,10 @@ def _read_index(path: Path) -> dict[str, Any]:
         index = json.loads(path.read_text(encoding="utf-8"))
         checksum = index.pop("sha256")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"Cannot read the checkpoint index {path}: it is damaged ({error}).") from error
+        raise CheckpointError(
+            f"Cannot read the checkpoint index {path}: it is damaged ({error}). "
+            f"Delete {path.parent} to resume from an older checkpoint."
+        ) from error
     if checksum != _digest(index):
         raise CheckpointError(f"The checkpoint index {path} is altered. Delete {path.parent} to resume from an older checkpoint.")
     if (index["format"], index["version"]) != (FORMAT, VERSION):
@@ -239,7 +256,7 @@ def _publish(temporary: Path, final: Path, index: dict[str, Any], keep: int) -> 
 
 
 def _delete(path: Path) -> None:
-    """Take the name away first, so that a half-deleted checkpoint is never taken for a complete one."""
+    """Delete a checkpoint. The folder is renamed first, so that a half-deleted checkpoint never has a final name."""
     old = path.with_name(f".old-{path.name}")
     os.rename(path, old)
     shutil.rmtree(old)

@@ -1,6 +1,5 @@
-# The configuration of a run: frozen dataclasses for the keys of DESIGN §8, read from one TOML file and `--set` overrides.
-# Imports nn.config, nn.scheme_kinds and errors; no torch.
-# Next: tables.py (TOML ↔ dataclass), tokens.py (what data.* means), loop.py (what train.* means).
+"""The configuration of a run: one frozen dataclass per TOML table, read from a TOML file and `--set` overrides."""
+
 from __future__ import annotations
 
 import sys
@@ -27,15 +26,19 @@ else:
 SCHEMES = tuple(KINDS)
 RECOMPUTE = ("none", "selective", "full")
 SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
-"""The families that are trained on text, and how many tokens each needs besides the tokenizer's (`objective`)."""
+"""Model families that can be trained on text → the number of special tokens that follow the tokenizer's own."""
 NAMED_CONFIGS = Path(__file__).parent / "configs"
 
 
 @dataclass(frozen=True)
 class GridConfig:
-    """Sizes of the grid axes; `order` lists them fastest first; `tile` packs a tile of the grid per node.
+    """The table `grid`: sizes of the grid axes.
 
-    oned and oned-sp use y; summa x and y; tesseract x, y and d; cuboid and cuboid-sequence x, y and z.
+    `order` lists the axes in rank order, fastest first. `tile` gives the sizes of the sub-grid that one node holds. The schemes
+    oned and oned-sp use the axis y; summa uses x and y; tesseract x, y and d; cuboid and cuboid-sequence x, y and z.
+
+    >>> GridConfig(x=2, z=4).axes
+    {'x': 2, 'y': 1, 'z': 4}
     """
 
     x: int = 1
@@ -51,7 +54,7 @@ class GridConfig:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes of the process grid, by name: x, y, z, and a d of more than 1."""
+        """Axis name → size: x, y and z always, d where its size exceeds 1."""
         return {"x": self.x, "y": self.y, "z": self.z} | ({"d": self.d} if self.d > 1 else {})
 
     def __str__(self) -> str:
@@ -60,11 +63,20 @@ class GridConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. `batch` counts the rows of one optimizer step on the whole grid, taken in `accumulate` equal parts.
+    """The table `train`: steps, batch, optimizer, evaluation, checkpoints and the sample at the end.
 
-    The learning rate rises over `warmup` steps, then falls along a cosine to `decay_to` times itself. A period of 0 means
-    only at the end; a `clip` or `watchdog` of 0, never. `keep` is the number of checkpoints kept; 0 writes none. A family that
-    continues text ends with a sample: `sample_prompt` and `sample_tokens` more.
+    Attributes
+    ----------
+    batch : rows (sequences) of one optimizer step on the whole grid
+    accumulate : micro-batches of equal size that `batch` is divided into
+    learning_rate, warmup, decay_to : the rate rises linearly to `learning_rate` over `warmup` steps, then falls along half a
+        cosine to decay_to · learning_rate
+    clip : largest global gradient norm; 0 turns clipping off
+    evaluate_every, checkpoint_every : periods in steps; with 0, only the last step is evaluated or saved
+    evaluate_batches : held-out batches of one evaluation
+    keep : checkpoints kept; with 0, none is written
+    sample_prompt, sample_tokens : a causal model continues the prompt by so many tokens when the run ends
+    watchdog : seconds without a completed step after which the job is aborted; 0 turns the watchdog off
     """
 
     steps: int = 300
@@ -100,26 +112,26 @@ class TrainConfig:
                 f"  Values of train.accumulate that fit batch {self.batch}: {', '.join(map(str, fits))}."
             )
         if not 0 <= self.decay_to <= 1:
-            raise ConfigError(f"train.decay_to = {self.decay_to}; it is a part of train.learning_rate, in [0, 1].")
+            raise ConfigError(f"train.decay_to = {self.decay_to}; it is a fraction of train.learning_rate, in [0, 1].")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"train.betas = {list(self.betas)}; both must lie in [0, 1).")
         if not 0 < self.epsilon < inf:
             raise ConfigError(f"train.epsilon = {self.epsilon}; it must be positive and finite.")
         if not self.sample_prompt:
-            raise ConfigError("train.sample_prompt is empty; a sample continues at least one character.")
+            raise ConfigError("train.sample_prompt is empty; give at least one character to continue.")
 
     @property
     def micro_batch(self) -> int:
-        """Rows that go through the model at once."""
+        """Rows of one forward and backward pass: batch / accumulate."""
         return self.batch // self.accumulate
 
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """What a float16 run multiplies its loss by, so that small gradients are not rounded to 0: `initial` at first.
+    """The table `loss_scale`: dynamic loss scaling of float16 runs, which keeps small gradients from underflowing to 0.
 
-    A step whose gradients are not finite is skipped and halves the scale; `growth_every` good ones in a row double it, up to
-    `largest`. Other dtypes have no use for it.
+    The loss is multiplied by a scale, which starts at `initial`. A step whose gradients are not finite is skipped, and halves
+    the scale. `growth_every` good steps in a row double the scale, up to `largest`. Other dtypes do not scale the loss.
     """
 
     initial: float = 65536.0
@@ -134,10 +146,17 @@ class LossScaleConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The corpus: `stdlib` (the running interpreter's own library), a file, or a folder of text files.
+    """The table `data`: the corpus, its tokenizer, and the fraction that is held out for validation.
 
-    `tokenizer` is `bytes`, `bpe:N` for a byte-pair encoding of N tokens trained on the corpus itself, or `bpe:N:FILE` for one
-    of at most N tokens in a tokenizer.json of the `tokenizers` library. `held_out` is the part kept for validation.
+    Attributes
+    ----------
+    path : "stdlib" (the Python standard library of the running interpreter), a text file, or a folder of text files
+    tokenizer : "bytes"; "bpe:N" for a byte-pair encoding of N tokens that is trained on the corpus; or "bpe:N:FILE" for a
+        tokenizer.json of the `tokenizers` library with at most N tokens
+    held_out : fraction of the corpus that is kept for validation
+
+    >>> DataConfig(tokenizer="bpe:4096").vocabulary
+    4096
     """
 
     path: str = "stdlib"
@@ -146,7 +165,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
-            raise ConfigError(f"data.held_out = {self.held_out}; it must lie between 0 and 1.")
+            raise ConfigError(f"data.held_out = {self.held_out}; it must lie between 0 and 1, both excluded.")
         name, _, rest = self.tokenizer.partition(":")
         size = rest.partition(":")[0]
         if self.tokenizer != "bytes" and not (name == "bpe" and size.isdigit() and int(size) >= 256):
@@ -156,30 +175,36 @@ class DataConfig:
 
     @property
     def vocabulary(self) -> int:
-        """How many token numbers the tokenizer may give."""
+        """The number of different tokens that the tokenizer may return."""
         return 256 if self.tokenizer == "bytes" else int(self.tokenizer.split(":")[1])
 
     @property
     def tokenizer_file(self) -> str:
-        """The file of a tokenizer that is not trained on the corpus; empty where there is none."""
+        """The FILE of "bpe:N:FILE"; empty for other tokenizers."""
         return self.tokenizer.partition(":")[2].partition(":")[2]
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run.
+    """The configuration of a run. Nested dataclasses are TOML tables.
 
-    `dtype` is that of activations and of the weights that meet them, and so of every gather, scatter and sum that carries
-    them, their gradients included; sums of 16-bit floats are added in float32 and rounded once. The statistics of norms, the
-    softmax of the loss and the loss travel in float32 or wider, the gradient norm in float64. With bfloat16 and float16 the
-    weights themselves, their accumulated gradients and the optimizer's moments are float32, in memory and in checkpoints.
+    Attributes
+    ----------
+    scheme : how every tensor is sharded over the grid's axes (`nn.schemes`)
+    dtype : dtype of activations and of the weights in products, and so of every all-gather, reduce-scatter and all-reduce of
+        both and of their gradients. Reductions of 16-bit floats are accumulated in float32 and rounded once. The statistics of
+        norms, the softmax of the loss and the loss are reduced in float32 or wider, the gradient norm in float64. With bfloat16
+        and float16, master weights, accumulated gradients and the optimizer's moments are float32, in memory and in checkpoints.
+    vectors : how γ, β and biases are stored: "copied" on every rank, or another form that the scheme offers
+    regather : whether backward gathers operands again instead of keeping the gathered operands of forward
+    recompute : "none"; "full" recomputes every `recompute_layers` layers from their input; "selective" recomputes the attention
+        core alone
+    overlap : communication that is in flight during computation (`nn.overlap`)
+    transport : transport of device arrays between ranks; "auto" leaves the choice to SUMMA3D_TRANSPORT, else to the library
+    device : "cpu" or "cuda"; None takes SUMMA3D_DEVICE, else cpu
+    tf32 : whether a device may round the operands of float32 products to TF32 (11 significant bits)
 
-    `scheme` says how every tensor is split over the grid's axes (`nn.scheme`), and `vectors` how it stores γ, β and biases:
-    "copied", or what else the scheme offers. `regather` has backward gather operands again instead of keeping them. `recompute`
-    has it compute again what it would have kept: "full", every `recompute_layers` layers from their input; "selective", the
-    attention core alone. `overlap` says what is in flight meanwhile (`nn.overlap`). `transport` is what carries device arrays
-    (comm/transport); auto leaves it to SUMMA3D_TRANSPORT, or the rule. `device` is where the run computes, cpu or cuda; left out,
-    it is what SUMMA3D_DEVICE says, else cpu. `tf32` lets a device round the operands of float32 products to 11 bits.
+    Raises ConfigError for a value that no run can have, and for combinations of values that contradict each other.
     """
 
     scheme: str = "cuboid"
@@ -214,7 +239,7 @@ class Config:
         at_least("recompute_layers", self.recompute_layers, 1)
         if self.recompute_layers > 1 and self.recompute != "full":
             raise ConfigError(
-                f"recompute_layers = {self.recompute_layers} groups layers that are computed again as a whole, which "
+                f"recompute_layers = {self.recompute_layers} groups layers that are recomputed as a whole, which "
                 f'recompute = "{self.recompute}" does not do. Set recompute to "full", or leave recompute_layers at 1.'
             )
         self._check_vocabulary()
@@ -222,12 +247,13 @@ class Config:
     def _check_vocabulary(self) -> None:
         if self.model.family not in SPECIAL_TOKENS:
             raise ConfigError(
-                f"A {self.model.family} cannot be trained on text. Values of model.family that can: {', '.join(SPECIAL_TOKENS)}."
+                f"A {self.model.family} model cannot be trained on text. "
+                f"Values of model.family that can: {', '.join(SPECIAL_TOKENS)}."
             )
         special = SPECIAL_TOKENS[self.model.family]
         needed = self.data.vocabulary + special
         if self.model.vocabulary < needed:
-            more = f" and the {special} special ones of a {self.model.family}" if special else ""
+            more = f" and the {special} special tokens of {self.model.family}" if special else ""
             raise ConfigError(
                 f"model.vocabulary {self.model.vocabulary} is smaller than the {self.data.vocabulary} tokens of "
                 f"data.tokenizer = {self.data.tokenizer!r}{more}. Set model.vocabulary to {needed} or more."
@@ -239,20 +265,33 @@ class Config:
 
 
 def master_dtype(dtype: str) -> str:
-    """The dtype of weights, accumulated gradients and moments in a run of `dtype`."""
+    """The dtype of master weights, accumulated gradients and optimizer moments in a run of `dtype`.
+
+    >>> master_dtype("bfloat16"), master_dtype("float64")
+    ('float32', 'float64')
+    """
     return "float32" if dtype in HALVES else dtype
 
 
 def at_least(key: str, value: float, minimum: float) -> None:
+    """Raise ConfigError unless minimum ≤ value < ∞; `key` names the value in the message."""
     if not minimum <= value < inf:
         raise ConfigError(f"{key} is {value}; it must be at least {minimum}{'' if isfinite(value) else ', and finite'}.")
 
 
 def load(source: str, assignments: Sequence[str] = ()) -> Config:
-    """The configuration named `source` (shipped with the package) or in the TOML file `source`, with ``a.b=c`` overrides.
+    """Read a configuration and apply overrides.
 
-    Raises ConfigError for a missing or unreadable file, an unknown key (naming the nearest known one), a value of a wrong
-    type, and for values that no run can have.
+    Parameters
+    ----------
+    source : the name of a configuration that is shipped with the package ("demo"), or the path of a TOML file
+    assignments : overrides of the form ``key=value``, as of `--set`
+
+    Raises ConfigError for a missing or unreadable file, an unknown key (naming the nearest known key), a value of a wrong type,
+    and a value that no run can have.
+
+    >>> load("demo", ["train.steps=20"]).train.steps
+    20
     """
     table = read_table(source)
     tables.override(Config, table, assignments)
@@ -270,13 +309,15 @@ def to_table(config: Config) -> dict[str, Any]:
 
 
 def read_table(source: str) -> dict[str, Any]:
-    """The TOML table of a named configuration or a file."""
+    """The TOML table of a configuration that is shipped with the package, or of a file. Raises ConfigError as `load` does."""
     path = Path(source)
     if path.suffix != ".toml" and path.name == source:
         path = NAMED_CONFIGS / f"{source}.toml"
     if not path.is_file():
         shipped = sorted(file.stem for file in NAMED_CONFIGS.glob("*.toml"))
-        raise ConfigError(f"No configuration {source!r}: neither a TOML file nor one of those shipped: {', '.join(shipped)}.")
+        raise ConfigError(
+            f"There is no configuration {source!r}: it is neither a TOML file nor one that is shipped ({', '.join(shipped)})."
+        )
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -284,7 +325,7 @@ def read_table(source: str) -> dict[str, Any]:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write `config` as TOML, so that `load` gives it back."""
+    """Write `config` as a TOML file, from which `load` returns an equal configuration."""
     import tomli_w
 
     path.write_text(tomli_w.dumps(to_table(config)), encoding="utf-8")

@@ -1,6 +1,5 @@
-# From text files to token files: which files, which of them are held out, and how they are encoded.
-# Imports errors and config; runs on one rank (tokens.py makes the others wait for it).
-# Next: tokens.py, which prepares the files once per run folder and samples windows from them.
+"""The corpus: its text files, the split into training and validation parts, and the encoding into token files."""
+
 from __future__ import annotations
 
 import hashlib
@@ -18,47 +17,61 @@ from .config import DataConfig
 FOREIGN = ("site-packages", "dist-packages")
 PARTS = ("train", "validation")
 ENCODE_CHARACTERS = 1 << 20
+"""Characters that are encoded at once, which bounds the memory of `PairTokenizer.encode`."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text file: its name relative to the corpus, and where it lies."""
+    """A text file of the corpus: its name relative to the corpus folder, and its path."""
 
     name: str
     path: Path
 
 
 class Tokenizer(Protocol):
-    """Text as token numbers and back."""
+    """Converts UTF-8 text to token numbers below `vocabulary`, and back."""
 
     vocabulary: int
 
-    def encode(self, text: bytes) -> np.ndarray: ...
+    def encode(self, text: bytes) -> np.ndarray:
+        """The token numbers of a UTF-8 text, as a 1-D array of unsigned integers."""
+        ...
 
-    def decode(self, tokens: Iterable[int]) -> str: ...
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of token numbers; numbers that the tokenizer does not know are left out."""
+        ...
 
 
 class ByteTokenizer:
-    """Each byte is a token."""
+    """A tokenizer whose tokens are the 256 bytes.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode(b"def")
+    array([100, 101, 102], dtype=uint8)
+    >>> tokenizer.decode([100, 101, 102])
+    'def'
+    """
 
     vocabulary = 256
 
     def encode(self, text: bytes) -> np.ndarray:
+        """The bytes of `text` as uint8, without a copy."""
         return np.frombuffer(text, np.uint8)
 
     def decode(self, tokens: Iterable[int]) -> str:
+        """The UTF-8 text of the bytes; invalid sequences become U+FFFD, tokens above 255 are left out."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
 class PairTokenizer:
-    """A byte-pair encoding of the `tokenizers` library."""
+    """A byte-pair encoding (BPE) of the `tokenizers` library."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.vocabulary: int = model.get_vocab_size()
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Tokens of a document, encoded in runs of whole lines so that memory stays bounded."""
+        """The tokens of a document as uint32, encoded in runs of whole lines so that memory stays bounded."""
         lines = text.decode("utf-8", errors="replace").splitlines(keepends=True)
         runs, run, size = [], [], 0
         for line in lines:
@@ -71,11 +84,16 @@ class PairTokenizer:
         return np.concatenate([np.asarray(one.ids, np.uint32) for one in encoded])
 
     def decode(self, tokens: Iterable[int]) -> str:
+        """The text of the tokens; token numbers beyond the vocabulary are left out."""
         return self.model.decode([token for token in tokens if token < self.vocabulary])
 
 
 def documents(path: str) -> list[Document]:
-    """The corpus's files in the order of their names. Raises DataError where there is none, or none with text in it."""
+    """The files of the corpus in the order of their names.
+
+    `path` is "stdlib", a file or a folder; hidden files are left out. Raises DataError where there is no file, or no file with
+    text in it.
+    """
     if path == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         found = [file for file in root.rglob("*.py") if not any(part in FOREIGN for part in file.relative_to(root).parts)]
@@ -87,9 +105,10 @@ def documents(path: str) -> list[Document]:
         root = root.parent if root.is_file() else root
     files = sorted((Document(file.relative_to(root).as_posix(), file) for file in found), key=lambda document: document.name)
     if not any(document.path.stat().st_size for document in files):
-        what = "is empty" if files else "holds no files"
+        found_instead = "is empty" if files else "holds no files"
         raise DataError(
-            f"data.path {path!r} {what}: there is no text to train on. Give a text file, a folder of text files, or 'stdlib'."
+            f"data.path {path!r} {found_instead}: there is no text to train on. "
+            "Give a text file, a folder of text files, or 'stdlib'."
         )
     return files
 
@@ -99,7 +118,7 @@ def _hidden(file: Path, root: Path) -> bool:
 
 
 def fingerprint(files: list[Document], config: DataConfig) -> str:
-    """A digest of everything that decides the token files: names, sizes, times, tokenizer and the held-out part."""
+    """A SHA-256 digest of all inputs of the token files: file names, sizes, modification times, tokenizer, held-out fraction."""
     digest = hashlib.sha256(repr((config.tokenizer, config.held_out)).encode())
     for document in files:
         status = document.path.stat()
@@ -108,12 +127,16 @@ def fingerprint(files: list[Document], config: DataConfig) -> str:
 
 
 def held_out(name: str, part: float) -> bool:
-    """Whether the file `name` belongs to the validation part: decided by a hash of its name alone."""
+    """Whether the file `name` belongs to the validation part, which is the fraction `part` of all names; a hash decides.
+
+    >>> [held_out(name, 0.5) for name in ("a.py", "b.py", "c.py", "d.py")]
+    [False, True, False, True]
+    """
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < part * 2**64
 
 
 def split(files: list[Document], part: float) -> dict[str, list[Document]] | None:
-    """The files of the training and of the validation part; None where the names leave one of them without text."""
+    """The files of the training part and of the validation part; None where one part would have no text."""
     parts: dict[str, list[Document]] = {name: [] for name in PARTS}
     for document in files:
         parts["validation" if held_out(document.name, part) else "train"].append(document)
@@ -122,7 +145,7 @@ def split(files: list[Document], part: float) -> dict[str, list[Document]] | Non
 
 
 def read(document: Document) -> bytes:
-    """The bytes of one file."""
+    """The bytes of a document. Raises DataError where the file cannot be read."""
     try:
         return document.path.read_bytes()
     except OSError as error:
@@ -130,7 +153,7 @@ def read(document: Document) -> bytes:
 
 
 def train_tokenizer(files: list[Document], config: DataConfig, folder: Path) -> Tokenizer:
-    """The tokenizer that `config` names; a byte-pair encoding without a file is trained on `files` and saved in `folder`."""
+    """The tokenizer that `config` names. For "bpe:N", a byte-pair encoding is trained on `files` and saved in `folder`."""
     if config.tokenizer == "bytes" or config.tokenizer_file:
         return load_tokenizer(config, folder)
     from tokenizers import Tokenizer as Model
@@ -147,7 +170,7 @@ def train_tokenizer(files: list[Document], config: DataConfig, folder: Path) -> 
 
 
 def load_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
-    """The tokenizer of a prepared corpus. Raises DataError where its file is missing, damaged or of too many tokens."""
+    """The tokenizer of a prepared corpus. Raises DataError where its file is missing or damaged, or has too many tokens."""
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     from tokenizers import Tokenizer as Model
@@ -156,7 +179,7 @@ def load_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     try:
         found = PairTokenizer(Model.from_file(str(path)))
     except Exception as error:
-        advice = "data.tokenizer names it." if config.tokenizer_file else f"Delete {folder} to have it made again."
+        advice = "data.tokenizer names it." if config.tokenizer_file else f"Delete {folder}; the next run makes it again."
         raise DataError(f"Cannot read the tokenizer {path}: {error}. {advice}") from error
     if found.vocabulary > config.vocabulary:
         raise DataError(f"The tokenizer {path} has {found.vocabulary} tokens; data.tokenizer says at most {config.vocabulary}.")
@@ -164,14 +187,19 @@ def load_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
 
 
 def token_dtype(vocabulary: int) -> np.dtype:
-    """The smallest unsigned integer that holds every token number."""
+    """The smallest unsigned integer dtype that holds every token number.
+
+    >>> token_dtype(256), token_dtype(50257)
+    (dtype('uint8'), dtype('uint16'))
+    """
     return np.min_scalar_type(vocabulary - 1)
 
 
 def encode(config: DataConfig, files: list[Document], folder: Path) -> dict[str, int]:
-    """Write train.bin and validation.bin into `folder`; returns how many tokens each holds.
+    """Write train.bin and validation.bin into `folder` and return the number of tokens of each.
 
-    Whole files are held out by name; where that leaves a part without text (one file, or a few), the tail of the text is.
+    Whole files are held out by name (`held_out`). Where that leaves a part without text, as for a corpus of one file, the tail
+    of the whole text is held out instead.
     """
     parts = split(files, config.held_out)
     tokenizer = train_tokenizer(parts["train"] if parts else files, config, folder)

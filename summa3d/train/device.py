@@ -1,6 +1,5 @@
-# Where a run computes: the host, or the device that is this rank's; and the way of tensors there and back.
-# Imports comm.device.select; torch. Everything else in this folder computes where its tensors lie.
-# Next: prepare.py, which asks for a device before it builds the model; pieces.py, which brings blocks back one at a time.
+"""The device of a run: the host or this rank's GPU, and host-to-device (H2D) copies of inputs."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -18,20 +17,25 @@ HOST = torch.device("cpu")
 
 
 def open_device(name: str | None, comm: MPI.Intracomm, tf32: bool = False) -> torch.device:
-    """The device called `name` (None: as SUMMA3D_DEVICE says, else the host), made this rank's current one; collective.
+    """Make the device `name` this rank's current device and return it; collective.
 
-    Raises ConfigError, on every rank alike, for a device that does not exist or is not there.
+    Parameters
+    ----------
+    name : "cpu" or "cuda"; None takes SUMMA3D_DEVICE, else cpu
+    tf32 : whether float32 products on the device may use TF32
+
+    Raises ConfigError, on every rank alike, for an unknown name and where there is no CUDA device.
     """
     return HOST if requested_device(name) == "cpu" else torch.device("cuda", take_device(comm, tf32))
 
 
 def on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Host tensors where the model is: themselves, or copies through pinned memory, for which the host does not wait."""
+    """Host tensors on `device`: on the host the tensors themselves, on a GPU asynchronous H2D copies from pinned memory."""
     if device.type == "cpu":
         return dict(tensors)
     return {name: tensor.contiguous().pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def peak_device_memory(device: torch.device) -> int:
-    """Bytes that this rank's tensors took at their peak on its device; 0 on the host."""
+    """Peak bytes of torch's tensors on this rank's device; 0 on the host."""
     return 0 if device.type == "cpu" else int(torch.cuda.max_memory_allocated(device))

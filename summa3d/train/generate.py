@@ -1,6 +1,8 @@
-# Text from a model, token by token: the same on every grid, as the random numbers depend on the seed and the position alone.
-# Imports comm and nn for their types, corpus, checkpoint, errors; numpy, torch.
-# Next: cli/generate.py.
+"""Text generation, token by token: the text is the same on every grid.
+
+Each random number depends on the seed and the position of the token only.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from .config import Config
 
 STREAM = 0x6765_6E65_7261_7465
-"""Keeps these random numbers apart from those of the same seed elsewhere."""
+"""Philox key word that separates the random numbers of generation from other random numbers of the same seed."""
 
 
 def sample(
@@ -41,14 +43,21 @@ def sample(
     top_k: int = 0,
     seed: int = 1,
 ) -> str:
-    """`prompt` continued by `count` tokens; collective, the same text on every rank.
+    """Continue `prompt` by `count` tokens and return the whole text; collective, the same text on every rank.
 
-    The model sees the last `sequence` tokens. Temperature 0 takes the likeliest token; `top_k` > 0 chooses among the k
-    likeliest. On a grid, the batch holds as many copies of the text as the scheme needs rows. Raises ConfigError for a model
-    that does not predict the next token.
+    Parameters
+    ----------
+    model : a causal model on its grid
+    plan : the scheme that shards the model; the batch holds as many copies of the text as the scheme needs rows
+    config : the model's configuration; the model sees the last `config.sequence` tokens
+    temperature : divides the logits; 0 takes the likeliest token
+    top_k : samples from the k likeliest tokens; 0 samples from all tokens
+    seed : the text is a function of the weights, the prompt and the seed
+
+    Raises ConfigError for a model that does not predict the next token.
     """
     if not isinstance(model, LanguageModel):
-        raise ConfigError(f"A model of the family {config.family} does not continue a text. Families that do: gpt2, llama.")
+        raise ConfigError(f"A {config.family} model does not continue text. Families that do: gpt2, llama.")
     known = [int(token) for token in tokenizer.encode(prompt.encode())]
     rows, device = smallest_batch(plan, config), next(model.parameters()).device
     model.eval()
@@ -62,25 +71,43 @@ def sample(
 
 
 def smallest_batch(plan: Scheme, config: ModelConfig) -> int:
-    """The fewest rows that the scheme can split."""
+    """The smallest batch, in rows, that the scheme can split. Raises LayoutError where no batch fits the grid."""
     for rows in range(1, plan.grid.size**2 + 1):
         try:
             plan.check(config, rows)
         except LayoutError:
             continue
         return rows
-    plan.check(config, plan.grid.size)  # says what does not fit
+    plan.check(config, plan.grid.size)  # raises an error that names the sizes that do not fit
     raise LayoutError(f"No batch fits the grid {plan.grid}.")
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) that chooses the token at `position`."""
+    """The random number in [0, 1) for the token at `position`: a function of seed and position.
+
+    >>> uniform(1, 0) == uniform(1, 0) != uniform(1, 1)
+    True
+    """
     philox = np.random.Philox(key=np.array([seed, STREAM], np.uint64), counter=np.array([0, position, 0, 0], np.uint64))
     return int(philox.random_raw()) / 2**64
 
 
 def choose(logits: np.ndarray, temperature: float, top_k: int, random: float) -> int:
-    """The token that the number `random` in [0, 1) picks from the distribution of `logits`."""
+    """Sample a token from softmax(logits / temperature) by inversion of the distribution function at `random`.
+
+    Parameters
+    ----------
+    logits : [v]; −∞ excludes a token
+    temperature : 0 takes the likeliest token
+    top_k : restricts the choice to the k likeliest tokens; 0 does not
+    random : a number in [0, 1)
+
+    >>> logits = np.log([0.1, 0.2, 0.7])
+    >>> [choose(logits, 1.0, 0, random) for random in (0.05, 0.25, 0.9)]
+    [0, 1, 2]
+    >>> choose(logits, 0, 0, 0.05)
+    2
+    """
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < len(logits):
@@ -90,14 +117,19 @@ def choose(logits: np.ndarray, temperature: float, top_k: int, random: float) ->
 
 
 def load(folder: Path, comm: MPI.Intracomm, device: torch.device | None = None) -> tuple[Model, Scheme, Config, corpus.Tokenizer]:
-    """The model of a run's newest checkpoint, in the dtype that it computed in: in serial on one rank, else on the run's grid.
+    """Load the model of a run's newest checkpoint; collective. Returns model, scheme, configuration and tokenizer.
 
-    device : where it shall compute; default where the run's configuration says.
+    Parameters
+    ----------
+    folder : the run folder
+    comm : one rank, which holds the whole model, or as many ranks as the run's grid has
+    device : the device to compute on; default: the device of the run's configuration
 
-    Raises CheckpointError where the run has no checkpoint or a damaged one, GridError for another number of ranks.
+    The weights have the dtype that the run computed in. Raises ConfigError where `folder` is not a run folder, CheckpointError
+    where the run has no complete checkpoint or a damaged one, and GridError for another number of ranks.
     """
     if not (folder / "config.toml").is_file():
-        raise ConfigError(f"{folder} is not a run folder: it has no config.toml. Give the folder of --run.")
+        raise ConfigError(f"{folder} is not a run folder: it has no config.toml. Give the --run folder of `summa3d train`.")
     config = configuration.load(str(folder / "config.toml"))
     device = open_device(config.device, comm, config.tf32) if device is None else device
     grid, plan = _open_grid(config, comm, device)

@@ -1,6 +1,5 @@
-# A local Transformers folder (config.json and safetensors) as a checkpoint of ours, and back: tensor by tensor, bit for bit.
-# Imports hf_maps (what corresponds to what), hf_files (their files), checkpoint, config, comm, layout, errors; torch.
-# Next: hf_maps.py; cli/checkpoint.py, the commands.
+"""Import and export of Hugging Face Transformers folders (config.json and safetensors), bit for bit, one tensor at a time."""
+
 from __future__ import annotations
 
 import json
@@ -30,17 +29,17 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 ORIGINAL = "hf_config.json"
-"""Their config.json, kept in the run folder: what we have no key for comes back at export."""
+"""Name of the imported config.json in the run folder: export restores the keys that summa3d does not know."""
 SETTLED = {"ffn": "width", "norm_eps": "eps", "kv_heads": "groups", "rotary_base": "theta"}
 SETTLED |= {"rotary_scaling": "scaling", "tied_head": "tied"}
-"""Our keys → the properties that are their values with the family's defaults filled in."""
+"""Key of ModelConfig → the property that fills in the family's default."""
 WHOLE = Place({"r": 1})
-"""Where an exported tensor is put together: one place that holds it all."""
+"""A grid of one rank, on which an exported tensor is assembled."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a Transformers folder says before any tensor is read."""
+    """A Transformers folder before any tensor is read: model, dtype, config.json, and the listing of its tensors."""
 
     model: ModelConfig
     dtype: str
@@ -49,13 +48,18 @@ class Source:
 
 
 def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool = False) -> Path:
-    """Make the run folder `run`, with `source`'s weights as checkpoint step-0; collective. Returns the checkpoint's folder.
+    """Make a run folder with the weights of a Transformers folder as checkpoint step-0; collective.
 
-    `run` can be trained with --resume and read by generate, on any grid, with the tokenizer.json of `source` if it has one.
-    Each rank reads and holds its share of the rows of every tensor, and while it reads one, that one.
+    Parameters
+    ----------
+    source : folder with config.json and safetensors files, and optionally tokenizer.json
+    run : the run folder to make; `train --resume` and `generate` accept it, on any grid
+    overwrite : whether to delete checkpoints that `run` already holds
 
-    Raises CheckpointError, on every rank alike, for a folder that is not one, a family or option that we do not have, and
-    tensors that are missing, unknown or of another shape.
+    Returns the path of the checkpoint. Memory: a rank holds its share of the rows of every tensor, and one whole tensor.
+
+    Raises CheckpointError, on every rank alike, where `source` is not a Transformers folder, for an unsupported family or
+    option, and for tensors that are missing, unknown or of another shape.
     """
     found = on_root(comm, lambda: read_source(source), CheckpointError)
     on_root(comm, lambda: _open_run(run, overwrite), CheckpointError)
@@ -84,13 +88,13 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
 
 
 def _tokenizer(source: Path, run: Path, model: ModelConfig) -> str:
-    """What data.tokenizer says of an imported model: its own where it continues text and came with one, else bytes."""
+    """data.tokenizer of an imported model: its own tokenizer.json where a causal model came with one, else "bytes"."""
     own = model.traits.causal and (source / TOKENIZER).is_file()
     return f"bpe:{model.vocabulary}:{(run / TOKENIZER).resolve()}" if own else "bytes"
 
 
 def _share(rule: Rule, reader: hf_files.Reader, found: Source, grid: Grid) -> pieces.Block:
-    """This rank's rows of one of our tensors."""
+    """This rank's rows of the tensor that `rule` describes."""
     whole = to_ours(rule, [reader.read(name) for name in rule.theirs], found.model)
     sharding = Sharding(Layout(("r",), *[()] * (whole.dim() - 1)), tuple(whole.shape))
     share = whole[sharding.slices(grid)].to(torch_dtype(master_dtype(found.dtype)), copy=True)
@@ -98,14 +102,21 @@ def _share(rule: Rule, reader: hf_files.Reader, found: Source, grid: Grid) -> pi
 
 
 def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None = None, file_bytes: int = 5 << 30) -> list[Path]:
-    """Write a checkpoint as a Transformers folder, in files of at most `file_bytes` (or one tensor); returns them.
+    """Write a checkpoint as a Transformers folder and return the paths of its safetensors files. Runs on one rank.
 
-    Runs on one rank, which holds one tensor at a time. `dtype` is that of the files; default the one the model computed in.
-    Raises CheckpointError where the family has no such form or the folder is not empty.
+    Parameters
+    ----------
+    saved : a verified checkpoint
+    target : a new or empty folder
+    dtype : dtype of the files; default: the dtype that the model computed in
+    file_bytes : largest size of a file, in bytes of tensors; a larger tensor has a file of its own
+
+    Memory: one tensor at a time. Raises CheckpointError for a family without a Transformers form, and where `target` is not
+    empty.
     """
     model = tables.build(ModelConfig, saved.index["model"], "model.")
     if model.family not in FAMILIES:
-        raise CheckpointError(f"A {model.family} model cannot be exported. Families that can: {', '.join(FAMILIES)}.")
+        raise CheckpointError(f"A {model.family} model cannot be exported. Families that can be exported: {', '.join(FAMILIES)}.")
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty. Choose another folder, so that no file of another model stays in it.")
     target.mkdir(parents=True, exist_ok=True)
@@ -137,7 +148,7 @@ def _whole(shape: tuple[int, ...]) -> Sharding:
 
 
 def rules_of(model: ModelConfig) -> list[Rule]:
-    """The rules of every tensor of a model, layers numbered."""
+    """The rules of all tensors of a model, with the layers' numbers in the names."""
     mapping = FAMILIES[model.family]
 
     def numbered(rule: Rule, layer: int) -> Rule:
@@ -148,7 +159,7 @@ def rules_of(model: ModelConfig) -> list[Rule]:
 
 
 def to_ours(rule: Rule, theirs: list[Tensor], model: ModelConfig) -> Tensor:
-    """Our tensor, made of theirs."""
+    """The summa3d tensor, made of the Transformers tensors `theirs`."""
     parts = [part.T if rule.turned else part for part in theirs]
     if not rule.heads:
         return parts[0]
@@ -159,7 +170,7 @@ def to_ours(rule: Rule, theirs: list[Tensor], model: ModelConfig) -> Tensor:
 
 
 def to_theirs(rule: Rule, ours: Tensor, model: ModelConfig) -> list[Tensor]:
-    """Their tensors, taken out of ours: the inverse of `to_ours`."""
+    """The Transformers tensors that the summa3d tensor `ours` contains: the inverse of `to_ours`."""
     parts = [ours]
     if rule.heads:
         heads = getattr(model, rule.heads)
@@ -169,20 +180,23 @@ def to_theirs(rule: Rule, ours: Tensor, model: ModelConfig) -> list[Tensor]:
 
 
 def our_shape(rule: Rule, model: ModelConfig) -> tuple[int, ...]:
-    """The shape of our tensor."""
+    """The shape of the summa3d tensor of `rule`."""
     sizes = {"h": model.hidden, "f": model.width, "v": model.vocabulary, "s": model.sequence, "2": 2}
     sizes |= {"3h": 3 * model.hidden, "kv": 2 * model.groups * (model.hidden // model.heads)}
     return tuple(sizes[extent] for extent in rule.shape.split())
 
 
 def shapes_of(rule: Rule, model: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of their tensors."""
+    """Names and shapes of the Transformers tensors of `rule`."""
     theirs = to_theirs(rule, torch.empty(our_shape(rule, model), device="meta"), model)
     return [(name, tuple(part.shape)) for name, part in zip(rule.theirs, theirs, strict=True)]
 
 
 def read_source(source: Path) -> Source:
-    """Configuration and tensor list of a Transformers folder, checked against each other."""
+    """Read the configuration and the tensor listing of a Transformers folder, and check one against the other.
+
+    Reads headers only, except for tied tensors that are stored twice. Raises CheckpointError as `import_folder` does.
+    """
     try:
         original = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -203,7 +217,7 @@ def read_source(source: Path) -> Source:
 
 
 def model_of(original: dict[str, Any], source: Path) -> ModelConfig:
-    """Our configuration of a model, read off theirs. Raises CheckpointError for a family or an option that we do not have."""
+    """The ModelConfig of a Transformers config.json. Raises CheckpointError for an unsupported family or option."""
     family = original.get("model_type")
     if family not in FAMILIES:
         raise CheckpointError(f"{source} holds a model of type {family!r}. Types that can be imported: {', '.join(FAMILIES)}.")
@@ -213,24 +227,24 @@ def model_of(original: dict[str, Any], source: Path) -> ModelConfig:
         value = _lookup(original, key, allowed[0])
         if value not in allowed:
             choices = " or ".join(map(repr, allowed))
-            raise CheckpointError(f"{source}: config.json says {key} = {value!r}; our {family} has {choices} only.")
+            raise CheckpointError(f"{source}: config.json says {key} = {value!r}; our {family} supports {choices} only.")
     values: dict[str, Any] = {"family": family}
     for ours, (theirs, default) in mapping.keys.items():
         found = {key: value for key in theirs if (value := _lookup(original, key, None)) is not None}
         if len(set(found.values())) > 1:
-            raise CheckpointError(f"{source}: config.json says {found}; our {family} has one value for both, model.{ours}.")
+            raise CheckpointError(f"{source}: config.json says {found}; our {family} has one value for these, model.{ours}.")
         values[ours] = next(iter(found.values()), default)
     head = original.get("head_dim")
     if head is not None and head * values["heads"] != values["hidden"]:
         raise CheckpointError(
-            f"{source}: config.json says head_dim = {head}; {values['heads']} heads of it are not hidden = {values['hidden']}, "
-            f"as our {family} has them."
+            f"{source}: config.json says head_dim = {head}, but {values['heads']} heads × {head} differ from hidden = "
+            f"{values['hidden']}; our {family} supports head_dim = hidden / heads only."
         )
     return tables.build(ModelConfig, {key: value for key, value in values.items() if value is not None}, "model.")
 
 
 def config_of(model: ModelConfig, dtype: str, original: dict[str, Any]) -> dict[str, Any]:
-    """Their config.json of a model: `original`, where it was imported, with everything that we know written over it."""
+    """The Transformers config.json of a model: `original` (of an imported model) with all keys of ModelConfig updated."""
     mapping = FAMILIES[model.family]
     result: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **_renamed(original, mapping)}
     for key, allowed in mapping.fixed.items():
@@ -244,12 +258,12 @@ def config_of(model: ModelConfig, dtype: str, original: dict[str, Any]) -> dict[
 
 
 def _ours(model: ModelConfig, key: str) -> Any:
-    """The value of one of our keys, the family's default filled in."""
+    """The value of a key of ModelConfig, with the family's default filled in."""
     return getattr(model, SETTLED.get(key, key))
 
 
 def _renamed(original: dict[str, Any], mapping: Mapping) -> dict[str, Any]:
-    """Their configuration with its older keys called by their present names."""
+    """A copy of config.json in which older keys have their present names."""
     result: dict[str, Any] = json.loads(json.dumps({key: value for key, value in original.items() if key != "torch_dtype"}))
     for old, new in mapping.renamed.items():
         *path, name = old.split(".")
@@ -278,11 +292,12 @@ def _assign(table: dict[str, Any], key: str, value: Any) -> None:
 
 def _check_names(names: set[str], wanted: set[str], mapping: Mapping, source: Path) -> None:
     missing, unknown = sorted(wanted - names), sorted(names - wanted - set(mapping.copies))
-    for what, those in (("lacks", missing), ("holds what we have no place for:", unknown)):
-        if those:
-            more = f" and {len(those) - 4} more" if len(those) > 4 else ""
+    for fault, tensors in (("lacks", missing), ("holds unknown tensors:", unknown)):
+        if tensors:
+            more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
             raise CheckpointError(
-                f"{source} {what} {', '.join(those[:4])}{more}.\n  We read the tensors of {mapping.architecture}, complete."
+                f"{source} {fault} {', '.join(tensors[:4])}{more}.\n"
+                f"  An import needs exactly the tensors of {mapping.architecture}."
             )
 
 
@@ -291,11 +306,11 @@ def _check_copies(named: dict[str, hf_files.Entry], wanted: set[str], mapping: M
         for name in (named.keys() & mapping.copies.keys()) - wanted:
             first = mapping.copies[name]
             if not torch.equal(reader.read(name), reader.read(first)):
-                raise CheckpointError(f"{source}: {name} differs from {first}; our model has one tensor for both.")
+                raise CheckpointError(f"{source}: {name} differs from {first}; our model ties them, as one tensor.")
 
 
 def _check_shapes(tensors: dict[str, hf_files.Entry], model: ModelConfig, source: Path) -> None:
-    """Compare every shape with what the configuration's sizes make."""
+    """Compare every shape with the shape that follows from the sizes of the configuration."""
     for rule in rules_of(model):
         for name, shape in shapes_of(rule, model):
             if tensors[name].shape != shape:

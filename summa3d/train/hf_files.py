@@ -1,6 +1,5 @@
-# The safetensors files of a Transformers folder: what they list, one tensor read at a time, and written one at a time.
-# Imports tensor_file, open_files, errors; torch, safetensors.
-# Next: hf.py, which says what the tensors mean.
+"""The safetensors files of a Transformers folder: listing, reading and writing, one tensor in memory at a time."""
+
 from __future__ import annotations
 
 import json
@@ -19,12 +18,12 @@ from .tensor_file import CODES, ITEM_BYTES, write_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WIDTH = ("float16", "bfloat16", "float32", "float64")
-"""The dtypes of weights, so that each holds what stands before it, float16 in bfloat16 excepted: those two make float32."""
+"""The dtypes of weights by width: each holds all earlier ones exactly, except bfloat16 for float16 (both need float32)."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor is, and what: its name in that file may lack the prefix of the full model."""
+    """A tensor of a safetensors file. `name` is its name in the file, which may lack the prefix of the full model."""
 
     file: str
     name: str
@@ -33,7 +32,10 @@ class Entry:
 
 
 def listing(folder: Path) -> dict[str, Entry]:
-    """Every tensor of a folder, one file or several with an index, by name. Reads headers only."""
+    """Name → entry of every tensor of a folder, which holds one file, or several with an index. Reads headers only.
+
+    Raises CheckpointError where the index or a file cannot be read.
+    """
     if (folder / INDEX).is_file():
         try:
             files = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
@@ -54,21 +56,25 @@ def listing(folder: Path) -> dict[str, Entry]:
 
 
 def widest(dtypes: set[str], folder: Path) -> str:
-    """The dtype that holds every weight of a folder exactly."""
+    """The narrowest dtype that holds all `dtypes` exactly. Raises CheckpointError, naming `folder`, for an unsupported dtype.
+
+    >>> widest({"float16", "bfloat16"}, Path("model"))
+    'float32'
+    """
     if unknown := dtypes - set(WIDTH):
-        raise CheckpointError(f"{folder} holds weights of dtype {min(unknown)}. Those that can be imported: {', '.join(WIDTH)}.")
+        raise CheckpointError(f"{folder} holds weights of dtype {min(unknown)}. Dtypes that can be imported: {', '.join(WIDTH)}.")
     return "float32" if dtypes == {"float16", "bfloat16"} else max(dtypes, key=WIDTH.index)
 
 
 class Reader(OpenFiles):
-    """Reads the tensors of a folder by the names of a listing; a context, which keeps its files open."""
+    """Reads tensors by the names of a listing. A context manager, which keeps the files open."""
 
     def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
         super().__init__(folder)
         self.entries = entries
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor."""
+        """The whole tensor `name`, on the host. Raises CheckpointError where the file cannot be read."""
         entry = self.entries[name]
         try:
             tensor: Tensor = self.file(entry.file).get_tensor(entry.name)
@@ -80,19 +86,26 @@ class Reader(OpenFiles):
 def write(
     folder: Path, listed: Sequence[tuple[str, tuple[int, ...]]], dtype: str, tensors: Iterator[Tensor], file_bytes: int
 ) -> list[Path]:
-    """Write `tensors`, which come in the order of `listed`, each as it comes; in several files with an index if it takes them.
+    """Write a folder of safetensors files and return their paths; with more than one file, also their index.
+
+    Parameters
+    ----------
+    listed : name and shape of every tensor
+    dtype : dtype of every tensor
+    tensors : the tensors in the order of `listed`; one at a time is in memory
+    file_bytes : largest size of a file, in bytes of tensors; a larger tensor has a file of its own
 
     Raises CheckpointError where a file cannot be written.
     """
     groups: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     size = 0
     for name, shape in listed:
-        this = prod(shape) * ITEM_BYTES[dtype]
-        if groups[-1] and size + this > file_bytes:
+        tensor_bytes = prod(shape) * ITEM_BYTES[dtype]
+        if groups[-1] and size + tensor_bytes > file_bytes:
             groups.append([])
             size = 0
         groups[-1].append((name, shape))
-        size += this
+        size += tensor_bytes
     files = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     files = files if len(files) > 1 else [SINGLE]
     for file, group in zip(files, groups, strict=True):

@@ -1,6 +1,5 @@
-# How a Transformers folder and our checkpoints name the same model: tensors, their order, and configuration keys, as plain data.
-# Imports nothing of summa3d: what the rules do stands in hf.py.
-# Next: hf.py.
+"""Tables that map tensors and configuration keys of Transformers folders to those of summa3d checkpoints, by family."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -9,13 +8,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our tensors and those of theirs that it is made of; `{}` stands for a layer's number.
+    """A summa3d tensor and the Transformers tensors that it is made of; `{}` in a name stands for the layer's number.
 
-    shape : ours, each extent a key of `hf.sizes`.
-    turned : theirs is [out, in], ours [in, out].
-    heads : the property of ModelConfig that says in how many groups the columns of each part come. Theirs are [part][head][d],
-        in one tensor of `parts` or in `parts` tensors; ours [head][part][d], so that a block of columns is whole heads.
-    unless : the property of ModelConfig that, where true, says there is no such tensor.
+    Attributes
+    ----------
+    ours : name of the summa3d tensor
+    shape : shape of the summa3d tensor, one key of `hf.our_shape` per extent
+    theirs : names of the Transformers tensors
+    turned : whether the Transformers tensor is transposed, [out, in], where the summa3d tensor is [in, out]
+    heads : the property of ModelConfig that gives the number of heads of the columns. Transformers orders the columns
+        [part][head][d], in one tensor of `parts` parts or in `parts` tensors; summa3d orders them [head][part][d], so that a
+        block of columns holds whole heads.
+    unless : a property of ModelConfig; where it is true, the model has no such tensor
     """
 
     ours: str
@@ -29,14 +33,18 @@ class Rule:
 
 @dataclass(frozen=True)
 class Mapping:
-    """A family: `rules` for the model and for each layer, and how configurations translate.
+    """A model family: rules for its tensors, and the translation of its configuration.
 
-    architecture : the class whose tensor names these are; `base` is what its bare model leaves off them.
-    copies : their tensors that, where no rule reads them, must equal another of theirs, and that we hold once.
-    ignored : the last parts of names that hold no weights.
-    keys : our key → theirs, with the value that stands for a missing one; several of theirs must agree.
-    renamed : keys of older configurations → what they are called now.
-    fixed : what their configuration must say, if it says anything: the first value is the one we write.
+    Attributes
+    ----------
+    architecture : the Transformers class whose tensor names the rules use
+    base : the prefix that the names of its bare model lack
+    once, layer : rules for the tensors that the model has once, and for those of each layer
+    keys : summa3d key → Transformers keys, which must agree, and the value that replaces a missing one
+    fixed : Transformers key → values that are supported; the first one is written at export
+    copies : tied Transformers tensors that no rule reads → the tensor that they must equal
+    ignored : suffixes of names that hold no weights
+    renamed : keys of older configurations → their present names
     """
 
     architecture: str
@@ -51,7 +59,7 @@ class Mapping:
 
 
 def both(ours: str, shape: str, *theirs: str, turned: bool = False, heads: str = "", parts: int = 1) -> tuple[Rule, Rule]:
-    """A weight, turned or not, and a bias or β along its last dim."""
+    """The rules of a weight and of the bias (or β) along its last dim; only the weight may be transposed."""
     weight, bias = (tuple(f"{name}.{kind}" for name in theirs) for kind in ("weight", "bias"))
     return (
         Rule(f"{ours}.weight", shape, weight, turned, heads, parts),
@@ -59,7 +67,7 @@ def both(ours: str, shape: str, *theirs: str, turned: bool = False, heads: str =
     )
 
 
-# GPT-2 stores its linears [in, out], as we do, with q, k and v in one of them.
+# GPT-2 stores linear weights as [in, out], as summa3d does, with q, k and v in one tensor.
 GPT2 = Mapping(
     architecture="GPT2LMHeadModel",
     base="transformer.",

@@ -1,6 +1,5 @@
-# The training loop: steps, evaluation, checkpoints, and the account at the end.
-# Imports comm.failure, nn, and this folder; reads as the story of a run.
-# Next: prepare.py (what comes before), generate.py (the sample at the end).
+"""The training loop: optimizer steps, evaluation, checkpoints, and the summary of the run."""
+
 from __future__ import annotations
 
 import json
@@ -37,23 +36,24 @@ from .schedule import learning_rate
 from .together import on_root
 
 ONE_RANK_PARAMETERS = 100_000_000
-"""Below this many parameters one rank samples faster alone than all ranks do with a message round per layer and token."""
+"""Below this many parameters, one rank alone generates text faster than the grid, which communicates per layer and token."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Which steps, from `first` to `last`, are written to `file` as a trace."""
+    """The trace of a run: the steps `first` to `last`, both included, are written to `file`."""
 
     file: Path
     first: int
     last: int
 
     def check(self, done: int, steps: int) -> None:
-        """Raise ConfigError unless the file can be written and the run, after `done` steps, takes these."""
+        """Raise ConfigError unless the file can be written and the steps are among done + 1 … steps."""
         trace.check_file(self.file)
         if not done < self.first <= self.last <= steps:
             raise ConfigError(
-                f"--trace-steps {self.first}:{self.last} are not among the steps {done + 1} to {steps} that this run takes."
+                f"--trace-steps {self.first}:{self.last} are not among the steps {done + 1} to {steps} that this run takes. "
+                "Choose two of them, the first not after the last."
             )
 
 
@@ -66,12 +66,17 @@ def train(
     traced: Traced | None = None,
     ranges: Ranges | None = None,
 ) -> dict[str, Any]:
-    """Train what `config` describes on the ranks of `comm`; returns the account of the run, the same on every rank.
+    """Train the model of `config` on the ranks of `comm`; collective. Returns the summary of the run, equal on every rank.
 
-    `folder` receives config.toml, metrics.jsonl, checkpoints/step-N/, loss.png and summary.json. With `resume` the run goes
-    on from its newest complete checkpoint, on whatever grid it is started now; without, a folder that holds a checkpoint is
-    refused unless `overwrite`. With `traced`, some steps are written as a trace; `ranges` show the
-    run's steps, phases and communications to a profiler.
+    Parameters
+    ----------
+    folder : the run folder, which receives config.toml, metrics.jsonl, checkpoints/step-N/, loss.png and summary.json
+    resume : whether to continue from the newest complete checkpoint in `folder`, which any grid may have written
+    overwrite : whether to delete the checkpoints in `folder` and start again
+    traced : steps to write as a trace
+    ranges : NVTX ranges, which show steps, phases and collectives to a profiler
+
+    Raises the errors of `prepare`, on every rank alike, and Summa3dError where the loss or the gradient diverges.
     """
     run = prepare(config, comm, folder, resume, overwrite)
     if traced is not None:
@@ -90,7 +95,7 @@ def train(
 
 
 def run_steps(run: Run, recorder: Recorder, progress: Progress, watchdog: Watchdog | None, traced: Traced | None = None) -> None:
-    """Take the steps that are left, evaluating and saving where they are due; the last step is always both."""
+    """Take the remaining steps; evaluate and save at their periods, and after the last step."""
     settings, ledger = run.config.train, run.grid.ledger
     for number in range(run.done + 1, settings.steps + 1):
         if traced is not None and number == traced.first:
@@ -112,10 +117,10 @@ def run_steps(run: Run, recorder: Recorder, progress: Progress, watchdog: Watchd
 
 
 def take_step(run: Run, number: int) -> Step:
-    """One optimizer step, the `number`-th of the run: accumulate gradients, clip them by their global norm, update.
+    """Take the optimizer step `number` (from 1): accumulate gradients, clip them by their global norm, update the weights.
 
-    With dynamic loss scaling the update may be skipped; the step counts all the same. A device is waited for twice: for the loss
-    and for the norm, both at the end of backward.
+    With dynamic loss scaling, a step may skip the update; the step counts nevertheless. The host synchronizes with a device
+    twice, at the end of backward: for the loss and for the gradient norm.
     """
     settings, ledger, scale = run.config.train, run.grid.ledger, run.loss_scale.value
     stopwatch = Stopwatch(ledger, torch.get_num_threads())
@@ -136,7 +141,7 @@ def take_step(run: Run, number: int) -> Step:
 
 
 def accumulate(run: Run, number: int, first_row: int) -> Tensor:
-    """Forward and backward of one micro-batch; returns its part of the step's loss. Random numbers count steps from 0."""
+    """Forward and backward of a micro-batch; returns its part of the step's loss. Random numbers count steps from 0."""
     settings, ledger = run.config.train, run.grid.ledger
     rows = run.objective.training(settings.seed, number - 1, first_row, settings.micro_batch)
     inputs = on_device(rows, run.device)
@@ -148,12 +153,16 @@ def accumulate(run: Run, number: int, first_row: int) -> Tensor:
 
 
 def total(losses: Sequence[Tensor]) -> float:
-    """Their sum in float64, in order."""
+    """The sum of `losses` in float64, in order.
+
+    >>> total([torch.tensor(0.5), torch.tensor(1.25)])
+    1.75
+    """
     return float(sum(loss.double() for loss in losses))
 
 
 def evaluate(run: Run) -> float:
-    """Mean loss on the held-out rows, which are always the same."""
+    """The mean loss on the held-out rows, which are the same in every evaluation; collective."""
     settings = run.config.train
     rows, micro = settings.evaluate_batches * settings.batch, settings.micro_batch
     inputs = on_device(run.objective.held_out(rows), run.device)
@@ -166,7 +175,7 @@ def evaluate(run: Run) -> float:
 
 
 def finish(run: Run, recorder: Recorder, seconds: float) -> dict[str, Any]:
-    """Draw the plot, continue the sample prompt, and write summary.json; returns the summary on every rank."""
+    """Continue the sample prompt, draw loss.png and write summary.json; collective. Returns the summary on every rank."""
     comm = run.grid.comm
     text = continue_prompt(run) if run.config.train.sample_tokens and isinstance(run.model, LanguageModel) else None
     entries = metrics.read(run.metrics) if comm.rank == 0 else []
@@ -180,7 +189,7 @@ def finish(run: Run, recorder: Recorder, seconds: float) -> dict[str, Any]:
 
 
 def continue_prompt(run: Run) -> str:
-    """The sample at the end: by rank 0 alone, from the checkpoint, where the whole model is small; else on the grid."""
+    """The sample at the end of a run: a small model is loaded and run by rank 0 alone, a large one runs on the grid."""
     settings = run.config.train
     if settings.keep and _parameters(run) < ONE_RANK_PARAMETERS:
 
@@ -221,7 +230,7 @@ def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], 
 
 
 def _bytes_by_dtype(run: Run) -> dict[str, int]:
-    """What rank 0 received since the start, per dtype of the collectives that carried it."""
+    """Bytes that rank 0 received since the start, by dtype of the collectives."""
     rows = run.grid.ledger.rows()
     return {dtype: sum(row.amounts.bytes for row in rows if row.dtype == dtype) for dtype in sorted({row.dtype for row in rows})}
 
@@ -231,7 +240,7 @@ def _draw(run: Run, entries: list[dict[str, Any]]) -> str | None:
     try:
         draw_loss(entries, path)
     except ImportError as error:
-        print(f"No {path.name}: {error}. Install summa3d[plot]; {run.metrics} holds the numbers.", file=sys.stderr)
+        print(f"{path.name} was not drawn: {error}. Install summa3d[plot]; {run.metrics} holds the numbers.", file=sys.stderr)
         return None
     return os.fspath(path)
 

@@ -1,8 +1,8 @@
-"""What a run measures: one line per step in metrics.jsonl, gathered over the ranks without making them wait, and its sums.
+"""Metrics of a run: one line per step in metrics.jsonl, gathered over the ranks without blocking them, and sums over steps.
 
-Keys of a line: step, loss, grad_norm, lr, tokens_per_second, seconds, words_per_rank (the largest of a rank), the shares of
-`CoreTime` (arithmetic_share, idle_share, and where words were moved communication_share and waited_seconds), and where there are
-any validation_loss, loss_scale and skipped_steps.
+Keys of a line: step, loss, grad_norm, lr, tokens_per_second, seconds, words_per_rank (the largest over ranks), arithmetic_share
+and idle_share; where words were moved, communication_share and waited_seconds (see `CoreTime`); where they exist,
+validation_loss, loss_scale and skipped_steps.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ KIBI = 1024
 
 @dataclass
 class Step:
-    """What one step did, on this rank; loss, grad_norm, lr and scale are the same on every rank. `step` counts from 1.
+    """The measurements of one step on this rank; loss, grad_norm, lr and loss_scale are equal on every rank.
 
-    A run with dynamic loss scaling says the step's scale, and how many steps it has skipped so far.
+    `step` counts from 1. `loss_scale` and `skipped_steps` (of the run so far) are set by runs with dynamic loss scaling only.
     """
 
     step: int
@@ -51,12 +51,12 @@ class Step:
 
 
 class Stopwatch:
-    """Wall seconds, words moved, and where the CPU time went, since it was made, on this rank.
+    """Measures this rank's wall seconds, words moved and CPU seconds since the stopwatch was made.
 
-    CPU time is that of the thread that trains; with several BLAS threads, that of the process. Arithmetic is what lies outside
-    communication calls, the data's and the optimizer's included; communication what lies inside them; waited are the wall
-    seconds inside them without CPU time: this rank slept, for another or for a core. An MPI library that spins while it waits
-    makes CPU time of it. Of a device, waited are the seconds of its communications.
+    CPU time is that of the training thread; with several BLAS threads, that of the process. Arithmetic is the CPU time outside
+    communication calls, data loading and the optimizer included. Communication is the CPU time inside communication calls.
+    Waited is the wall time inside communication calls without CPU time: the rank slept, for another rank or for a core. An MPI
+    library that spins while it waits turns waiting into CPU time. On a device, waited is the time of its communications.
     """
 
     def __init__(self, ledger: Ledger, threads: int) -> None:
@@ -70,7 +70,7 @@ class Stopwatch:
         return np.array([wall, total.words, self._cpu() - inside, inside, total.seconds - inside])
 
     def stop(self, step: Step) -> None:
-        """Write what has passed into `step`."""
+        """Write the seconds and words since the start into `step`."""
         passed = [float(amount) for amount in self._now() - self._start]
         step.seconds, step.words, step.arithmetic_seconds, step.communication_seconds = passed[0], round(passed[1]), *passed[2:4]
         step.waited_seconds = max(passed[4], 0.0)
@@ -78,12 +78,18 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class CoreTime:
-    """Where the time of the cores went, as shares of cores × wall seconds: CPU seconds summed over ranks, and the rest.
+    """The use of the cores: shares of cores × wall seconds, from CPU seconds that are summed over ranks.
 
-    communication : CPU time inside communication calls; None where nothing was moved.
-    idle : what is neither arithmetic nor communication: cores that slept, or worked for somebody else.
-    waited : wall seconds that a rank was inside communication calls without CPU time, the mean over ranks; None where nothing
-        was moved. It is no share of the cores: where ranks outnumber them, a rank waits while another computes.
+    Attributes
+    ----------
+    arithmetic : CPU time outside communication calls
+    communication : CPU time inside communication calls; None where no words were moved
+    idle : the rest: cores that slept or ran other processes
+    waited : wall seconds inside communication calls without CPU time, the mean over ranks; None where no words were moved.
+        Waited is not a share of the cores: where ranks outnumber cores, one rank waits while another computes.
+
+    >>> print(CoreTime.of(cores=2, seconds=10.0, words=8, ranks=4, cpu=(12.0, 4.0, 20.0)))
+    arithmetic 60%, communication 20%, idle 20% of 2 cores · waited 5.00 s
     """
 
     cores: int
@@ -94,7 +100,7 @@ class CoreTime:
 
     @classmethod
     def of(cls, cores: int, seconds: float, words: int, ranks: int, cpu: Sequence[float]) -> CoreTime:
-        """Of the sums over ranks `cpu`: seconds of arithmetic, of communication, and waited."""
+        """The shares of `seconds` wall seconds; `cpu` sums seconds of arithmetic, communication and waiting over all ranks."""
         whole = cores * seconds
         arithmetic, communication = (part / whole if whole else 0.0 for part in cpu[:2])
         idle = max(1 - arithmetic - communication, 0.0)
@@ -110,7 +116,7 @@ class CoreTime:
         return f"{', '.join(shares)}, idle {self.idle:.0%} of {self.cores} cores{waited}"
 
     def entries(self) -> dict[str, float]:
-        """The keys of a metrics line and of a summary; those that nothing was measured of are left out."""
+        """The shares under the keys of a metrics line; shares that are None are left out."""
         found = {
             "arithmetic_share": self.arithmetic,
             "communication_share": self.communication,
@@ -122,7 +128,7 @@ class CoreTime:
 
 @dataclass
 class Account:
-    """Sums over the steps of a run, on rank 0; `cpu` are seconds of arithmetic, of communication, and waited, over all ranks."""
+    """Sums over the steps of a run, on rank 0; `cpu` sums seconds of arithmetic, communication and waiting over all ranks."""
 
     cores: int
     ranks: int = 1
@@ -133,7 +139,7 @@ class Account:
     words: int = 0
 
     def add(self, step: Step, words: int, cpu: Sequence[float]) -> CoreTime:
-        """Add a step, of which `words` are the most of a rank and `cpu` the sums over ranks; returns where its time went."""
+        """Add a step and return its use of the cores; `words` is the largest over ranks, `cpu` the sums over ranks."""
         self.steps += 1
         self.seconds += step.seconds
         arithmetic, communication, waited = (held + more for held, more in zip(self.cpu, cpu, strict=True))
@@ -144,15 +150,15 @@ class Account:
 
     @property
     def core_time(self) -> CoreTime:
-        """Where the time of all steps went."""
+        """The use of the cores over all steps."""
         return CoreTime.of(self.cores, self.seconds, self.words, self.ranks, self.cpu)
 
 
 class Recorder:
-    """Writes metrics.jsonl on rank 0. The ranks' counters of a step are gathered while the next step runs.
+    """Writes metrics.jsonl on rank 0. A non-blocking gather of a step's counters is in flight while the next step runs.
 
-    Ranks post their counters and go on; the line of a step is written when the next step is posted, or at `flush`.
-    `post` and `flush` are called by all ranks alike. A run that resumes drops the lines of the steps it does again.
+    `post`, `flush` and `close` are collective. The line of a step is written when the next step is posted, or at `flush`. A run
+    that resumes drops the lines of the steps that it repeats.
     """
 
     def __init__(self, path: Path, comm: MPI.Intracomm, resumed_at: int) -> None:
@@ -165,7 +171,7 @@ class Recorder:
         self._file = open_at(path, resumed_at) if comm.rank == 0 else None
 
     def post(self, step: Step) -> None:
-        """Send this rank's counters of `step` on their way."""
+        """Complete the step in flight, and start the gather of this rank's counters of `step`."""
         self.flush()
         self._mine[:] = step.words, step.arithmetic_seconds, step.communication_seconds, step.waited_seconds
         self._pending = step, self.comm.Igather(self._mine, self._all, root=0)
@@ -185,7 +191,7 @@ class Recorder:
         self._file.flush()
 
     def close(self) -> None:
-        """Write what is left; collective."""
+        """Write the line of the step in flight and close the file; collective."""
         self.flush()
         if self._file is not None:
             self._file.close()
@@ -193,7 +199,7 @@ class Recorder:
 
 
 def line(step: Step, words: int, core_time: CoreTime) -> dict[str, Any]:
-    """The keys of a metrics line, as the module lists them; `words` is the largest over the ranks. What is not finite is null."""
+    """A line of metrics.jsonl as a dictionary; `words` is the largest over ranks. Numbers that are not finite become null."""
     entry: dict[str, Any] = {
         "step": step.step,
         "loss": finite(step.loss),
@@ -209,12 +215,16 @@ def line(step: Step, words: int, core_time: CoreTime) -> dict[str, Any]:
 
 
 def finite(value: float) -> float | None:
-    """`value` as JSON can hold it."""
+    """`value` where it is finite, else None, since JSON has no infinity.
+
+    >>> finite(1.5), finite(float("nan"))
+    (1.5, None)
+    """
     return value if isfinite(value) else None
 
 
 def open_at(path: Path, resumed_at: int) -> Any:
-    """Open metrics.jsonl for appending, holding only the whole lines of steps 1…resumed_at."""
+    """Open metrics.jsonl for appending; keep the complete lines of the steps 1 … resumed_at only."""
     kept = [entry for entry in read(path) if entry["step"] <= resumed_at]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
@@ -223,7 +233,7 @@ def open_at(path: Path, resumed_at: int) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last line cut off in the middle of writing is left out."""
+    """The lines of metrics.jsonl; an incomplete last line is left out."""
     entries = []
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -234,7 +244,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def usable_cores(comm: MPI.Intracomm) -> int:
-    """Cores that the job may use: those that the ranks of each node may run on, added over the nodes. Collective."""
+    """The number of cores that the job may use: the union of its ranks' affinities per node, summed over nodes. Collective."""
     from mpi4py import MPI
 
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -246,10 +256,10 @@ def usable_cores(comm: MPI.Intracomm) -> int:
 
 
 def peak_memory() -> int:
-    """Bytes of memory that this process held at its peak, pages shared with other ranks counted in parts.
+    """Peak memory of this process in bytes; a page that n processes share counts 1/n.
 
-    The kernel keeps the peak of the resident size (all shared pages counted whole); the difference between resident and
-    proportional size, as of now, is taken off.
+    The kernel reports the peak of the resident set size, in which shared pages count fully. The present difference between
+    resident and proportional set size is subtracted.
     """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (KIBI if sys.platform != "darwin" else 1)
     try:

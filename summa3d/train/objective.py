@@ -1,6 +1,8 @@
-# What a family learns from the corpus: the next token, or masked tokens and whether two pieces of text follow each other.
-# Imports tokens, nn.random; torch. Every row is a function of (seed, step, its number in the step's whole batch) alone.
-# Next: loop.py, which feeds them to the model.
+"""Training objectives: next-token prediction, and BERT's masked tokens with next-sentence prediction.
+
+Every row is a function of the seed, the step and the row's number in the global batch.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,40 +17,43 @@ from ..nn.random import bits, key
 from .tokens import Tokens
 
 SECOND_STREAM = 0x7061_6972_0000_0001
-"""Keeps the windows that do not follow apart from the others of the same seed."""
+"""Philox key word of the windows that do not follow the first piece; other windows of the same seed use another word."""
 MASKED, REPLACED, SHARE = 0.8, 0.1, 0.15
-"""Of the tokens to be filled in: how many are masked, how many replaced; and how many of all tokens those are (BERT, §3.1)."""
+"""The fractions of predicted tokens that are masked and randomly replaced; the fraction of predicted tokens (BERT, §3.1)."""
 
 
 class Objective(Protocol):
-    """The arguments of a model's forward, for rows of a step or of the held-out text."""
+    """Makes the arguments of a model's forward: rows of a training step, or rows of the held-out text."""
 
     def training(self, seed: int, step: int, first_row: int, rows: int) -> dict[str, Tensor]:
-        """Rows first_row…first_row+rows of the global batch of `step`; the first dim of every tensor is the rows."""
+        """Rows first_row … first_row + rows − 1 of the global batch of `step`; dim 0 of every tensor is the row."""
         ...
 
     def held_out(self, rows: int) -> dict[str, Tensor]:
-        """Rows of the held-out text, always the same."""
+        """`rows` rows of the held-out text, the same in every call; dim 0 of every tensor is the row."""
         ...
 
     def counts(self, rows: int) -> dict[str, int]:
-        """What the losses over a step of `rows` rows are divided by."""
+        """The numbers by which the losses of a step of `rows` rows are divided, as arguments of the model's forward."""
         ...
 
 
 @dataclass(frozen=True)
 class NextToken:
-    """Every token from those before it."""
+    """Next-token prediction: every token is predicted from the tokens before it."""
 
     tokens: Tokens
 
     def training(self, seed: int, step: int, first_row: int, rows: int) -> dict[str, Tensor]:
+        """`tokens` and `labels`, int64 [rows, sequence]: windows of the training text, the labels shifted by one token."""
         return _shifted(self.tokens.batch(seed, step, first_row, rows))
 
     def held_out(self, rows: int) -> dict[str, Tensor]:
+        """`tokens` and `labels`, int64 [rows, sequence]: windows of the held-out text, the labels shifted by one token."""
         return _shifted(self.tokens.held_out(rows))
 
     def counts(self, rows: int) -> dict[str, int]:
+        """`count`: every token of every row is predicted."""
         return {"count": rows * self.tokens.sequence}
 
 
@@ -59,33 +64,34 @@ def _shifted(windows: np.ndarray) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class MaskedPairs:
-    """Masked tokens from those around them, and whether the second piece of text follows the first.
+    """BERT's objectives: masked tokens are predicted, and whether the second piece of text follows the first.
 
-    A row is [classify] first [separate] second [separate]. In half of the rows, the second piece comes from elsewhere. The same
-    number of tokens is to be filled in in each row, 15 %; of them 80 % are masked, 10 % replaced by any, 10 % left. The
-    three special tokens follow the tokenizer's: mask, classify, separate.
+    A row is [classify] first [separate] second [separate]. In half of the rows, the second piece is taken from elsewhere. 15 %
+    of the text tokens of each row are predicted: 80 % of these are masked, 10 % are replaced by random tokens, 10 % are left
+    as they are. The three special tokens follow the tokenizer's tokens in the order mask, classify, separate.
     """
 
     tokens: Tokens
 
     @property
     def specials(self) -> tuple[int, int, int]:
-        """Mask, classify, separate."""
+        """The token numbers of mask, classify and separate."""
         first = self.tokens.tokenizer.vocabulary
         return first, first + 1, first + 2
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """Tokens of the first and the second piece."""
+        """The numbers of text tokens of the first piece and of the second piece."""
         text = self.tokens.sequence - 3
         return (text + 1) // 2, text // 2
 
     @property
     def filled(self) -> int:
-        """Tokens to be filled in, in each row."""
+        """The number of predicted tokens of each row."""
         return max(1, round(SHARE * sum(self.pieces)))
 
     def training(self, seed: int, step: int, first_row: int, rows: int) -> dict[str, Tensor]:
+        """`tokens`, `labels` (−1: not predicted), `types`, int64 [rows, sequence], and `relation`, int64 [rows]."""
         follows = self.tokens.batch(seed, step, first_row, rows)
         other = self.tokens.batch(seed, step, first_row, rows, SECOND_STREAM)
         relation = (
@@ -94,10 +100,12 @@ class MaskedPairs:
         return self._rows(follows, other, relation[:, 0], key(seed, "masks", step), first_row)
 
     def held_out(self, rows: int) -> dict[str, Tensor]:
+        """The same arguments as `training`, of the held-out text; the second piece is from elsewhere in every other row."""
         windows = self.tokens.held_out(rows)
         return self._rows(windows, np.roll(windows, rows // 2, 0), np.arange(rows) % 2, key(0, "held-out masks"), 0)
 
     def counts(self, rows: int) -> dict[str, int]:
+        """`count`, the predicted tokens, and `pairs`, the rows."""
         return {"count": rows * self.filled, "pairs": rows}
 
     def _rows(
@@ -118,7 +126,7 @@ class MaskedPairs:
         return {name: torch.from_numpy(np.ascontiguousarray(part).astype(np.int64)) for name, part in parts.items()}
 
     def _masked(self, text: np.ndarray, mask: int, stream: int, first_row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The text as the model sees it, and its labels: the true token where one is to be filled in, else −1."""
+        """The masked text and its labels: the true token where a token is predicted, else −1."""
         rows, length = text.shape
         where = (slice(first_row, first_row + rows), slice(0, length), slice(0, 3))
         draws = bits(stream, (first_row + rows, length, 3), where).astype(np.int64)  # [rows, text, 3]
@@ -131,5 +139,5 @@ class MaskedPairs:
 
 
 def objective(model: ModelConfig, tokens: Tokens) -> Objective:
-    """What the model's family learns: a decoder the next token, an encoder masked pairs."""
+    """The objective of the model's family: next-token prediction for a causal model, masked pairs for an encoder."""
     return NextToken(tokens) if model.traits.causal else MaskedPairs(tokens)

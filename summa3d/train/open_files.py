@@ -1,5 +1,5 @@
-# A folder of safetensors files that stay open while they are read from. Imports safetensors.
-# Next: pieces.py and hf_files.py, whose readers these are.
+"""A context manager that keeps the safetensors files of a folder open while tensors are read from them."""
+
 from __future__ import annotations
 
 from contextlib import ExitStack
@@ -12,7 +12,7 @@ T = TypeVar("T", bound="OpenFiles")
 
 
 class OpenFiles:
-    """A context that opens each file of a folder when it is first asked for, and closes all at its end."""
+    """Opens each file of a folder at its first use, and closes all files at the end of the context."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -27,7 +27,7 @@ class OpenFiles:
         self._stack.close()
 
     def file(self, name: str) -> Any:
-        """The open file; raises what safetensors raises."""
+        """The open file `name`. Raises OSError and SafetensorError as safetensors does."""
         if name not in self._files:
             self._files[name] = self._stack.enter_context(safe_open(self.folder / name, framework="pt"))
         return self._files[name]

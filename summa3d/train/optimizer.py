@@ -1,6 +1,5 @@
-# AdamW on the local blocks, the gradient norm of the whole model, and clipping by it.
-# Imports kernels.dispatch, comm and layout for their types, torch. No arithmetic of its own but the norm.
-# Next: schedule.py (the learning rate), checkpoint.py (how the moments are stored).
+"""AdamW on the local blocks of a sharded model, the global gradient norm, and clipping by it."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -18,18 +17,19 @@ if TYPE_CHECKING:
     from .config import TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""torch's names of AdamW's first and second moment."""
+"""torch's names of AdamW's first and second moments."""
 
 
 def named_parameters(model: torch.nn.Module) -> list[tuple[str, ShardedParameter]]:
-    """The model's parameters by name, each with its `sharding` and `decay`, in an order that is the same on every rank."""
+    """Names and parameters of a model, each with its `sharding` and `decay`, in the same order on every rank."""
     return [(name, cast("ShardedParameter", p)) for name, p in model.named_parameters()]
 
 
 class AdamW:
-    """AdamW, with weight decay on the parameters that ask for it (`p.decay`: matrices, not vectors).
+    """AdamW with decoupled weight decay on matrices (parameters with `p.decay`), and none on vectors.
 
-    `moments[moment][name]` is the moment of the parameter called `name`, laid out as that parameter.
+    `moments[moment][name]` is a moment of the parameter `name`, with the sharding of that parameter. Memory: two words per
+    local parameter element. Nothing is communicated.
     """
 
     def __init__(self, model: torch.nn.Module, config: TrainConfig) -> None:
@@ -39,14 +39,14 @@ class AdamW:
         self._steps = dict.fromkeys(self.parameters, 0)
 
     def start_at(self, step: int) -> None:
-        """Count from `step` on: the bias corrections depend on it."""
+        """Set the number of steps already taken, on which the bias corrections depend."""
         self._steps = dict.fromkeys(self.parameters, step)
 
     @torch.no_grad()
     def step(self, rate: float, factor: float = 1.0) -> None:
-        """Update every parameter that has a gradient, with learning rate `rate`, by its gradient·factor.
+        """Update every parameter that has a gradient, from gradient · factor, with learning rate `rate`.
 
-        Gradients may be left multiplied by the factor.
+        The call may leave gradients multiplied by `factor`.
         """
         for decay in (True, False):
             names = [name for name, p in self.parameters.items() if p.decay is decay and p.grad is not None]
@@ -74,10 +74,11 @@ class AdamW:
 
 
 def global_gradient_norm(parameters: Iterable[ShardedParameter], grid: Grid) -> float:
-    """The 2-norm of all gradients of the whole model, the same number on every rank.
+    """The 2-norm of all gradients of the whole model, equal on every rank; collective.
 
-    Every element is counted once, by the rank that owns it (`Sharding.owned`), in float64; one all-reduce of one word. It is
-    finite only if every gradient is, copies included: what a rank decides by it, all decide. A device is waited for once.
+    Every element is counted once, in float64, by its primary rank (`Sharding.owned`). Moves one all-reduce of one word. The
+    norm is finite only if all gradients on all ranks are finite, copies included, so that all ranks take the same decision.
+    The host synchronizes with a device once.
     """
     found = [p for p in parameters if p.grad is not None]
     norms = [torch.linalg.vector_norm(cast(torch.Tensor, p.grad), dtype=torch.float64) for p in found]
@@ -97,5 +98,15 @@ def _read(norms: list[torch.Tensor]) -> list[float]:
 
 
 def clip_factor(norm: float, limit: float, scale: float = 1.0) -> float:
-    """What gradients `scale` times too large are multiplied by, so that their norm, then `norm`, is at most `limit` (0: any)."""
+    """The factor that unscales gradients and clips them.
+
+    Parameters
+    ----------
+    norm : global norm of the unscaled gradients
+    limit : largest norm after clipping; 0 turns clipping off
+    scale : loss scale that the gradients are still multiplied by
+
+    >>> clip_factor(4.0, 1.0), clip_factor(0.5, 1.0), clip_factor(4.0, 1.0, scale=2.0)
+    (0.25, 1.0, 0.125)
+    """
     return (limit / norm if limit and norm > limit else 1.0) / scale

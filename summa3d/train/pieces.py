@@ -1,6 +1,5 @@
-# Global tensors as pieces in safetensors files: each rank writes the blocks it owns, any rank reads any slice.
-# Imports tensor_file, open_files, layout and comm for their types, errors, torch.
-# Next: checkpoint.py, which joins the files to a checkpoint that is complete or absent.
+"""Sharded safetensors files: each rank writes the blocks that it owns, and any rank reads any slice of a global tensor."""
+
 from __future__ import annotations
 
 import hashlib
@@ -22,11 +21,12 @@ if TYPE_CHECKING:
     from ..layout.layout import Sharding
 
 READ_BYTES = 1 << 22
+"""Bytes that `checksum` reads at once."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """This rank's block of a global tensor."""
+    """This rank's block of the global tensor `name`, and its sharding."""
 
     name: str
     tensor: torch.Tensor
@@ -34,7 +34,11 @@ class Block:
 
 
 def write(path: Path, blocks: Sequence[Block], grid: Grid) -> dict[str, Any]:
-    """Write the blocks that this rank owns to `path`; returns the file's index entry: size, checksum and pieces."""
+    """Write the blocks that this rank owns to `path` and return the file's index entry: size, SHA-256 and slices.
+
+    A block that several ranks hold is written by one of them (`Sharding.owned`). Raises CheckpointError where the file cannot
+    be written.
+    """
     owned = [block for block in blocks if block.sharding.owned(grid) and block.tensor.numel()]
     try:
         save_file({block.name: block.tensor for block in owned}, path)
@@ -47,7 +51,7 @@ def write(path: Path, blocks: Sequence[Block], grid: Grid) -> dict[str, Any]:
 
 
 def tensor_table(blocks: Iterable[Block], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The index of all global tensors: shape, dtype, and which file holds which slices."""
+    """The index of all global tensors: shape, dtype, and the slices that each file holds."""
     table: dict[str, Any] = {
         block.name: {"shape": list(block.sharding.shape), "dtype": dtype_name(block.tensor), "pieces": []} for block in blocks
     }
@@ -58,14 +62,17 @@ def tensor_table(blocks: Iterable[Block], entries: Sequence[dict[str, Any]]) -> 
 
 
 class Reader(OpenFiles):
-    """Reads slices of global tensors out of the pieces that an index lists; a context, which keeps its files open."""
+    """Reads slices of global tensors from the files of an index. A context manager, which keeps the files open."""
 
     def __init__(self, folder: Path, tensors: dict[str, Any]) -> None:
         super().__init__(folder)
         self.tensors = tensors
 
     def read(self, block: Block, grid: Grid) -> None:
-        """Fill `block` from the pieces that overlap it, in place. Raises CheckpointError where the tensor differs."""
+        """Fill `block` in place from all pieces that overlap it.
+
+        Raises CheckpointError where the index has no such tensor, one of another shape or dtype, or pieces with gaps.
+        """
         self._check(block)
         want = block.sharding.slices(grid)
         filled = 0
@@ -79,7 +86,7 @@ class Reader(OpenFiles):
             filled += prod(b - a for a, b in overlap)
         if filled != block.tensor.numel():
             raise CheckpointError(
-                f"The pieces of {block.name} in {self.folder} cover {filled} of the {block.tensor.numel()} elements wanted."
+                f"The pieces of {block.name} in {self.folder} cover {filled} of the {block.tensor.numel()} elements of a block."
             )
 
     def _check(self, block: Block) -> None:
@@ -93,12 +100,16 @@ class Reader(OpenFiles):
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """float32, not torch.float32."""
+    """The name of a tensor's dtype without "torch.".
+
+    >>> dtype_name(torch.zeros(1))
+    'float32'
+    """
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
+    """The SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while data := file.read(READ_BYTES):
@@ -107,7 +118,7 @@ def checksum(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or a folder's list of names, on the disk before going on."""
+    """Flush a file, or the entries of a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

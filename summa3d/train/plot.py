@@ -1,5 +1,5 @@
-# loss.png: training and validation loss over the steps. Imports matplotlib, and only when a plot is drawn.
-# Next: metrics.py, whose lines it draws.
+"""The plot of a run: training and validation loss over the steps. matplotlib is imported at the first plot."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,7 +8,10 @@ from typing import Any
 
 
 def draw_loss(entries: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the loss curves of the metrics lines `entries` into the PNG file `path`."""
+    """Draw the loss curves of `entries`, the lines of metrics.jsonl, into the PNG file `path`.
+
+    Raises ImportError where matplotlib is not installed.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,8 @@
-# Working copies in 16 bits of float32 weights, and the scale that keeps float16 gradients from vanishing.
-# Imports autograd, config, errors, torch. The layers know nothing of it: they compute in the dtype of their weights.
-# Next: loop.py, which takes a step with it; optimizer.py, which sees float32 only.
+"""Mixed precision: 16-bit working copies of float32 master weights, and dynamic loss scaling for float16.
+
+The layers compute in the dtype of their weights and need no change.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,21 +21,25 @@ if TYPE_CHECKING:
     from .config import Config, LossScaleConfig
 
 SMALLEST_SCALE = 1.0
-"""A step that fails with losses scaled by no more than this fails by itself: the run has diverged."""
+"""Smallest loss scale: a step that is not finite at this scale means that the run has diverged."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch.float32 for "float32"."""
+    """The torch dtype of a name.
+
+    >>> torch_dtype("float32")
+    torch.float32
+    """
     return cast(torch.dtype, getattr(torch, name))
 
 
 @contextmanager
 def working_weights(model: torch.nn.Module, config: Config) -> Iterator[None]:
-    """Within the block, every layer finds its weights in `config.dtype`; the model's own parameters stay float32.
+    """A context in which every layer computes with weights of `config.dtype`; the parameters themselves stay float32.
 
-    The copy is part of the graph: a gradient that arrives in 16 bits is widened and added to the parameter's float32 `grad`,
-    over micro-batches too. Each rank copies its own blocks, before they are gathered, so weights travel in 16 bits. Memory: 2
-    bytes for each weight of the rank until backward has used it. Nothing is done where `dtype` needs no copy.
+    The copy is part of the autograd graph: backward widens a 16-bit gradient and adds it to the float32 `grad` of the parameter,
+    over micro-batches too. Each rank copies its local blocks before any all-gather, so that weights are communicated in 16
+    bits. Memory: 2 bytes per local weight until backward has used it. The context does nothing where `dtype` needs no copy.
     """
     if config.dtype == master_dtype(config.dtype):
         yield
@@ -47,10 +53,22 @@ def working_weights(model: torch.nn.Module, config: Config) -> Iterator[None]:
 
 @dataclass
 class LossScale:
-    """What losses are multiplied by before backward: 1, except in float16, where it grows and shrinks as gradients allow.
+    """The loss scale: 1, except in float16, where the scale is dynamic.
 
-    `good` counts the steps since the last change, `skipped` the bad steps of the run. Every rank holds the same numbers: they
-    follow from the global gradient norm, which is one number for all ranks.
+    Attributes
+    ----------
+    settings : the table `loss_scale` of the configuration
+    dynamic : whether the scale changes: True in float16
+    value : the loss is multiplied by this before backward
+    good : steps since the scale last changed
+    skipped : steps of the run whose update was skipped
+
+    All ranks hold equal values, which follow from the loss and the global gradient norm.
+
+    >>> from summa3d.train.config import LossScaleConfig
+    >>> scale = LossScale(LossScaleConfig(), dynamic=True, value=65536.0)
+    >>> scale.accepts(1, loss=2.5, norm=float("inf")), scale.value, scale.skipped
+    (False, 32768.0, 1)
     """
 
     settings: LossScaleConfig
@@ -61,7 +79,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: Config, saved: dict[str, Any] | None = None) -> LossScale:
-        """The scale a run begins with, or goes on with from what a checkpoint's index holds."""
+        """The scale at the start of a run; `saved` is the state in the index of the checkpoint that is resumed."""
         scale = cls(config.loss_scale, dynamic=config.dtype == "float16", skipped=saved["skipped"] if saved else 0)
         if scale.dynamic:
             resumed = saved is not None and saved["dynamic"]
@@ -69,20 +87,20 @@ class LossScale:
         return scale
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """The state for the index of a checkpoint, as `of` reads it."""
         return {"dynamic": self.dynamic, "value": self.value, "good": self.good, "skipped": self.skipped}
 
     def accepts(self, number: int, loss: float, norm: float) -> bool:
-        """Whether step `number` may update the weights; adapts the scale for the next one.
+        """Whether step `number` may update the weights; adapts the scale for the next step.
 
-        A bad step (a loss or a gradient that is not finite) is skipped and halves the scale; `growth_every` good ones double it.
-        Raises Summa3dError where no smaller scale can help.
+        A step whose loss or gradient norm is not finite is skipped, and halves the scale. `growth_every` good steps in a row
+        double the scale. Raises Summa3dError for a step that is not finite at the smallest scale.
         """
         finite = isfinite(loss) and isfinite(norm)
         if not finite and self.value <= SMALLEST_SCALE:
             raise Summa3dError(
                 f"Training diverged at step {number}: loss {loss}, gradient norm {norm}.\n"
-                "  A lower train.learning_rate or a longer train.warmup helps; --resume goes on from the newest checkpoint."
+                "  Lower train.learning_rate or lengthen train.warmup; --resume continues from the newest checkpoint."
             )
         if not self.dynamic:
             return True

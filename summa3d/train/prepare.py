@@ -1,6 +1,5 @@
-# Everything that can be wrong with a run, found before its first step and on every rank alike; then the run, ready to go on.
-# Imports comm, nn and this folder.
-# Next: loop.py, which takes the steps.
+"""Preparation of a run: all checks before the first step, on every rank alike, then model, optimizer and data."""
+
 from __future__ import annotations
 
 import shutil
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A run in its folder: model and optimizer after `done` steps, on a grid and, each rank, on its device."""
+    """A training run: its folder, grid and scheme, and its model and optimizer after `done` steps on this rank's device."""
 
     config: Config
     folder: Path
@@ -45,21 +44,25 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder that holds the checkpoints step-N."""
         return self.folder / "checkpoints"
 
     @property
     def metrics(self) -> Path:
+        """The path of metrics.jsonl."""
         return self.folder / "metrics.jsonl"
 
     def blocks(self) -> list[checkpoint.pieces.Block]:
-        """Everything that a checkpoint holds."""
+        """This rank's blocks of all tensors of a checkpoint: parameters and optimizer moments."""
         return checkpoint.model_blocks(self.model) + checkpoint.optimizer_blocks(self.optimizer)
 
 
 def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = False, overwrite: bool = False) -> Run:
-    """Check device, grid, sizes, folder, checkpoint and corpus, in this order; then build the model, and load what is resumed.
+    """Check device, grid, sizes, folder, checkpoint and corpus, in this order, then build the model; collective.
 
-    Raises the error of the first check that fails (GridError, LayoutError, ConfigError, CheckpointError, DataError), on every
+    With `resume`, the newest complete checkpoint is loaded into model and optimizer.
+
+    Raises the error of the first check that fails (GridError, LayoutError, ConfigError, CheckpointError or DataError), on every
     rank alike.
     """
     device = open_device(config.device, comm, config.tf32)
@@ -69,13 +72,14 @@ def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = Fa
     saved = open_checkpoint(config, comm, folder) if resume else None
     if saved is not None and saved.step > config.train.steps:
         raise ConfigError(
-            f"train.steps is {config.train.steps}, and {saved.path} is after step {saved.step}: take {saved.step} or more."
+            f"train.steps is {config.train.steps}, but {saved.path} is after step {saved.step}. "
+            f"Set train.steps to {saved.step} or more."
         )
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm)
     model = build_model(config, plan, device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
-    learns = objective(config.model, corpus)
-    run = Run(config, folder, grid, plan, corpus, learns, model, AdamW(model, config.train), loss_scale, device=device)
+    task = objective(config.model, corpus)
+    run = Run(config, folder, grid, plan, corpus, task, model, AdamW(model, config.train), loss_scale, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
         saved.load(run.blocks() if saved.has_moments else checkpoint.model_blocks(model), grid)
@@ -85,7 +89,7 @@ def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = Fa
 
 
 def build_model(config: Config, plan: Scheme, device: torch.device = HOST) -> Model:
-    """The model that the configuration describes on `device`, with the weights of its seed, in the dtype they are kept in."""
+    """The model of a configuration on `device`, with the initial weights of its seed, in the dtype of master weights."""
     with device:
         model = build(config.model, plan, torch_dtype(master_dtype(config.dtype)), config.train.seed)
     model.recompute(config.recompute, config.recompute_layers)
@@ -93,7 +97,10 @@ def build_model(config: Config, plan: Scheme, device: torch.device = HOST) -> Mo
 
 
 def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) -> tuple[Grid, Scheme]:
-    """The grid and the scheme that the configuration names, on the ranks of `comm`; ranks with devices share no host memory."""
+    """The grid and the scheme of a configuration on the ranks of `comm`; collective.
+
+    Ranks with devices do not use the node's shared memory. Raises GridError where the sizes do not fit the number of ranks.
+    """
     order, tile = config.grid.order, config.grid.tile
     shared = None if device.type == "cpu" else False
     grid = Grid(comm, config.grid.axes, order, tile, node_memory=shared, transport=config.transport)
@@ -101,7 +108,10 @@ def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) 
 
 
 def open_checkpoint(config: Config, comm: MPI.Intracomm, folder: Path) -> checkpoint.Checkpoint | None:
-    """The newest complete checkpoint of a run folder, checked and verified; None if there is none."""
+    """The newest complete checkpoint of a run folder, verified and of the model of `config`; None if there is none. Collective.
+
+    Raises CheckpointError, on every rank alike, for a damaged checkpoint and for one of another model.
+    """
     path = on_root(comm, lambda: checkpoint.newest(folder / "checkpoints"), CheckpointError)
     if path is None:
         return None
@@ -112,7 +122,10 @@ def open_checkpoint(config: Config, comm: MPI.Intracomm, folder: Path) -> checkp
 
 
 def open_folder(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Make the run folder. Raises ConfigError where it cannot be one, or where a new run would hide an older one in it."""
+    """Make the run folder. Raises ConfigError where it cannot be made, and where it holds checkpoints of another run.
+
+    `resume` accepts these checkpoints, `overwrite` deletes them.
+    """
     checkpoints = folder / "checkpoints"
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -125,5 +138,5 @@ def open_folder(folder: Path, resume: bool, overwrite: bool) -> None:
     elif newest is not None and not resume:
         raise ConfigError(
             f"--run {folder} already holds a run, with {newest.name} as its newest checkpoint.\n"
-            "  Continue it with --resume, start again with --overwrite, or choose another folder."
+            "  Continue that run with --resume, start again with --overwrite, or choose another folder."
         )

@@ -1,6 +1,5 @@
-# What a run says while it runs, on rank 0 and on stderr: one live line on a terminal, plain lines now and then elsewhere.
-# Imports metrics for its types; rich.
-# Next: loop.py, which reports to it.
+"""The progress report of a run, on stderr of rank 0: a live line on a terminal, plain lines elsewhere."""
+
 from __future__ import annotations
 
 import sys
@@ -15,7 +14,7 @@ PLAIN_EVERY = 10.0
 
 
 class Progress:
-    """Reports steps and messages; `speak` is False on every rank but 0, where it does nothing."""
+    """Reports steps and messages. `speak` is True on rank 0 only; on other ranks, all methods do nothing."""
 
     def __init__(self, steps: int, speak: bool) -> None:
         self.steps, self.speak = steps, speak
@@ -24,7 +23,7 @@ class Progress:
         self._validation_loss: float | None = None
 
     def step(self, step: Step, core_time: CoreTime | None) -> None:
-        """Show a step; where the cores' time went is the latest known, that of the step before."""
+        """Show a step. `core_time` is the latest that is known, that of the step before."""
         if not self.speak:
             return
         if step.validation_loss is not None:
@@ -37,7 +36,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print `text` on a line of its own."""
         if not self.speak:
             return
         if self._live is not None:
@@ -46,6 +45,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """Stop the live line; its last text stays on the terminal."""
         if self._live is not None:
             self._live.stop()
 
@@ -68,7 +68,7 @@ class Progress:
 
 
 def _live_line():  # type: ignore[no-untyped-def]
-    """A line that is redrawn at every step, by this thread: no second thread takes CPU time from the ranks."""
+    """A live line that this thread redraws at every step: a second thread would take CPU time from the ranks."""
     from rich.console import Console
     from rich.live import Live
 

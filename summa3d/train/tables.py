@@ -1,6 +1,5 @@
-# TOML tables to frozen dataclasses and back: types checked, unknown keys answered with the nearest known one.
-# Imports errors only; knows nothing of what the keys mean.
-# Next: config.py, the dataclasses themselves.
+"""Conversion of TOML tables to frozen dataclasses and back, with checks of types and suggestions for unknown keys."""
+
 from __future__ import annotations
 
 import difflib
@@ -22,9 +21,14 @@ Settings = TypeVar("Settings")
 
 
 def build(cls: type[Settings], table: Mapping[str, Any], prefix: str = "", known: Sequence[str] = ()) -> Settings:
-    """An instance of the dataclass `cls` from a TOML table; nested dataclasses are nested tables.
+    """An instance of the dataclass `cls` from a TOML table. Nested dataclasses are nested tables.
 
-    Raises ConfigError for a key that `cls` does not have and for a value of another type than the field's.
+    Parameters
+    ----------
+    prefix : prefix of all keys in error messages, as "model."
+    known : known keys, from which an error for an unknown key suggests the nearest; default: the keys of `cls`
+
+    Raises ConfigError for an unknown key, and for a value of another type than the field has.
     """
     hints, known = field_types(cls), known or list(leaves(cls))
     values: dict[str, Any] = {}
@@ -44,7 +48,7 @@ def build(cls: type[Settings], table: Mapping[str, Any], prefix: str = "", known
 
 
 def dump(settings: Any) -> dict[str, Any]:
-    """The TOML table of a dataclass: the inverse of `build`. Fields that are None are left out."""
+    """The TOML table of a dataclass: the inverse of `build`. Fields with the value None are left out."""
     table: dict[str, Any] = {}
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -58,7 +62,11 @@ def dump(settings: Any) -> dict[str, Any]:
 
 
 def override(cls: type, table: dict[str, Any], assignments: Sequence[str]) -> None:
-    """Apply ``a.b=c`` assignments to a TOML table of `cls`, in place. Text needs no quotes; `none` unsets an optional key."""
+    """Apply assignments of the form ``a.b=c`` to a TOML table of `cls`, in place.
+
+    Text needs no quotes. The value `none` unsets an optional key. Raises ConfigError for a malformed assignment and an unknown
+    key.
+    """
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         key = key.strip()
@@ -70,7 +78,7 @@ def override(cls: type, table: dict[str, Any], assignments: Sequence[str]) -> No
         for part in path:
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
-                raise ConfigError(f"--set {key}: {part} is a value in the configuration file, not a table.")
+                raise ConfigError(f"--set {key}: {part} is a value in the configuration file, but must be a table.")
         value = parse(text.strip(), kind)
         if value is None:
             target.pop(name, None)
@@ -79,7 +87,11 @@ def override(cls: type, table: dict[str, Any], assignments: Sequence[str]) -> No
 
 
 def parse(text: str, kind: Any) -> Any:
-    """The value written as `text` on a command line, for a field of type `kind`; a text that is no TOML stays text."""
+    """The value of `text`, as given on a command line, for a field of type `kind`. Text that is not TOML stays text.
+
+    >>> parse("8", int), parse("gpt2", str), parse("none", float | None)
+    (8, 'gpt2', None)
+    """
     kinds = alternatives(kind)
     if type(None) in kinds and text.lower() == "none":
         return None
@@ -93,7 +105,7 @@ def parse(text: str, kind: Any) -> Any:
 
 
 def type_of(cls: type, key: str) -> Any:
-    """Type of the field that the dotted `key` names."""
+    """The type of the field that the dotted `key` names in `cls`. Raises ConfigError for an unknown key and for a table."""
     kind: Any = cls
     for part in key.split("."):
         hints = field_types(kind) if is_dataclass(kind) else {}
@@ -106,7 +118,10 @@ def type_of(cls: type, key: str) -> Any:
 
 
 def convert(key: str, value: Any, kind: Any) -> Any:
-    """`value` as type `kind`: an integer is taken for a number, a list for a tuple; anything else must match."""
+    """`value` as the type `kind`. Integers are accepted for floats, and lists for tuples; other types must match.
+
+    Raises ConfigError, naming `key`, for a value of another type.
+    """
     for one in alternatives(kind):
         origin, inner = typing.get_origin(one), typing.get_args(one)
         if one is float and type(value) is int:
@@ -121,12 +136,16 @@ def convert(key: str, value: Any, kind: Any) -> Any:
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type alone."""
+    """The members of a union type, or the type itself as the only member."""
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
 def describe(kind: Any) -> str:
-    """A type in words."""
+    """The name of a type in error messages.
+
+    >>> describe(int | None), describe(tuple[float, float])
+    ('an integer', 'a list of 2 numbers')
+    """
     words = []
     for one in alternatives(kind):
         origin, inner = typing.get_origin(one), typing.get_args(one)
@@ -140,19 +159,23 @@ def describe(kind: Any) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """The type of a TOML value in words."""
+    """The name of a TOML value's type in error messages.
+
+    >>> describe_value(True), describe_value([1])
+    ('true or false', 'a list')
+    """
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a table"}
     return names.get(type(value), type(value).__name__)
 
 
 def field_types(cls: Any) -> dict[str, Any]:
-    """Field name → type of a dataclass, with the annotations resolved."""
+    """Field name → type of all fields of a dataclass, with string annotations resolved."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in fields(cls)}
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a dataclass of dataclasses."""
+    """All dotted keys of a dataclass, those of nested dataclasses included."""
     for name, kind in field_types(cls).items():
         if is_dataclass(kind):
             yield from leaves(typing.cast(type, kind), f"{prefix}{name}.")
@@ -161,7 +184,11 @@ def leaves(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def nearest(key: str, known: Sequence[str]) -> str:
-    """The known key most like `key`: as a whole, in its last part, or by its initials (`lr`)."""
+    """The known key that is most similar to `key`: as a whole, in its last part, or by its initials.
+
+    >>> nearest("lr", ["train.learning_rate", "train.steps"])
+    'train.learning_rate'
+    """
 
     def likeness(candidate: str) -> float:
         whole = difflib.SequenceMatcher(None, key, candidate).ratio()
@@ -174,12 +201,12 @@ def nearest(key: str, known: Sequence[str]) -> str:
 
 
 def unknown_key(key: str, known: Sequence[str], removed: str | None = None) -> ConfigError:
-    """The error for a key that is not among the known ones; `removed`: what is said of one that once was."""
+    """The error for an unknown key, which suggests the nearest known key; `removed` is the remark on a key that was removed."""
     also = "" if removed is None else f"\n  It was removed: {removed}"
     return ConfigError(f"Unknown configuration key {key!r}. The nearest known key is {nearest(key, known)!r}.{also}")
 
 
 def removed_of(cls: Any) -> Mapping[str, str]:
-    """The keys that a dataclass once had, as its attribute REMOVED lists them, with what is said of each."""
+    """Key → remark of the keys that a dataclass no longer has, from its attribute REMOVED."""
     removed: Mapping[str, str] = getattr(cls, "REMOVED", {})
     return removed

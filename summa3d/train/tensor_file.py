@@ -1,5 +1,5 @@
-# A safetensors file, written one tensor at a time: nothing but the piece at hand lies on the host besides. Imports torch.
-# Next: pieces.py and hf_files.py, which write with it; open_files.py, which reads.
+"""Writer of safetensors files, one tensor at a time, so that device tensors need one pinned buffer on the host only."""
+
 from __future__ import annotations
 
 import json
@@ -16,21 +16,26 @@ from ..dtypes import DTYPES
 CODES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 ITEM_BYTES = {name: DTYPES[name].nbytes for name in CODES.values()}
 ALIGNMENT = 8
-"""safetensors pads its header to a multiple of this."""
+"""safetensors pads its header to a multiple of so many bytes."""
 STAGING_BYTES = 1 << 26
-"""Of pinned memory, through which a tensor comes from a device."""
+"""Size of the pinned buffer for device-to-host (D2H) copies."""
 
 
 def save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors by name; those of a device come to the host piece by piece. Raises OSError."""
+    """Write tensors by name to a safetensors file. Device tensors are copied to the host in pieces. Raises OSError."""
     listed = [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
     write_tensors(path, listed, tensors.values())
 
 
 def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]], tensors: Iterable[Tensor]) -> None:
-    """A file of `tensors`, which come in the order of `listed` (name, shape, dtype): each is written as it comes.
+    """Write a safetensors file, one tensor at a time.
 
-    The header's length in 8 bytes, the header, then the tensors one after the other. Raises OSError.
+    Parameters
+    ----------
+    listed : name, shape and dtype of every tensor
+    tensors : the tensors in the order of `listed`; an iterator may make each of them when it is written
+
+    The file holds the header's length in 8 bytes, the header as JSON, then the tensors one after the other. Raises OSError.
     """
     codes = {name: code for code, name in CODES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -49,7 +54,7 @@ def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]]
 
 
 def _on_host(data: Tensor) -> Iterator[Tensor]:
-    """The bytes of a tensor: as they are, or from a device through one pinned buffer."""
+    """The bytes of a tensor: a view of a host tensor, or D2H copies of a device tensor through one pinned buffer."""
     if not data.is_cuda:
         yield data
         return

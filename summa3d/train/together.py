@@ -1,5 +1,5 @@
-# What one rank does for all, so that its failure is everybody's. Imports comm.failure and errors.
-# Next: tokens.py and checkpoint.py, which prepare and publish files this way.
+"""Work that rank 0 does for all ranks: every rank gets the result or raises the error."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,7 +15,10 @@ Result = TypeVar("Result")
 
 
 def on_root(comm: MPI.Intracomm, action: Callable[[], Result], failure: type[Summa3dError]) -> Result:
-    """Run `action` on rank 0; every rank gets its result, or raises its Summa3dError. An OSError is raised as `failure`."""
+    """Run `action` on rank 0 only and broadcast its result; collective.
+
+    Raises the Summa3dError of `action` on every rank alike; an OSError is raised as the type `failure`.
+    """
     result: Result | None = None
     error: Exception | None = None
     if comm.rank == 0:

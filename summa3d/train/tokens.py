@@ -1,6 +1,8 @@
-# Memory-mapped token files, prepared once per run folder, and the windows of a step: a pure function of (seed, step, row).
-# Imports corpus, config, together, errors. No torch.
-# Next: loop.py, which feeds the windows to the model.
+"""Memory-mapped token files, prepared once per run folder, and the windows of a training step.
+
+A window is a function of the seed, the step and the row's number in the global batch.
+"""
+
 from __future__ import annotations
 
 import json
@@ -22,12 +24,12 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 TRAIN_STREAM = 0x7472_6169_6E00_0001
-"""Keeps the windows' random numbers apart from those of weights and dropout of the same seed."""
+"""Philox key word that separates the random numbers of windows from those of weights and dropout of the same seed."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The two parts of an encoded corpus, memory-mapped, and the length of a window."""
+    """An encoded corpus: the memory-mapped tokens of its training and validation parts, and the length of a window."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -35,19 +37,23 @@ class Tokens:
     tokenizer: corpus.Tokenizer
 
     def batch(self, seed: int, step: int, first_row: int, rows: int, stream: int = TRAIN_STREAM) -> np.ndarray:
-        """Training windows of `step`, rows first_row…first_row+rows of the global batch: int64 [rows, sequence + 1]."""
+        """Rows first_row … first_row + rows − 1 of the global batch of `step`: training windows, int64 [rows, sequence + 1]."""
         return windows(self.train, self.sequence, starts(seed, step, first_row, rows, len(self.train) - self.sequence, stream))
 
     def held_out(self, count: int) -> np.ndarray:
-        """`count` validation windows, evenly spread and always the same: int64 [count, sequence + 1]."""
+        """`count` evenly spaced validation windows, the same in every call: int64 [count, sequence + 1]."""
         last = len(self.validation) - self.sequence - 1
         return windows(self.validation, self.sequence, [index * last // max(count - 1, 1) for index in range(count)])
 
 
 def starts(seed: int, step: int, first_row: int, rows: int, places: int, stream: int = TRAIN_STREAM) -> list[int]:
-    """Where the windows of these rows begin, each one of `places`: depends on seed, step and the row's number alone.
+    """The first positions of the windows of `rows` rows, each in [0, places): a function of seed, step and row number.
 
-    Row r takes word r of the Philox stream whose key is the seed and `stream`, and whose counter holds the step.
+    Row r uses word r of the Philox sequence whose key is (seed, stream) and whose counter holds the step, so that a window does
+    not depend on the number of ranks.
+
+    >>> starts(1, 0, 0, 4, 1000)[2:] == starts(1, 0, 2, 2, 1000)
+    True
     """
     philox = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=np.array([0, step, 0, 0], np.uint64))
     words = philox.random_raw(first_row + rows)[first_row:]
@@ -55,12 +61,19 @@ def starts(seed: int, step: int, first_row: int, rows: int, places: int, stream:
 
 
 def windows(tokens: np.ndarray, sequence: int, begins: list[int]) -> np.ndarray:
-    """The windows of sequence + 1 tokens that begin at `begins`: inputs are all but the last, labels all but the first."""
+    """The windows of sequence + 1 tokens that start at `begins`: int64 [len(begins), sequence + 1].
+
+    A model's inputs are all tokens of a window but the last, its labels all tokens but the first.
+
+    >>> windows(np.arange(10), 3, [0, 5])
+    array([[0, 1, 2, 3],
+           [5, 6, 7, 8]])
+    """
     return np.stack([tokens[begin : begin + sequence + 1] for begin in begins]).astype(np.int64)
 
 
 def prepare(config: DataConfig, sequence: int, folder: Path, comm: MPI.Intracomm) -> Tokens:
-    """Encode the corpus into `folder` on rank 0, unless it is there already, and memory-map it on every rank.
+    """Encode the corpus into `folder` on rank 0, unless `folder` holds it already, and memory-map it on every rank; collective.
 
     Raises DataError, on every rank alike, where the corpus is missing, empty or shorter than one window per part.
     """
@@ -74,7 +87,7 @@ def open_tokens(config: DataConfig, sequence: int, folder: Path) -> Tokens:
         counts = json.loads((folder / "tokens.json").read_text())["tokens"]
         parts = {part: _memory_map(folder / f"{part}.bin", counts[part], config) for part in corpus.PARTS}
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"Cannot read the token files in {folder}: {error}. Delete it to have them made again.") from error
+        raise DataError(f"Cannot read the token files in {folder}: {error}. Delete it; the next run makes it again.") from error
     for part, tokens in parts.items():
         if len(tokens) <= sequence:
             raise DataError(
@@ -95,7 +108,7 @@ def _memory_map(path: Path, count: int, config: DataConfig) -> np.ndarray:
 
 
 def _encode_once(config: DataConfig, folder: Path) -> None:
-    """Encode into a temporary folder, then rename: what has the final name is complete."""
+    """Encode into a temporary folder, then rename it, so that a folder with the final name is complete."""
     files = corpus.documents(config.path)
     label = {"format": FORMAT, "fingerprint": corpus.fingerprint(files, config)}
     if _labelled(folder, label):
@@ -110,7 +123,7 @@ def _encode_once(config: DataConfig, folder: Path) -> None:
 
 
 def _labelled(folder: Path, label: dict[str, object]) -> bool:
-    """Whether `folder` holds the token files of this very corpus."""
+    """Whether `folder` holds the token files of the corpus with this format and fingerprint."""
     try:
         found = json.loads((folder / "tokens.json").read_text())
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
 # `summa3d bench` and `summa3d report` from outside, on tiny products: what the JSON holds, what is drawn, what is refused.
-# May import the standard library, summa3d.gemm and summa3d.cli.report. Next: test_gemm.py.
+# May import the standard library, summa3d.gemm and summa3d.cli. Next: test_gemm.py.
 from __future__ import annotations
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-from summa3d.cli import report
+from summa3d.cli import report, tables
 from summa3d.gemm.algorithms.registry import algorithm
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +103,7 @@ def test_weak_scaling_keeps_the_work_per_rank():
         ("gemm", ["--algorithm", "cannon"], "GridError: cannon cannot use 2 ranks."),
         ("gemm", ["--rounds", "0"], "ConfigError: --rounds is 0; it must be at least 1."),
         ("gemm", ["--json", "none/x.json"], "ConfigError: --json none/x.json lies in none, which is no folder."),
-        ("gemm", ["--dtype", "bfloat16", "--ceiling"], "says nothing of bfloat16 on cpu."),
+        ("gemm", ["--dtype", "bfloat16", "--ceiling"], "which is not comparable with bfloat16 on cpu."),
         ("strong", ["--device", "cuda"], "ConfigError: device cuda"),
         ("strong", ["--ranks", "1,4"], "ConfigError: --ranks asks for 4; 2 were started."),
         ("strong", ["--ranks", "1,two"], "'1,two' is not a list of rank counts; write it as 1,2,4"),
@@ -141,7 +141,7 @@ def test_peers_stand_side_by_side_and_a_missing_one_is_left_blank(tmp_path):
     rows = [{**common, **both, "quotients": {"peer ÷ ours": spread}, "noted": {"other": 0.8}}, {**common, **one}]
     names = {"peers": ["ours", "peer"], "quotients": ["peer ÷ ours"], "noted": ["other"]}
     result = {"kind": "versus", **names, "rows": rows, "remarks": ["said."]}
-    header, first, second, remark = report.table(result).splitlines()
+    header, first, second, remark = tables.table(result).splitlines()
     assert header.split()[:4] == ["case", "P", "numpy", "ms"] and "1.50 [1.40–1.60]" in first and first.endswith("0.80")
     assert second.split() == ["tall", "float64", "4", "10.00", "20.00", "0.50"] and remark == "said."
     pytest.importorskip("matplotlib")

@@ -47,9 +47,9 @@ def test_it_names_the_kernels_that_openblas_chose() -> None:
 
 def test_it_says_how_ranks_communicate_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SUMMA3D_NODE_MEMORY", raising=False)
-    assert "within a node its memory" in doctor._transport() or "needs Linux" in doctor._transport()
+    assert "node memory within a node" in doctor._transport() or "needs Linux" in doctor._transport()
     monkeypatch.setenv("SUMMA3D_NODE_MEMORY", "no")
-    assert doctor._transport() == "MPI alone; no node memory: SUMMA3D_NODE_MEMORY=no"
+    assert doctor._transport() == "MPI only; no node memory: SUMMA3D_NODE_MEMORY=no"
 
 
 def test_it_says_plainly_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,12 +117,16 @@ def test_without_algorithm_or_grid_the_chooser_decides_and_says_so():
         (1, ["--grid", "x=1,y=0"], "GridError: Axis y has size 0"),
         (2, ["--grid", "two"], "'two' is not a grid; write it as x=2,y=2,z=2"),
         (2, ["--grid", "x=2,x=1"], "'x=2,x=1' is not a grid"),
-        (2, ["--grid", "x=2", "--panel", "3"], "ConfigError: --panel means nothing to cuboid."),
+        (
+            2,
+            ["--grid", "x=2", "--panel", "3"],
+            "ConfigError: --panel applies to summa, tesseract and ca25d only (algorithm is cuboid).",
+        ),
         (2, ["--grid", "x=2", "--dtype", "int4"], "invalid choice: 'int4'"),
         (
             2,
             ["--grid", "x=2", "--m", str(10**7), "--k", str(10**7)],
-            "CapacityError: rank 0 has not the memory for this: Unable to",
+            "CapacityError: rank 0 ran out of memory: Unable to",
         ),
     ],
 )

@@ -61,6 +61,8 @@ def communicate(grid: Grid) -> None:
     plane.broadcast(np.ones(3), 4)
     grid.world.reduce(np.ones((4, 2)), 3)
     grid.world.all_to_all(np.ones((12, 2)))
+    grid.ranked.all_gather(np.ones(2))
+    grid.everyone.all_gather(np.ones((1, 2)), 1)
     with grid.ledger.phase("backward"):
         pending = line.start_receive(np.ones(4), (line.index + 1) % 3)
         line.send(np.ones(4), (line.index - 1) % 3)
@@ -78,4 +80,4 @@ def test_with_transports_that_move_nothing_a_place_counts_what_its_rank_moves(ma
         rows = ledger.rows()
         return [(row.collective, row.axis, row.phase, row.dtype, row.amounts.words, row.amounts.messages) for row in rows]
 
-    assert counted(place.ledger) == counted(grid.ledger) and len(counted(grid.ledger)) == 9
+    assert counted(place.ledger) == counted(grid.ledger) and len(counted(grid.ledger)) == 10

@@ -276,7 +276,7 @@ def test_older_files_say_rope_scaling_and_rope_theta(tmp_path: Path) -> None:
     assert ours["rope_parameters"] == LLAMA3 and ours["rope_scaling"] is None
     said["rope_scaling"] = {"type": "yarn", "factor": 2.0}
     settings.write_text(json.dumps(said))
-    with pytest.raises(CheckpointError, match="rope_type = 'yarn'; our llama has 'default' or 'linear' or 'llama3' only"):
+    with pytest.raises(CheckpointError, match="rope_type = 'yarn'; our llama supports 'default' or 'linear' or 'llama3' only"):
         import_folder(tmp_path / "theirs", tmp_path / "other", MPI.COMM_SELF)
 
 
@@ -317,7 +317,7 @@ def spoil(folder: Path, kind: str) -> None:
 def test_a_folder_that_cannot_be_imported_is_refused_by_every_rank(comm: Any, shared_tmp_path: Path) -> None:
     cases = {
         "missing": ["lacks transformer.h.1.ln_2.bias", "GPT2LMHeadModel"],
-        "unknown": ["no place for: transformer.h.1.extra"],
+        "unknown": ["holds unknown tensors: transformer.h.1.extra"],
         "shape": ["transformer.h.0.mlp.c_fc.weight", "(24, 29)", "(24, 31)"],
         "untied": ["lm_head.weight differs from transformer.wte.weight"],
         "activation": ["activation_function = 'relu'", "'gelu_new'"],

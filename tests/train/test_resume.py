@@ -92,7 +92,7 @@ def test_a_checkpoint_of_eight_ranks_goes_on_on_two_and_on_one(comm: Any, shared
 @pytest.mark.mpi(sizes=(2,))
 def test_a_run_that_was_to_end_before_its_checkpoint_is_an_error(comm: Any, shared_tmp_path: Path) -> None:
     train_small(comm, shared_tmp_path, **grid_of(2), train__steps=3)
-    with pytest.raises(ConfigError, match=r"train.steps is 2, and .*step-3 is after step 3: take 3 or more"):
+    with pytest.raises(ConfigError, match=r"train.steps is 2, but .*step-3 is after step 3. Set train.steps to 3 or more"):
         train_small(comm, shared_tmp_path, resume=True, **grid_of(2), train__steps=2)
     train_small(comm, shared_tmp_path, resume=True, **grid_of(2), train__steps=3)  # ended: nothing is left to do
 
