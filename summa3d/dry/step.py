@@ -167,7 +167,9 @@ def run(setting: Setting, training: Training = Training()) -> Step:
     layers = setting.model.layers
     ends = 1 + setting.overlap.gather // 4  # blocks at either end that gather ahead of what others do
     traced = min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)
-    with _kernels(setting, tracer := Tracer()):
+    tracer = Tracer()
+    tracer.storages.converts = not setting.on_device
+    with _kernels(setting, tracer):
         traced_run = _Run(setting, replace(setting.model, layers=traced), training, tracer, stretch)
         return traced_run.step(str(ends), 1 + (layers - traced) // stretch)
 

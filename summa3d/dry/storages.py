@@ -16,9 +16,29 @@ Work = Callable[[str, list[Tensor], list[Tensor]], None]
 MAKERS = ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like")
 """Operations that make memory and neither read nor write it."""
 IN_PLACE = frozenset(
-    ("add_", "sub_", "mul_", "div_", "copy_", "fill_", "zero_", "exp_", "neg_", "clamp_", "rsqrt_", "square_", "tril_")
-).union(("masked_fill_", "scatter_add_"))
-"""Operations that only write the memory of their first argument: without memory they have nothing to do."""
+    [
+        "add_",
+        "sub_",
+        "mul_",
+        "div_",
+        "copy_",
+        "fill_",
+        "zero_",
+        "exp_",
+        "neg_",
+        "clamp_",
+        "rsqrt_",
+        "square_",
+        "masked_fill_",
+        "scatter_add_",
+        "tril_",
+    ]
+)
+"""Operations that only write the memory of their first argument: without memory there is nothing to do, and no cost."""
+
+
+CONVERTING = ("linalg_vector_norm", "sum")
+"""Reductions for which torch, on the host, first copies their argument into the dtype of the result where that is another."""
 
 
 class Storages(TorchDispatchMode):
@@ -26,13 +46,14 @@ class Storages(TorchDispatchMode):
 
     before : called with an operation's name and arguments before it is done. work : called with its name, the tensors that it
     reads and those that it writes; not for views and for memory that is only made. `alive` is what is held now; `top` the most
-    since it was last set; `fresh` the storages that were made and not yet written.
+    since it was last set; `fresh` the storages that were made and not yet written; `converts` whether reductions are the host's.
     """
 
     def __init__(self, before: Before, work: Work) -> None:
         super().__init__()
         self.alive = self.top = 0
         self.fresh: set[int] = set()
+        self.converts = True
         self._before, self._work = before, work
         self._known: dict[int, tuple[int, Any]] = {}
 
@@ -47,6 +68,10 @@ class Storages(TorchDispatchMode):
         self._before(name, args)
         result = args[0] if name in IN_PLACE and args[0].is_meta else func(*args, **kwargs)
         made = [one for one in _tensors(result) if self._track(one, args)]
+        if self.converts and name in CONVERTING:
+            dtype = kwargs.get("dtype")
+            if dtype is not None and dtype != args[0].dtype:
+                self.top = max(self.top, self.alive + args[0].numel() * dtype.itemsize)
         if makes:
             self.fresh.update(one.untyped_storage()._cdata for one in made)
         elif made or mutates:

@@ -19,7 +19,7 @@ from .storages import Storages, bytes_of, current_node
 
 RECOMPUTE, ACCUMULATE = "_RecomputeBackward", "torch::autograd::AccumulateGrad"
 """Nodes of autograd's graph: one runs a forward again, the other belongs to no layer."""
-CALLED = ("handed_on", "head")
+CALLED = ("head",)
 """Methods of layers that are called beside `forward`."""
 PRODUCTS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}
 """torch's products, and how many dims their operands have."""

@@ -33,7 +33,7 @@ def check(case: Case, make_grid: Any, node_memory: bool) -> None:
     assert abs(said["activations"] - saved) <= SAVED * saved, (case.name, said["activations"] / saved)
     close = PEAK if case.dtype == "float32" else WHOLE
     assert abs(said["peak"] - peak) <= close * peak, (case.name, said["peak"] / peak)
-    slots = [axis.ring for axis in grid._axes.values() if axis.ring is not None]
+    slots = [buffer for axis in grid._axes.values() if (buffer := axis.node_buffer) is not None]
     assert said["node"] <= sum(slot.size_bytes for slot in slots) <= said["node"] + 2 * GRAIN * len(slots)
 
 
