@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transport", help="Use this transport for device arrays. The default is SUMMA3D_TRANSPORT, else auto.")
     parser.add_argument("--alpha", type=float, default=1.0, help="Multiply op(A)·op(B) by this factor.")
     parser.add_argument("--beta", type=float, default=0.0, help="Multiply C by this factor before the product is added.")
-    parser.add_argument("--repeat", type=int, default=5, help="Time so many runs, after a warm-up run that is not counted.")
+    parser.add_argument("--repeat", type=int, default=5, help="Time this many runs, after a warm-up run that is not counted.")
     parser.add_argument(
         "--check", action="store_true", help="Compare the result with a serial product on rank 0, and time that product too."
     )
