@@ -1,4 +1,5 @@
-# make venv | demo | test | test-all | lint. Needs Python >= 3.10 with venv and pip, and a C compiler; the first call installs into .venv.
+# make venv | demo | test | test-all | lint | docs. Needs Python >= 3.10 with venv and pip, and a C compiler; the first call installs
+# into .venv.
 # make test MPI=system runs the communication and command-line tests on the machine's own MPI, in .venv-system.
 # setup.py lists the dependencies, constraints.txt the versions that are tested.
 
@@ -19,7 +20,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 SYSTEM_MPI = $(PYTHON) -c 'import ctypes.util, shutil, sys; sys.exit(not (shutil.which("mpirun") and ctypes.util.find_library("mpi")))'
 
-.PHONY: venv demo test test-all lint
+.PHONY: venv demo test test-all lint docs
 
 venv: $(STAMP)
 	@:
@@ -57,3 +58,14 @@ lint: venv
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# The site of docs/, in site/; a warning is an error. Its tools have an environment of their own, made once.
+DOCS := .venv-docs
+
+$(DOCS)/.installed: setup.py constraints.txt
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/zensical build --clean --strict

@@ -21,6 +21,7 @@ MKL = ["mkl>=2024.0; platform_machine == 'x86_64' and sys_platform == 'linux'"]
 BF16 = ["ml_dtypes>=0.5"]  # the dtype bfloat16 for arrays of numpy and CuPy
 # The tests compare imported and exported models with those of transformers; the library reads and writes the files without it.
 TEST = [*BF16, "pytest>=8.2", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
+DOCS = ["zensical>=0.0.73", "mkdocstrings-python>=2.0"]  # `make docs`
 DEV = [*TEST, "mypy>=1.10", "ruff>=0.6"]
 
 kernels = ["summa3d.kernels"] + [f"summa3d.kernels.{name}" for name in find_packages("kernels")]
@@ -28,15 +29,28 @@ kernels = ["summa3d.kernels"] + [f"summa3d.kernels.{name}" for name in find_pack
 setup(
     name="summa3d",
     version=VERSION.group(1) if VERSION else "0",
-    description="Distributed matrix multiplication and transformer training, where ownership is data",
+    description="Distributed matrix products and transformer training from Python over MPI, the same numbers on every grid",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords="MPI, distributed linear algebra, tensor parallelism, transformers, SUMMA, 2.5D, 3D matrix multiplication",
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Mathematics",
+        "Typing :: Typed",
+    ],
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=[*find_packages(include=["summa3d", "summa3d.*"]), *kernels],
     package_dir={"summa3d": "summa3d", "summa3d.kernels": "kernels"},
-    package_data={"summa3d.train": ["configs/*.toml"], "summa3d.kernels": ["*.cu", "*.cuh", "*/*.cu", "*/*.cuh"]},
+    package_data={
+        "summa3d": ["py.typed"],
+        "summa3d.train": ["configs/*.toml"],
+        "summa3d.kernels": ["*.cu", "*.cuh", "*/*.cu", "*/*.cuh"],
+    },
     install_requires=["numpy>=1.26", "mpi4py>=4.0", "threadpoolctl>=3.2"],
     extras_require={
         "torch": TORCH,
@@ -49,6 +63,7 @@ setup(
         "plot": PLOT,
         "test": TEST,
         "dev": DEV,
+        "docs": DOCS,
     },
     entry_points={"console_scripts": ["summa3d = summa3d.cli.main:main"]},
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
-from summa3d.comm.places import take_device
+from summa3d.comm.device.select import take_device
 
 BUSY = 4_000_000  # cycles, some milliseconds: longer than the host takes to queue what is timed
 

@@ -26,7 +26,7 @@ global shapes never depend on scheme, grid or ranks: checkpoints hold them as th
 
 l layers, h hidden, a heads of d = h/a, f feed-forward width, s sequence, v vocabulary, kv heads of k and v. A layout's dims
 stand side by side: `(z,x) y` is split by z, then by x, along dim 0, and by y along dim 1; `·` is whole. QKV columns are ordered
-[head][q, k, v][d], kv columns [kv head][k, v][d], patches [channel][row][column]. Every matrix decays, no vector does.
+`[head][q, k, v][d]`, kv columns `[kv head][k, v][d]`, patches `[channel][row][column]`. Every matrix decays, no vector does.
 
 `nn.build(config, scheme, dtype, seed)` makes the model of `config.family`. All arguments of a loss are global tensors, equal on
 every rank; it is the global mean on every rank.

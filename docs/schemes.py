@@ -5,11 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
+from typing import Any
 
-from summa3d.comm.grid import Place, describe
+import torch
+
+from summa3d.comm.grid import Place
+from summa3d.comm.topology import describe
+from summa3d.dry.place import DryPlace
+from summa3d.dry.record import Op
+from summa3d.dry.step import counts, inputs
+from summa3d.dry.trace import Tracer
 from summa3d.layout import Layout
-from summa3d.nn import ModelConfig, Scheme, scheme
-from summa3d.nn.volume import GPTVolume
+from summa3d.nn import MLP, ModelConfig, Scheme, build, scheme
+from summa3d.nn.scheme_kinds import row_axes
 
 BATCH, SEQUENCE = 8, 8
 CONFIG = ModelConfig(layers=1, hidden=16, heads=8, ffn=48, sequence=SEQUENCE, vocabulary=40)
@@ -32,9 +40,9 @@ f = {CONFIG.width}, v = {CONFIG.vocabulary}.
 `python docs/schemes.py` prints it from the code that runs, and a test compares.
 
 `b:(d,x)` reads: dim b is split by axis d, each part then by x; a dim without axes is whole on every rank, and an axis that
-appears nowhere holds equal copies. *words* are what a rank receives there in a forward pass, averaged over the ranks; a weight's
-line has its product's, the table's that of the lookup. *backward* has that of both gradients, gathered operands gathered
-again; of the table with that of the learned positions.
+appears nowhere holds equal copies; `@y=0` is held at y = 0 alone. *words* are what a rank receives there in a forward pass,
+averaged over the ranks; a weight's line has its product's, the table's that of the lookup. *backward* has that of both gradients,
+gathered operands gathered again; of the table with that of the learned positions.
 Vectors (γ, β, biases) are split as the last dim of what they are added to, and copied on the other axes.
 """
 NOTES = {
@@ -59,15 +67,12 @@ NOTES = {
 
 
 def split(dims: str, layout: Layout) -> str:
-    """b:(x,y) s h:z, and where a face of the grid holds all"""
-    parts = []
-    for dim, axes in zip(dims, layout.dims, strict=True):
-        parts.append(dim + {0: "", 1: ":" + "".join(axes)}.get(len(axes), f":({','.join(axes)})"))
-    return " ".join([*parts, *(f"on {axis}=0" for axis in layout.hosted)])
+    """b:(x,y) s h:z, and m:x h:z @y=0 where a face of the grid holds all."""
+    return str(layout.named(*dims))
 
 
 def stages(on: Scheme) -> Iterator[tuple[str, str, Layout, tuple[int, ...], str]]:
-    """Stage, letters of its dims, layout, global shape, and the part of GPTVolume that is spent there."""
+    """Stage, letters of its dims, layout, global shape, and the part of the model that is spent there."""
     b, s, h, f, v = BATCH, SEQUENCE, CONFIG.hidden, CONFIG.width, CONFIG.vocabulary
     stream, inner = on.stream, on.after_linear(on.stream)
     down = on.weight(inner, on.kind.transposed_down)
@@ -95,23 +100,53 @@ def stages(on: Scheme) -> Iterator[tuple[str, str, Layout, tuple[int, ...], str]
     yield "labels", "bs", Layout(*inner.dims[:2]), (b, s), ""
 
 
-def words(name: str, part: str) -> tuple[float, float]:
-    """Words per rank of a part, forward and backward, averaged."""
-    h, f, shape = CONFIG.hidden, CONFIG.width, GRIDS[name]
-    ranks, totals = prod(shape.values()), [0, 0]
-    for rank in range(ranks):
-        on = scheme(name, Place(shape, rank))
-        stream, inner, volume = on.stream, on.after_linear(on.stream), GPTVolume(CONFIG, on, BATCH, SEQUENCE)
-        linears = {"qkv": (stream, h, 3 * h), "projection": (inner, h, h), "up": (stream, h, f), "down": (inner, f, h)}
-        form = on.down_form if part == "down" else "nn"
-        cost = volume.linear(*linears[part], form, bias=False) if part in linears else getattr(volume, part)()
-        totals[0] += cost.forward.words
-        totals[1] += cost.backward.words
-    return totals[0] / ranks, totals[1] / ranks
+LAYERS = {
+    "embedding": ("embedding", "positions"),
+    "norm": ("blocks.0.attention_norm",),
+    "qkv": ("blocks.0.attention.qkv",),
+    "projection": ("blocks.0.attention.out",),
+    "up": ("blocks.0.mlp.up", "up"),
+    "down": ("blocks.0.mlp.down", "down"),
+    "head": ("head", "leave"),
+}
+"""Parts of the page → the layers whose operations they are, in the model and in the MLP alone."""
+
+
+def words(name: str, part: str, records: list[tuple[Scheme, list[Op]]]) -> tuple[float, float]:
+    """Words per rank of a part, forward and backward, averaged. A linear's are its product's, without the bias."""
+    totals = {"forward": 0, "backward": 0}
+    for on, moves in records:
+        rows = {"·".join(row_axes(layout)) for layout in (on.stream, on.after_linear(on.stream))}
+        for op in moves:
+            of_bias = part in ("qkv", "projection", "up", "down") and op.name == "all_reduce" and op.axis in rows
+            totals[op.phase] += op.words if op.layer in LAYERS[part] and not of_bias else 0
+    return totals["forward"] / len(records), totals["backward"] / len(records)
+
+
+def record(name: str, rank: int) -> tuple[Scheme, list[Op]]:
+    """What a forward and a backward move on one rank, layer by layer: the model's, or the MLP's where the scheme has no more."""
+    tracer = Tracer()
+    on = scheme(name, DryPlace(GRIDS[name], rank, ledger=tracer.ledger))
+    with torch.device("meta"):
+        if on.kind.limits:
+            rows, shape = BATCH * SEQUENCE, (BATCH * SEQUENCE, CONFIG.hidden)
+            model: torch.nn.Module = MLP(CONFIG.hidden, CONFIG.width, on)
+            block = torch.empty(on.stream.local_shape(shape, on.grid.shape, on.grid.coordinates), requires_grad=True)
+            given: dict[str, Any] = {"x": block, "rows": rows}
+        else:
+            model, given = build(CONFIG, on), inputs(CONFIG, BATCH) | counts(CONFIG, BATCH)
+    tracer.owners.follow(model)
+    with tracer.recording() as segments:
+        with tracer.ledger.phase("forward"):
+            y = model(**given)
+        with tracer.ledger.phase("backward"):
+            y.sum().backward()
+    return on, [op for segment in segments for op in segment.ops if op.kind == "move"]
 
 
 def table(name: str) -> Iterator[str]:
     on = scheme(name, Place(GRIDS[name]))
+    records = [record(name, rank) for rank in range(prod(GRIDS[name].values()))]
     yield f"\n## `{name}` on {describe(GRIDS[name])}\n\n{NOTES[name]}\n"
     yield "| stage | layout | block of rank 0 | words | backward |"
     yield "|---|---|---|---|---|"
@@ -122,7 +157,7 @@ def table(name: str) -> Iterator[str]:
             shown = f"[{', '.join(map(str, local))}] as [s, b, {letters[2]}]"
         else:
             shown = f"[{', '.join(map(str, local))}]"
-        moved = [f"{count:g}" for count in words(name, part)] if part else ["", ""]
+        moved = [f"{count:g}" for count in words(name, part, records)] if part else ["", ""]
         yield f"| {stage} | {split(letters, layout)} | {shown} | {moved[0]} | {moved[1]} |"
 
 

@@ -1,6 +1,8 @@
-# Fused kernels of what is computed element by element: GELU, SwiGLU, dropout, rotary positions, AdamW, with sums down columns.
-# Imports launch, mask. Signatures are those of reference.py; tensors are on one device, whichever the launcher starts kernels on.
-# Next: rows.py; gelu.cu, swiglu.cu, dropout.cu, rotary.cu, adamw.cu, columns.cu.
+"""Launches of the element-wise fused kernels: GELU, SwiGLU, dropout, rotary positions, AdamW, and sums down columns.
+
+Signatures are those of reference.py. All tensors of a call are on the launcher's device.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,16 +14,17 @@ from torch import Tensor
 from .launch import ACCESS, SUMMED_ACROSS, THREADS, Launcher, Tiling, compute_dtype, matrix, suffix, tiling
 from .mask import Mask
 
-NUMBERS = 8  # elements of one Philox counter
+NUMBERS = 8  # elements that one Philox counter serves
 
 
 class Elements:
-    """Kernels whose threads each take some elements of every so-manieth row."""
+    """Element-wise kernels: each thread keeps its columns and walks down the rows in a grid-stride loop."""
 
     def __init__(self, launch: Launcher) -> None:
         self.launch = launch
 
     def bias_gelu(self, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+        """GELU(x + bias), fused; see `reference.bias_gelu`."""
         flat = matrix(x)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         tiles = self._tiles(flat.rows, flat.columns, x.dtype)
@@ -31,6 +34,7 @@ class Elements:
     def bias_gelu_gradient(
         self, gradient: Tensor, x: Tensor, bias: Tensor | None, approximate: str
     ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of x and of bias; see `reference.bias_gelu_gradient`."""
         flat, of_y = matrix(x), matrix(gradient)
         of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         tiles = self._tiles(flat.rows, flat.columns, x.dtype, summing=bias is not None)
@@ -42,12 +46,13 @@ class Elements:
         return of_x, None if parts is None else self.sum_lanes(parts, x.dtype)[0]
 
     def dropout_mask(self, x: Tensor, mask: Mask) -> Mask:
-        """The rule that it is drawn by, twice: nothing is kept."""
+        """Return the mask's description: forward and backward each draw the mask in registers, and nothing is saved."""
         return mask
 
     def dropout_add(
         self, x: Tensor, mask: Mask, probability: float, residual: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
+        """residual + dropout(x + bias), fused, the mask drawn in registers; see `reference.dropout_add`."""
         flat, stream = x.contiguous(), None if residual is None else residual.contiguous()
         y = torch.empty_like(flat)
         rows, columns = mask.rows, mask.columns
@@ -61,6 +66,7 @@ class Elements:
     def dropout_gradient(
         self, gradient: Tensor, mask: Mask, probability: float, summed: bool = False
     ) -> tuple[Tensor, Tensor | None]:
+        """The gradient of x and, where `summed`, of bias; see `reference.dropout_gradient`."""
         flat = gradient.contiguous()
         of_x = torch.empty_like(flat)
         rows, columns = mask.rows, mask.columns
@@ -73,6 +79,7 @@ class Elements:
         return of_x, None if parts is None else self.sum_lanes(parts, gradient.dtype)[0]
 
     def rotate(self, x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tensor:
+        """Rotary positions; x is read in place whatever its outer strides; see `reference.rotate`."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         batch, heads, sequence, size = x.shape
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -86,6 +93,7 @@ class Elements:
         return y
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """SiLU(gate) ∘ up, fused; gate and up may be columns of one matrix; see `reference.swiglu`."""
         first, second = matrix(gate), matrix(up)
         y = torch.empty_like(gate, memory_format=torch.contiguous_format)
         tiles = self._tiles(first.rows, first.columns, gate.dtype)
@@ -95,6 +103,7 @@ class Elements:
         return y
 
     def swiglu_gradient(self, gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of gate and up, fused; see `reference.swiglu_gradient`."""
         of_y, first, second = matrix(gradient), matrix(gate), matrix(up)
         of_gate, of_up = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
         tiles = self._tiles(first.rows, first.columns, gate.dtype)
@@ -118,12 +127,20 @@ class Elements:
         factor: float = 1.0,
         copies: Sequence[Tensor] | None = None,
     ) -> None:
-        """copies : of the weights in 16 bits, written with them. The gradients stay as they are."""
+        """Take one AdamW step in place, one kernel per weight; see `reference.adamw`. The gradients are not changed.
+
+        copies : 16-bit copies of the weights, written in the same pass; or None
+
+        Raises ValueError where a weight, moment or copy is not contiguous.
+        """
         for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
             copy = None if copies is None else copies[index]
             whole = [weight, first[index], second[index], *([] if copy is None else [copy])]
             if not all(tensor.is_contiguous() for tensor in whole):
-                raise ValueError("AdamW updates weights, moments and copies in place, so they must be contiguous.")
+                raise ValueError(
+                    f"AdamW updates weights, moments and copies in place, so they must be contiguous; "
+                    f"those of weight {index} {tuple(weight.shape)} are not."
+                )
             correction, root = 1 - betas[0] ** steps[index], sqrt(1 - betas[1] ** steps[index])
             numbers = (factor, 1 - rate * decay, *betas, epsilon, rate / correction, root)
             written = gradient.dtype if copy is None else copy.dtype
@@ -133,15 +150,15 @@ class Elements:
                 kernel = f"adamw_{suffix(gradient.dtype)}_{suffix(written)}"
                 self.launch(kernel, blocks, THREADS, *whole[:3], gradient.contiguous(), copy, *numbers, weight.numel())
 
-    # -- sums down columns: each lane leaves its part, and a second kernel adds them up -------------------------------------
+    # -- sums down columns: each lane writes a partial sum, and a second kernel adds the lanes ------------------------------
 
     def parts(self, vectors: int, tiles: Tiling, columns: int, dtype: torch.dtype) -> Tensor:
-        """Room for the lanes' parts of some vectors: [vectors, lanes, columns]."""
+        """Allocate the lanes' partial sums of some vectors, [vectors, lanes, columns], in `compute_dtype(dtype)`."""
         device = self.device
         return torch.empty((vectors, tiles.lanes, columns), dtype=compute_dtype(dtype), device=device)
 
     def sum_lanes(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
-        """[vectors, lanes, columns] → [vectors, columns]."""
+        """Add the lanes' partial sums: [vectors, lanes, columns] → [vectors, columns], in `dtype`."""
         vectors, lanes, columns = parts.shape
         sums = torch.empty((vectors, columns), dtype=dtype, device=parts.device)
         blocks = min(vectors * -(-columns // SUMMED_ACROSS), self.launch.most_blocks)
@@ -151,14 +168,14 @@ class Elements:
 
     @property
     def device(self) -> torch.device:
-        """Where the launcher's kernels run."""
+        """The device that the launcher's kernels run on."""
         return self.launch.device
 
     def _tiles(self, rows: int, columns: int, dtype: torch.dtype, summing: bool = False) -> Tiling:
         return tiling(self.launch, rows, columns, ACCESS // dtype.itemsize, summing)
 
     def _walk(self, kernel: str, tiles: Tiling, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
-        """Start a walk over tiles; without columns there is nothing to do."""
+        """Launch a kernel that walks over tiles; an empty matrix launches nothing."""
         if tiles.blocks:
             self.launch(f"{kernel}_{suffix(dtype)}", tiles.blocks, THREADS, *arguments, tiles.lanes, tiles.across)
 

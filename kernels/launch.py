@@ -1,6 +1,8 @@
-# What starts a kernel, and how many blocks and threads it is given. Imports torch only.
-# A launcher is the device's (load.py) or, under test, the kernels' host build; nothing else differs.
-# Next: elements.py and rows.py, which call kernels through it.
+"""The interface that launches kernels, and the number of blocks and threads that a launch is given.
+
+A launcher is the device's (load.py) or, under test, that of the kernels' host build.
+"""
+
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
@@ -8,20 +10,24 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-THREADS = 256  # of a block at most: MOST_THREADS in blocks.cuh
+THREADS = 256  # the most threads of a block: MOST_THREADS in blocks.cuh
 WARP = 32
-ACCESS = 16  # bytes
-BLOCKS_A_PROCESSOR = 8  # blocks of 256 threads that fill a processor
-SUMMING_BLOCKS_A_PROCESSOR = 4  # of those that leave a row of partial sums behind: half as many, to be added up later
-SUMMED_ACROSS = 32  # columns a block of sum_lanes takes: blocks.cuh
+ACCESS = 16  # bytes of the widest load and store: ACCESS in common.cuh
+BLOCKS_A_PROCESSOR = 8  # blocks of 256 threads that fill a streaming multiprocessor
+SUMMING_BLOCKS_A_PROCESSOR = 4  # half as many where each lane writes a row of partial sums, which a second kernel adds
+SUMMED_ACROSS = 32  # columns that one block of sum_lanes adds: SUMMED_ACROSS in blocks.cuh
 
 Argument = Tensor | int | float | None
 
 
 class Launcher(Protocol):
-    """Starts ``kernel`` with `blocks` blocks of `threads` threads: tensors are passed as pointers, None as a null pointer.
+    """Launches ``kernel`` with `blocks` blocks of `threads` threads; tensors are passed as pointers, None as a null pointer.
 
-    device : where its kernels run. processors : of that device. most_blocks : the largest grid it takes.
+    Attributes
+    ----------
+    device : the device that its kernels run on
+    processors : the number of streaming multiprocessors of that device
+    most_blocks : the largest number of blocks of one launch
     """
 
     device: torch.device
@@ -32,20 +38,24 @@ class Launcher(Protocol):
 
 
 def suffix(dtype: torch.dtype) -> str:
-    """How kernels for elements of `dtype` end; raises TypeError where there are none."""
+    """The ending of the names of kernels for elements of `dtype`; raises TypeError for a dtype without kernels.
+
+    >>> suffix(torch.bfloat16)
+    'bfloat16'
+    """
     name = str(dtype).removeprefix("torch.")
     if name not in ("float64", "float32", "bfloat16", "float16"):
-        raise TypeError(f"no kernel takes elements of {name}; float64, float32, bfloat16 and float16 will do.")
+        raise TypeError(f"the fused kernels do not support dtype {name}; supported: float64, float32, bfloat16, float16.")
     return name
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a kernel computes in, and gives row statistics in: float64 for float64, else float32."""
+    """The dtype of a kernel's arithmetic and of its row statistics: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Matrix(NamedTuple):
-    """A tensor seen as rows of its last dim, `stride` elements apart."""
+    """A tensor viewed as [rows, columns], its rows `stride` elements apart."""
 
     data: Tensor
     rows: int
@@ -54,7 +64,11 @@ class Matrix(NamedTuple):
 
 
 def matrix(x: Tensor) -> Matrix:
-    """x as rows; copied only where its elements or rows are not evenly spread."""
+    """View x as rows of its last dim; x is copied only where one stride cannot describe its rows.
+
+    >>> matrix(torch.zeros(2, 3, 8)[..., :4])[1:]
+    (6, 4, 8)
+    """
     columns = x.shape[-1]
     rows = x.numel() // columns if columns else x.shape[:-1].numel()
     if columns > 1 and x.stride(-1) != 1:
@@ -64,7 +78,7 @@ def matrix(x: Tensor) -> Matrix:
 
 
 class Tiling(NamedTuple):
-    """Blocks and walks over [rows, columns] (walk.cuh): `lanes` walks down, `across` threads of a block side by side."""
+    """A launch over [rows, columns] (walk.cuh): its blocks, its lanes (the row stride), and a block's threads side by side."""
 
     blocks: int
     lanes: int
@@ -72,7 +86,12 @@ class Tiling(NamedTuple):
 
 
 def tiling(launch: Launcher, rows: int, columns: int, width: int, summing: bool = False) -> Tiling:
-    """How threads that take `width` columns each cover a matrix with enough walks to fill the device; no columns, no blocks."""
+    """Cover a matrix by threads of `width` columns each, with enough lanes to fill the device.
+
+    summing : whether each lane writes partial sums, which favours fewer lanes
+
+    A matrix without columns gets 0 blocks.
+    """
     across = 1
     while across < THREADS and across * width < columns:
         across *= 2
@@ -83,6 +102,6 @@ def tiling(launch: Launcher, rows: int, columns: int, width: int, summing: bool 
 
 
 def row_threads(columns: int, dtype: torch.dtype) -> int:
-    """Threads for a block that walks along one row."""
+    """The threads of a block that walks along one row: whole warps, one 16-byte access per thread where they suffice."""
     packs = columns * dtype.itemsize // ACCESS + 1
     return min(THREADS, -(-packs // WARP) * WARP)

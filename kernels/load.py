@@ -1,6 +1,8 @@
-# The CUDA launcher: compiles a family of kernels at its first use by NVRTC through CuPy, which keeps the result on disk, and
-# starts them on torch's current stream, with torch's tensors passed by pointer. Imports launch, rows, streams; CuPy when needed.
-# Next: rows.py, elements.py (what is started), common.cuh (what every kernel shares).
+"""The CUDA launcher: compiles a family of kernels at its first use (NVRTC through CuPy) and launches it on torch's stream.
+
+CuPy caches the compiled code on disk. Tensors are passed by pointer, without a copy.
+"""
+
 from __future__ import annotations
 
 import re
@@ -22,11 +24,11 @@ INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
 KERNEL = re.compile(r"^(?:bias_)?(adamw|dropout|gelu|rotate|swiglu|sum_lanes)|(norm)_|^(row_maximum|cross_entropy)")
 FAMILY = {"rotate": "rotary", "sum_lanes": "columns", "row_maximum": "loss", "cross_entropy": "loss"}
 OPTIONS = ("-std=c++17",)
-MOST_BLOCKS = 2**31 - 1  # of a grid's first dim
+MOST_BLOCKS = 2**31 - 1  # CUDA's limit of a launch grid's first dim
 
 
 def family_of(kernel: str) -> str:
-    """The .cu file, without its ending, that a kernel is in."""
+    """The family of a kernel: the stem of the .cu file that defines it. Raises KeyError for a name of no family."""
     match = KERNEL.search(kernel)
     if match is None:
         raise KeyError(f"no family of kernels has {kernel}; the families are {', '.join(FAMILIES)}.")
@@ -35,7 +37,7 @@ def family_of(kernel: str) -> str:
 
 
 def source(family: str) -> str:
-    """The whole text of a family, its headers in place of their includes: CuPy's cache goes by the text it is given."""
+    """The source text of a family with its headers inlined, since CuPy's cache is keyed by the text alone."""
     placed: set[str] = set()
 
     def place(match: re.Match[str]) -> str:
@@ -52,9 +54,10 @@ def source(family: str) -> str:
 
 
 class CudaLauncher:
-    """Starts kernels on one CUDA device, on the stream that torch has current there; nothing is copied, nothing waits.
+    """Launches kernels on one CUDA device, on torch's current stream there; nothing is copied and the host never waits.
 
-    Raises ImportError, with what to install, where CuPy is missing. The architecture is the device's own.
+    Kernels are compiled for the device's own architecture.
+    Raises ImportError, with what to install, where CuPy is missing; ValueError for a tensor on another device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,18 +81,18 @@ class CudaLauncher:
         return taken_over(self._cupy.cuda, pointer)
 
     def _passed(self, argument: Argument) -> np.generic:
-        """The 8 bytes that a kernel gets: an address, an int64 or a float64."""
+        """The 8 bytes of one kernel argument: an address, an int64 or a float64."""
         if argument is None:
             return np.uint64(0)
         if isinstance(argument, Tensor):
             if argument.device != self.device:
-                raise ValueError(f"a kernel on {self.device} was given a tensor on {argument.device}.")
+                raise ValueError(f"a kernel on {self.device} was given a tensor on {argument.device}; move it first.")
             return np.uint64(argument.data_ptr())
         return np.float64(argument) if isinstance(argument, float) else np.int64(argument)
 
 
 def cupy() -> Any:
-    """CuPy, or ImportError that says what to install."""
+    """Import CuPy; raises ImportError, with what to install, where it is missing."""
     try:
         import cupy as module
     except ImportError as error:
@@ -102,5 +105,5 @@ def cupy() -> Any:
 
 @cache
 def fused(device: torch.device) -> Fused:
-    """The fused kernels on a CUDA device."""
+    """The fused kernels of a CUDA device, one `Fused` per device and process."""
     return Fused(CudaLauncher(device))

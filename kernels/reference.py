@@ -1,7 +1,9 @@
-# The arithmetic between two communications, in plain torch: row statistics, normalisation, activations, rotary positions,
-# cross entropy, dropout, AdamW. What dispatch.py gives tensors on the CPU, and the oracle of the fused kernels.
-# Imports mask, torch. Each function is local; what must be summed over a grid axis is returned for the caller to sum.
-# Next: summa3d/nn/norm.py and loss.py, which put the sums over the axis in between.
+"""The layers' local arithmetic in plain torch: what the host runs, and the oracle of the fused kernels.
+
+Row statistics, normalisation, activations, rotary positions, cross entropy, dropout and AdamW. No function communicates: a
+partial sum over a split dim is returned, or passed to `start_sum`, for the caller to all-reduce.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -16,31 +18,44 @@ from .mask import Mask
 
 
 class Sum(Protocol):
-    """A sum over ranks in flight."""
+    """An all-reduce in flight."""
 
-    def wait(self) -> Tensor: ...
+    def wait(self) -> Tensor:
+        """Wait for the all-reduce and return the sum."""
+        ...
 
 
 StartSum = Callable[[Tensor], Sum]
+"""Starts the all-reduce of row sums over the ranks that hold the other columns of the same rows."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of row sums: float64 for float32 and float64, float32 for 16-bit floats.
 
-    Sums of x and x² in twice the precision of x make E[x²] − E[x]² as accurate as a second pass over centred values, with
-    one message instead of two.
+    With Σx and Σx² in twice the precision of x, E[x²] − E[x]² is as accurate as a second pass over centred values, and takes
+    one all-reduce instead of two.
+
+    >>> wide_dtype(torch.bfloat16)
+    torch.float32
     """
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def norm_sums(x: Tensor) -> Tensor:
-    """Σx and Σx² of each row: [rows, n] → [rows, 2], in `wide_dtype`."""
+    """Σx and Σx² of each row: [rows, n] → [rows, 2], in `wide_dtype`.
+
+    >>> norm_sums(torch.tensor([[1.0, 2.0, 3.0]]))
+    tensor([[ 6., 14.]], dtype=torch.float64)
+    """
     wide = wide_dtype(x.dtype)
     return torch.stack((x.sum(-1, dtype=wide), torch.linalg.vector_norm(x, dim=-1, dtype=wide).square_()), -1)
 
 
 def norm_statistics(sums: Tensor, n: int, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and 1/σ of each row of n elements from its summed Σx, Σx²: [rows, 2] → two [rows, 1]."""
+    """The mean and 1/σ of each row, from its sums Σx and Σx² over all n elements: [rows, 2] → two [rows, 1] in `dtype`.
+
+    eps is added to the variance.
+    """
     mean = sums[..., :1] / n
     variance = (sums[..., 1:] / n - mean * mean).clamp_(min=0)
     return mean.to(dtype), (variance + eps).rsqrt_().to(dtype)
@@ -59,10 +74,10 @@ def layer_norm(x: Tensor, mean: Tensor, inverse: Tensor, gamma: Tensor, beta: Te
 def layer_norm_gradient(
     gradient: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, inverse: Tensor, n: int, start_sum: StartSum
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and of γ and β in [2, columns], those summed over the rows that are here.
+    """The gradient of x, and the gradients of γ and β, [2, columns], summed over the local rows.
 
-    With g = gradient·γ, dx = (g − Σg/n − x̂·Σ(g·x̂)/n)/σ: Σg and Σg·x̂, [rows, 2], are given to `start_sum`, which starts their
-    sum over the ranks that hold the rest of the rows of n elements.
+    With g = gradient·γ, dx = (g − Σg/n − x̂·Σ(g·x̂)/n)/σ. The local sums Σg and Σg·x̂, [rows, 2], go to `start_sum`, which
+    all-reduces them over the ranks that hold the other columns. n is the global row length.
     """
     normal = normalise(x, mean, inverse)
     scaled = gradient * gamma
@@ -79,7 +94,7 @@ def rms_sums(x: Tensor) -> Tensor:
 
 
 def rms_inverse(sums: Tensor, n: int, eps: float, dtype: torch.dtype) -> Tensor:
-    """1/√(Σx²/n + eps) of each row of n elements: [rows, 1]."""
+    """1/√(Σx²/n + eps) of each row, from its sum Σx² over all n elements: [rows, 1] → [rows, 1] in `dtype`."""
     return (sums / n + eps).rsqrt_().to(dtype)
 
 
@@ -91,9 +106,10 @@ def rms_norm(x: Tensor, inverse: Tensor, gamma: Tensor) -> Tensor:
 def rms_norm_gradient(
     gradient: Tensor, x: Tensor, gamma: Tensor, inverse: Tensor, n: int, start_sum: StartSum
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and of γ summed over the rows that are here, [columns].
+    """The gradient of x, and the gradient of γ, [columns], summed over the local rows.
 
-    With x̂ = x/rms and g = gradient·γ, dx = (g − x̂·Σ(g·x̂)/n)/rms; `start_sum` gets Σg·x̂, [rows, 1], as in `layer_norm_gradient`.
+    With x̂ = x/rms and g = gradient·γ, dx = (g − x̂·Σ(g·x̂)/n)/rms. The local sum Σg·x̂, [rows, 1], goes to `start_sum`, as in
+    `layer_norm_gradient`.
     """
     normal = x * inverse
     scaled = gradient * gamma
@@ -103,18 +119,29 @@ def rms_norm_gradient(
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """GELU(x + bias), [rows, n] and [n]; approximate: "tanh" or "none", as torch's."""
+    """GELU(x + bias) for x [rows, n] and bias [n]; `approximate` is "tanh" or "none", as in torch.
+
+    >>> bias_gelu(torch.zeros(1, 2), torch.zeros(2), "tanh")
+    tensor([[0., 0.]])
+    """
     return functional.gelu(x if bias is None else x + bias, approximate=approximate)
 
 
 def bias_gelu_gradient(gradient: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor | None]:
-    """The gradients of x and of bias, the latter summed over the rows that are here."""
+    """The gradients of x and of bias; the gradient of bias is summed over the local rows, and None without a bias."""
     of_x = torch.ops.aten.gelu_backward(gradient, x if bias is None else x + bias, approximate=approximate)
     return of_x, None if bias is None else of_x.flatten(0, -2).sum(0)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tensor:
-    """x [b, heads, s, d] turned by angles [s, d/2], the element i of a head paired with i + d/2; `back`: by −angles."""
+    """Rotate x [b, heads, s, d] by angles whose cosine and sine are [s, d/2]; element i of a head is paired with i + d/2.
+
+    back : rotate by the negative angles, which is the gradient
+
+    >>> quarter = torch.zeros(1, 1), torch.ones(1, 1)
+    >>> rotate(torch.tensor([[[[1.0, 0.0]]]]), *quarter)
+    tensor([[[[0., 1.]]]])
+    """
     first, second = x.chunk(2, -1)
     if back:
         return torch.cat((first * cosine + second * sine, second * cosine - first * sine), -1)
@@ -122,32 +149,42 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tenso
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU(gate) ∘ up."""
+    """SiLU(gate) ∘ up, elementwise."""
     return functional.silu(gate).mul_(up)
 
 
 def swiglu_gradient(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, from gate and up alone: no SiLU is kept. Holds no more than three blocks at once."""
+    """The gradients of gate and up, from gate and up alone, so that forward saves no SiLU. Workspace: at most three blocks."""
     gate_gradient = torch.ops.aten.silu_backward(gradient * up, gate)
     return gate_gradient, functional.silu(gate).mul_(gradient)
 
 
 def loss_input(logits: Tensor) -> Tensor:
-    """Logits in the dtype that the loss and its sums are taken in: at least 32 bits."""
+    """Return the logits in the dtype of the loss: 16-bit logits are widened to float32.
+
+    >>> loss_input(torch.zeros(1, dtype=torch.float16)).dtype
+    torch.float32
+    """
     return logits.float() if logits.dtype.itemsize < 4 else logits
 
 
 def row_maximum(logits: Tensor) -> Tensor:
-    """[rows, n] → [rows]; −∞ where there are no columns."""
+    """The maximum of each row: [rows, n] → [rows]; −∞ where this rank holds no columns."""
     return logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
 
 
 def cross_entropy_sums(logits: Tensor, maximum: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """What a rank that holds columns first… of the logits adds to the loss of each row.
+    """The summands of each row's cross entropy on a rank that holds a block of the vocabulary.
 
-    logits [rows, n], maximum [rows] of whole rows, labels [rows] global (any negative label: none). Returns the values to go
-    on with, here exp(logits − maximum) [rows, n], and in [rows, 2] the sum of these and the label's logit − maximum where it
-    lies here.
+    Parameters
+    ----------
+    logits : [rows, n], the columns first … first + n of the global logits; overwritten
+    maximum : [rows], of whole rows
+    labels : [rows], global; a negative label is not counted
+    first : the global index of the first column
+
+    Returns the values for `cross_entropy_kept`, here exp(logits − maximum) [rows, n], and [rows, 2]: their sum over the local
+    columns, and the label's logit − maximum (0 where another rank holds the label).
     """
     shifted = logits - maximum[:, None]
     column = labels - first
@@ -160,35 +197,47 @@ def cross_entropy_sums(logits: Tensor, maximum: Tensor, labels: Tensor, first: i
 
 
 def cross_entropy_kept(values: Tensor, maximum: Tensor, total: Tensor) -> tuple[Tensor, ...]:
-    """What backward needs of `values` [rows, n] and of whole rows' maxima and sums [rows]: here the softmax, in their place."""
+    """The tensors to keep for backward: here the softmax, computed in place of `values` [rows, n].
+
+    maximum and total : [rows], over whole rows
+    """
     return (values.div_(total[:, None]),)
 
 
 def cross_entropy_gradient(kept: tuple[Tensor, ...], labels: Tensor, first: int, scale: Tensor) -> Tensor:
-    """(softmax − onehot)·scale, scale [rows] (0 where a row has no label); `kept` stays as it is."""
+    """The gradient of the logits: (softmax − onehot)·scale, with scale [rows], 0 where a row has no label.
+
+    `kept` is not changed. `first` is the global index of the first local column.
+    """
     gradient = kept[0].clone()
     column = labels - first
-    rows = ((column >= 0) & (column < gradient.shape[1]) & (labels >= 0)).nonzero()[:, 0]
-    gradient[rows, column[rows]] -= 1
+    if gradient.shape[1]:  # -0 where the label is not here: adding it changes no bit, and nothing depends on values
+        here = (column >= 0) & (column < gradient.shape[1]) & (labels >= 0)
+        onehot = here.to(gradient.dtype).neg_()
+        gradient.scatter_add_(1, column.clamp_(0, gradient.shape[1] - 1)[:, None], onehot[:, None])
     return gradient.mul_(scale[:, None])
 
 
 def dropout_mask(x: Tensor, mask: Mask) -> Tensor:
-    """What both passes over the block x take its mask from: here the mask itself, True where kept, drawn once."""
+    """The mask of the block x, for forward and backward: here a bool tensor, True where an element is kept, drawn once."""
     return mask.draw()
 
 
 def dropout_add(
     x: Tensor, keep: Tensor, probability: float, residual: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """residual + dropout(x + bias): elements that are kept are scaled by 1/(1−p), the others 0."""
+    """residual + dropout(x + bias): kept elements are scaled by 1/(1−p), the others are 0.
+
+    >>> dropout_add(torch.ones(2), torch.tensor([True, False]), 0.5, residual=torch.ones(2))
+    tensor([3., 1.])
+    """
     x = x if bias is None else x + bias
     dropped = torch.where(keep, x * (1 / (1 - probability)), x.new_zeros(()))
     return dropped if residual is None else dropped.add_(residual)
 
 
 def dropout_gradient(gradient: Tensor, keep: Tensor, probability: float, summed: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The gradient of x, and where `summed` that of bias, summed over the rows that are here."""
+    """The gradient of x and, where `summed`, the gradient of bias, summed over the local rows (else None)."""
     of_x = dropout_add(gradient, keep, probability)
     return of_x, of_x.flatten(0, -2).sum(0) if summed else None
 
@@ -205,10 +254,18 @@ def adamw(
     decay: float,
     factor: float = 1.0,
 ) -> None:
-    """A step of AdamW in place, for weight i its steps[i]-th (from 1), by its gradient·factor.
+    """Take one AdamW step in place, with the gradients multiplied by `factor`.
 
-    It calls torch's functional form: building `torch.optim.AdamW` imports torch's compiler, 1.4 s of CPU and 73 MiB on every
-    rank. The gradients may be left multiplied by the factor; those in 16 bits are widened.
+    Parameters
+    ----------
+    weights, gradients : one gradient per weight; 16-bit gradients are widened, others may be left multiplied by `factor`
+    first, second : the moments of each weight
+    steps : the number of this step for each weight, from 1
+    rate, betas, epsilon, decay : of AdamW, as in `torch.optim.AdamW`
+    factor : unscales (loss scaling) and clips the gradients
+
+    It calls torch's functional form, because building `torch.optim.AdamW` imports torch's compiler: 1.4 s of CPU and 73 MiB
+    on every rank.
     """
     widened = [gradient.to(weight.dtype) for gradient, weight in zip(gradients, weights, strict=True)]
     if factor != 1:

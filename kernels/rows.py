@@ -1,6 +1,9 @@
-# Fused kernels with sums along rows, which grid axes may split: layer and root-mean-square norms, cross entropy.
-# Imports elements, launch. Signatures are those of reference.py; what must be summed over an axis is given back for the caller.
-# Next: norm.cu, loss.cu; dispatch.py, which chooses between these and reference.py.
+"""Launches of the row-wise fused kernels, whose rows grid axes may split: layer norm, root-mean-square norm, cross entropy.
+
+Signatures are those of reference.py: a partial sum over a split row is returned, or passed to `start_sum`, for the caller to
+all-reduce.
+"""
+
 from __future__ import annotations
 
 import torch
@@ -12,41 +15,48 @@ from .reference import StartSum, wide_dtype
 
 
 class Fused(Elements):
-    """Every fused kernel, by the name of its reference."""
+    """Every fused kernel, under the name and signature of its reference; the host never waits for the device."""
 
     # -- norms: `name` is layer or rms ---------------------------------------------------------------------------------------
 
     def norm_sums(self, x: Tensor) -> Tensor:
+        """Σx and Σx² of each row; see `reference.norm_sums`."""
         return self._norm_sums("layer", x)
 
     def rms_sums(self, x: Tensor) -> Tensor:
+        """Σx² of each row; see `reference.rms_sums`."""
         return self._norm_sums("rms", x)
 
     def norm_statistics(self, sums: Tensor, n: int, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Mean and 1/σ, [rows, 1] each, in `compute_dtype(dtype)`: 16-bit rows keep statistics of 32."""
+        """The mean and 1/σ, [rows, 1] each, in `compute_dtype(dtype)`: 16-bit rows have float32 statistics."""
         mean, inverse = (self._statistic(sums, dtype) for _ in range(2))
         self._by_rows("layer_norm_statistics", mean.numel(), THREADS, dtype, sums, mean, inverse, float(n), eps)
         return mean, inverse
 
     def rms_inverse(self, sums: Tensor, n: int, eps: float, dtype: torch.dtype) -> Tensor:
+        """1/rms of each row, [rows, 1], in `compute_dtype(dtype)`; see `reference.rms_inverse`."""
         inverse = self._statistic(sums, dtype)
         self._by_rows("rms_norm_statistics", inverse.numel(), THREADS, dtype, sums, None, inverse, float(n), eps)
         return inverse
 
     def layer_norm(self, x: Tensor, mean: Tensor, inverse: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        """γ·x̂ + β; see `reference.layer_norm`."""
         return self._norm("layer", x, mean, inverse, gamma, beta)
 
     def rms_norm(self, x: Tensor, inverse: Tensor, gamma: Tensor) -> Tensor:
+        """γ·x/rms; see `reference.rms_norm`."""
         return self._norm("rms", x, None, inverse, gamma, None)
 
     def layer_norm_gradient(
         self, gradient: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, inverse: Tensor, n: int, start_sum: StartSum
     ) -> tuple[Tensor, Tensor]:
+        """The gradients of x and of γ and β; see `reference.layer_norm_gradient`."""
         return self._norm_gradient("layer", gradient, x, gamma, mean, inverse, n, start_sum)
 
     def rms_norm_gradient(
         self, gradient: Tensor, x: Tensor, gamma: Tensor, inverse: Tensor, n: int, start_sum: StartSum
     ) -> tuple[Tensor, Tensor]:
+        """The gradients of x and of γ; see `reference.rms_norm_gradient`."""
         of_x, vectors = self._norm_gradient("rms", gradient, x, gamma, None, inverse, n, start_sum)
         return of_x, vectors[0]
 
@@ -75,7 +85,7 @@ class Fused(Elements):
         self, name: str, gradient: Tensor, x: Tensor, gamma: Tensor, mean: Tensor | None, inverse: Tensor, n: int,
         start_sum: StartSum,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """x's gradient, and γ's and β's [1 or 2, columns]: both come from one pass, once the rows' sums are there."""
+        """The gradients of x and of γ and β, [1 or 2, columns], both computed in one pass after the all-reduce of row sums."""
         of_y, flat, gamma, terms = matrix(gradient), matrix(x), gamma.contiguous(), 2 if name == "layer" else 1
         sums = torch.empty((*x.shape[:-1], terms), dtype=compute_dtype(x.dtype), device=x.device)
         operands = (of_y.data, flat.data, gamma, mean, inverse)
@@ -91,10 +101,11 @@ class Fused(Elements):
     # -- cross entropy -------------------------------------------------------------------------------------------------------
 
     def loss_input(self, logits: Tensor) -> Tensor:
-        """As they are: 16-bit logits are widened as they are read."""
+        """Return the logits unchanged: the kernels widen 16-bit logits as they read them."""
         return logits
 
     def row_maximum(self, logits: Tensor) -> Tensor:
+        """The maximum of each row, in `compute_dtype`; see `reference.row_maximum`."""
         flat = matrix(logits)
         maximum = torch.empty(flat.rows, dtype=compute_dtype(logits.dtype), device=logits.device)
         threads = row_threads(flat.columns, logits.dtype)
@@ -102,6 +113,7 @@ class Fused(Elements):
         return maximum
 
     def cross_entropy_sums(self, logits: Tensor, maximum: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """The unchanged logits, and each row's local sums [rows, 2]; see `reference.cross_entropy_sums`."""
         flat = matrix(logits)
         sums = torch.empty((flat.rows, 2), dtype=maximum.dtype, device=logits.device)
         self._row_blocks(
@@ -111,19 +123,27 @@ class Fused(Elements):
         return logits, sums
 
     def cross_entropy_kept(self, logits: Tensor, maximum: Tensor, total: Tensor) -> tuple[Tensor, ...]:
-        """The logits and two numbers a row: backward takes the softmax again."""
+        """The logits and two numbers a row: backward recomputes the softmax."""
         return logits, maximum, total.contiguous()
 
     def cross_entropy_gradient(
         self, kept: tuple[Tensor, ...], labels: Tensor, first: int, scale: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        """out : the logits themselves, to be overwritten by their gradient; default a new tensor."""
+        """The gradient of the logits; see `reference.cross_entropy_gradient`.
+
+        out : where to write it, which may be the logits themselves; default a new tensor
+
+        Raises ValueError where `out` has another shape or dtype than the logits, or is not rows of evenly strided elements.
+        """
         logits, maximum, total = kept
         flat = matrix(logits)
         gradient = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
         to = matrix(gradient)
         if gradient.shape != logits.shape or gradient.dtype != logits.dtype or to.data.data_ptr() != gradient.data_ptr():
-            raise ValueError(f"out must be rows of {logits.dtype} {tuple(logits.shape)}; it is {out}.")
+            raise ValueError(
+                f"out must be {logits.dtype} {tuple(logits.shape)} with evenly strided rows; "
+                f"it is {gradient.dtype} {tuple(gradient.shape)} with strides {gradient.stride()}."
+            )
         self._row_blocks(
             "cross_entropy_gradient", row_threads(flat.columns, logits.dtype), logits.dtype, flat.data, maximum, total,
             labels.contiguous(), scale.to(maximum.dtype).contiguous(), gradient, first, flat.stride, to.stride, flat.rows,
@@ -134,13 +154,13 @@ class Fused(Elements):
     # -- launches ------------------------------------------------------------------------------------------------------------
 
     def _row_blocks(self, kernel: str, threads: int, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
-        """Start a kernel that gives each row a block; `arguments` end with rows, columns."""
+        """Launch a kernel with one block per row; `arguments` end with rows, columns."""
         rows = arguments[-2]
         if isinstance(rows, int) and rows:
             self.launch(f"{kernel}_{suffix(dtype)}", min(rows, self.launch.most_blocks), threads, *arguments)
 
     def _by_rows(self, kernel: str, rows: int, threads: int, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
-        """Start a kernel that gives each row a thread."""
+        """Launch a kernel with one thread per row."""
         if rows:
             blocks = min(-(-rows // threads), self.launch.most_blocks)
             self.launch(f"{kernel}_{suffix(dtype)}", blocks, threads, *arguments, rows)

@@ -1,20 +1,21 @@
-# torch's streams, as CuPy takes them over: so that what both queue is in one order. Imports nothing.
-# Next: load.py, ../summa3d/comm/cupy_backend.py, ../summa3d/gemm/cublas.py.
+"""Handing torch's CUDA streams to CuPy, so that the work of both is queued in one order."""
+
 from __future__ import annotations
 
 from typing import Any
 
 
 class TorchStream:
-    """A stream of torch's by CUDA's stream protocol, which torch's own have since 2.10."""
+    """A torch stream under CUDA's stream protocol, which torch's own streams implement since 2.10."""
 
     def __init__(self, pointer: int) -> None:
         self._pointer = pointer
 
     def __cuda_stream__(self) -> tuple[int, int]:
+        """The protocol's version and the stream's address."""
         return 0, self._pointer
 
 
 def taken_over(cuda: Any, pointer: int) -> Any:
-    """CuPy's stream for torch's at `pointer`; `cuda` is `cupy.cuda`."""
+    """CuPy's view of the torch stream at address `pointer`; `cuda` is the module `cupy.cuda`."""
     return cuda.Stream.from_external(TorchStream(pointer))

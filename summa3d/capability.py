@@ -13,7 +13,7 @@ FUTEX = {"x86_64": 202}
 
 
 def available() -> str | None:
-    """The reason why ranks of this node cannot communicate through node memory (`comm.node`); None where they can.
+    """The reason why ranks of this node cannot communicate through node memory (`comm.transport.node`); None where they can.
 
     Raises ConfigError as `forbidden` does.
     """

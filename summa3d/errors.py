@@ -4,6 +4,19 @@ They are raised on every rank alike, before any communication. The message says 
 work.
 """
 
+__all__ = [
+    "AgreementError",
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "GridError",
+    "LaunchError",
+    "LayoutError",
+    "ShapeError",
+    "Summa3dError",
+]
+
 
 class Summa3dError(Exception):
     """Base of all errors that a user can cause and correct; the command line prints the message without a traceback."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import devices
+import hypothesis
 import pytest
 
 pytest_plugins = ("mpiworlds", "pairs")
@@ -18,6 +19,8 @@ def pytest_configure(config: pytest.Config) -> None:
     reason = devices.why_not()
     if reason is not None:
         pytest.exit(reason, returncode=4)
+    hypothesis.settings.register_profile("loaded", deadline=None)  # of a case: other work on this machine may take its time
+    hypothesis.settings.load_profile("loaded")
     if devices.NAME == "cuda":
         config.option.fresh_ranks, config.option.lanes = True, 1  # a fork cannot use a GPU that its parent has looked at
     if devices.NAME == "pretended":

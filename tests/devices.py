@@ -18,7 +18,7 @@ def why_not() -> str | None:
     """Why tests cannot run where SUMMA3D_DEVICE says, in one line."""
     if NAME in ("cpu", "pretended"):
         return None
-    from summa3d.comm.places import requested_device, visible_devices
+    from summa3d.comm.device.select import requested_device, visible_devices
     from summa3d.errors import ConfigError
 
     try:
@@ -36,7 +36,7 @@ def taken(comm: Any, monkeypatch: Any) -> Iterator[None]:
         yield
         return
     if NAME == "cuda":
-        from summa3d.comm.places import take_device
+        from summa3d.comm.device.select import take_device
 
         take_device(comm)
         yield

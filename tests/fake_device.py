@@ -1,5 +1,5 @@
 # A device without a GPU: arrays that the host cannot read, streams that run late, events, poison in freed memory.
-# May import numpy, mpi4py, fake_nccl, fake_cublas; what it offers is named as CuPy's functions and as comm/device.py's Backend.
+# May import numpy, mpi4py, fake_nccl, fake_cublas; what it offers is named as CuPy's functions and as in Backend of comm.
 # Next: comm/test_device.py, which runs the real transports on it.
 """Nothing runs when it is queued. What an event needs runs when somebody waits for it, in an order that the streams allow:
 
@@ -88,7 +88,7 @@ class Device:
         self.host_waits = 0
         self._number = 0
 
-    # -- comm/device.py's Backend ------------------------------------------------------------------------------------------
+    # -- Backend of comm/device/backend.py ---------------------------------------------------------------------------------
 
     @property
     def nccl(self) -> Any:

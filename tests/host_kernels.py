@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -49,14 +50,13 @@ def built() -> dict[str, ctypes.CDLL]:
     texts = "".join(load.source(family) for family in load.FAMILIES) + " ".join(HOST_FLAGS) + str(compiler())
     digest = hashlib.sha256(texts.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"summa3d-kernels-{os.getuid()}-{digest}"
-    if not folder.is_dir():
-        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            build(Path(temporary))
-            shutil.copytree(temporary, f"{temporary}.done")
-            try:
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that ask at once wait for the one that compiles
+        if not folder.is_dir():
+            with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+                build(Path(temporary))
+                shutil.copytree(temporary, f"{temporary}.done")
                 os.rename(f"{temporary}.done", folder)
-            except OSError:  # another process was first
-                shutil.rmtree(f"{temporary}.done")
     return {family: ctypes.CDLL(str(folder / f"{family}.so")) for family in load.FAMILIES}
 
 

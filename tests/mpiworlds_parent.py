@@ -29,6 +29,7 @@ from summa3d.cli.runtime import loaded_runtime
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
+POLL = 0.03  # seconds between two readings of what ranks have written; only ranks that failed wait for one
 PATIENCE = 20.0  # seconds that a world may take to end after its last test
 GRACE = 3.0  # seconds that the other ranks may stay in a test after one has failed in it
 START = 90.0  # seconds for mpiexec, imports and collection, before the first rank enters its first test
@@ -241,7 +242,7 @@ class Lanes:
             for world in list(self.running):
                 self._follow(world)
             self._sweep()
-            time.sleep(0.01)
+            time.sleep(POLL)
         return self.reports.pop(item.nodeid)
 
     def close(self) -> None:

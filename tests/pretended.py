@@ -27,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from summa3d.comm import cupy_backend, places
+from summa3d.comm.device import cupy as cupy_backend
+from summa3d.comm.device import select as places
 from summa3d.gemm.local import cublas
 
 CUDA = torch.device("cuda", 0)

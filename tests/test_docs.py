@@ -21,3 +21,8 @@ def test_the_page_of_models_is_what_the_models_are():
     script = runpy.run_path(str(DOCS / "models.py"))
     assert list(script["NOTES"]) == list(FAMILIES)
     assert script["page"]() == (DOCS / "models.md").read_text(), "run: python docs/models.py > docs/models.md"
+
+
+def test_the_picture_of_the_grid_is_what_the_layouts_are():
+    script = runpy.run_path(str(DOCS / "picture.py"))
+    assert script["page"]() == (DOCS / "grid.svg").read_text(encoding="utf-8"), "run: python docs/picture.py > docs/grid.svg"

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from summa3d.cli.main import COMMANDS
-from summa3d.comm import choice, places
+from summa3d.comm.device import select as places
+from summa3d.comm.transport import select as choice
 from summa3d.train.config import load
 
 ROOT = Path(__file__).parent.parent

@@ -1,11 +1,10 @@
-// AdamW in one pass: the gradient unscaled and clipped, moments and float32 (float64) weights updated, and, where weights have
-// 16-bit copies, those written. G: the gradient's type, K: the copy's. Imports walk.cuh, arithmetic.cuh.
-// Next: arithmetic.cuh (one element's update).
+// AdamW in one pass: unscale and clip the gradient, update the moments and the float32 (float64) weights, and write the weights'
+// 16-bit copies where there are any. G is the gradient's type, K the copy's.
 #include "arithmetic.cuh"
 #include "walk.cuh"
 
 template <class G, class K> struct Update {
-    typedef Compute<G> C;  // of weights and moments too
+    typedef Compute<G> C;  // the type of weights and moments
     static constexpr int N = LANES<K>;
     C *weight, *first, *second;
     const G* gradient;

@@ -1,6 +1,6 @@
-// What is computed of one element, in float or double: activations, rotations, the optimizer. Imports common.cuh.
-// Reference: reference.py, function by function. `fast`: for 16-bit elements, the device's approximate exponential and quotient,
-// whose errors (a few 2⁻²²) are far below the elements' own rounding. Next: gelu.cu.
+// The arithmetic of one element, in float or double: activations, rotations, the optimizer (reference: reference.py).
+// `fast` selects the device's approximate exponential and quotient for 16-bit elements; their errors (a few 2⁻²²) are far below
+// the rounding of a 16-bit element.
 #pragma once
 #include "common.cuh"
 
@@ -50,7 +50,7 @@ template <bool fast, class C> struct ExactGelu {
     }
 };
 
-// One element of AdamW: `weight`, `first` and `second` moment as they are, `gradient` already unscaled and clipped.
+// One element of AdamW, updated in place: weight, first and second moment; `gradient` is already unscaled and clipped.
 template <class C> struct AdamW {
     C kept, beta1, beta2, epsilon, rate, root_correction;  // kept = 1 − rate·decay; rate divided by 1 − β1ᵗ; √(1 − β2ᵗ)
 

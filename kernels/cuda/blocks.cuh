@@ -1,13 +1,13 @@
-// How the threads of a block run: Block is the device's own, or on a host its twin, which runs them one after the other.
-// A kernel is written as phases, `block.each(…)`, between which the block waits; what a thread keeps from one phase to the next
-// is in an Each. Device only: DeviceBlock, its shuffles and shared memory, `__global__`. Imports common.cuh. Next: walk.cuh.
+// How the threads of a block run: DeviceBlock on a device; on a host HostBlock, its twin, which runs the threads one by one.
+// A kernel is a sequence of phases, `block.each(…)`, with a barrier between two phases; a thread's values that outlive a phase
+// are held in an Each. Only DeviceBlock uses what a host lacks: shuffles, shared memory, `__global__`.
 #pragma once
 #include "common.cuh"
 
 enum : int {
     WARP = 32,
     MOST_THREADS = 256,
-    LEAST_BLOCKS = 2,  // on a processor at once: 128 registers a thread, so that none is spilled
+    LEAST_BLOCKS = 2,  // resident blocks per multiprocessor: at most 128 registers a thread, and no kernel spills
     SUMMED_ACROSS = 32  // columns that one block sums over lanes (columns.cu)
 };
 
@@ -19,13 +19,13 @@ struct Add {
     template <class V> SUMMA3D_FUNCTION V operator()(V a, V b) const { return a + b; }
 };
 
-struct Maximum {  // NaN, where there is one
+struct Maximum {  // propagates NaN
     template <class V> SUMMA3D_FUNCTION V operator()(V a, V b) const { return a > b || a != a ? a : b; }
 };
 
 #ifdef __CUDACC__
 struct DeviceBlock {
-    // What this thread keeps.
+    // A thread's value that outlives a phase, in a register.
     template <class V> struct Each {
         V value;
         SUMMA3D_FUNCTION explicit Each(const DeviceBlock&) {}
@@ -38,13 +38,14 @@ struct DeviceBlock {
 
     template <class Phase> SUMMA3D_FUNCTION void each(Phase phase) const { phase(int(threadIdx.x)); }
 
-    // Every thread's values combined, in every thread. Blocks have whole warps. Call it from all threads.
+    // Block-wide reduction: combines every thread's values and returns the result to every thread. All threads must call it;
+    // a block has whole warps.
     template <class Combine, int N, class V> SUMMA3D_FUNCTION Values<N, V> combine(Each<Values<N, V>>& each, V nothing) const {
         __shared__ V warps[N][WARP];
         const Combine both = Combine();
         const int lane = int(threadIdx.x) % WARP, warp = int(threadIdx.x) / WARP;
         Values<N, V> result;
-        __syncthreads();  // the last call's values have been read
+        __syncthreads();  // every thread has read the values of the last call
         SUMMA3D_UNROLL
         for (int i = 0; i < N; ++i) {
             V value = each.value.at[i];
@@ -63,7 +64,7 @@ struct DeviceBlock {
         return result;
     }
 
-    // The sum of the values of threads t, t + across, t + 2·across, …, in thread t < across.
+    // Leaves the sum of the values of threads t, t + across, t + 2·across, … in thread t, for t < across.
     template <class V> SUMMA3D_FUNCTION void sum_down(Each<V>& each, int across) const {
         __shared__ V values[MOST_THREADS];
         __syncthreads();
@@ -101,7 +102,7 @@ struct HostBlock {
         for (int thread = 0; thread < threads_; ++thread) phase(thread);
     }
 
-    // The device's order of combining, step by step.
+    // Reduces a warp in the order of the device's butterfly shuffles.
     template <class Combine, class V> static V combine_warp(const V* values) {
         V now[WARP], next[WARP];
         memcpy(now, values, sizeof now);

@@ -1,6 +1,5 @@
-// The second phase of sums down columns: the lanes' parts added up, as the gradients of biases, γ and β need it.
-// One block for 32 columns of one vector; its threads take every so-manieth lane, then their sums are added.
-// Next: gelu.cu, dropout.cu and norm.cu, which write the parts.
+// The second phase of a sum down columns: adds the lanes' partial sums of the gradients of biases, γ and β. One block adds 32
+// columns of one vector: its threads stride over the lanes, then the block adds its threads' sums.
 #include "walk.cuh"
 
 template <class T, class Block>

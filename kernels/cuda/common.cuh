@@ -1,6 +1,5 @@
-// What every kernel shares: element types, their arithmetic type, conversions, and packs of elements moved 16 bytes at a time.
-// Compiled by nvcc and NVRTC, and as C++ by a host compiler, which runs the very same functions under test.
-// Next: blocks.cuh (how a block's threads run), arithmetic.cuh (what is computed of one element).
+// What every kernel shares: element types, their arithmetic types, conversions, and loads and stores of 16 bytes.
+// Compiled by nvcc and NVRTC, and as C++ by a host compiler, which runs the same functions under test.
 #pragma once
 
 #ifdef __CUDACC__
@@ -28,7 +27,8 @@ struct float16 {
     unsigned short bits;
 };
 
-// Element type T → what it is computed in, what its row sums are taken in (reference.py: wide_dtype), elements of one access.
+// For an element type T: Compute, the type of its arithmetic; Wide, the type of its row sums (wide_dtype in reference.py); LANES,
+// the elements of one 16-byte access.
 template <class T> struct Of;
 template <> struct Of<double> {
     typedef double Compute;
@@ -50,7 +50,7 @@ template <class T> using Compute = typename Of<T>::Compute;
 template <class T> using Wide = typename Of<T>::Wide;
 template <class T> constexpr int LANES = ACCESS / int(sizeof(T));
 
-// Names, as the kernels' suffixes and Python know them.
+// Each element type with the name that ends its kernels' names (suffix in launch.py).
 #define SUMMA3D_FOR_EACH_DTYPE(MAKE) MAKE(double, float64) MAKE(float, float32) MAKE(bfloat16, bfloat16) MAKE(float16, float16)
 
 SUMMA3D_FUNCTION uint32 bits_of(float value) {
@@ -75,7 +75,7 @@ SUMMA3D_FUNCTION float float_of(uint32 bits) {
 
 SUMMA3D_FUNCTION float infinity() { return float_of(0x7f800000); }
 
-// -- 16-bit floats: to nearest, ties to even; subnormals kept; NaN stays NaN -------------------------------------------------
+// -- 16-bit floats: round to nearest, ties to even; subnormals and NaN are preserved ------------------------------------------
 
 SUMMA3D_FUNCTION double widen(double value) { return value; }
 SUMMA3D_FUNCTION float widen(float value) { return value; }
@@ -120,7 +120,7 @@ SUMMA3D_FUNCTION void narrow(float value, float16& out) {
 #endif
 }
 
-// Two at once, where the device has an instruction for it.
+// Rounds two values, with one instruction where the device has it.
 template <class T> SUMMA3D_FUNCTION void narrow_pair(Compute<T> first, Compute<T> second, T* out) {
     narrow(first, out[0]);
     narrow(second, out[1]);
@@ -144,7 +144,7 @@ template <class T> struct alignas(ACCESS) Chunk {
 
 SUMMA3D_FUNCTION bool aligned(const void* address) { return ((uint64)address & (ACCESS - 1)) == 0; }
 
-// The first `count` of N elements from `from`, widened; the others are 0. Any alignment.
+// Loads the first `count` of N elements, widened; sets the others to 0. Any alignment; 16-byte accesses where aligned.
 template <int N, class T> SUMMA3D_FUNCTION void load(Compute<T> (&out)[N], const T* from, int count) {
     static_assert(N % LANES<T> == 0, "whole accesses");
     if (count == N && aligned(from)) {
@@ -160,7 +160,7 @@ template <int N, class T> SUMMA3D_FUNCTION void load(Compute<T> (&out)[N], const
     }
 }
 
-// The first `count` of N values rounded to T, to `to`. Any alignment.
+// Stores the first `count` of N values, rounded to T. Any alignment; 16-byte accesses where aligned.
 template <int N, class T> SUMMA3D_FUNCTION void store(T* to, const Compute<T> (&values)[N], int count) {
     static_assert(N % LANES<T> == 0, "whole accesses");
     if (count == N && aligned(to)) {
@@ -179,8 +179,8 @@ template <int N, class T> SUMMA3D_FUNCTION void store(T* to, const Compute<T> (&
     }
 }
 
-// a / b and a % b of numbers that are not negative. 64-bit division is a call, for which registers would be spilled: numbers
-// that need it, of more than 2³² rows, are divided bit by bit.
+// a / b and a % b for a ≥ 0 and b > 0. The device's 64-bit division is a function call, which would spill registers; so numbers
+// below 2³² are divided in 32 bits, and larger ones bit by bit.
 struct Divided {
     int64 quotient, rest;
 };

@@ -1,17 +1,17 @@
-// y = residual + dropout(x + bias), and backward; the mask is a function of the global element index and is never stored.
-// A thread takes 8 elements at a time, as many as one Philox counter serves.
-// Next: philox.cuh; columns.cu, which adds up the lanes' parts of the bias gradient; norm.cu.
+// Dropout with bias and residual fused, y = residual + dropout(x + bias), and its backward. The mask is a function of the global
+// element index and is never stored. A thread takes 8 elements at a time, as many as one Philox counter serves.
 #include "philox.cuh"
 #include "walk.cuh"
 
-// Where a block's elements lie in the stream of its global tensor: row (i, j, k) of its rows, k fastest of `inner`, j of
-// `middle`, begins at origin + i·strides[0] + j·strides[1] + k·strides[2], and its columns follow one another.
+// Which numbers of the random stream a block's elements take (mask.py). The block's rows have three indices: k < inner (fastest),
+// j < middle, and i. Row (i, j, k) begins at number origin + i·outer_stride + j·middle_stride + k·inner_stride; its columns take
+// consecutive numbers. An element is kept where its number is at least `threshold`.
 struct Mask {
     int64 origin, middle, inner, outer_stride, middle_stride, inner_stride;
     uint64 key0, key1;
     uint32 threshold;
 
-    // Which of the 8 elements from `column` of a row are kept, a bit each.
+    // A bit for each of the 8 elements from `column` of a row: 1 where the element is kept.
     SUMMA3D_FUNCTION uint32 kept(int64 row, int64 column) const {
         const Divided low = divide(row, inner), high = divide(low.quotient, middle);
         const int64 begin = origin + high.quotient * outer_stride + high.rest * middle_stride + low.rest * inner_stride;

@@ -1,6 +1,5 @@
-// y = GELU(x + bias), tanh form and exact, and the gradients of x and bias. Backward computes x + bias again, from x.
-// The bias gradient has two phases: each lane of a walk down the rows leaves its part, and columns.cu adds them up.
-// Next: columns.cu; dropout.cu.
+// GELU with the bias fused, y = GELU(x + bias), in tanh and exact form, and the gradients of x and bias. Backward recomputes
+// x + bias. The bias gradient has two phases: each lane writes its partial sum, and columns.cu adds the lanes.
 #include "arithmetic.cuh"
 #include "walk.cuh"
 
@@ -8,7 +7,7 @@ template <class T, class Gelu> struct BiasGelu {
     static constexpr int N = LANES<T>;
     const T *x, *bias;
     T* y;
-    int64 stride, columns;  // of x's rows; of y's, which are whole
+    int64 stride, columns;  // x's rows are `stride` elements apart; y is contiguous
     Compute<T> b[N];
 
     SUMMA3D_FUNCTION void begin(Place at) { load(b, bias + at.column, bias ? at.count : 0); }

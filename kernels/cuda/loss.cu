@@ -1,6 +1,6 @@
-// Cross entropy over rows of logits of which a grid axis may hold the columns `first` … `first` + columns: a row's maximum, then
-// its sum of exponentials and its label's logit, then the gradient, which may overwrite the logits. In between, sums over ranks.
-// The softmax is never stored. Imports walk.cuh. Next: rotary.cu.
+// Cross entropy over rows of logits whose columns a grid axis may split; this rank holds the columns first … first + columns.
+// Three phases, with an all-reduce after each of the first two: the maximum of a row; its sum of exponentials and its label's
+// logit; the gradient, which may overwrite the logits. The softmax is never stored.
 #include "arithmetic.cuh"
 #include "walk.cuh"
 
@@ -26,7 +26,7 @@ SUMMA3D_FUNCTION void row_maximum(Block& block, const T* logits, Compute<T>* max
     }
 }
 
-// sums[row] = Σ exp(logit − maximum), and the label's logit − maximum where it lies here, else 0.
+// sums[row] = Σ exp(logit − maximum) over the local columns, and the label's logit − maximum (0 where the label is not local).
 template <class T, class Block>
 SUMMA3D_FUNCTION void cross_entropy_sums(
     Block& block, const T* logits, const Compute<T>* maximum, const int64* labels, Compute<T>* sums, int64 first, int64 stride,
@@ -57,7 +57,7 @@ SUMMA3D_FUNCTION void cross_entropy_sums(
     }
 }
 
-// gradient = (exp(logit − maximum)/total − [label])·scale; it may be the logits themselves.
+// gradient = (softmax − onehot)·scale, with softmax = exp(logit − maximum)/total; `gradient` may be the logits themselves.
 template <class T, class Block>
 SUMMA3D_FUNCTION void cross_entropy_gradient(
     Block& block, const T* logits, const Compute<T>* maximum, const Compute<T>* total, const int64* labels,
@@ -66,7 +66,7 @@ SUMMA3D_FUNCTION void cross_entropy_gradient(
     constexpr bool fast = sizeof(T) == 2;
     for (int64 row = block.index(); row < rows; row += block.count()) {
         const Compute<T> most = maximum[row], by = scale[row], inverse = Compute<T>(1) / total[row];
-        const int64 label = labels[row] - first;  // negative, and so no column, where there is none
+        const int64 label = labels[row] - first;  // negative where the row has no label: it equals no column
         walk_row<N>(block, logits + row * stride, columns, [&](int, int64 column, int count) {
             Compute<T> v[N];
             load(v, logits + row * stride + column, count);

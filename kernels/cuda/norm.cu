@@ -1,6 +1,6 @@
-// Layer and root-mean-square normalisation in two phases, so that row sums can be taken over a grid axis in between: sums of a
-// row, then what is computed with them; forward and backward. `centred` is the layer norm, else the root-mean-square norm.
-// γ's and β's gradients come from backward's second phase, which reads the same operands. Next: columns.cu; loss.cu.
+// Layer norm (`centred`) and root-mean-square norm, forward and backward, each in two phases: the sums of a row, then what is
+// computed with them. Between the phases row sums can be all-reduced over a grid axis. The gradients of γ and β come from the
+// second phase of backward, which reads the same operands.
 #include "arithmetic.cuh"
 #include "walk.cuh"
 
@@ -99,8 +99,8 @@ SUMMA3D_FUNCTION void norm_gradient_sums(
     }
 }
 
-// Backward, phase 2: dx = (gγ − Σgγ/n − x̂·Σ(gγ·x̂)/n)/σ with sums over whole rows of n; and the lanes' parts of γ's gradient
-// Σg·x̂ and (centred) β's Σg.
+// Backward, phase 2: dx = (gγ − Σgγ/n − x̂·Σ(gγ·x̂)/n)/σ with sums over whole rows of n elements; and each lane's partial sums of
+// the gradients of γ, Σg·x̂, and (centred) of β, Σg.
 template <class T, bool centred> struct NormGradient {
     static constexpr int N = LANES<T>;
     const T *gradient, *x, *gamma;

@@ -1,6 +1,5 @@
-// Philox4x64-10 and the numbers that a stream's elements get of it: those of numpy, and so of summa3d/nn/random.py, bit for bit.
-// Source: Salmon et al. 2011. Imports common.cuh. Device only: the upper half of a product.
-// Next: dropout.cu.
+// Philox4x64-10, and the random numbers that the elements of a stream take from it: bitwise those of numpy and of
+// summa3d/nn/random.py. Source: Salmon et al. 2011.
 #pragma once
 #include "common.cuh"
 
@@ -31,7 +30,7 @@ SUMMA3D_FUNCTION void philox(uint64 counter, uint64 key0, uint64 key1, uint64 (&
     }
 }
 
-// Bit i tells whether number i of a counter is at least `threshold`.
+// Bit i is 1 where number i of a counter is at least `threshold`.
 SUMMA3D_FUNCTION uint32 kept_of(int64 counter, uint64 key0, uint64 key1, uint32 threshold) {
     uint64 words[4];
     philox(uint64(counter) + 1, key0, key1, words);
@@ -44,7 +43,7 @@ SUMMA3D_FUNCTION uint32 kept_of(int64 counter, uint64 key0, uint64 key1, uint32 
     return kept;
 }
 
-// Bit i < 8 tells whether element `first` + i of the stream is kept. One counter where `first` is a multiple of 8, else two.
+// Bit i < 8 is 1 where element `first` + i of the stream is kept. Takes one counter where `first` is a multiple of 8, else two.
 SUMMA3D_FUNCTION uint32 kept_from(int64 first, uint64 key0, uint64 key1, uint32 threshold) {
     const int skip = int(first % NUMBERS);
     uint32 kept = kept_of(first / NUMBERS, key0, key1, threshold) >> skip;

@@ -1,6 +1,5 @@
-// Rotary positions: the elements i and i + d/2 of each head turned by their position's angle; backward turns the other way.
-// x is [b, heads, s, d] with any strides but the last; y is whole. Imports walk.cuh.
-// Next: swiglu.cu.
+// Rotary positions: rotates the elements i and i + d/2 of each head by the angle of their position; backward by its negative.
+// x is [b, heads, s, d] with unit stride in d and any outer strides; y is contiguous.
 #include "walk.cuh"
 
 template <class T> struct Rotate {

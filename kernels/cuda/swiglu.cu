@@ -1,6 +1,4 @@
-// SwiGLU: y = SiLU(gate)·up, and the gradients of both, from gate and up alone. gate and up may be columns of one matrix.
-// Imports walk.cuh, arithmetic.cuh.
-// Next: adamw.cu.
+// SwiGLU, y = SiLU(gate)·up, and the gradients of both from gate and up alone. gate and up may be columns of one matrix.
 #include "arithmetic.cuh"
 #include "walk.cuh"
 

@@ -1,21 +1,22 @@
-// Two ways over [rows, columns]: by tiles, for what is computed element by element, and row by row, for what is summed over rows.
-// Tiles: a thread keeps its columns and takes every lanes-th row, so a column's bias is read once and its gradient summed in
-// registers. Indices have 64 bits; blocks take tiles or rows in turn, so any grid size is right. Imports blocks.cuh. Next: *.cu.
+// Two grid-stride loops over [rows, columns]: by tiles for element-wise kernels, row by row for kernels that sum along rows.
+// By tiles, a thread keeps its columns and takes every lanes-th row: a column's bias is read once, and its gradient is summed in
+// registers. Indices have 64 bits, and any number of blocks is correct.
 #pragma once
 #include "blocks.cuh"
 
-// across: threads of a block side by side, a divisor of its threads. lanes: walks down the columns, a multiple of threads/across.
+// across: the threads of a block side by side, a divisor of its threads. lanes: the stride of a thread's rows, a multiple of
+// threads/across.
 struct Tiles {
     int64 rows, columns, lanes, across;
 };
 
-// Where a walk is. count: how many of its pack's elements exist.
+// The position of a thread: its lane, its first column, and `count`, how many of its N columns exist.
 struct Place {
     int64 lane, column;
     int count;
 };
 
-// Runs a copy of `walk` down every lane of every N columns: begin(place), row(place, r) for each of the lane's rows, end(place).
+// Runs a copy of `walk` for every lane of every N columns: begin(place), row(place, r) for each of the lane's rows, end(place).
 template <class Walk, class Block> SUMMA3D_FUNCTION void walk_tiles(Block& block, Tiles tiles, const Walk& walk) {
     block.each([&](int thread) {
         const int across = int(tiles.across), right = thread % across, below = thread / across;
@@ -34,8 +35,8 @@ template <class Walk, class Block> SUMMA3D_FUNCTION void walk_tiles(Block& block
     });
 }
 
-// Calls visit(thread, column, count) for the packs of one row. A row that begins between two accesses, at `row`, begins with a
-// part of a pack, so that all others are aligned.
+// Calls visit(thread, column, count) for each run of at most N columns of one row. Where the address `row` is not 16-byte
+// aligned, the first run is shorter, so that all others are aligned.
 template <int N, class T, class Block, class Visit>
 SUMMA3D_FUNCTION void walk_row(Block& block, const T* row, int64 columns, Visit visit) {
     const int64 skew = int64(((uint64)row % ACCESS) / sizeof(T));

@@ -1,6 +1,8 @@
-# Weights gathered ahead of the layers that use them, in the order in which they were last used. Needs torch.
-# Imports comm. A pass is one forward of a module that is followed, or one backward with what it computes again.
-# Next: products.py, whose gathers come through here; nn/body.py, which has its forward followed.
+"""Prefetch of gathered weights: all-gathers in flight ahead of the layers that use them, in the recorded order of use.
+
+A pass is one forward of a followed module, or one backward together with the forwards that it recomputes.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -17,10 +19,21 @@ Stamp = tuple[tuple[Any, ...], ...]
 
 
 class Source:
-    """Where the B of one layer's products comes from.
+    """Where the prefetch finds the weight block B of one layer's products.
 
-    parts : the tensors that the layer finds at the time. make : B's block from them.
-    What backward gathers is what forward found and saved: it is remembered until backward has gathered it, or has ended.
+    Parameters
+    ----------
+    ahead : the prefetch of the model
+    parts : returns the parameters that the layer uses at the time of the call
+    make : computes B's block from those parameters
+
+    Attributes
+    ----------
+    found : the parameters that the last forward used; a recomputation prefetches from them
+    saved : B's block as forward saved it for backward
+    start : starts the all-gather of a block of B
+
+    `found` and `saved` are held until backward has gathered them, or has ended.
     """
 
     def __init__(self, ahead: Ahead, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor]) -> None:
@@ -30,37 +43,39 @@ class Source:
         self.saved: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Source:
-        """A copied layer's source: it asks the copy for its weights, and has found none yet."""
+        """Return the source of a copied layer: it reads the copy's parameters and holds no tensor yet."""
         copied = memo[id(self)] = copy.copy(self)
         copied.ahead, copied.parts, copied.make = copy.deepcopy((self.ahead, self.parts, self.make), memo)
         copied.start = copied.found = copied.saved = None
         return copied
 
     def forget(self) -> None:
-        """Hold no tensor any longer."""
+        """Release the tensors of the last forward."""
         self.found = self.saved = None
 
 
 class Use(NamedTuple):
-    """A gather of a pass: of whose B, and for the product itself or for its gradient."""
+    """One all-gather of a pass: whose B it gathers, and whether for the product (`forward`) or for its gradient."""
 
     source: Source
     forward: bool
 
 
 class _Flight(NamedTuple):
+    """An all-gather in flight: its use, the version of what it gathers, and the pending result."""
+
     use: Use
     stamp: Stamp
     pending: Pending
 
 
 def _stamp(tensors: Sequence[Tensor]) -> Stamp:
-    """What tells the values of tensors from others, as long as somebody holds these."""
+    """Identify the values of `tensors` by storage, offset and version; valid while the tensors are alive."""
     return tuple((tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor._version) for tensor in tensors)
 
 
 class _Pass:
-    """The gathers of one pass so far, those that the last pass of its kind had, and those that are in flight."""
+    """The all-gathers of one pass: those seen so far, those expected from the last pass of its kind, those in flight."""
 
     def __init__(self, expected: list[Use], depth: int, backward: bool) -> None:
         self.expected, self.depth, self.backward = expected, depth, backward
@@ -68,13 +83,13 @@ class _Pass:
         self._flying: deque[_Flight] = deque()
 
     def gather(self, use: Use, b: Tensor, start: Callable[[Tensor], Pending]) -> Tensor:
-        """B gathered for `use`, by what is in flight or now; what comes next is in flight when this returns."""
+        """Return B gathered for `use`, from the prefetch if it matches, else by a new all-gather; start the next prefetches."""
         stamp = _stamp(use.source.parts() if use.forward else (b,))
         flight = self._flying.popleft() if self._flying else None
         if len(self.seen) >= len(self.expected) or self.expected[len(self.seen)] != use:
-            self.expected = []  # another order than the last time
+            self.expected = []  # the order of use has changed since the last pass
         if flight is not None and (flight.use != use or flight.stamp != stamp):
-            self.expected = []  # ... or other weights
+            self.expected = []  # the prefetched weight is not the one used
             self._flying.appendleft(flight)
             self.land()
             flight = None
@@ -86,7 +101,7 @@ class _Pass:
         return gathered
 
     def start_ahead(self) -> None:
-        """Start the gathers that are expected next, up to the depth."""
+        """Start the expected next all-gathers until `depth` are in flight."""
         first = len(self.seen)
         for use in self.expected[first + len(self._flying) : first + self.depth]:
             flight = self._started(use)
@@ -95,7 +110,7 @@ class _Pass:
             self._flying.append(flight)
 
     def _started(self, use: Use) -> _Flight | None:
-        """The gather of `use` in flight; None where what it gathers is not known yet."""
+        """Start the all-gather of `use`; return None where its operand is not known yet."""
         source = use.source
         with torch.no_grad():
             if use.forward:
@@ -109,19 +124,21 @@ class _Pass:
         return _Flight(use, _stamp(parts), source.start(operand.detach()))
 
     def land(self) -> None:
-        """Complete what is in flight and was not used: every member started it."""
+        """Wait for the unused prefetches: every member of the axis started them, so every member must complete them."""
         while self._flying:
             self._flying.popleft().pending.wait()
 
 
 class Ahead:
-    """Up to `depth` gathers of weights in flight ahead of the layers that use them; of one grid, all members alike.
+    """Prefetch of gathered weights: up to `depth` all-gathers in flight ahead of the layers that use them.
 
-    The order of use is recorded: a forward of the module that `follow` was given goes by the last one, a backward by the last
-    backward, in which stretches that are computed again have their place. The first of each kind gathers nothing ahead. Where a
-    pass takes another way than the last one, what is in flight is completed and dropped, its words counted, and the rest of
-    the pass gathers nothing ahead. Nothing is in flight between passes, in which weights may change.
-    Holds depth gathered weights beside the one in use.
+    All ranks of the grid use it alike, in the same order. A forward of a followed module prefetches in the order of the last
+    forward; a backward prefetches in the order of the last backward, which includes the layers that it recomputes. The first
+    pass of each kind prefetches nothing. If a pass leaves the recorded order, the prefetches in flight are completed and
+    dropped (their words are counted), and the rest of the pass prefetches nothing. Nothing is in flight between passes, so
+    weights may change there.
+
+    Memory: `depth` gathered weights beside the one in use.
     """
 
     def __init__(self, depth: int) -> None:
@@ -133,22 +150,27 @@ class Ahead:
         self._order: dict[bool, list[Use]] = {}
 
     def follow(self, module: nn.Module) -> None:
-        """From now on each forward of `module` is a pass. A followed module inside another is part of the other's."""
+        """Make each forward of `module` a pass. A followed module inside another one is part of the outer pass."""
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ahead:
-        """A copied model's own: nothing in flight, no order recorded yet. The hooks of `follow` are copied with the module."""
+        """Return the prefetch of a copied model: nothing in flight, no order recorded. Torch copies the hooks of `follow`."""
         return Ahead(self.depth)
 
     def forget(self) -> None:
-        """Record the order of use anew, where it is known to change."""
+        """Drop the recorded order of use; call it when the order is about to change."""
         self._order.clear()
 
     def gather(self, source: Source, forward: bool, b: Tensor, start: Callable[[Tensor], Pending]) -> Tensor | None:
-        """B gathered, into memory of its own; None outside of a pass.
+        """Return B gathered, in a new buffer; None outside a pass.
 
-        forward : whether for the product itself; otherwise for its gradient. start : starts the gather of a block of B.
+        Parameters
+        ----------
+        source : the layer's source
+        forward : True for the product itself, False for its gradient
+        b : this rank's block of B
+        start : starts the all-gather of a block of B
         """
         source.start = start
         current = self._current()
@@ -161,7 +183,7 @@ class Ahead:
     def _current(self) -> _Pass | None:
         if torch._C._current_graph_task_id() < 0:
             return self._forward
-        if self._backward is None:  # the first gather of a backward is outside of the graphs that it computes again
+        if self._backward is None:  # a backward's first gather comes before any recomputed graph runs
             self._backward = _Pass(self._order.get(True, []), self.depth, True)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
@@ -171,7 +193,7 @@ class Ahead:
         self._inside += 1
         if self._inside > 1:
             return
-        if self._backward is not None:  # of a backward that failed
+        if self._backward is not None:  # a failed backward left it
             self._backward.land()
             self._backward = None
         self._records_gradient = torch.is_grad_enabled()

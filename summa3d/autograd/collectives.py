@@ -1,6 +1,7 @@
-"""Conjugate pairs of collectives as torch functions: what one does forward, its partner does to the gradient.
+"""Conjugate pairs of collectives as autograd functions: all-gather with reduce-scatter, all-reduce with identity.
 
-Each backward is its partner applied to the gradient, so that gradients have gradients too (create_graph=True).
+`sum_gradient` is Megatron's f (identity forward, all-reduce backward), `all_reduce` is Megatron's g (all-reduce forward,
+identity backward). Each backward applies the conjugate function, so gradients have gradients too (create_graph=True).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 
 
 class _Gather(torch.autograd.Function):
@@ -72,7 +73,7 @@ class _ScatterFrom(torch.autograd.Function):
 
 
 class _GatherTo(torch.autograd.Function):
-    """The rows `sizes` that the members hold, joined on `root`; zeros of that shape elsewhere."""
+    """Gather the members' rows on `root`; the other members get zeros of the joined shape."""
 
     @staticmethod
     def forward(ctx: Any, block: Tensor, axis: Axis, root: int, sizes: Sequence[int]) -> Tensor:
@@ -98,7 +99,7 @@ class _BroadcastFrom(torch.autograd.Function):
 
 
 class _ReduceTo(torch.autograd.Function):
-    """The sum of the members' tensors on `root`; elsewhere a tensor without elements, of the shape `block`."""
+    """Sum the members' tensors on `root`; the other members get an empty tensor of the shape `block`."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, axis: Axis, root: int, block: Sequence[int]) -> Tensor:
@@ -112,40 +113,66 @@ class _ReduceTo(torch.autograd.Function):
 
 
 def _only(member: int, count: int, size: int) -> list[int]:
+    """Counts for `size` members: `count` for `member`, 0 for the others."""
     return [count if index == member else 0 for index in range(size)]
 
 
 def all_gather(block: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Gather along `axis`; the gradient is summed and scattered back. Words n − n_r forward, (g−1)·n_r backward."""
+    """All-gather the blocks along `axis`; backward is the reduce-scatter of the gradient.
+
+    Parameters
+    ----------
+    block : this rank's block, of `sizes[axis.index]` along `dim`
+    sizes : the extents of all members' blocks along `dim`
+
+    Returns the whole tensor. Words on rank r of g: n − n_r forward, (g−1)·n_r backward (n elements, n_r of them its own).
+    """
     return block if axis.size == 1 else _Gather.apply(block, axis, dim, sizes)
 
 
 def reduce_scatter(partial: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Sum along `axis` and scatter; the gradient is gathered. Words (g−1)·n_r forward, n − n_r backward."""
+    """Reduce-scatter `partial` along `axis`; backward is the all-gather of the gradient.
+
+    Parameters
+    ----------
+    partial : this rank's summand of the whole tensor
+    sizes : the extents of all members' blocks of the sum along `dim`
+
+    Returns this rank's block of the sum. Words on rank r of g: (g−1)·n_r forward, n − n_r backward.
+    """
     return partial if axis.size == 1 else _Scatter.apply(partial, axis, dim, sizes)
 
 
 def sum_gradient(value: Tensor, axis: Axis) -> Tensor:
-    """`value` itself, equal on the ranks of `axis`, each of which uses it for other rows: its gradient is summed over them."""
+    """Return `value`; backward all-reduces its gradient over `axis` (Megatron's f).
+
+    For a value that is equal on the members of `axis`, each of which applies it to other rows. Words: 0 forward; backward
+    those of `all_reduce` forward.
+    """
     return value if axis.size == 1 else _SumGradient.apply(value, axis)
 
 
 def all_reduce(partial: Tensor, axis: Axis) -> Tensor:
-    """Sum along `axis`, each of whose members uses the sum alike: the gradient is theirs as it is. Words n + (g−2)·n_r; 0."""
+    """All-reduce `partial` along `axis`; backward is the identity (Megatron's g).
+
+    Every member uses the sum alike, so every member already holds the gradient. Words on rank r of g: n + (g−2)·n_r forward,
+    0 backward.
+    """
     return partial if axis.size == 1 else _Sum.apply(partial, axis)
 
 
 def scatter_from(whole: Tensor, axis: Axis, root: int, sizes: Sequence[int]) -> Tensor:
-    """Rows `sizes` of what member `root` holds, one part to each; the others' `whole` counts for its shape only.
+    """Scatter the rows of member `root`, `sizes[r]` of them to member r; backward gathers the gradient on the root.
 
-    Words n_r from another member, and backward on the root n − n_r.
+    `whole` is the tensor on the root; on the other members only its shape matters. Words: n_r on each other member forward,
+    n − n_r on the root backward.
     """
     return whole if axis.size == 1 else _ScatterFrom.apply(whole, axis, root, sizes)
 
 
 def broadcast_from(block: Tensor, axis: Axis, root: int, shape: Sequence[int]) -> Tensor:
-    """What member `root` holds, of `shape`, on all members, the others' blocks being empty; its gradient is summed onto the root.
+    """Broadcast the block of member `root`, of `shape`, along `axis`; backward reduces the gradient to the root.
 
-    Words n on the others; backward (g−1)·n_r.
+    The other members pass an empty block. Words: n on each other member forward; (g−1)·n_r backward.
     """
     return block if axis.size == 1 else _BroadcastFrom.apply(block, axis, root, shape)

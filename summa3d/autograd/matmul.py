@@ -1,6 +1,5 @@
-# A distributed product as a torch function: forward, and backward with the gradients' sums in flight. Needs torch.
-# dA's sum over ranks is in flight while dB is computed; what both need of dC is made once.
-# Next: products.py (the products and their gradients), nn/linear.py, which is this with parameters.
+"""The distributed product as an autograd function, whose backward overlaps the sums of the gradients with arithmetic."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -45,22 +44,22 @@ class _Matmul(torch.autograd.Function):
 
 
 def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -> Tensor:
-    """C = op(A)·op(B) + bias with gradients, on this rank's blocks.
+    """Compute C = op(A)·op(B) + bias with gradients, on this rank's blocks.
 
     Parameters
     ----------
-    a : A's block, its rows possibly as several leading dims ([b, s, k] for [b·s, k])
-    b : B's block
-    product : a plan bound to a grid with its gradients (`product(plan, grid)`), what to keep for backward, and what may be in
-        flight
-    bias : the block of n that C's columns need, equal on the ranks of `product.rows`, or None
+    a : this rank's block of A; its rows may be several leading dims ([b, s, k] for [b·s, k])
+    b : this rank's block of B
+    product : a plan bound to a grid (`product(plan, grid)`); it says what backward keeps and what may be in flight
+    bias : this rank's block of the bias, along C's columns and equal on the ranks of `product.rows`; or None
 
-    Returns C's block, with A's trailing row dims.
-    Moves what the plan's algorithm does, and backward the same algorithm's products for dA and dB; of the cuboid, forward
-    [(Y−1)mk + (X−1)kn + (Z−1)mn]/P, backward [(Z−1)mn + (Y−1)mk + (X−1)kn]/P, and with regather [(Y−1)mk + (X−1)kn]/P more
-    (`nn.volume` has each algorithm's). A bias gradient is one all-reduce over `product.rows`.
-    Memory kept: both shards, or of the cuboid with regather=False both gathered operands.
-    Source: the closed set of Bian et al. 2021, Algorithms 2, 4, 6 (with 6 read as AᵀB).
+    Returns this rank's block of C, with the leading dims of `a`.
+
+    Words forward: those of the plan's algorithm; backward: those of the same algorithm's products for dA and dB. For the
+    cuboid, mean per rank: forward [(Y−1)mk + (X−1)kn + (Z−1)mn]/P, backward [(Z−1)mn + (Y−1)mk + (X−1)kn]/P, and with regather
+    [(Y−1)mk + (X−1)kn]/P more. The bias gradient is one all-reduce over `product.rows`.
+    Memory kept for backward: both shards; for the cuboid with regather=False, both gathered operands.
+    Source: Bian et al. 2021, Algorithms 2, 4 and 6, a closed set (with 6 read as AᵀB).
     """
     if torch.is_grad_enabled() and product.source is not None:
         product.source.saved = b.detach()

@@ -1,6 +1,8 @@
-# Products bound to a grid together with their gradients, each callable alone. Imports comm, gemm; needs torch.
-# The set is closed: every gradient of NN, NT, TN, TT is again a product of the same algorithm, on the layouts that are there.
-# Next: matmul.py, which makes of one a torch function; nn/schemes.py, which chooses it.
+"""Products bound to a grid together with their gradients, each gradient callable alone.
+
+The set is closed: every gradient of NN, NT, TN and TT is a product of the same algorithm on the layouts at hand.
+"""
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -10,7 +12,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..comm.grid import Grid
 from ..comm.pending import Pending, completed
 from ..errors import ShapeError
@@ -37,46 +39,50 @@ class Flights:
 
 
 class Product(ABC):
-    """C = op(A)·op(B) (+ bias) on a grid, and its gradients, each callable alone.
+    """C = op(A)·op(B) (+ bias) on a grid, with its gradients, each callable alone.
 
-    plan : sizes and layouts. rows : the plane of axes that split C's rows: over it a bias gradient is summed; None, no bias.
-    flights : what may be in flight, as far as the algorithm starts it.
-    Raises ShapeError for a form without gradient here.
+    Parameters
+    ----------
+    plan : the sizes and layouts of the product
+    rows : the plane of axes that split C's rows, over which a bias gradient is summed; None for a product without bias
+    flights : what may be in flight, as far as the algorithm supports it
+
+    Raises ShapeError for a form whose gradients are not supported.
     """
 
     def __init__(self, plan: ProductPlan, rows: Axis | None = None, flights: Flights = Flights()) -> None:
         if plan.form not in GRADIENTS:
-            raise ShapeError(f"form {plan.form!r} has no gradient here. Forms that have: {', '.join(GRADIENTS)}.")
+            raise ShapeError(f"matmul has no gradient for form {plan.form!r}; forms with gradients: {', '.join(GRADIENTS)}.")
         self.plan, self.rows, self.flights = plan, rows, flights
         self.of_a, self.of_b = GRADIENTS[plan.form]
 
     @abstractmethod
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """C's block, and the operands to keep for the gradients."""
+        """Return this rank's block of C, and the two operands to keep for the gradients."""
 
     @property
     def source(self) -> Source | None:
-        """Where the B comes from that backward gathers again, ahead; None where it gathers none, or none ahead."""
+        """The source from which backward prefetches B; None where backward does not gather B, or does not prefetch it."""
         return None
 
     def share(self, c: Tensor) -> Tensor:
-        """What both gradients take of dC, made once: dC as it is, or gathered."""
+        """Return what both gradients need of dC, computed once: this rank's block, or the gathered dC."""
         return c
 
     @abstractmethod
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
-        """Start dA from the shared dC and B as kept; what sums it over ranks is in flight when this returns, where it can be."""
+        """Start dA from the shared dC and the kept B; its sum over ranks may be in flight when this returns."""
 
     @abstractmethod
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
-        """Start dB from the shared dC and A as kept."""
+        """Start dB from the shared dC and the kept A; its sum over ranks may be in flight when this returns."""
 
 
 class Gathered(Product):
-    """The cuboid's: operands gathered, the product, and a scatter; dC is gathered once for both gradients.
+    """The cuboid product: all-gather A and B, multiply, reduce-scatter C; both gradients share one all-gather of dC.
 
-    `regather` keeps only the shards for backward and gathers them again: memory 1/P. Without it the gathered operands
-    are kept: fewer words.
+    With `regather`, backward keeps the shards and gathers them again: 1/P of the memory. Without it, backward keeps the
+    gathered operands: fewer words.
     """
 
     def __init__(self, cuboid: Cuboid, regather: bool = True, rows: Axis | None = None, flights: Flights = Flights()) -> None:
@@ -84,18 +90,20 @@ class Gathered(Product):
         self.cuboid, self.regather = cuboid, regather
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return C's block, and the shards or (without `regather`) the gathered operands."""
         self.cuboid.check(a, b)
-        view = self.regather  # what is kept for backward must be a copy
+        view = self.regather  # operands that backward keeps must be copies, not views of a slot
         gathered = self.cuboid.gather_a(a, view), self._gathered_b(b, view, forward=True)
         partial, kept = self.cuboid.multiply(*gathered), (a, b) if self.regather else gathered
-        del gathered  # before what the sum needs is there
+        del gathered  # before the reduce-scatter allocates
         return self.cuboid.scatter_c(partial), kept
 
     def share(self, c: Tensor) -> Tensor:
+        """Return dC gathered along z; a view is valid until the next collective on z."""
         return self.cuboid.gather_c(c, view=True)
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
-        """The scatter along y is in flight when this returns."""
+        """Start dA; the reduce-scatter along y is in flight when this returns."""
         if self.regather:
             b = self._gathered_b(b, view=True, forward=False)
         partial = local(self.cuboid.workspace, self.of_a, shared, b, self.cuboid.summand_buffer("a", shared))
@@ -103,7 +111,7 @@ class Gathered(Product):
         return self.cuboid.start_scatter_a(partial)
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
-        """The scatter along x is in flight when this returns."""
+        """Start dB; the reduce-scatter along x is in flight when this returns."""
         if self.regather:
             a = self.cuboid.gather_a(a, view=True)
         partial = local(self.cuboid.workspace, self.of_b, shared, a, self.cuboid.summand_buffer("b", shared))
@@ -112,10 +120,11 @@ class Gathered(Product):
 
     @property
     def source(self) -> Source | None:
+        """The source of B, where x splits B and backward gathers B again."""
         return self.flights.source if self.cuboid.x.size > 1 and self.regather else None
 
     def _gathered_b(self, b: Tensor, view: bool, forward: bool) -> Tensor:
-        """B gathered along x, ahead of now if it could be: into memory of its own then, as a view ends with what comes next."""
+        """Return B gathered along x, prefetched where possible; a prefetched B has a buffer of its own, never a view."""
         source = self.flights.source
         if source is None or self.cuboid.x.size == 1:
             return self.cuboid.gather_b(b, view)
@@ -124,30 +133,32 @@ class Gathered(Product):
 
 
 class Line(Product):
-    """The two 1-D products, by columns and by rows: blocks as they lie; an inner dim that the axis splits is all-reduced.
+    """The two 1-D products of Megatron, column-parallel (n split) and row-parallel (k split); nothing is gathered.
 
-    By columns (n split) that is dA's, by rows (k split) C's; dB's never. Nothing is gathered, so there is nothing to gather
-    again. The sequence-parallel pair is the cuboid of 1×t×1.
+    The row-parallel product all-reduces C (Megatron's g); the column-parallel product all-reduces dA in backward (Megatron's
+    f). dB needs no sum. The sequence-parallel pair is the cuboid of 1×t×1.
     """
 
     def __init__(self, plan: OnedPlan, grid: Grid, rows: Axis | None = None, flights: Flights = Flights()) -> None:
         super().__init__(plan, rows, flights)
         if plan.sequence:
-            raise ShapeError("A sequence-parallel 1-D product has its gradients as the cuboid of 1×t×1: take a CuboidPlan.")
+            raise ShapeError("A sequence-parallel 1-D plan has no gradients; a CuboidPlan on a grid of 1×t×1 has them.")
         self.executor = algorithm_of(plan).executor(plan, grid)
         self.axis = grid[plan.y]
         self.split = plan.split_dim
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return C's block, all-reduced along y where y splits k, and both shards."""
         self.executor.check(a, b)
         c = self.executor.workspace.multiply(a, b, self.plan.form)
         return self.axis.all_reduce(c, into=c) if self.split == "k" else c, (a, b)
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
-        """The sum along y, if there is one, is in flight when this returns."""
+        """Start dA; the all-reduce along y, where there is one, is in flight when this returns."""
         return self._start_sum(local(self.executor.workspace, self.of_a, shared, b), self.of_a.inner)
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+        """Return dB, which needs no sum."""
         return self._start_sum(local(self.executor.workspace, self.of_b, shared, a), self.of_b.inner)
 
     def _start_sum(self, partial: Tensor, inner: str) -> Pending:
@@ -155,10 +166,10 @@ class Line(Product):
 
 
 class Executed(Product):
-    """Any algorithm whose gradients are products of its own: SUMMA, Tesseract, Agarwal's. The shards are kept, and nothing else.
+    """A product whose gradients are products of the same algorithm: SUMMA, Tesseract, Agarwal. Backward keeps the shards only.
 
-    `workspace` may be shared by any number of products of one grid: each is complete when it returns.
-    Raises ShapeError where the set does not close: a gradient would not lie as the operand does.
+    `workspace` may be shared by any number of products of one grid: each product is complete when it returns.
+    Raises ShapeError where the set is not closed: a gradient would not have its operand's layout.
     """
 
     def __init__(self, plan: ProductPlan, grid: Grid, rows: Axis | None = None, workspace: Workspace | None = None) -> None:
@@ -179,14 +190,15 @@ class Executed(Product):
         return algorithm_of(plan).executor(plan, self.grid, self.workspace)
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return C's block and both shards."""
         return self._executor.run(a, b), (a, b)
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
-        """Complete when this returns: the algorithm sums as it goes."""
+        """Return dA, complete: the algorithm sums as it goes."""
         return completed(self._grad_a.run(*self.of_a.ordered(shared, b)))
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
-        """Complete when this returns."""
+        """Return dB, complete: the algorithm sums as it goes."""
         return completed(self._grad_b.run(*self.of_b.ordered(shared, a)))
 
 
@@ -198,9 +210,16 @@ def product(
     workspace: Workspace | None = None,
     flights: Flights = Flights(),
 ) -> Product:
-    """The product of `plan` on `grid` with its gradients, whatever the algorithm.
+    """Bind `plan` to `grid` as a product with gradients, whatever its algorithm.
 
-    `regather` matters to those that gather, `flights` to those that start what they wait for afterwards.
+    Parameters
+    ----------
+    regather : whether backward gathers the operands again instead of keeping them gathered; read by the cuboid
+    rows : the plane over which a bias gradient is summed; None for a product without bias
+    workspace : the workspace to share; read by the algorithms whose gradients are products (`Executed`)
+    flights : what may be in flight; read by the cuboid and the 1-D products
+
+    Raises ShapeError for a form or plan without gradients.
     """
     return PRODUCTS[algorithm_of(plan).gradients](plan, grid, regather, rows, workspace, flights)
 
@@ -213,5 +232,5 @@ PRODUCTS: dict[Gradients, Callable[..., Product]] = {
 
 
 def local(workspace: Workspace, gradient: Gradient, c: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
-    """A gradient's product on this rank, in `out` if given."""
+    """Multiply the local operands of `gradient` on this rank, into `out` if given."""
     return workspace.multiply(*gradient.ordered(c, other), gradient.form, out)

@@ -1,6 +1,5 @@
-# Activations computed again in backward instead of kept: a stretch of layers keeps its input, and runs twice. Needs torch.
-# The layers' collectives count themselves, and their dropout masks need no random state.
-# Next: nn/body.py (every n blocks), nn/attention.py (its core alone).
+"""Activation recomputation: a stretch of layers keeps only its input, and backward runs its forward a second time."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,18 +12,18 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 Place = tuple[nn.Module, str]
-"""Where a weight is found: the module and its name there."""
+"""Where a weight is stored: the module and the parameter's name in it."""
 
 
 def places_of(modules: Sequence[nn.Module]) -> list[Place]:
-    """Where the weights of `modules` are found, one used twice in every place."""
+    """List where the weights of `modules` are stored; a shared weight is listed at every place."""
     parts = [part for module in modules for part in module.modules()]
     return [(part, name) for part in parts for name, weight in part._parameters.items() if weight is not None]
 
 
 @contextmanager
 def weights_in(places: Sequence[Place], weights: Sequence[Tensor]) -> Iterator[None]:
-    """Within the block, layers find `weights` in `places`; afterwards what was there before."""
+    """Store `weights` at `places` within the with-block; restore the former weights afterwards."""
     before = [module._parameters[name] for module, name in places]
     _put(places, weights)
     try:
@@ -51,24 +50,24 @@ class _Recompute(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needs, strict=True)]
         with torch.enable_grad(), weights_in(ctx.places, tensors[ctx.inputs :]):
-            end = get_gradient_edge(ctx.run(*tensors[: ctx.inputs]))  # nobody reads the output itself: it is not kept
+            end = get_gradient_edge(ctx.run(*tensors[: ctx.inputs]))  # only the graph is needed: the output is freed
         wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(end, wanted, grad))
         return None, None, None, *(next(grads) if need else None for need in needs)
 
 
 def recompute(run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Sequence[nn.Module] = ()) -> Tensor:
-    """`run(*inputs)`, keeping of it only the inputs: backward runs it again first. The gradients are the same bits.
+    """Return `run(*inputs)` and keep only the inputs; backward runs it again first. The gradients are bitwise the same.
 
     Parameters
     ----------
-    run : one tensor from the inputs; it must compute the same a second time. Counter-based masks do, and so do collectives,
-        which every rank repeats in the same order.
-    inputs : this rank's blocks. On a grid that splits them each rank keeps its own piece, nothing is gathered to be kept
-        (the distributed checkpointed activations of Xu et al. 2021, §3.2.3, without a buffer of their own).
-    modules : whose weights `run` uses; those it finds now, it finds again in backward (16-bit copies, for example).
+    run : a function from the inputs to one tensor, which must compute the same a second time. Counter-based dropout masks do;
+        so do collectives, which every rank repeats in the same order.
+    inputs : this rank's blocks. Each rank keeps its own shard, and nothing is gathered in order to be kept (the distributed
+        checkpointed activations of Xu et al. 2021, §3.2.3, without their buffer).
+    modules : the modules whose weights `run` uses. Backward runs with the weights of forward (16-bit copies, for example).
 
-    Moves forward what `run` moves; backward that once more and the gradients' words. Memory kept: the inputs.
+    Words: forward those of `run`; backward those of `run` again and those of the gradients. Memory kept: the inputs.
     Source: Chen et al. 2016, §3.
     """
     if not torch.is_grad_enabled():

@@ -1,5 +1,5 @@
-# A tensor taken from one layout to another, with its gradient, which goes back the same way. Needs torch.
-# Next: nn/bert.py, whose head reads the stream after one linear instead of two.
+"""Redistribution of a tensor from one layout to another as an autograd function: the gradient is redistributed back."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,9 +25,16 @@ class _Relayout(torch.autograd.Function):
 
 
 def relayout(block: Tensor, shape: Sequence[int], grid: Grid, source: Layout, target: Layout) -> Tensor:
-    """This rank's block in `target` of the tensor of global `shape` whose block in `source` is given, with gradient.
+    """Redistribute a tensor from layout `source` to layout `target`, with gradient.
 
-    An axis that a layout does not name holds equal copies, of the tensor and of its gradient alike. Words: those of the new
-    block that the rank lacks (`layout.Redistribution.words_of`), forward and backward; nothing where the layouts are equal.
+    Parameters
+    ----------
+    block : this rank's block in `source`
+    shape : the global shape of the tensor
+    grid : the grid whose axes the layouts name
+
+    Returns this rank's block in `target`. Along an axis that a layout does not name, ranks hold equal copies of the tensor
+    and of its gradient. Words: the words of the new block that the rank does not hold yet
+    (`layout.Redistribution.words_of`), forward and backward; none where the layouts are equal.
     """
     return block if source == target else _Relayout.apply(block, tuple(shape), grid, source, target)

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the benchmark, print its table or JSON on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
-    from ..comm.trace import check_file
+    from ..comm.profile.trace import check_file
     from .contest import machine, sleep_until_all_are_here
     from .tables import table
 
@@ -115,7 +115,7 @@ def _write(file: Path, text: str) -> None:
 def _product_result(args: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
 
-    from ..comm.places import requested_device, take_device
+    from ..comm.device.select import requested_device, take_device
     from .contest import race
 
     for name in ("m", "n", "k", "rounds"):
@@ -211,7 +211,7 @@ def own_choice(problem: Any, ranks: int) -> Any:
     """The algorithm and grid that the library chooses for this product, which may leave ranks idle; collective over all ranks."""
     from mpi4py import MPI
 
-    from ..comm.node import in_one_node
+    from ..comm.transport.node_memory import in_one_node
     from ..gemm.cost.choose import choose
     from ..gemm.cost.machine import Machine
     from .contest import Entry

@@ -145,7 +145,7 @@ def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterat
 
 def _grids(text: str, ranks: int, case: Any) -> list[dict[str, int]]:
     """The grids of ``NAME``, ``NAME:2,2,2`` or ``NAME:x=2,y=4``. Raises ConfigError where none can run the block."""
-    from ..comm.grid import describe
+    from ..comm.topology import describe
     from .blocks import grids_for
 
     name, _, grid = text.partition(":")

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..comm.grid import Grid, Place, describe
-from ..comm.places import settle
-from ..comm.ranges import Ranges
-from ..comm.trace import Trace, write
+from ..comm.device.select import settle
+from ..comm.grid import Grid, Place
+from ..comm.profile.nvtx import Ranges
+from ..comm.profile.trace import Trace, write
+from ..comm.topology import describe
 from ..errors import LayoutError
 from ..gemm.algorithms.gradients import Gradients
 from ..gemm.algorithms.registry import algorithm_of

@@ -18,10 +18,11 @@ import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from ..blas_library import library
-from ..comm.grid import Grid, describe
-from ..comm.places import placed, settle
-from ..comm.ranges import Ranges
-from ..comm.trace import Trace, write
+from ..comm.device.select import placed, settle
+from ..comm.grid import Grid
+from ..comm.profile.nvtx import Ranges
+from ..comm.profile.trace import Trace, write
+from ..comm.topology import describe
 from ..errors import ConfigError
 from ..gemm.algorithms.registry import Algorithm, algorithm
 from ..gemm.matrix import DistMatrix

@@ -141,25 +141,25 @@ def _gpu() -> str:
 
 def _device_transport() -> str:
     """The transport of device arrays between ranks with a GPU each, and between ranks that share a GPU, and why."""
-    from ..comm import choice
-    from ..comm.probe import cuda_aware
+    from ..comm.transport import select
+    from ..comm.transport.probe import cuda_aware
 
     if not _cards():
         return "no GPU: no transport of device arrays is needed"
     nccl, probe = _nccl(), cuda_aware()
-    wanted = choice.requested()
+    wanted = select.requested()
     exclusive, shared = (
-        _chosen(choice.Facts(devices, nccl is None, probe.works), wanted) for devices in (("0", "1"), ("0", "0"))
+        _chosen(select.Facts(devices, nccl is None, probe.works), wanted) for devices in (("0", "1"), ("0", "0"))
     )
     seen = f"CUDA-aware MPI: {'yes' if probe.works else 'no'}, {probe.reason}; NCCL: {'yes' if nccl is None else nccl}"
     return f"a GPU for each rank: {exclusive}; ranks that share one: {shared}. {seen}"
 
 
 def _chosen(facts: Any, wanted: str) -> str:
-    from ..comm import choice
+    from ..comm.transport import select
 
     try:
-        chosen = choice.choose(facts, wanted)
+        chosen = select.choose(facts, wanted)
     except ConfigError as error:
         return str(error).splitlines()[0]
     return f"{chosen.name} ({chosen.reason})"

@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the product, print its figures on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
-    from ..comm.choice import requested
-    from ..comm.places import requested_device, take_device
+    from ..comm.device.select import requested_device, take_device
+    from ..comm.transport.select import requested
 
     for name in ("m", "n", "k", "repeat"):
         if getattr(args, name) < 1:
@@ -104,7 +104,7 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
 
     Collective. Raises ConfigError for an axis or an option that the algorithm does not have.
     """
-    from ..comm.node import in_one_node
+    from ..comm.transport.node_memory import in_one_node
     from ..gemm.algorithms.registry import ALGORITHMS
     from ..gemm.algorithms.registry import algorithm as named
     from ..gemm.cost.choose import choose
@@ -133,8 +133,8 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
 
 def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str, int], world: Any) -> dict[str, Any]:
     """Run the product and return the fields of its JSON line; collective. Ranks beyond the grid sleep and return {}."""
+    from ..comm.device.select import placed
     from ..comm.grid import Grid
-    from ..comm.places import placed
     from ..gemm.matrix import DistMatrix
 
     used = prod(shape.values())
@@ -160,7 +160,7 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
 
 def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any) -> dict[str, Any]:
     """Time a reused executor; count its words, messages and workspace; with --check, compare its result; collective."""
-    from ..comm.places import settle
+    from ..comm.device.select import settle
     from .clock import Clock
 
     grid, old, factors = a.grid, c.block.copy(), (scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype))
@@ -213,7 +213,7 @@ def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: An
 
 def show_once(args: argparse.Namespace, clock: Any, once: Callable[[], None]) -> None:
     """Run the product once more, with a trace and with NVTX ranges as the options ask; collective."""
-    from ..comm.trace import Trace, write
+    from ..comm.profile.trace import Trace, write
 
     ledger, whole = clock.grid.ledger, Trace()
 

@@ -12,9 +12,9 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from ..comm.ledger import Ledger
-    from ..comm.ranges import Ranges
-    from ..comm.trace import Trace
+    from ..comm.profile.ledger import Ledger
+    from ..comm.profile.nvtx import Ranges
+    from ..comm.profile.trace import Trace
 
 TRACE = (
     "Write {} as a trace of all ranks: products, copies and communications. Open the file in Perfetto (https://ui.perfetto.dev, "
@@ -38,8 +38,8 @@ def check_trace_arguments(args: argparse.Namespace, comm: MPI.Intracomm) -> None
     Collective where --trace or --nvtx is given.
     """
     from ..comm.failure import agree_on_error
-    from ..comm.ranges import nvtx
-    from ..comm.trace import check_file
+    from ..comm.profile.nvtx import nvtx
+    from ..comm.profile.trace import check_file
 
     if args.trace is None and not args.nvtx:
         return
@@ -56,7 +56,7 @@ def check_trace_arguments(args: argparse.Namespace, comm: MPI.Intracomm) -> None
 
 def ranges_for(args: argparse.Namespace) -> Ranges | None:
     """NVTX ranges for --nvtx, or for --trace where an NVTX library is available; else None."""
-    from ..comm.ranges import nvtx, nvtx_or_none
+    from ..comm.profile.nvtx import nvtx, nvtx_or_none
 
     return nvtx() if args.nvtx else nvtx_or_none() if args.trace is not None else None
 

@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="Continue from the newest complete checkpoint in DIR.")
     parser.add_argument("--overwrite", action="store_true", help="Delete the checkpoints in DIR and start again.")
     parser.add_argument(
-        "--dry-run", action="store_true", help="train nothing: say what each rank of the grid would hold, on any number of ranks"
+        "--dry-run",
+        action="store_true",
+        help="train nothing: say what each rank of the grid would compute, move and hold, on any number of ranks",
     )
     parser.add_argument(
         "--ranks-per-node",
@@ -106,8 +108,21 @@ def _dry_run(config: Config, ranks_per_node: int | None, as_json: bool) -> int:
 
     found = predict(config, ranks_per_node)
     if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(found) if as_json else memory_table(found), flush=True)
+        print(json.dumps(found) if as_json else f"{memory_table(found)}\n{work_table(found)}", flush=True)
     return 0
+
+
+def work_table(found: dict[str, Any]) -> str:
+    """What the fullest rank computes and moves in a step, as text: operations by kind, words and messages by phase and axis."""
+    lines = [f"\n{found['parameters']:,} parameters; rank {found['fullest_rank']} in a step:"]
+    lines += [f"{'operations':<16}{'count':>12}{'GFLOP':>12}{'MiB':>12}"]
+    for kind, total in found["operations"].items():
+        lines.append(f"{kind:<16}{total['count']:>12,}{total['flops'] / 1e9:>12,.3f}{total['bytes'] / MEBI:>12,.2f}")
+    lines += [f"{'words':<16}{'axis':>12}{'words':>16}{'messages':>12}"]
+    for phase, axes in found["words"].items():
+        for axis, words in axes.items():
+            lines.append(f"{phase:<16}{axis:>12}{words:>16,}{found['messages'][phase][axis]:>12,}")
+    return "\n".join(lines)
 
 
 def memory_table(found: dict[str, Any]) -> str:

@@ -1,18 +1,20 @@
-# Process grids, collectives on their axes, and the ledger of what was moved. Imports numpy and mpi4py, and those only when a
-# name is asked for: choice.py and probe.py are read without MPI.
-# Next: grid.py, then collectives.py, transport.py.
+"""Process grids, collectives on their axes, and the ledger of what was moved.
+
+Names are imported when they are asked for: transport/select.py and transport/probe.py are read without MPI.
+"""
+
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .collectives import Axis
+    from .axis import Axis
     from .grid import Grid
-    from .ledger import Ledger
+    from .profile.ledger import Ledger
 
 __all__ = ["Axis", "Grid", "Ledger"]
-HOMES = {"Axis": "collectives", "Grid": "grid", "Ledger": "ledger"}
+HOMES = {"Axis": "axis", "Grid": "grid", "Ledger": "profile.ledger"}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from math import prod
 from typing import Any, Literal
@@ -19,6 +21,19 @@ Array = Any
 DEVICES = ("cpu", "cuda")
 
 
+_meta_is_device = ContextVar("_meta_is_device", default=False)
+
+
+@contextmanager
+def meta_on_device() -> Iterator[None]:
+    """Within the block, torch tensors without memory (device meta) count as a CUDA device's: what a device's dry run needs."""
+    token = _meta_is_device.set(True)
+    try:
+        yield
+    finally:
+        _meta_is_device.reset(token)
+
+
 def is_torch(array: Array) -> bool:
     return not isinstance(array, np.ndarray) and hasattr(type(array), "data_ptr")  # the first, because every call passes here
 
@@ -27,7 +42,9 @@ def is_on_device(array: Array) -> bool:
     """Whether the memory is a CUDA device's: a CuPy array, or a torch tensor that says so."""
     if isinstance(array, np.ndarray):
         return False
-    return bool(array.is_cuda) if is_torch(array) else hasattr(type(array), "__cuda_array_interface__")
+    if is_torch(array):
+        return bool(array.is_cuda) or (array.is_meta and _meta_is_device.get())
+    return hasattr(type(array), "__cuda_array_interface__")
 
 
 def library_of(array: Array) -> Any:
@@ -57,6 +74,8 @@ def overlap(one: Array, other: Array) -> bool:
         return bool(np.may_share_memory(one, other) and np.shares_memory(one, other))
     if is_torch(one) and one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
+    if is_torch(one) and one.is_meta and one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False  # without memory, all storages have the address 0
     return bool(np.shares_memory(_Outline(one), _Outline(other)))
 
 
@@ -71,8 +90,13 @@ class _Outline:
             "shape": tuple(array.shape),
             "strides": tuple(steps),
             "typestr": f"|V{size}",
-            "data": (address(array), True),
+            "data": (address(array) or _offset(array), True),
         }
+
+
+def _offset(array: Array) -> int:
+    """Where the first element would lie in a storage without memory, which begins at 64."""
+    return 64 + int(array.storage_offset() * array.itemsize) if is_torch(array) else 0
 
 
 def empty(shape: Sequence[int], like: Array, order: Literal["C", "F"] = "C") -> Array:

@@ -1,33 +1,35 @@
-# What an axis verifies before it communicates: dims, sizes, roots and, in debug mode, that its members agree. Imports failure.
-# Next: collectives.py, whose collectives all begin with these.
+"""What an axis verifies before it communicates: dims, sizes, roots, targets and, in debug mode, that its members agree."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from mpi4py import MPI
-
 from ..errors import ShapeError
-from .arrays import Array, dtype_name, into_problem, is_on_device
+from .arrays import Array, dtype_name, into_problem, is_contiguous, is_on_device, is_writable
 from .failure import check_agreement
+from .transport.call import Members
+from .transport.transports import Transports
 
 
 class Checks:
-    """The part of an axis that turns a wrong call into an error, alike on every member."""
+    """What turns a wrong call over an axis into an error, alike on every member.
 
-    size: int
-    index: int
-    label: str
-    comm: MPI.Intracomm
-    check: bool
+    debug : compare operation, shapes and dtypes over the members before every collective, for a message each.
+    """
 
-    def _settled(
+    def __init__(self, members: Members, transports: Transports, debug: bool) -> None:
+        self.size, self.index, self.label, self.comm = members.size, members.index, members.label, members.comm
+        self.debug = debug
+        self.in_step = transports.check
+
+    def settled(
         self, name: str, array: Array, dim: int, sizes: Sequence[int] | None, whole: bool, into: Array | None = None
     ) -> tuple[int, list[int]]:
         """`dim` counted from the front, and one size per member: `array` holds all of them along it (whole), or this member's."""
         shape, problem = list(array.shape), None
         if not -len(shape) <= dim < len(shape):
-            self._check(
+            self.agreed(
                 name, array, {"dim": dim}, f"{name} over {self.label}: an array of shape {tuple(shape)} has no dim {dim}."
             )
         dim %= len(shape)
@@ -43,25 +45,39 @@ class Checks:
         if problem is None:
             result = [*shape[:dim], sizes[self.index] if whole else sum(sizes), *shape[dim + 1 :]]
             problem = into_problem(into, array, result)
-        if problem is None and not self.check:
+        if problem is None and not self.debug:
             return dim, list(sizes)
         facts: dict[str, Any] = {"dim": dim, "other dims": (*shape[:dim], *shape[dim + 1 :])}
         if name != "all_to_all":  # whose members may each send other sizes
             facts |= {"sizes": list(sizes), "extent": extent if whole else sum(sizes)}
-        self._check(name, array, facts, problem)
+        self.agreed(name, array, facts, problem)
         return dim, list(sizes)
 
-    def _awaited(self, array: Array, sizes: Sequence[int], receive_sizes: Sequence[int]) -> list[int]:
-        """`receive_sizes`; in debug mode compared with what the others send."""
-        if self.check:
+    def pieces(
+        self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None
+    ) -> tuple[int, list[int], list[int] | None]:
+        """An all-to-all's dim, and what this member sends and receives of it; the latter None where all pieces are equal."""
+        if (sizes is None) != (receive_sizes is None):
+            raise ShapeError(f"all_to_all over {self.label} takes sizes and receive_sizes together, or neither for equal pieces.")
+        equal = sizes is None
+        dim, sizes = self.settled("all_to_all", array, dim, sizes, True)
+        receive_sizes = sizes if receive_sizes is None else list(receive_sizes)
+        if self.debug:  # compare with what the others send
             sent = self.comm.alltoall(list(sizes)) if len(receive_sizes) == self.size else None
-            problem = (
-                None
-                if sent == list(receive_sizes)
-                else f"Member {self.index} awaits pieces {list(receive_sizes)} but is sent {sent}."
-            )
-            self._check("all_to_all", array, {}, problem)
-        return list(receive_sizes)
+            known = f"Member {self.index} awaits pieces {receive_sizes} but is sent {sent}."
+            self.agreed("all_to_all", array, {}, None if sent == receive_sizes else known)
+        return dim, sizes, None if equal else receive_sizes
+
+    def target(self, name: str, array: Array) -> None:
+        """Raise ShapeError unless `array` can be overwritten in place."""
+        problem = self.target_problem(name, array)
+        if problem is None and not is_contiguous(array):
+            problem = f"{name} overwrites its array in place, so the array must be C-contiguous."
+        if problem is not None:
+            raise ShapeError(problem)
+
+    def target_problem(self, name: str, array: Array) -> str | None:
+        return None if is_writable(array) else f"{name} overwrites its array in place, and this one is read-only."
 
     def _parts_problem(self, name: str, dim: int, extent: int) -> str | None:
         below = extent - extent % self.size
@@ -74,24 +90,25 @@ class Checks:
             )
         )
 
-    def _root_problem(self, root: int) -> str | None:
+    def root_problem(self, root: int) -> str | None:
         return (
             None
             if 0 <= root < self.size
             else f"There is no root {root} on axis {self.label}; its members are 0 to {self.size - 1}."
         )
 
-    def _check(self, name: str, array: Array, facts: dict[str, Any], problem: str | None = None) -> None:
+    def agreed(self, name: str, array: Array, facts: dict[str, Any], problem: str | None = None) -> None:
         """Raise ShapeError for a `problem` with this call; in debug mode an error on all members if they differ in anything."""
-        if self.check:
+        if self.debug:
+            self.in_step()
             memory = "a device's" if is_on_device(array) else "the host's"
             known = {"dtype": dtype_name(array), "memory": memory, **facts, "problem": problem}
             check_agreement(self.comm, f"{name} over {self.label}", known)
         if problem is not None:
             raise ShapeError(problem)
 
-    def _peer_comm(self, name: str, peer: int) -> MPI.Comm:
+    def peer(self, name: str, peer: int) -> None:
+        """Raise ShapeError unless there is such a member, other than this one."""
         if not 0 <= peer < self.size or peer == self.index:
             others = ", ".join(str(member) for member in range(self.size) if member != self.index) or "none"
             raise ShapeError(f"{name} on axis {self.label}: member {self.index} has no peer {peer}. Peers: {others}.")
-        return self.comm

@@ -1,6 +1,6 @@
 # One failed rank ends the whole job, soon and with one report: the abort hook, the watchdog, and agreement between ranks.
 # Imports errors only.
-# Next: cli/main.py, which installs the hook on every rank; collectives.py, which asks for agreement in debug mode.
+# Next: cli/main.py, which installs the hook on every rank; checks.py, which asks for agreement in debug mode.
 from __future__ import annotations
 
 import contextlib

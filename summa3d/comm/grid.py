@@ -1,14 +1,10 @@
-# The process grid: named axes of any sizes over the ranks of a communicator, and where ranks are placed.
-# Imports collectives, ledger, errors.
-# Next: layout/layout.py, which says what each axis splits.
+"""The process grid: named axes of any sizes over the ranks of a communicator, and one rank's place on a grid without one."""
+
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
-from math import isqrt, log, prod
-from operator import index
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -16,14 +12,15 @@ from mpi4py import MPI
 
 from ..capability import available
 from ..errors import GridError
-from .choice import requested
-from .collectives import Axis
-from .device import Backend
-from .ledger import Ledger
-from .node import NodeRule
-from .transport import Carriers
+from .axis import Axis
+from .device.backend import Backend
+from .profile.ledger import Ledger
+from .topology import Topology, checked_ranks, describe, divisors
+from .transport.call import Call, Carried, Members
+from .transport.node_buffer import NodeRule
+from .transport.select import requested
+from .transport.transports import TransportFactory, Transports
 
-DEFAULT_ORDER = ("z", "y", "x", "d")
 EVERYONE = ("everyone",)
 """Names the axis of all ranks, those outside the grid included."""
 
@@ -40,14 +37,16 @@ class Grid:
         16 units of activation traffic, y 4, and x only weights, so z belongs inside a node.
     tile : axis name → how many of its indices lie in one tile of consecutive ranks, so that a node holds a tile of the
         grid (the "bunched" arrangement of the 2-D paper). Must divide the axis.
-    node_memory : whether axes whose ranks share a node communicate through its memory (comm/node.py): True always, False never
-        (through MPI), None where it is the quicker.
-    transport : what carries device arrays (comm/choice.py): auto, cuda-aware, pinned or nccl; None, what SUMMA3D_TRANSPORT says,
-        else auto. mpi: there are none, and one that comes is an error.
-    device : this process's device, as comm/device.py describes it; None, CuPy's, when the first device array comes.
+    node_memory : whether axes whose ranks share a node communicate through its memory (transport/node.py): True always,
+        False never (through MPI), None where it is the quicker.
+    transport : what carries device arrays (transport/select.py): auto, cuda-aware, pinned or nccl; None, what
+        SUMMA3D_TRANSPORT says, else auto. mpi: there are none, and one that comes is an error.
+    device : this process's device, as device/backend.py describes it; None, CuPy's, when the first device array comes.
     check : compare operation, shapes and dtypes over the ranks before every collective (debugging; costs a message each).
     ranks : the ranks of `comm` that fill the grid, in its order; default all. The others are outside (`inside` is False): they
         make the same calls, hold nothing (blocks without elements), and take part in what `everyone` does alone.
+
+    transports : what makes each axis's transports (transport/transports.py); a kind of its own moves nothing, or records.
 
     ``grid["y"]`` is an axis, ``grid["x", "y"]`` the plane of both (index = ix·Y + iy), ``grid.world`` all ranks.
     Creating a grid is collective over its ranks; so is the first use of each plane over its members.
@@ -55,6 +54,9 @@ class Grid:
     """
 
     freed = False
+    nodes: Sequence[int] = ()
+    """The node of each rank, numbered from 0."""
+    _node_rule: NodeRule | None = None
 
     def __init__(
         self,
@@ -67,35 +69,46 @@ class Grid:
         ranks: Sequence[int] | None = None,
         transport: str | None = None,
         device: Backend | None = None,
+        transports: TransportFactory = Transports,
     ) -> None:
-        self.transport, self.device = requested(transport), device
-        self.common, self.check = comm, check
-        self.shape = _sizes(axes)
-        self.order = _checked_order(self.shape, order)
-        self.tile = _checked_tile(self.shape, tile)
-        self.ranks = _checked_ranks(ranks, comm.size)
-        self.size = len(self.ranks)
-        if prod(self.shape.values()) != self.size:
-            raise GridError(_misfit(self.shape, self.size))
-        self.inside = comm.rank in self.ranks
+        self.transport, self.common = requested(transport), comm
+        topology = Topology.checked(axes, order, tile)
+        self.ranks = checked_ranks(ranks, comm.size)
+        topology.check_size(len(self.ranks))
         self.comm = comm if self.ranks == tuple(range(comm.size)) else _comm_of_some(comm, self.ranks)
-        self.rank = self.ranks.index(comm.rank) if self.inside else MPI.UNDEFINED
-        self.coordinates = self.coordinates_of(self.rank) if self.inside else {}
-        self.ledger = Ledger(device)
-        self._axes: dict[tuple[str, ...], Axis] = {}
-        self._node: list[int] = []
+        rank = self.ranks.index(comm.rank) if comm.rank in self.ranks else MPI.UNDEFINED
+        self._stand(topology, rank, check, Ledger(device), transports)
         if self.inside:
-            self._meet(node_memory)
+            self.nodes = _node_of_each_rank(self.comm)
+            wanted = node_memory is not False and available() is None
+            if self.size > 1 and self.comm.allreduce(wanted, MPI.MIN):
+                self._node_rule = NodeRule(_is_crowded(self.comm, self.nodes), node_memory is True)
+            for name in self.shape:
+                self._axis((name,))
 
-    def _meet(self, node_memory: bool | None) -> None:
-        """Find out, together with the other ranks of the grid, who shares a node; and make the axes."""
-        comm = self.comm
-        self._node = _node_of_each_rank(comm)
-        self._crowded = _is_crowded(comm, self._node)
-        self._staged = comm.size > 1 and comm.allreduce(node_memory is not False and available() is None, MPI.MIN)
-        self._always = node_memory is True
-        for name in self.shape:
-            self._axis((name,))
+    def _stand(self, topology: Topology, rank: int, check: bool, ledger: Ledger, transports: TransportFactory) -> None:
+        """Take the place of `rank` on a grid of this shape; axes are made when they are asked for."""
+        self.topology, self.rank, self.check, self.ledger = topology, rank, check, ledger
+        self.size = topology.size
+        self.inside = rank != MPI.UNDEFINED
+        self.coordinates = topology.coordinates_of(rank) if self.inside else {}
+        self._transports = transports
+        self._axes: dict[tuple[str, ...], Axis] = {}
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Axis name → size."""
+        return self.topology.shape
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Axis names, fastest first."""
+        return self.topology.order
+
+    @property
+    def tile(self) -> dict[str, int]:
+        """Axis name → how many of its indices lie in one tile."""
+        return self.topology.tile
 
     @cached_property
     def kept(self) -> dict[Any, Any]:
@@ -123,7 +136,7 @@ class Grid:
     @property
     def everyone(self) -> Axis:
         """All ranks of the communicator that the grid was made on, in its order; those outside the grid take part."""
-        return self._line(self.names if len(self.ranks) == self.common.size else EVERYONE, self.common)
+        return self._line(self.names if len(self.ranks) == self._extent(self.common)[0] else EVERYONE, self.common)
 
     @property
     def ranked(self) -> Axis:
@@ -134,13 +147,13 @@ class Grid:
         key = (*names, "in the order of the grid's ranks" if comm is self.comm else "in the order of the communicator")
         if key not in self._axes:
             self._check_in_use()
-            self._axes[key] = Axis(names, comm.size, comm.rank, comm, self.ledger, self.check, carriers=self._carriers())
+            self._axes[key] = self._new_axis(names, *self._extent(comm), comm)
         return self._axes[key]
 
     @property
     def places(self) -> list[dict[str, int]]:
         """The coordinates of every rank of the communicator that the grid was made on; {} for those outside the grid."""
-        found: list[dict[str, int]] = [{} for _ in range(self.common.size)]
+        found: list[dict[str, int]] = [{} for _ in range(self._extent(self.common)[0])]
         for place, rank in enumerate(self.ranks):
             found[rank] = self.coordinates_of(place)
         return found
@@ -159,9 +172,8 @@ class Grid:
             return plane
         if key not in self._axes:
             first = plane.index - plane.index % size
-            members = self._members(names)[first : first + size]
-            comm = self._comm_of(members)
-            self._axes[key] = Axis(key, size, plane.index % size, comm, self.ledger, self.check, carriers=self._carriers())
+            members = self.topology.members(names, self.coordinates)[first : first + size]
+            self._axes[key] = self._new_axis(key, size, plane.index % size, self._comm_of(members))
         return self._axes[key]
 
     def __repr__(self) -> str:
@@ -170,40 +182,23 @@ class Grid:
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """Axis name → index of `rank`: the digits of the rank, tile digits first, in `order`."""
-        inner, outer = dict.fromkeys(self.shape, 0), dict.fromkeys(self.shape, 0)
-        for name in self.order:
-            rank, inner[name] = divmod(rank, self.tile[name])
-        for name in self.order:
-            rank, outer[name] = divmod(rank, self.shape[name] // self.tile[name])
-        return {name: outer[name] * self.tile[name] + inner[name] for name in self.shape}
+        return self.topology.coordinates_of(rank)
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
         """The rank at `coordinates`; the inverse of `coordinates_of`."""
-        rank, stride = 0, 1
-        for name in self.order:
-            rank, stride = rank + coordinates[name] % self.tile[name] * stride, stride * self.tile[name]
-        for name in self.order:
-            rank += coordinates[name] // self.tile[name] * stride
-            stride *= self.shape[name] // self.tile[name]
-        return rank
+        return self.topology.rank_of(coordinates)
 
     def add_axes(self, *names: str) -> None:
         """Give the grid these axes, of size 1, where it has none of that name; a layout may then name them. Moves nothing."""
         for name in names:
             if name not in self.shape:
-                self.shape[name], self.tile[name] = 1, 1
+                self.topology.add(name)
                 self.coordinates |= {name: 0} if self.inside else {}
-                self.order = (*self.order, name)
-
-    @property
-    def nodes(self) -> list[int]:
-        """The node of each rank, numbered from 0."""
-        return self._node
 
     @property
     def staged(self) -> tuple[str, ...]:
         """The axes that communicate through their node's memory (collective at its first use)."""
-        return tuple(name for name in self.shape if self[name].ring is not None)
+        return tuple(name for name in self.shape if self[name].node_buffer is not None)
 
     def free(self) -> None:
         """Release the axes' communicators (collective); a second call does nothing. The grid cannot communicate afterwards."""
@@ -211,7 +206,7 @@ class Grid:
             return
         self.freed = True
         for axis in self._axes.values():
-            axis.carriers.free()
+            axis.transports.free()
             if axis.comm not in (self.comm, self.common, MPI.COMM_SELF):
                 axis.comm.Free()
         self._axes.clear()
@@ -237,23 +232,23 @@ class Grid:
             )
         if names not in self._axes:
             self._check_in_use()
-            members = self._members(names)
-            size, index = len(members), members.index(self.rank)
-            node = (
-                NodeRule(self._crowded, self._always)
-                if self._staged and len({self._node[rank] for rank in members}) == 1
-                else None
-            )
-            comm = self._comm_of(members)
-            self._axes[names] = Axis(names, size, index, comm, self.ledger, self.check, node, self._carriers())
+            members = self.topology.members(names, self.coordinates)
+            one_node = len({self.nodes[rank] for rank in members}) == 1
+            node = self._node_rule if one_node else None
+            self._axes[names] = self._new_axis(names, len(members), members.index(self.rank), self._comm_of(members), node)
         return self._axes[names]
+
+    def _new_axis(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Intracomm, node: NodeRule | None = None) -> Axis:
+        members = Members("·".join(names), size, index, comm, self.ledger, node, self.transport)
+        return Axis(names, self._transports(members), self.check)
+
+    def _extent(self, comm: MPI.Intracomm) -> tuple[int, int]:
+        """How many members the line of all ranks of `comm` has, and which this rank is."""
+        return comm.size, comm.rank
 
     def _check_in_use(self) -> None:
         if self.freed:
             raise GridError(f"{self} was freed: its axes communicate no more. Make another grid.")
-
-    def _carriers(self) -> Carriers:
-        return Carriers(self.transport, self.ledger.timeline)
 
     def _comm_of(self, members: list[int]) -> MPI.Intracomm:
         if len(members) == 1:
@@ -262,17 +257,31 @@ class Grid:
             return self.comm
         return _comm_of_some(self.comm, members)
 
-    def _members(self, names: tuple[str, ...]) -> list[int]:
-        """The ranks that share this rank's coordinates on all other axes, in plane order."""
-        points = itertools.product(*(range(self.shape[name]) for name in names))
-        return [self.rank_of({**self.coordinates, **dict(zip(names, point, strict=True))}) for point in points]
+
+class Unconnected(Transports):
+    """The transports of an axis of a grid that nobody has started: its collectives raise GridError."""
+
+    def carry(self, call: Call) -> Carried:
+        raise GridError(
+            f"{call.operation} over axis {self.members.label} = {self.members.size}: a Place stands for one rank of a grid that "
+            "nobody has started, and has nobody to communicate with. Make a Grid, or a Place with transports that move nothing."
+        )
 
 
 class Place(Grid):
-    """One rank's place on a grid that nobody has started: shape, coordinates and axes, with nothing to communicate through.
+    """One rank's place on a grid that nobody has started: shape, coordinates, and axes with their sizes, indices and ledger.
 
-    What layouts, schemes and closed forms need of a grid, for any rank of any size. A collective over an axis of more than
-    one member fails in MPI. Raises GridError for axes, order or tile that do not fit, or a rank that the grid has not.
+    What layouts, schemes and closed forms need of a grid, for any rank of any size.
+
+    Parameters
+    ----------
+    axes, order, tile : as of a Grid. rank : whose place it is.
+    transports : what makes each axis's transports from its `Members`; a dry run's move nothing and return at once. By default a
+        collective over an axis of more than one member raises GridError.
+    nodes : the node of each rank; by default all ranks share one.
+    node_rule : how axes inside a node use its memory: `Members.node` of those that lie in one; None, they do not.
+
+    Raises GridError for axes, order or tile that do not fit, or a rank that the grid has not.
     """
 
     def __init__(
@@ -281,93 +290,25 @@ class Place(Grid):
         rank: int = 0,
         order: str | Sequence[str] | None = None,
         tile: Mapping[str, int] | None = None,
+        transports: TransportFactory = Unconnected,
+        nodes: Sequence[int] | None = None,
+        node_rule: NodeRule | None = None,
     ) -> None:
         self.comm = self.common = MPI.Intracomm()  # the null communicator
-        self.check, self.inside = False, True
-        self.shape = _sizes(axes)
-        self.order = _checked_order(self.shape, order)
-        self.tile = _checked_tile(self.shape, tile)
-        self.rank, self.size = rank, prod(self.shape.values())
-        self.ranks = tuple(range(self.size))
-        if not 0 <= rank < self.size:
-            raise GridError(f"Grid {describe(self.shape)} has no rank {rank}; its ranks are 0 to {self.size - 1}.")
-        self.coordinates = self.coordinates_of(rank)
-        self.ledger = Ledger()
-        self._axes = {}
-        self._node = [0] * self.size
-        self._crowded = self._staged = self._always = False
-        self.transport, self.device = "auto", None
+        self.transport = "auto"
+        topology = Topology.checked(axes, order, tile)
+        if not 0 <= rank < topology.size:
+            raise GridError(f"Grid {describe(topology.shape)} has no rank {rank}; its ranks are 0 to {topology.size - 1}.")
+        self.ranks = tuple(range(topology.size))
+        self._stand(topology, rank, False, Ledger(), transports)
+        self.nodes = [0] * self.size if nodes is None else list(nodes)
+        self._node_rule = node_rule
 
     def _comm_of(self, members: list[int]) -> MPI.Intracomm:
         return self.comm
 
-
-def grids_of(ranks: int, names: Sequence[str]) -> list[dict[str, int]]:
-    """Every grid of `ranks` ranks with these axes."""
-    if len(names) == 1:
-        return [{names[0]: ranks}]
-    return [{names[0]: size, **rest} for size in divisors(ranks) for rest in grids_of(ranks // size, names[1:])]
-
-
-@cache
-def divisors(number: int) -> tuple[int, ...]:
-    """1 to `number`, in order: those that divide it."""
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return tuple(sorted({*small, *(number // size for size in small)}))
-
-
-def describe(shape: Mapping[str, int]) -> str:
-    """x=2,y=2,z=1"""
-    return ",".join(f"{name}={size}" for name, size in shape.items())
-
-
-def _misfit(shape: Mapping[str, int], ranks: int) -> str:
-    def distance(candidate: Mapping[str, int]) -> float:
-        return sum(abs(log(candidate[name] / max(shape[name], 1))) for name in shape)
-
-    fits = sorted(grids_of(ranks, list(shape)), key=distance)[:6]
-    return (
-        f"Grid {describe(shape)} has {prod(shape.values())} places, but there are {ranks} ranks.\n"
-        f"  Start {prod(shape.values())} ranks, or choose a grid of {ranks}: {' · '.join(describe(fit) for fit in fits)}."
-    )
-
-
-def _sizes(axes: Mapping[str, int]) -> dict[str, int]:
-    """The axes as a dict of Python's own whole numbers; what is no whole number is left as it is, to be refused."""
-    if not isinstance(axes, Mapping):
-        raise GridError(f"axes is {axes!r}; a grid takes names and sizes, such as {{'x': 2, 'y': 2}}.")
-    return {name: index(size) if hasattr(size, "__index__") else size for name, size in axes.items()}
-
-
-def _checked_order(shape: Mapping[str, int], order: str | Sequence[str] | None) -> tuple[str, ...]:
-    if not shape:
-        raise GridError("A grid needs at least one axis, such as x=1.")
-    for name, size in shape.items():
-        if not isinstance(size, int) or size < 1:
-            raise GridError(f"Axis {name} has size {size!r}; sizes are whole numbers ≥ 1.")
-    named = [name for name in DEFAULT_ORDER if name in shape] if order is None else list(order)
-    for name in named:
-        if name not in shape or named.count(name) > 1:
-            raise GridError(f"order {''.join(named)!r} must name each axis at most once; the axes are {', '.join(shape)}.")
-    return tuple(named + [name for name in shape if name not in named])
-
-
-def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> dict[str, int]:
-    for name, size in (tile or {}).items():
-        if name not in shape:
-            raise GridError(f"tile names axis {name!r}; the axes are {', '.join(shape)}.")
-        if size < 1 or shape[name] % size:
-            fits = ", ".join(map(str, divisors(shape[name])))
-            raise GridError(f"tile {name}={size} does not divide axis {name} = {shape[name]}. Tiles that fit: {fits}.")
-    return {name: (tile or {}).get(name, 1) for name in shape}
-
-
-def _checked_ranks(ranks: Sequence[int] | None, size: int) -> tuple[int, ...]:
-    named = tuple(range(size)) if ranks is None else tuple(ranks)
-    for rank in named:
-        if not 0 <= rank < size or named.count(rank) > 1:
-            raise GridError(f"ranks {list(named)} must name each rank at most once; the communicator has 0 to {size - 1}.")
-    return named
+    def _extent(self, comm: MPI.Intracomm) -> tuple[int, int]:
+        return self.size, self.rank
 
 
 def _comm_of_some(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:

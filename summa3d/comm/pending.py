@@ -1,42 +1,62 @@
-# A communication in flight, and what completes it. Imports transport.
-# Next: collectives.py, which starts them.
+"""A communication in flight, and what completes it."""
+
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from .arrays import Array
-from .transport import Requests, complete
+from .profile.nvtx import Ranges
+from .transport.call import Carried, complete
 
 
 class Pending:
     """A communication in flight. `wait()` completes it and returns its result; a second call returns the same result.
 
     It keeps every buffer alive until then. On a device, `wait` has the caller's stream wait, and the result is there for what is
-    queued on that stream afterwards; what a device still reads or writes is kept by its transport (device.Held), whether or
-    not anybody waits.
+    queued on that stream afterwards; what a device still reads or writes is kept by its transport (arrival.Held), whether or
+    not anybody waits. `account` is told the seconds that completing it took, by the clock and of the processor.
     """
 
-    def __init__(
-        self, requests: Requests, finish: Callable[[], Array], account: Callable[[float, float], None], keep: Any = None
-    ):
-        self._requests, self._finish, self._account, self._keep = requests, finish, account, keep
-        self._done = False
+    def __init__(self, carried: Carried, account: Callable[[float, float], None]) -> None:
+        self._carried: Carried | None = carried
+        self._account = account
         self._result: Array = None
 
     def wait(self) -> Array:
-        if not self._done:
+        carried = self._carried
+        if carried is not None:
             wall, cpu = time.perf_counter(), time.thread_time()
-            if self._requests:
-                complete(self._requests)
-            self._result = self._finish()
-            self._done = True
+            if carried.requests:
+                complete(carried.requests)
+            self._result = carried.finish()
+            self._carried = None
             self._account(time.perf_counter() - wall, time.thread_time() - cpu)
-            del self._requests, self._finish, self._account, self._keep
+            del self._account
         return self._result
 
 
-def completed(result: Array) -> Pending:
+class Shown(Pending):
+    """A communication whose completion a profiler shows."""
+
+    def __init__(self, carried: Carried, account: Callable[[float, float], None], ranges: Ranges, name: str) -> None:
+        super().__init__(carried, account)
+        self._ranges, self._name = ranges, name
+
+    def wait(self) -> Array:
+        if self._carried is None:
+            return self._result
+        with self._ranges.around(self._name):
+            return super().wait()
+
+
+class Completed(Pending):
     """A communication that was none: over an axis of one member."""
-    return Pending([], lambda: result, lambda wall, cpu: None)
+
+    def __init__(self, result: Array) -> None:
+        self._carried, self._result = None, result
+
+
+def completed(result: Array) -> Pending:
+    """A communication that was none, with its result."""
+    return Completed(result)

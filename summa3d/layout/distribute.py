@@ -17,7 +17,7 @@ def distribute(whole: Array, grid: Grid, layout: Layout | str) -> Array:
     `layout` is a Layout or its text, such as ``b:(x,y) s h:z``.
     Raises LayoutError where the text cannot be read, where the layout has another number of dims, or an axis that the grid lacks.
     """
-    layout = Layout(layout) if isinstance(layout, str) else layout
+    layout = Layout.of(layout)
     part = whole[layout.slices(whole.shape, grid.shape, grid.coordinates)]
     return copy_into(empty(part.shape, part), part)
 
@@ -28,7 +28,7 @@ def collect(block: Array, grid: Grid, layout: Layout | str, shape: Sequence[int]
     Each block travels once, from the rank that owns it (index 0 on the axes that only copy it). Moves, per rank, the words
     it does not own; needs the global array once more as workspace. Raises ShapeError where `block` is not this rank's block.
     """
-    layout = Layout(layout) if isinstance(layout, str) else layout
+    layout = Layout.of(layout)
     sharding = Sharding(layout, tuple(shape))
     expected = sharding.local_shape(grid)
     if tuple(block.shape) != expected:

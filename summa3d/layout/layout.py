@@ -101,6 +101,11 @@ class Layout:
     def __repr__(self) -> str:
         return f"Layout({str(self)!r})"
 
+    @classmethod
+    def of(cls, layout: Layout | str) -> Layout:
+        """A layout as it is, or the one that its text says."""
+        return cls(layout) if isinstance(layout, str) else layout
+
     def named(self, *names: str) -> Layout:
         """The same layout with a label for each dim."""
         return Layout(*self.dims, hosted=self.hosted, follows=dict(self.follows), names=names)

@@ -16,7 +16,7 @@ from .cyclic import Ownership, Runs, ownership
 from .layout import Coordinates
 
 if TYPE_CHECKING:
-    from ..comm.collectives import Axis
+    from ..comm.axis import Axis
     from ..comm.grid import Grid
 
 Key = tuple[tuple[int, ...], ...]

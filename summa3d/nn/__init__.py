@@ -1,6 +1,8 @@
-# Transformer layers, each written once for every tensor-parallel scheme. May import all up to autograd; layers need torch.
-# Imports nothing until a name is asked for, so that config.py and scheme_kinds.py, which are plain data, load without torch.
-# Next: schemes.py (the layouts), linear.py (the product), block.py, gpt.py.
+"""Transformer layers and models, each written once for every tensor-parallel scheme.
+
+Names load on demand, so that the modules of plain data (config, scheme_kinds) can be imported without torch.
+"""
+
 from __future__ import annotations
 
 import importlib

@@ -1,5 +1,5 @@
-# Self-attention on whole sequences and whole heads, both local after the first linear. Imports linear, joined, rotary, mask.
-# Next: mlp.py, block.py.
+"""Self-attention, whose core is local: after the first linear layer each rank holds whole sequences of whole heads."""
+
 from __future__ import annotations
 
 import math
@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from ..autograd.collectives import all_gather
 from ..autograd.recompute import recompute
-from ..comm.collectives import Axis
-from ..comm.grid import describe
+from ..comm.axis import Axis
+from ..comm.topology import describe
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from .config import ModelConfig
@@ -24,10 +24,10 @@ from .schemes import Scheme
 
 
 class AttentionCore(nn.Module):
-    """softmax(Q·Kᵀ/√d)·V on this rank's sequences and heads; moves nothing and has no parameters.
+    """softmax(Q·Kᵀ/√d)·V on this rank's sequences and heads, without communication and without parameters.
 
-    torch's fused attention is used, except with attention dropout, whose masks are counter-based. k and v may have fewer
-    heads than q, each shared by consecutive ones. With `recomputed`, backward keeps q, k and v alone and computes it again.
+    It uses torch's fused attention, except with attention dropout, whose masks are counter-based. k and v may have fewer heads
+    than q; consecutive query heads then share one. With `recomputed`, backward keeps only q, k and v and recomputes the rest.
     """
 
     def __init__(self, heads: int, causal: bool, dropout: float, name: str, scheme: Scheme, inner: Layout) -> None:
@@ -36,7 +36,7 @@ class AttentionCore(nn.Module):
         self.dropout = Dropout(dropout, f"{name}.attention", scheme, Layout(inner.dims[0], inner.dims[-1], (), ()))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
-        """q [b/(XZ), a/Y, s, d], k and v [b/(XZ), kv/Y, s, d] → [b/(XZ), a/Y, s, d]."""
+        """Attend: q [b/(XZ), a/Y, s, d], k and v [b/(XZ), kv/Y, s, d] → [b/(XZ), a/Y, s, d]."""
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attend(q, k, v, batch, visible)
@@ -47,6 +47,12 @@ class AttentionCore(nn.Module):
         if self.training and self.dropout.probability:
             return self._unfused(q, k, v, batch, visible.allowed)
         causal = self.causal and visible.allowed is None
+        if q.is_meta:  # torch would take another attention, which keeps the scores
+            mask = None if visible.allowed is None else visible.allowed.to(q.dtype)
+            fused: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, attn_mask=mask
+            )
+            return fused[0]
         return functional.scaled_dot_product_attention(
             q, k, v, visible.allowed, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1]
         )
@@ -63,10 +69,10 @@ class AttentionCore(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Y = softmax(QKᵀ/√d)·V·W_o for the stream X [b, s, h]; a heads of d = h/a.
+    """Y = softmax(QKᵀ/√d)·V·W_o for the residual stream X [b, s, h], with a heads of d = h/a elements.
 
     The columns of the QKV weight are ordered [head][q, k, v][d], so that a block of columns is a block of whole heads.
-    Attention itself moves nothing: each rank holds b/(XZ) whole sequences of a/Y heads.
+    Words: those of the two linear layers; each rank holds b/(XZ) whole sequences of a/Y heads in between.
     """
 
     def __init__(
@@ -82,19 +88,19 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, batch: Batch, visible: Visible, skip_bias_add: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Y's block for X's, or with `skip_bias_add` (Y without the output's bias, that bias), as in Linear."""
+        """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y without W_o's bias, that bias)."""
         qkv = self.scheme.batch_first(self.qkv(x)).unflatten(-1, (-1, 3, self.size))  # [b/(XZ), s, a/Y, 3, d]
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [b/(XZ), a/Y, s, d]
         return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme), None, skip_bias_add)  # [b/(XY), s, h/Z]
 
 
 class GroupedAttention(nn.Module):
-    """Self-attention with rotary positions and `kv_heads` heads of k and v, each shared by a/kv_heads heads; no biases.
+    """Grouped-query attention with rotary positions: `kv_heads` heads of k and v, each shared by a/kv_heads query heads; no bias.
 
-    q and kv, columns [kv head][k, v][d], are one product of the stream. Where the axes that split the columns divide
-    kv_heads, each rank holds whole kv heads. Where there are more ranks than kv heads, each holds a piece of one, and the
-    g = Y/kv_heads consecutive ranks that share a head gather it: (g−1)·b·s·2d/(g·XZ) words, and scatter its gradient.
-    Raises LayoutError where neither divides the other, or a head has no g equal pieces.
+    q and kv, with columns [kv head][k, v][d], are one product (`Joined`). Where the number of shards of the columns divides
+    kv_heads, each rank holds whole kv heads. Where kv_heads divides the number of shards, each rank holds a piece of one head,
+    and the g = Y/kv_heads consecutive ranks that share the head all-gather it, (g−1)·b·s·2d/(g·XZ) words; backward
+    reduce-scatters its gradient. Raises LayoutError where neither divides the other, or a head has no g equal pieces.
     """
 
     def __init__(
@@ -115,7 +121,7 @@ class GroupedAttention(nn.Module):
     def forward(
         self, x: Tensor, batch: Batch, visible: Visible, skip_bias_add: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Y's block for X's, or with `skip_bias_add` (Y, None)."""
+        """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y, None)."""
         q, kv = (self.scheme.batch_first(part) for part in self.joined(x))  # [b/(XZ), s, h/Y], [b/(XZ), s, 2·kv·d/Y]
         kv = all_gather(kv, self.run, 2, [kv.shape[2]] * self.run.size)
         q = q.unflatten(-1, (-1, self.size)).transpose(1, 2)  # [b/(XZ), a/Y, s, d]
@@ -125,7 +131,10 @@ class GroupedAttention(nn.Module):
 
 
 def run_sharing_a_head(config: ModelConfig, scheme: Scheme, inner: Layout) -> Axis:
-    """The consecutive ranks that hold pieces of one kv head: one rank, where each holds whole heads."""
+    """The axis of consecutive ranks that hold pieces of one kv head; of size 1 where each rank holds whole heads.
+
+    Raises LayoutError, naming the values of kv_heads that fit, where kv heads can be split in neither way.
+    """
     axes, columns = inner.dims[-1], 2 * config.hidden // config.heads
     ways = scheme.columns(inner).size
 
@@ -143,13 +152,13 @@ def run_sharing_a_head(config: ModelConfig, scheme: Scheme, inner: Layout) -> Ax
 
 
 def _stored(context: Tensor, scheme: Scheme) -> Tensor:
-    """[b/(XZ), a/Y, s, d] → [b/(XZ), s, h/Y] as the scheme stores it."""
+    """[b/(XZ), a/Y, s, d] → [b/(XZ), s, h/Y], contiguous in the scheme's order."""
     return scheme.as_stored(context.transpose(1, 2).flatten(2))
 
 
 def new_attention(
     config: ModelConfig, scheme: Scheme, name: str, out_std: float, dtype: torch.dtype
 ) -> SelfAttention | GroupedAttention:
-    """The attention of the model's family."""
+    """Create the attention of the model's family; `name` keys its dropout masks."""
     kind = GroupedAttention if "rotary_base" in config.traits.options else SelfAttention
     return kind(config, scheme, name, out_std, dtype)

@@ -1,4 +1,4 @@
-"""What a model asks of the global batch that it is given, before it cuts any of it: equal shapes, and ids that it knows."""
+"""Checks of the global batch that a model is given: equal shapes, and ids within their range."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ from ..errors import DataError, ShapeError
 
 
 def check_shapes(tokens: Tensor, **others: Tensor | None) -> None:
-    """Raise ShapeError where a tensor that goes with the tokens [b, s] has another shape."""
+    """Raise ShapeError where one of `others` has not the shape of the tokens, [b, s]; None passes."""
     for name, other in others.items():
         if other is not None and other.shape != tokens.shape:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}, {name} {tuple(other.shape)}; they must be equal.")
 
 
 def check_ids(name: str, ids: Tensor | None, count: int, known: str, ignored: bool = False) -> None:
-    """Raise DataError, naming position and value, where an id is not among 0 … count−1.
+    """Raise DataError, naming position and value, where an id is not in 0 … count−1.
 
     Parameters
     ----------
-    name : what the ids are called in the message
+    name : the name of the ids in the message
     ids : global ids of any shape, equal on every rank, so that every rank raises alike; None passes
-    known : what has `count` of them, as the message says it
+    count : the number of valid ids
+    known : the message's words for what has `count` of them
     ignored : whether ids below 0 pass, as labels that are not counted
 
-    Only ids in the host's memory are read: a tensor without memory (meta, fake) has no values, and a device would have to
-    be waited for. There ids that are not known are not noticed.
+    Only ids in host memory are checked. A meta or fake tensor has no values, and reading a device's ids would make the host
+    wait for the device; so invalid ids there go unnoticed.
+
+    >>> check_ids("labels", torch.tensor([0, -1]), 5, "there are 5 classes", ignored=True)
+    >>> check_ids("labels", torch.tensor([0, 5]), 5, "there are 5 classes")
+    Traceback (most recent call last):
+    summa3d.errors.DataError: labels[1] is 5; there are 5 classes, 0 to 4.
     """
     if ids is None or type(ids) is not Tensor or ids.device.type != "cpu" or ids.numel() == 0:
         return

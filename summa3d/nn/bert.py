@@ -1,5 +1,5 @@
-# BERT: a bidirectional encoder with token types, and the two losses it is trained with; on any scheme. Imports body.
-# Next: vit.py.
+"""BERT: a bidirectional encoder with token types and its two training losses, on any scheme."""
+
 from __future__ import annotations
 
 import torch
@@ -21,18 +21,19 @@ from .parameter import initialise, new_parameter
 from .schemes import Scheme
 
 TYPES = 2
-"""Kinds of tokens: those of the first sentence and of the second."""
+"""The number of token types: tokens of the first sentence, and tokens of the second."""
 
 
 class BERT(Body):
-    """An encoder with post-norm blocks, trained to fill in masked tokens and to tell whether two sentences follow each other.
+    """An encoder with post-norm blocks, trained on masked tokens and next-sentence prediction.
 
     ``model(tokens, labels, types=…, relation=…)`` takes the *global* batch and returns, on every rank, the mean loss over the
-    labelled tokens plus the mean loss over the sequences with a relation. The masked-token head is transform (h→h), GELU,
-    norm, and the embedding's table with a bias over v; between transform and table the stream's layout is restored, as one
-    linear leaves it in another: E words less what stays, over P. The pooler reads the first token of each sequence.
-    Raises LayoutError or ShapeError for a batch that the scheme cannot split or tensors that do not fit each other; DataError
-    for tokens, types or labels that it does not know, where they lie on the host.
+    labelled tokens plus the mean loss over the sequences with a relation. The masked-token head is a linear layer (h→h), GELU,
+    a norm, and the embedding's table with a bias over v. After its one linear layer the activation is redistributed to the
+    residual stream's layout: b·s·h/P words per rank, less those that stay in place. The pooler reads the first token of each
+    sequence.
+    Raises LayoutError or ShapeError for a batch that the scheme cannot split or tensors of shapes that do not match; DataError
+    for tokens, types or labels out of range, which are checked on the host only.
     """
 
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
@@ -69,18 +70,19 @@ class BERT(Body):
         Parameters
         ----------
         tokens, labels : global [b, s]; labels are the true tokens where they are masked, < 0 elsewhere
-        step, first_row : of the run, and of row 0 in the step's whole batch: they key the dropout masks
-        count, pairs : what the two sums are divided by; default the labels and the relations of this micro-batch. With
+        step, first_row : the step of the run, and the index of row 0 in the step's whole batch; they key the dropout masks
+        count, pairs : the divisors of the two sums; default the counted labels and relations of this micro-batch. With
             gradient accumulation, pass those of the whole step.
         types : global [b, s], 0 or 1; default 0
         attention_mask : global [b, s], 0 at padding
-        documents : global [b, s] ids of packed documents, runs of equal ids: tokens see their own, positions restart
-        relation : global [b], 0 where the second sentence follows the first, 1 where not, < 0 where it is not counted;
-            without it there is no second loss
+        documents : global [b, s] ids of packed documents, runs of equal ids: a token attends to its own document, and
+            positions restart with each
+        relation : global [b], 0 where the second sentence follows the first, 1 where it does not, < 0 where it is not counted;
+            None: no second loss
         """
         check_shapes(tokens, labels=labels, types=types, attention_mask=attention_mask, documents=documents)
         if relation is not None and relation.shape != tokens.shape[:1]:
-            raise ShapeError(f"relation has shape {tuple(relation.shape)}; the batch of {len(tokens)} rows needs one each.")
+            raise ShapeError(f"relation has shape {tuple(relation.shape)}; {len(tokens)} rows need shape ({len(tokens)},).")
         self.check_labels(labels)
         check_ids("relation", relation, 2, "there are 2 classes", ignored=True)
         batch = Batch(len(tokens), tokens.shape[-1], self.seed, step, first_row)
@@ -92,7 +94,7 @@ class BERT(Body):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, types: Tensor | None = None, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Global logits of every token [b, s, v] and of every sequence's relation [b, 2], on every rank."""
+        """The global logits of every token [b, s, v] and of every sequence's relation [b, 2], on every rank."""
         check_shapes(tokens, types=types, attention_mask=attention_mask)
         batch = Batch(len(tokens), tokens.shape[-1], self.seed)
         x = self.stream(tokens, batch, types, attention_mask)

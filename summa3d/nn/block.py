@@ -1,4 +1,5 @@
-# One transformer block of any family. Imports norm, attention, mlp, dropout. Next: body.py.
+"""One transformer block of any family."""
+
 from __future__ import annotations
 
 import math
@@ -16,10 +17,12 @@ from .schemes import Scheme
 
 
 class Block(nn.Module):
-    """Attention and feed-forward as two residual branches; the stream keeps its layout.
+    """Attention and a feed-forward layer as two branches of the residual stream, whose layout is unchanged.
 
-    Pre-normalised, as in GPT-2, Llama and ViT: x + dropout(branch(norm(x))), twice. Post-normalised, as in BERT:
-    norm(x + dropout(branch(x))), twice. The two projections onto the stream start smaller by √(2l), as in GPT-2.
+    Pre-norm (GPT-2, Llama, ViT): x + dropout(branch(norm(x))), twice. Post-norm (BERT): norm(x + dropout(branch(x))), twice.
+    The first weights of the two projections onto the stream are smaller by √(2l), as in GPT-2.
+
+    name : the block's name in the model, which keys its dropout masks
     """
 
     def __init__(self, config: ModelConfig, scheme: Scheme, name: str, dtype: torch.dtype = torch.float32) -> None:
@@ -34,18 +37,19 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(config.dropout, f"{name}.mlp_branch", scheme, scheme.stream)
 
     def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        """This rank's block of the residual stream, [b/(XY), s, h/Z] in the cuboid → the same layout."""
         skip = True  # both branches return their last bias, and `_add` fuses it
         if self.post_norm:
             x = self.attention_norm(
                 self._add(self.attention_dropout, self.attention(x, batch, visible, skip_bias_add=skip), batch, x)
             )
             return self.mlp_norm(self._add(self.mlp_dropout, self.mlp(x, skip_bias_add=skip), batch, x))
-        # A branch gets no name: a name would hold it while the next one runs.
+        # No variable names a branch's output: it would keep the tensor alive while the next branch runs.
         x = self._add(
             self.attention_dropout, self.attention(self.attention_norm(x), batch, visible, skip_bias_add=skip), batch, x
         )
         return self._add(self.mlp_dropout, self.mlp(self.mlp_norm(x), skip_bias_add=skip), batch, x)
 
     def _add(self, dropout: Dropout, branch: tuple[Tensor, Tensor | None], batch: Batch, residual: Tensor) -> Tensor:
-        """residual + dropout(branch + its last bias), in one kernel on a device."""
+        """residual + dropout(branch + its last bias); on a device one kernel (bias fusion)."""
         return dropout(branch[0], (batch.sequence, self.hidden), batch, residual, branch[1])

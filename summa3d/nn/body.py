@@ -1,5 +1,5 @@
-# What every model shares: configuration, blocks, the checks of a batch, the loss of a head. Imports block, mask, loss.
-# Next: gpt.py, llama.py, bert.py, vit.py.
+"""What every model shares: its blocks, the checks of a batch, and the loss of a head."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -25,11 +25,17 @@ from .schemes import Scheme
 
 
 class Body(nn.Module):
-    """A stack of blocks on a residual stream, dropout before it; a family adds what comes before and after.
+    """A stack of blocks on a residual stream, preceded by dropout; a family adds the embedding and the heads.
 
-    A family's constructor takes (config, scheme, dtype, seed): the sizes, how every tensor is split, the dtype of parameters
-    and activations, and what keys weights and dropout masks; both depend on global indices only, so that every grid computes
-    the same numbers. It ends with `initialise`. Raises LayoutError where the scheme cannot split what the sizes ask for.
+    Parameters
+    ----------
+    config : the sizes
+    scheme : how every tensor is split over the grid
+    seed : keys the weights and the dropout masks, which depend on global indices only, so that every grid computes the same
+        numbers
+
+    A family's constructor takes (config, scheme, dtype, seed), with the dtype of parameters and activations, and ends with
+    `initialise`. Raises LayoutError where the scheme cannot split the sizes, before any communication.
     """
 
     def __init__(self, config: ModelConfig, scheme: Scheme, seed: int) -> None:
@@ -42,16 +48,19 @@ class Body(nn.Module):
         scheme.check(config, scheme.stream.ways(0, shape) * inner.ways(0, shape))
 
     def add_blocks(self, dtype: torch.dtype) -> None:
-        """Make the dropout on the stream's first value, and the blocks."""
+        """Create the embedding dropout and the blocks."""
         self.dropout = Dropout(self.config.dropout, "embedding", self.scheme, self.scheme.stream)
         names = (f"blocks.{index}" for index in range(self.config.layers))
         self.blocks = nn.ModuleList(Block(self.config, self.scheme, name, dtype) for name in names)
 
     def recompute(self, kind: str, layers: int = 1) -> None:
-        """What backward computes again instead of keeping it.
+        """Choose which activations backward recomputes instead of keeping.
 
-        kind : "none"; "full", every `layers` blocks from their input, of which each rank keeps its own block; "selective", the
-            attention core alone, from q, k and v: most of the memory for a small part of the arithmetic, and no words.
+        Parameters
+        ----------
+        kind : "none"; "full", which keeps the input of every `layers` blocks, each rank its own shard; "selective", which
+            recomputes the attention core alone, from q, k and v: most of the memory for a small part of the arithmetic, no words
+        layers : the number of blocks of one recomputed stretch (full)
         """
         self.recomputed_layers = layers if kind == "full" else 0
         for module in self.modules():
@@ -61,7 +70,7 @@ class Body(nn.Module):
             self.scheme.ahead.forget()
 
     def through_blocks(self, x: Tensor, batch: Batch, sees: Visible) -> Tensor:
-        """The stream after the last block."""
+        """Run the residual stream x through the blocks, with recomputation where `recompute` chose it."""
 
         def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
             for block in blocks:
@@ -76,13 +85,14 @@ class Body(nn.Module):
         return x
 
     def drop(self, x: Tensor, batch: Batch) -> Tensor:
-        """Dropout on the stream's first value."""
+        """The embedding dropout of the residual stream x."""
         return self.dropout(x, (batch.sequence, self.config.hidden), batch)
 
     def check_tokens(self, tokens: Tensor) -> None:
-        """Raise LayoutError or ShapeError where the scheme cannot split the rows or sequences are too long, DataError for ids.
+        """Check global tokens [b, s], on every rank alike and before any communication.
 
-        Tokens outside the vocabulary are noticed on the host only (`check_ids`).
+        Raises LayoutError where the scheme cannot split b or s, ShapeError for another number of dims or too long sequences,
+        DataError for tokens outside the vocabulary (checked on the host only, `check_ids`).
         """
         self.scheme.check(self.config, len(tokens), tokens.shape[-1])
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
@@ -90,18 +100,22 @@ class Body(nn.Module):
         check_ids("tokens", tokens, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}")
 
     def check_labels(self, labels: Tensor) -> None:
-        """Raise DataError where a label that counts is not a token of the vocabulary (`check_ids`)."""
+        """Raise DataError where a counted label (≥ 0) is outside the vocabulary (checked on the host only, `check_ids`)."""
         check_ids("labels", labels, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}", ignored=True)
 
     def whole_logits(self, logits: Tensor, layout: Layout, batch: Batch) -> Tensor:
-        """Global logits [b, s, v] on every rank, from this rank's block as stored."""
+        """All-gather the global logits [b, s, v] onto every rank, from this rank's block as stored in `layout`."""
         shape = (batch.rows, batch.sequence, self.config.vocabulary)
         return collect(self.scheme.batch_first(logits), self.scheme.grid, layout, shape)
 
     def loss(self, logits: Tensor, labels: Tensor, layout: Layout, classes: int, count: int | None) -> Tensor:
-        """Cross entropy of this rank's block of logits [b, s, n] or [b, n] for global labels [b, s] or [b] (< 0: none).
+        """The cross entropy of the global batch: one number, the same on every rank.
 
-        count : what the sum is divided by; default the number of labels.
+        Parameters
+        ----------
+        logits : this rank's block of [b, s, n] or [b, n] in `layout`, n being `classes`
+        labels : global [b, s] or [b]; labels < 0 are not counted
+        count : the divisor of the sum; default the number of counted labels
         """
         count = max(int((labels >= 0).sum()), 1) if count is None else count
         if labels.dim() == 1:
@@ -117,7 +131,7 @@ class LanguageModel(Body):
     ``model(tokens, labels)`` takes the *global* batch [b, s] (int64, equal on every rank; each rank uses its rows) and
     returns the global mean loss on every rank. After ``loss.backward()`` each parameter's ``.grad`` is its block of the
     gradient of that loss. Raises LayoutError or ShapeError for a batch that the scheme cannot split or sequences too long;
-    DataError for tokens or labels outside the vocabulary, where they lie on the host: those on a device are not waited for.
+    DataError for tokens or labels outside the vocabulary, which are checked on the host only.
     """
 
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
@@ -127,11 +141,14 @@ class LanguageModel(Body):
         self.norm = new_norm(config, scheme, dtype=dtype)
 
     def output(self) -> Embedding:
-        """The table that makes logits of the stream."""
+        """The table of the head, which maps the residual stream to logits."""
         return self.embedding
 
     def positioned(self, x: Tensor, sequence: int, positions: Tensor | None) -> Tensor:
-        """The embedded tokens with what the family adds to them; positions: global [b, s], or None for 0 … sequence−1."""
+        """Add the family's learned positions, if any, to the embedded tokens x.
+
+        positions : global [b, s]; None for 0 … sequence−1
+        """
         return x
 
     def forward(
@@ -149,11 +166,12 @@ class LanguageModel(Body):
         Parameters
         ----------
         tokens, labels : global [b, s]; labels < 0 are not counted
-        step, first_row : of the run, and of row 0 in the step's whole batch: they key the dropout masks
-        count : the labels that the loss is divided by; default those of this micro-batch. With gradient accumulation, pass
-            the count of the whole step.
+        step, first_row : the step of the run, and the index of row 0 in the step's whole batch; they key the dropout masks
+        count : the number of labels that the loss is divided by; default the counted labels of this micro-batch. With gradient
+            accumulation, pass the count of the whole step.
         attention_mask : global [b, s], 0 at padding
-        documents : global [b, s] ids of packed documents, runs of equal ids: tokens see their own, learned positions restart
+        documents : global [b, s] ids of packed documents, runs of equal ids: a token attends to its own document, and learned
+            positions restart with each
         """
         check_shapes(tokens, labels=labels, attention_mask=attention_mask, documents=documents)
         self.check_labels(labels)
@@ -164,17 +182,17 @@ class LanguageModel(Body):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, attention_mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Global logits [b, s, v] of every position, on every rank. The arguments are those of a loss."""
+        """The global logits [b, s, v] of every position, on every rank. The arguments are those of `forward`."""
         check_shapes(tokens, attention_mask=attention_mask, documents=documents)
         batch, head = Batch(len(tokens), tokens.shape[-1], self.seed), self.output()
         return self.whole_logits(head.head(self.stream(tokens, batch, attention_mask, documents)), head.logits_layout, batch)
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor) -> Tensor:
-        """Global logits [b, v] of the token after each row, on every rank. tokens: global [b, s]."""
+        """The global logits [b, v] of the token that follows each row, on every rank. tokens : global [b, s]"""
         scheme, head, (rows, length) = self.scheme, self.output(), tokens.shape
         whole = functional.pad(tokens, (0, -length % scheme.stream.ways(1, scheme.grid.shape)))
-        x = self.stream(whole, Batch(rows, whole.shape[1], self.seed))  # causal: what follows changes nothing before it
+        x = self.stream(whole, Batch(rows, whole.shape[1], self.seed))  # causal: the padding changes no position before it
         logits = head.head(scheme.tokens_at(x, length - 1, whole.shape[1]), scheme.pooled, rows=rows)
         return collect(logits, scheme.grid, scheme.after_linear(scheme.pooled), (rows, self.config.vocabulary))
 

@@ -1,5 +1,5 @@
-# The shape of a model, as plain data. Imports no torch, so that a configuration can be checked without it.
-# Next: schemes.py (which grid axes split which dim), then model.py.
+"""The shape of a model as plain data, which needs no torch."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
@@ -9,22 +9,29 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of one family have in common: how their blocks are built, and what they leave open.
+    """The traits that all models of one family share.
 
-    options : the keys of ModelConfig that only some families read, of those that this one reads.
+    Attributes
+    ----------
+    causal : whether a token attends to no later token
+    norm : "layer" or "rms"
+    post_norm : whether norms come after the residual sum (BERT) instead of before the branch
+    activation : "gelu_tanh", "gelu" or "swiglu"
+    norm_eps : the default of ModelConfig.norm_eps
+    options : the keys of ModelConfig that this family reads and some other family does not
     """
 
     causal: bool
-    norm: str  # "layer" | "rms"
-    post_norm: bool  # norms after the residual sum instead of before the branch
-    activation: str  # "gelu_tanh" | "gelu" | "swiglu"
+    norm: str
+    post_norm: bool
+    activation: str
     norm_eps: float
     options: tuple[str, ...] = ()
 
 
 ROTARY = ("rotary_scaling", "rotary_factor", "rotary_low", "rotary_high", "rotary_context")
 SCALINGS = {"default": (), "linear": ("rotary_factor",), "llama3": ROTARY[1:]}
-"""How rotary positions may be slowed for sequences longer than those first trained on, and the keys that each needs."""
+"""The scalings of rotary positions for sequences longer than those first trained on, and the keys that each needs."""
 PICTURE = ("image", "patch", "channels", "classes")
 FAMILIES = {
     "gpt2": Family(True, "layer", False, "gelu_tanh", 1e-5),
@@ -40,24 +47,35 @@ ABOVE_ZERO = ("norm_eps", "rotary_base", "rotary_factor", "rotary_low", "rotary_
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a transformer, in the symbols of DESIGN §1: l layers, h hidden, a heads, f ffn, s sequence, v vocabulary.
+    """The sizes of a transformer, in the symbols of DESIGN §1: l layers, h hidden, a heads, f ffn, s sequence, v vocabulary.
 
-    family : "gpt2", "bert", "llama" or "vit".
-    sequence : the longest sequence; a vit's is always 1 + the number of its patches.
-    vocabulary : of token ids; a vit reads none.
-    kv_heads : heads of k and v, each shared by heads / kv_heads heads (llama); default `heads`.
-    ffn : default 4 · hidden; llama 8/3 · hidden, rounded up to a multiple of `heads`, so that what splits heads splits it.
-    dropout, attention_dropout : on the embedding and the two residual branches; on the attention probabilities, which takes
-        attention off its fused path.
-    norm_eps : added to a norm's variance; default 1e-5 (gpt2, llama), 1e-12 (bert, vit).
-    tied_head : whether the embedding's table makes the logits too (llama; a gpt2's and a bert's always does); default false.
-    rotary_base : θ of the rotary positions (llama); default 10000.
-    rotary_scaling : "default"; "linear", angles divided by rotary_factor; "llama3", which divides those of pairs that turn less
-        than rotary_low times in rotary_context positions, leaves those that turn more than rotary_high times, and blends between.
-    image, patch, channels, classes : a vit's square image and patch sides in pixels, its colours and its labels; default
-        32, 4, 3, 10.
+    Parameters
+    ----------
+    family : "gpt2", "bert", "llama" or "vit"
+    sequence : the longest sequence; for vit always 1 + the number of patches
+    vocabulary : the number of token ids; not read by vit
+    kv_heads : the number of heads of k and v, each shared by heads / kv_heads query heads (llama); default `heads`
+    ffn : the width of the feed-forward layer; default 4 · hidden, for llama 8/3 · hidden rounded up to a multiple of `heads`, so
+        that axes that split the heads split it too
+    dropout : of the embedding and of the two residual branches
+    attention_dropout : of the attention probabilities; above 0 it disables fused attention
+    norm_eps : added to a norm's variance; default 1e-5 (gpt2, llama), 1e-12 (bert, vit)
+    tied_head : whether the head shares the embedding's table (llama; gpt2 and bert always share it); default false
+    rotary_base : the base θ of the rotary positions (llama); default 10000
+    rotary_scaling : "default"; "linear", which divides all angles by rotary_factor; or "llama3", which divides the angles of
+        pairs that turn less than rotary_low times in rotary_context positions, leaves those of pairs that turn more than
+        rotary_high times, and blends in between
+    image, patch, channels, classes : the sides of vit's square images and patches in pixels, the number of colour channels and
+        of classes; default 32, 4, 3, 10
 
     Raises ConfigError for sizes that do not fit each other and for keys that the family does not read.
+
+    >>> config = ModelConfig(family="llama", hidden=64, heads=8, kv_heads=2)
+    >>> config.width, config.groups, config.tied
+    (176, 2, False)
+    >>> ModelConfig(hidden=7)
+    Traceback (most recent call last):
+    summa3d.errors.ConfigError: model.hidden 7 cannot be divided into model.heads 8. Head counts that fit hidden 7: 1, 7.
     """
 
     family: str = "gpt2"
@@ -85,7 +103,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            raise ConfigError(f"model.family {self.family!r} is not available. Families: {', '.join(FAMILIES)}.")
+            raise ConfigError(f"model.family {self.family!r} is not supported; supported: {', '.join(FAMILIES)}.")
         self._check_options()
         for name in SIZES:
             value = getattr(self, name)
@@ -105,12 +123,12 @@ class ModelConfig:
 
     @property
     def traits(self) -> Family:
-        """What the family has in common."""
+        """The traits of the family."""
         return FAMILIES[self.family]
 
     @property
     def width(self) -> int:
-        """Feed-forward width f."""
+        """The width f of the feed-forward layer."""
         if self.ffn is not None:
             return self.ffn
         if self.traits.activation == "swiglu":
@@ -119,32 +137,32 @@ class ModelConfig:
 
     @property
     def groups(self) -> int:
-        """Heads of k and v."""
+        """The number of heads of k and v."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def eps(self) -> float:
-        """What norms add to the variance."""
+        """The number that norms add to the variance."""
         return self.traits.norm_eps if self.norm_eps is None else self.norm_eps
 
     @property
     def theta(self) -> float:
-        """Base of the rotary positions."""
+        """The base θ of the rotary positions."""
         return DEFAULTS["rotary_base"] if self.rotary_base is None else self.rotary_base
 
     @property
     def scaling(self) -> str:
-        """How rotary positions are slowed."""
+        """The scaling of the rotary positions."""
         return self.rotary_scaling or "default"
 
     @property
     def tied(self) -> bool:
-        """Whether one table embeds tokens and makes logits."""
+        """Whether the head shares the embedding's table."""
         return bool(self.tied_head) or "tied_head" not in self.traits.options
 
     @property
     def picture(self) -> tuple[int, int, int, int]:
-        """Image side, patch side, channels and classes of a vit."""
+        """The image side, patch side, number of channels and number of classes of a vit."""
         given = ((name, getattr(self, name)) for name in PICTURE)
         image, patch, channels, classes = (int(DEFAULTS[name] if value is None else value) for name, value in given)
         return image, patch, channels, classes
@@ -156,7 +174,7 @@ class ModelConfig:
                 if name != "kv_heads" or self.kv_heads != self.heads:
                     raise ConfigError(
                         f"model.{name} is {getattr(self, name)}, but {self.family} does not read it. "
-                        f"Families that do: {readers}. Leave it out."
+                        f"Leave it out; it applies to {readers} only."
                     )
 
     def _check_heads(self) -> None:
@@ -173,12 +191,12 @@ class ModelConfig:
         if "rotary_base" in self.traits.options and (self.hidden // self.heads) % 2:
             raise ConfigError(
                 f"model.hidden {self.hidden} over model.heads {self.heads} gives heads of {self.hidden // self.heads} "
-                f"elements; rotary positions turn them in pairs, so the number must be even."
+                f"elements; rotary positions rotate pairs of elements, so heads need an even number of them."
             )
 
     def _check_scaling(self) -> None:
         if self.scaling not in SCALINGS:
-            raise ConfigError(f"model.rotary_scaling {self.scaling!r} is not available. Those that are: {', '.join(SCALINGS)}.")
+            raise ConfigError(f"model.rotary_scaling {self.scaling!r} is not supported; supported: {', '.join(SCALINGS)}.")
         needed = SCALINGS[self.scaling]
         for name in ROTARY[1:]:
             given = getattr(self, name) is not None
@@ -191,7 +209,7 @@ class ModelConfig:
             raise ConfigError(f"model.rotary_low {self.rotary_low} must be below model.rotary_high {self.rotary_high}.")
 
     def _settle_image(self) -> None:
-        """Check the image and set the sequence that it makes."""
+        """Check the image's sizes and set `sequence` to the number of its positions."""
         image, patch, _, _ = self.picture
         sequence = 1 + (image // patch) ** 2
         if image % patch:
@@ -211,4 +229,5 @@ class ModelConfig:
 
 
 def _divisors(n: int) -> str:
+    """The divisors of n, as an error message lists them."""
     return ", ".join(str(part) for part in range(1, n + 1) if n % part == 0)

@@ -1,5 +1,5 @@
-# Dropout with masks that depend on the global element index only. Imports random, linear, kernels.dispatch.
-# Next: attention.py.
+"""Dropout with masks that depend on the global element index only, so that every grid drops the same elements."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,10 +20,13 @@ from .schemes import Scheme
 
 @dataclass(frozen=True)
 class Batch:
-    """The global sizes of one forward pass, and what keys its masks.
+    """The global sizes of one forward pass, and the key of its dropout masks.
 
-    rows, sequence : b and s of this micro-batch. step, seed : of the run. first_row : the global batch row, over all
-    micro-batches of the step, of this micro-batch's row 0.
+    Attributes
+    ----------
+    rows, sequence : the global b and s of this micro-batch
+    seed, step : the seed and the step of the run
+    first_row : the index of this micro-batch's row 0 in the batch of the whole step
     """
 
     rows: int
@@ -53,10 +56,15 @@ class _DropoutAdd(torch.autograd.Function):
 
 
 class Dropout(nn.Module):
-    """Zero each element with `probability` and scale the rest, in training; x is a block [b, …] in `layout`.
+    """Zero each element with `probability` and scale the others by 1/(1−p), in training only.
 
-    The mask is a function of (seed, `name`, step, global element index), so it is the same on every grid and differs
-    wherever blocks differ. Moves nothing. Saved: the mask; on a device nothing, as it is drawn again.
+    Parameters
+    ----------
+    name : keys the masks, together with the seed, the step and the global element index
+    layout : the layout of x, [b, …]
+
+    The mask is the same on every grid. Moves nothing. Memory kept: the mask; on a device nothing, since backward draws the mask
+    again.
     """
 
     def __init__(self, probability: float, name: str, scheme: Scheme, layout: Layout) -> None:
@@ -66,9 +74,15 @@ class Dropout(nn.Module):
     def forward(
         self, x: Tensor, shape: Sequence[int], batch: Batch, residual: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """Drop from this block x of a global tensor [batch.rows, *shape], and add the result to `residual`, if given.
+        """residual + dropout(x + bias) for this rank's block x of a global tensor [batch.rows, *shape].
 
-        A block of three dims lies as the scheme stores it. bias : of x's last dim, if it is still to be added to x.
+        Parameters
+        ----------
+        x : a block of three dims is in the scheme's stored order
+        shape : the global shape without the batch dim
+        batch : the global sizes and the key of the mask
+        residual : a block of x's shape, or None
+        bias : this rank's block of a bias along x's last dim that the layer before skipped (bias fusion), or None
         """
         if not self.training or self.probability == 0:
             x = x if bias is None else x + bias
@@ -80,7 +94,7 @@ class Dropout(nn.Module):
         whole, slices, stored = (rows.stop, *shape), (rows, *rest), x.dim() == 3
 
         def draw() -> Tensor:
-            mask = keep_mask(stream, whole, slices, self.probability)
+            mask = keep_mask(stream, whole, slices, self.probability, x.is_meta)
             return self.scheme.as_stored(mask) if stored else mask
 
         mask = Mask.of(stream, whole, slices, draw)
@@ -89,4 +103,5 @@ class Dropout(nn.Module):
         return _DropoutAdd.apply(x, residual, bias, mask, self.probability)
 
     def extra_repr(self) -> str:
+        """The probability and the name that torch prints for the module."""
         return f"{self.probability}, {self.name}"

@@ -1,5 +1,5 @@
-# Vocabulary-parallel token embedding, the tied head, and learned positions. Imports schemes, parameter, autograd.
-# Next: gpt.py.
+"""Vocabulary-parallel token embedding with the tied head, and learned positions."""
+
 from __future__ import annotations
 
 import torch
@@ -17,14 +17,14 @@ from .schemes import Scheme
 
 
 class Embedding(nn.Module):
-    """A table [v, h] in the scheme's layout: tokens → rows of the stream, and as the tied head, stream → logits.
+    """A table [v, h] in the scheme's layout: it embeds tokens, and as the tied head maps the residual stream to logits.
 
     ``forward(tokens)`` takes this rank's block of the tokens [b, s] in `tokens_layout` and returns its block of the stream.
-    As the scheme's `lookup` says, the table is gathered along one axis, each rank looks up the part of the vocabulary it then
-    holds, and what was found is summed over the ranks that hold other parts. Words forward and backward: cuboid
-    [(X−1)vh + (Y−1)bsh]/P; summa (R−1)vh/P; oned 2(P−1)/P·bsh forward and none backward.
-    Tokens that no row of the table belongs to become zeros: models refuse them first.
-    ``head(x)`` is the NT product X·Wᵀ: the stream → logits, in `logits_layout`.
+    The table is all-gathered along one axis (the scheme's `lookup`), each rank looks up the part of the vocabulary that it then
+    holds, and the found rows are summed over the ranks that hold the other parts. Words forward and backward, mean per rank:
+    cuboid [(X−1)vh + (Y−1)bsh]/P; summa (R−1)vh/P; oned 2(P−1)/P·bsh forward and none backward.
+    A token outside the vocabulary is embedded as zeros; models check tokens first.
+    ``head(x)`` is the product X·Wᵀ (form nt): the stream → logits, in `logits_layout`.
     """
 
     def __init__(
@@ -52,6 +52,10 @@ class Embedding(nn.Module):
         return self.scheme.product(layout, "nt", rows, self.vocabulary, self.hidden, self._source(layout))
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """This rank's block of the residual stream, [b/(XY), s, h/Z] in the cuboid, for its block of tokens [b, s].
+
+        tokens : in `tokens_layout`, which may differ from the stream's rows
+        """
         tokens = self.scheme.as_stored(tokens)
         grid, size = self.scheme.grid, self.part.stop - self.part.start
         gathered = grid[self.lookup.gathered]
@@ -70,9 +74,14 @@ class Embedding(nn.Module):
     def head(
         self, x: Tensor, layout: Layout | None = None, bias: ShardedParameter | None = None, rows: int | None = None
     ) -> Tensor:
-        """Logits by the same table, and a bias over v, of x in `layout` (default: the stream; or the scheme's `pooled`).
+        """This rank's block of the logits x·Wᵀ + bias.
 
-        rows : the global number of rows, where the blocks of x may be uneven.
+        Parameters
+        ----------
+        x : this rank's block of an activation in `layout`
+        layout : default the residual stream's; or the scheme's `pooled`
+        bias : a vector over v, or None
+        rows : the global number of rows, where the blocks of x may be uneven
         """
         layout = layout or self.scheme.stream
         rows = x.shape[:-1].numel() * self.scheme.rows(layout).size if rows is None else rows
@@ -81,9 +90,9 @@ class Embedding(nn.Module):
 
 
 class Positions(nn.Module):
-    """A small table [s, h], such as learned positions, added to the stream: h:z.
+    """A small table [s, h], such as learned positions, whose rows are added to the residual stream.
 
-    It is equal on the axes that split rows, over which its gradient is summed.
+    It is split as the stream's columns and replicated on the axes that split rows; backward all-reduces its gradient over them.
     """
 
     def __init__(self, sequence: int, hidden: int, scheme: Scheme, std: float = 0.02, dtype: torch.dtype = torch.float32) -> None:
@@ -93,9 +102,12 @@ class Positions(nn.Module):
         self.weight = new_parameter(scheme, layout, (sequence, hidden), ("normal", std), dtype, decay=True)
 
     def forward(self, x: Tensor, sequence: int, indices: Tensor | None = None) -> Tensor:
-        """x with rows 0 … sequence−1 added, of which this rank's block holds its own.
+        """Add rows of the table to x, this rank's block of the residual stream.
 
-        indices : the rows to add instead, global [b, s]: the positions of packed documents, BERT's token types.
+        Parameters
+        ----------
+        sequence : the global s; rows 0 … s−1 are added
+        indices : the rows to add instead, global [b, s], such as the positions of packed documents or BERT's token types
         """
         table = sum_gradient(self.weight, self.rows)
         if indices is None:

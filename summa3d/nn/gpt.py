@@ -1,5 +1,5 @@
-# GPT: learned positions and a tied head, on any scheme. Imports body, embedding.
-# Next: volume.py (the words a step moves); train/loop.py (what drives it).
+"""The GPT-2 family: learned positions and a tied head, on any scheme."""
+
 from __future__ import annotations
 
 import torch
@@ -21,4 +21,5 @@ class GPT(LanguageModel):
         initialise(self, scheme, seed)
 
     def positioned(self, x: Tensor, sequence: int, positions: Tensor | None) -> Tensor:
+        """Add the learned positions to the embedded tokens."""
         return self.positions(x, sequence, positions)

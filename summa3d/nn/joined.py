@@ -1,5 +1,5 @@
-# Several linears of one input as one product, so that the input is gathered once. Imports linear, autograd.
-# Next: mlp.py (gate and up), attention.py (q and kv).
+"""Several linear layers of one input as one product, so that the input is gathered once."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,19 +9,23 @@ from torch import Tensor
 
 from ..autograd.matmul import matmul
 from ..autograd.products import Product
-from ..comm.grid import describe
+from ..comm.topology import describe
 from ..errors import LayoutError
 from .layer_cache import LayerCache
 from .linear import Linear
 
 
 class Joined:
-    """Y₁, Y₂, … = X·W₁, X·W₂, … by one product X·[W₁ W₂ …], for linears of one input, without biases.
+    """Computes Y₁, Y₂, … = X·W₁, X·W₂, … as one product X·[W₁ W₂ …], for linear layers of one input without biases.
 
-    The columns of the joined weight are ordered so that each rank's block of Y is its own blocks of Y₁, Y₂, … side by side:
-    the blocks of the weights are interleaved as finely as Y's columns are split. No weight leaves its rank; the words are
-    those of one linear of n₁ + n₂ + … columns. Needs the local weights once more as workspace.
-    Raises LayoutError where a linear's columns cannot be split evenly.
+    Parameters
+    ----------
+    what : the name of the layers' width in an error
+    linears : the layers
+
+    The blocks of the weights are interleaved as finely as Y's columns are split, so that each rank's block of Y is its own
+    blocks of Y₁, Y₂, … side by side. Words: those of one linear layer of n₁ + n₂ + … columns; no weight leaves its rank.
+    Workspace: a copy of the local weights. Raises LayoutError where a layer's columns cannot be split evenly.
     """
 
     def __init__(self, what: str, *linears: Linear) -> None:
@@ -43,7 +47,10 @@ class Joined:
         return self.scheme.product(self.layout, "nn", rows, n, self.linears[0].k, self._source)
 
     def __call__(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
-        """This rank's blocks of Y₁, Y₂, … for its block of X."""
+        """This rank's blocks of Y₁, Y₂, … for its block of X.
+
+        rows : the global number of rows, where the blocks of X may be uneven
+        """
         rows = x.shape[:-1].numel() * self._ways if rows is None else rows
         return matmul(x, self.weight(), self._product(rows)).split(self._widths, -1)
 
@@ -64,6 +71,6 @@ def _misfit(what: str, linear: Linear, ways: int) -> str:
     fits = [value for value in (below, below + ways, below + 2 * ways) if value]
     return (
         f"{what} {linear.n} cannot be split evenly over {axes} = {ways} (grid {describe(linear.scheme.grid.shape)}).\n"
-        f"  Two linears share one product there, and each must be split into equal blocks of columns.\n"
+        f"  Two linear layers share one product here, so each must split into equal blocks of columns.\n"
         f"  Values that fit: {', '.join(map(str, fits))}."
     )

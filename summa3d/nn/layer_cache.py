@@ -1,4 +1,4 @@
-"""A bounded cache of what a method of a layer makes, which a deep copy of the layer does not share."""
+"""A bounded cache of the results of a layer's method, which a deep copy of the layer does not share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class LayerCache(Generic[T]):
-    """The results of the bound method `make` by its arguments, at most `size` of them, least recently used dropped first.
+    """A least-recently-used cache of the bound method `make`, with at most `size` results (None: unbounded).
 
-    functools.lru_cache alone returns itself as its deep copy: a copied layer would go on asking the original's method. The
-    deep copy of this one is empty, and asks the copied layer's.
+    The deep copy of functools.lru_cache is itself, so a copied layer would go on calling the original layer's method. The deep
+    copy of a LayerCache is empty and calls the copied layer's method.
     """
 
     def __init__(self, make: Callable[..., T], size: int | None) -> None:
@@ -26,5 +26,6 @@ class LayerCache(Generic[T]):
         return self._cached(*key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerCache[T]:
+        """An empty cache of the copied layer's method."""
         method = cast(MethodType, self._make)
         return LayerCache(MethodType(method.__func__, copy.deepcopy(method.__self__, memo)), self._size)

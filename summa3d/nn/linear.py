@@ -1,5 +1,5 @@
-# A linear layer, written once for every scheme. Imports schemes, parameter, autograd, kernels.dispatch.
-# Next: norm.py, mlp.py, attention.py.
+"""The linear layer, written once for every scheme."""
+
 from __future__ import annotations
 
 import torch
@@ -18,22 +18,23 @@ from .schemes import Scheme
 
 
 class Linear(nn.Module):
-    """Y = X·W + b with X [b, s, k] in `layout` and W [k, n] in the scheme's weight layout; b along Y's last dim.
+    """Y = X·W + b with X [b, s, k] in `layout`, W [k, n] in the scheme's weight layout, and b along Y's last dim.
 
     Parameters
     ----------
-    k, n : global input and output features
-    scheme : how tensors are split
-    layout : the layout of X; default the residual stream. Y's is `output_layout`; give it to the layer that follows.
+    k, n : the global numbers of input and output features
+    scheme : how tensors are split over the grid
+    layout : the layout of X, or its text; default the residual stream's. Y has `output_layout`; pass it to the next layer.
     bias : whether to add b
-    std : deviation of W's first values
-    transposed : whether the product is with Wᵀ as it lies (form nt) instead of W; in the 2-D scheme it moves Y's words instead
-        of X's, fewer where n < k. The parameter is W all the same; its block is transposed once a product.
+    std : the deviation of W's first values
+    dtype : of the parameters
+    transposed : whether the product is of form nt with Wᵀ. In the 2-D scheme it moves Y's words instead of X's, fewer where
+        n < k. The parameter is W in both cases; its block is transposed in each product.
 
-    ``forward(x)`` takes this rank's block of X and returns its block of Y, [b/(XY), s, k/Z] → [b/(XZ), s, n/Y] in the
-    cuboid. Gradients need no further step: W's is complete on each rank, b's is summed over the axes that split rows.
+    ``forward(x)`` takes this rank's block of X and returns its block of Y, [b/(XY), s, k/Z] → [b/(XZ), s, n/Y] in the cuboid.
+    After backward, W's gradient is complete on each rank, and b's is summed over the axes that split rows.
     Call `initialise(module, scheme, seed)` once before use. Words: `gemm.volume.of_plan` and `gradients`.
-    Raises ShapeError where x is not the block of a batch that the scheme can split.
+    Raises ShapeError where x is not a block of a batch that the scheme can split.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Linear(nn.Module):
         k: int,
         n: int,
         scheme: Scheme,
-        layout: Layout | None = None,
+        layout: Layout | str | None = None,
         bias: bool = True,
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
@@ -49,10 +50,10 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.k, self.n, self.scheme, self.transposed = k, n, scheme, transposed
-        self.input_layout = layout or scheme.stream
+        self.input_layout = scheme.stream if layout is None else Layout.of(layout)
         self.output_layout = scheme.after_linear(self.input_layout)
-        layout = scheme.weight(self.input_layout, transposed)
-        self.weight = new_parameter(scheme, layout, (k, n), ("normal", std), dtype, decay=True)
+        stored = scheme.weight(self.input_layout, transposed)
+        self.weight = new_parameter(scheme, stored, (k, n), ("normal", std), dtype, decay=True)
         self.bias = (
             new_parameter(scheme, scheme.vector(self.output_layout), (n,), ("constant", 0.0), dtype, decay=False)
             if bias
@@ -68,11 +69,13 @@ class Linear(nn.Module):
         return self.scheme.product(self.input_layout, "nt" if self.transposed else "nn", rows, self.n, self.k, self._source)
 
     def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Y's block for X's, or with `skip_bias_add` (X·W, b), so that the next kernel fuses the addition (bias fusion).
+        """This rank's block of Y for its block of X; with `skip_bias_add` a pair, so that the next kernel adds b (bias fusion).
 
-        rows : the global number of rows, where the blocks of X may be uneven; default local · num_shards.
-        skip_bias_add : return a pair. On the host, whose product adds b in place, and without a bias the pair is (Y, None);
-            with fused kernels it is X·W and b [n/Y], whose gradient is all-reduced in backward: the words are the same.
+        Parameters
+        ----------
+        rows : the global number of rows, where the blocks of X may be uneven; default local · num_shards
+        skip_bias_add : return (X·W, b), with b [n/Y], whose gradient backward all-reduces: the words are the same. On the host,
+            whose product adds b in place, and without a bias, the pair is (Y, None).
         """
         bias = None if self.bias is None else self.scheme.spread(self.bias, self.output_layout, self.n)
         if not skip_bias_add:
@@ -94,4 +97,5 @@ class Linear(nn.Module):
         return matmul(x, weight, self._product(rows), bias)
 
     def extra_repr(self) -> str:
+        """The sizes and layouts that torch prints for the module."""
         return f"{self.k} → {self.n}, {self.input_layout} → {self.output_layout}, bias={self.bias is not None}"

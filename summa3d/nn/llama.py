@@ -1,5 +1,5 @@
-# Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, an untied head; on any scheme. Imports body, embedding.
-# Next: bert.py.
+"""The Llama family: rotary positions, RMSNorm, SwiGLU, grouped-query attention and an untied head, on any scheme."""
+
 from __future__ import annotations
 
 import torch
@@ -12,9 +12,9 @@ from .schemes import Scheme
 
 
 class Llama(LanguageModel):
-    """A decoder-only transformer of the Llama family; the configuration chooses its blocks.
+    """A decoder-only transformer of the Llama family.
 
-    Its head is a table of its own, or with `tied_head` the embedding's.
+    Its head is a table of its own, or the embedding's with `tied_head`.
     Raises LayoutError where kv_heads or ffn cannot be split (`GroupedAttention`, `GatedMLP`).
     """
 
@@ -24,4 +24,5 @@ class Llama(LanguageModel):
         initialise(self, scheme, seed)
 
     def output(self) -> Embedding:
+        """The head's own table, or the embedding's where the head is tied."""
         return self.embedding if self.head is None else self.head

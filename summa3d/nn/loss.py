@@ -1,5 +1,5 @@
-# Cross entropy over logits whose vocabulary a grid axis may split. Imports schemes, kernels.dispatch.
-# Next: gpt.py.
+"""Cross entropy over logits whose vocabulary a grid axis may split."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch
 
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..layout.layout import Layout
 from .schemes import Scheme
 
@@ -42,11 +42,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, scheme: Scheme, layout: Layout
     ----------
     logits : this rank's block [b/(XZ), s, v/Y] in `layout`
     labels : the labels of those rows [b/(XZ), s], global ids; a negative label is not counted
+    vocabulary : the global v
     count : the global number of labels of the whole step, so that the loss is scaled once
 
-    Moves, along the axis that splits v, a maximum and 2 words a row; then 1 word over the axes that split rows. Backward
-    moves nothing. Saved: the softmax block (on a device, the logits). 16-bit logits are widened first (on a device, as they are
-    read): sums, loss and what is moved are float32.
+    Words: an all-reduce of 1 word a row (the maximum) and one of 2 words a row along the axis that splits v, then one of 1 word
+    over the axes that split rows; backward none. Memory kept: the softmax block (on a device, the logits). 16-bit logits are
+    widened first (on a device, as they are read): the sums, the loss and the moved words are float32.
     """
     flat = dispatch.kernels_for(logits).loss_input(logits.flatten(0, -2))
     first = Layout(layout.dims[-1]).slices((vocabulary,), scheme.grid.shape, scheme.grid.coordinates)[0].start

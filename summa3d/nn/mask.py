@@ -1,5 +1,5 @@
-# What attention may see, beside causality: padding and packed documents. Imports schemes.
-# Next: attention.py.
+"""Attention masks beyond causality: padding and packed documents."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,30 +12,35 @@ from .schemes import Scheme
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys each query of this rank's sequences sees.
+    """Which keys each query of this rank's sequences may attend to.
 
-    allowed : [b/(XZ), 1, s, s], True where the query (row) sees the key (column); None where causality alone decides.
+    allowed : [b/(XZ), 1, s, s], True where the query (row) attends to the key (column); None where causality alone decides
     """
 
     allowed: Tensor | None = None
 
 
 def restarting_positions(documents: Tensor) -> Tensor:
-    """Positions that restart where a document begins, from document ids [b, s]: a document is a run of equal ids."""
+    """Positions that restart at 0 where a document begins, for document ids [b, s]; a document is a run of equal ids.
+
+    >>> restarting_positions(torch.tensor([[7, 7, 7, 4, 4]]))
+    tensor([[0, 1, 2, 0, 1]])
+    """
     place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     return place - torch.where(_begins(documents), place, 0).cummax(1).values
 
 
 def visible(scheme: Scheme, causal: bool, attention_mask: Tensor | None = None, documents: Tensor | None = None) -> Visible:
-    """What this rank's sequences see.
+    """Build the attention mask of this rank's sequences.
 
     Parameters
     ----------
-    attention_mask : global [b, s], nonzero at tokens and 0 at padding, which no query sees
-    documents : global [b, s] ids; a token sees the run of equal ids that it belongs to
+    causal : whether a query attends to no later key
+    attention_mask : global [b, s], nonzero at tokens and 0 at padding, to which no query attends
+    documents : global [b, s] ids; a token attends to its own document only, a run of equal ids
 
-    A query that would see nothing (in a sequence of padding alone) sees everything, so that its output is a number; no
-    token that counts sees it. Moves nothing; needs b/(XZ)·s² bytes where a mask or documents are given.
+    A query without any key (in a sequence of padding alone) attends to all keys, so that its output is not NaN; no counted
+    token attends to it. Moves nothing. Memory: b/(XZ)·s² bytes where a mask or documents are given.
     """
     layout = scheme.after_linear(scheme.stream)
     given = [tensor for tensor in (attention_mask, documents) if tensor is not None]

@@ -1,4 +1,5 @@
-# The feed-forward half of a block. Imports linear, joined, kernels.dispatch. Next: block.py.
+"""Feed-forward layers of a block: with GELU, or gated with SiLU (SwiGLU)."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -30,14 +31,23 @@ class _BiasGELU(torch.autograd.Function):
 
 
 def gelu(x: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
-    """GELU(x + bias), the bias fused where a linear skipped it; x is kept for backward. approximate: as torch's."""
+    """GELU(x + bias), with bias fusion where the linear layer skipped the addition; x is kept for backward.
+
+    approximate : "tanh" or "none", as in torch
+    """
     return functional.gelu(x, approximate=approximate) if bias is None else _BiasGELU.apply(x, bias, approximate)
 
 
 class MLP(nn.Module):
-    """Y = GELU(X·W1 + b1)·W2 + b2: [b/(XY), s, h/Z] → [b/(XZ), s, f/Y] → back. The activation is local.
+    """Y = GELU(X·W1 + b1)·W2 + b2: [b/(XY), s, h/Z] → [b/(XZ), s, f/Y] → [b/(XY), s, h/Z] in the cuboid.
 
-    approximate : "tanh" for GELU's tanh form, as in GPT-2; "none" for the exact one, as in BERT and ViT.
+    Parameters
+    ----------
+    hidden, width : the global h and f
+    std, out_std : deviations of the first values of W1 and W2
+    approximate : "tanh" for GELU's tanh form (GPT-2); "none" for the exact form (BERT, ViT)
+
+    GELU is local: words are those of the two linear layers.
     """
 
     def __init__(
@@ -57,7 +67,7 @@ class MLP(nn.Module):
         self.down = Linear(width, hidden, scheme, self.up.output_layout, std=out_std, dtype=dtype, transposed=transposed)
 
     def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Y's block for X's, or with `skip_bias_add` (Y without b2, b2); both as in Linear."""
+        """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y without b2, b2), as in Linear."""
         return self.down(gelu(*self.up(x, rows, skip_bias_add=True), approximate=self.approximate), rows, skip_bias_add)
 
 
@@ -74,8 +84,14 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class GatedMLP(nn.Module):
-    """Y = (SiLU(X·W_gate) ∘ X·W_up)·W_down without biases (SwiGLU); gate and up are one product, and all that is kept of it.
+    """Y = (SiLU(X·W_gate) ∘ X·W_up)·W_down without biases (SwiGLU).
 
+    Parameters
+    ----------
+    hidden, width : the global h and f
+    std, out_std : deviations of the first values of W_gate and W_up, and of W_down
+
+    X·W_gate and X·W_up are one product (`Joined`); the activation keeps its two outputs and nothing else.
     Raises LayoutError where f cannot be split evenly over the axes that split the columns.
     """
 
@@ -96,13 +112,13 @@ class GatedMLP(nn.Module):
         self.joined = Joined("ffn", self.gate, self.up)
 
     def forward(self, x: Tensor, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Y's block for X's, or with `skip_bias_add` (Y, None)."""
+        """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y, None)."""
         gate, up = self.joined(x)  # [b/(XZ), s, f/Y] each
         return self.down(_SwiGLU.apply(gate, up), None, skip_bias_add)
 
 
 def new_mlp(config: ModelConfig, scheme: Scheme, out_std: float, dtype: torch.dtype) -> MLP | GatedMLP:
-    """The feed-forward half of the model's family."""
+    """Create the feed-forward layer of the model's family."""
     if config.traits.activation == "swiglu":
         return GatedMLP(config.hidden, config.width, scheme, out_std=out_std, dtype=dtype)
     approximate = "tanh" if config.traits.activation == "gelu_tanh" else "none"

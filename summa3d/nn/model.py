@@ -1,5 +1,5 @@
-# The model of a configuration, whatever its family. Imports gpt, bert, llama, vit.
-# Next: train/prepare.py, which builds what a run's configuration names.
+"""Builds the model of a configuration, whatever its family."""
+
 from __future__ import annotations
 
 import torch
@@ -16,5 +16,9 @@ MODELS: dict[str, type[Model]] = {"gpt2": GPT, "bert": BERT, "llama": Llama, "vi
 
 
 def build(config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> Model:
-    """The model of the family that `config` names; ``model(inputs, labels, step=…, first_row=…, count=…)`` is its loss."""
+    """Build the model of the family that `config` names.
+
+    ``model(inputs, labels, step=…, first_row=…, count=…)`` returns the global mean loss. Every rank of the scheme's grid calls
+    this alike; no communication. Raises LayoutError where the scheme cannot split the model's sizes.
+    """
     return MODELS[config.family](config, scheme, dtype, seed)

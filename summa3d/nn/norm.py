@@ -1,5 +1,5 @@
-# Layer and root-mean-square normalisation over a dim that grid axes may split. Imports schemes, parameter, kernels.dispatch.
-# Next: block.py.
+"""Layer norm and root-mean-square norm over a dim that grid axes may split."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch, reference
 
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..layout.layout import Layout
 from .config import ModelConfig
 from .parameter import ShardedParameter, new_parameter
@@ -18,14 +18,14 @@ from .schemes import Scheme
 
 
 class _Norm(nn.Module):
-    """What both norms have: γ, the axes that split the normalised dim, and those that split the rows."""
+    """The base of both norms: γ, the plane of axes that splits the normalised dim, and the plane that splits the rows."""
 
     def __init__(
-        self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
+        self, n: int, scheme: Scheme, layout: Layout | str | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
         self.n, self.eps = n, eps
-        self.layout = layout or scheme.stream
+        self.layout = scheme.stream if layout is None else Layout.of(layout)
         self.scheme, self.columns, self.rows = scheme, scheme.columns(self.layout), scheme.vector_rows(self.layout)
         self.weight = self._vector(1.0, dtype)
 
@@ -37,7 +37,7 @@ class _Norm(nn.Module):
 
 
 def _torchs_own_serves(x: Tensor, columns: Axis) -> bool:
-    """Whether torch's layer norm does: no axis splits a row, statistics are of the dtype of x, and no fused kernel is at hand."""
+    """Whether torch's layer norm can be used: no axis splits a row, statistics have x's dtype, and x is on the host."""
     return columns.size == 1 and x.dtype in (torch.float32, torch.float64) and dispatch.kernels_for(x) is reference
 
 
@@ -70,19 +70,25 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class LayerNorm(_Norm):
-    """y = γ·(x − mean)/√(variance + eps) + β over the last dim, for x in `layout` (default: the residual stream).
+    """y = γ·(x − mean)/√(variance + eps) + β over the last dim of x.
 
-    One all-reduce of 2 words a row over the axes that split the last dim, forward and backward; γ's and β's gradients,
-    copied as they are by default, are one all-reduce over the axes that split the rows. Saved: x and 2 words a row.
+    Parameters
+    ----------
+    n : the global size of the last dim
+    layout : the layout of x; default the residual stream's
+
+    Words: one all-reduce of 2 words a row over the axes that split the last dim, forward and backward; in backward one
+    all-reduce of γ's and β's gradients over the axes that split the rows (vectors "copied"). Memory kept: x and 2 words a row.
     """
 
     def __init__(
-        self, n: int, scheme: Scheme, layout: Layout | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
+        self, n: int, scheme: Scheme, layout: Layout | str | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__(n, scheme, layout, eps, dtype)
         self.bias = self._vector(0.0, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """This rank's block of y for its block of x, in the same layout."""
         gamma, beta = (self.scheme.spread(vector, self.layout, self.n) for vector in (self.weight, self.bias))
         return _LayerNorm.apply(x, gamma, beta, self.columns, self.rows, self.n, self.eps)
 
@@ -107,13 +113,19 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(_Norm):
-    """y = γ·x/√(mean(x²) + eps) over the last dim, for x in `layout` (default: the residual stream).
+    """y = γ·x/√(mean(x²) + eps) over the last dim of x.
 
-    One all-reduce of 1 word a row over the axes that split the last dim, forward and backward; γ's gradient is one
-    all-reduce over the axes that split the rows. Saved: x and 1 word a row.
+    Parameters
+    ----------
+    n : the global size of the last dim
+    layout : the layout of x; default the residual stream's
+
+    Words: one all-reduce of 1 word a row over the axes that split the last dim, forward and backward; in backward one
+    all-reduce of γ's gradient over the axes that split the rows (vectors "copied"). Memory kept: x and 1 word a row.
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        """This rank's block of y for its block of x, in the same layout."""
         gamma = self.scheme.spread(self.weight, self.layout, self.n)
         return _RMSNorm.apply(x, gamma, self.columns, self.rows, self.n, self.eps)
 
@@ -122,5 +134,5 @@ NORMS: dict[str, type[LayerNorm | RMSNorm]] = {"layer": LayerNorm, "rms": RMSNor
 
 
 def new_norm(config: ModelConfig, scheme: Scheme, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The norm of the model's family over its hidden dim."""
+    """Create the norm of the model's family over the hidden dim."""
     return NORMS[config.traits.norm](config.hidden, scheme, layout, config.eps, dtype)

@@ -1,5 +1,5 @@
-# What communication runs beside arithmetic, as data: two switches. Imports errors only; no torch.
-# Next: autograd/ahead.py, which gathers ahead; schemes.py, which gives it to every product.
+"""The switches of what communication overlaps with arithmetic, as data."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,12 +10,13 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Overlap:
-    """What may be in flight while a layer computes. Results, words and messages are the same with any of it; memory is not.
+    """What may be in flight while a layer computes. It changes memory, but no result, no words and no messages.
 
-    gather : how many weights are gathered ahead of the layers that use them, in forward, backward and recomputation. Each takes
-        one more gathered weight of memory; in a node's shared memory weights are then copied, not read in place. 0: none. Models
-        do so in their forward; a module of your own after ``scheme.ahead.follow(module)``.
-    input_gradient : whether the sum of an input's gradient is in flight while the weight's is computed.
+    gather : how many weights are prefetched: all-gathered ahead of the layers that use them, in forward, backward and
+        recomputation. Each needs memory for one more gathered weight; in a node's shared memory a prefetched weight is copied
+        instead of read in place. 0: no prefetch. Models prefetch in their forward; a module of your own does after
+        ``scheme.ahead.follow(module)``.
+    input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed.
 
     The first is about what moves along x: the weights of `cuboid` and `cuboid-sequence` with X > 1. Backward gathers none
     where `regather` is off. The second is about `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`. In `summa`, `tesseract`,

@@ -1,5 +1,5 @@
-# Parameters that know their sharding, and their first values. Imports layout, random.
-# Next: linear.py.
+"""Sharded parameters, and the initialisation that gives them the same values on every grid."""
+
 from __future__ import annotations
 
 import torch
@@ -13,9 +13,11 @@ from .schemes import Scheme
 class ShardedParameter(nn.Parameter):
     """This rank's block of a parameter.
 
-    sharding : layout and global shape.
-    decay : whether weight decay applies (matrices yes; biases, norms' γ and β no).
-    initial : what `initialise` fills it with: ("normal", std), or ("constant", value).
+    Attributes
+    ----------
+    sharding : the layout and the global shape
+    decay : whether weight decay applies (to matrices; not to biases and norms' γ and β)
+    initial : the values that `initialise` writes: ("normal", std) or ("constant", value)
     """
 
     sharding: Sharding
@@ -23,15 +25,19 @@ class ShardedParameter(nn.Parameter):
     initial: tuple[str, float]
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedParameter:
+        """A copy with the same attributes, which torch's own copy would lack."""
         copied: ShardedParameter = super().__deepcopy__(memo)
-        copied.sharding, copied.decay, copied.initial = self.sharding, self.decay, self.initial  # which torch leaves behind
+        copied.sharding, copied.decay, copied.initial = self.sharding, self.decay, self.initial
         return copied
 
 
 def new_parameter(
     scheme: Scheme, layout: Layout, shape: tuple[int, ...], initial: tuple[str, float], dtype: torch.dtype, decay: bool
 ) -> ShardedParameter:
-    """An unfilled parameter: NaN, until `initialise` or a checkpoint fills it, so that a forgotten one cannot pass unseen."""
+    """Create this rank's block of a parameter of global `shape`, filled with NaN until `initialise` or a checkpoint writes it.
+
+    NaN makes a parameter that was never initialised visible in the first loss.
+    """
     sharding = Sharding(layout, shape)
     parameter = ShardedParameter(torch.full(sharding.local_shape(scheme.grid), torch.nan, dtype=dtype))
     parameter.sharding, parameter.decay, parameter.initial = sharding, decay, initial
@@ -39,13 +45,17 @@ def new_parameter(
 
 
 def initialise(module: nn.Module, scheme: Scheme, seed: int) -> None:
-    """Fill every parameter of `module` from (seed, its name, its global element indices): the same weights on every grid."""
+    """Write the first values of every parameter of `module`: the same weights on every grid, without communication.
+
+    Each value is a function of the seed, the parameter's name and the global element index.
+    """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedParameter):
             _fill(parameter.data, parameter, scheme, key(seed, name))
 
 
 def _fill(data: Tensor, parameter: ShardedParameter, scheme: Scheme, stream: int) -> None:
+    """Write a parameter's first values to `data`, from the random stream `stream`."""
     kind, value = parameter.initial
     if kind == "normal":
         normal_(data, stream, parameter.sharding.shape, parameter.sharding.slices(scheme.grid), value)

@@ -1,5 +1,5 @@
-# Rotary positions: q and k turned by angles that grow with the position. Imports config, kernels.dispatch.
-# Next: attention.py.
+"""Rotary positions: q and k rotated by angles that grow with the position."""
+
 from __future__ import annotations
 
 import math
@@ -28,9 +28,13 @@ class _Rotate(torch.autograd.Function):
 
 
 def angles_of(size: int, config: ModelConfig) -> Tensor:
-    """By how much each pair of a head of `size` elements turns from one position to the next, [d/2] in float64 on the host.
+    """The angle between consecutive positions for each pair of a head of `size` elements, [size/2], float64, on the host.
 
-    Source: Su et al. 2021; "llama3" as Llama 3.1 stretches positions: by the number of turns in the context first trained on.
+    The scaling "llama3" (Llama 3.1) depends on a pair's number of turns in the context that the model was first trained on.
+    Source: Su et al. 2021.
+
+    >>> angles_of(4, ModelConfig(family="llama", hidden=32, heads=8))
+    tensor([1.0000, 0.0100], dtype=torch.float64)
     """
     turns = config.theta ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
     if config.scaling == "default":
@@ -39,16 +43,16 @@ def angles_of(size: int, config: ModelConfig) -> Tensor:
     if config.scaling == "linear":
         return turns / factor
     low, high, context = config.rotary_low or 0.0, config.rotary_high or 0.0, config.rotary_context or 0
-    kept = ((context * turns / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # 0 slowed, 1 as they were, between: blended
+    kept = ((context * turns / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # 0: scaled, 1: unscaled, between: blended
     return turns * (kept + (1 - kept) / factor)
 
 
 class Rotary:
-    """Turns the pair (i, i + d/2) of each head by position · θ^(−2i/d), the half-split order of Hugging Face's weights.
+    """Rotates the pair (i, i + d/2) of each head by position · θ^(−2i/d), the half-split order of Hugging Face's weights.
 
-    The configuration may slow the angles (`angles_of`).
-    Only differences of positions tell in q·k, so packed documents need not restart: a token sees none but its own.
-    Angles are taken in float64 and rounded once. Moves nothing: attention holds whole sequences. Source: Su et al. 2021.
+    The configuration may scale the angles (`angles_of`). q·k depends on differences of positions only, so the positions of
+    packed documents need not restart: a token attends to its own document only. Angles are computed in float64 and their cosines
+    and sines rounded once. Moves nothing: attention holds whole sequences. Source: Su et al. 2021.
     """
 
     def __init__(self, size: int, config: ModelConfig) -> None:
@@ -56,11 +60,11 @@ class Rotary:
         self._table = LayerCache(self._new_table, 4)
 
     def _new_table(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [length, d/2]."""
+        """The cosines and sines of the first `length` positions, [length, d/2] each."""
         angles = torch.arange(length, device="cpu")[:, None] * self.angles
         return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k [b, heads, s, d], s whole, turned."""
+        """Rotate q and k, [b, heads, s, d] with whole sequences."""
         table = self._table(q.shape[2], q.dtype, q.device)
         return _Rotate.apply(q, *table), _Rotate.apply(k, *table)

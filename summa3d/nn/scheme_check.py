@@ -1,12 +1,12 @@
-# What sizes a scheme can split, and the error that names those and the grids that would work. Imports scheme_kinds, config.
-# Next: schemes.py, whose `check` this is.
+"""Checks of a scheme's sizes and grid, with errors that name the sizes and grids that would work."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ..comm.grid import describe
+from ..comm.topology import describe
 from ..errors import GridError, LayoutError
 from ..gemm.algorithms.plan import misfit
 from ..layout.layout import Layout
@@ -14,12 +14,12 @@ from .config import ModelConfig
 from .scheme_kinds import KINDS, Kind
 
 OUTER = ("dp", "pp", "cp", "ep")
-"""Axes around the tensor-parallel grid, which no scheme splits a layer over."""
+"""Axes outside the tensor-parallel grid, over which no scheme splits a layer."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """A dim that axes must divide evenly."""
+    """A dim that a product of axes must divide evenly, and why."""
 
     dim: str
     size: int
@@ -27,14 +27,16 @@ class Need:
     why: str
 
     def ways(self, shape: Mapping[str, int]) -> int:
+        """The number of shards of the dim on a grid of `shape`."""
         return prod(shape[axis] for axis in self.axes)
 
     def met(self, shape: Mapping[str, int]) -> bool:
+        """Whether the dim splits evenly on a grid of `shape`."""
         return self.size % self.ways(shape) == 0
 
 
 def needs(kind: Kind, inner: Layout, config: ModelConfig, batch: int, sequence: int) -> list[Need]:
-    """What must divide evenly: whole sequences and whole heads in attention, and the dims that the residual stream splits."""
+    """List the dims that must split evenly: batch and heads in attention, and the dims that the residual stream splits."""
     outer = kind.stream
 
     def split(dim: str, axes: tuple[str, ...]) -> str:
@@ -51,7 +53,7 @@ def needs(kind: Kind, inner: Layout, config: ModelConfig, batch: int, sequence: 
 
 
 def check_sizes(kind: Kind, inner: Layout, shape: Mapping[str, int], config: ModelConfig, batch: int, sequence: int) -> None:
-    """Raise LayoutError where a dim cannot be split as the scheme needs, naming the values and the grids that would fit."""
+    """Raise LayoutError where a dim cannot be split as the scheme needs; the error names values and grids that fit."""
     wanted = needs(kind, inner, config, batch, sequence)
     need = next((need for need in wanted if not need.met(shape)), None)
     if need is None:
@@ -73,9 +75,9 @@ def check_sizes(kind: Kind, inner: Layout, shape: Mapping[str, int], config: Mod
 
 
 def check_grid(kind: Kind, shape: Mapping[str, int]) -> None:
-    """Raise GridError, naming the grids that would work, unless the scheme can use this one.
+    """Raise GridError, naming the grids that would work, where the scheme does not support a grid of `shape`.
 
-    Axes of size 1 may be there or not; one that the scheme does not split over must have size 1, or be an outer one.
+    An axis of size 1 may be absent. An axis over which the scheme does not split must have size 1 or be one of `OUTER`.
     """
     ranks = prod(size for axis, size in shape.items() if axis not in OUTER)
     own = {axis: shape.get(axis, 1) for axis in kind.axes}
@@ -85,17 +87,17 @@ def check_grid(kind: Kind, shape: Mapping[str, int]) -> None:
 
 
 def check_vectors(kind: Kind, shape: Mapping[str, int], vectors: str) -> None:
-    """Raise LayoutError unless the scheme can store its vectors so; GridError for a diagonal of unequal sides."""
+    """Raise LayoutError where the scheme does not support this storage of vectors; GridError for "diagonal" where Y ≠ Z."""
     if vectors not in kind.vectors:
-        others = " and ".join(sorted({other.name for other in KINDS.values() if vectors in other.vectors})) or "no scheme"
+        others = ", ".join(sorted({other.name for other in KINDS.values() if vectors in other.vectors})) or "none"
         raise LayoutError(
-            f"vectors {vectors!r} is not how the {kind.name} scheme stores γ, β and biases; {others} can.\n"
-            f"  The {kind.name} scheme's: {', '.join(kind.vectors)}."
+            f"vectors {vectors!r}, a storage of γ, β and biases, is not supported by the {kind.name} scheme.\n"
+            f"  It supports: {', '.join(kind.vectors)}. Schemes that support {vectors!r}: {others}."
         )
     y, z = shape.get("y", 1), shape.get("z", 1)
     if vectors == "diagonal" and y != z:
         square = [grid for grid in kind.grids(prod(shape.values())) if grid["y"] == grid["z"]]
         raise GridError(
-            f"vectors 'diagonal' needs y and z of one size; the grid has y={y}, z={z}.\n"
+            f"vectors 'diagonal' needs y and z of equal size; the grid has y={y}, z={z}.\n"
             f"  Grids that fit: {' · '.join(map(describe, square))}."
         )

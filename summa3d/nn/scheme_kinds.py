@@ -1,6 +1,5 @@
-# The tensor-parallel schemes as data: for each name, the layout of the residual stream, the product that a linear is, its grids.
-# Imports layout and gemm's plans; no torch, no communication. All other layouts follow from the product's.
-# Next: schemes.py, which puts one on a grid; scheme_check.py, which says what sizes it can split.
+"""The tensor-parallel schemes as data: for each name its residual stream's layout, its products and its grids."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,17 +18,20 @@ Grids = Callable[[int], list[dict[str, int]]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A scheme on no grid yet.
+    """A tensor-parallel scheme, not bound to a grid.
 
-    stream : the layout of the residual stream [b, s, h].
-    plan : (layout of an activation, form, m, n, k) → the plan of its product with a weight ("nn") or a table ("nt").
-    grids : ranks → every grid of that many that it can use; their axes are those the scheme needs.
-    title : what it is called in an error.
-    sequence_first : whether activations are stored [s, b, n], so that gathers and scatters over s are contiguous.
-    transposed_down : whether the projection that narrows a feed-forward layer is a product of form nt with its transpose.
-    vectors : how vectors may be stored: "copied" on the axes that do not split them; "hosted" by index 0 of the axis that splits
-        rows; "diagonal", split by the rows' coarse axis as well, on the ranks whose index on the fine one is that of the columns.
-    limits : why only single layers run on it, not whole models; or nothing.
+    Attributes
+    ----------
+    title : its name in error messages
+    stream : the layout of the residual stream [b, s, h]
+    plan : maps (layout of an activation, form, m, n, k) to the plan of its product with a weight ("nn") or a table ("nt")
+    grids : maps a number of ranks to every grid of that many ranks that the scheme supports, with the axes that it needs
+    sequence_first : whether activations are stored [s, b, n], so that all-gathers and reduce-scatters over s are contiguous
+    transposed_down : whether the down projection of a feed-forward layer is a product of form nt with its weight's transpose
+    vectors : the supported storages of vectors (γ, β, biases). "copied": replicated on the axes that do not split them.
+        "hosted": root-only, on index 0 of the axis that splits rows. "diagonal": split by the rows' coarse axis as well, on
+        the ranks whose index on the rows' fine axis equals their index on the columns' axis.
+    limits : why only single layers run on it, not whole models; empty where whole models run
     """
 
     name: str
@@ -44,22 +46,33 @@ class Kind:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that the scheme needs, of any size."""
+        """The names of the axes that the scheme needs."""
         return tuple(self.grids(1)[0])
 
 
 def row_axes(layout: Layout) -> tuple[str, ...]:
-    """The axes that split the rows (b, s) of an activation, coarse first."""
+    """The axes that split the rows (b, s) of an activation, coarse first.
+
+    >>> row_axes(Layout("b:(x,y) s h:z"))
+    ('x', 'y')
+    """
     return tuple(axis for axes in layout.dims[:-1] for axis in axes)
 
 
 def is_sequence_fine(layout: Layout) -> bool:
-    """Whether an activation [b, s, n] of a cuboid has its fine split on s (outside) or on the columns (inside), not on b."""
+    """Whether an activation [b, s, n] of a cuboid has its fine split on s (residual stream) or on n (inside a branch), not on b.
+
+    >>> is_sequence_fine(Layout("b:x s:y h:z")), is_sequence_fine(Layout("b:(x,y) s h:z"))
+    (True, False)
+    """
     return len(layout.dims) == 3 and (layout.dims[1] != () or len(layout.dims[2]) == 2)
 
 
 def cuboid(layout: Layout, form: str, m: int, n: int, k: int) -> CuboidPlan:
-    """y and z change places from one product to the next; a sequence-fine input has its fine split on s, its output on n."""
+    """The plan of a cuboid product; y and z swap roles from one product to the next.
+
+    A sequence-fine input has its fine split on s, and its output has it on n.
+    """
     if is_sequence_fine(layout) and layout.dims[1] == ():
         (x,), (z, y) = layout.dims[0], layout.dims[2]
         return CuboidPlan(form, m, n, k, x, y, z, a_fine=1)
@@ -68,24 +81,24 @@ def cuboid(layout: Layout, form: str, m: int, n: int, k: int) -> CuboidPlan:
 
 
 def oned(layout: Layout, form: str, m: int, n: int, k: int) -> OnedColumnPlan | OnedRowPlan:
-    """By columns of a whole activation, by rows of a split one."""
+    """The plan of a 1-D product: column-parallel for a replicated activation, row-parallel for a split one."""
     return OnedRowPlan(form, m, n, k, "y") if layout.dims[-1] else OnedColumnPlan(form, m, n, k, "y")
 
 
 def summa(layout: Layout, form: str, m: int, n: int, k: int) -> SummaPlan:
-    """Every activation and every weight lies as rows:x columns:y."""
+    """The plan of a SUMMA product; every activation and every weight has the layout rows:x columns:y."""
     (x,), (y,) = row_axes(layout), layout.dims[-1]
     return SummaPlan(form, m, n, k, x, y)
 
 
 def tesseract(layout: Layout, form: str, m: int, n: int, k: int) -> TesseractPlan:
-    """As summa on each depth, weights copied."""
+    """The plan of a Tesseract product: SUMMA on each layer of depth d, with weights replicated over d."""
     (d, x), (y,) = row_axes(layout), layout.dims[-1]
     return TesseractPlan(form, m, n, k, x, y, d=d)
 
 
 def agarwal(layout: Layout, form: str, m: int, n: int, k: int) -> AgarwalPlan:
-    """Operands on three faces of the cube; y and z change places from one product to the next, and with them the faces."""
+    """The plan of Agarwal's product, with the operands on three faces of the cube; y and z swap roles with each product."""
     (x,), (z,), (y,) = row_axes(layout), layout.dims[-1], layout.hosted
     return AgarwalPlan(form, m, n, k, x, y, z)
 

@@ -1,6 +1,8 @@
-# A tensor-parallel scheme on a grid: which axes split the activations and the parameters, and which product joins them.
-# Imports layout, gemm, autograd. Layers ask the scheme and never name an axis.
-# Next: scheme_kinds.py (the schemes, as data), linear.py (the first layer written against one).
+"""A tensor-parallel scheme on a grid: the layouts of activations and parameters, and the products that connect them.
+
+Layers ask the scheme and never name an axis.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -18,7 +20,7 @@ from torch import Tensor
 from ..autograd.ahead import Ahead, Source
 from ..autograd.collectives import all_gather, broadcast_from, scatter_from
 from ..autograd.products import Flights, Product, product
-from ..comm.collectives import Axis
+from ..comm.axis import Axis
 from ..comm.grid import Grid
 from ..errors import GridError, LayoutError
 from ..gemm.algorithms.plan import ProductPlan
@@ -34,11 +36,14 @@ SCHEMES = tuple(KINDS)
 
 @dataclass(frozen=True)
 class Lookup:
-    """How rows of a table [v, h] become the stream.
+    """How an embedding looks up rows of a table [v, h] to form the residual stream.
 
-    tokens : the layout [b, s] of the tokens a rank looks up. gathered : the axis along which the table is gathered first, or
-    none. part : the axes that then still split v, over which what was found is summed. copies : the axes that split the
-    tokens but not the table, over which its gradient is summed.
+    Attributes
+    ----------
+    tokens : the layout of the tokens [b, s] that a rank looks up
+    gathered : the axis along which the table is all-gathered first, if any
+    part : the axes that then still split v, over which the found rows are summed
+    copies : the axes that split the tokens but not the table, over which the table's gradient is summed
     """
 
     tokens: Layout
@@ -49,13 +54,18 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The layouts of a transformer on a grid.
+    """The layouts and products of a transformer on a grid.
 
-    A linear maps a layout to the next, and two of them return to the residual stream's; layers carry the layout of their
-    input and output, and no global does. Every layout is that of an operand of the kind's product.
-    `regather` says whether backward gathers operands again (memory 1/P) or keeps what forward gathered (fewer words); `vectors`
-    how γ, β and biases are stored; `overlap` what is in flight while layers compute.
-    `grid` may be a `Place`, for layouts and closed forms of any rank of any grid.
+    A linear layer maps the layout of its input to another one, and two linear layers return to the residual stream's layout.
+    Each layer holds the layouts of its own input and output. Every layout is that of an operand of the kind's product.
+
+    Attributes
+    ----------
+    kind : the scheme as data
+    grid : the grid; or a `Place`, for the layouts and closed forms of any rank of any grid
+    regather : whether backward gathers operands again (memory 1/P) or keeps those that forward gathered (fewer words)
+    vectors : how γ, β and biases are stored
+    overlap : what may be in flight while layers compute
     """
 
     kind: Kind
@@ -65,14 +75,15 @@ class Scheme:
     overlap: Overlap = DEFAULT
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scheme:
-        """A copied model's own: on the same grid, with a prefetch and a workspace that the original does not use."""
+        """Return the scheme of a copied model: on the same grid, with its own prefetch and workspace."""
         copied = memo[id(self)] = replace(self)
-        if "ahead" in vars(self):  # known to hooks as well, which are copied with the module
+        if "ahead" in vars(self):  # the module's hooks hold it too, and are copied with the module
             vars(copied)["ahead"] = copy.deepcopy(self.ahead, memo)
         return copied
 
     @property
     def name(self) -> str:
+        """The scheme's name, a key of `KINDS`."""
         return self.kind.name
 
     @property
@@ -82,31 +93,35 @@ class Scheme:
 
     @property
     def down_form(self) -> str:
-        """The form of the product that narrows a feed-forward layer: nn, or nt with its weight's transpose."""
+        """The form of a feed-forward layer's down projection: "nn", or "nt" with its weight's transpose."""
         return "nt" if self.kind.transposed_down else "nn"
 
     def plan(self, layout: Layout, form: str, m: int, n: int, k: int) -> ProductPlan:
-        """The plan of C (m×n) = an activation in `layout` times a weight ("nn") or a table ("nt")."""
+        """The plan of C (m×n): the product of an activation in `layout` with a weight ("nn") or a table ("nt")."""
         return self.kind.plan(layout, form, m, n, k)
 
     def after_linear(self, layout: Layout) -> Layout:
-        """The layout of a linear's output."""
+        """The layout of a linear layer's output for an input in `layout`."""
         c_layout = self.plan(layout, "nn", 1, 1, 1).c_layout
         rows, columns = c_layout.dims
+        names = layout.names and (*layout.names[:-1], "n")
         if is_sequence_fine(layout):
-            return Layout(rows[:1], rows[1:], columns)
-        return Layout(rows, *((),) * (len(layout.dims) - 2), columns, hosted=c_layout.hosted)
+            return Layout(rows[:1], rows[1:], columns, names=names)
+        return Layout(rows, *((),) * (len(layout.dims) - 2), columns, hosted=c_layout.hosted, names=names)
 
     def weight(self, layout: Layout, transposed: bool = False) -> Layout:
-        """The layout of a linear's weight [k, n] whose input has `layout`; `transposed`: that of a product with its transpose."""
+        """The layout of the weight [k, n] of a linear layer whose input has `layout`.
+
+        transposed : whether the product is with the weight's transpose (form nt)
+        """
         return self.table(layout).transposed() if transposed else self.plan(layout, "nn", 1, 1, 1).b_layout
 
     def table(self, layout: Layout) -> Layout:
-        """The layout of an embedding table [v, h] (the tied head, form NT) for a stream in `layout`."""
+        """The layout of an embedding table [v, h] (the tied head, form nt) for a residual stream in `layout`."""
         return self.plan(layout, "nt", 1, 1, 1).b_layout
 
     def vector(self, layout: Layout) -> Layout:
-        """The layout of a vector along the last dim of an activation in `layout`, as it is stored."""
+        """The stored layout of a vector along the last dim of an activation in `layout`."""
         rows, columns = row_axes(layout), layout.dims[-1]
         if self.vectors == "hosted":
             return Layout(columns, hosted=rows)
@@ -115,10 +130,10 @@ class Scheme:
         return Layout(columns, hosted=layout.hosted)
 
     def spread(self, stored: Tensor, layout: Layout, n: int) -> Tensor:
-        """A vector of n as a layer uses it, with gradient: what is `stored`, split as the last dim of an activation in `layout`.
+        """Return a stored vector of n elements as a layer uses it: split as the last dim of an activation in `layout`.
 
-        Copied vectors are used as they are. Hosted ones are broadcast by their host, diagonal ones then gathered along the
-        rows' coarse axis; what the layer finds as their gradient on its rows is scattered and summed the same way back.
+        A copied vector is returned unchanged. A hosted (root-only) vector is broadcast by its root; a diagonal one is broadcast
+        and then all-gathered along the rows' coarse axis. Backward reduce-scatters and reduces the gradient the same way.
         """
         if self.vectors == "copied":
             return stored
@@ -133,7 +148,7 @@ class Scheme:
         return vector
 
     def vector_rows(self, layout: Layout) -> Axis:
-        """The plane over which a layer sums the gradient of its vector itself: none, where `spread` does."""
+        """The plane over which a layer sums its vector's gradient: the rows' axes; no axis where `spread` sums it."""
         return self.rows(layout) if self.vectors == "copied" else self.grid[()]
 
     def rows(self, layout: Layout) -> Axis:
@@ -141,13 +156,13 @@ class Scheme:
         return self.grid[row_axes(layout)]
 
     def columns(self, layout: Layout) -> Axis:
-        """The plane of axes that split the last dim of an activation: over it statistics and softmax denominators are summed."""
+        """The plane of axes that split the last dim of an activation, over which row statistics are summed."""
         return self.grid[layout.dims[-1]]
 
     def product(self, layout: Layout, form: str, m: int, n: int, k: int, source: Source | None = None) -> Product:
-        """The product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt"), with its gradients.
+        """Bind the product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt"), with its gradients.
 
-        source : where the layer finds that weight, as `source` makes one.
+        source : the layer's prefetch source, from the method `source`; None for no prefetch
         """
         rows = self.vector_rows(self.after_linear(layout))
         flights = Flights(source, self.overlap.input_gradient)
@@ -156,22 +171,25 @@ class Scheme:
     def source(
         self, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)
     ) -> Source | None:
-        """Where a layer's products find their weight, for gathers ahead of it: the tensors it is made of, and how."""
+        """Create the prefetch source of a layer's weight; None where the overlap prefetches nothing.
+
+        parts : returns the parameters that the weight is made of; make : computes this rank's block of the weight from them
+        """
         return Source(self.ahead, parts, make) if self.ahead is not None else None
 
     @cached_property
     def ahead(self) -> Ahead | None:
-        """What gathers weights ahead of their layers; None where the overlap asks for none."""
+        """The prefetch of gathered weights; None where the overlap prefetches nothing."""
         return Ahead(self.overlap.gather) if self.overlap.gather else None
 
     @cached_property
     def _workspace(self) -> Workspace:
-        """One for all products of the model: none of those that use it is in flight when another begins."""
+        """One workspace for all products of the model: those that use it are complete before the next one begins."""
         return Workspace(self.grid)
 
     @property
     def lookup(self) -> Lookup:
-        """How the stream is looked up in the table: the table's fine axis is gathered where it splits the tokens as well."""
+        """How an embedding looks up its table: the table's fine axis is all-gathered where it splits the tokens as well."""
         split, rows = self.table(self.stream).dims[0], row_axes(self.stream)
         gathered = split[-1:] if split[-1] in rows else ()
         part = split[: len(split) - len(gathered)]
@@ -180,43 +198,50 @@ class Scheme:
 
     @property
     def pooled(self) -> Layout:
-        """The layout of one row per sequence, [b, h]: what `tokens_at` returns."""
+        """The layout of one token per sequence, [b, h], which `tokens_at` returns."""
         return Layout(row_axes(self.stream), self.stream.dims[-1])
 
     def batch_first(self, x: Tensor) -> Tensor:
-        """An activation as stored, [b, s, n] or [s, b, n] as the scheme has it, seen as [b, s, n]."""
+        """View a stored activation, [b, s, n] or (sequence-first schemes) [s, b, n], as [b, s, n]."""
         return x.transpose(0, 1) if self.kind.sequence_first else x
 
     def as_stored(self, x: Tensor) -> Tensor:
-        """An activation [b, s, n] (or tokens [b, s]) in the order the scheme stores: the inverse of `batch_first`, contiguous."""
+        """Return an activation [b, s, n] (or tokens [b, s]) contiguous in the scheme's order; the inverse of `batch_first`."""
         return self.batch_first(x).contiguous()
 
     def block_of(self, whole: Tensor, layout: Layout) -> Tensor:
-        """This rank's block of a global [b, s] tensor (tokens, labels, masks) beside an activation in `layout`, as [b, s]."""
+        """This rank's block of a global [b, s] tensor (tokens, labels, masks), split as the rows of an activation in `layout`."""
         return whole[Layout(*layout.dims[:2]).slices(whole.shape, self.grid.shape, self.grid.coordinates)]
 
     def tokens_at(self, x: Tensor, position: int, sequence: int) -> Tensor:
-        """Position `position` of every sequence of the stream x, with gradient: this rank's block of [b, h] in `pooled`.
+        """Select one position of every sequence of the residual stream, with gradient.
 
-        `sequence` is the global s. Where an axis splits s, its member that holds the position sends each its rows of b.
+        Parameters
+        ----------
+        x : this rank's block of the stream, as stored
+        position : the global position
+        sequence : the global s
+
+        Returns this rank's block of [b, h] in the layout `pooled`. Where an axis splits s, the member that holds the position
+        scatters the rows of b over the axis.
         """
         if not self.stream.dims[1]:
             return self.batch_first(x)[:, position].contiguous()
         axis = self.columns(Layout(self.stream.dims[1]))
         starts = list(accumulate(split_sizes(sequence, axis.size), initial=0))
         owner = bisect_right(starts, position) - 1
-        rows = x[position - starts[owner] if axis.index == owner else 0]  # [b/X, h/Z]; every rank's, so that all need gradients
+        rows = x[position - starts[owner] if axis.index == owner else 0]  # [b/X, h/Z], on all members: all need gradients
         return scatter_from(rows, axis, owner, split_sizes(len(rows), axis.size))
 
     def first_tokens(self, x: Tensor) -> Tensor:
-        """`tokens_at` position 0."""
+        """The first token of every sequence, as `tokens_at` returns it."""
         return self.tokens_at(x, 0, 1)
 
     def check(self, config: ModelConfig, batch: int, sequence: int | None = None) -> None:
         """Raise LayoutError where a dim cannot be split as the scheme needs: on every rank alike, before any communication.
 
-        `batch` and `sequence` are b and s of one micro-batch; s is the model's if it is not given. Attention needs whole
-        sequences and whole heads; every dim that is not named may be uneven.
+        `batch` and `sequence` are the global b and s of one micro-batch; s defaults to the model's. Batch, heads and the dims
+        that the residual stream splits must split evenly; all other dims may be uneven.
         """
         if self.kind.limits:
             raise LayoutError(
@@ -234,22 +259,23 @@ def scheme(
     vectors: str = "copied",
     overlap: Overlap = DEFAULT,
 ) -> Scheme:
-    """The scheme called `name` on `grid`.
+    """Bind the scheme called `name` to `grid`.
 
     Parameters
     ----------
-    name : serial (one rank), oned (Megatron's 1-D), oned-sp (and sequence parallel), summa (2-D, any R×C), tesseract (2.5-D,
-        q×q×d), cuboid (any X×Y×Z, whole sequences), cuboid-sequence (any X×Y×Z, split sequences in the residual stream),
-        summa-transposed (2-D, of fewer words), agarwal (3-D as first published, q×q×q, for nn.MLP alone)
-    grid : its axes x, y, z, d as the scheme needs them. An axis that the scheme needs and the grid lacks is added to the grid,
-        with size 1; axes of size 1 that it does not need do no harm.
-    regather : whether backward gathers operands again; for the schemes that gather
-    vectors : how γ, β and biases are stored: copied; hosted on row 0 (summa, as Optimus has it); on the diagonal (cuboid with
-        Y = Z, as the 3-D paper has it)
-    overlap : what is in flight while layers compute; for the schemes that `Overlap` names
+    name : "serial" (one rank), "oned" (Megatron's 1-D), "oned-sp" (1-D with sequence parallelism), "summa" (2-D, any R×C),
+        "summa-transposed" (2-D, fewer words), "tesseract" (2.5-D, q×q×d), "cuboid" (any X×Y×Z, whole sequences),
+        "cuboid-sequence" (any X×Y×Z, the residual stream splits sequences), "agarwal" (3-D as first published, q×q×q, for
+        nn.MLP only)
+    grid : a grid with the axes x, y, z, d that the scheme needs. A needed axis that is absent is added to the grid with size 1;
+        an axis of size 1 that the scheme does not need is ignored. None: one rank (serial only)
+    regather : whether backward gathers operands again; read by the schemes that gather
+    vectors : how γ, β and biases are stored: "copied"; "hosted", root-only on row 0 (summa, as in Optimus); "diagonal" (cuboid
+        with Y = Z, as in the 3-D paper)
+    overlap : what may be in flight while layers compute; read by the schemes that `Overlap` names
 
-    Raises LayoutError for an unknown name, or a storage of vectors that the scheme has not; GridError, naming the grids that
-    fit, for one that the scheme cannot use.
+    Raises LayoutError for an unknown name or an unsupported storage of vectors; GridError, naming the grids that fit, where the
+    scheme does not support the grid. Moves nothing.
     """
     if name not in KINDS:
         raise LayoutError(f"Scheme {name!r} is not known. Schemes: {', '.join(KINDS)}.")

@@ -1,5 +1,5 @@
 # What a step really holds: the bytes that torch keeps for backward, and the peak of torch's own account of its allocations.
-# Imports torch only. Next: memory.py, whose closed forms must equal these.
+# Imports torch only. Next: dry/storages.py, the same of a dry run.
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,5 @@
-# ViT: an encoder of image patches and a classifier; on any scheme. Imports body, linear.
-# Next: model.py, which chooses among the families.
+"""ViT: an encoder of image patches and a classifier, on any scheme."""
+
 from __future__ import annotations
 
 import torch
@@ -21,13 +21,13 @@ from .schemes import Scheme
 
 
 class ViT(Body):
-    """An encoder of images: patches through one linear, a class token before them, and a classifier of what it became.
+    """An encoder of images: a linear layer embeds the patches, and a classifier reads the class token at position 0.
 
-    ``model(images, labels)`` takes the *global* images [b, channels, side, side] and labels [b], equal on every rank, each of
-    which uses its blocks, and returns the global mean loss on every rank. The patches' linear takes the layout that returns
-    to the residual stream: pixels split by the axes that split a linear's output. Position 0 holds the class token.
-    Raises LayoutError or ShapeError for images that the scheme cannot split or that are not the configuration's; DataError for
-    labels that are no class, where they lie on the host.
+    ``model(images, labels)`` takes the *global* images [b, channels, side, side] and labels [b], equal on every rank; each rank
+    uses its blocks. It returns the global mean loss on every rank. The patch embedding's output has the residual stream's
+    layout, so its input has the layout of a linear layer's output: the axes that split those columns split the pixels.
+    Raises LayoutError or ShapeError for images that the scheme cannot split or that differ from the configuration's; DataError
+    for labels outside the classes, which are checked on the host only.
     """
 
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
@@ -48,20 +48,20 @@ class ViT(Body):
 
         Parameters
         ----------
-        images : global [b, channels, side, side]; each rank brings its block to the model's dtype
+        images : global [b, channels, side, side]; each rank converts its block to the model's dtype
         labels : global [b]; labels < 0 are not counted
-        step, first_row : of the run, and of row 0 in the step's whole batch: they key the dropout masks
-        count : what the sum is divided by; default the labels of this micro-batch
+        step, first_row : the step of the run, and the index of row 0 in the step's whole batch; they key the dropout masks
+        count : the divisor of the sum; default the counted labels of this micro-batch
         """
         if labels.shape != images.shape[:1]:
-            raise ShapeError(f"labels have shape {tuple(labels.shape)}; the batch of {len(images)} images needs one each.")
+            raise ShapeError(f"labels have shape {tuple(labels.shape)}; {len(images)} images need shape ({len(images)},).")
         check_ids("labels", labels, self.classes, f"there are {self.classes} classes", ignored=True)
         logits = self._class_logits(images, Batch(len(images), self.config.sequence, self.seed, step, first_row))
         return self.loss(logits, labels, self.head.output_layout, self.classes, count)
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
-        """Global logits [b, classes] on every rank. images: as a loss takes them."""
+        """The global logits [b, classes] on every rank. images : global [b, channels, side, side]"""
         logits = self._class_logits(images, Batch(len(images), self.config.sequence, self.seed))
         return collect(logits, self.scheme.grid, self.head.output_layout, (len(images), self.classes))
 
@@ -71,7 +71,7 @@ class ViT(Body):
         return self.head(self.scheme.first_tokens(x), batch.rows)
 
     def _embedded(self, images: Tensor, batch: Batch) -> Tensor:
-        """The stream's first value: class token and patches, with positions, [b/(XY), s, h/Z]."""
+        """The residual stream before the first block: class token and patches with positions, [b/(XY), s, h/Z]."""
         shape = (self.channels, self.side, self.side)
         if images.shape[1:] != shape:
             raise ShapeError(f"images have shape {tuple(images.shape)}; the model takes [batch, {', '.join(map(str, shape))}].")
@@ -88,7 +88,7 @@ class ViT(Body):
         return self.drop(self.positions(x, batch.sequence), batch)
 
     def _flattened(self, images: Tensor) -> Tensor:
-        """[b, channels, side, side] → [b, 1 + patches, channels·patch²]: zeros in the class token's place, then the patches."""
+        """[b, channels, side, side] → [b, 1 + patches, channels·patch²]: zeros for the class token, then the patches."""
         patches = images.unflatten(2, (-1, self.patch)).unflatten(4, (-1, self.patch))  # [b, c, rows, patch, columns, patch]
         flat = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         return torch.cat((flat.new_zeros(len(flat), 1, flat.shape[2]), flat), 1)

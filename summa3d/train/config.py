@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.arrays import DEVICES
-from ..comm.choice import NAMES as TRANSPORTS
+from ..comm.transport.select import NAMES as TRANSPORTS
 from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError
 from ..nn.config import ModelConfig

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..comm.places import requested_device, take_device
+from ..comm.device.select import requested_device, take_device
 
 if TYPE_CHECKING:
     from mpi4py import MPI

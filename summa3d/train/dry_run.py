@@ -1,72 +1,113 @@
-# What a run would need, before any rank is started: bytes per rank term by term, from closed forms.
-# Imports capability, comm.grid, comm.places, nn.memory, nn.schemes, config. Nothing is allocated and nothing communicates.
-# Next: nn/memory.py (the formulas), cli/train.py (`--dry-run`).
+"""What a run would compute, move and hold on any grid, before any rank is started: its own code, run dry."""
+
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 from ..capability import available
-from ..comm.grid import Place
-from ..comm.places import requested_device
-from ..nn.memory import Memory, ModelMemory
-from ..nn.schemes import scheme
-from .config import Config, at_least
+from ..comm.device.select import requested_device
+from ..dry.classes import classes
+from ..dry.step import Setting, Step, Training, run
+from ..nn.model import Model
+from .config import Config, at_least, master_dtype
+from .optimizer import AdamW, global_gradient_norm, named_parameters
+from .precision import working_weights
 
-TERMS = tuple(field.name for field in fields(Memory))
+TERMS = ("parameters", "gradients", "optimizer", "activations", "workspace", "in_flight", "peak", "node")
+CLIPPED = 0.5
+"""What a dry step multiplies gradients by where the configuration clips them: any number but 1."""
 
 
 def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]:
-    """The predicted bytes of every rank of the configuration's grid: the fullest rank's terms, and each term's mean.
+    """What a step of the configuration would take on its grid, on any number of ranks.
 
     ranks_per_node : how many consecutive ranks share a node. Axes inside a node communicate through its memory, where blocks are
         read and summands added as they lie; the others through MPI, which takes more workspace. Without it, of a grid with every
         rank on a node of its own, and under "one_node" of one with all ranks on one. On a device NCCL carries all axes alike.
 
-    `node_axes` are the fullest rank's axes inside its node: none where this machine's ranks cannot use its memory
-    (`capability.available`). Raises, as the run itself would, GridError and LayoutError for a grid or sizes that do not fit, and
-    ConfigError for less than one rank a node.
+    Returns
+    -------
+    dict with `parameters` (of the whole model); of the fullest rank, `fullest_rank`: `flops` (of its products), `words` and
+    `messages` received by phase and axis, `bytes` by term (`Step.bytes`), `peak`, `operations` (count, flops and bytes read and
+    written, by kind), `node_axes` (its axes inside a node; none where this machine's ranks cannot use a node's memory); and
+    `mean_bytes` over all ranks.
+
+    Raises, as the run itself would, GridError and LayoutError for a grid or sizes that do not fit, and ConfigError for less than
+    one rank a node.
     """
     ranks = prod(config.grid.axes.values())
     if ranks_per_node is not None:
         at_least("ranks per node", ranks_per_node, 1)
     found = {"scheme": config.scheme, "grid": config.grid.axes, "ranks": ranks, "dtype": config.dtype}
-    device = requested_device(config.device)
-    found |= {"recompute": config.recompute, "device": device} | _placed(config, ranks_per_node or 1, device == "cuda")
-    if ranks_per_node is not None or ranks == 1 or device == "cuda":
+    on_device = requested_device(config.device) == "cuda"
+    found |= {"recompute": config.recompute, "device": "cuda" if on_device else "cpu"}
+    found |= _placed(config, ranks_per_node or 1, on_device)
+    if ranks_per_node is not None or ranks == 1 or on_device:
         return found
     return found | {"one_node": _placed(config, ranks, False)}
 
 
+def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False) -> Setting:
+    """The configuration's model on one rank's place of its grid."""
+    grid, shared = config.grid, 1 if available() else ranks_per_node
+    return Setting(
+        config.model,
+        config.train.micro_batch,
+        config.scheme,
+        grid.axes,
+        rank,
+        grid.order,
+        grid.tile,
+        config.regather,
+        config.vectors,
+        config.overlap,
+        master_dtype(config.dtype),
+        (config.recompute, config.recompute_layers),
+        config.train.accumulate,
+        shared,
+        on_device,
+    )
+
+
+def training_of(config: Config) -> Training:
+    """What the training loop adds to a forward and a backward: 16-bit copies of weights, the gradients' norm and AdamW."""
+
+    def optimizer(model: Model) -> tuple[Callable[[], None], int]:
+        adamw, parameters = AdamW(model, config.train), [p for _, p in named_parameters(model)]
+
+        def update() -> None:
+            global_gradient_norm(parameters, model.scheme.grid)
+            adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0)
+
+        return update, sum(moment.nbytes for kind in adamw.moments.values() for moment in kind.values())
+
+    return Training(lambda model: working_weights(model, config), optimizer)
+
+
 def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, Any]:
-    """What the ranks hold where so many consecutive ones share a node, on the host or on devices."""
-    shape, found, inside = config.grid.axes, [], []
-    for rank in range(prod(shape.values())):
-        place = Place(shape, rank, config.grid.order, config.grid.tile)
-        plan = scheme(config.scheme, place, config.regather, config.vectors, config.overlap)
-        plan.check(config.model, config.train.micro_batch)
-        rows = (config.train.micro_batch, config.model.sequence)
-        staged = () if on_device or available() else _inside(place, ranks_per_node)
-        recompute = (config.recompute, config.recompute_layers)
-        memory = ModelMemory(config.model, plan, *rows, config.dtype, *recompute, staged, on_device)
-        found.append(asdict(memory.memory(config.train.accumulate)))
-        inside.append(staged)
-    fullest = max(range(len(found)), key=lambda rank: found[rank]["peak"])
-    return {
-        "ranks_per_node": ranks_per_node,
-        "node_axes": list(inside[fullest]),
-        "fullest_rank": fullest,
-        "bytes": found[fullest],
-        "mean_bytes": {term: sum(one[term] for one in found) / len(found) for term in TERMS},
+    """What the ranks do and hold where so many consecutive ones share a node, on the host or on devices."""
+    first = setting_of(config, 0, ranks_per_node, on_device)
+    first.on(first.place()).check(config.model, config.train.micro_batch)
+    training = training_of(config)
+    steps: dict[int, tuple[Step, int]] = {
+        rank: (run(setting_of(config, rank, ranks_per_node, on_device), training), many) for rank, many in classes(first).items()
     }
-
-
-def _inside(place: Place, ranks_per_node: int) -> tuple[str, ...]:
-    """The axes whose members share the node of the rank at `place`."""
-
-    def nodes(name: str) -> set[int]:
-        members = ({**place.coordinates, name: index} for index in range(place.shape[name]))
-        return {place.rank_of(member) // ranks_per_node for member in members}
-
-    return tuple(name for name, size in place.shape.items() if size > 1 and len(nodes(name)) == 1)
+    fullest = max(steps, key=lambda rank: steps[rank][0].bytes()["peak"])
+    step, ranks = steps[fullest][0], sum(many for _, many in steps.values())
+    held = [(step.bytes(), many) for step, many in steps.values()]
+    operations = step.operations()
+    return {
+        "parameters": step.elements,
+        "flops": operations["product"]["flops"],
+        "words": step.words(),
+        "messages": step.messages(),
+        "ranks_per_node": ranks_per_node,
+        "node_axes": list(step.node_axes),
+        "fullest_rank": fullest,
+        "bytes": step.bytes(),
+        "peak": step.peak,
+        "mean_bytes": {term: sum(one[term] * many for one, many in held) / ranks for term in TERMS},
+        "operations": operations,
+    }

@@ -17,9 +17,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ..comm import trace
 from ..comm.failure import Watchdog
-from ..comm.ranges import Ranges
+from ..comm.profile import trace
+from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
 from ..nn.body import LanguageModel
 from . import checkpoint, metrics

@@ -23,7 +23,7 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from ..comm.ledger import Ledger
+    from ..comm.profile.ledger import Ledger
 
 KIBI = 1024
 

@@ -83,10 +83,18 @@ def global_gradient_norm(parameters: Iterable[ShardedParameter], grid: Grid) -> 
     found = [p for p in parameters if p.grad is not None]
     norms = [torch.linalg.vector_norm(cast(torch.Tensor, p.grad), dtype=torch.float64) for p in found]
     squares = 0.0
-    for p, norm in zip(found, torch.stack(norms).tolist() if norms else (), strict=True):
+    for p, norm in zip(found, _read(norms), strict=True):
         if p.sharding.owned(grid) or not isfinite(norm):
             squares += norm * norm
     return sqrt(float(grid.world.all_reduce(np.array([squares]))[0]))
+
+
+def _read(norms: list[torch.Tensor]) -> list[float]:
+    """Their values, read at once; 0 of tensors without memory."""
+    if not norms or norms[0].is_meta:
+        return [0.0] * len(norms)
+    values: list[float] = torch.stack(norms).tolist()
+    return values
 
 
 def clip_factor(norm: float, limit: float, scale: float = 1.0) -> float:

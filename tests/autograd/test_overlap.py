@@ -95,6 +95,7 @@ def check(
             check_same(steps(model, recompute, dtype), want[recompute], (name, grid, family, overlap, recompute))
 
 
+@pytest.mark.pairs
 @pytest.mark.mpi(sizes=tuple(CUBOIDS), timeout=100)
 @pytest.mark.parametrize(("family", "regather", "node_memory"), CASES)
 def test_all_switches_on_change_no_bit_and_no_word(make_grid, world_size, family, regather, node_memory):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from summa3d.autograd import products
 from summa3d.autograd.recompute import recompute
-from summa3d.comm.collectives import Axis
+from summa3d.comm.axis import Axis
 from summa3d.gemm.algorithms.cuboid import Cuboid
 from summa3d.nn import Linear, initialise, scheme
 from summa3d.nn.overlap import Overlap

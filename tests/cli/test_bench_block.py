@@ -9,10 +9,10 @@ from pathlib import Path
 
 import jobs
 import pytest
+from nn_oracle.volume import GPTVolume
 
 from summa3d.comm.grid import Place
 from summa3d.nn import ModelConfig, scheme
-from summa3d.nn.volume import GPTVolume
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("--blocks", "2", "--batch", "4", "--sequence", "5", "--hidden", "24", "--heads", "4")

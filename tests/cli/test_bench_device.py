@@ -8,7 +8,8 @@ import pytest
 
 from summa3d.cli import contest
 from summa3d.cli.contest import Entry, Problem
-from summa3d.comm import cupy_backend, places
+from summa3d.comm.device import cupy as cupy_backend
+from summa3d.comm.device import select as places
 
 
 @pytest.mark.mpi(sizes=(3,), timeout=120)

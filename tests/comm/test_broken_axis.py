@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from summa3d.capability import available
-from summa3d.comm import node
 from summa3d.comm.grid import Grid
+from summa3d.comm.transport import node_buffer
 from summa3d.errors import GridError, ShapeError
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=f"no node memory: {available()}")
@@ -24,9 +24,9 @@ class Injected(Exception):
 
 
 def summed_in_place(axis):
-    room = axis.room((2 * axis.size, 3), np.empty(0))
-    room[...] = 1
-    return axis.reduce_scatter(room)
+    summand = axis.allocate((2 * axis.size, 3), np.empty(0))
+    summand[...] = 1
+    return axis.reduce_scatter(summand)
 
 
 WHOLE = np.arange(24.0).reshape(12, 2)
@@ -48,13 +48,13 @@ MORE = {
     "all_to_all": lambda axis: axis.all_to_all(WHOLE),
     "send": lambda axis: axis.start_send(WHOLE, (axis.index + 1) % axis.size),
     "receive": lambda axis: axis.start_receive(WHOLE.copy(), (axis.index + 1) % axis.size),
-    "allocate": lambda axis: axis.room((2, 2), np.empty(0)),
+    "allocate": lambda axis: axis.allocate((2, 2), np.empty(0)),
 }
 
 
 def armed(monkeypatch, step, after, error):
     """Let the `after`th `step` of this member from now on raise `error`; returns whether it has."""
-    calls, whole = [0], getattr(node.Turn, step)
+    calls, whole = [0], getattr(node_buffer.Slot, step)
 
     def failing(*args, **options):
         calls[0] += 1
@@ -62,7 +62,7 @@ def armed(monkeypatch, step, after, error):
             raise error
         return whole(*args, **options)
 
-    monkeypatch.setattr(node.Turn, step, failing)
+    monkeypatch.setattr(node_buffer.Slot, step, failing)
     return lambda: calls[0] >= after
 
 
@@ -145,12 +145,12 @@ def test_a_refused_call_leaves_the_axis_as_it_was_whether_all_are_refused_or_one
 def test_a_buffer_left_by_one_member_alone_breaks_the_axis(comm, make_grid):
     """As when a product into it has failed on one rank, which the others cannot know."""
     axis = make_grid(x=comm.size, node_memory=True, check=False)["x"]
-    room = axis.room((6, 2), np.empty(0))
-    room[...] = 1
+    summand = axis.allocate((6, 2), np.empty(0))
+    summand[...] = 1
     with pytest.raises(GridError, match=r"axis x is broken: member \d failed.*began something else instead|began something"):
         if comm.rank == 1:
             axis.all_reduce(np.ones(3))
         else:
-            axis.reduce_scatter(room)
+            axis.reduce_scatter(summand)
     with pytest.raises(GridError, match="axis x is broken"):
         axis.barrier()

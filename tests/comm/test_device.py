@@ -26,7 +26,7 @@ def mode(request):
 @pytest.fixture(params=TRANSPORTS)
 def world(request, mode, comm, make_grid, monkeypatch):
     """A grid of one axis on fake devices by one transport, and a grid of the same ranks on the host by MPI."""
-    from summa3d.comm import probe
+    from summa3d.comm.transport import probe
 
     monkeypatch.setattr(probe, "cuda_aware", lambda: probe.Probe(True, "a test says so"))
     device = fake_device.use(fake_device.Device(comm, mode, seed=comm.rank))
@@ -173,7 +173,7 @@ def test_what_was_waited_for_is_not_kept_until_the_device_has_done_with_it(comm,
         return
     pending = axis.start_all_reduce(device.put(np.ones(64)))
     axis.all_gather(device.put(np.ones((3, 4))))
-    carrier = axis.carriers.of(device.put(np.ones(1)), axis.comm)
+    carrier = axis.transports.of(device.put(np.ones(1)))
     assert len(carrier.held) == 1
     pending.wait()
     assert len(carrier.held) == 0
@@ -187,7 +187,7 @@ def test_what_another_stream_waits_for_is_kept_until_the_device_has_done_with_it
     axis = make_grid(x=comm.size, transport=transport, device=device)["x"]
     other = device.stream()
     pending = axis.start_all_gather(device.put(np.ones((3, 4))))
-    carrier = axis.carriers.of(device.put(np.ones(1)), axis.comm)
+    carrier = axis.transports.of(device.put(np.ones(1)))
     monkeypatch.setattr(device, "current", lambda array: other)
     pending.wait()
     assert len(carrier.held) == 1
@@ -282,8 +282,8 @@ def test_a_device_array_never_takes_the_nodes_memory(comm, make_grid):
     device = fake_device.use(fake_device.Device(comm))
     axis = make_grid(x=2, node_memory=True, transport="pinned", device=device)["x"]
     on_device, on_host = device.put(np.ones((3, 2))), np.ones((3, 2))
-    assert axis.room((3, 2), on_device) is None and not axis.offers_views(on_device)
+    assert axis.allocate((3, 2), on_device) is None and not axis.offers_views(on_device)
     assert np.array_equal(device.read(axis.all_gather(on_device, view=True)), np.ones((6, 2)))
-    assert axis.ring is None or axis.room((3, 2), on_host) is not None
+    assert axis.node_buffer is None or axis.allocate((3, 2), on_host) is not None
     axis.barrier()
     device.finish()

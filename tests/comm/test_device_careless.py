@@ -9,8 +9,8 @@ import fake_device
 import numpy as np
 import pytest
 
-from summa3d.comm.device import Held
-from summa3d.comm.pinned import Buffers
+from summa3d.comm.transport.arrival import Held
+from summa3d.comm.transport.pinned import Buffers
 
 WORLD = pytest.mark.mpi(sizes=(2,), timeout=60)
 

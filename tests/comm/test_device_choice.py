@@ -1,6 +1,6 @@
 # Which transport carries device arrays, by which rule; the probe of MPI; the calls of CuPy that the real device makes.
 # May import summa3d.comm, fake_device and fake_nccl; CuPy where it is installed.
-# Next: ../../summa3d/comm/choice.py, probe.py, cupy_backend.py.
+# Next: ../../summa3d/comm/transport/select.py, probe.py, cupy_backend.py.
 from __future__ import annotations
 
 import ast
@@ -15,11 +15,16 @@ import fake_nccl
 import numpy as np
 import pytest
 
-from summa3d.comm import arrays, choice, cupy_backend, device, nccl, places, probe
-from summa3d.comm.choice import Facts, choose
+from summa3d.comm import arrays
+from summa3d.comm.device import backend
+from summa3d.comm.device import cupy as cupy_backend
+from summa3d.comm.device import select as places
+from summa3d.comm.transport import nccl, probe
+from summa3d.comm.transport import select as choice
+from summa3d.comm.transport.select import Facts, choose
 from summa3d.errors import ConfigError
 
-COMM = Path(device.__file__).parent
+COMM = Path(arrays.__file__).parent
 APART, TOGETHER = ("a/0", "a/1", "b/0", "b/1"), ("a/0", "a/0", "b/0", "b/1")
 
 
@@ -68,7 +73,7 @@ def test_ranks_that_share_a_device_take_pinned_copies_and_refuse_nccl_alike(comm
     shared = fake_device.use(fake_device.Device(comm, shared=True))
     axis = make_grid(x=2, device=shared)["x"]
     assert np.array_equal(shared.read(axis.all_gather(shared.put(np.ones(3)))), np.ones(6))
-    assert axis.carriers.choice.name == "pinned"
+    assert axis.transports.choice.name == "pinned"
     with pytest.raises(ConfigError, match="2 ranks share device device 0"):
         make_grid(x=2, device=shared, transport="nccl")["x"].all_gather(shared.put(np.ones(3)))
     shared.finish()
@@ -95,7 +100,7 @@ def test_a_probe_is_no_launchers_rank():
 
 def test_nothing_in_comm_waits_for_a_whole_device():
     words, marks = {"deviceSynchronize", "synchronize"}, {"timeline.py": ("event", "end")}  # marks of timing, as they are named
-    for file in COMM.glob("*.py"):
+    for file in COMM.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in words:
                 waits_on = ast.unparse(node.func.value)
@@ -104,7 +109,7 @@ def test_nothing_in_comm_waits_for_a_whole_device():
 
 
 def test_the_fake_device_and_the_real_one_offer_the_same_calls():
-    for name, member in inspect.getmembers(device.Backend):
+    for name, member in inspect.getmembers(backend.Backend):
         if name.startswith("_"):
             continue
         for kind in (fake_device.Device, cupy_backend.CupyBackend):
@@ -156,7 +161,7 @@ def test_bfloat16_and_bool_have_their_names_in_nccl():
 
 
 def arrays_that_mpi_carries():
-    from summa3d.comm.transport import DATATYPES
+    from summa3d.comm.transport.host import DATATYPES
 
     return DATATYPES
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from summa3d.comm.grid import Grid, grids_of
+from summa3d.comm.grid import Grid
+from summa3d.comm.topology import Topology, grids_of
 from summa3d.errors import GridError
 
 SHAPES = {
@@ -30,13 +31,8 @@ class Pretender:
 
 def places(shape, **options):
     """Coordinates of every rank, by the same arithmetic that a real grid uses."""
-    grid = object.__new__(Grid)
-    from summa3d.comm.grid import _checked_order, _checked_tile
-
-    grid.shape = dict(shape)
-    grid.order = _checked_order(grid.shape, options.get("order"))
-    grid.tile = _checked_tile(grid.shape, options.get("tile"))
-    return grid, [grid.coordinates_of(rank) for rank in range(prod(shape.values()))]
+    topology = Topology.checked(shape, **options)
+    return topology, [topology.coordinates_of(rank) for rank in range(topology.size)]
 
 
 def test_the_default_order_puts_z_then_y_fastest():

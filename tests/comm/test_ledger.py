@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from summa3d.comm.ledger import Amounts, Ledger
+from summa3d.comm.profile.ledger import Amounts, Ledger
 
 
 def line(words):

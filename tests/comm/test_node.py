@@ -1,6 +1,6 @@
-# The memory that the ranks of a node share: views and rooms, who waits sleeps, and what happens where there is none.
+# The memory that the ranks of a node share: views and allocated buffers, who waits sleeps, and what happens where there is none.
 # May import summa3d.comm, jobs. The collectives themselves are compared with numpy in test_collectives.py, both ways.
-# Next: ../../summa3d/comm/node.py.
+# Next: ../../summa3d/comm/transport/node.py.
 from __future__ import annotations
 
 import os
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from summa3d.capability import available
-from summa3d.comm import node, staged
+from summa3d.comm.transport import node, node_buffer, node_memory
 from summa3d.errors import ConfigError
 
 SOON = 10.0
@@ -36,15 +36,15 @@ def test_a_view_is_what_was_gathered_until_the_next_communication_of_the_axis(co
 
 
 @pytest.mark.mpi(sizes=(3,))
-def test_summands_computed_in_a_room_are_summed_there(comm, make_grid):
+def test_summands_computed_in_an_allocated_buffer_are_summed_there(comm, make_grid):
     axis = make_grid(x=3, node_memory=True)["x"]
     like = np.empty(0)
     for rows in (3, 9, 3):
-        room = axis.room((rows, 4), like)
-        room[...] = comm.rank + np.arange(rows)[:, None]
+        summand = axis.allocate((rows, 4), like)
+        summand[...] = comm.rank + np.arange(rows)[:, None]
         mine = slice(rows // 3 * comm.rank, rows // 3 * (comm.rank + 1))
-        assert np.array_equal(axis.reduce_scatter(room), np.broadcast_to(3 + 3 * np.arange(rows)[mine, None], (rows // 3, 4)))
-    left = axis.room((3, 4), like)  # a room that is not used is simply left
+        assert np.array_equal(axis.reduce_scatter(summand), np.broadcast_to(3 + 3 * np.arange(rows)[mine, None], (rows // 3, 4)))
+    left = axis.allocate((3, 4), like)  # a buffer that is not used is simply left
     left[...] = 7
     assert axis.all_reduce(np.ones(2)).tolist() == [3, 3]
     assert np.array_equal(axis.reduce_scatter(np.ones((3, 4))), np.full((1, 4), 3))
@@ -53,22 +53,22 @@ def test_summands_computed_in_a_room_are_summed_there(comm, make_grid):
 @pytest.mark.mpi(sizes=(2,))
 def test_slots_grow_and_more_may_be_started_than_there_are_slots(comm, make_grid):
     grid = make_grid(x=2, node_memory=True)
-    axis, words = grid["x"], node.GRAIN // 8
+    axis, words = grid["x"], node_buffer.GRAIN // 8
     for size in (1, words, 3 * words + 5, 7):
         assert np.array_equal(axis.all_gather(np.full(size, comm.rank)), np.repeat([0, 1], size))
-    started = [axis.start_all_reduce(np.full(3, turn + comm.rank)) for turn in range(2 * node.SLOTS + 1)]
+    started = [axis.start_all_reduce(np.full(3, turn + comm.rank)) for turn in range(2 * node_buffer.SLOTS + 1)]
     order = started if comm.rank == 0 else started[::-1]
     for pending in order:
         pending.wait()
-    assert [pending.wait().tolist() for pending in started] == [[2 * turn + 1] * 3 for turn in range(2 * node.SLOTS + 1)]
-    assert axis.ring.size_bytes >= 2 * (3 * words + 5) * 8 // 2
+    assert [pending.wait().tolist() for pending in started] == [[2 * turn + 1] * 3 for turn in range(2 * node_buffer.SLOTS + 1)]
+    assert axis.node_buffer.size_bytes >= 2 * (3 * words + 5) * 8 // 2
 
 
 @pytest.mark.mpi(sizes=(3,))
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_a_large_all_reduce_sums_shares_and_gathers_them(comm, make_grid, dtype):
     grid = make_grid(x=3, node_memory=True)
-    rows = staged.ALL_REDUCE_LIMIT // 16 + 1  # of 11 words: above the limit in every dtype, and no multiple of 3
+    rows = node.ALL_REDUCE_LIMIT // 16 + 1  # of 11 words: above the limit in every dtype, and no multiple of 3
     summands = [np.random.default_rng(member).integers(-9, 9, (rows, 11)).astype(dtype) for member in range(3)]
     for into in (None, "itself", "another", "strided"):
         mine = summands[comm.rank].copy()
@@ -98,8 +98,8 @@ def test_a_grid_may_do_without(comm, make_grid, monkeypatch):
     assert make_grid(x=comm.size, node_memory=False).staged == ()
     monkeypatch.setenv("SUMMA3D_NODE_MEMORY", "no")
     grid = make_grid(x=comm.size)
-    assert grid.staged == () and not grid["x"].offers_views(np.empty(0)) and grid["x"].room((2, 2), np.empty(0)) is None
-    assert not node.in_one_node(comm)
+    assert grid.staged == () and not grid["x"].offers_views(np.empty(0)) and grid["x"].allocate((2, 2), np.empty(0)) is None
+    assert not node_memory.in_one_node(comm)
     assert grid["x"].all_gather(np.array([comm.rank]), view=True).tolist() == list(range(comm.size))
     grid.world.barrier()
     monkeypatch.setenv("SUMMA3D_NODE_MEMORY", "off")
@@ -110,9 +110,9 @@ def test_a_grid_may_do_without(comm, make_grid, monkeypatch):
 @pytest.mark.mpi(sizes=(3,))
 def test_where_one_member_cannot_map_the_memory_none_does(comm, make_grid, monkeypatch):
     if comm.rank == 1:
-        monkeypatch.setattr(node, "joined", lambda nbytes, note: None)
+        monkeypatch.setattr(node_memory, "joined", lambda nbytes, note: None)
     axis = make_grid(x=3, node_memory=True)["x"]
-    assert axis.ring is None
+    assert axis.node_buffer is None
     assert axis.all_reduce(np.ones(3)).tolist() == [3, 3, 3]
 
 
@@ -122,9 +122,9 @@ def test_memory_that_runs_out_later_leaves_the_call_to_mpi(comm, make_grid, monk
     assert axis.all_reduce(np.ones(2)).tolist() == [3, 3]
     with monkeypatch.context() as patch:
         if comm.rank == 1:
-            patch.setattr(node, "joined", lambda nbytes, note: None)
-        large = axis.all_gather(np.full(node.GRAIN, comm.rank))
-    assert np.array_equal(large, np.repeat(range(3), node.GRAIN))
+            patch.setattr(node_buffer, "joined", lambda nbytes, note: None)
+        large = axis.all_gather(np.full(node_buffer.GRAIN, comm.rank))
+    assert np.array_equal(large, np.repeat(range(3), node_buffer.GRAIN))
     for _ in range(3):
         assert axis.all_reduce(np.ones(2)).tolist() == [3, 3]
 

@@ -1,5 +1,5 @@
 # NVTX ranges: around phases, runs and communications where they are asked for, by a recorded stand-in for CuPy's and torch's.
-# May import summa3d.comm, summa3d.cli.traces. Next: ../../summa3d/comm/ranges.py.
+# May import summa3d.comm, summa3d.cli.traces. Next: ../../summa3d/comm/profile/nvtx.py.
 from __future__ import annotations
 
 import argparse
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from summa3d.cli.traces import check_trace_arguments
-from summa3d.comm.ledger import Ledger
-from summa3d.comm.ranges import nvtx, nvtx_or_none
+from summa3d.comm.profile.ledger import Ledger
+from summa3d.comm.profile.nvtx import nvtx, nvtx_or_none
 from summa3d.errors import ConfigError, ShapeError
 
 
@@ -79,7 +79,7 @@ def test_nvtx_that_one_rank_lacks_and_a_folder_that_one_rank_lacks_are_errors_on
         raise ConfigError("NVTX ranges need CuPy")
 
     if comm.rank == 1:
-        monkeypatch.setattr("summa3d.comm.ranges.nvtx", refused)
+        monkeypatch.setattr("summa3d.comm.profile.nvtx.nvtx", refused)
     with pytest.raises(ConfigError, match="NVTX ranges need CuPy"):
         check_trace_arguments(argparse.Namespace(trace=None, nvtx=True), comm)
     file = tmp_path / "none" / "trace.json" if comm.rank == 1 else tmp_path / "trace.json"
@@ -99,7 +99,7 @@ def test_messages_have_ranges_and_an_error_leaves_none_open(comm, make_grid, rec
         one.wait()
     assert [name for _, name in recorder.pushed] == ["send x", "receive x", "wait for send x", "wait for receive x"]
     with pytest.raises(ShapeError), grid.ledger.phase("backward"):
-        grid["x"].start_receive(np.ones((3, 4)).T, other)
+        grid["x"].start_receive(np.ones(3, np.int8), other)
     assert recorder.depth == 0 and recorder.pushed[-1] == (1, "receive x")
 
 

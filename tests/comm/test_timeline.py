@@ -1,6 +1,6 @@
 # Seconds on a device: between events of its streams, by axis and collective, read without making the host wait on the way.
 # May import summa3d.comm, summa3d.gemm.workspace and fake_device, whose streams have a clock that a test sets.
-# Next: ../../summa3d/comm/timeline.py; test_device.py (what the same transports move).
+# Next: ../../summa3d/comm/profile/timeline.py; test_device.py (what the same transports move).
 from __future__ import annotations
 
 import json
@@ -10,8 +10,8 @@ import fake_device
 import numpy as np
 import pytest
 
-from summa3d.comm import trace
-from summa3d.comm.timeline import TRIES
+from summa3d.comm.profile import trace
+from summa3d.comm.profile.timeline import TRIES
 from summa3d.gemm.algorithms.workspace import Workspace
 
 SLOW = 100_000.0  # ms of a product: longer than anything else by far
@@ -26,7 +26,7 @@ def mode(request):
 @pytest.fixture
 def make_device(comm, make_grid, monkeypatch):
     """A grid on a fake device where a call takes as many milliseconds as it has elements, a copy as bytes, a product SLOW."""
-    from summa3d.comm import probe
+    from summa3d.comm.transport import probe
 
     monkeypatch.setattr(probe, "cuda_aware", lambda: probe.Probe(True, "a test says so"))
     devices = []

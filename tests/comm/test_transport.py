@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from summa3d.comm.p2p import pieces
-from summa3d.comm.transport import HostTransport
+from summa3d.comm.transport.host import HostTransport
+from summa3d.comm.transport.p2p import pieces
 from summa3d.errors import ShapeError
 from summa3d.layout import split_sizes
 
@@ -27,7 +27,7 @@ def test_pieces_cover_everything_once_within_the_limit(n, limit, want):
 @pytest.mark.parametrize("started", [False, True])
 def test_every_call_in_pieces_of_seven_elements_gives_what_one_call_gives(comm, make_grid, started):
     axis = make_grid(x=comm.size)["x"]
-    axis.carriers.host = HostTransport(limit=7)
+    axis.transports.host = HostTransport(limit=7)
     me, members = comm.rank, comm.size
 
     def done(name, *arguments, **options):
@@ -64,7 +64,7 @@ def test_every_call_in_pieces_of_seven_elements_gives_what_one_call_gives(comm, 
 @pytest.mark.mpi(sizes=(2,))
 def test_collectives_in_pieces_may_overlap_with_messages_of_any_tag(comm, make_grid):
     axis = make_grid(x=2, check=False)["x"]
-    axis.carriers.host = HostTransport(limit=7)
+    axis.transports.host = HostTransport(limit=7)
     other, blocks = 1 - comm.rank, [np.full(20, 10 * turn + comm.rank) for turn in range(3)]
     spaces = [axis.start_receive(np.empty(20, int), other, tag) for tag in range(9)]
     gathers = [axis.start_all_gather(block) for block in blocks]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from summa3d.gemm.algorithms.registry import ALGORITHMS, algorithm
 from summa3d.layout import distribute
 
 SIZES = (1, 2, 3, 4, 6, 8, 9, 12, 16, 27)
+MANY = 12  # ranks; on more of them not every form meets every dtype
 NUMPY_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int32")
 FORMS = ("nn", "nt", "tn", "tt")
 CONJUGATE_FORMS = ("nc", "cn", "cc", "tc", "ct")
@@ -52,10 +54,19 @@ def judges(comm, make_grid):
 
 @pytest.mark.mpi(sizes=SIZES, timeout=180)
 def test_products_of_every_form_and_dtype_equal_numpys_and_cost_what_the_formulas_say(comm, judges):
+    """Every form with every dtype; on many ranks each dtype once, the forms in turn."""
+    turns = list(zip(FORMS * 2, NUMPY_DTYPES, strict=False))
     for judge in judges(grids=4 if comm.size <= 4 else 1):
-        for form in FORMS:
-            for dtype in NUMPY_DTYPES:
-                judge.product(form, dtype, UNEVEN, alpha=2, beta=3)
+        for form, dtype in product(FORMS, NUMPY_DTYPES) if comm.size <= MANY else turns:
+            judge.product(form, dtype, UNEVEN, alpha=2, beta=3)
+
+
+@pytest.mark.wide
+@pytest.mark.mpi(sizes=SIZES[-2:], timeout=300)
+def test_nor_does_any_form_with_any_dtype_differ_on_many_ranks(judges):
+    for judge in judges():
+        for form, dtype in product(FORMS, NUMPY_DTYPES):
+            judge.product(form, dtype, UNEVEN, alpha=2, beta=3)
 
 
 @pytest.mark.mpi(sizes=(1, 2, 3, 4, 6, 8, 9, 12), timeout=180)

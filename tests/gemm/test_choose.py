@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from summa3d.comm.grid import grids_of
+from summa3d.comm.topology import grids_of
 from summa3d.dtypes import dtype_of
 from summa3d.errors import ConfigError, GridError, ShapeError
 from summa3d.gemm import DistMatrix, matmul

@@ -50,6 +50,9 @@ def test_transposes_forms_and_options_have_executors_of_their_own(comm, make_gri
         for product, want in ((A @ B, a @ b), ((B.T @ A.T).T, a @ b), (matmul(A, B, alpha=2), 2 * a @ b)):
             assert np.linalg.norm(product.to_global() - want) <= 1e-14 * np.linalg.norm(want)
     assert len(executors_of(grid)) == 2  # A·B, and Bᵀ·Aᵀ
+    D = DistMatrix.from_global(np.ascontiguousarray(b.T), grid, B.layout.transposed())
+    assert np.linalg.norm((A @ D.T).to_global() - a @ b) <= 1e-14 * np.linalg.norm(a @ b)
+    assert len(executors_of(grid)) == 3  # D is read as it lies, by another form, though D.T has the layout and shape of B
 
 
 @pytest.mark.mpi(sizes=(1, 2))

@@ -19,13 +19,13 @@ WAYS = {"aligned": (4, 1 << 20, 0), "few-blocks-odd": (1, 3, 1), "few-blocks-by-
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def libraries() -> Iterator[Any]:
     if os.environ.get("SUMMA3D_DEVICE") == "cuda":
         yield None
         return
     if host_kernels.compiler() is None:
         pytest.skip("no C++ compiler")
-    yield host_kernels.build(tmp_path_factory.mktemp("kernels"))
+    yield host_kernels.built()
 
 
 @pytest.fixture(params=list(WAYS))

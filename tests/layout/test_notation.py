@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import pickle
 import sys
 
@@ -148,6 +149,24 @@ def test_the_layouts_of_every_plan_print_the_names_of_their_dims():
                 assert layout.names == tuple(names) and Layout(str(layout)) == layout, (entry, form)
     plan = CuboidPlan("nn", 7, 5, 3)
     assert f"{plan.a_layout} · {plan.b_layout} · {plan.c_layout}" == "m:(x,y) k:z · k:(z,x) n:y · m:(x,z) n:y"
+
+
+def test_the_example_of_the_docstring_runs():
+    from summa3d.layout import layout
+
+    assert doctest.testmod(layout) == (0, 1)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_layers_take_the_text_of_their_input(make_grid):
+    pytest.importorskip("torch")
+    from summa3d import nn
+
+    cuboid = nn.scheme("cuboid", make_grid(x=2, y=1, z=2))
+    for text in ("b:(x,y) s h:z", cuboid.stream, None):
+        layer, norm = nn.Linear(6, 4, cuboid, text), nn.LayerNorm(6, cuboid, text)
+        assert str(layer.input_layout) == str(norm.layout) == "b:(x,y) s h:z" == str(cuboid.stream)
+        assert str(layer.output_layout) == "b:(x,z) s n:y" and layer.weight.sharding.layout == Layout("k:(z,x) n:y")
 
 
 def test_comparing_and_hashing_a_layout_is_one_call():

@@ -1,16 +1,16 @@
 # What a step holds on a device is what the closed forms say of one: no masks kept, no node's memory, NCCL's sums without parts,
 # and nothing of a communication that has been waited for.
 # May import pretended, memory_cases, summa3d.
-# Next: test_memory.py, the same on the host; ../../summa3d/nn/memory_layers.py.
+# Next: test_memory.py, the same on the host; ../nn_oracle/memory_layers.py.
 from __future__ import annotations
 
 import pretended
 import pytest
 from memory_cases import BATCH, FAMILIES, PEAK, SAVED, SCHEMES, measured
+from nn_oracle.memory import ModelMemory
 from summa3d.kernels import launch
 
 from summa3d.nn import ModelConfig, build, scheme
-from summa3d.nn.memory import ModelMemory
 
 SETTINGS = [
     ({}, ("none", 1)),

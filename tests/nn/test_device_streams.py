@@ -12,7 +12,7 @@ import pytest
 import torch
 from scheme_table import GPT2, rows_for, tokens_and_labels
 
-from summa3d.comm.cupy_backend import CupyBackend
+from summa3d.comm.device.cupy import CupyBackend
 from summa3d.nn import GPT, scheme
 from summa3d.train.device import on_device
 
@@ -70,7 +70,7 @@ def test_the_real_device_takes_torchs_stream_of_the_calling_thread(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=streams.now))
     backend, found = CupyBackend(), {}
     tensor = types.SimpleNamespace(device=torch.device("cuda", 3))
-    monkeypatch.setattr("summa3d.comm.cupy_backend.is_torch", lambda array: True)
+    monkeypatch.setattr("summa3d.comm.device.cupy.is_torch", lambda array: True)
 
     def ask(stream):
         streams.now = stream

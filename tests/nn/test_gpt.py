@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from nn_oracle.volume import GPTVolume
 from nn_parity import check_parity, global_weights
 from plain_gpt import PlainGPT
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch import Tensor
 from summa3d.comm.grid import Place
 from summa3d.layout import distribute
 from summa3d.nn import GPT, ModelConfig, scheme
-from summa3d.nn.volume import GPTVolume
 
 # 12 heads and h = 24 are divided by every axis used here; v, f and s are primes that none divides.
 CONFIG = ModelConfig(layers=2, hidden=24, heads=12, ffn=29, sequence=11, vocabulary=37, dropout=0.1, attention_dropout=0.2)

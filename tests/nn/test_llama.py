@@ -6,6 +6,7 @@ from math import lcm
 
 import pytest
 import torch
+from nn_oracle.volume_models import model_volume
 from nn_parity import check_parity, global_weights
 from plain_llama import PlainLlama
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from summa3d.errors import GridError, LayoutError
 from summa3d.nn import ModelConfig, build, scheme
 from summa3d.nn.rotary import angles_of
-from summa3d.nn.volume_models import model_volume
 
 # 12 heads of 6, 4 or 2 kv heads; f is a multiple of every axis used here; v and s are primes.
 CONFIG = ModelConfig(

@@ -1,5 +1,5 @@
 # What a step holds is what its closed forms say: bytes saved for backward exactly, the peak of torch's own account to 5 %.
-# Next: ../../summa3d/nn/memory.py.
+# Next: ../nn_oracle/memory.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from memory_cases import BATCH, BERT, FAMILIES, GPT2, IN_FLIGHT, LLAMA, PEAK, SAVED, SCHEMES, VIT, measured
+from nn_oracle.memory import ModelMemory
 
 from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError
 from summa3d.nn import ModelConfig, build, parameter, scheme
-from summa3d.nn.memory import ModelMemory
 from summa3d.nn.overlap import Overlap
 from summa3d.nn.scheme_kinds import KINDS
 
@@ -35,7 +35,7 @@ def check(config: ModelConfig, built: Any, recompute: tuple[str, int] = ("none",
     assert memory.parameters == memory.gradients == held
     assert abs(memory.activations - saved) <= SAVED * saved, (built.name, built.grid, memory.activations / saved)
     assert abs(memory.peak - peak - held) <= close * (peak + held), (built.name, built.grid, memory.peak / (peak + held))
-    slots = sum(axis.ring.size_bytes for axis in (built.grid[name] for name in staged))
+    slots = sum(axis.node_buffer.size_bytes for axis in (built.grid[name] for name in staged))
     assert slots <= memory.node + len(staged) * (2 << 18)
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nn_oracle.volume_models import model_volume
 from plain_vit import pictures
 from scheme_table import FAMILIES, GRIDS, Family, rows_for, sequence_for
 
 from summa3d.nn import ModelConfig, build, scheme
-from summa3d.nn.volume_models import model_volume
 
 VIT = ModelConfig(family="vit", layers=1, hidden=24, heads=12, ffn=29, image=9, patch=3, channels=3, classes=7)
 WITH_VIT = {**FAMILIES, "vit": Family(lambda scheme: VIT, None, pictures)}

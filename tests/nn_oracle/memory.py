@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from summa3d.comm.node import SLOTS
+from summa3d.comm.transport.node_memory import SLOTS
 
 from .memory_ends import ENDS, pixels_of
 from .memory_layers import LayerMemory

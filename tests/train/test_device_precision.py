@@ -1,5 +1,5 @@
 # What products on a device may round: set once, when a rank takes its device.
-# May import summa3d.comm.places, summa3d.train; torch.
+# May import summa3d.comm.device.select, summa3d.train; torch.
 # Next: test_device_run.py.
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from summa3d.comm import places
+from summa3d.comm.device import select as places
 from summa3d.errors import ConfigError
 from summa3d.train import config
 from summa3d.train.device import HOST, open_device

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from summa3d.comm.ledger import Amounts, Ledger
+from summa3d.comm.profile.ledger import Amounts, Ledger
 from summa3d.train import metrics
 from summa3d.train.metrics import CoreTime, Recorder, Step, Stopwatch
 from summa3d.train.plot import draw_loss

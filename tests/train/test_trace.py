@@ -1,6 +1,6 @@
 # A trace of training: every communication of every rank is in it once, with its words, inside the phase that it belongs to.
-# May import pretended, small_runs, summa3d.train, summa3d.comm.trace.
-# Next: ../../summa3d/comm/trace.py.
+# May import pretended, small_runs, summa3d.train, summa3d.comm.profile.trace.
+# Next: ../../summa3d/comm/profile/trace.py.
 from __future__ import annotations
 
 import json
@@ -12,7 +12,7 @@ import pretended
 import pytest
 from small_runs import assignments, write_corpus
 
-from summa3d.comm import trace
+from summa3d.comm.profile import trace
 from summa3d.errors import ConfigError
 from summa3d.train import config as configuration
 from summa3d.train import loop

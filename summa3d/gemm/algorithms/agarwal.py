@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...comm.arrays import Array
-from ...comm.collectives import Axis
+from ...comm.axis import Axis
 from ...layout.layout import Layout
 from .executor import Executor
 from .plan import ProductPlan

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...comm.arrays import Array
-from ...comm.collectives import Axis, Pending
+from ...comm.axis import Axis
+from ...comm.pending import Pending
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import add
 from .executor import Executor

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...comm.arrays import Array
-from ...comm.collectives import Axis
-from ...comm.grid import grids_of
+from ...comm.axis import Axis
 from ...comm.pending import Pending
+from ...comm.topology import grids_of
 from ...errors import ShapeError
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import scale
@@ -87,8 +87,8 @@ class Cuboid(Executor):
 
     `run` moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean) in (Y−1)+(X−1)+(Z−1) messages; its workspace, the
     gathered A and B, the partial C and the Z parts to be summed, is allocated once. Where an axis has slots in the node's memory
-    (comm/node.py), a gather copies the rank's own block there and needs no workspace, and summands of C are computed and summed
-    there.
+    (comm/transport/node.py), a gather copies the rank's own block there and needs no workspace, and summands of C are computed
+    and summed there.
 
     The steps are there on their own as well, for gradients: they share one gather between two products and overlap a scatter
     with the next product. Source: Bian et al. 2021, Algorithm 1, on a cuboid instead of a cube.
@@ -119,7 +119,7 @@ class Cuboid(Executor):
 
     def _add_parts(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """Scatter this rank's summand of C[m:x, n:y] and add what the others send, in the members' order."""
-        slot = self.z.room((self.m, self.n), out)
+        slot = self.z.allocate((self.m, self.n), out)
         partial = self.workspace.buffer("partial", (self.m, self.n), out) if slot is None else slot
         parts = self.workspace.buffer("parts", (self.z.size, *out.shape), out) if slot is None else None
         self.workspace.accumulate(a, b, self.plan.form, partial, alpha, 0)
@@ -167,7 +167,7 @@ class Cuboid(Executor):
         """Where a summand of the operand (a, b or c) may be computed, so that its scatter, if it comes next, copies nothing."""
         axis = {"a": self.y, "b": self.x, "c": self.z}[operand]
         shape = {"a": self.a_whole, "b": self.b_whole, "c": (self.m, self.n)}[operand]
-        return axis.room(shape, like) if axis.size > 1 else None
+        return axis.allocate(shape, like) if axis.size > 1 else None
 
     def scatter_c(self, partial: Array) -> Array:
         """C summed along z and scattered to its layout. Words: (Z−1)·own."""

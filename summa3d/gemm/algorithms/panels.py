@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...comm.arrays import Array, is_contiguous, is_half, is_on_device
-from ...comm.collectives import Axis
+from ...comm.axis import Axis
 from ...layout.layout import split_range
 from .workspace import Workspace
 

@@ -11,7 +11,7 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from ...comm.grid import describe
+from ...comm.topology import describe
 from ...errors import GridError, ShapeError
 from ...layout.layout import Layout
 from ..local.blas import OPS

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...comm.arrays import Array, dtype_name
-from ...comm.collectives import Axis
-from ...comm.grid import grids_of
+from ...comm.axis import Axis
+from ...comm.topology import grids_of
 from ...errors import ShapeError
 from ...layout.layout import Layout
 from ..local.blas import add, adds_in_place, scale

@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ...comm.grid import Grid, describe
+from ...comm.grid import Grid
+from ...comm.topology import describe
 from ...dtypes import Dtype, dtype_of
 from ...errors import ConfigError, ShapeError
 from ..algorithms import registry

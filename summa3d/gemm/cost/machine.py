@@ -27,7 +27,7 @@ class Machine:
     latency : seconds per message
     memory_time : seconds per byte read or written in memory: packing, and the sums of a reduce-scatter
     cores : cores that the ranks share; None gives each rank its own
-    node : the ranks share one node's memory (comm/node.py), where the cuboid's gathered operands are read in place
+    node : the ranks share one node's memory (comm/transport/node.py), where the cuboid's gathered operands are read in place
     """
 
     flops: float = 50e9

@@ -23,6 +23,8 @@ def multiply_halves(a: Array, b: Array, form: str, out: Array, alpha: float, bet
     form = form.replace("c", "t")  # they are real
     first, turn_a = by_rows(a, form[0]) or (contiguous(a), form[0])
     second, turn_b = by_rows(b, form[1]) or (contiguous(b), form[1])
+    if is_torch(out) and out.is_meta:
+        return  # the copies above are all there is to it
     rows, columns = out.shape
     inner = a.shape[1] if form[0] == "n" else a.shape[0]
     factors = np.array([alpha, beta], np.float32)

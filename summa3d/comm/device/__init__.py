@@ -1,0 +1,1 @@
+"""The device of a process: streams, events and copies, and which device is whose."""

@@ -1,0 +1,91 @@
+"""The device on CUDA, by CuPy, for CuPy's arrays and for torch's.
+
+Thin on purpose: each method is one call or two, so that what cannot run without a GPU can be read at a glance.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import numpy as np
+
+from ...errors import ConfigError
+from ..arrays import Array, is_torch
+
+DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses say which way
+
+
+class CupyBackend:
+    """Streams, events and copies of the current CUDA device. Raises ConfigError where CuPy is not installed."""
+
+    def __init__(self) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise ConfigError(f"Device arrays are communicated by CuPy, which cannot be imported here: {error}.") from error
+        self._cuda = cupy.cuda
+        self._nccl: Any = None
+        try:
+            from cupy.cuda import nccl
+
+            self._nccl = nccl if nccl.available else None
+        except ImportError:
+            self._nccl = None
+
+    @property
+    def nccl(self) -> Any:
+        return self._nccl
+
+    def identity(self) -> str:
+        device = self._cuda.runtime.getDevice()
+        return f"{socket.gethostname()}/{self._cuda.runtime.deviceGetPCIBusId(device)}"
+
+    def current(self, array: Array) -> Any:
+        """torch's current stream of the tensor's device, or CuPy's: both belong to the calling thread, autograd's among them."""
+        if not is_torch(array):
+            return self._cuda.get_current_stream()
+        import torch
+
+        from summa3d.kernels.streams import taken_over
+
+        return taken_over(self._cuda, torch.cuda.current_stream(array.device).cuda_stream)
+
+    def stream(self) -> Any:
+        return self._cuda.Stream(non_blocking=True)
+
+    def record(self, stream: Any, timing: bool = False) -> Any:
+        event = self._cuda.Event(disable_timing=not timing)
+        event.record(stream)
+        return event
+
+    def mark(self, event: Any, stream: Any) -> None:
+        event.record(stream)
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        return float(self._cuda.get_elapsed_time(start, end))
+
+    def wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+        if nbytes:
+            self._cuda.runtime.memcpyAsync(target, source, nbytes, DEFAULT_KIND, stream.ptr)
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        return np.frombuffer(self._cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def buffer(self, address: int, nbytes: int) -> _Bytes:
+        return _Bytes(address, nbytes)
+
+
+class _Bytes:
+    """Device memory by the interface that mpi4py reads."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address if nbytes else 0, False),
+            "version": 3,
+        }

@@ -1,0 +1,256 @@
+"""What was moved: calls, words, messages, bytes and seconds per collective, axis, phase and dtype, and the workspace in use."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..arrays import Array, dtype_name, is_on_device
+from .nvtx import Ranges
+from .timeline import Span, Timeline
+from .trace import COPIES, PRODUCTS, Communication, Stretch, Trace, Work
+
+if TYPE_CHECKING:
+    from ..device.backend import Backend
+
+PHASES = ("forward", "backward", "optimizer", "other")
+NOTHING = nullcontext()
+
+
+@dataclass
+class Amounts:
+    """Amounts moved by one rank: words and bytes are those *received* (DESIGN §1).
+
+    seconds is wall time inside the calls, cpu_seconds the thread's processor time inside them. Of arrays on a device, seconds
+    are the device's, between events around the work, and are added once the device has passed them (`Ledger.settle`); what
+    MPI does for them on the host is added at once, without the time for which the host waits for the device.
+    """
+
+    calls: int = 0
+    words: int = 0
+    messages: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    def add(self, other: Amounts) -> None:
+        self.calls += other.calls  # spelled out, because every collective passes here
+        self.words += other.words
+        self.messages += other.messages
+        self.bytes += other.bytes
+        self.seconds += other.seconds
+        self.cpu_seconds += other.cpu_seconds
+
+    def minus(self, other: Amounts) -> Amounts:
+        return Amounts(**{field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(Amounts)})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the ledger."""
+
+    collective: str
+    axis: str
+    phase: str
+    dtype: str
+    amounts: Amounts
+
+
+class Watched(Amounts):
+    """What a `with ledger.watch()` block moved; filled when the block ends. `rows` holds the same per line."""
+
+    rows: list[Row]
+
+
+class Ledger:
+    """The account of one rank of one grid.
+
+    `phase` names what the job is doing, so that forward, backward and optimizer are counted apart. `track` counts the
+    bytes of a workspace array until it is freed, for the peak. From `start_trace` to `stop_trace`, phases, products, copies and
+    communications are kept in a trace. `ranges`, where set, shows phases and communications to a profiler. `device` is that
+    of the grid's arrays; None, CuPy's.
+    """
+
+    def __init__(self, device: Backend | None = None) -> None:
+        self.current_phase = "other"
+        self.workspace_bytes = 0
+        self.workspace_peak = 0
+        self.trace: Trace | None = None
+        self.ranges: Ranges | None = None
+        self.timeline = Timeline(device)
+        self._lines: dict[tuple[str, str, str, str], Amounts] = {}
+
+    def record(self, collective: str, axis: str, dtype: str, amounts: Amounts) -> Amounts:
+        """Add `amounts` of elements of `dtype` to the line of this collective and axis in the current phase; returns the line."""
+        key = (collective, axis, self.current_phase, dtype)
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = Amounts()
+        line.add(amounts)
+        return line
+
+    def begin(self, collective: str, axis: str, dtype: str, amounts: Amounts, start: float, issue: float) -> Communication | None:
+        """Write in the trace, if there is one, that a communication was begun at `start`, in a call of `issue` seconds.
+
+        Whoever completes it writes when.
+        """
+        if self.trace is None:
+            return None
+        moved = (amounts.words, amounts.messages, amounts.bytes)
+        return self.trace.begin(Communication(collective, axis, self.current_phase, dtype, *moved, start, issue))
+
+    def complete(self, line: Amounts, traced: Communication | None, seconds: float, cpu_seconds: float, wait: float) -> None:
+        """Add to a communication's line what completing it took, and write in the trace how long the host was at it, `wait`."""
+        line.seconds += seconds
+        line.cpu_seconds += cpu_seconds
+        if traced is not None:
+            traced.end, traced.wait = time.perf_counter(), wait
+
+    def expect(self, line: Amounts, traced: Communication | None, spans: Sequence[Span]) -> None:
+        """Have the seconds of `spans` added to a communication's line, and written in the trace, once its device has passed."""
+        for span in spans:
+            span.account = partial(_add_device, line, traced)
+
+    def settle(self) -> None:
+        """Wait for the device, so that the seconds of all that was begun are in the account."""
+        self.timeline.settle()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what the block moves under phase `name`."""
+        if name not in PHASES:
+            raise ValueError(f"phase {name!r} is not one of {', '.join(PHASES)}")
+        before, self.current_phase = self.current_phase, name
+        trace, start = self.trace, time.perf_counter()
+        try:
+            with NOTHING if self.ranges is None else self.ranges.around(name):
+                yield
+        finally:
+            self.current_phase = before
+            if trace is not None:
+                trace.phases.append((name, start, time.perf_counter()))
+
+    # -- the trace ----------------------------------------------------------------------------------------------------------
+
+    def start_trace(self, trace: Trace | None = None) -> Trace:
+        """Keep in `trace`, a new one by default, what happens from now on; the device's clock is tied to the host's."""
+        self.trace = Trace() if trace is None else trace
+        self.settle()
+        self.timeline.follow()
+        return self.trace
+
+    def stop_trace(self) -> Trace:
+        """The trace, complete: waits for the device."""
+        trace, self.trace = self.trace or Trace(), None
+        self.settle()
+        if self.timeline.used:
+            trace.error = max(trace.error or 0.0, self.timeline.error)
+        self.timeline.forget()
+        return trace
+
+    @contextmanager
+    def run(self, name: str) -> Iterator[None]:
+        """A span of the trace around phases, or around products that have none; and a range for a profiler."""
+        start = time.perf_counter()
+        with NOTHING if self.ranges is None else self.ranges.around(name):
+            yield
+        if self.trace is not None:
+            self.trace.runs.append((name, start, time.perf_counter()))
+
+    def product(self, a: Array, b: Array, form: str, out: Array) -> AbstractContextManager[None]:
+        """Around a local product out = op(A)·op(B): a span of the trace, if there is one."""
+        if self.trace is None:
+            return NOTHING
+        (m, k), n = a.shape if form[0] == "n" else a.shape[::-1], b.shape[1 if form[1] == "n" else 0]
+        kind = dtype_name(a)
+        about = {"m": m, "n": n, "k": k, "form": form, "flops": (8 if kind.startswith("complex") else 2) * m * n * k}
+        return self._working(self.trace, PRODUCTS, f"product {form}", out, {**about, "dtype": kind})
+
+    def copy(self, target: Array) -> AbstractContextManager[None]:
+        """Around a local copy into `target`: a span of the trace, if there is one."""
+        if self.trace is None:
+            return NOTHING
+        return self._working(self.trace, COPIES, "copy", target, {"bytes": target.nbytes, "dtype": dtype_name(target)})
+
+    @contextmanager
+    def _working(self, trace: Trace, kind: str, name: str, out: Array, about: dict[str, Any]) -> Iterator[None]:
+        timeline = self.timeline
+        stream = timeline.backend.current(out) if is_on_device(out) else None
+        mark = None if stream is None else timeline.start(stream)
+        start = time.perf_counter()
+        yield
+        work = Work(kind, name, {**about, "phase": self.current_phase}, start, time.perf_counter() - start)
+        trace.work.append(work)
+        if stream is not None and mark is not None:
+            span = Span(name)
+            span.account = partial(_add_stretch, work.device)
+            timeline.stop(mark, stream, span)
+
+    # -- reading ------------------------------------------------------------------------------------------------------------
+
+    def track(self, array: Any) -> Any:
+        """Count the bytes of a workspace array while it lives; returns the array."""
+        self.workspace_bytes += array.nbytes
+        self.workspace_peak = max(self.workspace_peak, self.workspace_bytes)
+        weakref.finalize(array, self._release, array.nbytes)
+        return array
+
+    def _release(self, nbytes: int) -> None:
+        self.workspace_bytes -= nbytes
+
+    def reset_peak(self) -> None:
+        """Forget the workspace peak so far."""
+        self.workspace_peak = self.workspace_bytes
+
+    def rows(self) -> list[Row]:
+        """Every line, in the order in which it first appeared; of a device, the seconds that are known without waiting."""
+        self.timeline.collect()
+        return [Row(*key, _copy(amounts)) for key, amounts in self._lines.items()]
+
+    def total(self, phase: str | None = None, axis: str | None = None, dtype: str | None = None) -> Amounts:
+        """The sum over the lines of `phase`, `axis` and `dtype`; None takes all."""
+        self.timeline.collect()
+        result = Amounts()
+        for (_, line_axis, line_phase, line_dtype), amounts in self._lines.items():
+            if phase in (None, line_phase) and axis in (None, line_axis) and dtype in (None, line_dtype):
+                result.add(amounts)
+        return result
+
+    @contextmanager
+    def watch(self) -> Iterator[Watched]:
+        """Yield an account that, once the block has ended, holds what the block moved.
+
+        Nothing waits for a device: for its seconds call `settle` before the block and at its end.
+        """
+        self.timeline.collect()
+        before = {key: _copy(amounts) for key, amounts in self._lines.items()}
+        moved = Watched()
+        moved.rows = []
+        yield moved
+        self.timeline.collect()
+        for key, amounts in self._lines.items():
+            delta = amounts.minus(before.get(key, Amounts()))
+            if delta.calls:
+                moved.rows.append(Row(*key, delta))
+                moved.add(delta)
+
+
+def _add_device(line: Amounts, traced: Communication | None, name: str, seconds: float, own: float, start: float | None) -> None:
+    """A device has passed a communication's span: `own` of its seconds are this one's."""
+    line.seconds += own
+    if traced is not None:
+        _add_stretch(traced.device, name, seconds, own, start)
+
+
+def _add_stretch(stretches: list[Stretch], name: str, seconds: float, own: float, start: float | None) -> None:
+    if start is not None:
+        stretches.append(Stretch(name, start, seconds))
+
+
+def _copy(amounts: Amounts) -> Amounts:
+    return amounts.minus(Amounts())

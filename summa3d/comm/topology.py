@@ -1,0 +1,142 @@
+"""The shape of a process grid: axes and sizes, their order and tiles, and which rank is where. Pure: nothing communicates."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import isqrt, log, prod
+from operator import index
+
+from ..errors import GridError
+
+DEFAULT_ORDER = ("z", "y", "x", "d")
+
+
+@dataclass
+class Topology:
+    """Named axes over consecutive ranks.
+
+    shape : axis name → size. order : axis names, fastest first. tile : axis name → how many of its indices lie in one tile of
+    consecutive ranks.
+    """
+
+    shape: dict[str, int]
+    order: tuple[str, ...]
+    tile: dict[str, int]
+
+    @classmethod
+    def checked(
+        cls, axes: Mapping[str, int], order: str | Sequence[str] | None = None, tile: Mapping[str, int] | None = None
+    ) -> Topology:
+        """The topology that is asked for. Raises GridError for axes, an order or a tile that do not fit."""
+        shape = _sizes(axes)
+        return cls(shape, _checked_order(shape, order), _checked_tile(shape, tile))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.shape.values())
+
+    def check_size(self, ranks: int) -> None:
+        """Raise GridError, naming shapes that would do, unless there are so many ranks."""
+        if self.size != ranks:
+            raise GridError(_misfit(self.shape, ranks))
+
+    def coordinates_of(self, rank: int) -> dict[str, int]:
+        """Axis name → index of `rank`: the digits of the rank, tile digits first, in `order`."""
+        inner, outer = dict.fromkeys(self.shape, 0), dict.fromkeys(self.shape, 0)
+        for name in self.order:
+            rank, inner[name] = divmod(rank, self.tile[name])
+        for name in self.order:
+            rank, outer[name] = divmod(rank, self.shape[name] // self.tile[name])
+        return {name: outer[name] * self.tile[name] + inner[name] for name in self.shape}
+
+    def rank_of(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at `coordinates`; the inverse of `coordinates_of`."""
+        rank, stride = 0, 1
+        for name in self.order:
+            rank, stride = rank + coordinates[name] % self.tile[name] * stride, stride * self.tile[name]
+        for name in self.order:
+            rank += coordinates[name] // self.tile[name] * stride
+            stride *= self.shape[name] // self.tile[name]
+        return rank
+
+    def members(self, names: Sequence[str], coordinates: Mapping[str, int]) -> list[int]:
+        """The ranks that share `coordinates` on all axes but `names`, in the order of the plane of `names`."""
+        points = itertools.product(*(range(self.shape[name]) for name in names))
+        return [self.rank_of({**coordinates, **dict(zip(names, point, strict=True))}) for point in points]
+
+    def add(self, name: str) -> None:
+        """Give the grid an axis of size 1, which a layout may then name; ranks stay where they are."""
+        self.shape[name], self.tile[name] = 1, 1
+        self.order = (*self.order, name)
+
+
+def grids_of(ranks: int, names: Sequence[str]) -> list[dict[str, int]]:
+    """Every grid of `ranks` ranks with these axes."""
+    if len(names) == 1:
+        return [{names[0]: ranks}]
+    return [{names[0]: size, **rest} for size in divisors(ranks) for rest in grids_of(ranks // size, names[1:])]
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """1 to `number`, in order: those that divide it."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))
+
+
+def describe(shape: Mapping[str, int]) -> str:
+    """x=2,y=2,z=1"""
+    return ",".join(f"{name}={size}" for name, size in shape.items())
+
+
+def _misfit(shape: Mapping[str, int], ranks: int) -> str:
+    def distance(candidate: Mapping[str, int]) -> float:
+        return sum(abs(log(candidate[name] / max(shape[name], 1))) for name in shape)
+
+    fits = sorted(grids_of(ranks, list(shape)), key=distance)[:6]
+    return (
+        f"Grid {describe(shape)} has {prod(shape.values())} places, but there are {ranks} ranks.\n"
+        f"  Start {prod(shape.values())} ranks, or choose a grid of {ranks}: {' · '.join(describe(fit) for fit in fits)}."
+    )
+
+
+def _sizes(axes: Mapping[str, int]) -> dict[str, int]:
+    """The axes as a dict of Python's own whole numbers; what is no whole number is left as it is, to be refused."""
+    if not isinstance(axes, Mapping):
+        raise GridError(f"axes is {axes!r}; a grid takes names and sizes, such as {{'x': 2, 'y': 2}}.")
+    return {name: index(size) if hasattr(size, "__index__") else size for name, size in axes.items()}
+
+
+def _checked_order(shape: Mapping[str, int], order: str | Sequence[str] | None) -> tuple[str, ...]:
+    if not shape:
+        raise GridError("A grid needs at least one axis, such as x=1.")
+    for name, size in shape.items():
+        if not isinstance(size, int) or size < 1:
+            raise GridError(f"Axis {name} has size {size!r}; sizes are whole numbers ≥ 1.")
+    named = [name for name in DEFAULT_ORDER if name in shape] if order is None else list(order)
+    for name in named:
+        if name not in shape or named.count(name) > 1:
+            raise GridError(f"order {''.join(named)!r} must name each axis at most once; the axes are {', '.join(shape)}.")
+    return tuple(named + [name for name in shape if name not in named])
+
+
+def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> dict[str, int]:
+    for name, size in (tile or {}).items():
+        if name not in shape:
+            raise GridError(f"tile names axis {name!r}; the axes are {', '.join(shape)}.")
+        if size < 1 or shape[name] % size:
+            fits = ", ".join(map(str, divisors(shape[name])))
+            raise GridError(f"tile {name}={size} does not divide axis {name} = {shape[name]}. Tiles that fit: {fits}.")
+    return {name: (tile or {}).get(name, 1) for name in shape}
+
+
+def checked_ranks(ranks: Sequence[int] | None, size: int) -> tuple[int, ...]:
+    named = tuple(range(size)) if ranks is None else tuple(ranks)
+    for rank in named:
+        if not 0 <= rank < size or named.count(rank) > 1:
+            raise GridError(f"ranks {list(named)} must name each rank at most once; the communicator has 0 to {size - 1}.")
+    return named

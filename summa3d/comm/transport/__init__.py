@@ -1,0 +1,1 @@
+"""How bytes travel: one module for each way, and the rule that selects among them."""

@@ -1,0 +1,83 @@
+"""One communication: what an axis asks of a transport, and what the transport has begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+from ..arrays import Array
+from ..profile.ledger import Ledger
+
+if TYPE_CHECKING:
+    from .node_buffer import NodeRule
+
+Requests = list[Any]
+"""What is in flight: MPI's requests, or a device transport's own, which have a `wait` each."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The members of an axis as one of them sees them: what the axis's transports are made of.
+
+    ledger : where their workspace is counted, and a device's times. node : how they use the memory of the node that they share;
+    None where they do not. wanted : the device transport asked for (select.py).
+    """
+
+    label: str
+    size: int
+    index: int
+    comm: MPI.Intracomm
+    ledger: Ledger
+    node: NodeRule | None = None
+    wanted: str = "auto"
+
+
+@dataclass(slots=True)
+class Call:
+    """A communication, checked: all members pass the same, but for their arrays, and `sizes` of an all-to-all.
+
+    operation : the name of a collective, send or receive. array : what is sent, or overwritten. dim, sizes : along which
+    dim, and each member's extent there. into : where the result goes; None, a new array. view : whether the result may lie in
+    memory that the members share. blocking : whether it completes before the call returns. in_order : whether all members
+    complete it between the same two of their communications. op : the reduction. root : the root, or the other side of a
+    message. parts : workspace of a reduce-scatter. receive_sizes : of an all-to-all; None where all pieces are equal.
+    """
+
+    operation: str
+    array: Array
+    dim: int = 0
+    sizes: Sequence[int] = ()
+    into: Array | None = None
+    blocking: bool = True
+    view: bool = False
+    in_order: bool = True
+    op: str = "sum"
+    root: int = 0
+    tag: int = 0
+    parts: Array | None = None
+    receive_sizes: Sequence[int] | None = None
+
+
+class Carried:
+    """A communication that has been begun.
+
+    requests : what is to be waited for. finish : gives the result once they have completed. keep : what must stay alive until
+    then. moved : an array of the dtype that travels.
+    """
+
+    __slots__ = ("finish", "keep", "moved", "requests")
+
+    def __init__(self, requests: Requests, finish: Callable[[], Any], keep: Any, moved: Array) -> None:
+        self.requests, self.finish, self.keep, self.moved = requests, finish, keep, moved
+
+
+def complete(requests: Requests) -> None:
+    """Wait for them: on the host for MPI's, on the caller's stream for a device's."""
+    if isinstance(requests[0], MPI.Request):
+        MPI.Request.Waitall(requests)
+    else:
+        for request in requests:
+            request.wait()

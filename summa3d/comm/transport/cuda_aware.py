@@ -1,0 +1,59 @@
+"""MPI on device pointers, for an MPI that reads them: the host transport, on memory that the caller's stream has finished."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..arrays import Array, address, count
+from ..device.backend import Backend
+from .host import HostTransport
+
+
+class Span:
+    """Consecutive elements of device memory, which mpi4py takes by address; a slice of it is one too."""
+
+    def __init__(self, backend: Backend, address: int, length: int, itemsize: int) -> None:
+        self.backend, self.address, self.length, self.itemsize = backend, address, length, itemsize
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> Span:
+        start, stop, _ = part.indices(self.length)
+        return Span(self.backend, self.address + start * self.itemsize, max(0, stop - start), self.itemsize)
+
+
+class CudaAwareTransport(HostTransport):
+    """MPI straight on device memory. The host waits for the caller's stream before each call, and inside MPI for its end.
+
+    MPI knows no streams: what an array holds must have been written, and nothing may still read what MPI will overwrite, when
+    MPI is called. So the host waits for an event of the caller's stream, and of no other. What MPI has written when it is
+    done is there for whatever is queued afterwards.
+    """
+
+    def __init__(self, backend: Backend, limit: int | None = None) -> None:
+        super().__init__(limit)
+        self.backend = backend
+        self.stream = backend.stream()
+        self.waited = 0.0
+
+    def memory(self, array: Array) -> Span:
+        """The memory of `array` once the caller's stream has done what it was given."""
+        began = time.perf_counter()
+        self.backend.record(self.backend.current(array)).synchronize()
+        self.waited += time.perf_counter() - began
+        return Span(self.backend, address(array), count(array), array.itemsize)
+
+    def on_host(self, seconds: float) -> float:
+        """MPI's, which is on the host all the time; not those for which the host has waited for the caller's stream."""
+        waited, self.waited = self.waited, 0.0
+        return max(0.0, seconds - waited)
+
+    def buffer(self, memory: Any) -> Any:
+        return self.backend.buffer(memory.address, memory.length * memory.itemsize)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Copy on a stream of its own, and wait for it: MPI's part of the same array may be written at the same time."""
+        self.backend.copy(target.address, source.address, source.length * source.itemsize, self.stream)
+        self.backend.record(self.stream).synchronize()

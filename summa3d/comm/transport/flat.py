@@ -1,0 +1,118 @@
+"""The collectives of an axis by calls on flat memory: blocks are laid in a row, results are given their dims back."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from ..arrays import (
+    Array,
+    cast,
+    contiguous,
+    copy_into,
+    count,
+    delivered,
+    empty,
+    is_contiguous,
+    is_half,
+    overlap,
+    sum_parts,
+    swap_front,
+    widen,
+)
+from .call import Call, Carried, Members
+
+
+class FlatTransport:
+    """A transport of flat, C-contiguous memory.
+
+    Its kinds provide all_gather, all_to_all, all_reduce, broadcast, reduce, send and receive on flat arrays, each returning what
+    is in flight, and `operation`, `sums_parts` (HostTransport says what each promises).
+    """
+
+    def carry(self: Any, call: Call, members: Members) -> Carried:
+        """Begin `call`; a blocking one completes on the host. Raises ShapeError for a dtype that it does not support."""
+        return getattr(self, "carry_" + call.operation)(call, members)
+
+    def carry_all_gather(self: Any, call: Call, members: Members) -> Carried:
+        dim, into = call.dim, call.into
+        front = contiguous(swap_front(call.array, dim))
+        rest = prod(front.shape[1:])
+        direct = into is not None and dim == 0 and is_contiguous(into) and not overlap(into, front)
+        out = into if direct else empty((sum(call.sizes), *front.shape[1:]), call.array)
+        requests = self.all_gather(members.comm, front, out, [size * rest for size in call.sizes], call.blocking)
+        return Carried(requests, lambda: out if direct else delivered(out, dim, into), (front, out), call.array)
+
+    def carry_reduce_scatter(self: Any, call: Call, members: Members) -> Carried:
+        array, dim, sizes, into = call.array, call.dim, call.sizes, call.into
+        self.operation(array, "sum")
+        front = contiguous(swap_front(array, dim))
+        own, rest = sizes[members.index], prod(front.shape[1:])
+        counts, shape = [size * rest for size in sizes], (own, *front.shape[1:])
+        direct = into is not None and dim == 0
+        if self.sums_parts(array):
+            part = into if direct and is_contiguous(into) else empty(shape, array)
+            requests = self.reduce_scatter(members.comm, front, counts, part)
+            return Carried(requests, lambda: part if part is into else delivered(part, dim, into), (front, part), array)
+        whole = (members.size, *shape)
+        parts = members.ledger.track(empty(whole, array)) if call.parts is None else call.parts.reshape(whole)
+        equal, largest = len(set(sizes)) == 1, max(count(front), members.size * max(sizes) * rest)
+        from_each = [own * rest] * members.size
+        requests = self.all_to_all(members.comm, front, counts, parts, from_each, call.blocking, equal=equal, largest=largest)
+
+        def finish() -> Array:
+            out = sum_parts(parts, into if direct else empty(shape, parts))
+            return out if direct else delivered(out, dim, into)
+
+        return Carried(requests, finish, (front, parts), array)
+
+    def carry_all_reduce(self: Any, call: Call, members: Members) -> Carried:
+        array, into, send = call.array, call.into, contiguous(call.array)
+        if is_half(array):
+            wide = widen(send)
+            requests = self.all_reduce(members.comm, wide, wide, call.op, call.blocking)
+
+            def narrow() -> Array:
+                return cast(wide, array) if into is None else copy_into(into, cast(wide, array))
+
+            return Carried(requests, narrow, wide, wide)
+        direct = into is not None and is_contiguous(into) and (into is array or not overlap(into, send))
+        out = send if into is array and direct else into if direct else empty(array.shape, array)
+        requests = self.all_reduce(members.comm, send, out, call.op, call.blocking)
+        return Carried(requests, lambda: out if direct or into is None else copy_into(into, out), (send, out), array)
+
+    def carry_broadcast(self: Any, call: Call, members: Members) -> Carried:
+        array, buffer = call.array, contiguous(call.array)
+        requests = self.broadcast(members.comm, buffer, call.root, call.blocking)
+        return Carried(requests, lambda: array if buffer is array else copy_into(array, buffer), buffer, array)
+
+    def carry_reduce(self: Any, call: Call, members: Members) -> Carried:
+        array, into, half = call.array, call.into, is_half(call.array)
+        send = widen(contiguous(array)) if half else contiguous(array)
+        direct = into is not None and not half and is_contiguous(into)
+        out = None if members.index != call.root else into if direct else empty(send.shape, send)
+        requests = self.reduce(members.comm, send, out, call.op, call.root, call.blocking)
+
+        def finish() -> Array | None:
+            if out is None or out is into:
+                return out
+            return copy_into(into, out) if into is not None else cast(out, array) if half else out
+
+        return Carried(requests, finish, send, send)
+
+    def carry_all_to_all(self: Any, call: Call, members: Members) -> Carried:
+        front = contiguous(swap_front(call.array, call.dim))
+        rest, equal = prod(front.shape[1:]), call.receive_sizes is None
+        received = call.sizes if call.receive_sizes is None else call.receive_sizes
+        out = empty((sum(received), *front.shape[1:]), call.array)
+        counts, out_counts = [size * rest for size in call.sizes], [size * rest for size in received]
+        requests = self.all_to_all(members.comm, front, counts, out, out_counts, call.blocking, equal)
+        return Carried(requests, lambda: delivered(out, call.dim, None), (front, out), call.array)
+
+    def carry_send(self: Any, call: Call, members: Members) -> Carried:
+        buffer = contiguous(call.array)
+        return Carried(self.send(members.comm, buffer, call.root, call.tag), lambda: None, buffer, call.array)
+
+    def carry_receive(self: Any, call: Call, members: Members) -> Carried:
+        requests = self.receive(members.comm, call.array, call.root, call.tag)
+        return Carried(requests, lambda: call.array, None, call.array)

@@ -1,0 +1,253 @@
+"""The slots of node-shared memory of one axis, which its communications use in turn.
+
+Where the node cannot offer the memory `NodeBuffer.over` returns None, and MPI is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import numpy as np
+from mpi4py import MPI
+
+from ...errors import GridError
+from ..arrays import Array, dtype_name, empty, is_on_device, is_torch
+from .node_memory import BROKEN, CLOSED, FLAGS, LEFT, MAPPED, OFFERED, POSTED, SLOTS, Flags, joined, mapped, offered
+
+GRAIN = 1 << 18
+"""Slots grow in steps of this many bytes."""
+
+
+class Slot:
+    """One communication in a slot of a node buffer: this member posts its part, and `finish` reads what the others laid there."""
+
+    def __init__(self, buffer: NodeBuffer, number: int, memory: mmap.mmap | None) -> None:
+        self.buffer, self.number, self.memory = buffer, number, memory
+        self._posted = buffer.index * SLOTS + number % SLOTS  # as NodeBuffer.flag counts them
+        self._closed = self._posted + CLOSED * buffer.size * SLOTS
+        self.read: Callable[[], Array] | None = None
+        self.viewed = False
+        self._result: Array = None
+
+    def part(self, like: Array, offset: int, shape: Sequence[int]) -> Array:
+        """An array of `like`'s kind and dtype on the slot's memory, `offset` elements from its start."""
+        count = prod(shape)
+        if count == 0 or self.memory is None:
+            return empty(shape, like)
+        if is_torch(like):
+            import torch
+
+            flat = torch.frombuffer(self.memory, dtype=like.dtype, count=count, offset=offset * like.itemsize)
+            return flat.view(tuple(shape))
+        return np.frombuffer(self.memory, like.dtype, count, offset * like.itemsize).reshape(tuple(shape))
+
+    def post(self) -> None:
+        """Say that this member's part is written."""
+        self.buffer.flags.set(self._posted, self.number)
+
+    def wait(self, member: int) -> None:
+        """Return once `member` has posted."""
+        if member != self.buffer.index:
+            self.buffer.flags.wait(self.buffer.flag(POSTED, member, self.number), self.number)
+
+    def wait_for_all(self) -> None:
+        """Return once every member has posted. Waits first for who was last before, so as to be woken once."""
+        buffer, number = self.buffer, self.number
+        first = buffer.flag(POSTED, 0, number)
+        last = buffer.last
+        for member in (last, *range(buffer.size)):
+            if member != buffer.index and buffer.flags.wait(first + member * SLOTS, number):
+                last = member
+        buffer.last = last
+
+    def finish(self) -> None:
+        """Read what the others laid here; a second call does nothing. Gives the slot back, unless the result is a view of it."""
+        if self.read is not None:
+            try:
+                self._result, self.read = self.read(), None
+                if not self.viewed:
+                    self.close()
+            except BaseException as error:
+                self.buffer.fail(error)
+                raise
+
+    def result(self) -> Array:
+        """What was read, handed over: the slot, which its buffer remembers until the next, keeps nothing alive."""
+        self.finish()
+        result, self._result = self._result, None
+        return result
+
+    def leave(self) -> None:
+        """Say that this member will not post."""
+        self.buffer.flags.set(self._posted, LEFT + self.number)
+        self.close()
+
+    def close(self) -> None:
+        """Say that this member reads the slot no more."""
+        self.viewed = False
+        self.buffer.flags.set(self._closed, self.number)
+
+
+class NodeBuffer:
+    """The shared memory of one axis: slots that its communications use in turn, all members in the same order.
+
+    Member j reuses a slot once every member has closed its last use. Nothing has a name, so nothing is left behind by a job
+    that is killed, and each process unmaps by itself. `size_bytes` is this rank's share of the slots.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, flags: Flags) -> None:
+        self.comm, self.size, self.index, self.flags = comm, comm.size, comm.rank, flags
+        self.number = 0
+        self.last = self.size - 1
+        self.memories: list[mmap.mmap | None] = [None] * SLOTS
+        self.slots: list[Slot | None] = [None] * SLOTS
+        self.viewed: Slot | None = None
+        self.allocated: tuple[Slot, Array] | None = None
+
+    @classmethod
+    def over(cls, comm: MPI.Intracomm, label: str, crowded: bool) -> NodeBuffer | None:
+        """The buffer of the members of `comm`, who share a node (collective); None on all where the node cannot offer it."""
+        memory = mapped(comm, Flags.nbytes(comm.size))
+        return None if memory is None else cls(comm, Flags(memory, label, comm.size, crowded))
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(len(memory) for memory in self.memories if memory is not None) // self.size
+
+    def flag(self, kind: int, member: int, number: int) -> int:
+        """The flag of `member` of one kind for the slot of communication `number`."""
+        return (kind * self.size + member) * SLOTS + number % SLOTS
+
+    def take(self, nbytes: int) -> Slot | None:
+        """The next slot, with `nbytes` for all members together. None on all members where the node lacks the memory.
+
+        Ends the view that the last slot may have given, and gives up a buffer that was allocated and not used. Where the slot is
+        too small it grows, for which all members wait for each other.
+        """
+        try:
+            self.flags.check()
+            if self.viewed is not None:
+                self.viewed.close()
+                self.viewed = None
+            if self.allocated is not None:
+                self.allocated[0].leave()
+                self.allocated = None
+            self.number = number = self.number + 1
+            place = number % SLOTS
+            before = self.slots[place]
+            if before is not None:
+                before.finish()
+            first = self.flag(CLOSED, 0, number)
+            for member in range(self.size):
+                if member != self.index:
+                    self.flags.wait(first + member * SLOTS, number - SLOTS)
+            memory = self.memories[place]
+            if nbytes > (0 if memory is None else len(memory)):
+                self.memories[place] = None
+                memory = self.memories[place] = self._larger(-(-nbytes // GRAIN) * GRAIN)
+            if nbytes and memory is None:
+                self.slots[place] = None
+                self.flags.set(self.flag(CLOSED, self.index, number), number)
+                return None
+            slot = self.slots[place] = Slot(self, number, memory)
+            return slot
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _larger(self, nbytes: int) -> mmap.mmap | None:
+        """Memory of `nbytes` for the slot that is being taken; None on all members where one cannot map it.
+
+        The members speak by flags and not by MPI, in which nobody could be told that another has failed.
+        """
+        number, note = self.number, self.flags.note(self.number % SLOTS)
+        descriptor = -1
+        try:
+            if self.index == 0:
+                memory, descriptor = offered(nbytes, note)
+                self.flags.set(self.flag(OFFERED, 0, number), number)
+            else:
+                self.flags.wait(self.flag(OFFERED, 0, number), number)
+                memory = joined(nbytes, note)
+            self.flags.set(self.flag(MAPPED, self.index, number), 2 * number + (memory is not None))
+            for member in range(self.size):
+                flag = self.flag(MAPPED, member, number)
+                self.flags.wait(flag, 2 * number)
+                if not self.flags.value(flag) % 2:
+                    memory = None
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        return memory
+
+    def refuse(self) -> None:
+        """Raise the GridError of a broken axis; who waits for this member need not wait longer."""
+        try:
+            self.flags.check()
+        except GridError as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Give up: tell the other members, who would wait for this one, of the first error."""
+        if not self.flags.broken:
+            text = str(error) or "without a message"
+            self.flags.report(self.index, f"member {self.index} failed in a collective ({type(error).__name__}: {text})")
+        for kind, number in itertools.product(range(FLAGS), range(SLOTS)):
+            self.flags.set(self.flag(kind, self.index, number), BROKEN)
+
+    def view(self, slot: Slot) -> None:
+        """The result of `slot` is a view, which stays until the next slot is taken."""
+        slot.viewed = True
+        self.viewed = slot
+
+    def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
+        """Memory of the next slot for this member to fill, and to reduce without a copy; None where there is none."""
+        count = prod(shape)
+        slot = self.take(self.size * count * like.itemsize)
+        if slot is None:
+            return None
+        try:
+            array = slot.part(like, self.index * count, shape)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.allocated = slot, array
+        return array
+
+    def slot_of(self, array: Array) -> Slot | None:
+        """The slot in which `array` was allocated, handed over; None if it was not, or a communication has come since."""
+        if self.allocated is None or self.allocated[1] is not array:
+            return None
+        slot, self.allocated = self.allocated[0], None
+        return slot
+
+
+@dataclass(frozen=True)
+class NodeRule:
+    """Which communications of an axis, whose members share a node, go through the node's memory.
+
+    Where ranks outnumber the cores (`crowded`) all: a rank that waits inside MPI polls, and takes the core from one that works.
+    Elsewhere those from SMALL bytes on, below which MPI is as quick, unless `always`. Above LARGEST bytes what must be copied
+    anyway is left to MPI, which needs no memory for it.
+    """
+
+    crowded: bool
+    always: bool
+    SMALL: ClassVar[int] = 1 << 15
+    LARGEST: ClassVar[int] = 1 << 28
+
+    def takes(self, array: Array, elements: int) -> bool:
+        nbytes = elements * array.itemsize
+        return (self.always or self.crowded or nbytes >= self.SMALL) and nbytes <= self.LARGEST and staged_dtype(array)
+
+
+def staged_dtype(array: Array) -> bool:
+    """Whether arrays like this one can be added up in place: on the host, and no booleans, which are left to MPI's operations."""
+    return dtype_name(array) != "bool" and not is_on_device(array)

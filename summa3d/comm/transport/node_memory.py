@@ -1,0 +1,194 @@
+"""Memory that the ranks of a node map together, and flags in it by which they wait for each other: asleep, and not polling.
+
+Linux on x86-64 (capability.py); elsewhere there is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from ...capability import FUTEX, available
+from ...errors import GridError
+from ..arrays import address
+from .progress import IN_FLIGHT
+
+SLOTS = 2
+"""Communications of one axis that may be under way at a time."""
+WAIT, WAKE, EVERYONE = 0, 1, 2**31 - 1
+LINE = 8
+"""64-bit words from one flag to the next: a cache line."""
+SPINS = {True: 4, False: 2000}
+"""Looks at a flag before sleeping, where ranks outnumber the cores, and where each has one of its own."""
+SLEEP, NAP = 1.0, 0.0002
+"""Seconds that a wait sleeps at a time: with nothing in flight in MPI, and with something that must be kept moving."""
+LEFT, BROKEN = 1 << 61, (1 << 62) + 0xFFFFFFFF
+"""Marks on a flag: the member has left the communication of this number out (added to it); the member goes on no more."""
+POSTED, CLOSED, OFFERED, MAPPED = range(4)
+"""What a member's flags of a slot tell: its part is written; it reads no more; larger memory is there; it has mapped that."""
+FLAGS = 4
+RECORD = 1024
+"""Bytes of shared memory in which a member says why it goes on no more: a time, and a text."""
+TOKEN, NOTE = 16, 128
+"""Bytes of what tells offered memory from other, and of what says where it is: its token, and the path of its descriptor."""
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Flags:
+    """Counters in shared memory that only grow, each written by one member. `wait` sleeps until one has grown enough.
+
+    A member that cannot go on breaks its flags: whoever waits for one of them, now or later, gets GridError.
+    """
+
+    def __init__(self, memory: mmap.mmap, label: str, members: int, crowded: bool) -> None:
+        self._memory, self._label, self._members = memory, label, members
+        self._words = memoryview(memory).cast("q")
+        self._first = address(np.frombuffer(memory, np.int64))
+        self._spins = SPINS[crowded]
+        self._call = ctypes.CDLL(None, use_errno=True).syscall
+        self._call.restype = ctypes.c_long
+        self._call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+        self._number = FUTEX[platform.machine()]
+        # A member that is gone wakes nobody: each sleep ends by itself, and its launcher ends the others meanwhile.
+        self._times = {busy: _Time(int(seconds), round(seconds % 1 * 1e9)) for busy, seconds in ((False, SLEEP), (True, NAP))}
+        self._timeouts = {busy: ctypes.addressof(time) for busy, time in self._times.items()}
+
+    @staticmethod
+    def nbytes(members: int) -> int:
+        """The shared memory that they need: a line for the whole axis, one for each flag, and the members' records."""
+        return (1 + FLAGS * members * SLOTS) * LINE * 8 + members * RECORD + SLOTS * NOTE
+
+    @property
+    def broken(self) -> bool:
+        """Whether some member goes on no more."""
+        return bool(self._words[0])
+
+    def set(self, flag: int, value: int) -> None:
+        """Raise `flag` to `value` and wake who waits for it. What this rank stored before is seen by who sees the flag."""
+        place = (flag + 1) * LINE
+        self._words[place] = value
+        self._call(self._number, self._first + place * 8, WAKE, EVERYONE, None)
+
+    def wait(self, flag: int, value: int) -> bool:
+        """Return once `flag` is at least `value`; whether this rank had to sleep for it.
+
+        Asleep it keeps MPI moving what this process has in flight. Raises GridError where the member that writes `flag` goes on
+        no more, or has left out what this rank waits for.
+        """
+        words, place = self._words, (flag + 1) * LINE
+        for _ in range(self._spins):
+            if (seen := words[place]) >= value and (seen < LEFT or self._arrived(seen, value)):
+                return False
+        while (seen := words[place]) < value or (seen >= LEFT and not self._arrived(seen, value)):
+            self.check()
+            timeout = self._timeouts[IN_FLIGHT.advance()]
+            self._call(self._number, self._first + place * 8, WAIT, seen & 0xFFFFFFFF, timeout)
+        return True
+
+    def _arrived(self, seen: int, value: int) -> bool:
+        """False where a marked flag says that its member left out something before what is waited for, which may still come."""
+        if seen >= BROKEN:
+            self.check()
+        if seen - LEFT == value:
+            raise GridError("a member allocated a buffer for a reduce-scatter, as this one did, and began something else instead")
+        return False
+
+    def check(self) -> None:
+        """Raise GridError where a member goes on no more, naming the first error."""
+        if self._words[0]:
+            raise GridError(
+                f"axis {self._label} is broken: {self.first_error()}.\n"
+                "  Its members are out of step, and it communicates no more. Free the grid and make another."
+            )
+
+    def report(self, member: int, text: str) -> None:
+        """Write in shared memory why `member` goes on no more."""
+        place = self._record(member)
+        said = text.encode()[: RECORD - 8 - 1]
+        self._memory[place + 8 : place + 8 + len(said)] = said
+        self._words[place // 8] = time.monotonic_ns()
+        self._words[0] = 1
+
+    def first_error(self) -> str:
+        """What the first member that failed has written; empty where none has."""
+        records = [self._record(member) for member in range(self._members)]
+        written = [(self._words[place // 8], place) for place in records if self._words[place // 8]]
+        if not written:
+            return ""
+        place = min(written)[1]
+        return self._memory[place + 8 : place + RECORD].rstrip(b"\0").decode(errors="ignore")
+
+    def value(self, flag: int) -> int:
+        """What `flag` is now."""
+        return self._words[(flag + 1) * LINE]
+
+    def note(self, slot: int) -> memoryview:
+        """Where the one who offers larger memory for a slot says where it is."""
+        place = self._record(self._members) + slot * NOTE
+        return memoryview(self._memory)[place : place + NOTE]
+
+    def _record(self, member: int) -> int:
+        """Where a member's record begins, in bytes; behind the last one are the notes of the slots."""
+        return (1 + FLAGS * self._members * SLOTS) * LINE * 8 + member * RECORD
+
+
+def in_one_node(comm: MPI.Intracomm) -> bool:
+    """Whether all ranks of `comm` share one node's memory in the way of this file (collective)."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    together = node.size == comm.size and available() is None
+    node.Free()
+    return bool(comm.allreduce(together, MPI.MIN))
+
+
+def mapped(comm: MPI.Intracomm, nbytes: int) -> mmap.mmap | None:
+    """Zeroed memory that the members of `comm` map together (collective); None on all of them where one cannot."""
+    note = memoryview(bytearray(NOTE))
+    memory, descriptor = offered(nbytes, note) if comm.rank == 0 else (None, -1)
+    comm.Bcast(note)
+    if comm.rank != 0:
+        memory = joined(nbytes, note)
+    everyone = comm.allreduce(memory is not None, MPI.MIN)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return memory if everyone else None
+
+
+def offered(nbytes: int, note: memoryview) -> tuple[mmap.mmap | None, int]:
+    """New zeroed memory, and the descriptor by which others find it as `note` tells; where there is none, an empty note."""
+    note[:] = bytes(NOTE)
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create("summa3d")
+        os.posix_fallocate(descriptor, 0, nbytes + mmap.PAGESIZE)  # an error now, not a signal at the first touch
+        memory = mmap.mmap(descriptor, nbytes + mmap.PAGESIZE)
+    except OSError:
+        return None, descriptor
+    token, path = os.urandom(TOKEN), f"/proc/{os.getpid()}/fd/{descriptor}".encode()
+    memory[-TOKEN:] = token
+    note[: TOKEN + len(path)] = token + path
+    return memory, descriptor
+
+
+def joined(nbytes: int, note: memoryview) -> mmap.mmap | None:
+    """The memory that `note` tells of, if it is there and is the one meant."""
+    token, path = bytes(note[:TOKEN]), bytes(note[TOKEN:]).rstrip(b"\0")
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        memory = mmap.mmap(descriptor, nbytes + mmap.PAGESIZE)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
+    return memory if memory[-TOKEN:] == token else None

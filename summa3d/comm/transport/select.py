@@ -1,0 +1,78 @@
+"""Which transport carries the device arrays of a communicator: a rule on facts alone, with its reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import ConfigError
+
+VARIABLE = "SUMMA3D_TRANSPORT"
+NAMES = ("auto", "mpi", "cuda-aware", "pinned", "nccl")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rule goes by.
+
+    devices : of each member, what tells its device from all others. nccl : whether all members can load it.
+    cuda_aware : whether MPI reads device pointers.
+    """
+
+    devices: Sequence[str]
+    nccl: bool
+    cuda_aware: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A transport's name, and why it was taken."""
+
+    name: str
+    reason: str
+
+
+def requested(name: str | None = None) -> str:
+    """The transport asked for: `name`, else (auto too) SUMMA3D_TRANSPORT, else auto. ConfigError for one that does not exist."""
+    wanted = name if name not in (None, "", "auto") else os.environ.get(VARIABLE) or "auto"
+    if wanted not in NAMES:
+        raise ConfigError(f"transport {wanted!r} does not exist. Transports: {', '.join(NAMES)} ({VARIABLE} names one as well).")
+    return wanted
+
+
+def choose(facts: Facts, wanted: str = "auto") -> Choice:
+    """The transport for device arrays among members with these `facts`.
+
+    NCCL where each has a device of its own; else device pointers into MPI where it reads them; else pinned copies, which
+    always work. Raises ConfigError where `wanted` cannot be had, naming what can.
+    """
+    obstacles = _obstacles(facts)
+    works = [name for name, obstacle in obstacles.items() if obstacle is None]
+    if wanted != "auto":
+        if obstacles[wanted] is not None:
+            raise ConfigError(
+                f"transport {wanted} cannot carry the device arrays of {len(facts.devices)} ranks: {obstacles[wanted]}.\n"
+                f"  Transports that can: auto, {', '.join(works)}."
+            )
+        return Choice(wanted, "asked for")
+    if "nccl" in works:
+        return Choice("nccl", "every rank has a device of its own, and NCCL is there")
+    if "cuda-aware" in works:
+        return Choice("cuda-aware", f"MPI reads device pointers; not NCCL: {obstacles['nccl']}")
+    return Choice("pinned", f"not NCCL: {obstacles['nccl']}; not CUDA-aware MPI: {obstacles['cuda-aware']}")
+
+
+def _obstacles(facts: Facts) -> dict[str, str | None]:
+    """Transport → why it cannot be used; None where it can."""
+    counts = {device: list(facts.devices).count(device) for device in facts.devices}
+    crowded = max(counts, key=lambda device: counts[device])
+    nccl = None if facts.nccl else "CuPy's NCCL bindings are not there"
+    if nccl is None and counts[crowded] > 1:
+        nccl = f"{counts[crowded]} ranks share device {crowded}, and NCCL wants one each"
+    return {
+        "mpi": "host MPI does not read device memory",
+        "cuda-aware": None if facts.cuda_aware else "this MPI does not read device pointers",
+        "pinned": None,
+        "nccl": nccl,
+    }

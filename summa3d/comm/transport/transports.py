@@ -1,0 +1,114 @@
+"""The transports of one axis: its node's memory, MPI on the host, and, from the first array on a device, that device's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from ...errors import GridError
+from ..arrays import Array, is_on_device
+from . import probe
+from .call import Call, Carried, Members
+from .cuda_aware import CudaAwareTransport
+from .flat import FlatTransport
+from .host import HostTransport
+from .nccl import NcclTransport
+from .node import NodeTransport
+from .pinned import PinnedTransport
+from .select import Choice, Facts, choose
+
+MESSAGES = ("send", "receive")
+
+
+class Transports:
+    """Who carries the calls of one axis: the first that does not decline.
+
+    Every member's transports decide alike: by the call, and by what the members have found out together.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        self.node = None if members.node is None or members.size == 1 else NodeTransport(members, members.node)
+        self.host: FlatTransport = HostTransport()
+        self.choice: Choice | None = None
+        self._device: Any = None
+
+    def check(self) -> None:
+        """Raise GridError where a member has failed in the middle of a communication of this axis, naming its error."""
+        if self.node is not None:
+            self.node.check()
+
+    def carry(self, call: Call) -> Carried:
+        """Begin `call`. Raises ShapeError for a dtype or a reduction that it does not support, before anything is sent."""
+        if self.node is not None:
+            carried = self.node.carry(call)
+            if carried is not None:
+                return carried
+            self.node.check()
+        if not is_on_device(call.array):
+            return self.host.carry(call, self.members)
+        return (self.between_two if call.operation in MESSAGES else self.of)(call.array).carry(call, self.members)
+
+    def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
+        """A buffer that the next reduce-scatter sums in place; None where none of the transports has such memory (collective)."""
+        return None if self.node is None else self.node.allocate(shape, like)
+
+    def offers_views(self, array: Array) -> bool:
+        """Whether a gather of arrays of this dtype can be read where the members laid them (collective the first time)."""
+        return self.node is not None and self.node.offers_views(array)
+
+    def barrier(self) -> None:
+        """Return once every member has called; members that share a node wait asleep."""
+        if self.node is None or not self.node.barrier():
+            self.members.comm.Barrier()
+
+    def of(self, array: Array) -> Any:
+        """The transport for collectives on `array`; the first one on a device is collective.
+
+        Raises ConfigError or GridError on all members alike where the device transport that was asked for cannot be had.
+        """
+        if not is_on_device(array):
+            return self.host
+        if self._device is None:
+            self._device = self._opened()
+        return self._device
+
+    def between_two(self, array: Array) -> Any:
+        """The transport for a message of a device's array. Raises GridError where none has been opened."""
+        if self._device is None:
+            raise GridError(
+                "the first communication of device arrays along an axis opens its transport, and must be a collective: members "
+                "that take no part in a message would not come. Have all of them call open_device(array) first."
+            )
+        return self._device
+
+    def _opened(self) -> Any:
+        timeline, comm = self.members.ledger.timeline, self.members.comm
+        backend = timeline.backend
+        known = comm.allgather((backend.identity(), backend.nccl is not None))
+        facts = Facts([identity for identity, _ in known], all(nccl for _, nccl in known), self._reads_devices())
+        self.choice = choose(facts, self.members.wanted)
+        if self.choice.name == "nccl":
+            return NcclTransport(timeline, comm)
+        if self.choice.name == "cuda-aware":
+            return CudaAwareTransport(backend)
+        return PinnedTransport(timeline)
+
+    def _reads_devices(self) -> bool:
+        """Whether MPI reads device pointers, as rank 0 finds out, where it matters."""
+        if self.members.wanted in ("pinned", "nccl", "mpi"):
+            return False
+        comm: MPI.Intracomm = self.members.comm
+        return bool(comm.bcast(probe.cuda_aware().works if comm.rank == 0 else None))
+
+    def free(self) -> None:
+        """Release what the device transport holds (collective)."""
+        if self._device is not None:
+            self._device.close()
+            self._device = None
+
+
+TransportFactory = Callable[[Members], Transports]
+"""What makes the transports of each axis of a grid: `Transports`, or a kind of it that moves nothing."""

@@ -1,0 +1,1 @@
+"""The library's own code run without memory and without ranks: what any rank of any grid computes, moves and holds."""

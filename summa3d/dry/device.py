@@ -1,0 +1,42 @@
+"""The kernels of a device run dry: outputs are made, launches are recorded, nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from summa3d.kernels import dispatch
+from summa3d.kernels.launch import Argument
+from summa3d.kernels.rows import Fused
+
+from ..comm.arrays import meta_on_device
+
+PROCESSORS = 132
+"""Of the device that is run dry (an H100's): how many partial sums kernels leave, some MB on any device."""
+
+
+class DryLauncher:
+    """Starts no kernel; tells `launched` which it would start on which tensors."""
+
+    device = torch.device("meta")
+    most_blocks = 2**31 - 1
+
+    def __init__(self, launched: Callable[[str, Sequence[Tensor]], None]) -> None:
+        self._launched, self.processors = launched, PROCESSORS
+
+    def __call__(self, kernel: str, blocks: int, threads: int, *arguments: Argument) -> None:
+        self._launched(kernel, [one for one in arguments if isinstance(one, Tensor)])
+
+
+@contextmanager
+def kernels(launched: Callable[[str, Sequence[Tensor]], None]) -> Iterator[None]:
+    """Within the block, tensors without memory are a device's, and its fused kernels take them."""
+    token = dispatch.of_meta.set(Fused(DryLauncher(launched)))
+    try:
+        with meta_on_device():
+            yield
+    finally:
+        dispatch.of_meta.reset(token)

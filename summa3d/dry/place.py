@@ -1,0 +1,215 @@
+"""A grid of one rank's place whose collectives return at once: the only file of the dry run that knows how `comm` is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..comm.arrays import Array, empty, is_half, is_torch
+from ..comm.grid import Place
+from ..comm.profile.ledger import Amounts, Ledger
+from ..comm.transport.call import Members, Requests
+from ..comm.transport.host import HostTransport
+from ..comm.transport.node import NodeTransport
+from ..comm.transport.node_buffer import NodeBuffer, NodeRule, Slot
+from ..comm.transport.node_memory import SLOTS
+from ..comm.transport.transports import Transports
+
+
+class DryTransport(HostTransport):
+    """Calls that move nothing and return at once. Shapes and dtypes are right, and so are the words that an axis counts.
+
+    on_device : whether it stands for NCCL, which adds up summands of more than 16 bits as it moves them.
+    """
+
+    def __init__(self, on_device: bool) -> None:
+        super().__init__()
+        self.on_device = on_device
+
+    def all_gather(self, *arguments: Any, **options: Any) -> Requests:
+        """Move nothing."""
+        return []
+
+    def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, *arguments: Any, **options: Any) -> Requests:
+        """Move nothing; numbers on the host are this rank's own."""
+        if not is_torch(out):
+            out[...] = array
+        return []
+
+    all_to_all = broadcast = reduce = send = receive = reduce_scatter = all_gather
+
+    def sums_parts(self, array: Array) -> bool:
+        """Whether reduce-scatters need no room for the parts of the sum."""
+        return self.on_device and not is_half(array)
+
+
+class DryFlags:
+    """Flags for which nobody waits."""
+
+    broken = False
+
+    def set(self, flag: int, value: int) -> None:
+        """Wake nobody."""
+
+    def wait(self, flag: int, value: int) -> bool:
+        """Return at once; no sleep was needed."""
+        return False
+
+
+class DrySlot(Slot):
+    """One communication in a slot of the node's memory, which is not there: its parts are no memory of this rank."""
+
+    def part(self, like: Array, offset: int, shape: Sequence[int]) -> Array:
+        """An array of `like`'s kind and dtype that stands for a part of the slot."""
+        if prod(shape) == 0 or not is_torch(like):
+            return empty(shape, like)
+        with _disable_current_modes():
+            return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+
+
+class DryNodeBuffer(NodeBuffer):
+    """The slots of one axis in the node's memory: none is there, but how large each would be is known."""
+
+    def __init__(self, members: Members) -> None:
+        self.comm, self.size, self.index, self.flags = members.comm, members.size, members.index, DryFlags()  # type: ignore[assignment]
+        self.number, self.last = 0, members.size - 1
+        self.sizes = [0] * SLOTS
+        self.slots: list[Slot | None] = [None] * SLOTS
+        self.viewed: Slot | None = None
+        self.allocated: tuple[Slot, Array] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """This rank's share of the slots, each as large as the largest communication of the axis."""
+        return SLOTS * max(self.sizes) // self.size
+
+    def take(self, nbytes: int) -> Slot | None:
+        """The next slot; ends the view that the last slot may have given."""
+        if self.viewed is not None:
+            self.viewed.close()
+            self.viewed = None
+        if self.allocated is not None:
+            self.allocated[0].leave()
+            self.allocated = None
+        self.number += 1
+        place = self.number % SLOTS
+        before = self.slots[place]
+        if before is not None:
+            before.finish()
+        self.sizes[place] = max(self.sizes[place], nbytes)
+        slot = self.slots[place] = DrySlot(self, self.number, None)
+        return slot
+
+
+class DryTransports(Transports):
+    """The transports of one axis: every communication that the node's memory can take goes through it, all others nowhere."""
+
+    def __init__(self, members: Members, on_device: bool) -> None:
+        super().__init__(members)
+        self.host = DryTransport(on_device)
+        if self.node is not None:
+            self.node = DryNodeTransport(members)
+
+    def of(self, array: Array) -> Any:
+        """The transport for collectives on `array`."""
+        return self.host
+
+    def between_two(self, array: Array) -> Any:
+        """The transport for a message from one member to another."""
+        return self.host
+
+
+class DryNodeTransport(NodeTransport):
+    """The node's memory, of which nothing is allocated."""
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(members, NODE_RULE)
+        self._made, self._buffer = True, DryNodeBuffer(members)
+
+
+NODE_RULE = NodeRule(crowded=True, always=True)
+"""Inside a node, every communication that the node's memory can take goes through it."""
+
+
+class DryPlace(Place):
+    """The place of rank `rank` on a grid that nobody has started, where collectives return at once and are counted.
+
+    Parameters
+    ----------
+    axes, rank, order, tile : as of `Place`
+    ranks_per_node : how many consecutive ranks share a node's memory, by which the axes inside a node then communicate
+    on_device : whether arrays are a device's, which NCCL moves; then no node's memory is used
+    ledger : where communications, products and workspace are counted; default a new one
+
+    Raises GridError for axes, order or tile that do not fit, or a rank that the grid has not.
+    """
+
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        rank: int = 0,
+        order: str | Sequence[str] | None = None,
+        tile: Mapping[str, int] | None = None,
+        ranks_per_node: int = 1,
+        on_device: bool = False,
+        ledger: Ledger | None = None,
+    ) -> None:
+        size = prod(axes.values())
+        nodes = [other // ranks_per_node for other in range(size)]
+        rule = NODE_RULE if ranks_per_node > 1 and not on_device else None
+        super().__init__(axes, rank, order, tile, partial(DryTransports, on_device=on_device), nodes, rule)
+        self.on_device = on_device
+        self.ledger = Ledger() if ledger is None else ledger
+
+    @property
+    def node_bytes(self) -> int:
+        """This rank's share of the node's memory that its axes have used so far."""
+        buffers = (axis.node_buffer for axis in self._axes.values())
+        return sum(buffer.size_bytes for buffer in buffers if buffer is not None)
+
+    @property
+    def node_axes(self) -> tuple[str, ...]:
+        """The axes of more than one member that lie inside a node and communicate through its memory."""
+        return tuple(name for name, size in self.shape.items() if size > 1 and self[name].node_buffer is not None)
+
+
+class DryLedger(Ledger):
+    """A ledger that also tells, in order, what is issued, what is waited for and what is multiplied.
+
+    Parameters
+    ----------
+    issued : (collective, axis, dtype, amounts) → what `waited` gets when the communication is waited for
+    waited : called when a communication is waited for
+    multiplied : (form, m, n, k, dtype, bytes read, bytes written) of a local product
+    """
+
+    def __init__(
+        self,
+        issued: Callable[[str, str, str, Amounts], Any],
+        waited: Callable[[Any], None],
+        multiplied: Callable[[Array, Array, str, Array], Any],
+    ) -> None:
+        super().__init__()
+        self._issued, self._waited, self._multiplied = issued, waited, multiplied
+
+    def begin(self, collective: str, axis: str, dtype: str, amounts: Amounts, start: float, issue: float) -> Any:
+        """Tell that a communication was issued."""
+        return self._issued(collective, axis, dtype, amounts)
+
+    def complete(self, line: Amounts, traced: Any, seconds: float, cpu_seconds: float, wait: float) -> None:
+        """Tell that a communication was waited for."""
+        if traced is not None:
+            self._waited(traced)
+
+    def expect(self, line: Amounts, traced: Any, spans: Sequence[Any]) -> None:
+        """There is no device to wait for."""
+
+    def product(self, a: Array, b: Array, form: str, out: Array) -> Any:
+        """Tell of a local product, and leave out what computes it."""
+        return self._multiplied(a, b, form, out)

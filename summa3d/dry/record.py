@@ -1,0 +1,134 @@
+"""What one rank does, in order: products, element-wise work, communications and waits, and how the memory it holds goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+KINDS = ("product", "elements", "move", "wait")
+ENTER, LEAVE, OPTIMIZER = "enter", "leave", "optimizer"
+"""Cells that are no block: before the blocks, after them, and the optimizer's step."""
+
+
+class Op(NamedTuple):
+    """One operation of one rank.
+
+    kind : product | elements | move | wait. phase : forward | recompute | backward | optimizer. layer : the module's name.
+    name : a product's form or "attention", an element-wise operation's name, a move's collective. m, n, k, batch : of a product.
+    read, written : bytes of memory. axis, words, messages, dtype : of a move, as the ledger counts them. id : of a move, and of
+    the wait that ends it.
+    """
+
+    kind: str
+    phase: str
+    layer: str
+    name: str
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    batch: int = 1
+    read: int = 0
+    written: int = 0
+    axis: str = ""
+    words: int = 0
+    messages: int = 0
+    dtype: str = ""
+    id: int = -1
+
+    @property
+    def flops(self) -> int:
+        """2·m·n·k·batch of a product."""
+        return 2 * self.m * self.n * self.k * self.batch if self.kind == "product" else 0
+
+
+@dataclass
+class Segment:
+    """A stretch of operations of one cell in one pass.
+
+    cell : ENTER, LEAVE, OPTIMIZER, or the number of a cell of blocks, as text. net : bytes held at its end beyond those held at
+    its beginning. top : the most that is held meanwhile, beyond what was held at its beginning.
+    """
+
+    cell: str
+    backward: bool
+    net: int = 0
+    top: int = 0
+    ops: list[Op] = field(default_factory=list)
+
+
+class Part(NamedTuple):
+    """A segment, and how many times it comes one after the other."""
+
+    segment: Segment
+    times: int
+
+
+def peak_of(parts: Sequence[Part]) -> int:
+    """The most that is held at any time of `parts`, beyond what was held before them; each repeats as it is."""
+    held = top = 0
+    for segment, times in parts:
+        top = max(top, held + segment.top + max(0, (times - 1) * segment.net))
+        held += times * segment.net
+    return top
+
+
+def net_of(parts: Sequence[Part]) -> int:
+    """What is held after `parts` beyond what was held before them."""
+    return sum(times * segment.net for segment, times in parts)
+
+
+def operations(parts: Sequence[Part]) -> Iterator[tuple[Op, int]]:
+    """Every operation, and how many times it is done."""
+    for segment, times in parts:
+        for op in segment.ops:
+            yield op, times
+
+
+def repeated(segments: Sequence[Segment], cell: str, times: int) -> list[Part]:
+    """`segments` with every run of those of `cell` as one segment that comes `times` times."""
+    parts: list[Part] = []
+    run: list[Segment] = []
+    for segment in [*segments, None]:
+        if run and (segment is None or segment.cell != cell or segment.backward != run[0].backward):
+            parts.append(Part(joined(run), times))
+            run = []
+        if segment is not None:
+            if segment.cell == cell:
+                run.append(segment)
+            else:
+                parts.append(Part(segment, 1))
+    return parts
+
+
+def joined(segments: Sequence[Segment]) -> Segment:
+    """Segments that follow each other as one."""
+    whole = Segment(segments[0].cell, segments[0].backward)
+    for segment in segments:
+        whole.top = max(whole.top, whole.net + segment.top)
+        whole.net += segment.net
+        whole.ops += segment.ops
+    return whole
+
+
+def moved(parts: Sequence[Part], what: str) -> dict[str, dict[str, int]]:
+    """Words or messages (`what`) by phase and axis, as the ledger has them: recomputation counts as backward."""
+    totals: dict[str, dict[str, int]] = {}
+    for op, times in operations(parts):
+        if op.kind == "move":
+            phase = "backward" if op.phase == "recompute" else op.phase
+            line = totals.setdefault(phase, {})
+            line[op.axis] = line.get(op.axis, 0) + times * int(getattr(op, what))
+    return totals
+
+
+def totals(parts: Sequence[Part]) -> dict[str, dict[str, int]]:
+    """Count, flops and bytes by kind of operation; a move's bytes are those received."""
+    found = {kind: {"count": 0, "flops": 0, "bytes": 0} for kind in KINDS[:3]}
+    for op, times in operations(parts):
+        if op.kind in found:
+            line = found[op.kind]
+            line["count"] += times
+            line["flops"] += times * op.flops
+            line["bytes"] += times * (op.read + op.written)
+    return found

@@ -1,0 +1,262 @@
+"""Tracing a model: the phase, the layer and the cell of every operation, and the memory held between them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.arrays import Array, dtype_name
+from ..comm.profile.ledger import Amounts
+from .place import DryLedger
+from .record import ENTER, LEAVE, OPTIMIZER, Op, Segment
+from .storages import Storages, bytes_of, current_node
+
+RECOMPUTE, ACCUMULATE = "_RecomputeBackward", "torch::autograd::AccumulateGrad"
+"""Nodes of autograd's graph: one runs a forward again, the other belongs to no layer."""
+CALLED = ("handed_on", "head")
+"""Methods of layers that are called beside `forward`."""
+PRODUCTS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}
+"""torch's products, and how many dims their operands have."""
+ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": 2, "_scaled_dot_product_flash_attention_for_cpu_backward": 5}
+"""Fused attention, and how many products of a head's scores it is."""
+
+
+class Owner(NamedTuple):
+    """A layer by its module's name, and the cell that it belongs to."""
+
+    layer: str
+    cell: str
+
+
+class _Inside:
+    """Around a local product: what torch calls to take it is not recorded again."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+
+    def __enter__(self) -> None:
+        self.tracer.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.tracer.inside -= 1
+
+
+class Owners:
+    """Whose an operation is: in forward by the modules that are entered, in backward by the number of autograd's node."""
+
+    def __init__(self) -> None:
+        self._names: list[Owner] = []
+        self._starts: list[int] = []
+        self._owners: list[Owner] = []
+        self._parameters: dict[int, Owner] = {}
+        self._stretch, self._last, self._root, self._left = 1, "", ENTER, ENTER
+        self.current = Owner(ENTER, ENTER)
+
+    def follow(self, model: nn.Module, stretch: int = 1) -> None:
+        """Know the model's layers by name, and `stretch` of its blocks as one cell."""
+        blocks = [name for name, _ in model.named_modules() if name.startswith("blocks.")]
+        self._stretch, self._last = stretch, f"blocks.{sum(name.count('.') == 1 for name in blocks) - 1}"
+        for name, module in model.named_modules():
+            if isinstance(module, nn.ModuleList):
+                continue
+            module.register_forward_pre_hook(lambda module, given, name=name: self.enter(name))
+            module.register_forward_hook(lambda module, given, result, name=name: self.leave(name), always_call=True)
+            for method in CALLED:
+                if callable(getattr(module, method, None)) and not isinstance(getattr(module, method), nn.Module):
+                    called = name if method != "head" else "head"
+                    object.__setattr__(module, method, self._around(called, getattr(module, method)))
+            for parameter in module.parameters(recurse=False):
+                self._parameters[parameter.untyped_storage()._cdata] = self._owner(name)
+
+    def begin(self) -> None:
+        """Forget the graphs so far: a step begins."""
+        self._left = ENTER
+        self._starts, self._owners, self._root = [-1], [Owner(ENTER, ENTER)], ENTER
+
+    def enter(self, name: str) -> None:
+        """A layer is entered."""
+        if name == "":
+            self._root = ENTER
+        owner, forward = self._owner(name), current_node() is None
+        if forward and not torch.is_grad_enabled() and not any(one.cell == owner.cell for one in self._names):
+            self._own(owner, before=1)  # blocks that are computed again: the node that does so was made just before
+        self._names.append(owner)
+        self._own(owner)
+
+    def leave(self, name: str) -> None:
+        """A layer is left."""
+        self._left = self._names.pop().cell
+        if name == self._last and current_node() is None:
+            self._root = LEAVE
+        self._own(self._names[-1] if self._names and self._names[-1].layer else Owner(self._root, self._root))
+
+    @property
+    def inside(self) -> Owner:
+        """Whose what is done in forward is."""
+        owner = self._names[-1] if self._names else Owner("", "")
+        return owner if owner.layer else Owner(self._root, self._root)
+
+    @property
+    def saving(self) -> str:
+        """The cell of what is saved for backward now; what was left just before may save its inputs when it has been left."""
+        inside = self.inside
+        return self._left if inside.layer == inside.cell else inside.cell
+
+    def cell_of(self, name: str) -> str:
+        """The cell of a module or a parameter by its name."""
+        return self._owner(name).cell
+
+    def find(self, phase: str, name: str, given: Sequence[Any]) -> str:
+        """Set `current` for the operation `name` of `given` in the ledger's `phase`; returns its phase."""
+        node = current_node()
+        if node is None:
+            self.current = self._forward(phase, name, given)
+            return phase
+        if node.name() == RECOMPUTE and self._names:
+            self.current = self._names[-1]
+            return "recompute"
+        if node.name() != ACCUMULATE:
+            self.current = self._owners[bisect_right(self._starts, node._sequence_nr()) - 1]
+            if node.name() == RECOMPUTE and self._owners[-1] != self.current:
+                self._own(self.current, before=1)  # nodes that are made while a part of a layer is computed again
+        return "recompute" if node.name() == RECOMPUTE else "backward"
+
+    def _forward(self, phase: str, name: str, given: Sequence[Any]) -> Owner:
+        if phase == OPTIMIZER:
+            return Owner(OPTIMIZER, OPTIMIZER)
+        if name == "_to_copy" and not self._names:  # a 16-bit copy of a weight
+            owner = self._parameters.get(given[0].untyped_storage()._cdata, Owner(ENTER, ENTER))
+            self._own(owner, before=1)  # the node of the copy was made just before
+            return owner
+        return self.inside
+
+    def _owner(self, name: str) -> Owner:
+        parts = name.split(".")
+        return Owner(name, str(int(parts[1]) // self._stretch) if parts[0] == "blocks" else self._root)
+
+    def _own(self, owner: Owner, before: int = 0) -> None:
+        """Nodes made from now on are of `owner`; with `before`, the last ones too."""
+        number: int = torch.autograd._get_sequence_nr() - before
+        while len(self._starts) > 1 and self._starts[-1] >= number:
+            self._starts.pop()
+            self._owners.pop()
+        self._starts.append(number)
+        self._owners.append(owner if owner.layer else Owner(self._root, self._root))
+
+    def _around(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            self.enter(name)
+            try:
+                return method(*args, **options)
+            finally:
+                self.leave(name)
+
+        return call
+
+
+class Tracer:
+    """Records what a model does on a dry grid that counts in `ledger`.
+
+    Within `tracing`, storages are counted; within `recording`, operations are recorded too, in segments, one after the other.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = DryLedger(self._issued, self._waited, self._multiplied)
+        self.storages = Storages(self._before, self._worked)
+        self.owners = Owners()
+        self.inside = 0
+        self._segments: list[Segment] = []
+        self._recording = False
+        self._around = _Inside(self)
+        self._begun, self._moves, self._phase = 0, 0, "forward"
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Segment]]:
+        """Record what the block does; yields the segments, complete when the block has ended."""
+        self._segments, self._recording = [], True
+        self.owners.begin()
+        self._begun = self.storages.top = self.storages.alive
+        try:
+            yield self._segments
+        finally:
+            self._close()
+            self._recording = False
+
+    def _find(self, name: str = "", given: Sequence[Any] = ()) -> Segment:
+        """The segment of an operation that comes now."""
+        self._phase = self.owners.find(self.ledger.current_phase, name, given)
+        cell, backward = self.owners.current.cell, self._phase in ("backward", "recompute")
+        last = self._segments[-1] if self._segments else None
+        if last is None or last.cell != cell or last.backward != backward:
+            self._close()
+            last = Segment(cell, backward)
+            self._segments.append(last)
+        return last
+
+    def _close(self) -> None:
+        """End the last segment: what is held now is held at its end."""
+        storages = self.storages
+        if self._segments:
+            last = self._segments[-1]
+            last.net, last.top = storages.alive - self._begun, max(0, storages.top - self._begun)
+        self._begun = storages.top = storages.alive
+
+    def _before(self, name: str, given: tuple[Any, ...]) -> None:
+        if self._recording and not self.inside:
+            self._find(name, given)
+
+    def _worked(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
+        if not self._recording or self.inside:
+            return
+        op = Op("elements", *self._about(), name, dtype=dtype_name(written[0]) if written else "")
+        if name in PRODUCTS:
+            left, right = [one for one in read if one.dim() == PRODUCTS[name]][-2:]
+            batch = left.shape[:-2].numel()
+            op = op._replace(kind="product", name="nn", m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch)
+        elif name in ATTENTION:
+            q, k = [one for one in read if one.dim() == 4][(0 if ATTENTION[name] == 2 else 1) :][:2]
+            batch = ATTENTION[name] * q.shape[0] * q.shape[1]
+            op = op._replace(kind="product", name="attention", m=q.shape[2], n=k.shape[2], k=q.shape[3], batch=batch)
+        self._segments[-1].ops.append(op._replace(read=bytes_of(read), written=bytes_of(written)))
+
+    def _about(self) -> tuple[str, str]:
+        return self._phase, self.owners.current.layer
+
+    def launched(self, kernel: str, tensors: Sequence[Tensor]) -> None:
+        """Record a kernel of a device: what lies in memory that nobody has written yet is written, and AdamW's own."""
+        if not self._recording:
+            return
+        segment, fresh, updates = self._find(kernel), self.storages.fresh, kernel.startswith("adamw")
+        written = list(tensors[:3]) if updates else [one for one in tensors if one.untyped_storage()._cdata in fresh]
+        fresh.difference_update(one.untyped_storage()._cdata for one in written)
+        read = bytes_of(list(tensors)) - (0 if updates else bytes_of(written))
+        segment.ops.append(Op("elements", *self._about(), kernel, read=read, written=bytes_of(written)))
+
+    def _multiplied(self, a: Array, b: Array, form: str, out: Array) -> Any:
+        if self._recording:
+            segment = self._find()
+            (m, k), n = a.shape if form[0] == "n" else a.shape[::-1], b.shape[1 if form[1] == "n" else 0]
+            product = Op("product", *self._about(), form, m, n, k, read=bytes_of([a, b]), written=m * n * out.itemsize)
+            segment.ops.append(product._replace(dtype=dtype_name(a)))
+        return self._around
+
+    def _issued(self, collective: str, axis: str, dtype: str, amounts: Amounts) -> int | None:
+        if not self._recording:
+            return None
+        segment = self._find()
+        self._moves += 1
+        move = Op("move", *self._about(), collective, axis=axis, dtype=dtype, id=self._moves)
+        move = move._replace(words=amounts.words, messages=amounts.messages, written=amounts.bytes)
+        segment.ops.append(move)
+        return self._moves
+
+    def _waited(self, move: int) -> None:
+        if self._recording:
+            self._find().ops.append(Op("wait", *self._about(), "", id=move))

@@ -1,0 +1,141 @@
+"""The parts of a dry run: cells composed, layers named, communications ended, devices, ranks that are one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from dry_real import config_of, lines_of
+from golden_cases import Case
+from summa3d.kernels import reference
+
+from summa3d.comm.arrays import overlap
+from summa3d.dry import device as device_kernels
+from summa3d.dry import step as dry_step
+from summa3d.dry.classes import classes
+from summa3d.dry.record import Part, Segment, net_of, operations, peak_of, repeated
+from summa3d.dry.step import Setting, run
+from summa3d.nn import ModelConfig
+from summa3d.nn.overlap import Overlap
+from summa3d.train.dry_run import training_of
+
+MODEL = ModelConfig(layers=7, hidden=96, heads=4, sequence=32, vocabulary=191, dropout=0.1)
+CUBOID = Setting(MODEL, 8, "cuboid", {"x": 2, "y": 2, "z": 2})
+
+
+def training(dtype: str = "float32") -> Any:
+    return training_of(config_of(Case("", {}, "", {}, 0, ("none", 1), True, dtype)))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        CUBOID,
+        replace(CUBOID, recompute=("full", 1), accumulate=2),
+        replace(CUBOID, model=replace(MODEL, layers=11), recompute=("full", 2), regather=False),
+        replace(CUBOID, recompute=("selective", 1), overlap=Overlap(gather=2)),
+        replace(CUBOID, scheme="summa", axes={"x": 2, "y": 2}, vectors="hosted"),
+        replace(CUBOID, scheme="oned", axes={"y": 4}, model=ModelConfig(**{**vars(MODEL), "family": "llama", "dropout": 0.0})),
+        replace(CUBOID, on_device=True),
+        replace(CUBOID, ranks_per_node=8),
+    ],
+    ids=["cuboid", "full", "pairs", "ahead", "summa", "llama", "device", "node"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_deep_model_composed_of_its_cells_is_that_model_traced_whole(setting, dtype, monkeypatch) -> None:
+    composed = run(setting, training(dtype))
+    monkeypatch.setattr(dry_step, "TRACED", 100)
+    whole = run(setting, training(dtype))
+    assert len(list(operations(whole.first))) > len(list(operations(composed.first)))
+    assert lines_of(composed) == lines_of(whole)
+    assert composed.operations() == whole.operations()
+    held, said = whole.bytes(), composed.bytes()
+    rough = {"peak": 0, "workspace": 0} if dtype == "bfloat16" else {}  # weights' 16-bit copies go one after the other
+    assert said | rough == held | rough
+    assert all(abs(said[term] - held[term]) <= 0.01 * held[term] for term in rough)
+    assert composed.elements == whole.elements
+
+
+def test_operations_carry_their_layers_and_phases_and_every_move_is_waited_for() -> None:
+    step = run(replace(CUBOID, recompute=("full", 1)), training())
+    ops = [op for op, _ in operations(step.parts)]
+    assert {op.phase for op in ops} == {"forward", "recompute", "backward", "optimizer"}
+    layers = {op.layer for op in ops}
+    branches = {
+        f"blocks.{block}.{part}" for block in range(3) for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+    }
+    assert layers >= branches | {"embedding", "positions", "norm", "head", "optimizer", "blocks.1.attention.core"}
+    for part in branches:
+        forms = [(op.phase, op.name) for op in ops if op.kind == "product" and op.layer == part]
+        assert sorted(forms) == [("backward", "nt"), ("backward", "tn"), ("forward", "nn"), ("recompute", "nn")]
+    moves, waits = ([op.id for op in ops if op.kind == kind] for kind in ("move", "wait"))
+    assert sorted(moves) == sorted(waits) and len(set(moves)) == len(moves)
+    at = {(op.kind, op.id): place for place, op in enumerate(ops)}
+    assert all(at["move", move] < at["wait", move] for move in moves)
+
+
+def test_a_step_multiplies_as_much_as_its_matrices_say() -> None:
+    """Of all ranks: 6·tokens·weights, and fused attention's 2 products forward and 5 backward of a·s²·d."""
+    b, s, h, a = 8, MODEL.sequence, MODEL.hidden, MODEL.heads
+    step = run(CUBOID, training())
+    ops = [(op, times) for op, times in operations(step.parts) if op.kind == "product"]
+    matrices = sum(op.flops * times for op, times in ops if op.name != "attention")
+    attention = sum(op.flops * times for op, times in ops if op.name == "attention")
+    weights = MODEL.layers * 12 * h * h
+    head = 6 * b * s * h * MODEL.vocabulary
+    assert abs(8 * matrices - 6 * b * s * weights - head) <= 0.02 * head  # 191 columns are halved unevenly
+    assert 8 * attention == 7 * 2 * MODEL.layers * b * a * s * s * (h // a)
+
+
+def test_a_device_keeps_no_masks_and_sums_without_parts(monkeypatch) -> None:
+    monkeypatch.setattr(device_kernels, "PROCESSORS", 4)  # else partial sums outweigh what so small a model holds
+    host, device = run(CUBOID, training()).bytes(), run(replace(CUBOID, on_device=True), training()).bytes()
+    assert device["activations"] < host["activations"] and device["peak"] < host["peak"] and device["node"] == 0
+    kernels = {op.name for op, _ in operations(run(replace(CUBOID, on_device=True), training()).parts) if op.kind == "elements"}
+    assert {"layer_norm_float32", "dropout_add_float32", "adamw_float32_float32", "bias_gelu_tanh_float32"} <= kernels
+
+
+def test_ranks_are_one_where_their_blocks_and_roles_are() -> None:
+    even = replace(CUBOID, model=replace(MODEL, vocabulary=192))
+    assert classes(even) == {0: 8}
+    assert (
+        sum(classes(CUBOID).values()) == 8 and len(classes(CUBOID)) == 3
+    )  # the 191 rows of the table over y and x, columns over y
+    hosted = replace(even, scheme="summa", axes={"x": 2, "y": 2}, vectors="hosted")
+    assert classes(hosted) == {0: 2, 2: 2}
+    for setting in (CUBOID, hosted):
+        found = {rank: run(replace(setting, rank=rank), training()).bytes() for rank in range(sum(classes(setting).values()))}
+        assert {str(found[rank]) for rank in classes(setting)} == set(map(str, found.values()))
+
+
+def test_a_peak_is_the_most_of_what_repeats() -> None:
+    parts = repeated(
+        [Segment("a", False, 5, 7), Segment("b", False, 2, 9), Segment("b", False, 1, 1), Segment("c", True, -8, 0)], "b", 4
+    )
+    assert parts[1] == Part(Segment("b", False, 3, 9), 4)
+    assert net_of(parts) == 5 + 12 - 8 and peak_of(parts) == 5 + 9 + 9
+
+
+def test_the_gradient_of_the_loss_is_the_same_bits_as_by_its_rows() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for dtype in (torch.float32, torch.float64):
+        softmax = torch.rand(40, 17, generator=generator, dtype=dtype).softmax(1)
+        softmax[softmax < 0.05] = 0.0
+        labels = torch.randint(-5, 60, (40,), generator=generator)
+        scale = torch.rand(40, generator=generator, dtype=dtype) - 0.5
+        column = labels - 20
+        rows = ((column >= 0) & (column < 17) & (labels >= 0)).nonzero()[:, 0]
+        want = softmax.clone()
+        want[rows, column[rows]] -= 1
+        want.mul_(scale[:, None])
+        found = reference.cross_entropy_gradient((softmax,), labels, 20, scale)
+        assert torch.equal(found, want) and torch.equal(torch.signbit(found), torch.signbit(want))
+    assert reference.cross_entropy_gradient((softmax[:, :0],), labels, 20, scale).shape == (40, 0)
+
+
+def test_tensors_without_memory_overlap_only_in_one_storage() -> None:
+    x = torch.empty(6, 8, device="meta")
+    assert overlap(x, x[2:]) and overlap(x[:, :3], x[:, 2:5])
+    assert not overlap(x[:, :3], x[:, 3:]) and not overlap(x, torch.empty(6, 8, device="meta"))

@@ -1,0 +1,96 @@
+"""Every code block of README.md, CONTRIBUTING.md and docs/: Python runs, commands exist, outputs are those that are shown."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from pathlib import Path
+
+import jobs
+import pages
+import pytest
+
+BLOCKS = list(pages.with_outputs())
+PYTHON = [pair for pair in BLOCKS if pair[0].language == "python"]
+SHELL = [pair for pair in BLOCKS if pair[0].language == "bash"]
+EXAMPLES = {"four_cases.py": 4, "layouts.py": 4, "own_module.py": 8, "product.py": 8}
+
+
+def ranks_of(block: pages.Block) -> int:
+    return int(block.note.removeprefix("ranks: ") or 1)
+
+
+def test_pages_have_blocks_of_known_kinds_alone() -> None:
+    assert len(PYTHON) >= 5 and len(SHELL) >= 10
+    for block, _ in BLOCKS:
+        assert block.language in ("python", "bash", "text"), f"{block} has the language {block.language!r}"
+        assert block.language != "text" or block.page == "README.md", f"{block}: output without a note is not compared"
+        assert block.note in ("", "run") or block.note.startswith("ranks: "), f"{block} has the note {block.note!r}"
+
+
+@pytest.mark.parametrize(("block", "shown"), PYTHON, ids=lambda value: str(value) if value else "")
+def test_python_runs_and_prints_what_is_shown(block: pages.Block, shown: pages.Block | None, tmp_path: Path) -> None:
+    if "torch" in block.body:
+        pytest.importorskip("torch")
+    script = tmp_path / "example.py"
+    script.write_text(block.body, encoding="utf-8")
+    ranks = ranks_of(block)
+    ended = jobs.run([str(script)], ranks, tmp_path, 300) if ranks > 1 else jobs.run_serial([str(script)], cwd=tmp_path)
+    assert ended.status == 0, ended.stderr
+    pages.check_output(shown, ended.stdout)
+
+
+@pytest.mark.parametrize(("block", "shown"), SHELL, ids=lambda value: str(value) if value else "")
+def test_commands_can_be_given(block: pages.Block, shown: pages.Block | None) -> None:
+    found = list(pages.commands(block))
+    assert found, block
+    for words in found:
+        pages.check_command(words, block)
+    assert shown is None or block.note == "run", f"{shown} shows the output of a block that is not run"
+
+
+@pytest.mark.parametrize(
+    ("block", "shown"), [pair for pair in SHELL if pair[0].note == "run"], ids=lambda value: str(value) if value else ""
+)
+def test_cheap_commands_print_what_is_shown(block: pages.Block, shown: pages.Block | None, tmp_path: Path) -> None:
+    for line in block.body.splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "summa3d", f"{block}: only commands of summa3d are run"
+        ended = jobs.run_serial(["-m", "summa3d", *arguments], cwd=tmp_path)
+        assert ended.status == 0, ended.stderr
+        pages.check_output(shown, ended.stdout)
+
+
+def code_of(text: str) -> str:
+    """A program without its docstring and blank lines."""
+    tree = ast.parse(text)
+    return ast.unparse(ast.Module(tree.body[1:] if ast.get_docstring(tree) else tree.body, []))
+
+
+def test_every_example_is_on_a_page_that_runs_it_on_the_ranks_that_it_names() -> None:
+    folder = pages.ROOT / "examples"
+    assert {file.name for file in folder.glob("*.py")} == set(EXAMPLES)
+    run = {code_of(block.body): ranks_of(block) for block, _ in PYTHON}
+    for name, ranks in EXAMPLES.items():
+        text = (folder / name).read_text(encoding="utf-8")
+        assert run.get(code_of(text)) == ranks and f"mpiexec -n {ranks} " in text, name
+
+
+@pytest.mark.parametrize(
+    "line", ["summa3d gemm --m 4 --n 4 --k 4 --nothing", "summa3d launch -n 2 train demo --set train.nothing=1", "make nothing"]
+)
+def test_a_command_that_cannot_be_given_is_found(line: str) -> None:
+    from summa3d.errors import ConfigError
+
+    block = pages.Block("page.md", 1, "bash", "", line + "\n")
+    with pytest.raises((SystemExit, ConfigError, AssertionError)):
+        for words in pages.commands(block):
+            pages.check_command(words, block)
+
+
+def test_another_output_is_found() -> None:
+    for note in ("prints", "shows"):
+        shown = pages.Block("page.md", 1, "text", note, "words 7\n")
+        pages.check_output(shown, "words 7\n")
+        with pytest.raises(AssertionError):
+            pages.check_output(shown, "words 8\n")

@@ -1,0 +1,122 @@
+"""The structure of the sources: no circles, small rooms, functions that can be seen whole, and words that stay retired."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_imports import ROOT, imports_of, sources
+
+FUNCTION_LINES, CLASS_LINES, ROOM_FILES = 60, 300, 16
+RETIRED = (
+    # of the node's memory, transports, prefetch and deferred reductions
+    "carriers", "Carriers", "Ring", "Turn", "room", "NodeRule", "Ahead", "Later", "Mail", "Flights",
+    # of layouts, layers and models
+    "hosted", "is_host", "is_owner", "owned", "handed_on", "spread", "sums_once", "traits", "picture", "Joined",
+    # of products and benches
+    "contest", "shared_blocks", "SharedBlocks", "volume_2d",
+)  # fmt: skip
+"""Identifiers that had a name of the field's own: none may return as a name in the sources."""
+
+
+def runtime_imports(module: str, file: Path, modules: dict[str, Path], type_checking: bool) -> set[str]:
+    """The modules of summa3d that a module imports; without `type_checking`, not those that only a type checker reads."""
+    text = file.read_text(encoding="utf-8")
+    if not type_checking:
+        text = re.sub(r"^if TYPE_CHECKING:\n((?: {4}.*)?\n)*", "", text, flags=re.MULTILINE)
+    found = set()
+    for name in imports_of(module, file, text):
+        parent = name.rpartition(".")[0]
+        found |= {one for one in (name, parent) if one in modules and one != module}
+    # `from ..comm import grid` names the package too, which imports nothing of its own at run time
+    return {one for one in found if modules[one].name != "__init__.py"}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Every set of modules that import each other, however indirectly (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in sorted(graph[module]):
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            members = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return found
+
+
+@pytest.mark.parametrize("type_checking", [False, True], ids=["at-run-time", "with-types"])
+def test_no_file_imports_another_in_a_circle(type_checking: bool) -> None:
+    modules = sources()
+    graph = {module: runtime_imports(module, file, modules, type_checking) for module, file in modules.items()}
+    assert circles(graph) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+
+
+def too_long(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > (CLASS_LINES if isinstance(node, ast.ClassDef) else FUNCTION_LINES):
+                yield node.name, lines
+
+
+def test_functions_and_classes_can_be_seen_whole() -> None:
+    found = {module: [*too_long(ast.parse(file.read_text(encoding="utf-8")))] for module, file in sources().items()}
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+def test_rooms_are_small() -> None:
+    files = [file for folder in ("summa3d", "kernels") for file in (ROOT / folder).rglob("*") if file.is_file()]
+    counts = Counter(str(file.parent.relative_to(ROOT)) for file in files if file.suffix in (".py", ".cu", ".cuh", ".toml"))
+    assert {room: count for room, count in counts.items() if count > ROOM_FILES} == {}
+
+
+def test_every_module_opens_by_saying_what_it_is() -> None:
+    docstrings = {module: ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) for module, file in sources().items()}
+    assert [module for module, text in docstrings.items() if not text] == []
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    """Every identifier that a module defines, assigns or reads: names, attributes, arguments, keywords, imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, (ast.arg, ast.keyword)) and node.arg:
+            yield node.arg
+        elif isinstance(node, ast.alias):
+            yield from node.name.split(".")
+
+
+def test_retired_identifiers_do_not_return() -> None:
+    found = {
+        module: sorted(set(names_in(ast.parse(file.read_text(encoding="utf-8")))) & set(RETIRED))
+        for module, file in sources().items()
+    }
+    assert {module: names for module, names in found.items() if names} == {}
