@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node",
         type=int,
         metavar="N",
-        help="Let N consecutive ranks share a node in the report of --dry-run. By default it covers both one rank per node and all "
+        help="Let N consecutive ranks share a node in the report of --dry-run. By default it covers one rank per node and all "
         "ranks on one node.",
     )
     add_trace_arguments(parser, "some steps")
