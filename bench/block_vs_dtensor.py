@@ -35,7 +35,7 @@ BOUND, FREE = (
 def main() -> None:
     """Run the benchmark on 8 ranks, through each transport asked for, and print whether the claims hold."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="Time so many rounds, after a warm-up round that is not counted.")
+    parser.add_argument("--rounds", type=int, default=7, help="Time this many rounds, after a warm-up round that is not counted.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE, for `summa3d report`.")
     parser.add_argument(
         "--through",

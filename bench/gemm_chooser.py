@@ -18,14 +18,14 @@ MAY_EXCEED = 2
 def main() -> None:
     """Time the pick and all candidates of random pairs of shape and rank count, and print whether the claims hold."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=20, help="Draw so many random pairs of shape and rank count.")
-    parser.add_argument("--rounds", type=int, default=9, help="Time so many interleaved rounds of each pair.")
+    parser.add_argument("--pairs", type=int, default=20, help="Draw this many random pairs of shape and rank count.")
+    parser.add_argument("--rounds", type=int, default=9, help="Time this many interleaved rounds of each pair.")
     parser.add_argument("--smallest", type=int, default=256, help="Draw m, n and k from this size on, log-uniformly.")
     parser.add_argument("--largest", type=int, default=3072, help="Draw m, n and k up to this size.")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="P", help="Draw rank counts from these.")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="Set the dtype of A, B and C.")
     parser.add_argument(
-        "--again", type=int, default=1, help="Repeat a pair beyond the limit so many times. The last measurement counts."
+        "--again", type=int, default=1, help="Repeat a pair beyond the limit this many times. The last measurement counts."
     )
     parser.add_argument("--seed", type=int, default=1, help="Set the seed of the random pairs.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")

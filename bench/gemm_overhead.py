@@ -23,7 +23,7 @@ WARM_UPS = 50
 def main() -> None:
     """Measure the overhead on each grid, and print whether it stays below the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calls", type=int, default=1000, help="Time so many calls of each variant, in turn.")
+    parser.add_argument("--calls", type=int, default=1000, help="Time this many calls of each variant, in turn.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

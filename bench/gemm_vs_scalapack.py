@@ -43,10 +43,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="P", help="Run on these rank counts.")
     parser.add_argument(
-        "--rounds", type=int, default=5, help="Run so many interleaved rounds. Each round starts new jobs of every library."
+        "--rounds", type=int, default=5, help="Run this many interleaved rounds. Each round starts new jobs of every library."
     )
     parser.add_argument(
-        "--repeat", type=int, default=3, help="Time so many products in each job, after a warm-up product that is not counted."
+        "--repeat", type=int, default=3, help="Time this many products in each job, after a warm-up product that is not counted."
     )
     parser.add_argument(
         "--blocks",

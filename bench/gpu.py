@@ -20,8 +20,8 @@ def benchmark_parser(what: str, calls: int, **sizes: int) -> argparse.ArgumentPa
     parser = argparse.ArgumentParser()
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"Set the size {name}.")
-    parser.add_argument("--calls", type=int, default=calls, help=f"Time so many {what} at once.")
-    parser.add_argument("--rounds", type=int, default=7, help="Time so many rounds, after a warm-up round that is not counted.")
+    parser.add_argument("--calls", type=int, default=calls, help=f"Time this many {what} at once.")
+    parser.add_argument("--rounds", type=int, default=7, help="Time this many rounds, after a warm-up round that is not counted.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="Compute there. cpu only tries the script.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     return parser

@@ -18,7 +18,7 @@ TIMED = f"import time\nwall, cpu = {CLOCKS}\nimport summa3d.gemm\nlater, used = 
 def main() -> None:
     """Measure the import in fresh processes, and print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=11, help="Start so many processes, after one that is not counted.")
+    parser.add_argument("--runs", type=int, default=11, help="Start this many processes, after one that is not counted.")
     args = parser.parse_args()
     times, processor = zip(*[_seconds() for _ in range(args.runs + 1)][1:], strict=True)
     spread = f"{median(times):.3f} s [{min(times):.3f}–{max(times):.3f}]"

@@ -87,7 +87,7 @@ def main() -> None:
     """Time all kernels and copies in each dtype, and print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=1 << 26, help="Set the number of elements of an operand.")
-    parser.add_argument("--repeat", type=int, default=20, help="Time so many calls of each kernel.")
+    parser.add_argument("--repeat", type=int, default=20, help="Time this many calls of each kernel.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     args = parser.parse_args()
     if without_gpu("the fused kernels' bandwidth"):

@@ -29,7 +29,7 @@ SWITCHES: list[dict[str, Any]] = [
 def main() -> None:
     """Run the benchmark on 8 ranks, and print the time of each entry, absolute and relative to the entry without switches."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="Time so many rounds, after a warm-up round that is not counted.")
+    parser.add_argument("--rounds", type=int, default=5, help="Time this many rounds, after a warm-up round that is not counted.")
     parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_ranks:

@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def main() -> None:
     """Train the demo in each dtype, and print whether the claims hold."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="Train so many steps in each dtype.")
+    parser.add_argument("--steps", type=int, default=300, help="Train this many steps in each dtype.")
     parser.add_argument("--grid", default="2,2,2", metavar="X,Y,Z", help="Set the sizes of the grid axes x, y and z.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the summaries of the runs to FILE.")
     args = parser.parse_args()

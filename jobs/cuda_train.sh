@@ -11,7 +11,7 @@
 # The job stops at its time limit, and continues when it is submitted again. This second job starts only if the first one did
 # not finish:
 #   sbatch --dependency=afternotok:JOBID --kill-on-invalid-dep=yes jobs/cuda_train.sh
-# CONFIG, RUN, SCHEME and CHECKPOINT_EVERY (steps.sh) may be set in the environment. clusters/cuda.sh holds the settings of a site.
+# CONFIG, RUN, SCHEME and CHECKPOINT_EVERY (steps.sh) may be set in the environment; clusters/cuda.sh holds a site's settings.
 set -euo pipefail
 jobs=${SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}/jobs # Slurm runs a copy of this file from another folder
 source "$jobs/clusters/cuda.sh"

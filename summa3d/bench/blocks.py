@@ -307,9 +307,9 @@ def timed(contenders: Sequence[Contender], rounds: int) -> list[dict[str, Any]]:
             taken.append(contender.seconds())
     return [
         {
-            "forward": spread([forward for forward, _ in taken[1:]]),
-            "backward": spread([backward for _, backward in taken[1:]]),
-            "both": spread([forward + backward for forward, backward in taken[1:]]),
+            "forward": times_of([forward for forward, _ in taken[1:]]),
+            "backward": times_of([backward for _, backward in taken[1:]]),
+            "both": times_of([forward + backward for forward, backward in taken[1:]]),
         }
         for taken in times
     ]
@@ -323,10 +323,10 @@ def rows_of(contenders: Sequence[Contender], seconds: Sequence[Mapping[str, Any]
         yield {**contender.facts(), "seconds": taken, **contender.amounts(), "relative_difference": difference.item()}
 
 
-def spread(seconds: list[float]) -> dict[str, Any]:
+def times_of(seconds: list[float]) -> dict[str, Any]:
     """Minimum, median and maximum of `seconds`, and all of them.
 
-    >>> spread([3.0, 1.0, 2.0])
+    >>> times_of([3.0, 1.0, 2.0])
     {'min': 1.0, 'median': 2.0, 'max': 3.0, 'all': [3.0, 1.0, 2.0]}
     """
     return {"min": min(seconds), "median": median(seconds), "max": max(seconds), "all": seconds}

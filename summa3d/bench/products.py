@@ -227,15 +227,15 @@ def race(
     ceilings = [Ceiling(problem, world, ceiling_threads) for problem in problems]
     contenders: list[Runner | Ceiling] = [*runners, *ceilings]
     times: list[list[float]] = [[] for _ in contenders]
-    alone = True  # whether the previous contender left ranks idle: these sleep, and so must all until the next one begins
+    idle_ranks = True  # whether the previous contender left ranks idle: these sleep, and so must all until the next one begins
     for _ in range(rounds + 1):
         for contender, seconds in zip(contenders, times, strict=True):
             partial = contender.ranks < world.size
-            if alone or partial:
+            if idle_ranks or partial:
                 sleep_until_all_are_here(world)
                 contender.seconds()  # warm-up: idle cores and cold caches make the first product slower by a fifth
             seconds.append(contender.seconds())
-            alone = partial
+            idle_ranks = partial
     sleep_until_all_are_here(world)
     if file is not None or ranges is not None:
         _show(runners, world, file, ranges)

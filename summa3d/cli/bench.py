@@ -27,7 +27,7 @@ NAMED = (
     "Time this algorithm on its grid of fewest words. The option may be repeated. "
     "`all` takes every algorithm that can use the ranks."
 )
-ENTRY = "Time this algorithm on this grid. Options such as panel=128 stand among the axes. The option may be repeated."
+ENTRY = "Time this algorithm on this grid. Options such as panel=128 are listed with the axes. The option may be repeated."
 EVERY = "Time the library's choice against every algorithm on every grid that replicates no operand."
 KIND_HELP = {
     "gemm": "Compare algorithms and grids on all ranks.",
@@ -53,14 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--form", choices=FORMS, default="nn", help="Take A and B as they are (n) or transposed (t).")
         kind.add_argument("--dtype", choices=INEXACT, default="float64", help="Set the dtype of A, B and C.")
         kind.add_argument("--algorithm", action="append", metavar="NAME", help=NAMED)
-        kind.add_argument("--rounds", type=int, default=7, help="Time so many rounds, after a warm-up round that is not counted.")
+        kind.add_argument(
+            "--rounds", type=int, default=7, help="Time this many rounds, after a warm-up round that is not counted."
+        )
         kind.add_argument(
             "--ceiling",
             type=int,
             nargs="?",
             const=0,
             metavar="THREADS",
-            help="Time numpy's product on rank 0 as well, with so many threads. Without a number, all cores are used.",
+            help="Time numpy's product on rank 0 as well, with this many threads. Without a number, all cores are used.",
         )
         kind.add_argument("--device", choices=DEVICES, help="Hold the operands there. The default is SUMMA3D_DEVICE, else cpu.")
         kind.add_argument(

@@ -48,7 +48,7 @@ def add_block_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d bench block` to `parser`."""
     parser.add_argument("--scheme", action="append", metavar="NAME[:GRID]", help=SCHEME)
     parser.add_argument("--family", choices=("gpt2", "bert", "llama"), default="gpt2", help="Take the blocks of this family.")
-    parser.add_argument("--blocks", type=int, default=1, help="Stack so many blocks.")
+    parser.add_argument("--blocks", type=int, default=1, help="Stack this many blocks.")
     parser.add_argument("--batch", type=int, default=8, help="Set the batch b, in sequences.")
     parser.add_argument("--sequence", type=int, default=256, help="Set the length s of a sequence, in tokens.")
     parser.add_argument("--hidden", type=int, default=512, help="Set the hidden size h.")
@@ -68,7 +68,7 @@ def add_block_arguments(parser: argparse.ArgumentParser) -> None:
         default="yes",
         help="Gather operands again in backward (yes), keep the gathered operands of forward (no), or time both.",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="Time so many rounds, after a warm-up round that is not counted.")
+    parser.add_argument("--rounds", type=int, default=5, help="Time this many rounds, after a warm-up round that is not counted.")
     parser.add_argument(
         "--paper-shape", choices=PAPER_SHAPES, help="Take b, s, h and a from this row of the papers' tables, scaled by --factor."
     )

@@ -147,9 +147,11 @@ def _device_transport() -> str:
         return "no GPU: no transport of device arrays is needed"
     nccl, probe = _nccl(), cuda_aware()
     wanted = select.requested()
-    alone, shared = (_chosen(select.Facts(devices, nccl is None, probe.works), wanted) for devices in (("0", "1"), ("0", "0")))
+    exclusive, shared = (
+        _chosen(select.Facts(devices, nccl is None, probe.works), wanted) for devices in (("0", "1"), ("0", "0"))
+    )
     seen = f"CUDA-aware MPI: {'yes' if probe.works else 'no'}, {probe.reason}; NCCL: {'yes' if nccl is None else nccl}"
-    return f"a GPU for each rank: {alone}; ranks that share one: {shared}. {seen}"
+    return f"a GPU for each rank: {exclusive}; ranks that share one: {shared}. {seen}"
 
 
 def _chosen(facts: Any, wanted: str) -> str:

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transport", help="Use this transport for device arrays. The default is SUMMA3D_TRANSPORT, else auto.")
     parser.add_argument("--alpha", type=float, default=1.0, help="Multiply op(A)·op(B) by this factor.")
     parser.add_argument("--beta", type=float, default=0.0, help="Multiply C by this factor before the product is added.")
-    parser.add_argument("--repeat", type=int, default=5, help="Time so many runs, after a warm-up run that is not counted.")
+    parser.add_argument("--repeat", type=int, default=5, help="Time this many runs, after a warm-up run that is not counted.")
     parser.add_argument(
         "--check", action="store_true", help="Compare the result with a serial product on rank 0, and time that product too."
     )
@@ -249,14 +249,14 @@ def relative_error(args: argparse.Namespace, plan: Any, c: Any, serial_seconds: 
         wide = np.float32 if args.dtype in HALVES else np.dtype(args.dtype).type
         shapes = (plan.a_shape, plan.b_shape, plan.c_shape)
         a, b, old = (whole_operand(rows, columns, args.dtype).astype(wide) for rows, columns in shapes)
-        product = serial_product(turned(a, args.form[0]), turned(b, args.form[1]), args.repeat, serial_seconds)
+        product = serial_product(op(a, args.form[0]), op(b, args.form[1]), args.repeat, serial_seconds)
         want = args.alpha * product + args.beta * old
         error = float(np.linalg.norm(whole.astype(want.dtype) - want) / (np.linalg.norm(want) or 1.0))
     sleep_until_all_are_here(c.grid.comm)
     return error
 
 
-def turned(array: np.ndarray, letter: str) -> np.ndarray:
+def op(array: np.ndarray, letter: str) -> np.ndarray:
     """op of an operand: as it is (n), transposed (t) or conjugate transposed (c)."""
     return array if letter == "n" else array.T if letter == "t" else array.T.conj()
 

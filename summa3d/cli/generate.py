@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Continue a prompt with the model of a run's newest checkpoint."
     parser.add_argument("run", type=Path, metavar="DIR", help="Read this run folder, the --run of `summa3d train`.")
     parser.add_argument("--prompt", required=True, help="Continue this text.")
-    parser.add_argument("--tokens", type=int, default=200, help="Add so many tokens.")
+    parser.add_argument("--tokens", type=int, default=200, help="Add this many tokens.")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="Divide the logits by this number. 0 always takes the likeliest token."
     )

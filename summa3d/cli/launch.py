@@ -16,7 +16,7 @@ from ..launch.runtime import find_launcher, loaded_runtime, rank_environment, us
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d launch` to `parser`."""
-    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="Start so many ranks.")
+    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="Start this many ranks.")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="ARGS…", help="Run this command on every rank, for example: train demo."
     )

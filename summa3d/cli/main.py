@@ -42,7 +42,7 @@ COMMANDS = {
 }
 WITHOUT_MPI = ("launch", "report", "doctor")
 USAGE_STATUS = 2
-TIME_TO_SPEAK = 1.0  # seconds that other ranks wait for rank 0 to print, where MPI cannot order them
+RANK_0_SECONDS = 1.0  # seconds that other ranks wait for rank 0 to print, where MPI cannot order them
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, LaunchError) as error:
         launched = launched_as()
         if launched is not None and launched[1] != 0:
-            time.sleep(TIME_TO_SPEAK)
+            time.sleep(RANK_0_SECONDS)
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
@@ -117,7 +117,7 @@ def _out_of_memory(error: Exception) -> bool:
 def _without_command(name: str) -> int:
     launched = launched_as()
     if launched is not None and launched[1] != 0:
-        time.sleep(TIME_TO_SPEAK)
+        time.sleep(RANK_0_SECONDS)
         return 0 if name in ("-h", "--help", "--version") else USAGE_STATUS
     if name == "--version":
         from .. import __version__

@@ -49,13 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="train nothing: say what each rank of the grid would compute, move and hold, on any number of ranks",
+        help="Report what each rank of the grid would compute, move and hold, without training, on any number of ranks.",
     )
     parser.add_argument(
         "--ranks-per-node",
         type=int,
         metavar="N",
-        help="of a --dry-run: how many consecutive ranks share a node's memory; without it, both one and all are said",
+        help="Let N consecutive ranks share a node in the report of --dry-run. By default it covers one rank per node and all "
+        "ranks on one node.",
     )
     add_trace_arguments(parser, "some steps")
     parser.add_argument("--trace-steps", type=_steps, metavar="A:B", help="Trace the steps A to B. The default is 3:5.")

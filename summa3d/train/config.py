@@ -75,7 +75,7 @@ class TrainConfig:
     evaluate_every, checkpoint_every : periods in steps; with 0, only the last step is evaluated or saved
     evaluate_batches : held-out batches of one evaluation
     keep : checkpoints kept; with 0, none is written
-    sample_prompt, sample_tokens : a causal model continues the prompt by so many tokens when the run ends
+    sample_prompt, sample_tokens : a causal model continues the prompt by this many tokens when the run ends
     watchdog : seconds without a completed step after which the job is aborted; 0 turns the watchdog off
     """
 

@@ -194,11 +194,11 @@ def continue_prompt(run: Run) -> str:
     settings = run.config.train
     if settings.keep and _parameters(run) < ONE_RANK_PARAMETERS:
 
-        def alone() -> str:
+        def on_one_rank() -> str:
             model, plan, config, tokenizer = load(run.folder, MPI.COMM_SELF, run.device)
             return sample(model, plan, config.model, tokenizer, settings.sample_prompt, settings.sample_tokens)
 
-        return on_root(run.grid.comm, alone, CheckpointError)
+        return on_root(run.grid.comm, on_one_rank, CheckpointError)
     with working_weights(run.model, run.config):
         return sample(
             run.model, run.scheme, run.config.model, run.tokens.tokenizer, settings.sample_prompt, settings.sample_tokens

@@ -100,7 +100,7 @@ def test_the_same_number_of_tokens_is_to_be_filled_in_in_each_row(pairs: MaskedP
         (["model.family=bert", "model.vocabulary=259", "model.sequence=4"], ["sequence is 4", "need 5"]),
         (
             ["model.family=vit", "model.vocabulary=256", "model.sequence=65"],
-            ["A vit cannot be trained on text", "gpt2, llama, bert"],
+            ["A vit model cannot be trained on text", "gpt2, llama, bert"],
         ),
     ],
 )

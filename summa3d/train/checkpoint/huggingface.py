@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 ORIGINAL = "hf_config.json"
 """Name of the imported config.json in the run folder: export restores the keys that summa3d does not know."""
-SETTLED = {"ffn": "width", "norm_eps": "eps", "kv_heads": "groups", "rotary_base": "theta"}
-SETTLED |= {"rotary_scaling": "scaling", "tied_head": "tied"}
+PROPERTIES = {"ffn": "width", "norm_eps": "eps", "kv_heads": "groups", "rotary_base": "theta"}
+PROPERTIES |= {"rotary_scaling": "scaling", "tied_head": "tied"}
 """Key of ModelConfig → the property that fills in the family's default."""
-WHOLE = Place({"r": 1})
+ONE_RANK = Place({"r": 1})
 """A grid of one rank, on which an exported tensor is assembled."""
 
 
@@ -73,7 +73,7 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
     error: Exception | None = None
     try:
         with hf_files.Reader(source, found.tensors) as reader:
-            blocks.extend(_share(rule, reader, found, grid) for rule in rules_of(found.model))
+            blocks.extend(_local_rows(rule, reader, found, grid) for rule in rules_of(found.model))
     except Summa3dError as caught:
         error = caught
     agree_on_error(comm, error)
@@ -96,7 +96,7 @@ def _tokenizer(source: Path, run: Path, model: ModelConfig) -> str:
     return f"bpe:{model.vocabulary}:{(run / TOKENIZER).resolve()}" if own else "bytes"
 
 
-def _share(rule: Rule, reader: hf_files.Reader, found: Source, grid: Grid) -> pieces.TensorBlock:
+def _local_rows(rule: Rule, reader: hf_files.Reader, found: Source, grid: Grid) -> pieces.TensorBlock:
     """This rank's rows of the tensor that `rule` describes."""
     whole = to_ours(rule, [reader.read(name) for name in rule.theirs], found.model)
     sharding = Sharding(Layout(("r",), *[()] * (whole.dim() - 1)), tuple(whole.shape))
@@ -132,8 +132,8 @@ def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None 
         with pieces.Reader(saved.path, saved.index["tensors"]) as reader:
             for rule in rules:
                 shape = our_shape(rule, model)
-                block = pieces.TensorBlock(f"model.{rule.ours}", torch.empty(shape, dtype=kept), _whole(shape))
-                reader.read(block, WHOLE)
+                block = pieces.TensorBlock(f"model.{rule.ours}", torch.empty(shape, dtype=kept), _unsharded(shape))
+                reader.read(block, ONE_RANK)
                 yield from (part.to(torch_dtype(dtype)) for part in to_theirs(rule, block.tensor, model))
 
     files = hf_files.write(target, listing, dtype, tensors(), file_bytes)
@@ -146,7 +146,7 @@ def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None 
     return files
 
 
-def _whole(shape: tuple[int, ...]) -> Sharding:
+def _unsharded(shape: tuple[int, ...]) -> Sharding:
     return Sharding(Layout(*[()] * len(shape)), shape)
 
 
@@ -163,7 +163,7 @@ def rules_of(model: ModelConfig) -> list[Rule]:
 
 def to_ours(rule: Rule, theirs: list[Tensor], model: ModelConfig) -> Tensor:
     """The summa3d tensor, made of the Transformers tensors `theirs`."""
-    parts = [part.T if rule.turned else part for part in theirs]
+    parts = [part.T if rule.transposed else part for part in theirs]
     if not rule.heads:
         return parts[0]
     if len(parts) == 1:
@@ -179,7 +179,7 @@ def to_theirs(rule: Rule, ours: Tensor, model: ModelConfig) -> list[Tensor]:
         heads = getattr(model, rule.heads)
         parts = [part.flatten(-2) for part in ours.unflatten(-1, (heads, rule.parts, -1)).unbind(-2)]
         parts = [torch.cat(parts, -1)] if len(rule.theirs) == 1 else parts
-    return [part.T.contiguous() if rule.turned else part.contiguous() for part in parts]
+    return [part.T.contiguous() if rule.transposed else part.contiguous() for part in parts]
 
 
 def our_shape(rule: Rule, model: ModelConfig) -> tuple[int, ...]:
@@ -262,7 +262,7 @@ def config_of(model: ModelConfig, dtype: str, original: dict[str, Any]) -> dict[
 
 def _ours(model: ModelConfig, key: str) -> Any:
     """The value of a key of ModelConfig, with the family's default filled in."""
-    return getattr(model, SETTLED.get(key, key))
+    return getattr(model, PROPERTIES.get(key, key))
 
 
 def _renamed(original: dict[str, Any], mapping: Mapping) -> dict[str, Any]:

@@ -15,7 +15,7 @@ class Rule:
     ours : name of the summa3d tensor
     shape : shape of the summa3d tensor, one key of `hf.our_shape` per extent
     theirs : names of the Transformers tensors
-    turned : whether the Transformers tensor is transposed, [out, in], where the summa3d tensor is [in, out]
+    transposed : whether the Transformers tensor is transposed, [out, in], where the summa3d tensor is [in, out]
     heads : the property of ModelConfig that gives the number of heads of the columns. Transformers orders the columns
         [part][head][d], in one tensor of `parts` parts or in `parts` tensors; summa3d orders them [head][part][d], so that a
         block of columns holds whole heads.
@@ -25,7 +25,7 @@ class Rule:
     ours: str
     shape: str
     theirs: tuple[str, ...]
-    turned: bool = False
+    transposed: bool = False
     heads: str = ""
     parts: int = 1
     unless: str = ""
@@ -58,11 +58,11 @@ class Mapping:
     renamed: dict[str, str] = field(default_factory=dict)
 
 
-def both(ours: str, shape: str, *theirs: str, turned: bool = False, heads: str = "", parts: int = 1) -> tuple[Rule, Rule]:
+def both(ours: str, shape: str, *theirs: str, transposed: bool = False, heads: str = "", parts: int = 1) -> tuple[Rule, Rule]:
     """The rules of a weight and of the bias (or β) along its last dim; only the weight may be transposed."""
     weight, bias = (tuple(f"{name}.{kind}" for name in theirs) for kind in ("weight", "bias"))
     return (
-        Rule(f"{ours}.weight", shape, weight, turned, heads, parts),
+        Rule(f"{ours}.weight", shape, weight, transposed, heads, parts),
         Rule(f"{ours}.bias", shape.split()[-1], bias, False, heads, parts),
     )
 
@@ -119,20 +119,20 @@ LLAMA = Mapping(
     ),
     layer=(
         Rule("blocks.{}.attention_norm.weight", "h", ("model.layers.{}.input_layernorm.weight",)),
-        Rule("blocks.{}.attention.q.weight", "h h", ("model.layers.{}.self_attn.q_proj.weight",), turned=True),
+        Rule("blocks.{}.attention.q.weight", "h h", ("model.layers.{}.self_attn.q_proj.weight",), transposed=True),
         Rule(
             "blocks.{}.attention.kv.weight",
             "h kv",
             ("model.layers.{}.self_attn.k_proj.weight", "model.layers.{}.self_attn.v_proj.weight"),
-            turned=True,
+            transposed=True,
             heads="groups",
             parts=2,
         ),
-        Rule("blocks.{}.attention.out.weight", "h h", ("model.layers.{}.self_attn.o_proj.weight",), turned=True),
+        Rule("blocks.{}.attention.out.weight", "h h", ("model.layers.{}.self_attn.o_proj.weight",), transposed=True),
         Rule("blocks.{}.mlp_norm.weight", "h", ("model.layers.{}.post_attention_layernorm.weight",)),
-        Rule("blocks.{}.mlp.gate.weight", "h f", ("model.layers.{}.mlp.gate_proj.weight",), turned=True),
-        Rule("blocks.{}.mlp.up.weight", "h f", ("model.layers.{}.mlp.up_proj.weight",), turned=True),
-        Rule("blocks.{}.mlp.down.weight", "f h", ("model.layers.{}.mlp.down_proj.weight",), turned=True),
+        Rule("blocks.{}.mlp.gate.weight", "h f", ("model.layers.{}.mlp.gate_proj.weight",), transposed=True),
+        Rule("blocks.{}.mlp.up.weight", "h f", ("model.layers.{}.mlp.up_proj.weight",), transposed=True),
+        Rule("blocks.{}.mlp.down.weight", "f h", ("model.layers.{}.mlp.down_proj.weight",), transposed=True),
     ),
     keys={
         "layers": (("num_hidden_layers",), 32),
@@ -178,9 +178,9 @@ BERT = Mapping(
         Rule("positions.weight", "s h", ("bert.embeddings.position_embeddings.weight",)),
         Rule("token_types.weight", "2 h", ("bert.embeddings.token_type_embeddings.weight",)),
         *both("embedding_norm", "h", "bert.embeddings.LayerNorm"),
-        *both("pooler", "h h", "bert.pooler.dense", turned=True),
-        *both("relation", "h 2", "cls.seq_relationship", turned=True),
-        *both("transform", "h h", "cls.predictions.transform.dense", turned=True),
+        *both("pooler", "h h", "bert.pooler.dense", transposed=True),
+        *both("relation", "h 2", "cls.seq_relationship", transposed=True),
+        *both("transform", "h h", "cls.predictions.transform.dense", transposed=True),
         *both("transform_norm", "h", "cls.predictions.transform.LayerNorm"),
         Rule("head_bias", "v", ("cls.predictions.bias",)),
     ),
@@ -189,14 +189,14 @@ BERT = Mapping(
             "blocks.{}.attention.qkv",
             "h 3h",
             *(f"bert.encoder.layer.{{}}.attention.self.{part}" for part in ("query", "key", "value")),
-            turned=True,
+            transposed=True,
             heads="heads",
             parts=3,
         ),
-        *both("blocks.{}.attention.out", "h h", "bert.encoder.layer.{}.attention.output.dense", turned=True),
+        *both("blocks.{}.attention.out", "h h", "bert.encoder.layer.{}.attention.output.dense", transposed=True),
         *both("blocks.{}.attention_norm", "h", "bert.encoder.layer.{}.attention.output.LayerNorm"),
-        *both("blocks.{}.mlp.up", "h f", "bert.encoder.layer.{}.intermediate.dense", turned=True),
-        *both("blocks.{}.mlp.down", "f h", "bert.encoder.layer.{}.output.dense", turned=True),
+        *both("blocks.{}.mlp.up", "h f", "bert.encoder.layer.{}.intermediate.dense", transposed=True),
+        *both("blocks.{}.mlp.down", "f h", "bert.encoder.layer.{}.output.dense", transposed=True),
         *both("blocks.{}.mlp_norm", "h", "bert.encoder.layer.{}.output.LayerNorm"),
     ),
     keys={

@@ -16,7 +16,7 @@ from ...dtypes import DTYPES
 CODES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 ITEM_BYTES = {name: DTYPES[name].nbytes for name in CODES.values()}
 ALIGNMENT = 8
-"""safetensors pads its header to a multiple of so many bytes."""
+"""safetensors pads its header to a multiple of this many bytes."""
 STAGING_BYTES = 1 << 26
 """Size of the pinned buffer for device-to-host (D2H) copies."""
 

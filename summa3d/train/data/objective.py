@@ -16,7 +16,7 @@ from ...nn.config import ModelConfig
 from ...nn.random import bits, key
 from .tokens import Tokens
 
-SECOND_STREAM = 0x7061_6972_0000_0001
+SECOND_PIECE_STREAM = 0x7061_6972_0000_0001
 """Philox key word of the windows that do not follow the first piece; other windows of the same seed use another word."""
 MASKED, REPLACED, SHARE = 0.8, 0.1, 0.15
 """The fractions of predicted tokens that are masked and randomly replaced; the fraction of predicted tokens (BERT, §3.1)."""
@@ -74,7 +74,7 @@ class MaskedPairs:
     tokens: Tokens
 
     @property
-    def specials(self) -> tuple[int, int, int]:
+    def special_tokens(self) -> tuple[int, int, int]:
         """The token numbers of mask, classify and separate."""
         first = self.tokens.tokenizer.vocabulary
         return first, first + 1, first + 2
@@ -93,7 +93,7 @@ class MaskedPairs:
     def training(self, seed: int, step: int, first_row: int, rows: int) -> dict[str, Tensor]:
         """`tokens`, `labels` (−1: not predicted), `types`, int64 [rows, sequence], and `relation`, int64 [rows]."""
         follows = self.tokens.batch(seed, step, first_row, rows)
-        other = self.tokens.batch(seed, step, first_row, rows, SECOND_STREAM)
+        other = self.tokens.batch(seed, step, first_row, rows, SECOND_PIECE_STREAM)
         relation = (
             bits(key(seed, "relation", step), (first_row + rows, 1), (slice(first_row, first_row + rows), slice(0, 1))) >> 31
         )
@@ -112,7 +112,7 @@ class MaskedPairs:
         self, follows: np.ndarray, other: np.ndarray, relation: np.ndarray, stream: int, first_row: int
     ) -> dict[str, Tensor]:
         rows, (first, second) = len(follows), self.pieces
-        mask, classify, separate = self.specials
+        mask, classify, separate = self.special_tokens
         text = follows[:, : first + second].copy()
         elsewhere = relation.astype(bool)
         text[elsewhere, first:] = other[elsewhere, first : first + second]
