@@ -120,9 +120,8 @@ def measure(rounds: int) -> None:
 
 def picked(case: Any, world: Any) -> list[Any]:
     """The fastest grids and switches of each kind, as a short trial of all entries selects them; collective."""
-    from summa3d.nn.schemes.scheme.scheme import SCHEMES
-
     from summa3d.bench.blocks import Entry, Runner, gathers, grids_for, timed
+    from summa3d.nn.schemes.scheme import SCHEMES
 
     entries = [
         Entry(name, grid, regather)

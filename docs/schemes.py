@@ -10,7 +10,6 @@ from math import prod
 from typing import Any
 
 import torch
-from summa3d.nn.schemes.scheme.registry import row_axes
 
 from summa3d.comm.grid import Place
 from summa3d.comm.topology import describe
@@ -20,6 +19,7 @@ from summa3d.dry.step import counts, inputs
 from summa3d.dry.trace import Tracer
 from summa3d.layout import Layout
 from summa3d.nn import MLP, ModelConfig, Scheme, build, scheme
+from summa3d.nn.schemes.registry import row_axes
 
 BATCH, SEQUENCE = 8, 8
 CONFIG = ModelConfig(layers=1, hidden=16, heads=8, ffn=48, sequence=SEQUENCE, vocabulary=40)

@@ -16,10 +16,10 @@ from nn_parity import check_parity, global_weights
 from plain_bert import PlainBERT, sentence_pairs
 from plain_gpt import PlainGPT
 from plain_llama import PlainLlama
-from summa3d.nn.schemes.scheme.scheme import Scheme
 from torch import Tensor
 
 from summa3d.nn import ModelConfig, build
+from summa3d.nn.schemes.scheme import Scheme
 
 GRIDS: dict[int, list[tuple[str, dict[str, int]]]] = {
     1: [

@@ -9,7 +9,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def test_the_page_of_schemes_is_what_the_schemes_are():
-    from summa3d.nn.schemes.scheme.scheme import SCHEMES
+    from summa3d.nn.schemes.scheme import SCHEMES
 
     script = runpy.run_path(str(DOCS / "schemes.py"))
     assert tuple(script["GRIDS"]) == SCHEMES

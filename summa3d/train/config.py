@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..nn.config import ModelConfig
 from ..nn.overlap import Overlap
 from ..nn.schemes.registry import KINDS
-from . import toml as tables
+from . import toml
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -234,7 +234,7 @@ class Config:
         for name, value, known in choices:
             if value not in known:
                 raise ConfigError(
-                    f"{name} = {value!r} is not known. Nearest: {tables.nearest(value, known)!r}. All: {', '.join(known)}."
+                    f"{name} = {value!r} is not known. Nearest: {toml.nearest(value, known)!r}. All: {', '.join(known)}."
                 )
         at_least("recompute_layers", self.recompute_layers, 1)
         if self.recompute_layers > 1 and self.recompute != "full":
@@ -294,18 +294,18 @@ def load(source: str, assignments: Sequence[str] = ()) -> Config:
     20
     """
     table = read_table(source)
-    tables.override(Config, table, assignments)
+    toml.override(Config, table, assignments)
     return from_table(table)
 
 
 def from_table(table: dict[str, Any]) -> Config:
     """A configuration from its TOML table."""
-    return tables.build(Config, table)
+    return toml.build(Config, table)
 
 
 def to_table(config: Config) -> dict[str, Any]:
     """The TOML table of a configuration."""
-    return tables.dump(config)
+    return toml.dump(config)
 
 
 def read_table(source: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
 from . import config as configuration
 from .checkpoint import folder as checkpoint
+from .checkpoint import shards
 from .config import Config, master_dtype
 from .data import tokens
 from .data.objective import Objective, objective
@@ -53,7 +54,7 @@ class Run:
         """The path of metrics.jsonl."""
         return self.folder / "metrics.jsonl"
 
-    def blocks(self) -> list[checkpoint.pieces.TensorBlock]:
+    def blocks(self) -> list[shards.TensorBlock]:
         """This rank's blocks of all tensors of a checkpoint: parameters and optimizer moments."""
         return checkpoint.model_blocks(self.model) + checkpoint.optimizer_blocks(self.optimizer)
 

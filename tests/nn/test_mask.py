@@ -9,12 +9,12 @@ import pytest
 import torch
 from nn_parity import global_weights, whole
 from scheme_table import FAMILIES, rows_for, sequence_for
-from summa3d.nn.schemes.scheme.scheme import Scheme
 from torch import Tensor
 
 from summa3d.errors import ShapeError
 from summa3d.nn import build, scheme
 from summa3d.nn.layers.attention_mask import restarting_positions, visible
+from summa3d.nn.schemes.scheme import Scheme
 
 GRIDS = [
     ("oned", {"y": 4}),

@@ -10,12 +10,12 @@ import pytest
 import torch
 from memory_cases import BATCH, BERT, FAMILIES, GPT2, IN_FLIGHT, LLAMA, PEAK, SAVED, SCHEMES, VIT, measured
 from nn_oracle.memory import ModelMemory
-from summa3d.nn.schemes.scheme.registry import KINDS
 
 from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError
 from summa3d.nn import ModelConfig, build, parameter, scheme
 from summa3d.nn.overlap import Overlap
+from summa3d.nn.schemes.registry import KINDS
 
 
 @pytest.fixture(autouse=True)

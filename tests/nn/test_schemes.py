@@ -11,12 +11,12 @@ import pytest
 import torch
 from nn_oracle.volume import GPTVolume
 from scheme_table import FAMILIES, GPT2, GRIDS, check_against_plain_torch, rows_for, sequence_for, tokens_and_labels
-from summa3d.nn.schemes.scheme.scheme import SCHEMES
 
 from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError
 from summa3d.layout import distribute
 from summa3d.nn import GPT, ModelConfig, scheme
+from summa3d.nn.schemes.scheme import SCHEMES
 from summa3d.train.optimizer import global_gradient_norm
 
 

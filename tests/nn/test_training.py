@@ -11,9 +11,9 @@ import pytest
 import torch
 from nn_parity import global_weights
 from scheme_table import FAMILIES, GPT2, LLAMA
-from summa3d.nn.schemes.scheme.scheme import Scheme
 
 from summa3d.nn import build, scheme
+from summa3d.nn.schemes.scheme import Scheme
 
 GRIDS = {
     4: [

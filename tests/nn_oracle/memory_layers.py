@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from summa3d.nn.schemes.scheme.scheme import Scheme
-
 from summa3d.layout.layout import Layout
 from summa3d.nn.config import ModelConfig
+from summa3d.nn.schemes.scheme import Scheme
 
 from .memory_peak import Step
 from .memory_products import Need, product_need

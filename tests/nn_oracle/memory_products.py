@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from summa3d.nn.schemes.scheme.scheme import Scheme
-
 from summa3d.errors import ConfigError
 from summa3d.gemm.algorithms.cuboid import CuboidPlan
 from summa3d.gemm.algorithms.gradients import gradient_plans
@@ -20,6 +18,7 @@ from summa3d.gemm.algorithms.summa import SummaPlan
 from summa3d.gemm.cost import per_rank
 from summa3d.gemm.cost.volume import block_words, without
 from summa3d.layout.layout import Layout
+from summa3d.nn.schemes.scheme import Scheme
 
 
 @dataclass(frozen=True)

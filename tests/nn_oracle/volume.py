@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from summa3d.nn.schemes.scheme.registry import row_axes
-from summa3d.nn.schemes.scheme.scheme import Scheme
-
 from summa3d.gemm.algorithms.cuboid import CuboidPlan
 from summa3d.gemm.algorithms.gradients import gradient_plans
 from summa3d.gemm.algorithms.oned import OnedColumnPlan, OnedRowPlan
@@ -18,6 +15,8 @@ from summa3d.gemm.algorithms.plan import ProductPlan
 from summa3d.gemm.cost.volume import Coordinates, Cost, all_reduce, block_words, gather, gradients, of_plan, scatter
 from summa3d.layout.layout import Layout
 from summa3d.nn.config import ModelConfig
+from summa3d.nn.schemes.registry import row_axes
+from summa3d.nn.schemes.scheme import Scheme
 
 NONE = Cost(0, 0)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from summa3d.nn.schemes.scheme.scheme import Scheme
-
 from summa3d.gemm.cost.volume import Cost, block_words
 from summa3d.layout.layout import Layout
 from summa3d.layout.redistribute import Placement, Redistribution
 from summa3d.nn.config import ModelConfig
+from summa3d.nn.schemes.scheme import Scheme
 
 from .volume import NONE, GPTVolume, StepCost
 

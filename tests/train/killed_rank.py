@@ -14,7 +14,7 @@ from typing import Any
 
 from summa3d.cli.main import main
 from summa3d.launch.runtime import launched_as
-from summa3d.train.checkpoint.folder import shards as pieces
+from summa3d.train.checkpoint import shards
 
 TEMPORARY = ".tmp-step-4"
 
@@ -37,7 +37,7 @@ def no_rename(source: Any, target: Any, **options: Any) -> None:
     rename(source, target, **options)
 
 
-save_file, rename = pieces.save_file, os.rename
+save_file, rename = shards.save_file, os.rename
 
 if __name__ == "__main__":
     rank, _, moment = os.environ["KILLED"].partition(" ")
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     assert launched is not None
     if launched[1] == int(rank):
         if moment == "file":
-            pieces.save_file = half_a_file
+            shards.save_file = half_a_file
         else:
             os.rename = no_rename
     sys.exit(main(sys.argv[1:]))

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from mpi4py import MPI
-from summa3d.train.checkpoint.folder.shards import Block
 
 from summa3d.comm.grid import Grid
 from summa3d.errors import CheckpointError
 from summa3d.layout.layout import Layout, Sharding
 from summa3d.train import config
-from summa3d.train.checkpoint.folder import folder as checkpoint
+from summa3d.train.checkpoint import folder as checkpoint
+from summa3d.train.checkpoint.shards import TensorBlock
 
 LAYOUTS = {
     "w": Layout(("z", "x"), ("y",)),
@@ -34,13 +34,13 @@ def whole(name: str, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-def blocks(grid: Any, filled: bool, dtype: torch.dtype = torch.float64) -> list[Block]:
+def blocks(grid: Any, filled: bool, dtype: torch.dtype = torch.float64) -> list[TensorBlock]:
     """This rank's blocks of four tensors in four layouts; filled, or NaN to be filled."""
     made = []
     for name, layout in LAYOUTS.items():
         sharding = Sharding(layout, SHAPES[name])
         block = whole(name, dtype)[sharding.slices(grid)].clone()
-        made.append(Block(name, block if filled else torch.full_like(block, torch.nan), sharding))
+        made.append(TensorBlock(name, block if filled else torch.full_like(block, torch.nan), sharding))
     return made
 
 
@@ -49,7 +49,7 @@ def save(grid: Any, folder: Path, step: int, keep: int = 2, dtype: torch.dtype =
     return checkpoint.save(folder, step, blocks(grid, True, dtype), grid, settings)
 
 
-def load(grid: Any, path: Path, comm: Any, dtype: torch.dtype = torch.float64) -> list[Block]:
+def load(grid: Any, path: Path, comm: Any, dtype: torch.dtype = torch.float64) -> list[TensorBlock]:
     found = checkpoint.read(path, comm)
     found.verify(comm)
     wanted = blocks(grid, False, dtype)
@@ -57,7 +57,7 @@ def load(grid: Any, path: Path, comm: Any, dtype: torch.dtype = torch.float64) -
     return wanted
 
 
-def assert_filled(found: list[Block], grid: Any, dtype: torch.dtype = torch.float64) -> None:
+def assert_filled(found: list[TensorBlock], grid: Any, dtype: torch.dtype = torch.float64) -> None:
     for block in found:
         assert block.tensor.dtype == dtype
         torch.testing.assert_close(block.tensor, whole(block.name, dtype)[block.sharding.slices(grid)], rtol=0, atol=0)

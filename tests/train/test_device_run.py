@@ -9,7 +9,7 @@ import pytest
 from small_runs import metrics_of, train_small
 
 from summa3d.train import loop
-from summa3d.train.checkpoint.folder import safetensors as tensor_file
+from summa3d.train.checkpoint import safetensors as tensor_file
 
 GRIDS: dict[int, dict[str, Any]] = {
     1: {"train__accumulate": 2},

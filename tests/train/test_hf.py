@@ -18,13 +18,13 @@ import torch
 from mpi4py import MPI
 from safetensors.torch import load_file, save_file
 from small_runs import assignments, metrics_of, train_small, write_corpus
-from summa3d.nn.schemes.scheme.scheme import scheme
-from summa3d.train.checkpoint.folder.huggingface import export_folder, import_folder
 
 from summa3d.errors import CheckpointError, DataError
+from summa3d.nn.schemes.scheme import scheme
 from summa3d.train import config
-from summa3d.train.checkpoint.folder import folder as checkpoint
-from summa3d.train.checkpoint.folder import huggingface_files as hf_files
+from summa3d.train.checkpoint import folder as checkpoint
+from summa3d.train.checkpoint import huggingface_files
+from summa3d.train.checkpoint.huggingface import export_folder, import_folder
 from summa3d.train.data import corpus, tokens
 from summa3d.train.generate import load, sample, smallest_batch
 from summa3d.train.loop import train
@@ -206,9 +206,9 @@ def test_a_rank_holds_its_share_and_the_tensors_of_one_rule(comm: Any, shared_tm
     comm.Barrier()
     alive: set[int] = set()
     most = 0
-    read = hf_files.Reader.read
+    read = huggingface_files.Reader.read
 
-    def counted(reader: hf_files.Reader, name: str) -> torch.Tensor:
+    def counted(reader: huggingface_files.Reader, name: str) -> torch.Tensor:
         nonlocal most
         tensor = read(reader, name)
         storage = tensor.untyped_storage()
@@ -218,7 +218,7 @@ def test_a_rank_holds_its_share_and_the_tensors_of_one_rule(comm: Any, shared_tm
         most = max(most, len(alive))
         return tensor
 
-    monkeypatch.setattr(hf_files.Reader, "read", counted)
+    monkeypatch.setattr(huggingface_files.Reader, "read", counted)
     import_folder(shared_tmp_path / "theirs", shared_tmp_path / "run", comm)
     assert most == 3 and not alive  # q, k and v make one of our tensors
     files = opened(shared_tmp_path / "run", comm).index["files"]
@@ -288,7 +288,7 @@ def test_older_files_say_rope_scaling_and_rope_theta(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Cannot write .*none/model\.safetensors: .*No such file"):
-        hf_files.write(tmp_path / "none", [("a", (2,))], "float32", iter([torch.zeros(2)]), 1 << 30)
+        huggingface_files.write(tmp_path / "none", [("a", (2,))], "float32", iter([torch.zeros(2)]), 1 << 30)
 
 
 def spoil(folder: Path, kind: str) -> None:

@@ -13,7 +13,7 @@ from small_runs import metrics_of, shared_corpus, small_config, train_small
 from summa3d.errors import CheckpointError, ConfigError, Summa3dError
 from summa3d.layout import collect
 from summa3d.train import config
-from summa3d.train.checkpoint.folder import folder as checkpoint
+from summa3d.train.checkpoint import folder as checkpoint
 from summa3d.train.loop import accumulate, take_step
 from summa3d.train.precision import LossScale
 from summa3d.train.prepare import Run, prepare

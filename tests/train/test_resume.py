@@ -12,7 +12,7 @@ from mpi4py import MPI
 from small_runs import metrics_of, shared_corpus, small_config, train_small
 
 from summa3d.errors import ConfigError, Summa3dError
-from summa3d.train.checkpoint.folder import folder as checkpoint
+from summa3d.train.checkpoint import folder as checkpoint
 from summa3d.train.prepare import prepare
 
 GRIDS = {1: (1, 1, 1), 2: (1, 2, 1), 8: (2, 2, 2)}

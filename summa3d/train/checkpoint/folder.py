@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from ...comm.failure import agree_on_error
 from ...errors import CheckpointError
 from ...nn.config import ModelConfig
-from .. import toml as tables
+from .. import toml
 from ..config import Config, master_dtype
 from ..on_root import on_root
 from ..optimizer import AdamW, named_parameters
-from . import shards as pieces
+from . import shards
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class Checkpoint:
 
     def check_model(self, config: Config) -> None:
         """Raise CheckpointError, naming the keys that differ, unless the checkpoint fits the model of `config`."""
-        model = tables.build(ModelConfig, self.index["model"], "model.")
+        model = toml.build(ModelConfig, self.index["model"], "model.")
         have = {**identity(model), "dtype": master_dtype(self.index["dtype"])}
         want = {**identity(config.model), "dtype": master_dtype(config.dtype)}
         keys = [key for key in {**want, **have} if have.get(key) != want.get(key)]
@@ -76,7 +76,7 @@ class Checkpoint:
             error = caught
         agree_on_error(comm, error)
 
-    def load(self, blocks: Sequence[pieces.TensorBlock], grid: Grid) -> None:
+    def load(self, blocks: Sequence[shards.TensorBlock], grid: Grid) -> None:
         """Fill this rank's blocks in place; collective. Call `verify` first.
 
         Parameters
@@ -88,7 +88,7 @@ class Checkpoint:
         """
         error = None
         try:
-            with pieces.Reader(self.path, self.index["tensors"]) as reader:
+            with shards.Reader(self.path, self.index["tensors"]) as reader:
                 for block in blocks:
                     reader.read(block, grid)
         except CheckpointError as caught:
@@ -105,7 +105,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"The checkpoint file {path} is {change}: {size} bytes instead of {entry['bytes']}. {self._advice()}"
             )
-        if pieces.checksum(path) != entry["sha256"]:
+        if shards.checksum(path) != entry["sha256"]:
             raise CheckpointError(f"The checkpoint file {path} is altered: its checksum differs from the index. {self._advice()}")
 
     def _advice(self) -> str:
@@ -121,19 +121,19 @@ def identity(model: ModelConfig) -> dict[str, Any]:
         "rotary_base": model.theta,
     }
     filled |= {"rotary_scaling": model.scaling, "tied_head": model.tied}
-    table = {**tables.dump(model), **filled}
+    table = {**toml.dump(model), **filled}
     return {f"model.{key}": table[key] for key in sorted(table) if key not in FREE_KEYS}
 
 
-def model_blocks(model: torch.nn.Module) -> list[pieces.TensorBlock]:
+def model_blocks(model: torch.nn.Module) -> list[shards.TensorBlock]:
     """The model's parameters as blocks of global tensors."""
-    return [pieces.TensorBlock(f"model.{name}", p.data, p.sharding) for name, p in named_parameters(model)]
+    return [shards.TensorBlock(f"model.{name}", p.data, p.sharding) for name, p in named_parameters(model)]
 
 
-def optimizer_blocks(optimizer: AdamW) -> list[pieces.TensorBlock]:
+def optimizer_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
     """The optimizer's moments as blocks of global tensors; each has the sharding of its parameter."""
     return [
-        pieces.TensorBlock(f"optimizer.{moment}.{name}", tensor, optimizer.parameters[name].sharding)
+        shards.TensorBlock(f"optimizer.{moment}.{name}", tensor, optimizer.parameters[name].sharding)
         for moment, tensors in optimizer.moments.items()
         for name, tensor in tensors.items()
     ]
@@ -142,7 +142,7 @@ def optimizer_blocks(optimizer: AdamW) -> list[pieces.TensorBlock]:
 def save(
     folder: Path,
     step: int,
-    blocks: Sequence[pieces.TensorBlock],
+    blocks: Sequence[shards.TensorBlock],
     grid: Grid,
     config: Config,
     loss_scale: dict[str, Any] | None = None,
@@ -159,7 +159,7 @@ def save(
     entry: dict[str, Any] | None = None
     error: Exception | None = None
     try:
-        entry = pieces.write(temporary / f"rank-{grid.rank}.safetensors", blocks, grid)
+        entry = shards.write(temporary / f"rank-{grid.rank}.safetensors", blocks, grid)
     except CheckpointError as caught:
         error = caught
     agree_on_error(grid.comm, error)
@@ -175,7 +175,7 @@ def save(
 
 def index_of(
     step: int,
-    blocks: Sequence[pieces.TensorBlock],
+    blocks: Sequence[shards.TensorBlock],
     entries: Sequence[dict[str, Any]],
     config: Config,
     loss_scale: dict[str, Any] | None = None,
@@ -192,11 +192,11 @@ def index_of(
         "random": {"seed": config.train.seed, "step": step},
         "loss_scale": loss_scale,
         "dtype": config.dtype,
-        "model": tables.dump(config.model),
-        "train": tables.dump(config.train),
+        "model": toml.dump(config.model),
+        "train": toml.dump(config.train),
         "written_on": {"scheme": config.scheme, "grid": config.grid.axes},
         "files": {entry["file"]: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for entry in entries},
-        "tensors": pieces.tensor_table(blocks, entries),
+        "tensors": shards.tensor_table(blocks, entries),
     }
 
 
@@ -256,12 +256,12 @@ def _digest(index: dict[str, Any]) -> str:
 def _publish(temporary: Path, final: Path, index: dict[str, Any], keep: int) -> None:
     path = temporary / "index.json"
     path.write_text(json.dumps({**index, "sha256": _digest(index)}), encoding="utf-8")
-    pieces.sync(path)
-    pieces.sync(temporary)
+    shards.sync(path)
+    shards.sync(temporary)
     if final.exists():
         _delete(final)
     os.rename(temporary, final)
-    pieces.sync(final.parent)
+    shards.sync(final.parent)
     for old in sorted(steps(final.parent).items())[:-keep]:
         _delete(old[1])
 

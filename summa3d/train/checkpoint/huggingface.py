@@ -18,13 +18,12 @@ from ...errors import CheckpointError, Summa3dError
 from ...layout.layout import Layout, Sharding
 from ...nn.config import ModelConfig
 from .. import config as configuration
-from .. import toml as tables
+from .. import toml
 from ..config import Config, DataConfig, master_dtype
 from ..on_root import on_root
 from ..precision import torch_dtype
 from . import folder as checkpoint
-from . import huggingface_files as hf_files
-from . import shards as pieces
+from . import huggingface_files, shards
 from .huggingface_names import FAMILIES, Mapping, Rule
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class Source:
     model: ModelConfig
     dtype: str
     original: dict[str, Any]
-    tensors: dict[str, hf_files.Entry]
+    tensors: dict[str, huggingface_files.Entry]
 
 
 def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool = False) -> Path:
@@ -69,10 +68,10 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
     grid = Grid(comm, {"r": comm.size})
     data = DataConfig(tokenizer=_tokenizer(source, run, found.model))
     config = Config(scheme="serial", dtype=found.dtype, model=found.model, data=data)
-    blocks: list[pieces.TensorBlock] = []
+    blocks: list[shards.TensorBlock] = []
     error: Exception | None = None
     try:
-        with hf_files.Reader(source, found.tensors) as reader:
+        with huggingface_files.Reader(source, found.tensors) as reader:
             blocks.extend(_local_rows(rule, reader, found, grid) for rule in rules_of(found.model))
     except Summa3dError as caught:
         error = caught
@@ -96,12 +95,12 @@ def _tokenizer(source: Path, run: Path, model: ModelConfig) -> str:
     return f"bpe:{model.vocabulary}:{(run / TOKENIZER).resolve()}" if own else "bytes"
 
 
-def _local_rows(rule: Rule, reader: hf_files.Reader, found: Source, grid: Grid) -> pieces.TensorBlock:
+def _local_rows(rule: Rule, reader: huggingface_files.Reader, found: Source, grid: Grid) -> shards.TensorBlock:
     """This rank's rows of the tensor that `rule` describes."""
     whole = to_ours(rule, [reader.read(name) for name in rule.theirs], found.model)
     sharding = Sharding(Layout(("r",), *[()] * (whole.dim() - 1)), tuple(whole.shape))
     share = whole[sharding.slices(grid)].to(torch_dtype(master_dtype(found.dtype)), copy=True)
-    return pieces.TensorBlock(f"model.{rule.ours}", share.contiguous(), sharding)
+    return shards.TensorBlock(f"model.{rule.ours}", share.contiguous(), sharding)
 
 
 def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None = None, file_bytes: int = 5 << 30) -> list[Path]:
@@ -117,7 +116,7 @@ def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None 
     Memory: one tensor at a time. Raises CheckpointError for a family without a Transformers form, and where `target` is not
     empty.
     """
-    model = tables.build(ModelConfig, saved.index["model"], "model.")
+    model = toml.build(ModelConfig, saved.index["model"], "model.")
     if model.family not in FAMILIES:
         raise CheckpointError(f"A {model.family} model cannot be exported. Families that can be exported: {', '.join(FAMILIES)}.")
     if target.exists() and any(target.iterdir()):
@@ -129,14 +128,14 @@ def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None 
 
     def tensors() -> Iterator[Tensor]:
         kept = torch_dtype(master_dtype(saved.index["dtype"]))
-        with pieces.Reader(saved.path, saved.index["tensors"]) as reader:
+        with shards.Reader(saved.path, saved.index["tensors"]) as reader:
             for rule in rules:
                 shape = our_shape(rule, model)
-                block = pieces.TensorBlock(f"model.{rule.ours}", torch.empty(shape, dtype=kept), _unsharded(shape))
+                block = shards.TensorBlock(f"model.{rule.ours}", torch.empty(shape, dtype=kept), _unsharded(shape))
                 reader.read(block, ONE_RANK)
                 yield from (part.to(torch_dtype(dtype)) for part in to_theirs(rule, block.tensor, model))
 
-    files = hf_files.write(target, listing, dtype, tensors(), file_bytes)
+    files = huggingface_files.write(target, listing, dtype, tensors(), file_bytes)
     run = saved.path.parent.parent
     original = run / ORIGINAL
     if (run / TOKENIZER).is_file():
@@ -209,14 +208,14 @@ def read_source(source: Path) -> Source:
     wanted = {name for rule in rules_of(model) for name in rule.theirs}
     named = {
         mapping.base + name if mapping.base + name in wanted else name: entry
-        for name, entry in hf_files.listing(source).items()
+        for name, entry in huggingface_files.listing(source).items()
         if not name.endswith(mapping.ignored)
     }
     _check_names(set(named), wanted, mapping, source)
     _check_copies(named, wanted, mapping, source)
     tensors = {name: entry for name, entry in named.items() if name in wanted}
     _check_shapes(tensors, model, source)
-    return Source(model, hf_files.widest({entry.dtype for entry in tensors.values()}, source), original, tensors)
+    return Source(model, huggingface_files.widest({entry.dtype for entry in tensors.values()}, source), original, tensors)
 
 
 def model_of(original: dict[str, Any], source: Path) -> ModelConfig:
@@ -243,7 +242,7 @@ def model_of(original: dict[str, Any], source: Path) -> ModelConfig:
             f"{source}: config.json says head_dim = {head}, but {values['heads']} heads × {head} differ from hidden = "
             f"{values['hidden']}; our {family} supports head_dim = hidden / heads only."
         )
-    return tables.build(ModelConfig, {key: value for key, value in values.items() if value is not None}, "model.")
+    return toml.build(ModelConfig, {key: value for key, value in values.items() if value is not None}, "model.")
 
 
 def config_of(model: ModelConfig, dtype: str, original: dict[str, Any]) -> dict[str, Any]:
@@ -304,15 +303,15 @@ def _check_names(names: set[str], wanted: set[str], mapping: Mapping, source: Pa
             )
 
 
-def _check_copies(named: dict[str, hf_files.Entry], wanted: set[str], mapping: Mapping, source: Path) -> None:
-    with hf_files.Reader(source, named) as reader:
+def _check_copies(named: dict[str, huggingface_files.Entry], wanted: set[str], mapping: Mapping, source: Path) -> None:
+    with huggingface_files.Reader(source, named) as reader:
         for name in (named.keys() & mapping.copies.keys()) - wanted:
             first = mapping.copies[name]
             if not torch.equal(reader.read(name), reader.read(first)):
                 raise CheckpointError(f"{source}: {name} differs from {first}; our model ties them, as one tensor.")
 
 
-def _check_shapes(tensors: dict[str, hf_files.Entry], model: ModelConfig, source: Path) -> None:
+def _check_shapes(tensors: dict[str, huggingface_files.Entry], model: ModelConfig, source: Path) -> None:
     """Compare every shape with the shape that follows from the sizes of the configuration."""
     for rule in rules_of(model):
         for name, shape in shapes_of(rule, model):
