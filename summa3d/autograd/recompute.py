@@ -68,7 +68,7 @@ def recompute(run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Seq
     modules : the modules whose weights `run` uses. Backward runs with the weights of forward (16-bit copies, for example).
 
     Words: forward those of `run`; backward those of `run` again and those of the gradients. Memory kept: the inputs.
-    PrefetchSource: Chen et al. 2016, §3.
+    Source: Chen et al. 2016, §3.
     """
     if not torch.is_grad_enabled():
         return run(*inputs)

@@ -116,12 +116,12 @@ class Layout:
         return frozenset(itertools.chain.from_iterable(self.dims))
 
     def root_index(self, axis: str, coordinates: Coordinates) -> int:
-        """The index on a root_only axis that holds the block of the line of ranks through `coordinates`."""
+        """The index on a root-only axis that holds the block of the line of ranks through `coordinates`."""
         follows = dict(self.follows)
         return coordinates[follows[axis]] if axis in follows else 0
 
     def holds_block(self, coordinates: Coordinates) -> bool:
-        """Whether the rank holds a block: it is on the grid, and the host on every root_only axis."""
+        """Whether the rank holds a block: it is on the grid, and the root on every root-only axis."""
         return bool(coordinates) and all(coordinates[axis] == self.root_index(axis, coordinates) for axis in self.root_only)
 
     def is_primary(self, coordinates: Coordinates) -> bool:

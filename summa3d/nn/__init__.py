@@ -1,6 +1,6 @@
 """Transformer layers and models, each written once for every tensor-parallel scheme.
 
-Names load on demand, so that the modules of plain data (config, scheme_kinds) can be imported without torch.
+Names load on demand, so that the modules of plain data (config, schemes.registry) can be imported without torch.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def random(shape, seed=1):
 
 
 def ownerships():
-    """Split every way, copied, root_only, dealt out in blocks."""
+    """Split every way, copied, root-only, dealt out in blocks."""
     return [
         Layout(("x", "y"), ("z",)),
         Layout(("z",), ()),

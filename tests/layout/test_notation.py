@@ -163,9 +163,9 @@ def test_layers_take_the_text_of_their_input(make_grid):
     from summa3d import nn
 
     cuboid = nn.scheme("cuboid", make_grid(x=2, y=1, z=2))
-    for text in ("b:(x,y) s h:z", cuboid.stream, None):
+    for text in ("b:(x,y) s h:z", cuboid.residual, None):
         layer, norm = nn.Linear(6, 4, cuboid, text), nn.LayerNorm(6, cuboid, text)
-        assert str(layer.input_layout) == str(norm.layout) == "b:(x,y) s h:z" == str(cuboid.stream)
+        assert str(layer.input_layout) == str(norm.layout) == "b:(x,y) s h:z" == str(cuboid.residual)
         assert str(layer.output_layout) == "b:(x,z) s n:y" and layer.weight.sharding.layout == Layout("k:(z,x) n:y")
 
 

@@ -72,7 +72,7 @@ def test_a_copy_prefetches_like_the_original_and_the_two_may_take_turns(make_gri
             gradients(module, batch, 1)
         words.append(moved.words)
     assert len(set(words)) == 1
-    assert other.scheme.prefetcher is not plan.ahead and other.scheme.prefetcher.depth == 1
+    assert other.scheme.prefetcher is not plan.prefetcher and other.scheme.prefetcher.depth == 1
 
 
 @pytest.mark.mpi(sizes=(4,))

@@ -121,7 +121,7 @@ def test_the_stream_is_gathered_once_for_q_and_kv_and_once_for_gate_and_up(make_
     tokens, labels = batch_for(x, y, z)
     with grid.ledger.watch() as moved:
         model(tokens, labels)
-    b, s, h, f, d, v = len(tokens), 9, CONFIG.hidden, CONFIG.width, 6, CONFIG.vocabulary
+    b, s, h, f, d, v = len(tokens), 9, CONFIG.hidden, CONFIG.ffn_dim, 6, CONFIG.vocabulary
     e, kv, ranks = b * s * h, 2 * CONFIG.num_kv_heads * d, x * y * z
     joined = (y - 1) * e + (z - 1) * b * s * (h + kv)
     out = (z - 1) * e + (y - 1) * e

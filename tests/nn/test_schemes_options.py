@@ -1,4 +1,4 @@
-"""Ways of storing that are not the default: vectors root_only on a row or a diagonal, and the 3-D product as first published."""
+"""Ways of storing that are not the default: vectors root-only on a row or a diagonal, and the 3-D product as first published."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_axes_inside_a_node_take_less_than_those_between_nodes() -> None:
 STEPS = {
     "cuboid": ["scheme=cuboid", "grid.x=2", "grid.z=2", "train.accumulate=2", "train.batch=16"],
     "diagonal": ["scheme=cuboid", "grid.y=2", "grid.z=2", "vectors=diagonal", "recompute=full", "model.dropout=0.1"],
-    "summa": ["scheme=summa", "grid.x=2", "grid.y=2", "vectors=root_only", "model.family=bert", "model.vocabulary=259"],
+    "summa": ["scheme=summa", "grid.x=2", "grid.y=2", "vectors=root-only", "model.family=bert", "model.vocabulary=259"],
     "oned-sp": ["scheme=oned-sp", "grid.y=4", "model.family=llama", "recompute=selective"],
 }
 

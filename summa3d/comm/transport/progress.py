@@ -1,7 +1,4 @@
-"""What MPI has yet to complete for this process, so that a rank which sleeps in its node's memory keeps it moving.
-
-Next: node.py, which sleeps; transport.py, which begins what is in flight.
-"""
+"""What MPI has yet to complete for this process, so that a rank which sleeps in its node's memory keeps it moving."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class AgarwalPlan(ProductPlan):
 
 
 def broadcast_layout(layout: Layout) -> Layout:
-    """The layout once root_only blocks have been broadcast."""
+    """The layout once root-only blocks have been broadcast."""
     return Layout(*layout.dims, names=layout.names)
 
 

@@ -31,7 +31,7 @@ def angles_of(size: int, config: ModelConfig) -> Tensor:
     """The angle between consecutive positions for each pair of a head of `size` elements, [size/2], float64, on the host.
 
     The scaling "llama3" (Llama 3.1) depends on a pair's number of turns in the context that the model was first trained on.
-    PrefetchSource: Su et al. 2021.
+    Source: Su et al. 2021.
 
     >>> angles_of(4, ModelConfig(family="llama", hidden=32, heads=8))
     tensor([1.0000, 0.0100], dtype=torch.float64)
@@ -52,7 +52,7 @@ class Rotary:
 
     The configuration may scale the angles (`angles_of`). q·k depends on differences of positions only, so the positions of
     packed documents need not restart: a token attends to its own document only. Angles are computed in float64 and their cosines
-    and sines rounded once. Moves nothing: attention holds whole sequences. PrefetchSource: Su et al. 2021.
+    and sines rounded once. Moves nothing: attention holds whole sequences. Source: Su et al. 2021.
     """
 
     def __init__(self, size: int, config: ModelConfig) -> None:

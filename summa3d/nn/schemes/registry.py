@@ -29,7 +29,7 @@ class SchemeSpec:
     sequence_first : whether activations are stored [s, b, n], so that all-gathers and reduce-scatters over s are contiguous
     transposed_down : whether the down projection of a feed-forward layer is a product of form nt with its weight's transpose
     vectors : the supported storages of vectors (γ, β, biases). "copied": replicated on the axes that do not split them.
-        "root-only": root-only, on index 0 of the axis that splits rows. "diagonal": split by the rows' coarse axis as well, on
+        "root-only": on index 0 alone of the axis that splits rows. "diagonal": split by the rows' coarse axis as well, on
         the ranks whose index on the rows' fine axis equals their index on the columns' axis.
     limits : why only single layers run on it, not whole models; empty where whole models run
     """

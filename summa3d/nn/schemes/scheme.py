@@ -77,8 +77,8 @@ class Scheme:
     def __deepcopy__(self, memo: dict[int, Any]) -> Scheme:
         """Return the scheme of a copied model: on the same grid, with its own prefetch and workspace."""
         copied = memo[id(self)] = replace(self)
-        if "ahead" in vars(self):  # the module's hooks hold it too, and are copied with the module
-            vars(copied)["ahead"] = copy.deepcopy(self.prefetcher, memo)
+        if "prefetcher" in vars(self):  # the module's hooks hold it too, and are copied with the module
+            vars(copied)["prefetcher"] = copy.deepcopy(self.prefetcher, memo)
         return copied
 
     @property
@@ -270,7 +270,7 @@ def scheme(
     grid : a grid with the axes x, y, z, d that the scheme needs. A needed axis that is absent is added to the grid with size 1;
         an axis of size 1 that the scheme does not need is ignored. None: one rank (serial only)
     regather : whether backward gathers operands again; read by the schemes that gather
-    vectors : how γ, β and biases are stored: "copied"; "root-only", root-only on row 0 (summa, as in Optimus); "diagonal" (cuboid
+    vectors : how γ, β and biases are stored: "copied"; "root-only", on row 0 alone (summa, as in Optimus); "diagonal" (cuboid
         with Y = Z, as in the 3-D paper)
     overlap : what may be in flight while layers compute; read by the schemes that `Overlap` names
 
