@@ -49,8 +49,8 @@ Vectors (γ, β, biases) are split as the last dim of what they are added to, an
 """
 NOTES = {
     "serial": "One rank: the cuboid of 1×1×1.",
-    "oned": "Megatron's 1-D: the stream is whole on every rank; the column product moves nothing forward and all-reduces dX, the "
-    "row product all-reduces its output. Forward 4(P−1)/P·E words a block (E = bsh), backward as much.",
+    "oned": "Megatron's 1-D: the residual stream is whole on every rank; the column product moves nothing forward and "
+    "all-reduces dX, the row product all-reduces its output. Forward 4(P−1)/P·E words a block (E = bsh), backward as much.",
     "oned-sp": "The same with sequence parallelism: the sequence-fine cuboid of 1×t×1. Activations are stored [s, b, n], so that "
     "gathers and scatters over s are contiguous.",
     "summa": "2-D on any R×C: panels of X are broadcast along y, of W along x. Forward [(C−1)7E + (R−1)12h²]/P words a block, "
@@ -61,7 +61,7 @@ NOTES = {
     "gradients are summed over d. Forward (q−1)/q²·(7E/d + 12h²) words a block.",
     "cuboid": "3-D on any X×Y×Z, batch-fine: X is gathered along y, W along x, Y summed along z and scattered; after each "
     "product y and z change places. Whole sequences everywhere.",
-    "cuboid-sequence": "3-D on any X×Y×Z, for batches too small to be split by two axes: in the stream y splits s, inside "
+    "cuboid-sequence": "3-D on any X×Y×Z, for batches too small to be split by two axes: in the residual stream y splits s, inside "
     "attention and feed-forward (y,z) split heads and columns. Stored [s, b, n]. The same words.",
     "agarwal": "3-D as first published, on q×q×q, for `nn.MLP` alone: every operand lies on one face of the cube and the "
     "other ranks hold nothing of it; it is broadcast from there. The cuboid's words, on a few ranks' memory.",
@@ -77,8 +77,8 @@ def stages(on: Scheme) -> Iterator[tuple[str, str, Layout, tuple[int, ...], str]
     """Stage, letters of its dims, layout, global shape, and the part of the model that is spent there."""
     b, s, h, f, v = BATCH, SEQUENCE, CONFIG.hidden, CONFIG.ffn_dim, CONFIG.vocabulary
     stream, inner = on.residual, on.after_linear(on.residual)
-    down = on.weight(inner, on.kind.transposed_down)
-    if on.kind.limits:
+    down = on.weight(inner, on.spec.transposed_down)
+    if on.spec.limits:
         yield "input", "mh", stream, (b * s, h), ""
         yield "up weight", "hf", on.weight(stream), (h, f), "up"
         yield "GELU", "mf", inner, (b * s, f), ""
@@ -130,7 +130,7 @@ def record(name: str, rank: int) -> tuple[Scheme, list[Op]]:
     tracer = Tracer()
     on = scheme(name, DryPlace(GRIDS[name], rank, ledger=tracer.ledger))
     with torch.device("meta"):
-        if on.kind.limits:
+        if on.spec.limits:
             rows, shape = BATCH * SEQUENCE, (BATCH * SEQUENCE, CONFIG.hidden)
             model: torch.nn.Module = MLP(CONFIG.hidden, CONFIG.ffn_dim, on)
             block = torch.empty(on.residual.local_shape(shape, on.grid.shape, on.grid.coordinates), requires_grad=True)
@@ -154,7 +154,7 @@ def table(name: str) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for stage, letters, layout, shape, part in stages(on):
         local = list(layout.local_shape(shape, on.grid.shape, on.grid.coordinates))
-        if on.kind.sequence_first and letters[:2] == "bs" and len(letters) == 3:
+        if on.spec.sequence_first and letters[:2] == "bs" and len(letters) == 3:
             local[:2] = local[1::-1]
             shown = f"[{', '.join(map(str, local))}] as [s, b, {letters[2]}]"
         else:

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from summa3d.cli.main import COMMANDS, Parser
 
@@ -20,6 +21,15 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"(?:<!-- (?P<note>[^>]*) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+PATH = re.compile(r"[\w*.-]+(?:/[\w*.-]+)*/?")
+SUFFIXES = (".py", ".md", ".c", ".cu", ".cuh", ".sh", ".def", ".svg")
+EXAMPLES = {"product.py", "script.py"}
+"""Files that a reader is to write."""
+MADE = ("bench/build/", "checkpoints/", "runs/", "site/")
+"""Folders that commands make."""
+NAME = re.compile(r"(?:summa3d|comm|layout|gemm|autograd|nn|dry|train)(?:\.\w+)+")
 OTHERS = ("module", "git", "cp", "cd", "df", "ls", "rm", "apptainer", "spack", "conda", "pip", "pre-commit", ".", "source")
 """Programs whose options are theirs to check."""
 
@@ -55,6 +65,48 @@ def with_outputs() -> Iterator[tuple[Block, Block | None]]:
         for block, after in zip(found, [*found[1:], None], strict=False):
             if block.note not in ("prints", "shows"):
                 yield block, after if after is not None and after.note in ("prints", "shows") else None
+
+
+def missing_paths(text: str, folder: Path) -> list[str]:
+    """The paths in code marks and links that are neither in the page's folder nor the root nor the package; `*` stands for any.
+
+    Taken for a path: links, what ends like a source file, and what begins with a folder of the repository.
+    """
+    tops = {entry.name for entry in ROOT.iterdir() if entry.is_dir()}
+    found = set(LINK.findall(text))
+    for words in CODE.findall(text):
+        for word in words.split():
+            first, slash, _ = word.partition("/")
+            if (
+                PATH.fullmatch(word)
+                and not word.startswith((*MADE, ".venv"))
+                and (word.endswith(SUFFIXES) or (slash and first in tops))
+            ):
+                found.add(word)
+    places = (folder, ROOT, ROOT / "summa3d")
+    return sorted(path for path in found - EXAMPLES if not any(_is_there(place, path) for place in places))
+
+
+def _is_there(place: Path, path: str) -> bool:
+    return any(place.glob(path)) if "*" in path else (place / path).exists()
+
+
+def missing_names(text: str) -> list[str]:
+    """The dotted names in code marks that begin with a package of summa3d and cannot be imported."""
+    found = {name for words in CODE.findall(text) for name in NAME.findall(words) if words.startswith(name)}
+    return sorted(name for name in found if not _imports(name.removeprefix("summa3d.")))
+
+
+def _imports(name: str) -> bool:
+    value: object = importlib.import_module("summa3d")
+    for part in name.split("."):
+        try:
+            value = importlib.import_module(f"{value.__name__}.{part}") if isinstance(value, ModuleType) else getattr(value, part)
+        except (ImportError, AttributeError):
+            if not hasattr(value, part):
+                return False
+            value = getattr(value, part)
+    return True
 
 
 def check_output(expected: Block | None, printed: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shlex
 from pathlib import Path
 
@@ -86,6 +87,54 @@ def test_a_command_that_cannot_be_given_is_found(line: str) -> None:
     with pytest.raises((SystemExit, ConfigError, AssertionError)):
         for words in pages.commands(block):
             pages.check_command(words, block)
+
+
+FOLDER_PAGES = sorted(
+    file for folder in ("bench", "kernels", "summa3d", "tests") for file in (pages.ROOT / folder).rglob("README.md")
+)
+NAMED = [*pages.PAGES, *FOLDER_PAGES]
+
+
+@pytest.mark.parametrize("page", NAMED, ids=lambda page: str(page.relative_to(pages.ROOT)))
+def test_every_path_that_a_page_names_is_there(page: Path) -> None:
+    assert pages.missing_paths(page.read_text(encoding="utf-8"), page.parent) == []
+
+
+@pytest.mark.parametrize("page", NAMED, ids=lambda page: str(page.relative_to(pages.ROOT)))
+def test_every_dotted_name_that_a_page_has_is_there(page: Path) -> None:
+    if page.parent.name == "api":
+        pytest.skip("test_public.py and the site's build look at these names")
+    pytest.importorskip("torch")
+    assert pages.missing_names(page.read_text(encoding="utf-8")) == []
+
+
+def test_what_is_looked_for_stands_in_the_file_that_is_named() -> None:
+    text = (pages.ROOT / "docs" / "where.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| `([\w/.]+\.py)` \| `(\w+)` \|$", text, re.MULTILINE)
+    assert len(rows) >= 40
+    assert [(file, name) for file, name in rows if not re.search(rf"\b{name}\b", (pages.ROOT / file).read_text())] == []
+
+
+def test_every_folder_of_the_package_is_on_the_page_of_what_is_where() -> None:
+    text = (pages.ROOT / "docs" / "where.md").read_text(encoding="utf-8")
+    folders = [file.parent for root in ("summa3d", "kernels") for file in (pages.ROOT / root).rglob("__init__.py")]
+    named = [f"`{folder.relative_to(pages.ROOT)}/`" for folder in folders if folder.name != "summa3d"]
+    assert [folder for folder in named if folder not in text] == []
+
+
+def test_a_path_and_a_name_that_are_not_there_are_found() -> None:
+    text = "`tests/plain_*.py`, [a](nothing.md#b), `summa3d/comm/ring.py`, `bench/build/x`, `nn/volume.py`, `gemm.py`, `make.py`"
+    assert pages.missing_paths(text, pages.ROOT / "docs") == [
+        "gemm.py",
+        "make.py",
+        "nn/volume.py",
+        "nothing.md",
+        "summa3d/comm/ring.py",
+    ]
+    assert pages.missing_names("`summa3d.gemm.volume`, `summa3d.nn.volume_models`, `nn.memory`, `nn.MLP`") == [
+        "nn.memory",
+        "summa3d.nn.volume_models",
+    ]
 
 
 def test_another_output_is_found() -> None:
