@@ -38,8 +38,8 @@ NOTES = {
     "bert": "Bidirectional; token types; norms after the residual sums; exact GELU. `labels` are the true tokens where they are "
     "masked; `relation` says whether the second sentence follows (0) or not (1).",
     "llama": "Rotary positions in the half-split order, RMSNorm, SwiGLU, no biases, a head of its own unless `tied_head`. "
-    "q and kv, gate and up, are one product each. The axes that split columns must divide the kv heads, or be a multiple of them: then each rank holds "
-    "a piece of a head, and those that share it gather it. f must be a multiple of those axes.",
+    "q and kv, gate and up, are one product each. The axes that split columns must divide the kv heads, or be a multiple of "
+    "them: then each rank holds a piece of a head, and those that share it gather it. f must be a multiple of those axes.",
     "vit": "Patches through one linear, a class token before them, norms before the branches, exact GELU, a classifier of the "
     "class token. n patches of c channels and p×p pixels; s = 1 + n.",
 }

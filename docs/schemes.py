@@ -61,8 +61,8 @@ NOTES = {
     "gradients are summed over d. Forward (q−1)/q²·(7E/d + 12h²) words a block.",
     "cuboid": "3-D on any X×Y×Z, batch-fine: X is gathered along y, W along x, Y summed along z and scattered; after each "
     "product y and z change places. Whole sequences everywhere.",
-    "cuboid-sequence": "3-D on any X×Y×Z, for batches too small to be split by two axes: in the residual stream y splits s, inside "
-    "attention and feed-forward (y,z) split heads and columns. Stored [s, b, n]. The same words.",
+    "cuboid-sequence": "3-D on any X×Y×Z, for batches too small to be split by two axes: in the residual stream y splits s, "
+    "inside attention and feed-forward (y,z) split heads and columns. Stored [s, b, n]. The same words.",
     "agarwal": "3-D as first published, on q×q×q, for `nn.MLP` alone: every operand lies on one face of the cube and the "
     "other ranks hold nothing of it; it is broadcast from there. The cuboid's words, on a few ranks' memory.",
 }

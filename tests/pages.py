@@ -29,7 +29,7 @@ EXAMPLES = {"product.py", "script.py"}
 """Files that a reader is to write."""
 MADE = ("bench/build/", "checkpoints/", "runs/", "site/")
 """Folders that commands make."""
-NAME = re.compile(r"(?:summa3d|comm|layout|gemm|autograd|nn|dry|train)(?:\.\w+)+")
+NAME = re.compile(r"(?:summa3d|comm|layout|gemm|autograd|nn|dry)(?:\.\w+)+")
 OTHERS = ("module", "git", "cp", "cd", "df", "ls", "rm", "apptainer", "spack", "conda", "pip", "pre-commit", ".", "source")
 """Programs whose options are theirs to check."""
 
@@ -68,23 +68,21 @@ def with_outputs() -> Iterator[tuple[Block, Block | None]]:
 
 
 def missing_paths(text: str, folder: Path) -> list[str]:
-    """The paths in code marks and links that are neither in the page's folder nor the root nor the package; `*` stands for any.
+    """The paths in code marks and links that are not there; `*` stands for any name.
 
-    Taken for a path: links, what ends like a source file, and what begins with a folder of the repository.
+    Taken for a path: links, what ends like a source file, and what begins with a folder of the repository. It may begin in the
+    page's folder, the repository, the package, or a folder that the same line names.
     """
     tops = {entry.name for entry in ROOT.iterdir() if entry.is_dir()}
-    found = set(LINK.findall(text))
-    for words in CODE.findall(text):
-        for word in words.split():
-            first, slash, _ = word.partition("/")
-            if (
-                PATH.fullmatch(word)
-                and not word.startswith((*MADE, ".venv"))
-                and (word.endswith(SUFFIXES) or (slash and first in tops))
-            ):
-                found.add(word)
-    places = (folder, ROOT, ROOT / "summa3d")
-    return sorted(path for path in found - EXAMPLES if not any(_is_there(place, path) for place in places))
+    found = set()
+    for line in text.splitlines():
+        words = [word for code in CODE.findall(line) for word in code.split() if PATH.fullmatch(word)]
+        paths = [word for word in words if word.endswith(SUFFIXES) or ("/" in word and word.partition("/")[0] in tops)]
+        places = (folder, ROOT, ROOT / "summa3d", *(ROOT / path for path in paths if path.endswith("/")))
+        for path in {*paths, *LINK.findall(line)} - EXAMPLES:
+            if not path.startswith((*MADE, ".venv")) and not any(_is_there(place, path) for place in places):
+                found.add(path)
+    return sorted(found)
 
 
 def _is_there(place: Path, path: str) -> bool:

@@ -115,6 +115,19 @@ def test_what_is_looked_for_stands_in_the_file_that_is_named() -> None:
     assert [(file, name) for file, name in rows if not re.search(rf"\b{name}\b", (pages.ROOT / file).read_text())] == []
 
 
+def test_the_keys_of_a_dry_run_are_those_of_its_page() -> None:
+    pytest.importorskip("torch")
+    from summa3d.train import config
+    from summa3d.train.dry_run import TERMS, predict
+
+    text = (pages.ROOT / "docs" / "dry-run.md").read_text(encoding="utf-8")
+    keys = re.findall(r"^\| (`.+`) \| .+ \|$", text, re.MULTILINE)
+    found = predict(config.load("demo", ["grid.z=2", "model.layers=1", "device=cpu"]))
+    assert re.findall(r"\w+", " ".join(keys)) == list(found)
+    terms = re.findall(r"^\| (\w+) \| ", text.partition("## What is counted")[2].partition("##")[0], re.MULTILINE)
+    assert terms == ["term", *TERMS]
+
+
 def test_every_folder_of_the_package_is_on_the_page_of_what_is_where() -> None:
     text = (pages.ROOT / "docs" / "where.md").read_text(encoding="utf-8")
     folders = [file.parent for root in ("summa3d", "kernels") for file in (pages.ROOT / root).rglob("__init__.py")]

@@ -97,12 +97,12 @@ class PinnedTransport(FlatTransport):
         return False
 
     def on_host(self, seconds: float) -> float:
-        """MPI's: the way down, for which the host waits, and the way up are in the device's spans."""
+        """MPI's: the D2H copy, for which the host waits, and the H2D copy are in the device's spans."""
         waited, self.waited = self.waited, 0.0
         return max(0.0, seconds - waited)
 
     def close(self) -> None:
-        """Wait for the ways up that are under way."""
+        """Wait for the H2D copies that are under way."""
         self.backend.record(self.stream).synchronize()
 
     def all_gather(self, comm: MPI.Comm, block: Array, out: Array, counts: Sequence[int], blocking: bool) -> Requests:

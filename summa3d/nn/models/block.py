@@ -20,7 +20,7 @@ class Block(nn.Module):
     """Attention and a feed-forward layer as two branches of the residual stream, whose layout is unchanged.
 
     Pre-norm (GPT-2, Llama, ViT): x + dropout(branch(norm(x))), twice. Post-norm (BERT): norm(x + dropout(branch(x))), twice.
-    The first weights of the two projections onto the stream are smaller by √(2l), as in GPT-2.
+    The first weights of the two projections onto the residual stream are smaller by √(2l), as in GPT-2.
 
     name : the block's name in the model, which keys its dropout masks
     """

@@ -218,7 +218,7 @@ class Scheme:
 
         Parameters
         ----------
-        x : this rank's block of the stream, as stored
+        x : this rank's block of the residual stream, as stored
         position : the global position
         sequence : the global s
 
