@@ -19,7 +19,7 @@ from .product_cache import ProductCache
 class Embedding(nn.Module):
     """A table [v, h] in the scheme's layout: it embeds tokens, and as the tied head maps the residual stream to logits.
 
-    ``forward(tokens)`` takes this rank's block of the tokens [b, s] in `tokens_layout` and returns its block of the residual stream.
+    ``forward(tokens)`` takes this rank's block of the tokens [b, s] in `tokens_layout`, returns its block of the residual stream.
     The table is all-gathered along one axis (the scheme's `lookup`), each rank looks up the part of the vocabulary that it then
     holds, and the found rows are summed over the ranks that hold the other parts. Words forward and backward, mean per rank:
     cuboid [(X−1)vh + (Y−1)bsh]/P; summa (R−1)vh/P; oned 2(P−1)/P·bsh forward and none backward.
@@ -92,7 +92,8 @@ class Embedding(nn.Module):
 class Positions(nn.Module):
     """A small table [s, h], such as learned positions, whose rows are added to the residual stream.
 
-    It is split as the residual stream's columns and replicated on the axes that split rows; backward all-reduces its gradient over them.
+    It is split as the residual stream's columns and replicated on the axes that split rows; backward all-reduces its
+    gradient over them.
     """
 
     def __init__(self, sequence: int, hidden: int, scheme: Scheme, std: float = 0.02, dtype: torch.dtype = torch.float32) -> None:
