@@ -61,7 +61,7 @@ class Scheme:
 
     Attributes
     ----------
-    kind : the scheme as data
+    spec : the scheme as data
     grid : the grid; or a `Place`, for the layouts and closed forms of any rank of any grid
     regather : whether backward gathers operands again (memory 1/P) or keeps those that forward gathered (fewer words)
     vectors : how γ, β and biases are stored
@@ -77,8 +77,8 @@ class Scheme:
     def __deepcopy__(self, memo: dict[int, Any]) -> Scheme:
         """Return the scheme of a copied model: on the same grid, with its own prefetch and workspace."""
         copied = memo[id(self)] = replace(self)
-        if "ahead" in vars(self):  # the module's hooks hold it too, and are copied with the module
-            vars(copied)["ahead"] = copy.deepcopy(self.prefetcher, memo)
+        if "prefetcher" in vars(self):  # the module's hooks hold it too, and are copied with the module
+            vars(copied)["prefetcher"] = copy.deepcopy(self.prefetcher, memo)
         return copied
 
     @property
@@ -162,7 +162,7 @@ class Scheme:
     def product(self, layout: Layout, form: str, m: int, n: int, k: int, source: PrefetchSource | None = None) -> Product:
         """Bind the product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt"), with its gradients.
 
-        source : the layer's prefetch source, from the method `source`; None for no prefetch
+        source : the layer's prefetch source, from the method `prefetch_source`; None for no prefetch
         """
         rows = self.vector_rows(self.after_linear(layout))
         in_flight = InFlight(source, self.overlap.input_gradient)
