@@ -36,8 +36,8 @@ class Chain(nn.Module):
             layout = layers[-1].output_layout
         self.layers = nn.ModuleList(layers)
         initialise(self, plan, 1)
-        if follow and plan.ahead is not None:
-            plan.ahead.follow(self)
+        if follow and plan.prefetcher is not None:
+            plan.prefetcher.follow(self)
 
     def forward(self, x: Tensor) -> Tensor:
         for turn in self.turns:
