@@ -25,7 +25,7 @@ def main() -> None:
         own.sendall(text)
         ended = own.recv(16)
     except OSError as error:
-        sys.exit(f"no fork server: {error}")
+        sys.exit(f"no fork server: {error}. A test file may use MPI when it is imported; --fresh-ranks shows which.")
     if not ended:
         sys.exit("the fork server has ended")
     status = int(ended)

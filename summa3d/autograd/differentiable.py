@@ -130,7 +130,7 @@ class Gathered(Product):
         source = self.in_flight.source
         if source is None or self.cuboid.x.size == 1:
             return self.cuboid.gather_b(b, view)
-        gathered = source.ahead.gather(source, forward, b, self.cuboid.start_gather_b)
+        gathered = source.prefetcher.gather(source, forward, b, self.cuboid.start_gather_b)
         return self.cuboid.gather_b(b, view) if gathered is None else self.cuboid.ledger.track(gathered)
 
 

@@ -57,7 +57,7 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -
 
     Words forward: those of the plan's algorithm; backward: those of the same algorithm's products for dA and dB. For the
     cuboid, mean per rank: forward [(Y−1)mk + (X−1)kn + (Z−1)mn]/P, backward [(Z−1)mn + (Y−1)mk + (X−1)kn]/P, and with regather
-    [(Y−1)mk + (X−1)kn]/P more (`gemm.volume.of_plan` has the other algorithms' words). The bias gradient is one all-reduce over
+    [(Y−1)mk + (X−1)kn]/P more (`gemm.volume` has the other algorithms' words). The bias gradient is one all-reduce over
     `product.rows`.
     Memory kept for backward: both shards; for the cuboid with regather=False, both gathered operands.
     Source: Bian et al. 2021, Algorithms 2, 4 and 6, a closed set (with 6 read as AᵀB).

@@ -37,9 +37,9 @@ class PrefetchSource:
     """
 
     def __init__(
-        self, ahead: Prefetcher, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor]
+        self, prefetcher: Prefetcher, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor]
     ) -> None:
-        self.ahead, self.parts, self.make = ahead, parts, make
+        self.prefetcher, self.parts, self.make = prefetcher, parts, make
         self.start: Callable[[Tensor], Pending] | None = None
         self.found: Sequence[Tensor] | None = None
         self.saved: Tensor | None = None
@@ -47,7 +47,7 @@ class PrefetchSource:
     def __deepcopy__(self, memo: dict[int, Any]) -> PrefetchSource:
         """Return the source of a copied layer: it reads the copy's parameters and holds no tensor yet."""
         copied = memo[id(self)] = copy.copy(self)
-        copied.ahead, copied.parts, copied.make = copy.deepcopy((self.ahead, self.parts, self.make), memo)
+        copied.prefetcher, copied.parts, copied.make = copy.deepcopy((self.prefetcher, self.parts, self.make), memo)
         copied.start = copied.found = copied.saved = None
         return copied
 

@@ -30,7 +30,7 @@ from ..nn.layers.dropout import Batch
 from ..nn.models.block import Block
 from ..nn.overlap import DEFAULT, Overlap
 from ..nn.parameter import initialise
-from ..nn.schemes.registry import KINDS
+from ..nn.schemes.registry import SCHEME_SPECS
 from ..nn.schemes.scheme import Scheme, scheme
 from .clock import Clock
 from .memory import peak_bytes, saved_bytes
@@ -97,12 +97,12 @@ class Entry:
 
 def grids_for(name: str, ranks: int, case: Case) -> list[dict[str, int]]:
     """All grids of `ranks` ranks on which the scheme can run the case."""
-    return [shape for shape in KINDS[name].grids(ranks) if fits(name, shape, case)]
+    return [shape for shape in SCHEME_SPECS[name].grids(ranks) if fits(name, shape, case)]
 
 
 def gathers(name: str) -> bool:
     """Whether the scheme's products all-gather operands, so that backward may gather them again or keep them."""
-    kind = KINDS[name]
+    kind = SCHEME_SPECS[name]
     return algorithm_of(kind.plan(kind.residual, "nn", 1, 1, 1)).gradients is Gradients.GATHERED
 
 

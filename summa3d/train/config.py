@@ -15,7 +15,7 @@ from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError
 from ..nn.config import ModelConfig
 from ..nn.overlap import Overlap
-from ..nn.schemes.registry import KINDS
+from ..nn.schemes.registry import SCHEME_SPECS
 from . import toml
 
 if sys.version_info >= (3, 11):
@@ -23,7 +23,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SCHEMES = tuple(KINDS)
+SCHEMES = tuple(SCHEME_SPECS)
 RECOMPUTE = ("none", "selective", "full")
 SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
 """Model families that can be trained on text → the number of special tokens that follow the tokenizer's own."""

@@ -85,7 +85,7 @@ def test_a_copied_layer_keeps_the_grids_axes_and_none_of_the_originals_tensors_a
     x = torch.ones(2, 3, 5, dtype=torch.float64)
     linear(x).sum().backward()
     other = copy.deepcopy(linear)
-    assert other._source.parts() == (other.weight,) and other._source.ahead is other.scheme.prefetcher
+    assert other._source.parts() == (other.weight,) and other._source.prefetcher is other.scheme.prefetcher
     assert other._product(12).in_flight.source is other._source
     with torch.no_grad():
         other.weight.zero_()

@@ -15,7 +15,7 @@ from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError
 from summa3d.nn import ModelConfig, build, parameter, scheme
 from summa3d.nn.overlap import Overlap
-from summa3d.nn.schemes.registry import KINDS
+from summa3d.nn.schemes.registry import SCHEME_SPECS
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_parameters_are_exact_on_every_rank_of_every_grid_in_every_scheme_and_st
     monkeypatch.setattr(parameter, "_fill", lambda *_: None)  # their values do not matter
     sizes = {**FAMILIES[family], "layers": 1, "hidden": 48, "heads": 24} | ({"kv_heads": 12} if family == "llama" else {})
     config = ModelConfig(**sizes)
-    for kind, ranks in product(KINDS.values(), (1, 2, 4, 6, 8)):
+    for kind, ranks in product(SCHEME_SPECS.values(), (1, 2, 4, 6, 8)):
         for axes, vectors in product([] if kind.limits else kind.grids(ranks), kind.vectors):
             for rank in range(ranks):
                 try:

@@ -12,6 +12,7 @@ import torch
 from nn_parity import global_weights
 from scheme_table import FAMILIES, GPT2, LLAMA
 
+from summa3d.comm.grid import Place
 from summa3d.nn import build, scheme
 from summa3d.nn.schemes.scheme import Scheme
 
@@ -24,7 +25,7 @@ GRIDS = {
     ],
     8: [("tesseract", {"x": 2, "y": 2, "d": 2}), ("cuboid", {"x": 2, "y": 2, "z": 2})],
 }
-CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "bert": FAMILIES["bert"].config(scheme("serial"))}
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "bert": FAMILIES["bert"].config(scheme("serial", Place({"x": 1})))}
 STEPS, ROWS, SEQUENCE = 20, 8, 12
 
 

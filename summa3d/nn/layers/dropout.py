@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from summa3d.kernels import dispatch
 from summa3d.kernels.mask import Mask
 
 from ...layout.layout import Layout
 from ..random import keep_mask, key
 from ..schemes.scheme import Scheme
+from .bias_fusion import bias_dropout_add
 
 
 @dataclass(frozen=True)
@@ -34,25 +31,6 @@ class Batch:
     seed: int = 0
     step: int = 0
     first_row: int = 0
-
-
-class _DropoutAdd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, bias: Tensor | None, mask: Mask, probability: float) -> Tensor:
-        kept = dispatch.kernels_for(x).dropout_mask(x, mask)
-        ctx.save_for_backward(*([kept] if isinstance(kept, Tensor) else []))
-        ctx.mask, ctx.probability = kept if isinstance(kept, Mask) else None, probability
-        return dispatch.kernels_for(x).dropout_add(x, kept, probability, residual, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors[0] if ctx.mask is None else ctx.mask
-        of_x, of_residual, of_bias, *_ = ctx.needs_input_grad
-        grads = (
-            dispatch.kernels_for(grad).dropout_gradient(grad, kept, ctx.probability, of_bias) if of_x or of_bias else (None, None)
-        )
-        return grads[0], grad if of_residual else None, grads[1], None, None
 
 
 class Dropout(nn.Module):
@@ -100,7 +78,7 @@ class Dropout(nn.Module):
         mask = Mask.of(stream, whole, slices, draw)
         if stored and self.scheme.spec.sequence_first:
             mask = mask.swapped()
-        return _DropoutAdd.apply(x, residual, bias, mask, self.probability)
+        return bias_dropout_add(x, residual, bias, mask, self.probability)
 
     def extra_repr(self) -> str:
         """The probability and the name that torch prints for the module."""

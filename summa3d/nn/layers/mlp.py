@@ -7,35 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from summa3d.kernels import dispatch
 
 from ..config import ModelConfig
 from ..schemes.scheme import Scheme
+from .bias_fusion import bias_gelu
 from .fused_linear import FusedLinear
 from .linear import Linear
-
-
-class _BiasGELU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
-        ctx.save_for_backward(x, bias)
-        ctx.approximate = approximate
-        return dispatch.kernels_for(x).bias_gelu(x, bias, approximate)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *dispatch.kernels_for(grad).bias_gelu_gradient(grad, *ctx.saved_tensors, ctx.approximate), None
-
-
-def gelu(x: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
-    """GELU(x + bias), with bias fusion where the linear layer skipped the addition; x is kept for backward.
-
-    approximate : "tanh" or "none", as in torch
-    """
-    return functional.gelu(x, approximate=approximate) if bias is None else _BiasGELU.apply(x, bias, approximate)
 
 
 class MLP(nn.Module):
@@ -68,7 +47,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y without b2, b2), as in Linear."""
-        return self.down(gelu(*self.up(x, rows, skip_bias_add=True), approximate=self.approximate), rows, skip_bias_add)
+        return self.down(bias_gelu(*self.up(x, rows, skip_bias_add=True), approximate=self.approximate), rows, skip_bias_add)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -10,10 +10,10 @@ from ...errors import ShapeError
 from ...layout.distribute import collect
 from ..config import ModelConfig
 from ..layers.attention_mask import restarting_positions, visible
+from ..layers.bias_fusion import bias_gelu
 from ..layers.dropout import Batch
 from ..layers.embedding import Embedding, Positions
 from ..layers.linear import Linear
-from ..layers.mlp import gelu
 from ..layers.norm import LayerNorm
 from ..parameter import initialise, new_parameter
 from ..schemes.scheme import Scheme
@@ -122,7 +122,7 @@ class BERT(Body):
     def _token_logits(self, x: Tensor, batch: Batch) -> Tensor:
         """[b/(XY), s, h/Z] → [b/(XZ), s, v/Y]."""
         scheme, inner = self.scheme, self.transform.output_layout
-        x = self.transform_norm(gelu(*self.transform(x, skip_bias_add=True), approximate="none"))
+        x = self.transform_norm(bias_gelu(*self.transform(x, skip_bias_add=True), approximate="none"))
         shape = (batch.rows, batch.sequence, self.config.hidden)
         x = scheme.as_stored(relayout(scheme.batch_first(x), shape, scheme.grid, inner, scheme.residual))
         return self.embedding.head(x, bias=self.head_bias)

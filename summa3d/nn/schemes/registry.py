@@ -111,7 +111,7 @@ def _one_line(ranks: int) -> list[dict[str, int]]:
     return [{"x": 1, "y": ranks, "z": 1}]
 
 
-KINDS: dict[str, SchemeSpec] = {
+SCHEME_SPECS: dict[str, SchemeSpec] = {
     kind.name: kind
     for kind in (
         SchemeSpec("serial", "one rank", Layout("b:(x,y) s h:z"), cuboid, _one_rank),

@@ -28,10 +28,10 @@ from ...gemm.algorithms.workspace import Workspace
 from ...layout.layout import Layout, split_sizes
 from ..config import ModelConfig
 from ..overlap import DEFAULT, Overlap
-from .registry import KINDS, SchemeSpec, is_sequence_fine, row_axes
+from .registry import SCHEME_SPECS, SchemeSpec, is_sequence_fine, row_axes
 from .validate import check_grid, check_sizes, check_vectors
 
-SCHEMES = tuple(KINDS)
+SCHEMES = tuple(SCHEME_SPECS)
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Scheme:
     """The layouts and products of a transformer on a grid.
 
     A linear layer maps the layout of its input to another one, and two linear layers return to the residual stream's layout.
-    Each layer holds the layouts of its own input and output. Every layout is that of an operand of the kind's product.
+    Each layer holds the layouts of its own input and output. Every layout is that of an operand of the spec's product.
 
     Attributes
     ----------
-    kind : the scheme as data
+    spec : the scheme as data
     grid : the grid; or a `Place`, for the layouts and closed forms of any rank of any grid
     regather : whether backward gathers operands again (memory 1/P) or keeps those that forward gathered (fewer words)
     vectors : how γ, β and biases are stored
@@ -83,7 +83,7 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """The scheme's name, a key of `KINDS`."""
+        """The scheme's name, a key of `SCHEME_SPECS`."""
         return self.spec.name
 
     @property
@@ -162,7 +162,7 @@ class Scheme:
     def product(self, layout: Layout, form: str, m: int, n: int, k: int, source: PrefetchSource | None = None) -> Product:
         """Bind the product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt"), with its gradients.
 
-        source : the layer's prefetch source, from the method `source`; None for no prefetch
+        source : the layer's prefetch source, from the method `prefetch_source`; None for no prefetch
         """
         rows = self.vector_rows(self.after_linear(layout))
         in_flight = InFlight(source, self.overlap.input_gradient)
@@ -246,7 +246,7 @@ class Scheme:
         if self.spec.limits:
             raise LayoutError(
                 f"The {self.name} scheme runs single layers, such as nn.MLP, not whole models: {self.spec.limits}.\n"
-                f"  Schemes for models: {', '.join(kind.name for kind in KINDS.values() if not kind.limits)}."
+                f"  Schemes for models: {', '.join(spec.name for spec in SCHEME_SPECS.values() if not spec.limits)}."
             )
         inner = self.after_linear(self.residual)
         check_sizes(self.spec, inner, self.grid.shape, config, batch, config.sequence if sequence is None else sequence)
@@ -277,16 +277,16 @@ def scheme(
     Raises LayoutError for an unknown name or an unsupported storage of vectors; GridError, naming the grids that fit, where the
     scheme does not support the grid. Moves nothing.
     """
-    if name not in KINDS:
-        raise LayoutError(f"Scheme {name!r} is not known. Schemes: {', '.join(KINDS)}.")
-    kind = KINDS[name]
+    if name not in SCHEME_SPECS:
+        raise LayoutError(f"Scheme {name!r} is not known. Schemes: {', '.join(SCHEME_SPECS)}.")
+    spec = SCHEME_SPECS[name]
     if grid is None and name != "serial":
-        ranks = next(ranks for ranks in (4, 8) if kind.grids(ranks))
+        ranks = next(ranks for ranks in (4, 8) if spec.grids(ranks))
         raise GridError(
-            f"The {name} scheme needs a grid, such as summa3d.Grid(MPI.COMM_WORLD, {kind.grids(ranks)[0]}) on {ranks} ranks."
+            f"The {name} scheme needs a grid, such as summa3d.Grid(MPI.COMM_WORLD, {spec.grids(ranks)[0]}) on {ranks} ranks."
         )
     grid = grid or Grid(MPI.COMM_SELF, {"x": 1, "y": 1, "z": 1})
-    check_grid(kind, grid.shape)
-    check_vectors(kind, grid.shape, vectors)
-    grid.add_axes(*kind.axes)
-    return Scheme(kind, grid, regather, vectors, overlap)
+    check_grid(spec, grid.shape)
+    check_vectors(spec, grid.shape, vectors)
+    grid.add_axes(*spec.axes)
+    return Scheme(spec, grid, regather, vectors, overlap)

@@ -11,7 +11,7 @@ from ...errors import GridError, LayoutError
 from ...gemm.algorithms.plan import misfit
 from ...layout.layout import Layout
 from ..config import ModelConfig
-from .registry import KINDS, SchemeSpec
+from .registry import SCHEME_SPECS, SchemeSpec
 
 OUTER = ("dp", "pp", "cp", "ep")
 """Axes outside the tensor-parallel grid, over which no scheme splits a layer."""
@@ -35,12 +35,12 @@ class Need:
         return self.size % self.num_shards(shape) == 0
 
 
-def needs(kind: SchemeSpec, inner: Layout, config: ModelConfig, batch: int, sequence: int) -> list[Need]:
+def needs(spec: SchemeSpec, inner: Layout, config: ModelConfig, batch: int, sequence: int) -> list[Need]:
     """List the dims that must split evenly: batch and heads in attention, and the dims that the residual stream splits."""
-    outer = kind.residual
+    outer = spec.residual
 
     def split(dim: str, axes: tuple[str, ...]) -> str:
-        return f"The residual stream's {dim} dim is split by {' then '.join(axes)} ({kind.title})."
+        return f"The residual stream's {dim} dim is split by {' then '.join(axes)} ({spec.title})."
 
     found = [
         Need("batch", batch, outer.dims[0], split("batch", outer.dims[0])),
@@ -53,18 +53,18 @@ def needs(kind: SchemeSpec, inner: Layout, config: ModelConfig, batch: int, sequ
 
 
 def check_sizes(
-    kind: SchemeSpec, inner: Layout, shape: Mapping[str, int], config: ModelConfig, batch: int, sequence: int
+    spec: SchemeSpec, inner: Layout, shape: Mapping[str, int], config: ModelConfig, batch: int, sequence: int
 ) -> None:
     """Raise LayoutError where a dim cannot be split as the scheme needs; the error names values and grids that fit."""
-    wanted = needs(kind, inner, config, batch, sequence)
+    wanted = needs(spec, inner, config, batch, sequence)
     need = next((need for need in wanted if not need.met(shape)), None)
     if need is None:
         return
     num_shards = need.num_shards(shape)
     below = need.size - need.size % num_shards
     values = [value for value in (below - num_shards, below, below + num_shards, below + 2 * num_shards) if value > 0][:3]
-    ranks = prod(shape[axis] for axis in kind.axes)
-    grids = [grid for grid in kind.grids(ranks) if all(other.met(grid) for other in wanted)]
+    ranks = prod(shape[axis] for axis in spec.axes)
+    grids = [grid for grid in spec.grids(ranks) if all(other.met(grid) for other in wanted)]
     plural = {"batch": "Batches"}.get(need.dim, f"Values of {need.dim}")
     fitting = " · ".join(describe(grid) for grid in grids[:6]) or "none; change the sizes or the number of ranks"
     sizes = dict.fromkeys(f"{other.dim} {other.size}" for other in wanted)
@@ -76,29 +76,29 @@ def check_sizes(
     )
 
 
-def check_grid(kind: SchemeSpec, shape: Mapping[str, int]) -> None:
+def check_grid(spec: SchemeSpec, shape: Mapping[str, int]) -> None:
     """Raise GridError, naming the grids that would work, where the scheme does not support a grid of `shape`.
 
     An axis of size 1 may be absent. An axis over which the scheme does not split must have size 1 or be one of `OUTER`.
     """
     ranks = prod(size for axis, size in shape.items() if axis not in OUTER)
-    own = {axis: shape.get(axis, 1) for axis in kind.axes}
-    if own not in kind.grids(ranks):
+    own = {axis: shape.get(axis, 1) for axis in spec.axes}
+    if own not in spec.grids(ranks):
         used = {axis: size for axis, size in shape.items() if axis not in OUTER}
-        raise GridError(misfit(f"The {kind.name} scheme", used, kind.grids))
+        raise GridError(misfit(f"The {spec.name} scheme", used, spec.grids))
 
 
-def check_vectors(kind: SchemeSpec, shape: Mapping[str, int], vectors: str) -> None:
+def check_vectors(spec: SchemeSpec, shape: Mapping[str, int], vectors: str) -> None:
     """Raise LayoutError where the scheme does not support this storage of vectors; GridError for "diagonal" where Y ≠ Z."""
-    if vectors not in kind.vectors:
-        others = ", ".join(sorted({other.name for other in KINDS.values() if vectors in other.vectors})) or "none"
+    if vectors not in spec.vectors:
+        others = ", ".join(sorted({other.name for other in SCHEME_SPECS.values() if vectors in other.vectors})) or "none"
         raise LayoutError(
-            f"vectors {vectors!r}, a storage of γ, β and biases, is not supported by the {kind.name} scheme.\n"
-            f"  It supports: {', '.join(kind.vectors)}. Schemes that support {vectors!r}: {others}."
+            f"vectors {vectors!r}, a storage of γ, β and biases, is not supported by the {spec.name} scheme.\n"
+            f"  It supports: {', '.join(spec.vectors)}. Schemes that support {vectors!r}: {others}."
         )
     y, z = shape.get("y", 1), shape.get("z", 1)
     if vectors == "diagonal" and y != z:
-        square = [grid for grid in kind.grids(prod(shape.values())) if grid["y"] == grid["z"]]
+        square = [grid for grid in spec.grids(prod(shape.values())) if grid["y"] == grid["z"]]
         raise GridError(
             f"vectors 'diagonal' needs y and z of equal size; the grid has y={y}, z={z}.\n"
             f"  Grids that fit: {' · '.join(map(describe, square))}."

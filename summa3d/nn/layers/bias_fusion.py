@@ -1,0 +1,61 @@
+"""Bias fusion: the bias that a linear layer skipped (`skip_bias_add`) is added by the kernel that follows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from summa3d.kernels import dispatch
+from summa3d.kernels.mask import Mask
+
+
+class _BiasGELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.approximate = approximate
+        return dispatch.kernels_for(x).bias_gelu(x, bias, approximate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *dispatch.kernels_for(grad).bias_gelu_gradient(grad, *ctx.saved_tensors, ctx.approximate), None
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
+    """GELU(x + bias), with bias fusion where the linear layer skipped the addition; x is kept for backward.
+
+    approximate : "tanh" or "none", as in torch
+    """
+    return functional.gelu(x, approximate=approximate) if bias is None else _BiasGELU.apply(x, bias, approximate)
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, bias: Tensor | None, mask: Mask, probability: float) -> Tensor:
+        kept = dispatch.kernels_for(x).dropout_mask(x, mask)
+        ctx.save_for_backward(*([kept] if isinstance(kept, Tensor) else []))
+        ctx.mask, ctx.probability = kept if isinstance(kept, Mask) else None, probability
+        return dispatch.kernels_for(x).dropout_add(x, kept, probability, residual, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors[0] if ctx.mask is None else ctx.mask
+        of_x, of_residual, of_bias, *_ = ctx.needs_input_grad
+        grads = (
+            dispatch.kernels_for(grad).dropout_gradient(grad, kept, ctx.probability, of_bias) if of_x or of_bias else (None, None)
+        )
+        return grads[0], grad if of_residual else None, grads[1], None, None
+
+
+def bias_dropout_add(x: Tensor, residual: Tensor | None, bias: Tensor | None, mask: Mask, probability: float) -> Tensor:
+    """residual + dropout(x + bias), with bias fusion on a device; the mask is kept for backward, or drawn again on a device.
+
+    residual, bias : None where there is none
+    """
+    return _BiasDropoutAdd.apply(x, residual, bias, mask, probability)
