@@ -38,7 +38,7 @@ HEADING = f"""# The schemes, stage by stage
 
 One transformer, written once; a scheme says which grid axes split which dim, and which product joins them. This page shows
 every scheme's layouts for one small model: b = {BATCH}, s = {SEQUENCE}, h = {CONFIG.hidden}, a = {CONFIG.heads}, \
-f = {CONFIG.width}, v = {CONFIG.vocabulary}.
+f = {CONFIG.ffn_dim}, v = {CONFIG.vocabulary}.
 `python docs/schemes.py` prints it from the code that runs, and a test compares.
 
 `b:(d,x)` reads: dim b is split by axis d, each part then by x; a dim without axes is whole on every rank, and an axis that
@@ -75,7 +75,7 @@ def split(dims: str, layout: Layout) -> str:
 
 def stages(on: Scheme) -> Iterator[tuple[str, str, Layout, tuple[int, ...], str]]:
     """Stage, letters of its dims, layout, global shape, and the part of the model that is spent there."""
-    b, s, h, f, v = BATCH, SEQUENCE, CONFIG.hidden, CONFIG.width, CONFIG.vocabulary
+    b, s, h, f, v = BATCH, SEQUENCE, CONFIG.hidden, CONFIG.ffn_dim, CONFIG.vocabulary
     stream, inner = on.residual, on.after_linear(on.residual)
     down = on.weight(inner, on.kind.transposed_down)
     if on.kind.limits:
@@ -132,7 +132,7 @@ def record(name: str, rank: int) -> tuple[Scheme, list[Op]]:
     with torch.device("meta"):
         if on.kind.limits:
             rows, shape = BATCH * SEQUENCE, (BATCH * SEQUENCE, CONFIG.hidden)
-            model: torch.nn.Module = MLP(CONFIG.hidden, CONFIG.width, on)
+            model: torch.nn.Module = MLP(CONFIG.hidden, CONFIG.ffn_dim, on)
             block = torch.empty(on.residual.local_shape(shape, on.grid.shape, on.grid.coordinates), requires_grad=True)
             given: dict[str, Any] = {"x": block, "rows": rows}
         else:

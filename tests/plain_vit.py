@@ -39,7 +39,7 @@ class PlainViT(PlainTransformer):
 
 def pictures(config: ModelConfig, rows: int, sequence: int) -> dict[str, Tensor]:
     """Random images and labels; one row of several has no label."""
-    side, _, channels, classes = config.picture
+    side, _, channels, classes = config.image_sizes
     generator = torch.Generator().manual_seed(rows)
     labels = torch.randint(0, classes, (rows,), generator=generator)
     labels[0] = -100 if rows > 1 else 0
