@@ -37,6 +37,7 @@ def meta_on_device() -> Iterator[None]:
 
 
 def is_torch(array: Array) -> bool:
+    """Whether `array` is a torch tensor."""
     return not isinstance(array, np.ndarray) and hasattr(type(array), "data_ptr")  # the first, because every call passes here
 
 

@@ -77,6 +77,7 @@ class Checks:
             raise ShapeError(problem)
 
     def target_problem(self, name: str, array: Array) -> str | None:
+        """What forbids to overwrite `array` in place; None if nothing does."""
         return None if is_writable(array) else f"{name} overwrites its array in place, and this one is read-only."
 
     def _parts_problem(self, name: str, dim: int, extent: int) -> str | None:
@@ -91,6 +92,7 @@ class Checks:
         )
 
     def root_problem(self, root: int) -> str | None:
+        """What is wrong with `root` as a member of the axis; None if nothing is."""
         return (
             None
             if 0 <= root < self.size

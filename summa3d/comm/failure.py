@@ -172,6 +172,7 @@ class Watchdog:
             self._arm()
 
     def stop(self) -> None:
+        """Stop watching this rank, and disarm the stack dump."""
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
 

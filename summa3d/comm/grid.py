@@ -117,6 +117,7 @@ class Grid:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the axes, in the order of `shape`."""
         return tuple(self.shape)
 
     def __getitem__(self, key: str | tuple[str, ...]) -> Axis:
@@ -262,6 +263,7 @@ class Unconnected(Transports):
     """The transports of an axis of a grid that nobody has started: its collectives raise GridError."""
 
     def carry(self, call: Call) -> Carried:
+        """Raise GridError: nobody is there to communicate with."""
         raise GridError(
             f"{call.operation} over axis {self.members.label} = {self.members.size}: a Place stands for one rank of a grid that "
             "nobody has started, and has nobody to communicate with. Make a Grid, or a Place with transports that move nothing."

@@ -24,6 +24,7 @@ class Pending:
         self._result: Array = None
 
     def wait(self) -> Array:
+        """Complete the communication and return its result; a second call returns the same result."""
         carried = self._carried
         if carried is not None:
             wall, cpu = time.perf_counter(), time.thread_time()
@@ -44,6 +45,7 @@ class Shown(Pending):
         self._ranges, self._name = ranges, name
 
     def wait(self) -> Array:
+        """Complete the communication inside a profiler range of its own."""
         if self._carried is None:
             return self._result
         with self._ranges.around(self._name):

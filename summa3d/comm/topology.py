@@ -135,6 +135,7 @@ def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> d
 
 
 def checked_ranks(ranks: Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """The ranks that form a grid, all of them by default. Raises GridError for one that is named twice or does not exist."""
     named = tuple(range(size)) if ranks is None else tuple(ranks)
     for rank in named:
         if not 0 <= rank < size or named.count(rank) > 1:

@@ -74,7 +74,7 @@ class Training:
 
 
 @dataclass
-class Step:
+class DryStep:
     """What one rank does and holds in a step. `first` and `later` are micro-batches without and with gradients from before.
 
     parameters, copies, moments, kept, activations, node : bytes, as `bytes` has them; kept is what stays from step to step.
@@ -157,7 +157,7 @@ class Step:
         }
 
 
-def run(setting: Setting, training: Training = Training()) -> Step:
+def run(setting: Setting, training: Training = Training()) -> DryStep:
     """A step of `setting`, traced on tensors without memory: nothing is computed, allocated or moved.
 
     A model with more than TRACED cells of blocks is traced with so many, of which the middle one stands for all between.
@@ -187,7 +187,7 @@ class _Run:
         tracer.owners.follow(self.model, stretch)
         self.counts = counts(config, setting.batch)
 
-    def step(self, middle: str, times: int) -> Step:
+    def step(self, middle: str, times: int) -> DryStep:
         """The whole step: cells `middle` come `times` times."""
         tracer, setting = self.tracer, self.setting
         update, moments = self.training.optimizer(self.model) if self.training.optimizer else (lambda: None, 0)
@@ -214,7 +214,9 @@ class _Run:
             for name, p in self.model.named_parameters()
         )
         composed = (repeated(first, middle, times), repeated(later, middle, times))
-        return Step(setting.accumulate, *composed, optimizer, parameters, copies, moments, kept, saved, node, whole_model, axes)
+        return DryStep(
+            setting.accumulate, *composed, optimizer, parameters, copies, moments, kept, saved, node, whole_model, axes
+        )
 
     def _pass(self) -> None:
         """A micro-batch's forward and backward."""

@@ -79,10 +79,12 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The elements of the box, per dim."""
         return tuple(sum(run.stop - run.start for run in runs) for runs in self.take)
 
     @property
     def words(self) -> int:
+        """The elements of the box."""
         return prod(self.shape)
 
 

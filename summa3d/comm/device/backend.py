@@ -26,10 +26,12 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work on a device; `ptr` is its handle."""
+    """A queue of work on a device."""
 
     @property
-    def ptr(self) -> int: ...
+    def ptr(self) -> int:
+        """The handle of the stream, as CUDA calls take it."""
+        ...
 
 
 class Backend(Protocol):

@@ -39,6 +39,7 @@ class Amounts:
     cpu_seconds: float = 0.0
 
     def add(self, other: Amounts) -> None:
+        """Add `other` in place."""
         self.calls += other.calls  # spelled out, because every collective passes here
         self.words += other.words
         self.messages += other.messages
@@ -47,6 +48,7 @@ class Amounts:
         self.cpu_seconds += other.cpu_seconds
 
     def minus(self, other: Amounts) -> Amounts:
+        """New amounts: these less `other`."""
         return Amounts(**{field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(Amounts)})
 
 

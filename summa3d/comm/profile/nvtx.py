@@ -20,6 +20,7 @@ class Ranges:
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
+        """A range `name` around the with-block."""
         self._push(name)
         try:
             yield

@@ -52,6 +52,7 @@ class Timeline:
 
     @property
     def backend(self) -> Backend:
+        """The device; CuPy's is made at the first use. Raises ConfigError where CuPy is not installed."""
         if self._device is None:
             from ..device.cupy import CupyBackend
 

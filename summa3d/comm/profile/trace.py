@@ -73,6 +73,7 @@ class Trace:
     error: float | None = None
 
     def begin(self, communication: Communication) -> Communication:
+        """Append a communication that was just issued, and return it for its completion to be filled in."""
         self.communications.append(communication)
         return communication
 

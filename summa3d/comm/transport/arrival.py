@@ -46,6 +46,7 @@ class Arrival(Timed):
         self._begun_on = backend.current(array).ptr
 
     def wait(self) -> None:
+        """Make the caller's stream wait for the communication; the host does not wait."""
         stream = self._backend.current(self._array)
         self._backend.wait(stream, self._event)
         if self._held is not None and stream.ptr == self._begun_on:

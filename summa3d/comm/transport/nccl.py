@@ -42,6 +42,7 @@ class Message(Timed):
         self.arrival: Arrival | None = None
 
     def wait(self) -> None:
+        """Queue all posted messages, then make the caller's stream wait for this one."""
         self.transport.launch_messages()
         if self.arrival is not None:
             self.arrival.wait()
@@ -67,6 +68,7 @@ class NcclTransport(HostTransport):
         self.messages: list[Message] = []
 
     def all_gather(self, comm: MPI.Comm, block: Array, out: Array, counts: Sequence[int], blocking: bool) -> Requests:
+        """As HostTransport's; unequal blocks travel as one group of broadcasts."""
         kind, width = self._kind(block)
 
         def queue(stream: int) -> None:
@@ -92,6 +94,7 @@ class NcclTransport(HostTransport):
         equal: bool = False,
         largest: int | None = None,
     ) -> Requests:
+        """As HostTransport's, by one group of sends and receives; `equal` and `largest` have no effect."""
         kind, width = self._kind(array)
 
         def queue(stream: int) -> None:
@@ -106,6 +109,7 @@ class NcclTransport(HostTransport):
         return self._launched(queue if sum(counts) or sum(out_counts) else None, (array, out))
 
     def sums_parts(self, array: Array) -> bool:
+        """NCCL sums all but 16-bit floats, which the caller sums in float32."""
         return not is_half(array)
 
     def reduce_scatter(self, comm: MPI.Comm, array: Array, counts: Sequence[int], out: Array) -> Requests:
@@ -126,6 +130,7 @@ class NcclTransport(HostTransport):
         return self._launched(queue if sum(counts) else None, (array, out))
 
     def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, op: str, blocking: bool) -> Requests:
+        """As HostTransport's, queued on this transport's stream."""
         operation = self._operation(array, op)
         kind, width = self._kind(array)
 
@@ -135,6 +140,7 @@ class NcclTransport(HostTransport):
         return self._launched(queue if count(array) else None, (array, out))
 
     def broadcast(self, comm: MPI.Comm, array: Array, root: int, blocking: bool) -> Requests:
+        """As HostTransport's, queued on this transport's stream."""
         kind, width = self._kind(array)
 
         def queue(stream: int) -> None:
@@ -143,6 +149,7 @@ class NcclTransport(HostTransport):
         return self._launched(queue if count(array) else None, (array,))
 
     def reduce(self, comm: MPI.Comm, array: Array, out: Array | None, op: str, root: int, blocking: bool) -> Requests:
+        """As HostTransport's, queued on this transport's stream."""
         operation = self._operation(array, op)
         kind, width = self._kind(array)
         target = array if out is None else out
@@ -154,9 +161,11 @@ class NcclTransport(HostTransport):
         return self._launched(queue if count(array) else None, (array, target))
 
     def send(self, comm: MPI.Comm, array: Array, to: int, tag: int) -> Requests:
+        """Post a send; NCCL knows no tags, so `tag` has no effect."""
         return self._posted(array, to, True)
 
     def receive(self, comm: MPI.Comm, array: Array, source: int, tag: int) -> Requests:
+        """Post a receive; messages arrive in the order of their sends, whatever `tag` is."""
         return self._posted(array, source, False)
 
     def on_host(self, seconds: float) -> float:
@@ -164,6 +173,7 @@ class NcclTransport(HostTransport):
         return 0.0
 
     def close(self) -> None:
+        """Queue what was posted, wait for the stream, and destroy the communicator."""
         self.launch_messages()
         self.backend.record(self.stream).synchronize()
         self.communicator.destroy()

@@ -74,6 +74,7 @@ class NodeTransport:
         return None if buffer is None else buffer.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
+        """Whether a gather of such arrays may be read in place; the first call is collective."""
         return staged_dtype(array) and self.buffer is not None
 
     def barrier(self) -> bool:

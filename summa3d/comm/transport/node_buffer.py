@@ -118,6 +118,7 @@ class NodeBuffer:
 
     @property
     def size_bytes(self) -> int:
+        """This rank's share of the slots: their bytes, divided by the number of members."""
         return sum(len(memory) for memory in self.memories if memory is not None) // self.size
 
     def flag(self, kind: int, member: int, number: int) -> int:
@@ -244,6 +245,7 @@ class NodeRule:
     LARGEST: ClassVar[int] = 1 << 28
 
     def takes(self, array: Array, elements: int) -> bool:
+        """Whether a communication of this many elements of `array`'s dtype goes through the node's memory."""
         nbytes = elements * array.itemsize
         return (self.always or self.crowded or nbytes >= self.SMALL) and nbytes <= self.LARGEST and staged_dtype(array)
 

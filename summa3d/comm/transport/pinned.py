@@ -74,6 +74,7 @@ class Staged(Timed):
         self.spans = (*downs, *([] if received is None else [self.up]))
 
     def wait(self) -> None:
+        """Block the host until MPI is done, then queue the H2D copy."""
         MPI.Request.Waitall(self.requests)
         self.transport.landed(self)
 
@@ -94,6 +95,7 @@ class PinnedTransport(FlatTransport):
         self.waited = 0.0
 
     def sums_parts(self, array: Array) -> bool:
+        """Never: the caller sums after an all-to-all, in the members' order."""
         return False
 
     def on_host(self, seconds: float) -> float:
@@ -106,6 +108,7 @@ class PinnedTransport(FlatTransport):
         self.backend.record(self.stream).synchronize()
 
     def all_gather(self, comm: MPI.Comm, block: Array, out: Array, counts: Sequence[int], blocking: bool) -> Requests:
+        """As HostTransport's, on pinned copies."""
         sent, received = self._down(block), self._room(out)
         return self._flown(self.host.all_gather(comm, sent.host, received.host, counts, False), sent, received)
 
@@ -120,11 +123,13 @@ class PinnedTransport(FlatTransport):
         equal: bool = False,
         largest: int | None = None,
     ) -> Requests:
+        """As HostTransport's, on pinned copies."""
         sent, received = self._down(array), self._room(out)
         requests = self.host.all_to_all(comm, sent.host, counts, received.host, out_counts, False, equal, largest)
         return self._flown(requests, sent, received)
 
     def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, op: str, blocking: bool) -> Requests:
+        """As HostTransport's, on pinned copies; in place, one copy serves both ways."""
         self.operation(array, op)
         sent = self._down(array)
         received = Copy(sent.memory, out, sent.down) if out is array else self._room(out)
@@ -133,12 +138,14 @@ class PinnedTransport(FlatTransport):
         return self._flown(requests, None if out is array else sent, received)
 
     def broadcast(self, comm: MPI.Comm, array: Array, root: int, blocking: bool) -> Requests:
+        """As HostTransport's: a D2H copy on the root, H2D copies on the others."""
         mine = comm.rank == root
         held = self._down(array) if mine else self._room(array)
         requests = self.host.broadcast(comm, held.host, root, False)
         return self._flown(requests, held if mine else None, None if mine else held)
 
     def reduce(self, comm: MPI.Comm, array: Array, out: Array | None, op: str, root: int, blocking: bool) -> Requests:
+        """As HostTransport's: D2H copies everywhere, one H2D copy on the root."""
         self.operation(array, op)
         sent = self._down(array)
         received = None if out is None else self._room(out)
@@ -146,10 +153,12 @@ class PinnedTransport(FlatTransport):
         return self._flown(requests, sent, received)
 
     def send(self, comm: MPI.Comm, array: Array, to: int, tag: int) -> Requests:
+        """As HostTransport's, after a D2H copy."""
         sent = self._down(array)
         return self._flown(self.host.send(comm, sent.host, to, tag), sent, None)
 
     def receive(self, comm: MPI.Comm, array: Array, source: int, tag: int) -> Requests:
+        """As HostTransport's, with an H2D copy at the end."""
         received = self._room(array)
         return self._flown(self.host.receive(comm, received.host, source, tag), None, received)
 

@@ -13,7 +13,7 @@ CROWD = 64
 """Requests that may gather before those that have completed are looked for."""
 
 
-class InFlight:
+class RequestsInFlight:
     """The requests of this process that MPI may not have completed yet.
 
     MPI moves most messages only while their process is inside MPI: a rank that sleeps elsewhere must ask about them now and
@@ -50,4 +50,4 @@ def _completed(request: MPI.Request) -> bool:
         return True
 
 
-IN_FLIGHT = InFlight()
+IN_FLIGHT = RequestsInFlight()

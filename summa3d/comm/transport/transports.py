@@ -17,7 +17,7 @@ from .host import HostTransport
 from .nccl import NcclTransport
 from .node import NodeTransport
 from .pinned import PinnedTransport
-from .select import Choice, Facts, choose
+from .select import Facts, TransportChoice, choose
 
 MESSAGES = ("send", "receive")
 
@@ -32,7 +32,7 @@ class Transports:
         self.members = members
         self.node = None if members.node is None or members.size == 1 else NodeTransport(members, members.node)
         self.host: FlatTransport = HostTransport()
-        self.choice: Choice | None = None
+        self.choice: TransportChoice | None = None
         self._device: Any = None
 
     def check(self) -> None:

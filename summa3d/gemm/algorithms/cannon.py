@@ -36,18 +36,22 @@ class CannonPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
+        """A's layout: rows:x columns:y, as A is stored."""
         return Layout((self.x,), (self.y,), names=self.a_names)
 
     @property
     def b_layout(self) -> Layout:
+        """B's layout: rows:x columns:y, as B is stored."""
         return Layout((self.x,), (self.y,), names=self.b_names)
 
     @property
     def c_layout(self) -> Layout:
+        """C's layout: m:x n:y."""
         return Layout((self.x,), (self.y,), names="mn")
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
+        """The square q×q, if `ranks` is a square number."""
         root = square_root(ranks)
         return [{"x": root, "y": root}] if root else []
 
@@ -79,6 +83,7 @@ class Cannon(Executor):
             )
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """Skew, then q products with q−1 shifts; each shift is in flight during a product."""
         if self.q == 1:
             self.workspace.accumulate(
                 self.workspace.widened("a", a),
@@ -166,6 +171,7 @@ class Shifts:
         ]
 
     def widened(self, block: Array) -> Array:
+        """`block` in the dtype that products are taken in: itself, or a float32 copy in workspace."""
         return self.workspace.widened(self.name, block, self.capacity)
 
 

@@ -25,6 +25,7 @@ class OnedPlan(ProductPlan):
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
+        """One axis y of all ranks."""
         return [{"y": ranks}]
 
 
@@ -39,18 +40,22 @@ class OnedColumnPlan(OnedPlan):
 
     @property
     def a_layout(self) -> Layout:
+        """A's layout: whole on every rank, or with `sequence` the stored rows split by y."""
         return Layout((self.y,) if self.sequence else (), (), names=self.a_names)
 
     @property
     def b_layout(self) -> Layout:
+        """B's layout: n:y."""
         rows, columns = ((), (self.y,)) if self.form[1] == "n" else ((self.y,), ())
         return Layout(rows, columns, names=self.b_names)
 
     @property
     def c_layout(self) -> Layout:
+        """C's layout: n:y."""
         return Layout((), (self.y,), names="mn")
 
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
+        """Always true: nothing is summed over ranks."""
         return True
 
 
@@ -65,16 +70,19 @@ class OnedRowPlan(OnedPlan):
 
     @property
     def a_layout(self) -> Layout:
+        """A's layout: k:y."""
         rows, columns = ((), (self.y,)) if self.form[0] == "n" else ((self.y,), ())
         return Layout(rows, columns, names=self.a_names)
 
     @property
     def b_layout(self) -> Layout:
+        """B's layout: k:y."""
         rows, columns = ((self.y,), ()) if self.form[1] == "n" else ((), (self.y,))
         return Layout(rows, columns, names=self.b_names)
 
     @property
     def c_layout(self) -> Layout:
+        """C's layout: whole on every rank, or with `sequence` m:y."""
         return Layout((self.y,) if self.sequence else (), (), names="mn")
 
 
@@ -88,6 +96,7 @@ class OnedColumn(Executor):
         self.sizes = split_sizes(self.plan.a_shape[0], self.axis.size)
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """All-gather A if its rows are split, then one local product."""
         if self.plan.sequence and self.axis.size > 1:
             a = self.axis.all_gather(a, sizes=self.sizes, into=self.workspace.buffer("a", self.plan.a_shape, a))
         a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
@@ -104,6 +113,7 @@ class OnedRow(Executor):
         self.sizes = split_sizes(self.plan.m, self.axis.size)
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """One local product, then an all-reduce of C, or with `sequence` a reduce-scatter."""
         a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
         if self.plan.sequence and self.axis.size > 1:
             partial = self.workspace.buffer("partial", self.plan.c_shape, out)

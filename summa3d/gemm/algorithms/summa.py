@@ -48,18 +48,22 @@ class SummaPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
+        """A's layout: rows:x columns:y, as A is stored."""
         return Layout((self.x,), (self.y,), names=self.a_names)
 
     @property
     def b_layout(self) -> Layout:
+        """B's layout: rows:x columns:y, as B is stored."""
         return Layout((self.x,), (self.y,), names=self.b_names)
 
     @property
     def c_layout(self) -> Layout:
+        """C's layout: m:x n:y."""
         return Layout((self.x,), (self.y,), names="mn")
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
+        """Every R×C of this many ranks, as axes x and y."""
         return grids_of(ranks, ("x", "y"))
 
 
@@ -75,6 +79,7 @@ class Summa(Executor):
         self.loop = loop_of(self.workspace, plan.form, x, y, cuts, plan.lookahead)
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """Run the loop over panels: broadcasts, and for nt and tn one reduction a panel."""
         self.loop(a, b, out, alpha, beta)
 
 

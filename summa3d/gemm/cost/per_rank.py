@@ -135,6 +135,7 @@ def panel_broadcasts(
 
 
 def buffers(plan: SummaPlan, cut: Cuts) -> int:
+    """How many panels of one operand are held at a time: two with look-ahead, else one."""
     return 2 if plan.lookahead and cut.count > 1 else 1
 
 

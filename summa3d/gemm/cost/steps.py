@@ -120,6 +120,7 @@ class Conditions:
 
     @classmethod
     def of(cls, dtype: str, staged: Collection[str] = (), device: bool = False) -> Conditions:
+        """The conditions of a product of `dtype`, with the axes `staged` in the node's memory, on the host or a device."""
         half = dtype in HALVES
         wide, widened = 2 if half else 1, 2 if half and not device else 0
         return cls(wide, widened, not adds_in_place(dtype), dtype.startswith("complex"), frozenset(staged))
