@@ -1,4 +1,4 @@
-"""Benchmark of products: algorithms and grids on the same ranks in interleaved rounds, and numpy's product as the ceiling.
+"""Benchmark of products: algorithms and grids on the same ranks in interleaved rounds, with numpy's product as the ceiling.
 
 Executors are reused, and the operands are distributed before the first round.
 """

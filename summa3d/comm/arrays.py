@@ -1,6 +1,6 @@
-"""The few array operations that communication needs, for numpy, CuPy and torch alike.
+"""Array operations that communication needs, for numpy, CuPy and torch alike.
 
-A torch tensor is recognised by a method that others lack, CuPy's arrays by their CUDA interface: neither need be installed.
+A torch tensor is recognised by a method, a CuPy array by its CUDA array interface: neither library need be installed.
 """
 
 from __future__ import annotations

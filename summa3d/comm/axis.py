@@ -1,4 +1,4 @@
-"""One axis of a grid and its collectives: each is checked, carried by one of the axis's transports, and accounted for."""
+"""One axis of a grid and its collectives. Each call is checked, carried by a transport, and counted in the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an axis verifies before it communicates: dims, sizes, roots, targets and, in debug mode, that its members agree."""
+"""Checks before a collective: dims, sizes, roots, targets and, in debug mode, agreement between the members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One failed rank ends the whole job, soon and with one report: the abort hook, the watchdog, and agreement between ranks."""
+"""End the whole job when one rank fails: the abort hook, the watchdog, and agreement of ranks on errors."""
 
 from __future__ import annotations
 

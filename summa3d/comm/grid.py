@@ -1,4 +1,4 @@
-"""The process grid: named axes of any sizes over the ranks of a communicator, and one rank's place on a grid without one."""
+"""The process grid: named axes over the ranks of a communicator, and one rank's place on a grid that runs without ranks."""
 
 from __future__ import annotations
 

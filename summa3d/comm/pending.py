@@ -1,4 +1,4 @@
-"""A communication in flight, and what completes it."""
+"""A communication in flight, and its completion."""
 
 from __future__ import annotations
 

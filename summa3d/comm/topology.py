@@ -1,4 +1,4 @@
-"""The shape of a process grid: axes and sizes, their order and tiles, and which rank is where. Pure: nothing communicates."""
+"""The shape of a process grid: axes, sizes, order, tiles, and the coordinates of each rank. Pure functions."""
 
 from __future__ import annotations
 

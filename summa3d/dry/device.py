@@ -1,4 +1,4 @@
-"""The kernels of a device run dry: outputs are made, launches are recorded, nothing is computed."""
+"""The kernels of a device in a dry run: outputs are allocated without memory, launches are recorded."""
 
 from __future__ import annotations
 

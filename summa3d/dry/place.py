@@ -1,4 +1,4 @@
-"""A grid of one rank's place whose collectives return at once: the only file of the dry run that knows how `comm` is built."""
+"""One rank's place on a grid whose collectives return at once, for dry runs: the only file of dry/ that depends on transports."""
 
 from __future__ import annotations
 

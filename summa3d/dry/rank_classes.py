@@ -1,4 +1,4 @@
-"""Which ranks of a grid are one: those whose blocks, roles and neighbours in the node agree do and hold the same."""
+"""Classes of ranks that hold and do the same: equal blocks, roles and neighbours in the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank does, in order: products, element-wise work, communications and waits, and how the memory it holds goes."""
+"""The recorded operations of one rank: products, element-wise work, communications and waits, with the memory held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step of a model run dry: each distinct cell traced once, and the whole step composed of them."""
+"""A training step in a dry run: each distinct cell of blocks is traced once, and the whole step is composed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The storages that are alive, and every operation of torch that makes or reads one."""
+"""The live storages of torch tensors, and a hook on every operation that reads or makes one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing a model: the phase, the layer and the cell of every operation, and the memory held between them."""
+"""Trace a model: the phase, layer and cell of every operation, and the memory held between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks hold which block of a distributed matrix, in a few lines of text."""
+"""A text picture of which ranks hold which block of a distributed matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a distributed matrix is made of: a block, its layout, the grid and the global shape; without any algebra."""
+"""The data of a distributed matrix, without algebra: block, layout, grid and global shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executors that a grid keeps: a product that comes again finds its workspace allocated."""
+"""The cache of executors that a grid keeps, so that a repeated product reuses its workspace."""
 
 from __future__ import annotations
 

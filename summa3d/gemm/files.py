@@ -1,4 +1,4 @@
-"""A distributed matrix from and to one .npy file, each rank reading or writing its own part."""
+"""Read and write a distributed matrix in one .npy file; each rank reads or writes its own part."""
 
 from __future__ import annotations
 

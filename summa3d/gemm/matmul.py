@@ -1,4 +1,4 @@
-"""C = α·op(A)·op(B) + β·C of distributed matrices: the algorithm is read off the operands' layouts, its executor kept."""
+"""C = α·op(A)·op(B) + β·C of distributed matrices: the operands' layouts select the algorithm, its executor is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms of a distributed matrix, every element counted once."""
+"""Norms of a distributed matrix; every element counts once, copies do not."""
 
 from __future__ import annotations
 

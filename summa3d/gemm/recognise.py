@@ -1,4 +1,4 @@
-"""Which algorithm, and which axes in its roles, the layouts of two operands ask for."""
+"""Recognise the algorithm, and the axes in its roles, from the layouts of two operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""2-D block-cyclic ownership, as ScaLAPACK has it: pure functions of (shape, grid shape, coordinates), without communication."""
+"""2-D block-cyclic ownership as in ScaLAPACK. Pure functions of (shape, grid shape, coordinates)."""
 
 from __future__ import annotations
 

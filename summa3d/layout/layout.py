@@ -1,4 +1,4 @@
-"""Which grid axes split which dim of a tensor: pure functions of (shape, grid shape, coordinates), without communication."""
+"""Layouts: which grid axes split which dim of a tensor. Pure functions of (shape, grid shape, coordinates)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text form of layouts, ``b:(x,y) s h:z``: reading and writing it as plain data, without grids or arrays."""
+"""The text form of layouts, such as ``b:(x,y) s h:z``: parse and print as plain data, without grids or arrays."""
 
 from __future__ import annotations
 

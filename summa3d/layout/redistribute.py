@@ -1,4 +1,4 @@
-"""From any ownership of a tensor to any other, on two grids of one communicator: a plan, and one all-to-all."""
+"""Redistribute a tensor between any two ownerships, on two grids of one communicator: a plan, and one all-to-all."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What communication needs of a device, as an interface: streams, events, copies, pinned memory, NCCL.
+"""The interface of a device as communication uses it: streams, events, copies, pinned memory, NCCL.
 
-Events order streams; nothing here waits for a whole device. Times on a device are `milliseconds` between two recorded events.
+Events order streams; no call waits for a whole device. `milliseconds` between two recorded events are times on the device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The device on CUDA, by CuPy, for CuPy's arrays and for torch's.
+"""The CUDA device through CuPy, for arrays of CuPy and of torch.
 
-Thin on purpose: each method is one call or two, so that what cannot run without a GPU can be read at a glance.
+Every method is one call or two, so that code which only a GPU can run stays easy to review.
 """
 
 from __future__ import annotations

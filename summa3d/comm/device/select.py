@@ -1,4 +1,4 @@
-"""Which device is this rank's, and making it the current one of CuPy and torch, with one pool of memory for both."""
+"""Select this rank's device, and make it current in CuPy and torch with one memory pool for both."""
 
 from __future__ import annotations
 

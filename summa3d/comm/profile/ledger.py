@@ -1,4 +1,4 @@
-"""What was moved: calls, words, messages, bytes and seconds per collective, axis, phase and dtype, and the workspace in use."""
+"""The ledger: calls, words, messages, bytes and seconds by collective, axis, phase and dtype, and workspace in use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""When a device did what: pairs of marks in its streams, read once the device has passed them.
+"""Times on a device: pairs of events in its streams, read once the device has passed them.
 
-Marks are recorded in the hot path and read later: nothing here makes the host wait but `settle` and `tie`.
+Only `settle` and `tie` make the host wait.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When everything happened: phases, products, copies and communications of every rank on one clock, as a trace for Perfetto."""
+"""The trace: phases, products, copies and communications of all ranks on one clock, for Perfetto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A communication on a device: what its streams read and write is held until they have passed a mark."""
+"""A communication on a device, and the arrays that its streams use until it has completed."""
 
 from __future__ import annotations
 

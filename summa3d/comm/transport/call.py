@@ -1,4 +1,4 @@
-"""One communication: what an axis asks of a transport, and what the transport has begun."""
+"""A communication as an axis asks for it (`Call`), and as a transport has begun it (`Carried`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MPI on device pointers, for an MPI that reads them: the host transport, on memory that the caller's stream has finished."""
+"""CUDA-aware MPI: the host transport on device pointers, once the caller's stream has finished writing them."""
 
 from __future__ import annotations
 

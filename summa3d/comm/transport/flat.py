@@ -1,4 +1,4 @@
-"""The collectives of an axis by calls on flat memory: blocks are laid in a row, results are given their dims back."""
+"""Collectives on flat, C-contiguous memory: blocks are packed into rows, results are given their dims back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MPI on host memory."""
+"""MPI on host memory: numpy arrays and torch CPU tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """NCCL on device arrays through CuPy's bindings: one communicator per axis, on its own stream.
 
-The host never waits: work is ordered behind the caller's stream by an event, and that stream behind the work by another.
+The host never waits: events order NCCL's work after the caller's stream, and the caller's stream after NCCL's work.
 """
 
 from __future__ import annotations

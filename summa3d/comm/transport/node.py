@@ -1,6 +1,6 @@
-"""The collectives of an axis whose members share a node, through slots of the node's memory: one copy in, one out, or none.
+"""Collectives of members that share a node, through the slots of a node buffer: one copy in, one copy out, or none.
 
-Each begins by laying this member's part in a slot, and ends by reading what the others laid there.
+Each collective writes this member's part into a slot, and then reads the parts of the other members there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The slots of node-shared memory of one axis, which its communications use in turn.
+"""The node buffer: an axis's slots of memory that the ranks of a node share, used in turn by its collectives.
 
-Where the node cannot offer the memory `NodeBuffer.over` returns None, and MPI is used.
+`NodeBuffer.over` returns None where the node cannot offer the memory; the axis then uses MPI.
 """
 
 from __future__ import annotations

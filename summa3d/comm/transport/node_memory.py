@@ -1,6 +1,6 @@
-"""Memory that the ranks of a node map together, and flags in it by which they wait for each other: asleep, and not polling.
+"""Memory that the ranks of a node map together, and flags in it. A rank sleeps while it waits for a flag.
 
-Linux on x86-64 (capability.py); elsewhere there is none.
+Only on Linux on x86-64 (node_support.py).
 """
 
 from __future__ import annotations

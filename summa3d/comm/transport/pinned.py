@@ -1,4 +1,4 @@
-"""MPI on page-locked copies of device arrays: for an MPI without CUDA, and for ranks that share a device."""
+"""MPI on page-locked (pinned) copies of device arrays, for an MPI without CUDA and for ranks that share a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this MPI reads device pointers, found out in a process of its own, as it may crash."""
+"""Probe in a child process whether this MPI reads device pointers; a crash of the probe is an answer too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What MPI has yet to complete for this process, so that a rank which sleeps in its node's memory keeps it moving.
-
-Next: node.py, which sleeps; transport.py, which begins what is in flight.
-"""
+"""The MPI requests in flight of this process. A rank that sleeps in node memory asks MPI about them, so that they progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transport carries the device arrays of a communicator: a rule on facts alone, with its reason."""
+"""The rule that selects a transport for the device arrays of a communicator, with the reason."""
 
 from __future__ import annotations
 

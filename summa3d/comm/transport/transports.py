@@ -1,4 +1,4 @@
-"""The transports of one axis: its node's memory, MPI on the host, and, from the first array on a device, that device's."""
+"""The transports of one axis: node memory, host MPI, and, from the first device array on, a device transport."""
 
 from __future__ import annotations
 

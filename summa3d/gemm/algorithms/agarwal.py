@@ -1,4 +1,4 @@
-"""The 3-D product as first published, on q×q×q ranks: operands on three faces of the cube, two broadcasts and a reduction."""
+"""Agarwal's 3-D product on q×q×q ranks: operands on three faces of the cube, two broadcasts and a reduction."""
 
 from __future__ import annotations
 

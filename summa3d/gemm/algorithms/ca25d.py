@@ -1,4 +1,4 @@
-"""The communication-avoiding 2.5-D product on q×q×d ranks: every depth sums its share of the SUMMA steps into a copy of C."""
+"""The communication-avoiding 2.5-D product on q×q×d ranks: each depth runs its share of SUMMA's steps into a copy of C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a product accepts beside shapes: dtypes that ranks can exchange and add, factors a dtype can hold, an output apart."""
+"""Checks of a product beside shapes: dtypes, scale factors, and an output that does not overlap an operand."""
 
 from __future__ import annotations
 

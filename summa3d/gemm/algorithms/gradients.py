@@ -1,4 +1,4 @@
-"""The gradients of a product are products: their forms, and their plans where the algorithm's own set is closed."""
+"""The gradients of a product as products: their forms, and the plans for algorithms that are closed under gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two 1-D products, Megatron's two linears: by columns (each rank has columns of C), by rows of k (each a summand of C)."""
+"""The 1-D products of Megatron's two linears: by columns (ranks split n) and by rows (ranks split k and sum C)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The panels of a 2-D product: where a dim is cut, and an operand's panels broadcast one after the other."""
+"""The panels of a 2-D product: where a dim is cut, and the broadcasts of an operand's panels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plans of all algorithms share: form, sizes, three layouts, and the grids that fit. Plain data."""
+"""The base of all plans: the form, sizes, layouts and grids of a product. Plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every algorithm by name. `matmul`, the chooser, the gradients, the closed forms and the command line read this table."""
+"""The table of algorithms by name, which `matmul`, the chooser, the gradients, the cost model and the command line read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Form tt for algorithms that have none: B·A by form nn, then one counted exchange that transposes."""
+"""Form tt for algorithms that lack it: B·A by form nn, then one exchange that transposes, counted in the ledger."""
 
 from __future__ import annotations
 

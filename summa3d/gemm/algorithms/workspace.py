@@ -1,4 +1,4 @@
-"""An executor's buffers, allocated by its first run and counted in the ledger; its products and copies, which a trace shows."""
+"""An executor's buffers, allocated at its first run and counted in the ledger; and its local products and copies."""
 
 from __future__ import annotations
 

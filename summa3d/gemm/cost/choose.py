@@ -1,4 +1,7 @@
-"""Which algorithm on which grid, for any shape and rank count: enumerate all, compare, and say why. Every rank chooses alike."""
+"""Choose algorithm and grid for a shape and rank count: enumerate all, compare predicted times, give the reason.
+
+Every rank makes the same choice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine can do, in six numbers, and what a product would take on it: coarse on purpose, to compare algorithms."""
+"""A machine model of six numbers, and the predicted time of a product on it: coarse, to compare algorithms."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Closed forms of every algorithm: words, messages and workspace of one rank, before anything runs.
+"""Closed forms of words, messages and workspace of one rank, for every algorithm.
 
-Each is ``(plan, grid_shape, coordinates, conditions) → Cost``; the registry says which belongs to which algorithm.
+Each is ``(plan, grid_shape, coordinates, conditions) → Cost``; the registry maps algorithms to closed forms.
 """
 
 from __future__ import annotations

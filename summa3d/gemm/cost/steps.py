@@ -1,4 +1,4 @@
-"""The parts of every closed form: a rank's cost, the costs of all ranks, and those of one collective."""
+"""Building blocks of the closed forms: the cost of one rank, of all ranks, and of one collective."""
 
 from __future__ import annotations
 

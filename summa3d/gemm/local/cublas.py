@@ -1,4 +1,4 @@
-"""Products of 16-bit floats on a device by cuBLAS through CuPy: operands read as they lie, summed in float32."""
+"""Products of 16-bit floats on a device by cuBLAS through CuPy, summed in float32, without copies of the operands."""
 
 from __future__ import annotations
 
