@@ -161,12 +161,12 @@ class Axis:
         return None if self.size == 1 else self.transports.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
-        """Whether gathers of arrays of this dtype can be read where the members laid their blocks."""
+        """Whether an all-gather of arrays of this dtype can return a view of the node buffer (collective the first time)."""
         return self.transports.offers_views(array)
 
     @property
     def node_buffer(self) -> NodeBuffer | None:
-        """This axis's slots in the memory of the node (made at the first use, which is collective); None where it has none."""
+        """The node buffer of this axis; None if it has none. The first use is collective, and makes it."""
         return None if self.transports.node is None else self.transports.node.buffer
 
     def open_device(self, array: Array) -> None:
@@ -241,7 +241,7 @@ class Axis:
             return self._carry_and_account(call, words, messages)
 
     def _carry_and_account(self, call: Call, words: int, messages: int) -> Pending:
-        """What has been begun, in the ledger; its completion is accounted for when somebody waits for it.
+        """Start a call and record it in the ledger; `wait` of the returned Pending records its completion.
 
         On a device the seconds are those of its events, and of MPI on the host as far as the transport has it there.
         """

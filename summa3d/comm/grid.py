@@ -46,7 +46,7 @@ class Grid:
     ranks : the ranks of `comm` that fill the grid, in its order; default all. The others are outside (`inside` is False): they
         make the same calls, hold nothing (blocks without elements), and take part in what `everyone` does alone.
 
-    transports : what makes each axis's transports (transport/transports.py); a kind of its own moves nothing, or records.
+    transports : makes the transports of each axis (transport/transports.py); a subclass may move nothing, or record.
 
     ``grid["y"]`` is an axis, ``grid["x", "y"]`` the plane of both (index = ix·Y + iy), ``grid.world`` all ranks.
     Creating a grid is collective over its ranks; so is the first use of each plane over its members.
@@ -112,7 +112,7 @@ class Grid:
 
     @cached_property
     def kept(self) -> dict[Any, Any]:
-        """What rooms above keep with the grid until it is freed, each under a key of its own: executors of products."""
+        """Objects that higher layers keep with the grid until `free`, each under its own key: the executors of products."""
         return {}
 
     @property
@@ -260,20 +260,20 @@ class Grid:
 
 
 class Unconnected(Transports):
-    """The transports of an axis of a grid that nobody has started: its collectives raise GridError."""
+    """The transports of an axis of a grid without processes: its collectives raise GridError."""
 
     def carry(self, call: Call) -> Carried:
-        """Raise GridError: nobody is there to communicate with."""
+        """Raise GridError: the axis has no other process to communicate with."""
         raise GridError(
-            f"{call.operation} over axis {self.members.label} = {self.members.size}: a Place stands for one rank of a grid that "
-            "nobody has started, and has nobody to communicate with. Make a Grid, or a Place with transports that move nothing."
+            f"{call.operation} over axis {self.members.label} = {self.members.size}: a Place stands for one rank of a grid "
+            "without processes, and cannot communicate. Make a Grid, or a Place with transports that move nothing."
         )
 
 
 class Place(Grid):
-    """One rank's place on a grid that nobody has started: shape, coordinates, and axes with their sizes, indices and ledger.
+    """One rank's place on a grid without processes: shape, coordinates, and axes with their sizes, indices and ledger.
 
-    What layouts, schemes and closed forms need of a grid, for any rank of any size.
+    It is what layouts, schemes and closed forms need of a grid, for any rank of any grid.
 
     Parameters
     ----------
@@ -283,7 +283,7 @@ class Place(Grid):
     nodes : the node of each rank; by default all ranks share one.
     node_rule : how axes inside a node use its memory: `Members.node` of those that lie in one; None, they do not.
 
-    Raises GridError for axes, order or tile that do not fit, or a rank that the grid has not.
+    Raises GridError for axes, order or tile that do not fit, or a rank that the grid does not have.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ class Ledger:
     def begin(self, collective: str, axis: str, dtype: str, amounts: Amounts, start: float, issue: float) -> Communication | None:
         """Write in the trace, if there is one, that a communication was begun at `start`, in a call of `issue` seconds.
 
-        Whoever completes it writes when.
+        `complete` fills in its end.
         """
         if self.trace is None:
             return None

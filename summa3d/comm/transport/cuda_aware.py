@@ -39,14 +39,14 @@ class CudaAwareTransport(HostTransport):
         self.waited = 0.0
 
     def memory(self, array: Array) -> DeviceMemory:
-        """The memory of `array` once the caller's stream has done what it was given."""
+        """The memory of `array`; blocks the host until the caller's stream has finished."""
         began = time.perf_counter()
         self.backend.record(self.backend.current(array)).synchronize()
         self.waited += time.perf_counter() - began
         return DeviceMemory(self.backend, address(array), count(array), array.itemsize)
 
     def on_host(self, seconds: float) -> float:
-        """MPI's, which is on the host all the time; not those for which the host has waited for the caller's stream."""
+        """`seconds` without the time in which the host waited for the caller's stream."""
         waited, self.waited = self.waited, 0.0
         return max(0.0, seconds - waited)
 

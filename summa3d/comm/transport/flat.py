@@ -26,8 +26,8 @@ from .call import Call, Carried, Members
 class FlatTransport:
     """A transport of flat, C-contiguous memory.
 
-    Its kinds provide all_gather, all_to_all, all_reduce, broadcast, reduce, send and receive on flat arrays, each returning what
-    is in flight, and `operation`, `sums_parts` (HostTransport says what each promises).
+    Subclasses provide all_gather, all_to_all, all_reduce, broadcast, reduce, send and receive on flat arrays, which return the
+    requests in flight, and `operation` and `sums_parts` (HostTransport documents each).
     """
 
     def carry(self: Any, call: Call, members: Members) -> Carried:

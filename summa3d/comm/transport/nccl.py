@@ -34,7 +34,7 @@ OPERATIONS = {"sum": "NCCL_SUM", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 
 
 class Message(Timed):
-    """A send or a receive that is queued at the latest when somebody waits for it."""
+    """A posted send or receive. It is queued with the next call on the communicator, or by its `wait`."""
 
     def __init__(self, transport: NcclTransport, array: Array, peer: int, sends: bool) -> None:
         self.transport, self.array, self.peer, self.sends = transport, array, peer, sends
@@ -169,7 +169,7 @@ class NcclTransport(HostTransport):
         return self._posted(array, source, False)
 
     def on_host(self, seconds: float) -> float:
-        """None: the host queues work, and what that takes the device is in its spans."""
+        """0: the host only queues work; the device's seconds are in the spans."""
         return 0.0
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class NcclTransport(HostTransport):
         return [message]
 
     def _launched(self, queue: Callable[[int], None] | None, arrays: Sequence[Array]) -> Requests:
-        """Queue a collective; with no elements there is none. What was posted before goes first, on every member."""
+        """Queue a collective, or nothing if it has no elements. Posted messages are queued first, on every member."""
         self.launch_messages()
         if queue is None:
             return []
@@ -215,7 +215,7 @@ class NcclTransport(HostTransport):
     def _queued(self, queue: Callable[[int], None], arrays: Sequence[Array], *spans: Span) -> Any:
         """Queue NCCL's work behind what the caller's stream holds; returns the mark behind it, until which arrays are held.
 
-        The span begins when the caller's stream has come so far, and has the wait for the other members in it, as on the host.
+        The span starts when the caller's stream gets there, and includes the wait for the other members, as on the host.
         """
         self.backend.wait(self.stream, self.backend.record(self.backend.current(arrays[0])))
         start = self.timeline.start(self.stream)

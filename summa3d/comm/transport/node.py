@@ -23,7 +23,7 @@ ALL_REDUCE_LIMIT = 1 << 20
 
 
 class NodeTransport:
-    """The memory that the members of an axis share. It declines what it does not take, on all members alike."""
+    """Collectives through the node buffer of an axis. `carry` returns None, on all members alike, for calls it leaves to MPI."""
 
     def __init__(self, members: Members, rule: NodeRule) -> None:
         self.members, self.rule, self.host = members, rule, HostTransport()
@@ -48,7 +48,7 @@ class NodeTransport:
         """Begin `call`; None, on all members alike, where it is left to another transport.
 
         Raises ShapeError for a dtype or a reduction that MPI does not support either, before a slot is taken. Any later error
-        breaks the axis: the other members are told of it instead of waiting for this one.
+        breaks the axis: the other members get GridError instead of waiting for this one.
         """
         slot = self._buffer.slot_of(call.array) if self._buffer is not None and call.operation == "reduce_scatter" else None
         if slot is None and not self._takes(call):
@@ -78,7 +78,7 @@ class NodeTransport:
         return staged_dtype(array) and self.buffer is not None
 
     def barrier(self) -> bool:
-        """Wait, asleep, for every member; False where there is no memory to sleep in."""
+        """Wait, asleep, for every member; returns False if the axis has no node buffer."""
         buffer = self.buffer
         if buffer is None:
             return False
@@ -94,7 +94,7 @@ class NodeTransport:
         return True
 
     def _takes(self, call: Call) -> bool:
-        """Whether a call goes through the node's memory: by its operation, and by the bytes of all that the members lay there."""
+        """Whether a call goes through the node buffer: decided by the operation, and the bytes that all members write there."""
         array, operation, size = call.array, call.operation, self.members.size
         if operation == "all_gather":
             if call.view and self.offers_views(array):
@@ -257,7 +257,7 @@ def all_reduce_in_parts(
 
 
 def broadcast(buffer: NodeBuffer, array: Array, root: int) -> Slot | None:
-    """`Axis.broadcast`: the root lays its array in the slot, the others read it."""
+    """`Axis.broadcast`: the root copies its array into the slot, the others read it."""
     slot = buffer.take(count(array) * array.itemsize)
     if slot is None:
         return None
@@ -294,7 +294,7 @@ def reduce(buffer: NodeBuffer, array: Array, root: int, op: str, into: Array | N
 
 
 def _laid_whole(buffer: NodeBuffer, array: Array) -> tuple[Slot, Callable[[int], Array]] | None:
-    """Lay this member's whole array in a slot and post it: the slot, and where each member's lies in it."""
+    """Copy this member's whole array into a slot and post it; returns the slot, and a function from member to its part."""
     whole, shape, like = count(array), tuple(array.shape), empty((0,), array)
     slot = buffer.take(buffer.size * whole * array.itemsize)
     if slot is None:

@@ -14,9 +14,9 @@ NAMES = ("auto", "mpi", "cuda-aware", "pinned", "nccl")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rule goes by.
+    """The facts that select a transport.
 
-    devices : of each member, what tells its device from all others. nccl : whether all members can load it.
+    devices : the unique identity of each member's device. nccl : whether all members can load it.
     cuda_aware : whether MPI reads device pointers.
     """
 

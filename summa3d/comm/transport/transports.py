@@ -23,9 +23,9 @@ MESSAGES = ("send", "receive")
 
 
 class Transports:
-    """Who carries the calls of one axis: the first that does not decline.
+    """The transports of one axis. The first one that does not decline a call carries it.
 
-    Every member's transports decide alike: by the call, and by what the members have found out together.
+    All members decide alike: by the call, and by facts that the members have exchanged.
     """
 
     def __init__(self, members: Members) -> None:
@@ -76,11 +76,11 @@ class Transports:
         return self._device
 
     def between_two(self, array: Array) -> Any:
-        """The transport for a message of a device's array. Raises GridError where none has been opened."""
+        """The transport for a point-to-point message of a device array. Raises GridError if none has been opened."""
         if self._device is None:
             raise GridError(
                 "the first communication of device arrays along an axis opens its transport, and must be a collective: members "
-                "that take no part in a message would not come. Have all of them call open_device(array) first."
+                "that take no part in a message would not open it. Call open_device(array) on all of them first."
             )
         return self._device
 
@@ -111,4 +111,4 @@ class Transports:
 
 
 TransportFactory = Callable[[Members], Transports]
-"""What makes the transports of each axis of a grid: `Transports`, or a kind of it that moves nothing."""
+"""Makes the transports of each axis of a grid: `Transports`, or a subclass that moves nothing."""

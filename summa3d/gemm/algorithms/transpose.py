@@ -54,12 +54,12 @@ class Transposed:
         arriving = self._pieces("received", self.received, out)
         leaving = self._pieces("sent", self.sent, out)
         pending = [
-            self.world.start_receive(block, self.member[piece.giver])
+            self.world.start_receive(block, self.member[piece.sender])
             for piece, block in zip(self.received, arriving, strict=True)
         ]
         for piece, block in zip(self.sent, leaving, strict=True):
             self.workspace.copy(block, transposed.T[_box(piece.take)])
-            pending.append(self.world.start_send(block, self.member[piece.taker]))
+            pending.append(self.world.start_send(block, self.member[piece.receiver]))
         if self.kept:
             add(transposed.T[_box(self.kept.take)], out[_box(self.kept.put)], beta)
         for communication in pending:
