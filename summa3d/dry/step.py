@@ -63,10 +63,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Training:
-    """What training adds to a forward and a backward.
+    """The parts of training beside forward and backward.
 
-    weights : within it, layers find the weights that they compute with (copies in 16 bits, for example). optimizer : makes of a
-    model what takes the optimizer's step, and says how many bytes its moments hold.
+    weights : a context in which layers compute with other weights, for example 16-bit copies. optimizer : model → (the function
+    that runs the optimizer's step, bytes of its moments).
     """
 
     weights: Callable[[Model], AbstractContextManager[None]] = lambda model: nullcontext()
@@ -75,7 +75,7 @@ class Training:
 
 @dataclass
 class DryStep:
-    """What one rank does and holds in a step. `first` and `later` are micro-batches without and with gradients from before.
+    """The operations and memory of one rank in a step. `first` is a micro-batch without earlier gradients, `later` with.
 
     parameters, copies, moments, kept, activations, node : bytes, as `bytes` has them; kept is what stays from step to step.
     elements : of the whole model's parameters, over all ranks.
@@ -120,21 +120,21 @@ class DryStep:
 
     @property
     def workspace(self) -> int:
-        """What a single layer holds at most beyond what was there before it, and the buffers that executors keep."""
+        """Peak bytes that one layer holds beyond those held before it, and the buffers that executors keep."""
         segments = [segment for segment, _ in (*self.first, *self.later)]
         return self.kept + max((segment.top - max(0, segment.net) for segment in segments), default=0)
 
     @property
     def in_flight(self) -> int:
-        """Bytes on their way to this rank, at most, of communications that another layer waits for than issued them."""
+        """Peak bytes in flight to this rank, of communications that one layer issues and another layer waits for."""
         ops = [op for segment, _ in (*self.first, *self.later) for op in segment.ops]
         ends = {op.id: op.layer for op in ops if op.kind == "wait"}
         moves = {op.id: op.written for op in ops if op.kind == "move" and ends.get(op.id, op.layer) != op.layer}
-        flying = most = 0
+        in_flight = most = 0
         for op in ops:
             if op.id in moves:
-                flying += moves[op.id] if op.kind == "move" else -moves[op.id]
-                most = max(most, flying)
+                in_flight += moves[op.id] if op.kind == "move" else -moves[op.id]
+                most = max(most, in_flight)
         return most
 
     def bytes(self) -> dict[str, int]:
@@ -294,7 +294,7 @@ def inputs(config: ModelConfig, batch: int) -> dict[str, Tensor]:
 
 
 def counts(config: ModelConfig, batch: int) -> dict[str, int]:
-    """What the losses are divided by: without a value of its own, a number of labels would be read from the batch."""
+    """The divisors of the losses, given as arguments, since a dry run has no labels to count."""
     if config.family == "vit":
         return {"count": batch}
     return {"count": batch * config.sequence} | ({"pairs": batch} if config.family == "bert" else {})

@@ -8,7 +8,7 @@ from .distributed import Distributed
 Runs = tuple[tuple[int, int], ...]
 
 LARGEST = 64
-"""Ranks; a table of more is no help."""
+"""The largest rank count for which a table is made."""
 RUNS = 3
 """Ranges of a block-cyclic dim that are shown."""
 
@@ -30,7 +30,7 @@ def ranges(runs: tuple[slice, ...]) -> str:
 def table(matrix: Distributed) -> list[str]:
     """A line per range of rows, a column per range of columns, in each cell the ranks that hold the block.
 
-    None for more than 64 ranks.
+    Empty for more than 64 ranks.
     """
     grid, layout = matrix.grid, matrix.layout
     if grid.size > LARGEST:

@@ -16,7 +16,7 @@ from .local.strides import OTHER_OP
 
 
 class Operand(NamedTuple):
-    """What recognition needs of a matrix; `is_transposed`, as in `Distributed`."""
+    """An operand's layout and shape, and `is_transposed` as in `Distributed`."""
 
     layout: Ownership
     shape: tuple[int, int]
@@ -54,7 +54,7 @@ def product_of(
 
 
 def _names(algorithm: str | None, options: Mapping[str, Any]) -> list[str]:
-    """The algorithms to try: the one asked for, or all that have the options."""
+    """The algorithms to try: the requested one, or all that have the options."""
     asked = [named(algorithm)] if algorithm else list(ALGORITHMS.values())
     names = [candidate.name for candidate in asked if set(options) <= set(candidate.options)]
     if not names:
@@ -64,7 +64,7 @@ def _names(algorithm: str | None, options: Mapping[str, Any]) -> list[str]:
 
 
 def sizes(a: tuple[int, int], b: tuple[int, int], form: str) -> tuple[int, int, int]:
-    """m, n, k of the product. Raises ShapeError where the operands' inner sizes differ or the form is none."""
+    """m, n, k of the product. Raises ShapeError if the operands' inner sizes differ or the form is invalid."""
     if len(form) != 2 or any(letter not in "ntc" for letter in form):
         raise ShapeError(f"form {form!r} is not one of nn, nt, tn, tt, or one with c (conjugate transpose) in place of t.")
     m, k = a if form[0] == "n" else a[::-1]
@@ -88,8 +88,8 @@ def plan_of(
 ) -> Any:
     """The plan of an algorithm that has these layouts, its axes in any roles; None where there is none.
 
-    A form that the algorithm lacks, or a grid that it cannot use, is passed over where `any_algorithm` will do, and an error
-    where this one is asked for.
+    A form that the algorithm lacks, or a grid that it cannot use, gives None with `any_algorithm`, and raises if this algorithm
+    was requested.
     """
     candidate, shape = ALGORITHMS[name], dict(grid_shape)
     held = {*a_layout.axes, *b_layout.axes, *a_layout.root_only, *b_layout.root_only}

@@ -134,11 +134,11 @@ def _names(axes: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 Ownership = Layout | BlockCyclic
-"""Who holds what of a tensor: what `redistribute` goes from and to."""
+"""The ownership of a tensor, as `redistribute` takes it: a Layout or a BlockCyclic."""
 
 
 def ownership(layout: Ownership | str) -> Ownership:
-    """A layout as it is, or the one that its text says: ``m:x k:y`` a Layout, ``m:x[64] k:y[64]`` a BlockCyclic."""
+    """An ownership itself, or the one of a text: ``m:x k:y`` is a Layout, ``m:x[64] k:y[64]`` a BlockCyclic."""
     if not isinstance(layout, str):
         return layout
     return BlockCyclic.from_text(layout) if any(read(layout).blocks) else Layout(layout)

@@ -103,7 +103,7 @@ class Layout:
 
     @classmethod
     def of(cls, layout: Layout | str) -> Layout:
-        """A layout as it is, or the one that its text says."""
+        """The layout of a text; a Layout itself."""
         return cls(layout) if isinstance(layout, str) else layout
 
     def named(self, *names: str) -> Layout:
@@ -221,7 +221,7 @@ def _checked_names(names: tuple[str, ...], dims: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Sharding:
-    """A layout together with the global shape it splits: what a block needs to know of the whole."""
+    """A layout together with the global shape that it splits."""
 
     layout: Layout
     shape: tuple[int, ...]

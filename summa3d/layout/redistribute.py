@@ -70,7 +70,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of elements that one rank gives another: per dim, where it lies in the sender's block and in the receiver's."""
+    """A box of elements that one rank sends to another: per dim, its ranges in the sender's block and in the receiver's."""
 
     sender: int
     receiver: int
@@ -90,7 +90,7 @@ class Piece:
 
 @dataclass
 class Redistribution:
-    """Who sends what to whom when a tensor of `shape` goes from one placement to another over one list of ranks. Plain data.
+    """The plan of a redistribution: which rank sends which piece to which, from one placement to another. Plain data.
 
     Each rank receives each element of its new block once: from itself where it holds it; else from the one rank that holds
     it; else, of several that hold copies, the receivers of a part take turns over its holders. Every rank computes the same plan.
@@ -115,7 +115,7 @@ class Redistribution:
         return wanted - self._common(self.source.keys[rank], rank)
 
     def moves(self) -> bool:
-        """Whether any rank receives anything."""
+        """Whether any rank receives elements."""
         return any(self.words_of(rank) for rank in range(len(self.target.points)))
 
     def messages_of(self, rank: int) -> int:
@@ -127,11 +127,11 @@ class Redistribution:
         return sum(piece.words for piece in self.sent_by(rank)) + self.words_of(rank)
 
     def kept_by(self, rank: int) -> Piece | None:
-        """What `rank` holds before and after."""
+        """The piece that `rank` holds before and after; None if there is none."""
         return self._piece(rank, rank) if self._common(self.source.keys[rank], rank) else None
 
     def sent_by(self, rank: int) -> list[Piece]:
-        """What `rank` gives to others, by ascending receiver."""
+        """The pieces that `rank` sends, by ascending receiver."""
         part = self.source.keys[rank]
         if part is None:
             return []
@@ -140,7 +140,7 @@ class Redistribution:
         return [self._piece(rank, receiver) for turn, receiver in receivers if holders[turn % len(holders)] == rank]
 
     def received_by(self, rank: int) -> list[Piece]:
-        """What others give to `rank`, by ascending sender."""
+        """The pieces that `rank` receives, by ascending sender."""
         senders = []
         for part in self._parts_of(rank):
             holders = self.source.holders[part]
@@ -274,7 +274,7 @@ def check_common(grid: Grid, other: Grid) -> None:
 
 
 def _exchange(plan: Redistribution, block: Array, out: Array, axis: Axis) -> None:
-    """Pack what this rank gives, exchange it, and put what arrives in its place in `out`."""
+    """Pack the pieces that this rank sends, exchange all pieces, and unpack the received ones into `out`."""
     gives = {piece.receiver: piece for piece in plan.sent_by(axis.index)}
     takes = {piece.sender: piece for piece in plan.received_by(axis.index)}
     sizes = [gives[rank].words if rank in gives else 0 for rank in range(axis.size)]

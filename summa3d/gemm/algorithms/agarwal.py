@@ -16,7 +16,7 @@ from .plan import ProductPlan
 class AgarwalPlan(ProductPlan):
     """A product on a cube of ranks (i, j, l), axes x, y, z: A_il on (i,0,l), B_lj on (0,j,l), C_ij on (i,j,0).
 
-    Transposed operands lie where the plain ones do. All other ranks hold empty blocks. Words per rank (mean), in every form:
+    Transposed operands lie where the plain ones do. The other ranks hold empty blocks. Words per rank (mean), in every form:
     (q−1)(mk + kn + mn)/P.
     """
 

@@ -56,9 +56,10 @@ class Ca25dPlan(SummaPlan):
 
 
 class Ca25d(Executor):
-    """SUMMA over the depth's part of k into a copy of C, then a reduce-scatter. Source: Solomonik and Demmel 2011, Algorithm 2,
+    """SUMMA over this depth's part of k into a copy of C, then a reduce-scatter of C over the depths.
 
-    with C left scattered over the depths, and A and B split over them from the start instead of copied to them.
+    Source: Solomonik and Demmel 2011, Algorithm 2. Here C stays scattered over the depths, and A and B are split over the depths
+    from the start instead of copied to them.
     """
 
     plan: Ca25dPlan

@@ -57,7 +57,7 @@ class CannonPlan(ProductPlan):
 
 
 class Cannon(Executor):
-    """Source: Cannon 1969; in the transposed forms the accumulating C takes the place of the operand that stays."""
+    """Cannon's algorithm: in nn A and B shift, in nt and tn one operand and the accumulating C. Source: Cannon 1969."""
 
     plan: CannonPlan
 
@@ -101,7 +101,7 @@ class Cannon(Executor):
         shift(a, b, out, alpha, beta)
 
     def _shift_both(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """C stays. The next blocks of A and B are in flight during the product of these."""
+        """C stays. The next blocks of A and B are in flight during the product of the current ones."""
         along_y, along_x = self.rings
         first = self.x.index + self.y.index
         arrived = finish(along_y.begin(a, self.x.index, first), along_x.begin(b, self.y.index, first))
@@ -116,7 +116,7 @@ class Cannon(Executor):
             arrived = finish(*coming)
 
     def _shift_sum(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """One operand stays. The next block of the other is in flight during the product added to the passing block of C."""
+        """One operand stays. The next block of the other is in flight during a product, added to the shifted block of C."""
         moving, sums = self.rings
         a_moves = moving.name == "a"
         staying = self.workspace.widened("staying", b if a_moves else a)
@@ -176,7 +176,7 @@ class Shifts:
 
 
 def finish(*moves: Move) -> tuple[Array, ...]:
-    """Wait for moves; the blocks that have arrived."""
+    """Wait for the moves; returns the blocks that have arrived."""
     for _, pending in moves:
         for communication in pending:
             communication.wait()

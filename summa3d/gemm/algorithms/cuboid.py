@@ -94,8 +94,9 @@ class Cuboid(Executor):
     (comm/transport/node.py), a gather copies the rank's own block there and needs no workspace, and summands of C are computed
     and summed there.
 
-    The steps are there on their own as well, for gradients: they share one gather between two products and overlap a scatter
-    with the next product. Source: Bian et al. 2021, Algorithm 1, on a cuboid instead of a cube.
+    Gradients call the steps one by one: two products share one gather, and a reduce-scatter overlaps the next product.
+
+    Source: Bian et al. 2021, Algorithm 1, on a cuboid instead of a cube.
     """
 
     plan: CuboidPlan

@@ -15,7 +15,7 @@ from .plan import ProductPlan
 
 @dataclass(frozen=True)
 class OnedPlan(ProductPlan):
-    """What the two share: one axis y of any size t. `sequence` splits the rows of A as stored (column), or of C (row), by y."""
+    """Base of the 1-D plans: one axis y of any size t. `sequence` splits the stored rows of A (column) or C (row) by y."""
 
     y: str = "y"
     sequence: bool = False
@@ -87,7 +87,7 @@ class OnedRowPlan(OnedPlan):
 
 
 class OnedColumn(Executor):
-    """Gather A where it is split, and multiply: nothing is summed."""
+    """The column-parallel product: all-gather A if it is split, then multiply. Nothing is summed over ranks."""
 
     plan: OnedColumnPlan
 
@@ -104,7 +104,7 @@ class OnedColumn(Executor):
 
 
 class OnedRow(Executor):
-    """Multiply, and sum C over all ranks: onto every rank, or each rank its rows."""
+    """The row-parallel product: multiply, then all-reduce C, or reduce-scatter its rows."""
 
     plan: OnedRowPlan
 

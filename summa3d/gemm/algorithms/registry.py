@@ -24,7 +24,7 @@ from .tesseract import Tesseract, TesseractPlan
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to multiply.
+    """An algorithm of a distributed product: its plan, executor and costs.
 
     plan : `plan(form, m, n, k, **options)` is plain data with layouts and shapes; operands that have these layouts, the axes in
         any roles, are the algorithm's
@@ -33,7 +33,7 @@ class Algorithm:
     mean : words, messages and local products of an average rank, ``(form, m, n, k, grid_shape) → Mean``
     gradients : how dA and dB are taken
     options : the plan's keywords that are no axes
-    variants : settings of them that give operands other layouts, tried where operands are already laid out
+    variants : option values that give operands other layouts, tried when operands already have layouts
     reads_in_place : whether gathered operands are read where the node's memory holds them
     """
 

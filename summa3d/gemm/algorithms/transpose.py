@@ -14,7 +14,7 @@ from .workspace import Workspace
 
 
 def exchange(plan: ProductPlan, source: Placement, target: Placement) -> Redistribution:
-    """Who sends what to whom when (B·A)ᵀ, as it lies after the product B·A, takes the layout of C."""
+    """The redistribution of (B·A)ᵀ, as the product B·A leaves it, to the layout of C."""
     return Redistribution(plan.c_shape, source, target)
 
 
@@ -30,7 +30,7 @@ class Untransposed(Protocol):
 
 
 class Transposed:
-    """C = (B·A)ᵀ: the inner product into workspace, the pieces that others need sent point to point, each set down transposed.
+    """C = (B·A)ᵀ: B·A into workspace, then point-to-point messages of the pieces that other ranks need, stored transposed.
 
     Words: those of C's block that the rank does not hold after the inner product. Messages: one from each rank that holds some.
     Workspace: the block of B·A, what is sent, what is received, and a conjugate of each operand whose op is c.

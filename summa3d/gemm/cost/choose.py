@@ -67,7 +67,7 @@ class Candidate:
         return crowding * (mean.products * one + moved)
 
     def _copied_words(self) -> float:
-        """Words of A and B that a rank of the cuboid lays where the others read them."""
+        """Words of A and B that a rank of the cuboid copies into slots, where the others read them."""
         plan = self.plan
         return (plan.m * plan.k * (self.grid[plan.y] > 1) + plan.k * plan.n * (self.grid[plan.x] > 1)) / self.ranks
 
@@ -111,7 +111,7 @@ class Choice:
 
     @property
     def algorithm(self) -> str:
-        """Its name."""
+        """The name of the algorithm."""
         return self.best.algorithm
 
     @property

@@ -247,7 +247,7 @@ def agarwal(plan: AgarwalPlan, grid_shape: GridShape, at: Coordinates, condition
 
 
 def oned_column(plan: OnedColumnPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
-    """Nothing; of a split input (t−1)/t·mk."""
+    """No words; with `sequence` (t−1)/t·mk."""
     size, a, b = grid_shape[plan.y], plan.m * plan.k, block_words(plan.b_layout, plan.b_shape, grid_shape, at)
     local = Cost(
         0,

@@ -106,7 +106,7 @@ def combined(*costs: Cost) -> Cost:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What dtype, device and transport mean for workspace: `wide` words hold one summed element.
+    """The conditions that workspace depends on: dtype, device, transport. `wide` words hold one summed element.
 
     `widened` words hold an element of an operand in the float32 that it is copied to, 0 where it is multiplied as it is;
     `scratch`: products are not added in place; `staged`: the axes that communicate in the node's memory.
