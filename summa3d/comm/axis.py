@@ -233,7 +233,7 @@ class Axis:
         return self._begin(Call("all_to_all", array, dim, sizes, None, blocking, receive_sizes=received), words, self.size - 1)
 
     def _begin(self, call: Call, words: int, messages: int) -> Pending:
-        """Carry a checked call, shown to a profiler where there is one."""
+        """Carry a checked call, inside an NVTX range if the ledger has ranges."""
         ranges = self.ledger.ranges
         if ranges is None or self.size == 1:
             return self._carry_and_account(call, words, messages)

@@ -87,7 +87,7 @@ class Grid:
                 self._axis((name,))
 
     def _stand(self, topology: Topology, rank: int, check: bool, ledger: Ledger, transports: TransportFactory) -> None:
-        """Take the place of `rank` on a grid of this shape; axes are made when they are asked for."""
+        """Set this process up as `rank` of a grid of this topology; axes are made at their first use."""
         self.topology, self.rank, self.check, self.ledger = topology, rank, check, ledger
         self.size = topology.size
         self.inside = rank != MPI.UNDEFINED
@@ -136,7 +136,7 @@ class Grid:
 
     @property
     def everyone(self) -> Axis:
-        """All ranks of the communicator that the grid was made on, in its order; those outside the grid take part."""
+        """All ranks of the communicator that the grid was made on, in its order, those outside the grid included."""
         return self._line(self.names if len(self.ranks) == self._extent(self.common)[0] else EVERYONE, self.common)
 
     @property
@@ -160,7 +160,7 @@ class Grid:
         return found
 
     def run(self, names: tuple[str, ...], size: int) -> Axis:
-        """`size` consecutive members of the plane `names`, this rank among them: the plane cut into runs of that many.
+        """The run of `size` consecutive members of the plane `names` that this rank is in: the plane is cut into such runs.
 
         The first use is collective over the run. Raises GridError where `size` does not divide the plane.
         """
@@ -216,7 +216,7 @@ class Grid:
             self.comm.Free()
 
     def __deepcopy__(self, memo: object) -> Grid:
-        return self  # copies of what lies on it, a model or a matrix, lie on it too
+        return self  # a copied model or matrix stays on the same grid
 
     def __enter__(self) -> Grid:
         return self

@@ -160,7 +160,7 @@ class DryStep:
 def run(setting: Setting, training: Training = Training()) -> DryStep:
     """A step of `setting`, traced on tensors without memory: nothing is computed, allocated or moved.
 
-    A model with more than TRACED cells of blocks is traced with so many, of which the middle one stands for all between.
+    Of a model with more cells of blocks, only TRACED are traced; the middle one stands for all cells between.
     Raises LayoutError, GridError and ConfigError where the run itself would.
     """
     stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1

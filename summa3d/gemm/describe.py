@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..comm.arrays import dtype_name
 from .distributed import Distributed
 
-Runs = tuple[tuple[int, int], ...]
+RangePairs = tuple[tuple[int, int], ...]
 
 LARGEST = 64
 """The largest rank count for which a table is made."""
@@ -35,7 +35,7 @@ def table(matrix: Distributed) -> list[str]:
     grid, layout = matrix.grid, matrix.layout
     if grid.size > LARGEST:
         return []
-    holders: dict[tuple[Runs, Runs], list[int]] = {}
+    holders: dict[tuple[RangePairs, RangePairs], list[int]] = {}
     for rank in range(grid.size):
         coordinates = grid.coordinates_of(rank)
         if layout.holds_block(coordinates):
@@ -49,9 +49,9 @@ def table(matrix: Distributed) -> list[str]:
     return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
 
 
-def _hashable(runs: tuple[slice, ...]) -> Runs:
+def _hashable(runs: tuple[slice, ...]) -> RangePairs:
     return tuple((run.start, run.stop) for run in runs)
 
 
-def _written(runs: Runs) -> str:
+def _written(runs: RangePairs) -> str:
     return ranges(tuple(slice(*run) for run in runs))

@@ -38,7 +38,7 @@ def product_of(
 
     Each operand may be read as the transpose of its .T, under the other op; the reading that is no .T is tried first, so that a
     transpose costs no copy. Of several algorithms with the same layouts the first of the table is taken.
-    Raises LayoutError where there is none, GridError where there is but it cannot use the grid, ConfigError for options that
+    Raises LayoutError if no plan has these layouts, GridError if one has but cannot use the grid, ConfigError for options that
     the algorithm does not have.
     """
     extents, names = sizes(a.shape, b.shape, form), _names(algorithm, options)
@@ -86,7 +86,7 @@ def plan_of(
     options: tuple[tuple[str, Any], ...],
     any_algorithm: bool,
 ) -> Any:
-    """The plan of an algorithm that has these layouts, its axes in any roles; None where there is none.
+    """The plan of an algorithm that has these layouts, its axes in any roles; None if no plan has them.
 
     A form that the algorithm lacks, or a grid that it cannot use, gives None with `any_algorithm`, and raises if this algorithm
     was requested.

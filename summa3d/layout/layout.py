@@ -20,13 +20,21 @@ Coordinates = Mapping[str, int]
 
 
 def split_sizes(n: int, parts: int) -> list[int]:
-    """Sizes of the balanced split of `n` into `parts`: they differ by at most one, larger first. Used everywhere."""
+    """Sizes of the balanced split of `n` into `parts`: they differ by at most one, larger first. Used everywhere.
+
+    >>> split_sizes(7, 3)
+    [3, 2, 2]
+    """
     quotient, remainder = divmod(n, parts)
     return [quotient + 1] * remainder + [quotient] * (parts - remainder)
 
 
 def split_range(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and stop of part `index` of the balanced split of start:stop."""
+    """Start and stop of part `index` of the balanced split of start:stop.
+
+    >>> [split_range(0, 7, 3, index) for index in range(3)]
+    [(0, 3), (3, 5), (5, 7)]
+    """
     quotient, remainder = divmod(stop - start, parts)
     begin = start + index * quotient + min(index, remainder)
     return begin, begin + quotient + (index < remainder)
@@ -210,7 +218,7 @@ def _check(layout: Layout, axes: list[str]) -> None:
 
 @lru_cache(maxsize=1024)
 def _checked_names(names: tuple[str, ...], dims: int) -> tuple[str, ...]:
-    """`names`; LayoutError where they are not one word for each of so many dims."""
+    """`names`. Raises LayoutError unless they are one word for each dim."""
     for position, name in enumerate(names):
         if not WORD.fullmatch(name) or (name.isdigit() and name != str(position)):
             raise LayoutError(f"{name!r} cannot name dim {position} of a layout: take a word without :(),@=[] or blanks.")

@@ -226,7 +226,7 @@ def redistribute(
     Parameters
     ----------
     block : this rank's block under `layout` on `grid`, in any memory order
-    layout, to : the ownership that the block has and the one that it gets, or their text, such as ``m:x k:y``
+    layout, to : the ownership before and after, or its text, such as ``m:x k:y``
     to_grid : the grid of `to`; None is the same grid. Another is made on the same communicator, and either
         may leave ranks of it outside: they make the same call, with a block without elements, or get one
     order : "C", or "F" for a numpy array stored by columns, as ScaLAPACK wants it

@@ -43,7 +43,7 @@ class Backend(Protocol):
         ...
 
     def identity(self) -> str:
-        """What tells this device from all others of all nodes."""
+        """A name that is unique among all devices of all nodes."""
         ...
 
     def current(self, array: Array) -> Stream:
@@ -59,7 +59,7 @@ class Backend(Protocol):
         ...
 
     def mark(self, event: Event, stream: Stream) -> None:
-        """Record a mark anew, behind all that `stream` holds now; nobody may still wait for what it marked."""
+        """Record a mark anew, behind all that `stream` holds now; no stream may still wait for its earlier recording."""
         ...
 
     def milliseconds(self, start: Event, end: Event) -> float:

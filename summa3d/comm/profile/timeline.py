@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..device.backend import Backend, Event, Stream
 
-TRIES = 5  # events that are compared with the host's clock; the one that was passed soonest ties it
+TRIES = 5  # events that are compared with the host's clock; the fastest one ties the clocks
 
 
 class Span:

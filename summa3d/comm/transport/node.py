@@ -184,7 +184,7 @@ def reduce_scatter(
             return None
         mine = slot.part(array, buffer.index * whole, array.shape)
         end = begin + sizes[buffer.index]
-        for part in (slice(0, begin), slice(end, array.shape[dim])):  # nobody else reads this member's own part ...
+        for part in (slice(0, begin), slice(end, array.shape[dim])):  # no other member reads this member's own part ...
             at = (slice(None),) * dim + (part,)
             copy_into(mine[at], array[at])
         own = array[(slice(None),) * dim + (slice(begin, end),)]
@@ -212,10 +212,10 @@ def reduce_scatter(
 
 def all_reduce(buffer: NodeBuffer, array: Array, op: str, into: Array | None) -> Slot | None:
     """`Axis.all_reduce`: every member reads every array, in the members' order, so that all have the same bits."""
-    laid = _laid_whole(buffer, array)
-    if laid is None:
+    posted = _posted_whole(buffer, array)
+    if posted is None:
         return None
-    slot, part_of = laid
+    slot, part_of = posted
 
     def read() -> Array:
         slot.wait_for_all()
@@ -277,10 +277,10 @@ def broadcast(buffer: NodeBuffer, array: Array, root: int) -> Slot | None:
 
 def reduce(buffer: NodeBuffer, array: Array, root: int, op: str, into: Array | None) -> Slot | None:
     """`Axis.reduce`: the root reads every array."""
-    laid = _laid_whole(buffer, array)
-    if laid is None:
+    posted = _posted_whole(buffer, array)
+    if posted is None:
         return None
-    slot, part_of = laid
+    slot, part_of = posted
 
     def read() -> Array | None:
         if buffer.index != root:
@@ -293,7 +293,7 @@ def reduce(buffer: NodeBuffer, array: Array, root: int, op: str, into: Array | N
     return slot
 
 
-def _laid_whole(buffer: NodeBuffer, array: Array) -> tuple[Slot, Callable[[int], Array]] | None:
+def _posted_whole(buffer: NodeBuffer, array: Array) -> tuple[Slot, Callable[[int], Array]] | None:
     """Copy this member's whole array into a slot and post it; returns the slot, and a function from member to its part."""
     whole, shape, like = count(array), tuple(array.shape), empty((0,), array)
     slot = buffer.take(buffer.size * whole * array.itemsize)

@@ -58,7 +58,7 @@ class Flags:
         self._call.restype = ctypes.c_long
         self._call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
         self._number = FUTEX[platform.machine()]
-        # A member that is gone wakes nobody: each sleep ends by itself, and its launcher ends the others meanwhile.
+        # A killed member wakes no other: each sleep has a timeout, and the launcher ends the other members meanwhile.
         self._times = {busy: _Time(int(seconds), round(seconds % 1 * 1e9)) for busy, seconds in ((False, SLEEP), (True, NAP))}
         self._timeouts = {busy: ctypes.addressof(time) for busy, time in self._times.items()}
 

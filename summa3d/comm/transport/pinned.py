@@ -188,11 +188,11 @@ class PinnedTransport(FlatTransport):
 
     def _started(self, requests: Requests, sent: PinnedCopy | None, received: PinnedCopy | None) -> Requests:
         transfer = PinnedTransfer(self, requests, sent, received)
-        self.in_flight.add(transfer)  # MPI reads and writes the copies, even if nobody waits
+        self.in_flight.add(transfer)  # MPI reads and writes the copies, even if `wait` is never called
         return [transfer]
 
     def _to_host(self, array: Array) -> PinnedCopy:
-        """`array` in pinned memory; the host waits until it is there."""
+        """`array` in pinned memory; the host waits for the D2H copy."""
         copy = self._pinned(array)
         self.backend.wait(self.stream, self.backend.record(self.backend.current(array)))
         start, copy.d2h = self.timeline.start(self.stream), Span("D2H copy")

@@ -56,7 +56,7 @@ class Transports:
         return None if self.node is None else self.node.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
-        """Whether a gather of arrays of this dtype can be read where the members laid them (collective the first time)."""
+        """Whether an all-gather of arrays of this dtype can return a view of the node buffer (collective the first time)."""
         return self.node is not None and self.node.offers_views(array)
 
     def barrier(self) -> None:
