@@ -77,8 +77,8 @@ def stages(on: Scheme) -> Iterator[tuple[str, str, Layout, tuple[int, ...], str]
     """Stage, letters of its dims, layout, global shape, and the part of the model that is spent there."""
     b, s, h, f, v = BATCH, SEQUENCE, CONFIG.hidden, CONFIG.ffn_dim, CONFIG.vocabulary
     stream, inner = on.residual, on.after_linear(on.residual)
-    down = on.weight(inner, on.kind.transposed_down)
-    if on.kind.limits:
+    down = on.weight(inner, on.spec.transposed_down)
+    if on.spec.limits:
         yield "input", "mh", stream, (b * s, h), ""
         yield "up weight", "hf", on.weight(stream), (h, f), "up"
         yield "GELU", "mf", inner, (b * s, f), ""
@@ -130,7 +130,7 @@ def record(name: str, rank: int) -> tuple[Scheme, list[Op]]:
     tracer = Tracer()
     on = scheme(name, DryPlace(GRIDS[name], rank, ledger=tracer.ledger))
     with torch.device("meta"):
-        if on.kind.limits:
+        if on.spec.limits:
             rows, shape = BATCH * SEQUENCE, (BATCH * SEQUENCE, CONFIG.hidden)
             model: torch.nn.Module = MLP(CONFIG.hidden, CONFIG.ffn_dim, on)
             block = torch.empty(on.residual.local_shape(shape, on.grid.shape, on.grid.coordinates), requires_grad=True)
@@ -154,7 +154,7 @@ def table(name: str) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for stage, letters, layout, shape, part in stages(on):
         local = list(layout.local_shape(shape, on.grid.shape, on.grid.coordinates))
-        if on.kind.sequence_first and letters[:2] == "bs" and len(letters) == 3:
+        if on.spec.sequence_first and letters[:2] == "bs" and len(letters) == 3:
             local[:2] = local[1::-1]
             shown = f"[{', '.join(map(str, local))}] as [s, b, {letters[2]}]"
         else:
