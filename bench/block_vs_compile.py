@@ -13,7 +13,7 @@ from gpu import benchmark_parser, in_turn, taken
 from mpi4py import MPI
 from plain_block import plain_stack
 
-from summa3d.bench.blocks import Case, Entry, Runner, inputs
+from summa3d.bench.blocks import BlockEntry, BlockRunner, Case, inputs
 from summa3d.nn import ModelConfig
 
 SPEED, SHARE = 1.0, 0.7
@@ -30,7 +30,7 @@ def main() -> None:
         return
     config = ModelConfig(layers=1, hidden=args.hidden, heads=args.heads, sequence=args.sequence)
     case = Case(config, args.batch, args.dtype, args.device)
-    ours = Runner(Entry("serial", {"x": 1, "y": 1, "z": 1}), case, MPI.COMM_SELF)
+    ours = BlockRunner(BlockEntry("serial", {"x": 1, "y": 1, "z": 1}), case, MPI.COMM_SELF)
     plain = plain_stack(case)
     compiled = torch.compile(plain)
     x, gradient = inputs(case)

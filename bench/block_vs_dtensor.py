@@ -101,7 +101,7 @@ def measure(rounds: int) -> None:
     from summa3d.cli.block import QUIET_PROFILER
 
     os.environ.setdefault(*QUIET_PROFILER)
-    from summa3d.bench.blocks import Case, Runner, facts, rows_of, timed
+    from summa3d.bench.blocks import BlockRunner, Case, facts, rows_of, timed
     from summa3d.bench.products import machine, sleep_until_all_are_here
     from summa3d.nn import ModelConfig
 
@@ -109,7 +109,7 @@ def measure(rounds: int) -> None:
     found = machine() if world.rank == 0 else {}
     sleep_until_all_are_here(world)
     case = Case(ModelConfig(**SIZES), BATCH)
-    contenders = [*(Runner(entry, case, world) for entry in picked(case, world)), *peers_of(case, world)]
+    contenders = [*(BlockRunner(entry, case, world) for entry in picked(case, world)), *peers_of(case, world)]
     rows = list(rows_of(contenders, timed(contenders, rounds)))
     for row in rows:
         if row["relative_difference"] > TOLERANCE:
@@ -120,17 +120,17 @@ def measure(rounds: int) -> None:
 
 def picked(case: Any, world: Any) -> list[Any]:
     """The fastest grids and switches of each kind, as a short trial of all entries selects them; collective."""
-    from summa3d.bench.blocks import Entry, Runner, gathers, grids_for, timed
+    from summa3d.bench.blocks import BlockEntry, BlockRunner, gathers, grids_for, timed
     from summa3d.nn.schemes.scheme import SCHEMES
 
     entries = [
-        Entry(name, grid, regather)
+        BlockEntry(name, grid, regather)
         for name in SCHEMES
         if name in ONE_D or name.startswith("cuboid")
         for grid in grids_for(name, world.size, case)
         for regather in ((True, False) if gathers(name) else (True,))
     ]
-    runners = [Runner(entry, case, world) for entry in entries]
+    runners = [BlockRunner(entry, case, world) for entry in entries]
     taken = world.bcast([seconds["both"]["min"] for seconds in timed(runners, TRIALS)])
     for runner in runners:
         runner.free()

@@ -60,9 +60,9 @@ def measure(calls: int) -> None:
 
 def compare(world: Any, grid: dict[str, int], calls: int) -> dict[str, Any]:
     """Median times on one grid in µs, the largest over ranks; collective."""
-    from summa3d.bench.products import Entry, Problem, Runner
+    from summa3d.bench.products import Problem, ProductEntry, ProductRunner
 
-    runner = Runner(Entry("cuboid", grid, Problem(SIZE, SIZE, SIZE)), world)
+    runner = ProductRunner(ProductEntry("cuboid", grid, Problem(SIZE, SIZE, SIZE)), world)
     contenders: dict[str, Callable[[], Any]] = {"ours": runner.run, **bare(world, runner, grid)}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for call in range(calls + WARM_UPS):

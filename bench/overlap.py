@@ -49,13 +49,15 @@ def measure(rounds: int) -> None:
     start_mpi()
     from mpi4py import MPI
 
-    from summa3d.bench.blocks import Case, Entry, Runner, timed
+    from summa3d.bench.blocks import BlockEntry, BlockRunner, Case, timed
     from summa3d.nn import ModelConfig
     from summa3d.nn.overlap import Overlap
 
     case, rows = Case(ModelConfig(**SIZES), BATCH), []
     for name, grid in GRIDS:
-        runners = [Runner(Entry(name, grid, overlap=Overlap(**switches)), case, MPI.COMM_WORLD) for switches in SWITCHES]
+        runners = [
+            BlockRunner(BlockEntry(name, grid, overlap=Overlap(**switches)), case, MPI.COMM_WORLD) for switches in SWITCHES
+        ]
         taken = timed(runners, rounds)
         rows += [(runner.entry.label, seconds["both"]["median"]) for runner, seconds in zip(runners, taken, strict=True)]
         for runner in runners:

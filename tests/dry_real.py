@@ -10,7 +10,7 @@ from golden_cases import Case
 
 from summa3d.bench.memory import peak_bytes, saved_bytes
 from summa3d.comm.grid import Grid
-from summa3d.dry.step import Setting, Step, run
+from summa3d.dry.step import DryStep, Setting, run
 from summa3d.nn import ModelConfig, build, scheme
 from summa3d.nn.models.registry import Model
 from summa3d.train import config as configuration
@@ -41,12 +41,12 @@ def setting_of(case: Case, rank: int = 0, ranks_per_node: int = 1, on_device: bo
     )
 
 
-def run_dry(case: Case, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False) -> Step:
+def run_dry(case: Case, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False) -> DryStep:
     """A dry step of the case."""
     return run(setting_of(case, rank, ranks_per_node, on_device), training_of(config_of(case)))
 
 
-def lines_of(step: Step) -> Lines:
+def lines_of(step: DryStep) -> Lines:
     """What a dry step moves, line by line."""
     lines: Lines = {}
     for segment, times in step.parts:

@@ -1,1 +1,1 @@
-"""Benchmarks that the command line runs: products and blocks side by side, their tables and plots."""
+"""Benchmarks of the command line: products and transformer blocks side by side, with tables and plots."""

@@ -75,7 +75,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Entry:
+class BlockEntry:
     """An entry of the benchmark: a scheme on a grid of all ranks.
 
     `regather` gathers operands again in backward instead of keeping them; `overlap` says what is in flight meanwhile.
@@ -140,7 +140,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor]:
 
 
 class Contender(Protocol):
-    """A contender of the benchmark: `Runner`, or a peer library's model in bench/."""
+    """A contender of the benchmark: `BlockRunner`, or a peer library's model in bench/."""
 
     def seconds(self) -> tuple[float, float]:
         """Seconds of one forward and of one backward, over all ranks; collective."""
@@ -159,10 +159,10 @@ class Contender(Protocol):
         ...
 
 
-class Runner:
+class BlockRunner:
     """An entry of the benchmark with its sharded weights and input. Its constructor is collective over `world`."""
 
-    def __init__(self, entry: Entry, case: Case, world: MPI.Intracomm) -> None:
+    def __init__(self, entry: BlockEntry, case: Case, world: MPI.Intracomm) -> None:
         self.entry, self.case, self.comm = entry, case, world
         self.grid = Grid(world, dict(entry.grid), node_memory=None if case.device == "cpu" else False)
         self.clock = Clock(self.grid)
@@ -257,8 +257,8 @@ class Runner:
         self.grid.free()
 
 
-def race(
-    entries: Sequence[Entry],
+def run_benchmark(
+    entries: Sequence[BlockEntry],
     case: Case,
     world: MPI.Intracomm,
     rounds: int,
@@ -274,10 +274,10 @@ def race(
     ranges : NVTX ranges, which show that round to a profiler
 
     Returns the case and rows with min, median, max and all seconds of forward, backward and both, the columns of
-    `Runner.amounts`, and `relative_difference`: ‖y − y₀‖ / ‖y₀‖ of an entry's output y and the first entry's output y₀, which
-    is a rounding error, since all entries compute the same function.
+    `BlockRunner.amounts`, and `relative_difference`: ‖y − y₀‖ / ‖y₀‖ of an entry's output y and the first entry's output y₀. The
+    difference is a rounding error, since all entries compute the same function.
     """
-    runners = [Runner(entry, case, world) for entry in entries]
+    runners = [BlockRunner(entry, case, world) for entry in entries]
     seconds = timed(runners, rounds)
     if file is not None or ranges is not None:
         whole = Trace()

@@ -1,6 +1,6 @@
-"""The wall time of work that all ranks of a grid do together: from the first rank's start to the last rank's end.
+"""Wall time of work that all ranks of a grid do together: from the first rank's start to the last rank's end.
 
-Where ranks outnumber cores, they do not start together, and no single rank can measure this time.
+Ranks that outnumber cores do not start together, so no single rank can measure this time.
 """
 
 from __future__ import annotations

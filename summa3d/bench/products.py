@@ -1,4 +1,4 @@
-"""Benchmark of products: algorithms and grids on the same ranks in interleaved rounds, and numpy's product as the ceiling.
+"""Benchmark of products: algorithms and grids on the same ranks in interleaved rounds, with numpy's product as the ceiling.
 
 Executors are reused, and the operands are distributed before the first round.
 """
@@ -61,7 +61,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProductEntry:
     """An entry of the benchmark: an algorithm on a grid of the first ranks, with its options.
 
     `chosen` marks the library's own choice of algorithm and grid.
@@ -98,10 +98,10 @@ def fewest_words(found: Algorithm, problem: Problem, ranks: int) -> dict[str, in
     return min(found.grids(ranks), key=cost)
 
 
-class Runner:
+class ProductRunner:
     """An entry of the benchmark with its distributed operands and its executor. Its constructor is collective over `world`."""
 
-    def __init__(self, entry: Entry, world: MPI.Intracomm) -> None:
+    def __init__(self, entry: ProductEntry, world: MPI.Intracomm) -> None:
         self.entry, self.ranks, problem = entry, entry.ranks, entry.problem
         if entry.ranks > world.size:
             raise ConfigError(f"{entry.label} needs {entry.ranks} ranks; {world.size} were started.")
@@ -202,8 +202,8 @@ def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
         time.sleep(NAP)
 
 
-def race(
-    entries: Sequence[Entry],
+def run_benchmark(
+    entries: Sequence[ProductEntry],
     world: MPI.Intracomm,
     rounds: int,
     ceiling_threads: int = 0,
@@ -222,10 +222,10 @@ def race(
     Returns `rows` with min, median, max and all seconds, Gflop/s, and the largest words, messages and bytes of workspace over
     ranks, and `ceiling`, the times of numpy for each problem.
     """
-    runners = [Runner(entry, world) for entry in entries]
+    runners = [ProductRunner(entry, world) for entry in entries]
     problems = dict.fromkeys(entry.problem for entry in entries) if ceiling_threads else ()
     ceilings = [Ceiling(problem, world, ceiling_threads) for problem in problems]
-    contenders: list[Runner | Ceiling] = [*runners, *ceilings]
+    contenders: list[ProductRunner | Ceiling] = [*runners, *ceilings]
     times: list[list[float]] = [[] for _ in contenders]
     idle_ranks = True  # whether the previous contender left ranks idle: these sleep, and so must all until the next one begins
     for _ in range(rounds + 1):
@@ -252,7 +252,7 @@ def race(
     return {"rows": rows, "ceiling": tops}
 
 
-def _show(runners: Sequence[Runner], world: MPI.Intracomm, file: Path | None, ranges: Ranges | None) -> None:
+def _show(runners: Sequence[ProductRunner], world: MPI.Intracomm, file: Path | None, ranges: Ranges | None) -> None:
     """Run one round of all entries with a trace and NVTX ranges; ranks outside an entry's grid sleep."""
     whole = Trace()
     for runner in runners:
@@ -263,7 +263,7 @@ def _show(runners: Sequence[Runner], world: MPI.Intracomm, file: Path | None, ra
         write(file, whole, world)
 
 
-def _row(entry: Entry, seconds: list[float], moved: Mapping[str, int]) -> dict[str, Any]:
+def _row(entry: ProductEntry, seconds: list[float], moved: Mapping[str, int]) -> dict[str, Any]:
     who = {"algorithm": entry.algorithm, "grid": dict(entry.grid), "options": dict(entry.options), "label": entry.label}
     return {
         **who,

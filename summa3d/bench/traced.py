@@ -1,4 +1,4 @@
-"""One more run of what is timed, for a trace and for a profiler."""
+"""One more run of a benchmark, for a trace and a profiler."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _write(file: Path, text: str) -> None:
 def _product_result(args: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
 
-    from ..bench.products import race
+    from ..bench.products import run_benchmark
     from ..comm.device.select import requested_device, take_device
 
     for name in ("m", "n", "k", "rounds"):
@@ -127,7 +127,7 @@ def _product_result(args: argparse.Namespace) -> dict[str, Any]:
     if args.device == "cuda":
         take_device(MPI.COMM_WORLD)
     entries = list(MAKERS[args.kind](args, MPI.COMM_WORLD.size))
-    return {"kind": args.kind, **race(entries, MPI.COMM_WORLD, args.rounds, threads, args.trace, ranges_for(args))}
+    return {"kind": args.kind, **run_benchmark(entries, MPI.COMM_WORLD, args.rounds, threads, args.trace, ranges_for(args))}
 
 
 def check_ceiling(device: str, dtype: str, ceiling: int) -> None:
@@ -151,12 +151,12 @@ def _counts(text: str) -> list[int]:
 
 def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
     """The entries of --entry, then those of --every-grid or --algorithm; without any, the library's choice."""
-    from ..bench.products import Entry, Problem
+    from ..bench.products import Problem, ProductEntry
 
     problem = Problem(args.m, args.n, args.k, args.form, args.dtype, args.device)
     for text in args.entry:
         name, grid, options = parse_entry(text, problem, ranks)
-        yield Entry(name, grid, problem, options)
+        yield ProductEntry(name, grid, problem, options)
     if args.every_grid:
         yield from every_grid(problem, ranks)
     elif args.algorithm or not args.entry:
@@ -194,7 +194,7 @@ def _scaling(args: argparse.Namespace, ranks: int, sizes: Callable[[int], tuple[
 
 def _of_algorithms(names: list[str] | None, problem: Any, ranks: int) -> Iterator[Any]:
     """An entry for each named algorithm on its grid of fewest words; algorithms that cannot use `ranks` ranks are left out."""
-    from ..bench.products import Entry, fewest_words
+    from ..bench.products import ProductEntry, fewest_words
     from ..gemm.algorithms.registry import ALGORITHMS, algorithm
 
     if not names:
@@ -204,26 +204,26 @@ def _of_algorithms(names: list[str] | None, problem: Any, ranks: int) -> Iterato
     for name in ALGORITHMS if ALL in names else names:
         found = algorithm(name, None if several else ranks)
         if found.grids(ranks):
-            yield Entry(found.name, fewest_words(found, problem, ranks), problem)
+            yield ProductEntry(found.name, fewest_words(found, problem, ranks), problem)
 
 
 def own_choice(problem: Any, ranks: int) -> Any:
     """The algorithm and grid that the library chooses for this product, which may leave ranks idle; collective over all ranks."""
     from mpi4py import MPI
 
-    from ..bench.products import Entry
+    from ..bench.products import ProductEntry
     from ..comm.transport.node_memory import in_one_node
     from ..gemm.cost.choose import choose
     from ..gemm.cost.machine import Machine
 
     machine = Machine(node=problem.device == "cpu" and in_one_node(MPI.COMM_WORLD))
     choice = choose(problem.m, problem.n, problem.k, ranks, problem.dtype, form=problem.form, machine=machine)
-    return Entry(choice.algorithm, choice.grid, problem, chosen=True)
+    return ProductEntry(choice.algorithm, choice.grid, problem, chosen=True)
 
 
 def every_grid(problem: Any, ranks: int) -> Iterator[Any]:
     """The library's choice, then every other algorithm and grid of exactly `ranks` ranks that replicates no operand."""
-    from ..bench.products import Entry
+    from ..bench.products import ProductEntry
     from ..gemm.algorithms.registry import ALGORITHMS
 
     chosen = own_choice(problem, ranks)
@@ -233,7 +233,7 @@ def every_grid(problem: Any, ranks: int) -> Iterator[Any]:
         for grid in found.grids(ranks):
             replicates_nothing = all(size == 1 or axis in plan.split_by_all for axis, size in grid.items())
             if replicates_nothing and (name, grid) != (chosen.algorithm, chosen.grid):
-                yield Entry(name, grid, problem)
+                yield ProductEntry(name, grid, problem)
 
 
 def parse_entry(text: str, problem: Any, ranks: int) -> tuple[str, dict[str, int], dict[str, Any]]:

@@ -85,7 +85,7 @@ def block_result(args: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault(*QUIET_PROFILER)
     from mpi4py import MPI
 
-    from ..bench.blocks import Case, race
+    from ..bench.blocks import Case, run_benchmark
     from ..train.device import open_device
 
     for name in ("blocks", "batch", "rounds", "factor"):
@@ -94,7 +94,7 @@ def block_result(args: argparse.Namespace) -> dict[str, Any]:
     args.device = open_device(args.device, MPI.COMM_WORLD).type
     case, about = _paper_case(args) if args.paper_shape else (Case(_config(args), args.batch, args.dtype, args.device), {})
     entries = list(_entries(args.scheme or [ALL], {"yes": (True,), "no": (False,), "both": (True, False)}[args.regather], case))
-    return {"kind": "block", **about, **race(entries, case, MPI.COMM_WORLD, args.rounds, args.trace, ranges_for(args))}
+    return {"kind": "block", **about, **run_benchmark(entries, case, MPI.COMM_WORLD, args.rounds, args.trace, ranges_for(args))}
 
 
 def _config(args: argparse.Namespace, **sizes: int | None) -> Any:
@@ -129,7 +129,7 @@ def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterat
     """The entries of --scheme, in order. Raises ConfigError for an unknown scheme, and for one without a grid that fits."""
     from mpi4py import MPI
 
-    from ..bench.blocks import Entry, gathers, grids_for
+    from ..bench.blocks import BlockEntry, gathers, grids_for
     from ..nn.schemes.scheme import SCHEMES
 
     ranks = MPI.COMM_WORLD.size
@@ -140,7 +140,7 @@ def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterat
         chosen = {known: grids_for(known, ranks, case) for known in SCHEMES} if name == ALL else {name: _grids(text, ranks, case)}
         for known, grids in chosen.items():
             for shape in grids:
-                yield from (Entry(known, shape, regather) for regather in (regathers if gathers(known) else (True,)))
+                yield from (BlockEntry(known, shape, regather) for regather in (regathers if gathers(known) else (True,)))
 
 
 def _grids(text: str, ranks: int, case: Any) -> list[dict[str, int]]:

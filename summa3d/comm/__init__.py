@@ -1,6 +1,6 @@
-"""Process grids, collectives on their axes, and the ledger of what was moved.
+"""Process grids, collectives along their axes, and the ledger that counts them.
 
-Names are imported when they are asked for: transport/select.py and transport/probe.py are read without MPI.
+Names are imported on first use, so that transport/select.py and transport/probe.py can be read without MPI.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The few array operations that communication needs, for numpy, CuPy and torch alike.
+"""Array operations that communication needs, for numpy, CuPy and torch alike.
 
-A torch tensor is recognised by a method that others lack, CuPy's arrays by their CUDA interface: neither need be installed.
+A torch tensor is recognised by a method, a CuPy array by its CUDA array interface: neither library need be installed.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def meta_on_device() -> Iterator[None]:
 
 
 def is_torch(array: Array) -> bool:
+    """Whether `array` is a torch tensor."""
     return not isinstance(array, np.ndarray) and hasattr(type(array), "data_ptr")  # the first, because every call passes here
 
 

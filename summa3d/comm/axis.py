@@ -1,4 +1,4 @@
-"""One axis of a grid and its collectives: each is checked, carried by one of the axis's transports, and accounted for."""
+"""One axis of a grid and its collectives. Each call is checked, carried by a transport, and counted in the ledger."""
 
 from __future__ import annotations
 
@@ -161,12 +161,12 @@ class Axis:
         return None if self.size == 1 else self.transports.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
-        """Whether gathers of arrays of this dtype can be read where the members laid their blocks."""
+        """Whether an all-gather of arrays of this dtype can return a view of the node buffer (collective the first time)."""
         return self.transports.offers_views(array)
 
     @property
     def node_buffer(self) -> NodeBuffer | None:
-        """This axis's slots in the memory of the node (made at the first use, which is collective); None where it has none."""
+        """The node buffer of this axis; None if it has none. The first use is collective, and makes it."""
         return None if self.transports.node is None else self.transports.node.buffer
 
     def open_device(self, array: Array) -> None:
@@ -233,7 +233,7 @@ class Axis:
         return self._begin(Call("all_to_all", array, dim, sizes, None, blocking, receive_sizes=received), words, self.size - 1)
 
     def _begin(self, call: Call, words: int, messages: int) -> Pending:
-        """Carry a checked call, shown to a profiler where there is one."""
+        """Carry a checked call, inside an NVTX range if the ledger has ranges."""
         ranges = self.ledger.ranges
         if ranges is None or self.size == 1:
             return self._carry_and_account(call, words, messages)
@@ -241,7 +241,7 @@ class Axis:
             return self._carry_and_account(call, words, messages)
 
     def _carry_and_account(self, call: Call, words: int, messages: int) -> Pending:
-        """What has been begun, in the ledger; its completion is accounted for when somebody waits for it.
+        """Start a call and record it in the ledger; `wait` of the returned Pending records its completion.
 
         On a device the seconds are those of its events, and of MPI on the host as far as the transport has it there.
         """

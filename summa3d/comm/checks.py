@@ -1,4 +1,4 @@
-"""What an axis verifies before it communicates: dims, sizes, roots, targets and, in debug mode, that its members agree."""
+"""Checks before a collective: dims, sizes, roots, targets and, in debug mode, agreement between the members."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .transport.transports import Transports
 
 
 class Checks:
-    """What turns a wrong call over an axis into an error, alike on every member.
+    """Checks of the calls over an axis: a wrong call raises the same error on every member.
 
     debug : compare operation, shapes and dtypes over the members before every collective, for a message each.
     """
@@ -77,6 +77,7 @@ class Checks:
             raise ShapeError(problem)
 
     def target_problem(self, name: str, array: Array) -> str | None:
+        """The reason why `array` cannot be overwritten in place; None if it can."""
         return None if is_writable(array) else f"{name} overwrites its array in place, and this one is read-only."
 
     def _parts_problem(self, name: str, dim: int, extent: int) -> str | None:
@@ -91,6 +92,7 @@ class Checks:
         )
 
     def root_problem(self, root: int) -> str | None:
+        """The reason why `root` is no member of the axis; None if it is one."""
         return (
             None
             if 0 <= root < self.size

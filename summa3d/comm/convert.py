@@ -1,4 +1,4 @@
-"""An array of one library as another's: uncopied where both can read its memory, by DLPack on a device."""
+"""Convert an array between numpy, CuPy and torch, without a copy where both can read its memory."""
 
 from __future__ import annotations
 

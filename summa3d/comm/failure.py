@@ -1,4 +1,4 @@
-"""One failed rank ends the whole job, soon and with one report: the abort hook, the watchdog, and agreement between ranks."""
+"""End the whole job when one rank fails: the abort hook, the watchdog, and agreement of ranks on errors."""
 
 from __future__ import annotations
 
@@ -172,6 +172,7 @@ class Watchdog:
             self._arm()
 
     def stop(self) -> None:
+        """Stop watching this rank, and disarm the stack dump."""
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
 

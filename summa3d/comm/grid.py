@@ -1,4 +1,4 @@
-"""The process grid: named axes of any sizes over the ranks of a communicator, and one rank's place on a grid without one."""
+"""The process grid: named axes over the ranks of a communicator, and one rank's place on a grid that runs without ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Grid:
     ranks : the ranks of `comm` that fill the grid, in its order; default all. The others are outside (`inside` is False): they
         make the same calls, hold nothing (blocks without elements), and take part in what `everyone` does alone.
 
-    transports : what makes each axis's transports (transport/transports.py); a kind of its own moves nothing, or records.
+    transports : makes the transports of each axis (transport/transports.py); a subclass may move nothing, or record.
 
     ``grid["y"]`` is an axis, ``grid["x", "y"]`` the plane of both (index = ix·Y + iy), ``grid.world`` all ranks.
     Creating a grid is collective over its ranks; so is the first use of each plane over its members.
@@ -87,7 +87,7 @@ class Grid:
                 self._axis((name,))
 
     def _stand(self, topology: Topology, rank: int, check: bool, ledger: Ledger, transports: TransportFactory) -> None:
-        """Take the place of `rank` on a grid of this shape; axes are made when they are asked for."""
+        """Set this process up as `rank` of a grid of this topology; axes are made at their first use."""
         self.topology, self.rank, self.check, self.ledger = topology, rank, check, ledger
         self.size = topology.size
         self.inside = rank != MPI.UNDEFINED
@@ -112,11 +112,12 @@ class Grid:
 
     @cached_property
     def kept(self) -> dict[Any, Any]:
-        """What rooms above keep with the grid until it is freed, each under a key of its own: executors of products."""
+        """Objects that higher layers keep with the grid until `free`, each under its own key: the executors of products."""
         return {}
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the axes, in the order of `shape`."""
         return tuple(self.shape)
 
     def __getitem__(self, key: str | tuple[str, ...]) -> Axis:
@@ -135,7 +136,7 @@ class Grid:
 
     @property
     def everyone(self) -> Axis:
-        """All ranks of the communicator that the grid was made on, in its order; those outside the grid take part."""
+        """All ranks of the communicator that the grid was made on, in its order, those outside the grid included."""
         return self._line(self.names if len(self.ranks) == self._extent(self.common)[0] else EVERYONE, self.common)
 
     @property
@@ -159,7 +160,7 @@ class Grid:
         return found
 
     def run(self, names: tuple[str, ...], size: int) -> Axis:
-        """`size` consecutive members of the plane `names`, this rank among them: the plane cut into runs of that many.
+        """The run of `size` consecutive members of the plane `names` that this rank is in: the plane is cut into such runs.
 
         The first use is collective over the run. Raises GridError where `size` does not divide the plane.
         """
@@ -215,7 +216,7 @@ class Grid:
             self.comm.Free()
 
     def __deepcopy__(self, memo: object) -> Grid:
-        return self  # copies of what lies on it, a model or a matrix, lie on it too
+        return self  # a copied model or matrix stays on the same grid
 
     def __enter__(self) -> Grid:
         return self
@@ -259,19 +260,20 @@ class Grid:
 
 
 class Unconnected(Transports):
-    """The transports of an axis of a grid that nobody has started: its collectives raise GridError."""
+    """The transports of an axis of a grid without processes: its collectives raise GridError."""
 
     def carry(self, call: Call) -> Carried:
+        """Raise GridError: the axis has no other process to communicate with."""
         raise GridError(
-            f"{call.operation} over axis {self.members.label} = {self.members.size}: a Place stands for one rank of a grid that "
-            "nobody has started, and has nobody to communicate with. Make a Grid, or a Place with transports that move nothing."
+            f"{call.operation} over axis {self.members.label} = {self.members.size}: a Place stands for one rank of a grid "
+            "without processes, and cannot communicate. Make a Grid, or a Place with transports that move nothing."
         )
 
 
 class Place(Grid):
-    """One rank's place on a grid that nobody has started: shape, coordinates, and axes with their sizes, indices and ledger.
+    """One rank's place on a grid without processes: shape, coordinates, and axes with their sizes, indices and ledger.
 
-    What layouts, schemes and closed forms need of a grid, for any rank of any size.
+    It is what layouts, schemes and closed forms need of a grid, for any rank of any grid.
 
     Parameters
     ----------
@@ -281,7 +283,7 @@ class Place(Grid):
     nodes : the node of each rank; by default all ranks share one.
     node_rule : how axes inside a node use its memory: `Members.node` of those that lie in one; None, they do not.
 
-    Raises GridError for axes, order or tile that do not fit, or a rank that the grid has not.
+    Raises GridError for axes, order or tile that do not fit, or a rank that the grid does not have.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How the process's heap treats the large arrays that every product and collective makes anew."""
+"""Settings of the C heap for the large arrays that products and collectives allocate again and again."""
 
 from __future__ import annotations
 

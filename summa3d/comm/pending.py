@@ -1,4 +1,4 @@
-"""A communication in flight, and what completes it."""
+"""A communication in flight, and its completion."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .transport.call import Carried, complete
 class Pending:
     """A communication in flight. `wait()` completes it and returns its result; a second call returns the same result.
 
-    It keeps every buffer alive until then. On a device, `wait` has the caller's stream wait, and the result is there for what is
-    queued on that stream afterwards; what a device still reads or writes is kept by its transport (arrival.Held), whether or
-    not anybody waits. `account` is told the seconds that completing it took, by the clock and of the processor.
+    Buffers stay alive until `wait` returns. On a device, `wait` makes the caller's stream wait, and work queued on that stream
+    afterwards sees the result; the transport keeps arrays that the device still uses (arrival.Held), whether or not `wait` is
+    called. `account(wall, cpu)` receives the wall and processor seconds of the completion.
     """
 
     def __init__(self, carried: Carried, account: Callable[[float, float], None]) -> None:
@@ -24,6 +24,7 @@ class Pending:
         self._result: Array = None
 
     def wait(self) -> Array:
+        """Complete the communication and return its result; a second call returns the same result."""
         carried = self._carried
         if carried is not None:
             wall, cpu = time.perf_counter(), time.thread_time()
@@ -37,13 +38,14 @@ class Pending:
 
 
 class Shown(Pending):
-    """A communication whose completion a profiler shows."""
+    """A communication whose `wait` is an NVTX range."""
 
     def __init__(self, carried: Carried, account: Callable[[float, float], None], ranges: Ranges, name: str) -> None:
         super().__init__(carried, account)
         self._ranges, self._name = ranges, name
 
     def wait(self) -> Array:
+        """Complete the communication inside a profiler range of its own."""
         if self._carried is None:
             return self._result
         with self._ranges.around(self._name):
@@ -51,12 +53,12 @@ class Shown(Pending):
 
 
 class Completed(Pending):
-    """A communication that was none: over an axis of one member."""
+    """A completed communication over an axis of one member: nothing was sent."""
 
     def __init__(self, result: Array) -> None:
         self._carried, self._result = None, result
 
 
 def completed(result: Array) -> Pending:
-    """A communication that was none, with its result."""
+    """A `Pending` that has `result` already: nothing was sent."""
     return Completed(result)

@@ -1,4 +1,4 @@
-"""The shape of a process grid: axes and sizes, their order and tiles, and which rank is where. Pure: nothing communicates."""
+"""The shape of a process grid: axes, sizes, order, tiles, and the coordinates of each rank. Pure functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Topology:
     def checked(
         cls, axes: Mapping[str, int], order: str | Sequence[str] | None = None, tile: Mapping[str, int] | None = None
     ) -> Topology:
-        """The topology that is asked for. Raises GridError for axes, an order or a tile that do not fit."""
+        """The topology of these axes. Raises GridError for axes, an order or a tile that do not fit."""
         shape = _sizes(axes)
         return cls(shape, _checked_order(shape, order), _checked_tile(shape, tile))
 
@@ -40,7 +40,7 @@ class Topology:
         return prod(self.shape.values())
 
     def check_size(self, ranks: int) -> None:
-        """Raise GridError, naming shapes that would do, unless there are so many ranks."""
+        """Raise GridError, naming shapes that would work, unless the axes have `ranks` ranks in all."""
         if self.size != ranks:
             raise GridError(_misfit(self.shape, ranks))
 
@@ -75,7 +75,11 @@ class Topology:
 
 
 def grids_of(ranks: int, names: Sequence[str]) -> list[dict[str, int]]:
-    """Every grid of `ranks` ranks with these axes."""
+    """Every grid of `ranks` ranks with these axes.
+
+    >>> grids_of(4, ("x", "y"))
+    [{'x': 1, 'y': 4}, {'x': 2, 'y': 2}, {'x': 4, 'y': 1}]
+    """
     if len(names) == 1:
         return [{names[0]: ranks}]
     return [{names[0]: size, **rest} for size in divisors(ranks) for rest in grids_of(ranks // size, names[1:])]
@@ -83,13 +87,21 @@ def grids_of(ranks: int, names: Sequence[str]) -> list[dict[str, int]]:
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """1 to `number`, in order: those that divide it."""
+    """The divisors of `number`, ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
     small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return tuple(sorted({*small, *(number // size for size in small)}))
 
 
 def describe(shape: Mapping[str, int]) -> str:
-    """x=2,y=2,z=1"""
+    """A grid's shape as text.
+
+    >>> describe({"x": 2, "y": 2, "z": 1})
+    'x=2,y=2,z=1'
+    """
     return ",".join(f"{name}={size}" for name, size in shape.items())
 
 
@@ -135,6 +147,7 @@ def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> d
 
 
 def checked_ranks(ranks: Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """The ranks that form a grid, all of them by default. Raises GridError for one that is named twice or does not exist."""
     named = tuple(range(size)) if ranks is None else tuple(ranks)
     for rank in named:
         if not 0 <= rank < size or named.count(rank) > 1:

@@ -1,1 +1,1 @@
-"""The library's own code run without memory and without ranks: what any rank of any grid computes, moves and holds."""
+"""Dry runs: the library's own code without data, to count what any rank of any grid computes, moves and holds."""

@@ -1,4 +1,4 @@
-"""The kernels of a device run dry: outputs are made, launches are recorded, nothing is computed."""
+"""The kernels of a device in a dry run: outputs are allocated without memory, launches are recorded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from summa3d.kernels.rows import Fused
 from ..comm.arrays import meta_on_device
 
 PROCESSORS = 132
-"""Of the device that is run dry (an H100's): how many partial sums kernels leave, some MB on any device."""
+"""Multiprocessors of the simulated device (an H100): they set how many partial sums kernels leave, some MB on any device."""
 
 
 class DryLauncher:
-    """Starts no kernel; tells `launched` which it would start on which tensors."""
+    """Starts no kernel; calls `launched` with the name and the tensors of each launch."""
 
     device = torch.device("meta")
     most_blocks = 2**31 - 1
@@ -33,7 +33,7 @@ class DryLauncher:
 
 @contextmanager
 def kernels(launched: Callable[[str, Sequence[Tensor]], None]) -> Iterator[None]:
-    """Within the block, tensors without memory are a device's, and its fused kernels take them."""
+    """Within the block, meta tensors count as device tensors, and the fused kernels accept them."""
     token = dispatch.of_meta.set(Fused(DryLauncher(launched)))
     try:
         with meta_on_device():

@@ -1,4 +1,4 @@
-"""A grid of one rank's place whose collectives return at once: the only file of the dry run that knows how `comm` is built."""
+"""One rank's place on a grid whose collectives return at once, for dry runs: the only file of dry/ that depends on transports."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class DryTransport(HostTransport):
     all_to_all = broadcast = reduce = send = receive = reduce_scatter = all_gather
 
     def sums_parts(self, array: Array) -> bool:
-        """Whether reduce-scatters need no room for the parts of the sum."""
+        """Whether reduce-scatters need no workspace for the parts: NCCL sums all but 16-bit floats."""
         return self.on_device and not is_half(array)
 
 
 class DryFlags:
-    """Flags for which nobody waits."""
+    """Flags of a node buffer without processes that wait."""
 
     broken = False
 
     def set(self, flag: int, value: int) -> None:
-        """Wake nobody."""
+        """Do nothing: no process waits."""
 
     def wait(self, flag: int, value: int) -> bool:
         """Return at once; no sleep was needed."""
@@ -63,7 +63,7 @@ class DryFlags:
 
 
 class DrySlot(Slot):
-    """One communication in a slot of the node's memory, which is not there: its parts are no memory of this rank."""
+    """A slot without memory: its parts do not count as memory of this rank."""
 
     def part(self, like: Array, offset: int, shape: Sequence[int]) -> Array:
         """An array of `like`'s kind and dtype that stands for a part of the slot."""
@@ -74,7 +74,7 @@ class DrySlot(Slot):
 
 
 class DryNodeBuffer(NodeBuffer):
-    """The slots of one axis in the node's memory: none is there, but how large each would be is known."""
+    """The node buffer of one axis without memory; it records the size that each slot would have."""
 
     def __init__(self, members: Members) -> None:
         self.comm, self.size, self.index, self.flags = members.comm, members.size, members.index, DryFlags()  # type: ignore[assignment]
@@ -108,7 +108,7 @@ class DryNodeBuffer(NodeBuffer):
 
 
 class DryTransports(Transports):
-    """The transports of one axis: every communication that the node's memory can take goes through it, all others nowhere."""
+    """The transports of one axis: communications use the node buffer where they can, and move nothing."""
 
     def __init__(self, members: Members, on_device: bool) -> None:
         super().__init__(members)
@@ -126,7 +126,7 @@ class DryTransports(Transports):
 
 
 class DryNodeTransport(NodeTransport):
-    """The node's memory, of which nothing is allocated."""
+    """The node transport on a buffer without memory."""
 
     def __init__(self, members: Members) -> None:
         super().__init__(members, NODE_RULE)
@@ -138,7 +138,7 @@ NODE_RULE = NodeRule(crowded=True, always=True)
 
 
 class DryPlace(Place):
-    """The place of rank `rank` on a grid that nobody has started, where collectives return at once and are counted.
+    """The place of rank `rank` on a grid without processes, where collectives return at once and are counted.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class DryPlace(Place):
     on_device : whether arrays are a device's, which NCCL moves; then no node's memory is used
     ledger : where communications, products and workspace are counted; default a new one
 
-    Raises GridError for axes, order or tile that do not fit, or a rank that the grid has not.
+    Raises GridError for axes, order or tile that do not fit, or a rank that the grid does not have.
     """
 
     def __init__(
@@ -180,11 +180,11 @@ class DryPlace(Place):
 
 
 class DryLedger(Ledger):
-    """A ledger that also tells, in order, what is issued, what is waited for and what is multiplied.
+    """A ledger that also reports, in order, communications issued, communications waited for, and local products.
 
     Parameters
     ----------
-    issued : (collective, axis, dtype, amounts) → what `waited` gets when the communication is waited for
+    issued : (collective, axis, dtype, amounts) → the argument of `waited` for this communication
     waited : called when a communication is waited for
     multiplied : (form, m, n, k, dtype, bytes read, bytes written) of a local product
     """
@@ -199,17 +199,17 @@ class DryLedger(Ledger):
         self._issued, self._waited, self._multiplied = issued, waited, multiplied
 
     def begin(self, collective: str, axis: str, dtype: str, amounts: Amounts, start: float, issue: float) -> Any:
-        """Tell that a communication was issued."""
+        """Report an issued communication."""
         return self._issued(collective, axis, dtype, amounts)
 
     def complete(self, line: Amounts, traced: Any, seconds: float, cpu_seconds: float, wait: float) -> None:
-        """Tell that a communication was waited for."""
+        """Report the wait for a communication."""
         if traced is not None:
             self._waited(traced)
 
     def expect(self, line: Amounts, traced: Any, spans: Sequence[Any]) -> None:
-        """There is no device to wait for."""
+        """Do nothing: a dry run has no device to wait for."""
 
     def product(self, a: Array, b: Array, form: str, out: Array) -> Any:
-        """Tell of a local product, and leave out what computes it."""
+        """Report a local product, and suppress the recording of torch's operations in it."""
         return self._multiplied(a, b, form, out)

@@ -1,4 +1,4 @@
-"""Which ranks of a grid are one: those whose blocks, roles and neighbours in the node agree do and hold the same."""
+"""Classes of ranks that hold and do the same: equal blocks, roles and neighbours in the node."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .step import Setting
 
 
 def classes(setting: Setting) -> dict[int, int]:
-    """Of every class of ranks of the setting's grid the first rank, and how many ranks it has.
+    """The classes of ranks of the setting's grid: first rank → number of ranks.
 
-    Two ranks are one if the blocks of all their activations and parameters have the same shapes, if they own the same of what
-    lies on some ranks only, and if the same axes lie inside their nodes. The bytes of a class are equal; its words may differ
+    Two ranks are in one class if the blocks of all their activations and parameters have the same shapes, if they own the same
+    root-only blocks, and if the same axes lie inside their nodes. The bytes of a class are equal; its words may differ
     where a collective's parts are uneven.
     """
     place = setting.place()

@@ -1,4 +1,4 @@
-"""What one rank does, in order: products, element-wise work, communications and waits, and how the memory it holds goes."""
+"""The recorded operations of one rank: products, element-wise work, communications and waits, with the memory held."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 KINDS = ("product", "elements", "move", "wait")
 ENTER, LEAVE, OPTIMIZER = "enter", "leave", "optimizer"
-"""Cells that are no block: before the blocks, after them, and the optimizer's step."""
+"""Cells other than blocks: before the blocks, after the blocks, and the optimizer's step."""
 
 
 class Op(NamedTuple):
@@ -58,14 +58,14 @@ class Segment:
 
 
 class Part(NamedTuple):
-    """A segment, and how many times it comes one after the other."""
+    """A segment, and its number of consecutive repetitions."""
 
     segment: Segment
     times: int
 
 
 def peak_of(parts: Sequence[Part]) -> int:
-    """The most that is held at any time of `parts`, beyond what was held before them; each repeats as it is."""
+    """The peak of bytes held during `parts`, beyond those held before them."""
     held = top = 0
     for segment, times in parts:
         top = max(top, held + segment.top + max(0, (times - 1) * segment.net))
@@ -74,19 +74,19 @@ def peak_of(parts: Sequence[Part]) -> int:
 
 
 def net_of(parts: Sequence[Part]) -> int:
-    """What is held after `parts` beyond what was held before them."""
+    """Bytes held after `parts` beyond those held before them."""
     return sum(times * segment.net for segment, times in parts)
 
 
 def operations(parts: Sequence[Part]) -> Iterator[tuple[Op, int]]:
-    """Every operation, and how many times it is done."""
+    """Every operation with its number of repetitions."""
     for segment, times in parts:
         for op in segment.ops:
             yield op, times
 
 
 def repeated(segments: Sequence[Segment], cell: str, times: int) -> list[Part]:
-    """`segments` with every run of those of `cell` as one segment that comes `times` times."""
+    """`segments`, with each run of segments of `cell` joined into one that repeats `times` times."""
     parts: list[Part] = []
     run: list[Segment] = []
     for segment in [*segments, None]:
@@ -102,7 +102,7 @@ def repeated(segments: Sequence[Segment], cell: str, times: int) -> list[Part]:
 
 
 def joined(segments: Sequence[Segment]) -> Segment:
-    """Segments that follow each other as one."""
+    """Consecutive segments as one segment."""
     whole = Segment(segments[0].cell, segments[0].backward)
     for segment in segments:
         whole.top = max(whole.top, whole.net + segment.top)

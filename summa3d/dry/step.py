@@ -1,4 +1,4 @@
-"""A training step of a model run dry: each distinct cell traced once, and the whole step composed of them."""
+"""A training step in a dry run: each distinct cell of blocks is traced once, and the whole step is composed."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Training:
-    """What training adds to a forward and a backward.
+    """The parts of training beside forward and backward.
 
-    weights : within it, layers find the weights that they compute with (copies in 16 bits, for example). optimizer : makes of a
-    model what takes the optimizer's step, and says how many bytes its moments hold.
+    weights : a context in which layers compute with other weights, for example 16-bit copies. optimizer : model → (the function
+    that runs the optimizer's step, bytes of its moments).
     """
 
     weights: Callable[[Model], AbstractContextManager[None]] = lambda model: nullcontext()
@@ -74,8 +74,8 @@ class Training:
 
 
 @dataclass
-class Step:
-    """What one rank does and holds in a step. `first` and `later` are micro-batches without and with gradients from before.
+class DryStep:
+    """The operations and memory of one rank in a step. `first` is a micro-batch without earlier gradients, `later` with.
 
     parameters, copies, moments, kept, activations, node : bytes, as `bytes` has them; kept is what stays from step to step.
     elements : of the whole model's parameters, over all ranks.
@@ -120,21 +120,21 @@ class Step:
 
     @property
     def workspace(self) -> int:
-        """What a single layer holds at most beyond what was there before it, and the buffers that executors keep."""
+        """Peak bytes that one layer holds beyond those held before it, and the buffers that executors keep."""
         segments = [segment for segment, _ in (*self.first, *self.later)]
         return self.kept + max((segment.top - max(0, segment.net) for segment in segments), default=0)
 
     @property
     def in_flight(self) -> int:
-        """Bytes on their way to this rank, at most, of communications that another layer waits for than issued them."""
+        """Peak bytes in flight to this rank, of communications that one layer issues and another layer waits for."""
         ops = [op for segment, _ in (*self.first, *self.later) for op in segment.ops]
         ends = {op.id: op.layer for op in ops if op.kind == "wait"}
         moves = {op.id: op.written for op in ops if op.kind == "move" and ends.get(op.id, op.layer) != op.layer}
-        flying = most = 0
+        in_flight = most = 0
         for op in ops:
             if op.id in moves:
-                flying += moves[op.id] if op.kind == "move" else -moves[op.id]
-                most = max(most, flying)
+                in_flight += moves[op.id] if op.kind == "move" else -moves[op.id]
+                most = max(most, in_flight)
         return most
 
     def bytes(self) -> dict[str, int]:
@@ -157,10 +157,10 @@ class Step:
         }
 
 
-def run(setting: Setting, training: Training = Training()) -> Step:
+def run(setting: Setting, training: Training = Training()) -> DryStep:
     """A step of `setting`, traced on tensors without memory: nothing is computed, allocated or moved.
 
-    A model with more than TRACED cells of blocks is traced with so many, of which the middle one stands for all between.
+    Of a model with more cells of blocks, only TRACED are traced; the middle one stands for all cells between.
     Raises LayoutError, GridError and ConfigError where the run itself would.
     """
     stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
@@ -187,7 +187,7 @@ class _Run:
         tracer.owners.follow(self.model, stretch)
         self.counts = counts(config, setting.batch)
 
-    def step(self, middle: str, times: int) -> Step:
+    def step(self, middle: str, times: int) -> DryStep:
         """The whole step: cells `middle` come `times` times."""
         tracer, setting = self.tracer, self.setting
         update, moments = self.training.optimizer(self.model) if self.training.optimizer else (lambda: None, 0)
@@ -214,7 +214,9 @@ class _Run:
             for name, p in self.model.named_parameters()
         )
         composed = (repeated(first, middle, times), repeated(later, middle, times))
-        return Step(setting.accumulate, *composed, optimizer, parameters, copies, moments, kept, saved, node, whole_model, axes)
+        return DryStep(
+            setting.accumulate, *composed, optimizer, parameters, copies, moments, kept, saved, node, whole_model, axes
+        )
 
     def _pass(self) -> None:
         """A micro-batch's forward and backward."""
@@ -292,7 +294,7 @@ def inputs(config: ModelConfig, batch: int) -> dict[str, Tensor]:
 
 
 def counts(config: ModelConfig, batch: int) -> dict[str, int]:
-    """What the losses are divided by: without a value of its own, a number of labels would be read from the batch."""
+    """The divisors of the losses, given as arguments, since a dry run has no labels to count."""
     if config.family == "vit":
         return {"count": batch}
     return {"count": batch * config.sequence} | ({"pairs": batch} if config.family == "bert" else {})

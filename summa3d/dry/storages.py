@@ -1,4 +1,4 @@
-"""The storages that are alive, and every operation of torch that makes or reads one."""
+"""The live storages of torch tensors, and a hook on every operation that reads or makes one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ IN_PLACE = frozenset(
         "tril_",
     ]
 )
-"""Operations that only write the memory of their first argument: without memory there is nothing to do, and no cost."""
+"""Operations that only write their first argument in place; on tensors without memory they are skipped."""
 
 
 CONVERTING = ("linalg_vector_norm", "sum")
@@ -42,7 +42,7 @@ CONVERTING = ("linalg_vector_norm", "sum")
 
 
 class Storages(TorchDispatchMode):
-    """Counts the bytes of storages that operations make within the block, until nobody holds them.
+    """Counts the bytes of storages that operations make within the block, until they are freed.
 
     before : called with an operation's name and arguments before it is done. work : called with its name, the tensors that it
     reads and those that it writes; not for views and for memory that is only made. `alive` is what is held now; `top` the most

@@ -1,4 +1,4 @@
-"""Tracing a model: the phase, the layer and the cell of every operation, and the memory held between them."""
+"""Trace a model: the phase, layer and cell of every operation, and the memory held between them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Owner(NamedTuple):
 
 
 class _Inside:
-    """Around a local product: what torch calls to take it is not recorded again."""
+    """A context around a local product, in which torch's operations are not recorded again."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
@@ -48,7 +48,7 @@ class _Inside:
 
 
 class Owners:
-    """Whose an operation is: in forward by the modules that are entered, in backward by the number of autograd's node."""
+    """The layer of every operation: in forward the entered module, in backward the sequence number of autograd's node."""
 
     def __init__(self) -> None:
         self._names: list[Owner] = []
@@ -98,13 +98,13 @@ class Owners:
 
     @property
     def inside(self) -> Owner:
-        """Whose what is done in forward is."""
+        """The owner of operations in forward now."""
         owner = self._names[-1] if self._names else Owner("", "")
         return owner if owner.layer else Owner(self._root, self._root)
 
     @property
     def saving(self) -> str:
-        """The cell of what is saved for backward now; what was left just before may save its inputs when it has been left."""
+        """The cell of a tensor saved for backward now; a module may save its inputs just after it has been left."""
         inside = self.inside
         return self._left if inside.layer == inside.cell else inside.cell
 
@@ -230,7 +230,7 @@ class Tracer:
         return self._phase, self.owners.current.layer
 
     def launched(self, kernel: str, tensors: Sequence[Tensor]) -> None:
-        """Record a kernel of a device: what lies in memory that nobody has written yet is written, and AdamW's own."""
+        """Record a kernel launch. Tensors in memory not yet written count as written, and the first three of AdamW."""
         if not self._recording:
             return
         segment, fresh, updates = self._find(kernel), self.storages.fresh, kernel.startswith("adamw")

@@ -1,14 +1,14 @@
-"""Which ranks hold which block of a distributed matrix, in a few lines of text."""
+"""A text picture of which ranks hold which block of a distributed matrix."""
 
 from __future__ import annotations
 
 from ..comm.arrays import dtype_name
 from .distributed import Distributed
 
-Runs = tuple[tuple[int, int], ...]
+RangePairs = tuple[tuple[int, int], ...]
 
 LARGEST = 64
-"""Ranks; a table of more is no help."""
+"""The largest rank count for which a table is made."""
 RUNS = 3
 """Ranges of a block-cyclic dim that are shown."""
 
@@ -30,12 +30,12 @@ def ranges(runs: tuple[slice, ...]) -> str:
 def table(matrix: Distributed) -> list[str]:
     """A line per range of rows, a column per range of columns, in each cell the ranks that hold the block.
 
-    None for more than 64 ranks.
+    Empty for more than 64 ranks.
     """
     grid, layout = matrix.grid, matrix.layout
     if grid.size > LARGEST:
         return []
-    holders: dict[tuple[Runs, Runs], list[int]] = {}
+    holders: dict[tuple[RangePairs, RangePairs], list[int]] = {}
     for rank in range(grid.size):
         coordinates = grid.coordinates_of(rank)
         if layout.holds_block(coordinates):
@@ -49,9 +49,9 @@ def table(matrix: Distributed) -> list[str]:
     return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
 
 
-def _hashable(runs: tuple[slice, ...]) -> Runs:
+def _hashable(runs: tuple[slice, ...]) -> RangePairs:
     return tuple((run.start, run.stop) for run in runs)
 
 
-def _written(runs: Runs) -> str:
+def _written(runs: RangePairs) -> str:
     return ranges(tuple(slice(*run) for run in runs))

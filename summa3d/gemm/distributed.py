@@ -1,4 +1,4 @@
-"""What a distributed matrix is made of: a block, its layout, the grid and the global shape; without any algebra."""
+"""The data of a distributed matrix, without algebra: block, layout, grid and global shape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Distributed:
     grid: Grid
     shape: tuple[int, int]
     is_transposed: bool = False
-    """Whether it is the .T of a matrix whose blocks are in C order, as far as that is known: alike on all ranks."""
+    """Whether this is known to be the .T of a matrix with C-ordered blocks; the same on all ranks."""
 
     def __post_init__(self) -> None:
         check_sizes(self.shape)
@@ -59,6 +59,6 @@ def check_kind(a: Distributed, b: Distributed, what: str) -> None:
 
 
 def check_sizes(shape: tuple[int, int]) -> None:
-    """Raise ShapeError for what is no shape of a matrix."""
+    """Raise ShapeError unless `shape` is two whole numbers of at least 0."""
     if len(shape) != 2 or any(not is_whole(size) or size < 0 for size in shape):
         raise ShapeError(f"A matrix cannot have the shape {tuple(shape)}; it takes two whole numbers of at least 0.")

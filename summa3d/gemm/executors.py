@@ -1,4 +1,4 @@
-"""The executors that a grid keeps: a product that comes again finds its workspace allocated."""
+"""The cache of executors that a grid keeps, so that a repeated product reuses its workspace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Key = tuple[ProductPlan, Any, str]
 class Executors:
     """Executors by plan, dtype and device, least recently used first; their workspace is at most `limit` bytes.
 
-    One that is in use is not here: who asks for it meanwhile gets another.
+    An executor in use is not in the cache; a product of the same plan meanwhile gets another one.
     """
 
     def __init__(self, grid: Grid, limit: int = KEPT_BYTES) -> None:

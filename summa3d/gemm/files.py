@@ -1,4 +1,4 @@
-"""A distributed matrix from and to one .npy file, each rank reading or writing its own part."""
+"""Read and write a distributed matrix in one .npy file; each rank reads or writes its own part."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def read(path: str | Path, grid: Grid, layout: Ownership) -> tuple[np.ndarray, t
 def write(matrix: Distributed, path: str | Path) -> None:
     """Write the matrix to a .npy file that all ranks can reach; each element is written by one rank that holds it.
 
-    The file appears under its name when it is whole; where that fails, nothing is left of it. Raises DataError on all ranks.
+    The file is renamed to `path` when complete; a failure leaves no file. Raises DataError on all ranks.
     """
     grid, layout, path = matrix.grid, matrix.layout, Path(path)
     if dtype_name(matrix.block) == "bfloat16":
-        raise DataError("A .npy file cannot hold bfloat16. Those it can: numpy's dtypes, such as float32.")
+        raise DataError("A .npy file cannot hold bfloat16; supported: numpy's dtypes, such as float32.")
     part = path.with_name(path.name + ".part")
     block = to_host(matrix.block)
     first = grid.rank == 0

@@ -1,4 +1,4 @@
-"""C = α·op(A)·op(B) + β·C of distributed matrices: the algorithm is read off the operands' layouts, its executor kept."""
+"""C = α·op(A)·op(B) + β·C of distributed matrices: the operands' layouts select the algorithm, its executor is kept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def matmul(
     out: Matrix | None = None,
     **options: Any,
 ) -> Matrix:
-    """C = α·op(A)·op(B) + β·C, the algorithm and its axes' roles read off the operands' layouts.
+    """C = α·op(A)·op(B) + β·C, with the algorithm and its axes' roles from the operands' layouts.
 
     Parameters
     ----------

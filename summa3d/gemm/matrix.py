@@ -1,4 +1,4 @@
-"""A distributed matrix: this rank's block, the layout, the grid, the global shape; and `matmul` of such matrices."""
+"""`DistMatrix`: this rank's block, the layout, the grid and the global shape; and `matmul` of such matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms of a distributed matrix, every element counted once."""
+"""Norms of a distributed matrix; every element counts once, copies do not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _sum(matrix: Distributed, values: np.ndarray, axes: tuple[str, ...]) -> np.n
 
 
 def _largest(matrix: Distributed, values: np.ndarray) -> float:
-    """The largest of all ranks' values; nan where there is one, which a reduction by max might drop."""
+    """The largest of all ranks' values; nan if one is nan, which MPI's max might drop."""
     mine = np.array([np.max(values) if values.size else 0.0])
     axes = _splitting(matrix, (0, 1))
     return float(np.max(matrix.grid[axes].all_gather(mine) if axes else mine))

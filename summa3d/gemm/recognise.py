@@ -1,4 +1,4 @@
-"""Which algorithm, and which axes in its roles, the layouts of two operands ask for."""
+"""Recognise the algorithm, and the axes in its roles, from the layouts of two operands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .local.strides import OTHER_OP
 
 
 class Operand(NamedTuple):
-    """What recognition needs of a matrix; `is_transposed`, as in `Distributed`."""
+    """An operand's layout and shape, and `is_transposed` as in `Distributed`."""
 
     layout: Ownership
     shape: tuple[int, int]
@@ -38,7 +38,7 @@ def product_of(
 
     Each operand may be read as the transpose of its .T, under the other op; the reading that is no .T is tried first, so that a
     transpose costs no copy. Of several algorithms with the same layouts the first of the table is taken.
-    Raises LayoutError where there is none, GridError where there is but it cannot use the grid, ConfigError for options that
+    Raises LayoutError if no plan has these layouts, GridError if one has but cannot use the grid, ConfigError for options that
     the algorithm does not have.
     """
     extents, names = sizes(a.shape, b.shape, form), _names(algorithm, options)
@@ -54,7 +54,7 @@ def product_of(
 
 
 def _names(algorithm: str | None, options: Mapping[str, Any]) -> list[str]:
-    """The algorithms to try: the one asked for, or all that have the options."""
+    """The algorithms to try: the requested one, or all that have the options."""
     asked = [named(algorithm)] if algorithm else list(ALGORITHMS.values())
     names = [candidate.name for candidate in asked if set(options) <= set(candidate.options)]
     if not names:
@@ -64,7 +64,7 @@ def _names(algorithm: str | None, options: Mapping[str, Any]) -> list[str]:
 
 
 def sizes(a: tuple[int, int], b: tuple[int, int], form: str) -> tuple[int, int, int]:
-    """m, n, k of the product. Raises ShapeError where the operands' inner sizes differ or the form is none."""
+    """m, n, k of the product. Raises ShapeError if the operands' inner sizes differ or the form is invalid."""
     if len(form) != 2 or any(letter not in "ntc" for letter in form):
         raise ShapeError(f"form {form!r} is not one of nn, nt, tn, tt, or one with c (conjugate transpose) in place of t.")
     m, k = a if form[0] == "n" else a[::-1]
@@ -86,10 +86,10 @@ def plan_of(
     options: tuple[tuple[str, Any], ...],
     any_algorithm: bool,
 ) -> Any:
-    """The plan of an algorithm that has these layouts, its axes in any roles; None where there is none.
+    """The plan of an algorithm that has these layouts, its axes in any roles; None if no plan has them.
 
-    A form that the algorithm lacks, or a grid that it cannot use, is passed over where `any_algorithm` will do, and an error
-    where this one is asked for.
+    A form that the algorithm lacks, or a grid that it cannot use, gives None with `any_algorithm`, and raises if this algorithm
+    was requested.
     """
     candidate, shape = ALGORITHMS[name], dict(grid_shape)
     held = {*a_layout.axes, *b_layout.axes, *a_layout.root_only, *b_layout.root_only}

@@ -1,4 +1,4 @@
-"""The MPI library that this interpreter loads, its launcher, and the settings that fit ranks to cores."""
+"""The MPI library that this interpreter loads, the matching launcher, and settings for ranks that share cores."""
 
 from __future__ import annotations
 

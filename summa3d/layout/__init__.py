@@ -1,4 +1,4 @@
-"""Who holds what of a tensor: layouts, global arrays ↔ blocks, and redistribution from any ownership to any other."""
+"""Layouts of tensors: which rank holds which part, conversion between global arrays and blocks, and redistribution."""
 
 from .cyclic import BlockCyclic, Ownership, ownership
 from .distribute import collect, distribute

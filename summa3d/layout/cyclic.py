@@ -1,4 +1,4 @@
-"""2-D block-cyclic ownership, as ScaLAPACK has it: pure functions of (shape, grid shape, coordinates), without communication."""
+"""2-D block-cyclic ownership as in ScaLAPACK. Pure functions of (shape, grid shape, coordinates)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ Runs = tuple[slice, ...]
 
 
 def numroc(n: int, block: int, index: int, processes: int) -> int:
-    """How many of n rows, dealt out in blocks, go to process `index` (ScaLAPACK's NUMROC with source 0)."""
+    """How many of n rows, dealt out in blocks, go to process `index` (ScaLAPACK's NUMROC with source 0).
+
+    >>> [numroc(10, 4, index, 2) for index in range(2)]
+    [6, 4]
+    """
     whole, rest = divmod(n, block)
     rounds, extra = divmod(whole, processes)
     return rounds * block + (block if index < extra else rest if index == extra else 0)
@@ -134,11 +138,11 @@ def _names(axes: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 Ownership = Layout | BlockCyclic
-"""Who holds what of a tensor: what `redistribute` goes from and to."""
+"""The ownership of a tensor, as `redistribute` takes it: a Layout or a BlockCyclic."""
 
 
 def ownership(layout: Ownership | str) -> Ownership:
-    """A layout as it is, or the one that its text says: ``m:x k:y`` a Layout, ``m:x[64] k:y[64]`` a BlockCyclic."""
+    """An ownership itself, or the one of a text: ``m:x k:y`` is a Layout, ``m:x[64] k:y[64]`` a BlockCyclic."""
     if not isinstance(layout, str):
         return layout
     return BlockCyclic.from_text(layout) if any(read(layout).blocks) else Layout(layout)

@@ -1,4 +1,4 @@
-"""A global array on every rank ↔ the blocks of a layout."""
+"""Conversion between a global array on every rank and the blocks of a layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which grid axes split which dim of a tensor: pure functions of (shape, grid shape, coordinates), without communication."""
+"""Layouts: which grid axes split which dim of a tensor. Pure functions of (shape, grid shape, coordinates)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,21 @@ Coordinates = Mapping[str, int]
 
 
 def split_sizes(n: int, parts: int) -> list[int]:
-    """Sizes of the balanced split of `n` into `parts`: they differ by at most one, larger first. Used everywhere."""
+    """Sizes of the balanced split of `n` into `parts`: they differ by at most one, larger first. Used everywhere.
+
+    >>> split_sizes(7, 3)
+    [3, 2, 2]
+    """
     quotient, remainder = divmod(n, parts)
     return [quotient + 1] * remainder + [quotient] * (parts - remainder)
 
 
 def split_range(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and stop of part `index` of the balanced split of start:stop."""
+    """Start and stop of part `index` of the balanced split of start:stop.
+
+    >>> [split_range(0, 7, 3, index) for index in range(3)]
+    [(0, 3), (3, 5), (5, 7)]
+    """
     quotient, remainder = divmod(stop - start, parts)
     begin = start + index * quotient + min(index, remainder)
     return begin, begin + quotient + (index < remainder)
@@ -103,7 +111,7 @@ class Layout:
 
     @classmethod
     def of(cls, layout: Layout | str) -> Layout:
-        """A layout as it is, or the one that its text says."""
+        """The layout of a text; a Layout itself."""
         return cls(layout) if isinstance(layout, str) else layout
 
     def named(self, *names: str) -> Layout:
@@ -210,7 +218,7 @@ def _check(layout: Layout, axes: list[str]) -> None:
 
 @lru_cache(maxsize=1024)
 def _checked_names(names: tuple[str, ...], dims: int) -> tuple[str, ...]:
-    """`names`; LayoutError where they are not one word for each of so many dims."""
+    """`names`. Raises LayoutError unless they are one word for each dim."""
     for position, name in enumerate(names):
         if not WORD.fullmatch(name) or (name.isdigit() and name != str(position)):
             raise LayoutError(f"{name!r} cannot name dim {position} of a layout: take a word without :(),@=[] or blanks.")
@@ -221,7 +229,7 @@ def _checked_names(names: tuple[str, ...], dims: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Sharding:
-    """A layout together with the global shape it splits: what a block needs to know of the whole."""
+    """A layout together with the global shape that it splits."""
 
     layout: Layout
     shape: tuple[int, ...]

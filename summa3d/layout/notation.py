@@ -1,4 +1,4 @@
-"""The text form of layouts, ``b:(x,y) s h:z``: reading and writing it as plain data, without grids or arrays."""
+"""The text form of layouts, such as ``b:(x,y) s h:z``: parse and print as plain data, without grids or arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELP = (
 
 
 class Notation(NamedTuple):
-    """What a layout's text says."""
+    """The contents of a layout's text."""
 
     names: tuple[str, ...] | None
     """A label for each dim; None where all are their positions."""
@@ -38,7 +38,7 @@ def written(
     follows: Mapping[str, str] | None = None,
     blocks: Sequence[int | None] = (),
 ) -> str:
-    """The text that `read` takes back: ``m:(x,y) k:z``, ``0:x 1``, ``h:z @y=z``, ``m:x[64] k:y[32]``."""
+    """The text that `read` parses: ``m:(x,y) k:z``, ``0:x 1``, ``h:z @y=z``, ``m:x[64] k:y[32]``."""
     items = []
     for position, axes in enumerate(dims):
         item = names[position] if names else str(position)
@@ -55,7 +55,7 @@ def written(
 
 @lru_cache(maxsize=1024)
 def read(text: str) -> Notation:
-    """What `text` says, kept from call to call. Raises LayoutError naming the position that cannot be read."""
+    """Parse `text`; cached. Raises LayoutError naming the position that cannot be read."""
     return _Reader(text).notation()
 
 

@@ -1,4 +1,4 @@
-"""From any ownership of a tensor to any other, on two grids of one communicator: a plan, and one all-to-all."""
+"""Redistribute a tensor between any two ownerships, on two grids of one communicator: a plan, and one all-to-all."""
 
 from __future__ import annotations
 
@@ -70,35 +70,37 @@ class Placement:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of elements that one rank gives another: per dim, where it lies in the giver's block and in the taker's."""
+    """A box of elements that one rank sends to another: per dim, its ranges in the sender's block and in the receiver's."""
 
-    giver: int
-    taker: int
+    sender: int
+    receiver: int
     take: tuple[Runs, ...]
     put: tuple[Runs, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The elements of the box, per dim."""
         return tuple(sum(run.stop - run.start for run in runs) for runs in self.take)
 
     @property
     def words(self) -> int:
+        """The elements of the box."""
         return prod(self.shape)
 
 
 @dataclass
 class Redistribution:
-    """Who sends what to whom when a tensor of `shape` goes from one placement to another over one list of ranks. Plain data.
+    """The plan of a redistribution: which rank sends which piece to which, from one placement to another. Plain data.
 
     Each rank receives each element of its new block once: from itself where it holds it; else from the one rank that holds
-    it; else, of several that hold copies, the takers of a part take turns over its holders. Every rank computes the same plan.
+    it; else, of several that hold copies, the receivers of a part take turns over its holders. Every rank computes the same plan.
     """
 
     shape: tuple[int, ...]
     source: Placement
     target: Placement
     _overlaps: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[Runs, Runs]] = field(default_factory=dict, repr=False)
-    _takers: dict[Key, list[int]] = field(default_factory=dict, repr=False)
+    _receivers: dict[Key, list[int]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.source.points) != len(self.target.points):
@@ -113,7 +115,7 @@ class Redistribution:
         return wanted - self._common(self.source.keys[rank], rank)
 
     def moves(self) -> bool:
-        """Whether any rank receives anything."""
+        """Whether any rank receives elements."""
         return any(self.words_of(rank) for rank in range(len(self.target.points)))
 
     def messages_of(self, rank: int) -> int:
@@ -125,61 +127,63 @@ class Redistribution:
         return sum(piece.words for piece in self.sent_by(rank)) + self.words_of(rank)
 
     def kept_by(self, rank: int) -> Piece | None:
-        """What `rank` holds before and after."""
+        """The piece that `rank` holds before and after; None if there is none."""
         return self._piece(rank, rank) if self._common(self.source.keys[rank], rank) else None
 
     def sent_by(self, rank: int) -> list[Piece]:
-        """What `rank` gives to others, by ascending taker."""
+        """The pieces that `rank` sends, by ascending receiver."""
         part = self.source.keys[rank]
         if part is None:
             return []
         holders = self.source.holders[part]
-        takers = enumerate(self._takers_of(part))
-        return [self._piece(rank, taker) for turn, taker in takers if holders[turn % len(holders)] == rank]
+        receivers = enumerate(self._receivers_of(part))
+        return [self._piece(rank, receiver) for turn, receiver in receivers if holders[turn % len(holders)] == rank]
 
     def received_by(self, rank: int) -> list[Piece]:
-        """What others give to `rank`, by ascending giver."""
-        givers = []
+        """The pieces that `rank` receives, by ascending sender."""
+        senders = []
         for part in self._parts_of(rank):
             holders = self.source.holders[part]
             if part != self.source.keys[rank]:
-                turn = self._takers_of(part).index(rank) if len(holders) > 1 else 0
-                givers.append(holders[turn % len(holders)])
-        return [self._piece(giver, rank) for giver in sorted(givers)]
+                turn = self._receivers_of(part).index(rank) if len(holders) > 1 else 0
+                senders.append(holders[turn % len(holders)])
+        return [self._piece(sender, rank) for sender in sorted(senders)]
 
-    def _overlap(self, dim: int, source: tuple[int, ...], target: tuple[int, ...], giver: int, taker: int) -> tuple[Runs, Runs]:
-        """Where the indices of `dim` that both hold lie in the giver's block and in the taker's; the keys serve as a memory."""
+    def _overlap(
+        self, dim: int, source: tuple[int, ...], target: tuple[int, ...], sender: int, receiver: int
+    ) -> tuple[Runs, Runs]:
+        """The ranges of `dim` that both ranks hold, in the sender's block and in the receiver's. Cached by the keys."""
         key = (dim, source, target)
         if key not in self._overlaps:
-            given, taken = self.source.runs(self.shape, giver)[dim], self.target.runs(self.shape, taker)[dim]
+            given, taken = self.source.runs(self.shape, sender)[dim], self.target.runs(self.shape, receiver)[dim]
             self._overlaps[key] = common_runs(given, taken)
         return self._overlaps[key]
 
-    def _piece(self, giver: int, taker: int) -> Piece:
-        pairs = self._overlaps_of(self.source.keys[giver] or (), self.target.keys[taker] or (), giver, taker)
-        return Piece(giver, taker, tuple(take for take, _ in pairs), tuple(put for _, put in pairs))
+    def _piece(self, sender: int, receiver: int) -> Piece:
+        pairs = self._overlaps_of(self.source.keys[sender] or (), self.target.keys[receiver] or (), sender, receiver)
+        return Piece(sender, receiver, tuple(take for take, _ in pairs), tuple(put for _, put in pairs))
 
-    def _overlaps_of(self, part: Key, wanted: Key, giver: int, taker: int) -> list[tuple[Runs, Runs]]:
-        return [self._overlap(dim, *keys, giver, taker) for dim, keys in enumerate(zip(part, wanted, strict=True))]
+    def _overlaps_of(self, part: Key, wanted: Key, sender: int, receiver: int) -> list[tuple[Runs, Runs]]:
+        return [self._overlap(dim, *keys, sender, receiver) for dim, keys in enumerate(zip(part, wanted, strict=True))]
 
-    def _common(self, part: Key | None, taker: int) -> int:
-        """Elements of `part` that the taker's new block needs."""
-        wanted = self.target.keys[taker]
+    def _common(self, part: Key | None, receiver: int) -> int:
+        """Elements of `part` that the receiver's new block needs."""
+        wanted = self.target.keys[receiver]
         if part is None or wanted is None:
             return 0
-        pairs = self._overlaps_of(part, wanted, self.source.holders[part][0], taker)
+        pairs = self._overlaps_of(part, wanted, self.source.holders[part][0], receiver)
         return prod(sum(run.stop - run.start for run in take) for take, _ in pairs)
 
-    def _parts_of(self, taker: int) -> Iterator[Key]:
-        """The parts of the source that hold elements of the taker's new block."""
-        return (part for part in self.source.holders if self._common(part, taker))
+    def _parts_of(self, receiver: int) -> Iterator[Key]:
+        """The parts of the source that hold elements of the receiver's new block."""
+        return (part for part in self.source.holders if self._common(part, receiver))
 
-    def _takers_of(self, part: Key) -> list[int]:
+    def _receivers_of(self, part: Key) -> list[int]:
         """The ranks that need something of `part` and do not hold it."""
-        if part not in self._takers:
+        if part not in self._receivers:
             ranks = range(len(self.target.points))
-            self._takers[part] = [rank for rank in ranks if self.source.keys[rank] != part and self._common(part, rank)]
-        return self._takers[part]
+            self._receivers[part] = [rank for rank in ranks if self.source.keys[rank] != part and self._common(part, rank)]
+        return self._receivers[part]
 
 
 def common_runs(given: Runs, taken: Runs) -> tuple[Runs, Runs]:
@@ -222,7 +226,7 @@ def redistribute(
     Parameters
     ----------
     block : this rank's block under `layout` on `grid`, in any memory order
-    layout, to : the ownership that the block has and the one that it gets, or their text, such as ``m:x k:y``
+    layout, to : the ownership before and after, or its text, such as ``m:x k:y``
     to_grid : the grid of `to`; None is the same grid. Another is made on the same communicator, and either
         may leave ranks of it outside: they make the same call, with a block without elements, or get one
     order : "C", or "F" for a numpy array stored by columns, as ScaLAPACK wants it
@@ -270,9 +274,9 @@ def check_common(grid: Grid, other: Grid) -> None:
 
 
 def _exchange(plan: Redistribution, block: Array, out: Array, axis: Axis) -> None:
-    """Pack what this rank gives, exchange it, and put what arrives in its place in `out`."""
-    gives = {piece.taker: piece for piece in plan.sent_by(axis.index)}
-    takes = {piece.giver: piece for piece in plan.received_by(axis.index)}
+    """Pack the pieces that this rank sends, exchange all pieces, and unpack the received ones into `out`."""
+    gives = {piece.receiver: piece for piece in plan.sent_by(axis.index)}
+    takes = {piece.sender: piece for piece in plan.received_by(axis.index)}
     sizes = [gives[rank].words if rank in gives else 0 for rank in range(axis.size)]
     receive_sizes = [takes[rank].words if rank in takes else 0 for rank in range(axis.size)]
     packed, start = axis.ledger.track(empty((sum(sizes),), block)), 0

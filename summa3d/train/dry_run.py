@@ -8,7 +8,7 @@ from typing import Any
 
 from ..comm.device.select import requested_device
 from ..dry.rank_classes import classes
-from ..dry.step import Setting, Step, Training, run
+from ..dry.step import DryStep, Setting, Training, run
 from ..nn.models.registry import Model
 from ..node_support import available
 from .config import Config, at_least, master_dtype
@@ -30,8 +30,8 @@ def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]
     Returns
     -------
     dict with `parameters` (of the whole model); of the fullest rank, `fullest_rank`: `flops` (of its products), `words` and
-    `messages` received by phase and axis, `bytes` by term (`Step.bytes`), `peak`, `operations` (count, flops and bytes read and
-    written, by kind), `node_axes` (its axes inside a node; none where this machine's ranks cannot use a node's memory); and
+    `messages` received by phase and axis, `bytes` by term (`DryStep.bytes`), `peak`, `operations` (count, flops and bytes read
+    and written, by kind), `node_axes` (its axes inside a node; none where this machine's ranks cannot use a node's memory); and
     `mean_bytes` over all ranks.
 
     Raises, as the run itself would, GridError and LayoutError for a grid or sizes that do not fit, and ConfigError for less than
@@ -91,7 +91,7 @@ def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, A
     first = setting_of(config, 0, ranks_per_node, on_device)
     first.on(first.place()).check(config.model, config.train.micro_batch)
     training = training_of(config)
-    steps: dict[int, tuple[Step, int]] = {
+    steps: dict[int, tuple[DryStep, int]] = {
         rank: (run(setting_of(config, rank, ranks_per_node, on_device), training), many) for rank, many in classes(first).items()
     }
     fullest = max(steps, key=lambda rank: steps[rank][0].bytes()["peak"])

@@ -1,4 +1,4 @@
-"""Products that race on a fake device: operands there, each time one of a product that is done, the words of the host's."""
+"""Benchmarked products on a fake device: operands there, each time one of a product that is done, the words of the host's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fake_device
 import pytest
 
 from summa3d.bench import products as contest
-from summa3d.bench.products import Entry, Problem
+from summa3d.bench.products import Problem, ProductEntry
 from summa3d.comm.device import cupy as cupy_backend
 from summa3d.comm.device import select as places
 
@@ -24,10 +24,10 @@ def test_a_race_on_a_device_waits_for_each_product_and_counts_what_the_host_woul
     for dtype in ("float32", "float16"):
         found = []
         for place in ("cpu", "cuda"):
-            entries = [Entry(name, grid, Problem(17, 13, 11, "nn", dtype, place)) for name, grid in grids]
+            entries = [ProductEntry(name, grid, Problem(17, 13, 11, "nn", dtype, place)) for name, grid in grids]
             device.calls.clear()
             device.host_waits = 0
-            found.append(contest.race(entries, comm, 2)["rows"])
+            found.append(contest.run_benchmark(entries, comm, 2)["rows"])
         products = [call for call in device.calls if call[0] == "gemm"]
         runs = 2 * (2 + 1) + 2  # of the two cuboids, on which all ranks are: rounds, one before, one whose words are counted
         assert len(products) >= runs and device.host_waits >= runs

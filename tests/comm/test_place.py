@@ -1,4 +1,4 @@
-"""A place on a grid that nobody has started knows what a rank of the real one knows, and counts what that would move."""
+"""A place on a grid without processes knows what a rank of the real one knows, and counts what that would move."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def test_a_place_outside_the_grid_is_refused():
 def test_a_place_has_nobody_to_communicate_with():
     place = Place({"x": 2, "y": 1})
     assert place["y"].all_reduce(np.ones(2)).tolist() == [1, 1]
-    with pytest.raises(
-        GridError, match="all_reduce over axis x = 2: a Place stands for one rank of a grid that nobody has started"
-    ):
+    with pytest.raises(GridError, match="all_reduce over axis x = 2: a Place stands for one rank of a grid without processes"):
         place["x"].all_reduce(np.ones(2))
     assert place["x"].allocate((2, 2), np.ones(1)) is None
 

@@ -82,27 +82,27 @@ def test_every_element_arrives_exactly_once_and_words_are_the_formula(plan):
         got, times = np.zeros_like(want), np.zeros_like(want)
         received = plan.received_by(rank)
         for piece in [*received, *filter(None, [plan.kept_by(rank)])]:
-            values = taken(cut(whole, plan.source, piece.giver), piece.take)
+            values = taken(cut(whole, plan.source, piece.sender), piece.take)
             assert values.shape == piece.shape and values.size == piece.words > 0
             put(got, piece.put, values)
             put(times, piece.put, taken(times, piece.put) + 1)
         assert np.array_equal(got, want) and np.all(times == 1)
         held = np.isin(want, cut(whole, plan.source, rank)).sum()
         assert sum(piece.words for piece in received) == plan.words_of(rank) == want.size - held
-        assert all(piece.taker == rank and piece.giver != rank for piece in received)
+        assert all(piece.receiver == rank and piece.sender != rank for piece in received)
 
 
 @settings(max_examples=200, deadline=None)
 @given(redistributions())
-def test_givers_and_takers_agree(plan):
+def test_senders_and_receivers_agree(plan):
     ranks = range(len(plan.target.points))
-    sent = {(piece.giver, piece.taker): piece for rank in ranks for piece in plan.sent_by(rank)}
-    received = {(piece.giver, piece.taker): piece for rank in ranks for piece in plan.received_by(rank)}
+    sent = {(piece.sender, piece.receiver): piece for rank in ranks for piece in plan.sent_by(rank)}
+    received = {(piece.sender, piece.receiver): piece for rank in ranks for piece in plan.received_by(rank)}
     assert sent == received
     assert all(plan.messages_of(rank) == (len(ranks) - 1 if received else 0) for rank in ranks)
 
 
-def test_takers_of_a_part_take_turns_over_its_copies():
+def test_receivers_of_a_part_take_turns_over_its_copies():
     shape = {"x": 2, "y": 4}
     at = points(shape, "yx")
     plan = Redistribution((8,), Placement(Layout(("x",)), shape, at), Placement(Layout(()), shape, at))

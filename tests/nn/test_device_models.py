@@ -11,7 +11,7 @@ import torch
 from plain_vit import PlainViT, pictures
 from scheme_table import FAMILIES, FIRST_ROW, GRIDS, STEP, Family, rows_for, sequence_for
 
-from summa3d.bench.blocks import Case, Entry, race
+from summa3d.bench.blocks import BlockEntry, Case, run_benchmark
 from summa3d.nn import ModelConfig, build, scheme
 from summa3d.train.config import TrainConfig
 from summa3d.train.device import HOST, on_device
@@ -94,11 +94,11 @@ def test_a_step_on_a_device_is_the_hosts_word_for_word_and_waits_once(
 
 @pytest.mark.mpi(sizes=(2,), timeout=60)
 def test_blocks_race_on_a_device_as_on_the_host(comm, kernel_libraries, monkeypatch):
-    entries = [Entry("oned", {"y": 2}), Entry("cuboid", {"x": 1, "y": 1, "z": 2}, regather=False)]
+    entries = [BlockEntry("oned", {"y": 2}), BlockEntry("cuboid", {"x": 1, "y": 1, "z": 2}, regather=False)]
     config = ModelConfig(layers=2, hidden=24, heads=4, sequence=5, dropout=0.1)
-    host = race(entries, Case(config, 4, "float64"), comm, 1)
+    host = run_benchmark(entries, Case(config, 4, "float64"), comm, 1)
     with pretended.pretended(monkeypatch, kernel_libraries) as (device, _):
-        found = race(entries, Case(config, 4, "float64", "cuda"), comm, 1)
+        found = run_benchmark(entries, Case(config, 4, "float64", "cuda"), comm, 1)
     assert device.kernels and found["case"]["device"] == "cuda"
     for ours, theirs in zip(found["rows"], host["rows"], strict=True):
         assert ours["words_per_rank"] == theirs["words_per_rank"] and ours["relative_difference"] < 1e-12

@@ -82,7 +82,7 @@ def test_next_logits_of_a_prompt_of_any_length_are_those_of_one_rank(make_grid, 
 
 
 def mean_words(name: str, axes: dict[str, int], b: int, s: int, config: ModelConfig, regather: bool) -> tuple[Fraction, Fraction]:
-    """Words of a block's linears, forward and backward, averaged over the ranks of a grid that nobody has started."""
+    """Words of a block's linears, forward and backward, averaged over the ranks of a grid without processes."""
     ranks = Place(axes).size
     costs = [GPTVolume(config, scheme(name, Place(axes, rank), regather), b, s).linears() for rank in range(ranks)]
     return tuple(Fraction(sum(getattr(cost, phase).words for cost in costs), ranks) for phase in ("forward", "backward"))

@@ -1,1 +1,1 @@
-"""The device of a process: streams, events and copies, and which device is whose."""
+"""The device of a process: streams, events and copies, and which device a rank takes."""

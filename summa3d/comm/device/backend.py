@@ -1,6 +1,6 @@
-"""What communication needs of a device, as an interface: streams, events, copies, pinned memory, NCCL.
+"""The interface of a device as communication uses it: streams, events, copies, pinned memory, NCCL.
 
-Events order streams; nothing here waits for a whole device. Times on a device are `milliseconds` between two recorded events.
+Events order streams; no call waits for a whole device. `milliseconds` between two recorded events are times on the device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work on a device; `ptr` is its handle."""
+    """A queue of work on a device."""
 
     @property
-    def ptr(self) -> int: ...
+    def ptr(self) -> int:
+        """The handle of the stream, as CUDA calls take it."""
+        ...
 
 
 class Backend(Protocol):
@@ -41,7 +43,7 @@ class Backend(Protocol):
         ...
 
     def identity(self) -> str:
-        """What tells this device from all others of all nodes."""
+        """A name that is unique among all devices of all nodes."""
         ...
 
     def current(self, array: Array) -> Stream:
@@ -57,7 +59,7 @@ class Backend(Protocol):
         ...
 
     def mark(self, event: Event, stream: Stream) -> None:
-        """Record a mark anew, behind all that `stream` holds now; nobody may still wait for what it marked."""
+        """Record a mark anew, behind all that `stream` holds now; no stream may still wait for its earlier recording."""
         ...
 
     def milliseconds(self, start: Event, end: Event) -> float:

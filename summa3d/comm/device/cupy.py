@@ -1,6 +1,6 @@
-"""The device on CUDA, by CuPy, for CuPy's arrays and for torch's.
+"""The CUDA device through CuPy, for arrays of CuPy and of torch.
 
-Thin on purpose: each method is one call or two, so that what cannot run without a GPU can be read at a glance.
+Every method is one call or two, so that code which only a GPU can run stays easy to review.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ class CupyBackend:
 
     @property
     def nccl(self) -> Any:
+        """CuPy's NCCL bindings; None where they are missing or cannot be used."""
         return self._nccl
 
     def identity(self) -> str:
+        """Host name and PCI bus id of the current device."""
         device = self._cuda.runtime.getDevice()
         return f"{socket.gethostname()}/{self._cuda.runtime.deviceGetPCIBusId(device)}"
 
@@ -52,30 +54,38 @@ class CupyBackend:
         return taken_over(self._cuda, torch.cuda.current_stream(array.device).cuda_stream)
 
     def stream(self) -> Any:
+        """A new non-blocking stream: the default stream does not order it."""
         return self._cuda.Stream(non_blocking=True)
 
     def record(self, stream: Any, timing: bool = False) -> Any:
+        """A new CUDA event, recorded on `stream`."""
         event = self._cuda.Event(disable_timing=not timing)
         event.record(stream)
         return event
 
     def mark(self, event: Any, stream: Any) -> None:
+        """Record an existing CUDA event anew on `stream`."""
         event.record(stream)
 
     def milliseconds(self, start: Any, end: Any) -> float:
+        """Elapsed time between two timing events, as CUDA measures it."""
         return float(self._cuda.get_elapsed_time(start, end))
 
     def wait(self, stream: Any, event: Any) -> None:
+        """Make `stream` wait for `event`; the host does not wait."""
         stream.wait_event(event)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+        """Queue an asynchronous D2H or H2D copy on `stream`; no bytes queue nothing."""
         if nbytes:
             self._cuda.runtime.memcpyAsync(target, source, nbytes, DEFAULT_KIND, stream.ptr)
 
     def pinned(self, nbytes: int) -> np.ndarray:
+        """Page-locked memory of CuPy's pinned pool, as bytes."""
         return np.frombuffer(self._cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def buffer(self, address: int, nbytes: int) -> _Bytes:
+        """Device memory behind the CUDA array interface, which mpi4py reads."""
         return _Bytes(address, nbytes)
 
 

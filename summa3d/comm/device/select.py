@@ -1,4 +1,4 @@
-"""Which device is this rank's, and making it the current one of CuPy and torch, with one pool of memory for both."""
+"""Select this rank's device, and make it current in CuPy and torch with one memory pool for both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def requested_device(name: str | None = None) -> str:
 
 
 def device_number(local_rank: int, visible: int) -> int:
-    """The device of the node's rank `local_rank` among those that CUDA_VISIBLE_DEVICES lets it see: in turn."""
+    """The device number of the node's rank `local_rank` among its visible devices, round robin."""
     return local_rank % visible
 
 
@@ -34,7 +34,7 @@ def take_device(comm: MPI.Intracomm, tf32: bool = False) -> int:
     """Make this rank's device the current one of CuPy, and of torch where it is loaded; returns its number (collective).
 
     CuPy then takes its memory from torch's pool, so that what one frees the other can have. torch's backward threads take the
-    device and the stream of the forward by themselves, and cupy_backend reads torch's stream on the thread that calls.
+    device and the stream of the forward by themselves, and device/cupy.py reads torch's stream on the thread that calls.
     Products of float32 are taken in float32, or with `tf32` on operands rounded to 11 bits; 16-bit floats are summed in float32.
     CuPy has a cuBLAS handle for each thread: its products on other threads than the caller's take cuBLAS's own settings.
     Raises ConfigError on all ranks where one of them has no GPU, no CuPy, or a torch that is loaded and cannot use the GPU.
@@ -114,7 +114,7 @@ def visible_devices() -> int:
 
 
 def share_pool(cupy: Any, torch: Any) -> None:
-    """Have CuPy allocate from torch's pool, on the stream on which it works."""
+    """Make CuPy allocate from torch's pool, on CuPy's current stream."""
 
     def malloc(nbytes: int, device: int) -> int:
         stream = cupy.cuda.get_current_stream().ptr

@@ -1,1 +1,1 @@
-"""What was moved, when, and how long it took: the ledger, the trace, a device's timeline and ranges for a profiler."""
+"""Profiling: the ledger of words and seconds, the trace, the timeline of a device, and NVTX ranges."""

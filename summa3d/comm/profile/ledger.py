@@ -1,4 +1,4 @@
-"""What was moved: calls, words, messages, bytes and seconds per collective, axis, phase and dtype, and the workspace in use."""
+"""The ledger: calls, words, messages, bytes and seconds by collective, axis, phase and dtype, and workspace in use."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Amounts:
     cpu_seconds: float = 0.0
 
     def add(self, other: Amounts) -> None:
+        """Add `other` in place."""
         self.calls += other.calls  # spelled out, because every collective passes here
         self.words += other.words
         self.messages += other.messages
@@ -47,6 +48,7 @@ class Amounts:
         self.cpu_seconds += other.cpu_seconds
 
     def minus(self, other: Amounts) -> Amounts:
+        """New amounts: these less `other`."""
         return Amounts(**{field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(Amounts)})
 
 
@@ -97,7 +99,7 @@ class Ledger:
     def begin(self, collective: str, axis: str, dtype: str, amounts: Amounts, start: float, issue: float) -> Communication | None:
         """Write in the trace, if there is one, that a communication was begun at `start`, in a call of `issue` seconds.
 
-        Whoever completes it writes when.
+        `complete` fills in its end.
         """
         if self.trace is None:
             return None

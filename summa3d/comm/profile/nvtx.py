@@ -1,4 +1,4 @@
-"""Named ranges for a profiler (NVTX), around phases and communications, where they were asked for."""
+"""NVTX ranges around phases and communications, for a profiler; off unless requested."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Ranges:
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
+        """A range `name` around the with-block."""
         self._push(name)
         try:
             yield

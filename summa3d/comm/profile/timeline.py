@@ -1,6 +1,6 @@
-"""When a device did what: pairs of marks in its streams, read once the device has passed them.
+"""Times on a device: pairs of events in its streams, read once the device has passed them.
 
-Marks are recorded in the hot path and read later: nothing here makes the host wait but `settle` and `tie`.
+Only `settle` and `tie` make the host wait.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..device.backend import Backend, Event, Stream
 
-TRIES = 5  # events that are compared with the host's clock; the one that was passed soonest ties it
+TRIES = 5  # events that are compared with the host's clock; the fastest one ties the clocks
 
 
 class Span:
     """What a stream does between two marks, for one communication or product.
 
-    share : the part of its seconds that is told, where several communications are queued as one.
-    account : told the name, the seconds, and when it began on the host's clock (None where the clocks are not tied).
+    share : the fraction of its seconds that `account` receives, where several communications are queued as one.
+    account : receives the name, the seconds, the seconds times `share`, and the start on the host's clock (None where the
+        clocks are not tied).
     """
 
     def __init__(self, name: str) -> None:
@@ -52,6 +53,7 @@ class Timeline:
 
     @property
     def backend(self) -> Backend:
+        """The device; CuPy's is made at the first use. Raises ConfigError where CuPy is not installed."""
         if self._device is None:
             from ..device.cupy import CupyBackend
 
@@ -83,13 +85,13 @@ class Timeline:
             self._read(start, end, spans)
 
     def follow(self) -> None:
-        """From now on tell when spans began; the clocks are tied now, or at the first mark where there was none yet."""
+        """Report the start of spans from now on; ties the clocks now, or at the first mark if there was none yet."""
         self._wants_base = True
         if self.used:
             self.tie()
 
     def forget(self) -> None:
-        """Tell no longer when spans began."""
+        """Stop reporting the start of spans."""
         self._wants_base, self._base = False, None
 
     def tie(self) -> None:

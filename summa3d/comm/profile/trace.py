@@ -1,4 +1,4 @@
-"""When everything happened: phases, products, copies and communications of every rank on one clock, as a trace for Perfetto."""
+"""The trace: phases, products, copies and communications of all ranks on one clock, for Perfetto."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ class Trace:
     error: float | None = None
 
     def begin(self, communication: Communication) -> Communication:
+        """Append a communication that was just issued, and return it for its completion to be filled in."""
         self.communications.append(communication)
         return communication
 

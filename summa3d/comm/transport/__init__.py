@@ -1,1 +1,1 @@
-"""How bytes travel: one module for each way, and the rule that selects among them."""
+"""Transports of collectives: host MPI, node memory, NCCL, CUDA-aware MPI and pinned copies, and their selection."""

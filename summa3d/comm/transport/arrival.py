@@ -1,4 +1,4 @@
-"""A communication on a device: what its streams read and write is held until they have passed a mark."""
+"""A communication on a device, and the arrays that its streams use until it has completed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..profile.timeline import Span, Timed
 
 
 class Held:
-    """Arrays that a stream reads or writes, kept alive until it has passed a mark, whoever else has let go of them.
+    """Arrays that a stream reads or writes, kept alive until the stream has passed an event.
 
-    Who has had the stream that the arrays came from wait for the mark may release them before: that stream's memory goes to
-    nobody but what is queued on it later. Arrays are taken to come from the stream that is current when a communication begins.
+    They may be released earlier once the stream that allocated them waits for the event: its allocator reuses their memory only
+    for work queued on that stream later. The allocating stream is taken to be the current one when a communication begins.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class Held:
 class Arrival(Timed):
     """A communication on a device: `wait` has the caller's stream wait for it, and leaves the host alone.
 
-    What it reads and writes is `held` until then; where another stream waits than the one it was begun on, or where `held` is
-    None because the mark is of other communications too, until it is done.
+    Its arrays are `held` until that wait. They are held until the communication has completed if another stream than the one
+    of its start waits, or if `held` is None, since the event then belongs to other communications too.
     """
 
     def __init__(self, backend: Backend, event: Event, array: Array, held: Held | None, *spans: Span) -> None:
@@ -46,6 +46,7 @@ class Arrival(Timed):
         self._begun_on = backend.current(array).ptr
 
     def wait(self) -> None:
+        """Make the caller's stream wait for the communication; the host does not wait."""
         stream = self._backend.current(self._array)
         self._backend.wait(stream, self._event)
         if self._held is not None and stream.ptr == self._begun_on:

@@ -1,4 +1,4 @@
-"""One communication: what an axis asks of a transport, and what the transport has begun."""
+"""A communication as an axis asks for it (`Call`), and as a transport has begun it (`Carried`)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Requests = list[Any]
 class Members:
     """The members of an axis as one of them sees them: what the axis's transports are made of.
 
-    ledger : where their workspace is counted, and a device's times. node : how they use the memory of the node that they share;
-    None where they do not. wanted : the device transport asked for (select.py).
+    ledger : counts workspace, and times on a device. node : which collectives use the node buffer; None if the members do not
+    share a node's memory. wanted : the requested device transport (select.py).
     """
 
     label: str

@@ -1,4 +1,4 @@
-"""MPI on device pointers, for an MPI that reads them: the host transport, on memory that the caller's stream has finished."""
+"""CUDA-aware MPI: the host transport on device pointers, once the caller's stream has finished writing them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..device.backend import Backend
 from .host import HostTransport
 
 
-class Span:
+class DeviceMemory:
     """Consecutive elements of device memory, which mpi4py takes by address; a slice of it is one too."""
 
     def __init__(self, backend: Backend, address: int, length: int, itemsize: int) -> None:
@@ -19,9 +19,9 @@ class Span:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, part: slice) -> Span:
+    def __getitem__(self, part: slice) -> DeviceMemory:
         start, stop, _ = part.indices(self.length)
-        return Span(self.backend, self.address + start * self.itemsize, max(0, stop - start), self.itemsize)
+        return DeviceMemory(self.backend, self.address + start * self.itemsize, max(0, stop - start), self.itemsize)
 
 
 class CudaAwareTransport(HostTransport):
@@ -38,19 +38,20 @@ class CudaAwareTransport(HostTransport):
         self.stream = backend.stream()
         self.waited = 0.0
 
-    def memory(self, array: Array) -> Span:
-        """The memory of `array` once the caller's stream has done what it was given."""
+    def memory(self, array: Array) -> DeviceMemory:
+        """The memory of `array`; blocks the host until the caller's stream has finished."""
         began = time.perf_counter()
         self.backend.record(self.backend.current(array)).synchronize()
         self.waited += time.perf_counter() - began
-        return Span(self.backend, address(array), count(array), array.itemsize)
+        return DeviceMemory(self.backend, address(array), count(array), array.itemsize)
 
     def on_host(self, seconds: float) -> float:
-        """MPI's, which is on the host all the time; not those for which the host has waited for the caller's stream."""
+        """`seconds` without the time in which the host waited for the caller's stream."""
         waited, self.waited = self.waited, 0.0
         return max(0.0, seconds - waited)
 
     def buffer(self, memory: Any) -> Any:
+        """`memory` as a CUDA array, which mpi4py reads."""
         return self.backend.buffer(memory.address, memory.length * memory.itemsize)
 
     def copy(self, target: Any, source: Any) -> None:

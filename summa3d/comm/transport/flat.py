@@ -1,4 +1,4 @@
-"""The collectives of an axis by calls on flat memory: blocks are laid in a row, results are given their dims back."""
+"""Collectives on flat, C-contiguous memory: blocks are packed into rows, results are given their dims back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .call import Call, Carried, Members
 class FlatTransport:
     """A transport of flat, C-contiguous memory.
 
-    Its kinds provide all_gather, all_to_all, all_reduce, broadcast, reduce, send and receive on flat arrays, each returning what
-    is in flight, and `operation`, `sums_parts` (HostTransport says what each promises).
+    Subclasses provide all_gather, all_to_all, all_reduce, broadcast, reduce, send and receive on flat arrays, which return the
+    requests in flight, and `operation` and `sums_parts` (HostTransport documents each).
     """
 
     def carry(self: Any, call: Call, members: Members) -> Carried:
@@ -35,6 +35,7 @@ class FlatTransport:
         return getattr(self, "carry_" + call.operation)(call, members)
 
     def carry_all_gather(self: Any, call: Call, members: Members) -> Carried:
+        """Begin an all-gather; along another dim than 0 the result is transposed when it has arrived."""
         dim, into = call.dim, call.into
         front = contiguous(swap_front(call.array, dim))
         rest = prod(front.shape[1:])
@@ -44,6 +45,7 @@ class FlatTransport:
         return Carried(requests, lambda: out if direct else delivered(out, dim, into), (front, out), call.array)
 
     def carry_reduce_scatter(self: Any, call: Call, members: Members) -> Carried:
+        """Begin a reduce-scatter: the transport's own where it sums, else an all-to-all and a local sum in the members' order."""
         array, dim, sizes, into = call.array, call.dim, call.sizes, call.into
         self.operation(array, "sum")
         front = contiguous(swap_front(array, dim))
@@ -67,6 +69,7 @@ class FlatTransport:
         return Carried(requests, finish, (front, parts), array)
 
     def carry_all_reduce(self: Any, call: Call, members: Members) -> Carried:
+        """Begin an all-reduce; 16-bit floats travel and are reduced in float32."""
         array, into, send = call.array, call.into, contiguous(call.array)
         if is_half(array):
             wide = widen(send)
@@ -82,11 +85,13 @@ class FlatTransport:
         return Carried(requests, lambda: out if direct or into is None else copy_into(into, out), (send, out), array)
 
     def carry_broadcast(self: Any, call: Call, members: Members) -> Carried:
+        """Begin a broadcast into the arrays of the members, in place."""
         array, buffer = call.array, contiguous(call.array)
         requests = self.broadcast(members.comm, buffer, call.root, call.blocking)
         return Carried(requests, lambda: array if buffer is array else copy_into(array, buffer), buffer, array)
 
     def carry_reduce(self: Any, call: Call, members: Members) -> Carried:
+        """Begin a reduction onto the root; 16-bit floats travel and are reduced in float32."""
         array, into, half = call.array, call.into, is_half(call.array)
         send = widen(contiguous(array)) if half else contiguous(array)
         direct = into is not None and not half and is_contiguous(into)
@@ -101,6 +106,7 @@ class FlatTransport:
         return Carried(requests, finish, send, send)
 
     def carry_all_to_all(self: Any, call: Call, members: Members) -> Carried:
+        """Begin an all-to-all of the pieces along `call.dim`."""
         front = contiguous(swap_front(call.array, call.dim))
         rest, equal = prod(front.shape[1:]), call.receive_sizes is None
         received = call.sizes if call.receive_sizes is None else call.receive_sizes
@@ -110,9 +116,11 @@ class FlatTransport:
         return Carried(requests, lambda: delivered(out, call.dim, None), (front, out), call.array)
 
     def carry_send(self: Any, call: Call, members: Members) -> Carried:
+        """Begin sending to the member `call.root`."""
         buffer = contiguous(call.array)
         return Carried(self.send(members.comm, buffer, call.root, call.tag), lambda: None, buffer, call.array)
 
     def carry_receive(self: Any, call: Call, members: Members) -> Carried:
+        """Begin receiving in place from the member `call.root`."""
         requests = self.receive(members.comm, call.array, call.root, call.tag)
         return Carried(requests, lambda: call.array, None, call.array)

@@ -1,4 +1,4 @@
-"""MPI on host memory."""
+"""MPI on host memory: numpy arrays and torch CPU tensors."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ LARGE = 2**62  # more elements than any array has
 class HostTransport(FlatTransport):
     """MPI on host memory: numpy arrays and torch CPU tensors, C-contiguous.
 
-    `limit` is the largest element count handed to one MPI call. MPI 4 has 64-bit counts; an older MPI is given larger
-    arrays in pieces, by point-to-point messages where a collective could not address them.
+    `limit` is the largest element count of one MPI call. MPI 4 has 64-bit counts; on an older MPI, larger arrays travel in
+    pieces, by point-to-point messages where a collective could not address them.
 
     Every call either completes (blocking) and returns no requests, or returns the requests to wait for; the caller keeps
     the arrays alive until then.
@@ -50,7 +50,7 @@ class HostTransport(FlatTransport):
         """The MPI datatype of an array's elements. Raises ShapeError for a dtype that cannot be communicated."""
         name = dtype_name(array)
         if name not in DATATYPES:
-            raise ShapeError(f"dtype {name} cannot be communicated. Those that can: {', '.join(DATATYPES)}.")
+            raise ShapeError(f"dtype {name} cannot be communicated; supported: {', '.join(DATATYPES)}.")
         return DATATYPES[name]
 
     def operation(self, array: Array, op: str) -> MPI.Op:
@@ -74,7 +74,7 @@ class HostTransport(FlatTransport):
         np.copyto(target, source)
 
     def on_host(self, seconds: float) -> float:
-        """Of the `seconds` that the host was in the last call or wait, those that the communication took it."""
+        """The part of the last call's or wait's `seconds` that the ledger counts as communication on the host."""
         return seconds
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ def _started(request: MPI.Request | None) -> Requests:
 
 
 def _begun(requests: list[MPI.Request]) -> Requests:
-    """`requests`, which MPI is kept working on while this rank sleeps in its node's memory."""
+    """`requests`, registered so that a rank which sleeps in node memory keeps them progressing."""
     IN_FLIGHT.add(requests)
     return requests
 

@@ -1,6 +1,6 @@
 """NCCL on device arrays through CuPy's bindings: one communicator per axis, on its own stream.
 
-The host never waits: work is ordered behind the caller's stream by an event, and that stream behind the work by another.
+The host never waits: events order NCCL's work after the caller's stream, and the caller's stream after NCCL's work.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPERATIONS = {"sum": "NCCL_SUM", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 
 
 class Message(Timed):
-    """A send or a receive that is queued at the latest when somebody waits for it."""
+    """A posted send or receive. It is queued with the next call on the communicator, or by its `wait`."""
 
     def __init__(self, transport: NcclTransport, array: Array, peer: int, sends: bool) -> None:
         self.transport, self.array, self.peer, self.sends = transport, array, peer, sends
@@ -42,6 +42,7 @@ class Message(Timed):
         self.arrival: Arrival | None = None
 
     def wait(self) -> None:
+        """Queue all posted messages, then make the caller's stream wait for this one."""
         self.transport.launch_messages()
         if self.arrival is not None:
             self.arrival.wait()
@@ -67,6 +68,7 @@ class NcclTransport(HostTransport):
         self.messages: list[Message] = []
 
     def all_gather(self, comm: MPI.Comm, block: Array, out: Array, counts: Sequence[int], blocking: bool) -> Requests:
+        """As HostTransport's; unequal blocks travel as one group of broadcasts."""
         kind, width = self._kind(block)
 
         def queue(stream: int) -> None:
@@ -92,6 +94,7 @@ class NcclTransport(HostTransport):
         equal: bool = False,
         largest: int | None = None,
     ) -> Requests:
+        """As HostTransport's, by one group of sends and receives; `equal` and `largest` have no effect."""
         kind, width = self._kind(array)
 
         def queue(stream: int) -> None:
@@ -106,6 +109,7 @@ class NcclTransport(HostTransport):
         return self._launched(queue if sum(counts) or sum(out_counts) else None, (array, out))
 
     def sums_parts(self, array: Array) -> bool:
+        """NCCL sums all but 16-bit floats, which the caller sums in float32."""
         return not is_half(array)
 
     def reduce_scatter(self, comm: MPI.Comm, array: Array, counts: Sequence[int], out: Array) -> Requests:
@@ -126,6 +130,7 @@ class NcclTransport(HostTransport):
         return self._launched(queue if sum(counts) else None, (array, out))
 
     def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, op: str, blocking: bool) -> Requests:
+        """As HostTransport's, queued on this transport's stream."""
         operation = self._operation(array, op)
         kind, width = self._kind(array)
 
@@ -135,6 +140,7 @@ class NcclTransport(HostTransport):
         return self._launched(queue if count(array) else None, (array, out))
 
     def broadcast(self, comm: MPI.Comm, array: Array, root: int, blocking: bool) -> Requests:
+        """As HostTransport's, queued on this transport's stream."""
         kind, width = self._kind(array)
 
         def queue(stream: int) -> None:
@@ -143,6 +149,7 @@ class NcclTransport(HostTransport):
         return self._launched(queue if count(array) else None, (array,))
 
     def reduce(self, comm: MPI.Comm, array: Array, out: Array | None, op: str, root: int, blocking: bool) -> Requests:
+        """As HostTransport's, queued on this transport's stream."""
         operation = self._operation(array, op)
         kind, width = self._kind(array)
         target = array if out is None else out
@@ -154,16 +161,19 @@ class NcclTransport(HostTransport):
         return self._launched(queue if count(array) else None, (array, target))
 
     def send(self, comm: MPI.Comm, array: Array, to: int, tag: int) -> Requests:
+        """Post a send; NCCL knows no tags, so `tag` has no effect."""
         return self._posted(array, to, True)
 
     def receive(self, comm: MPI.Comm, array: Array, source: int, tag: int) -> Requests:
+        """Post a receive; messages arrive in the order of their sends, whatever `tag` is."""
         return self._posted(array, source, False)
 
     def on_host(self, seconds: float) -> float:
-        """None: the host queues work, and what that takes the device is in its spans."""
+        """0: the host only queues work; the device's seconds are in the spans."""
         return 0.0
 
     def close(self) -> None:
+        """Queue what was posted, wait for the stream, and destroy the communicator."""
         self.launch_messages()
         self.backend.record(self.stream).synchronize()
         self.communicator.destroy()
@@ -195,7 +205,7 @@ class NcclTransport(HostTransport):
         return [message]
 
     def _launched(self, queue: Callable[[int], None] | None, arrays: Sequence[Array]) -> Requests:
-        """Queue a collective; with no elements there is none. What was posted before goes first, on every member."""
+        """Queue a collective, or nothing if it has no elements. Posted messages are queued first, on every member."""
         self.launch_messages()
         if queue is None:
             return []
@@ -205,7 +215,7 @@ class NcclTransport(HostTransport):
     def _queued(self, queue: Callable[[int], None], arrays: Sequence[Array], *spans: Span) -> Any:
         """Queue NCCL's work behind what the caller's stream holds; returns the mark behind it, until which arrays are held.
 
-        The span begins when the caller's stream has come so far, and has the wait for the other members in it, as on the host.
+        The span starts when the caller's stream gets there, and includes the wait for the other members, as on the host.
         """
         self.backend.wait(self.stream, self.backend.record(self.backend.current(arrays[0])))
         start = self.timeline.start(self.stream)

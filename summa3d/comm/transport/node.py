@@ -1,6 +1,6 @@
-"""The collectives of an axis whose members share a node, through slots of the node's memory: one copy in, one out, or none.
+"""Collectives of members that share a node, through the slots of a node buffer: one copy in, one copy out, or none.
 
-Each begins by laying this member's part in a slot, and ends by reading what the others laid there.
+Each collective writes this member's part into a slot, and then reads the parts of the other members there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALL_REDUCE_LIMIT = 1 << 20
 
 
 class NodeTransport:
-    """The memory that the members of an axis share. It declines what it does not take, on all members alike."""
+    """Collectives through the node buffer of an axis. `carry` returns None, on all members alike, for calls it leaves to MPI."""
 
     def __init__(self, members: Members, rule: NodeRule) -> None:
         self.members, self.rule, self.host = members, rule, HostTransport()
@@ -48,7 +48,7 @@ class NodeTransport:
         """Begin `call`; None, on all members alike, where it is left to another transport.
 
         Raises ShapeError for a dtype or a reduction that MPI does not support either, before a slot is taken. Any later error
-        breaks the axis: the other members are told of it instead of waiting for this one.
+        breaks the axis: the other members get GridError instead of waiting for this one.
         """
         slot = self._buffer.slot_of(call.array) if self._buffer is not None and call.operation == "reduce_scatter" else None
         if slot is None and not self._takes(call):
@@ -74,10 +74,11 @@ class NodeTransport:
         return None if buffer is None else buffer.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
+        """Whether a gather of such arrays may be read in place; the first call is collective."""
         return staged_dtype(array) and self.buffer is not None
 
     def barrier(self) -> bool:
-        """Wait, asleep, for every member; False where there is no memory to sleep in."""
+        """Wait, asleep, for every member; returns False if the axis has no node buffer."""
         buffer = self.buffer
         if buffer is None:
             return False
@@ -93,7 +94,7 @@ class NodeTransport:
         return True
 
     def _takes(self, call: Call) -> bool:
-        """Whether a call goes through the node's memory: by its operation, and by the bytes of all that the members lay there."""
+        """Whether a call goes through the node buffer: decided by the operation, and the bytes that all members write there."""
         array, operation, size = call.array, call.operation, self.members.size
         if operation == "all_gather":
             if call.view and self.offers_views(array):
@@ -183,7 +184,7 @@ def reduce_scatter(
             return None
         mine = slot.part(array, buffer.index * whole, array.shape)
         end = begin + sizes[buffer.index]
-        for part in (slice(0, begin), slice(end, array.shape[dim])):  # nobody else reads this member's own part ...
+        for part in (slice(0, begin), slice(end, array.shape[dim])):  # no other member reads this member's own part ...
             at = (slice(None),) * dim + (part,)
             copy_into(mine[at], array[at])
         own = array[(slice(None),) * dim + (slice(begin, end),)]
@@ -211,10 +212,10 @@ def reduce_scatter(
 
 def all_reduce(buffer: NodeBuffer, array: Array, op: str, into: Array | None) -> Slot | None:
     """`Axis.all_reduce`: every member reads every array, in the members' order, so that all have the same bits."""
-    laid = _laid_whole(buffer, array)
-    if laid is None:
+    posted = _posted_whole(buffer, array)
+    if posted is None:
         return None
-    slot, part_of = laid
+    slot, part_of = posted
 
     def read() -> Array:
         slot.wait_for_all()
@@ -256,7 +257,7 @@ def all_reduce_in_parts(
 
 
 def broadcast(buffer: NodeBuffer, array: Array, root: int) -> Slot | None:
-    """`Axis.broadcast`: the root lays its array in the slot, the others read it."""
+    """`Axis.broadcast`: the root copies its array into the slot, the others read it."""
     slot = buffer.take(count(array) * array.itemsize)
     if slot is None:
         return None
@@ -276,10 +277,10 @@ def broadcast(buffer: NodeBuffer, array: Array, root: int) -> Slot | None:
 
 def reduce(buffer: NodeBuffer, array: Array, root: int, op: str, into: Array | None) -> Slot | None:
     """`Axis.reduce`: the root reads every array."""
-    laid = _laid_whole(buffer, array)
-    if laid is None:
+    posted = _posted_whole(buffer, array)
+    if posted is None:
         return None
-    slot, part_of = laid
+    slot, part_of = posted
 
     def read() -> Array | None:
         if buffer.index != root:
@@ -292,8 +293,8 @@ def reduce(buffer: NodeBuffer, array: Array, root: int, op: str, into: Array | N
     return slot
 
 
-def _laid_whole(buffer: NodeBuffer, array: Array) -> tuple[Slot, Callable[[int], Array]] | None:
-    """Lay this member's whole array in a slot and post it: the slot, and where each member's lies in it."""
+def _posted_whole(buffer: NodeBuffer, array: Array) -> tuple[Slot, Callable[[int], Array]] | None:
+    """Copy this member's whole array into a slot and post it; returns the slot, and a function from member to its part."""
     whole, shape, like = count(array), tuple(array.shape), empty((0,), array)
     slot = buffer.take(buffer.size * whole * array.itemsize)
     if slot is None:

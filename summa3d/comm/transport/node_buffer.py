@@ -1,6 +1,6 @@
-"""The slots of node-shared memory of one axis, which its communications use in turn.
+"""The node buffer: an axis's slots of memory that the ranks of a node share, used in turn by its collectives.
 
-Where the node cannot offer the memory `NodeBuffer.over` returns None, and MPI is used.
+`NodeBuffer.over` returns None where the node cannot offer the memory; the axis then uses MPI.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GRAIN = 1 << 18
 
 
 class Slot:
-    """One communication in a slot of a node buffer: this member posts its part, and `finish` reads what the others laid there."""
+    """One communication in a slot of a node buffer: this member posts its part, and `finish` reads the others' parts."""
 
     def __init__(self, buffer: NodeBuffer, number: int, memory: mmap.mmap | None) -> None:
         self.buffer, self.number, self.memory = buffer, number, memory
@@ -48,7 +48,7 @@ class Slot:
         return np.frombuffer(self.memory, like.dtype, count, offset * like.itemsize).reshape(tuple(shape))
 
     def post(self) -> None:
-        """Say that this member's part is written."""
+        """Signal that this member's part is written."""
         self.buffer.flags.set(self._posted, self.number)
 
     def wait(self, member: int) -> None:
@@ -57,7 +57,7 @@ class Slot:
             self.buffer.flags.wait(self.buffer.flag(POSTED, member, self.number), self.number)
 
     def wait_for_all(self) -> None:
-        """Return once every member has posted. Waits first for who was last before, so as to be woken once."""
+        """Return once every member has posted. Waits first for the member that was last before, so that this rank wakes once."""
         buffer, number = self.buffer, self.number
         first = buffer.flag(POSTED, 0, number)
         last = buffer.last
@@ -67,7 +67,7 @@ class Slot:
         buffer.last = last
 
     def finish(self) -> None:
-        """Read what the others laid here; a second call does nothing. Gives the slot back, unless the result is a view of it."""
+        """Read the parts of all members; a second call does nothing. Closes the slot, unless the result is a view of it."""
         if self.read is not None:
             try:
                 self._result, self.read = self.read(), None
@@ -78,18 +78,18 @@ class Slot:
                 raise
 
     def result(self) -> Array:
-        """What was read, handed over: the slot, which its buffer remembers until the next, keeps nothing alive."""
+        """The result of `finish`, once. The slot drops its reference, since the buffer keeps the slot until its next use."""
         self.finish()
         result, self._result = self._result, None
         return result
 
     def leave(self) -> None:
-        """Say that this member will not post."""
+        """Signal that this member will not post."""
         self.buffer.flags.set(self._posted, LEFT + self.number)
         self.close()
 
     def close(self) -> None:
-        """Say that this member reads the slot no more."""
+        """Signal that this member no longer reads the slot."""
         self.viewed = False
         self.buffer.flags.set(self._closed, self.number)
 
@@ -97,8 +97,8 @@ class Slot:
 class NodeBuffer:
     """The shared memory of one axis: slots that its communications use in turn, all members in the same order.
 
-    Member j reuses a slot once every member has closed its last use. Nothing has a name, so nothing is left behind by a job
-    that is killed, and each process unmaps by itself. `size_bytes` is this rank's share of the slots.
+    Member j reuses a slot once every member has closed its last use. The memory has no name in the file system, so a killed job
+    leaves nothing behind; each process unmaps it by itself.
     """
 
     def __init__(self, comm: MPI.Intracomm, flags: Flags) -> None:
@@ -112,12 +112,13 @@ class NodeBuffer:
 
     @classmethod
     def over(cls, comm: MPI.Intracomm, label: str, crowded: bool) -> NodeBuffer | None:
-        """The buffer of the members of `comm`, who share a node (collective); None on all where the node cannot offer it."""
+        """The buffer of the members of `comm`, which share a node (collective); None on all if the node lacks the memory."""
         memory = mapped(comm, Flags.nbytes(comm.size))
         return None if memory is None else cls(comm, Flags(memory, label, comm.size, crowded))
 
     @property
     def size_bytes(self) -> int:
+        """This rank's share of the slots: their bytes, divided by the number of members."""
         return sum(len(memory) for memory in self.memories if memory is not None) // self.size
 
     def flag(self, kind: int, member: int, number: int) -> int:
@@ -127,8 +128,8 @@ class NodeBuffer:
     def take(self, nbytes: int) -> Slot | None:
         """The next slot, with `nbytes` for all members together. None on all members where the node lacks the memory.
 
-        Ends the view that the last slot may have given, and gives up a buffer that was allocated and not used. Where the slot is
-        too small it grows, for which all members wait for each other.
+        Invalidates the view of the last slot, and abandons an allocated slot that was not used. A slot that is too small grows;
+        all members wait for each other then.
         """
         try:
             self.flags.check()
@@ -164,7 +165,7 @@ class NodeBuffer:
     def _larger(self, nbytes: int) -> mmap.mmap | None:
         """Memory of `nbytes` for the slot that is being taken; None on all members where one cannot map it.
 
-        The members speak by flags and not by MPI, in which nobody could be told that another has failed.
+        The members agree by flags instead of MPI: a member that waits in MPI could not learn that another one has failed.
         """
         number, note = self.number, self.flags.note(self.number % SLOTS)
         descriptor = -1
@@ -187,7 +188,7 @@ class NodeBuffer:
         return memory
 
     def refuse(self) -> None:
-        """Raise the GridError of a broken axis; who waits for this member need not wait longer."""
+        """Break this member's flags too, so that no member waits for it, and raise the GridError of the broken axis."""
         try:
             self.flags.check()
         except GridError as error:
@@ -195,7 +196,7 @@ class NodeBuffer:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Give up: tell the other members, who would wait for this one, of the first error."""
+        """Break the axis: report `error`, if it is the first, to the members that would wait for this one."""
         if not self.flags.broken:
             text = str(error) or "without a message"
             self.flags.report(self.index, f"member {self.index} failed in a collective ({type(error).__name__}: {text})")
@@ -222,7 +223,7 @@ class NodeBuffer:
         return array
 
     def slot_of(self, array: Array) -> Slot | None:
-        """The slot in which `array` was allocated, handed over; None if it was not, or a communication has come since."""
+        """The slot in which `array` was allocated; None if there is none, or if a communication came in between."""
         if self.allocated is None or self.allocated[1] is not array:
             return None
         slot, self.allocated = self.allocated[0], None
@@ -233,9 +234,9 @@ class NodeBuffer:
 class NodeRule:
     """Which communications of an axis, whose members share a node, go through the node's memory.
 
-    Where ranks outnumber the cores (`crowded`) all: a rank that waits inside MPI polls, and takes the core from one that works.
-    Elsewhere those from SMALL bytes on, below which MPI is as quick, unless `always`. Above LARGEST bytes what must be copied
-    anyway is left to MPI, which needs no memory for it.
+    All of them if ranks outnumber the cores (`crowded`): a rank that waits inside MPI polls, and takes the core from one that
+    works. Otherwise those of SMALL bytes or more, below which MPI is as fast, unless `always`. Communications above LARGEST
+    bytes use MPI, which needs no memory for them.
     """
 
     crowded: bool
@@ -244,10 +245,11 @@ class NodeRule:
     LARGEST: ClassVar[int] = 1 << 28
 
     def takes(self, array: Array, elements: int) -> bool:
+        """Whether a communication of this many elements of `array`'s dtype goes through the node's memory."""
         nbytes = elements * array.itemsize
         return (self.always or self.crowded or nbytes >= self.SMALL) and nbytes <= self.LARGEST and staged_dtype(array)
 
 
 def staged_dtype(array: Array) -> bool:
-    """Whether arrays like this one can be added up in place: on the host, and no booleans, which are left to MPI's operations."""
+    """Whether arrays like this one can be summed in a slot: on the host, and not bool, which MPI's operations reduce."""
     return dtype_name(array) != "bool" and not is_on_device(array)

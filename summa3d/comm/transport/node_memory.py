@@ -1,6 +1,6 @@
-"""Memory that the ranks of a node map together, and flags in it by which they wait for each other: asleep, and not polling.
+"""Memory that the ranks of a node map together, and flags in it. A rank sleeps while it waits for a flag.
 
-Linux on x86-64 (`node_support.py`); elsewhere there is none.
+Only on Linux on x86-64 (node_support.py).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SPINS = {True: 4, False: 2000}
 SLEEP, NAP = 1.0, 0.0002
 """Seconds that a wait sleeps at a time: with nothing in flight in MPI, and with something that must be kept moving."""
 LEFT, BROKEN = 1 << 61, (1 << 62) + 0xFFFFFFFF
-"""Marks on a flag: the member has left the communication of this number out (added to it); the member goes on no more."""
+"""Marks on a flag: the member skipped the communication whose number is added; the member has failed."""
 POSTED, CLOSED, OFFERED, MAPPED = range(4)
-"""What a member's flags of a slot tell: its part is written; it reads no more; larger memory is there; it has mapped that."""
+"""A member's flags of a slot: its part is written; it has finished reading; larger memory is offered; it has mapped that."""
 FLAGS = 4
 RECORD = 1024
-"""Bytes of shared memory in which a member says why it goes on no more: a time, and a text."""
+"""Bytes of shared memory for a member's error: a time, and a text."""
 TOKEN, NOTE = 16, 128
-"""Bytes of what tells offered memory from other, and of what says where it is: its token, and the path of its descriptor."""
+"""Bytes of the token that identifies offered memory, and of the note that locates it: the token, and its descriptor's path."""
 
 
 class _Time(ctypes.Structure):
@@ -46,7 +46,7 @@ class _Time(ctypes.Structure):
 class Flags:
     """Counters in shared memory that only grow, each written by one member. `wait` sleeps until one has grown enough.
 
-    A member that cannot go on breaks its flags: whoever waits for one of them, now or later, gets GridError.
+    A member that fails breaks its flags: a member that waits for one of them, now or later, gets GridError.
     """
 
     def __init__(self, memory: mmap.mmap, label: str, members: int, crowded: bool) -> None:
@@ -58,7 +58,7 @@ class Flags:
         self._call.restype = ctypes.c_long
         self._call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
         self._number = FUTEX[platform.machine()]
-        # A member that is gone wakes nobody: each sleep ends by itself, and its launcher ends the others meanwhile.
+        # A killed member wakes no other: each sleep has a timeout, and the launcher ends the other members meanwhile.
         self._times = {busy: _Time(int(seconds), round(seconds % 1 * 1e9)) for busy, seconds in ((False, SLEEP), (True, NAP))}
         self._timeouts = {busy: ctypes.addressof(time) for busy, time in self._times.items()}
 
@@ -69,11 +69,11 @@ class Flags:
 
     @property
     def broken(self) -> bool:
-        """Whether some member goes on no more."""
+        """Whether some member has failed."""
         return bool(self._words[0])
 
     def set(self, flag: int, value: int) -> None:
-        """Raise `flag` to `value` and wake who waits for it. What this rank stored before is seen by who sees the flag."""
+        """Raise `flag` to `value` and wake its waiters. A rank that sees the flag also sees what this rank stored before."""
         place = (flag + 1) * LINE
         self._words[place] = value
         self._call(self._number, self._first + place * 8, WAKE, EVERYONE, None)
@@ -81,8 +81,8 @@ class Flags:
     def wait(self, flag: int, value: int) -> bool:
         """Return once `flag` is at least `value`; whether this rank had to sleep for it.
 
-        Asleep it keeps MPI moving what this process has in flight. Raises GridError where the member that writes `flag` goes on
-        no more, or has left out what this rank waits for.
+        While asleep it lets MPI progress the requests in flight of this process. Raises GridError if the member that writes
+        `flag` has failed, or skipped the communication that this rank waits for.
         """
         words, place = self._words, (flag + 1) * LINE
         for _ in range(self._spins):
@@ -95,7 +95,7 @@ class Flags:
         return True
 
     def _arrived(self, seen: int, value: int) -> bool:
-        """False where a marked flag says that its member left out something before what is waited for, which may still come."""
+        """False if the marked flag's member skipped an earlier communication: the awaited one may still come."""
         if seen >= BROKEN:
             self.check()
         if seen - LEFT == value:
@@ -103,7 +103,7 @@ class Flags:
         return False
 
     def check(self) -> None:
-        """Raise GridError where a member goes on no more, naming the first error."""
+        """Raise GridError with the first error if a member has failed."""
         if self._words[0]:
             raise GridError(
                 f"axis {self._label} is broken: {self.first_error()}.\n"
@@ -111,7 +111,7 @@ class Flags:
             )
 
     def report(self, member: int, text: str) -> None:
-        """Write in shared memory why `member` goes on no more."""
+        """Write the error of `member` to shared memory."""
         place = self._record(member)
         said = text.encode()[: RECORD - 8 - 1]
         self._memory[place + 8 : place + 8 + len(said)] = said
@@ -119,7 +119,7 @@ class Flags:
         self._words[0] = 1
 
     def first_error(self) -> str:
-        """What the first member that failed has written; empty where none has."""
+        """The error of the first member that failed; empty if none has."""
         records = [self._record(member) for member in range(self._members)]
         written = [(self._words[place // 8], place) for place in records if self._words[place // 8]]
         if not written:
@@ -132,7 +132,7 @@ class Flags:
         return self._words[(flag + 1) * LINE]
 
     def note(self, slot: int) -> memoryview:
-        """Where the one who offers larger memory for a slot says where it is."""
+        """The note in which the member that offers larger memory for a slot says where to find it."""
         place = self._record(self._members) + slot * NOTE
         return memoryview(self._memory)[place : place + NOTE]
 
@@ -142,7 +142,7 @@ class Flags:
 
 
 def in_one_node(comm: MPI.Intracomm) -> bool:
-    """Whether all ranks of `comm` share one node's memory in the way of this file (collective)."""
+    """Whether all ranks of `comm` share one node, and can map memory together (collective)."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     together = node.size == comm.size and available() is None
     node.Free()
@@ -163,7 +163,7 @@ def mapped(comm: MPI.Intracomm, nbytes: int) -> mmap.mmap | None:
 
 
 def offered(nbytes: int, note: memoryview) -> tuple[mmap.mmap | None, int]:
-    """New zeroed memory, and the descriptor by which others find it as `note` tells; where there is none, an empty note."""
+    """New zeroed memory, and the descriptor by which others find it through `note`; without memory an empty note."""
     note[:] = bytes(NOTE)
     descriptor = -1
     try:
@@ -179,7 +179,7 @@ def offered(nbytes: int, note: memoryview) -> tuple[mmap.mmap | None, int]:
 
 
 def joined(nbytes: int, note: memoryview) -> mmap.mmap | None:
-    """The memory that `note` tells of, if it is there and is the one meant."""
+    """The memory that `note` locates; None if it cannot be mapped or has another token."""
     token, path = bytes(note[:TOKEN]), bytes(note[TOKEN:]).rstrip(b"\0")
     try:
         descriptor = os.open(path, os.O_RDWR)

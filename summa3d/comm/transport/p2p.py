@@ -1,4 +1,4 @@
-"""Point-to-point messages under the collectives: arrays cut into pieces that an MPI count can hold."""
+"""Point-to-point messages under the collectives, for arrays that are larger than an MPI count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this MPI reads device pointers, found out in a process of its own, as it may crash."""
+"""Probe in a child process whether this MPI reads device pointers; a crash of the probe is an answer too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 TIMEOUT = 60
 """Seconds after which a probe that hangs is taken for one that failed."""
 LAUNCHERS = ("PMI", "PMIX", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "MPIR_CVAR_CH4_ROOTS", "SLURM_", "PALS_", "FLUX_")
-"""Beginnings of the variables by which a launcher tells a process that it is one of several; the probe is alone."""
+"""Prefixes of the variables by which a launcher marks its ranks; the probe runs without them."""
 PROGRAM = """
 import cupy
 from mpi4py import MPI

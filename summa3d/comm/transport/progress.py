@@ -1,4 +1,4 @@
-"""What MPI has yet to complete for this process, so that a rank which sleeps in its node's memory keeps it moving."""
+"""The MPI requests in flight of this process. A rank that sleeps in node memory asks MPI about them, so that they progress."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from mpi4py import MPI
 
 CROWD = 64
-"""Requests that may gather before those that have completed are looked for."""
+"""Number of requests above which completed ones are removed."""
 
 
-class InFlight:
+class RequestsInFlight:
     """The requests of this process that MPI may not have completed yet.
 
-    MPI moves most messages only while their process is inside MPI: a rank that sleeps elsewhere must ask about them now and
-    then, or a peer waits for ever for what this rank has begun to send. Asking leaves a request, and its error, to its owner.
-    MPI's progress is that of a process: one object serves all axes of all grids.
+    MPI moves most messages only while their process is inside MPI. A rank that sleeps elsewhere must therefore test its requests
+    now and then, or a peer waits for ever for a message that this rank has started to send. Testing does not complete a request
+    or take its error from its owner. Progress is per process: one object serves all axes of all grids.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class InFlight:
 
 
 def _completed(request: MPI.Request) -> bool:
-    """Whether MPI is done with a request, or has failed: its owner is told so when it waits."""
+    """Whether MPI has completed a request, or failed in it: the owner's wait raises the error."""
     try:
         return request.Get_status()
     except MPI.Exception:
         return True
 
 
-IN_FLIGHT = InFlight()
+IN_FLIGHT = RequestsInFlight()

@@ -1,4 +1,4 @@
-"""Which transport carries the device arrays of a communicator: a rule on facts alone, with its reason."""
+"""The rule that selects a transport for the device arrays of a communicator, with the reason."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NAMES = ("auto", "mpi", "cuda-aware", "pinned", "nccl")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rule goes by.
+    """The facts that select a transport.
 
-    devices : of each member, what tells its device from all others. nccl : whether all members can load it.
+    devices : the unique identity of each member's device. nccl : whether all members can load it.
     cuda_aware : whether MPI reads device pointers.
     """
 
@@ -26,7 +26,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TransportChoice:
     """A transport's name, and why it was taken."""
 
     name: str
@@ -41,7 +41,7 @@ def requested(name: str | None = None) -> str:
     return wanted
 
 
-def choose(facts: Facts, wanted: str = "auto") -> Choice:
+def choose(facts: Facts, wanted: str = "auto") -> TransportChoice:
     """The transport for device arrays among members with these `facts`.
 
     NCCL where each has a device of its own; else device pointers into MPI where it reads them; else pinned copies, which
@@ -55,12 +55,12 @@ def choose(facts: Facts, wanted: str = "auto") -> Choice:
                 f"transport {wanted} cannot carry the device arrays of {len(facts.devices)} ranks: {obstacles[wanted]}.\n"
                 f"  Transports that can: auto, {', '.join(works)}."
             )
-        return Choice(wanted, "asked for")
+        return TransportChoice(wanted, "asked for")
     if "nccl" in works:
-        return Choice("nccl", "every rank has a device of its own, and NCCL is there")
+        return TransportChoice("nccl", "every rank has a device of its own, and NCCL is there")
     if "cuda-aware" in works:
-        return Choice("cuda-aware", f"MPI reads device pointers; not NCCL: {obstacles['nccl']}")
-    return Choice("pinned", f"not NCCL: {obstacles['nccl']}; not CUDA-aware MPI: {obstacles['cuda-aware']}")
+        return TransportChoice("cuda-aware", f"MPI reads device pointers; not NCCL: {obstacles['nccl']}")
+    return TransportChoice("pinned", f"not NCCL: {obstacles['nccl']}; not CUDA-aware MPI: {obstacles['cuda-aware']}")
 
 
 def _obstacles(facts: Facts) -> dict[str, str | None]:

@@ -1,4 +1,4 @@
-"""The transports of one axis: its node's memory, MPI on the host, and, from the first array on a device, that device's."""
+"""The transports of one axis: node memory, host MPI, and, from the first device array on, a device transport."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .host import HostTransport
 from .nccl import NcclTransport
 from .node import NodeTransport
 from .pinned import PinnedTransport
-from .select import Choice, Facts, choose
+from .select import Facts, TransportChoice, choose
 
 MESSAGES = ("send", "receive")
 
 
 class Transports:
-    """Who carries the calls of one axis: the first that does not decline.
+    """The transports of one axis. The first one that does not decline a call carries it.
 
-    Every member's transports decide alike: by the call, and by what the members have found out together.
+    All members decide alike: by the call, and by facts that the members have exchanged.
     """
 
     def __init__(self, members: Members) -> None:
         self.members = members
         self.node = None if members.node is None or members.size == 1 else NodeTransport(members, members.node)
         self.host: FlatTransport = HostTransport()
-        self.choice: Choice | None = None
+        self.choice: TransportChoice | None = None
         self._device: Any = None
 
     def check(self) -> None:
@@ -56,7 +56,7 @@ class Transports:
         return None if self.node is None else self.node.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
-        """Whether a gather of arrays of this dtype can be read where the members laid them (collective the first time)."""
+        """Whether an all-gather of arrays of this dtype can return a view of the node buffer (collective the first time)."""
         return self.node is not None and self.node.offers_views(array)
 
     def barrier(self) -> None:
@@ -76,11 +76,11 @@ class Transports:
         return self._device
 
     def between_two(self, array: Array) -> Any:
-        """The transport for a message of a device's array. Raises GridError where none has been opened."""
+        """The transport for a point-to-point message of a device array. Raises GridError if none has been opened."""
         if self._device is None:
             raise GridError(
                 "the first communication of device arrays along an axis opens its transport, and must be a collective: members "
-                "that take no part in a message would not come. Have all of them call open_device(array) first."
+                "that take no part in a message would not open it. Call open_device(array) on all of them first."
             )
         return self._device
 
@@ -111,4 +111,4 @@ class Transports:
 
 
 TransportFactory = Callable[[Members], Transports]
-"""What makes the transports of each axis of a grid: `Transports`, or a kind of it that moves nothing."""
+"""Makes the transports of each axis of a grid: `Transports`, or a subclass that moves nothing."""

@@ -1,1 +1,1 @@
-"""The algorithms of a distributed product, a file each; `registry` names them all."""
+"""The algorithms of a distributed product, one file each; `registry` lists them."""

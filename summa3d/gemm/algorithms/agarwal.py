@@ -1,4 +1,4 @@
-"""The 3-D product as first published, on q×q×q ranks: operands on three faces of the cube, two broadcasts and a reduction."""
+"""Agarwal's 3-D product on q×q×q ranks: operands on three faces of the cube, two broadcasts and a reduction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .plan import ProductPlan
 class AgarwalPlan(ProductPlan):
     """A product on a cube of ranks (i, j, l), axes x, y, z: A_il on (i,0,l), B_lj on (0,j,l), C_ij on (i,j,0).
 
-    Transposed operands lie where the plain ones do. All other ranks hold empty blocks. Words per rank (mean), in every form:
+    Transposed operands lie where the plain ones do. The other ranks hold empty blocks. Words per rank (mean), in every form:
     (q−1)(mk + kn + mn)/P.
     """
 
@@ -26,16 +26,19 @@ class AgarwalPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
+        """A's layout: m:x k:z, root-only along y."""
         plain = Layout((self.x,), (self.z,), root_only=(self.y,), names="mk")
         return plain if self.form[0] == "n" else plain.transposed()
 
     @property
     def b_layout(self) -> Layout:
+        """B's layout: k:z n:y, root-only along x."""
         plain = Layout((self.z,), (self.y,), root_only=(self.x,), names="kn")
         return plain if self.form[1] == "n" else plain.transposed()
 
     @property
     def c_layout(self) -> Layout:
+        """C's layout: m:x n:y, root-only along z."""
         return Layout((self.x,), (self.y,), root_only=(self.z,), names="mn")
 
     def gradient_roles(self, dims: str) -> dict[str, str]:
@@ -45,6 +48,7 @@ class AgarwalPlan(ProductPlan):
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
+        """The cube q×q×q, if `ranks` is a third power."""
         root = round(ranks ** (1 / 3))
         return [{"x": root, "y": root, "z": root}] if root**3 == ranks else []
 
@@ -71,6 +75,7 @@ class Agarwal(Executor):
         )
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """Broadcast A along y and B along x, multiply, reduce C along z onto its face."""
         a = self.workspace.widened("a", self._broadcast("a", a, self.a_whole, self.y))
         b = self.workspace.widened("b", self._broadcast("b", b, self.b_whole, self.x))
         hosts = self.z.index == 0

@@ -1,4 +1,4 @@
-"""The communication-avoiding 2.5-D product on q×q×d ranks: every depth sums its share of the SUMMA steps into a copy of C."""
+"""The communication-avoiding 2.5-D product on q×q×d ranks: each depth runs its share of SUMMA's steps into a copy of C."""
 
 from __future__ import annotations
 
@@ -34,27 +34,32 @@ class Ca25dPlan(SummaPlan):
 
     @property
     def a_layout(self) -> Layout:
+        """A's layout: m:x k:(d,y)."""
         plain = Layout((self.x,), (self.d, self.y), names="mk")
         return plain if self.form[0] == "n" else plain.transposed()
 
     @property
     def b_layout(self) -> Layout:
+        """B's layout: k:(d,x) n:y."""
         plain = Layout((self.d, self.x), (self.y,), names="kn")
         return plain if self.form[1] == "n" else plain.transposed()
 
     @property
     def c_layout(self) -> Layout:
+        """C's layout: m:(x,d) n:y."""
         return Layout((self.x, self.d), (self.y,), names="mn")
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
+        """Every q×q×d of this many ranks, the squarest first."""
         return square_grids(ranks)
 
 
 class Ca25d(Executor):
-    """SUMMA over the depth's part of k into a copy of C, then a reduce-scatter. Source: Solomonik and Demmel 2011, Algorithm 2,
+    """SUMMA over this depth's part of k into a copy of C, then a reduce-scatter of C over the depths.
 
-    with C left scattered over the depths, and A and B split over them from the start instead of copied to them.
+    Source: Solomonik and Demmel 2011, Algorithm 2. Here C stays scattered over the depths, and A and B are split over the depths
+    from the start instead of copied to them.
     """
 
     plan: Ca25dPlan
@@ -70,6 +75,7 @@ class Ca25d(Executor):
         self.rows = split_sizes(self.copy[0], self.depth.size)
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """SUMMA over this depth's part of k, then a reduce-scatter of C along d."""
         if self.depth.size == 1:
             return self.loop(a, b, out, alpha, beta)
         copy = self.workspace.buffer("copy of c", self.copy, out)

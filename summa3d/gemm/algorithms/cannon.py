@@ -36,24 +36,28 @@ class CannonPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
+        """A's layout: rows:x columns:y, as A is stored."""
         return Layout((self.x,), (self.y,), names=self.a_names)
 
     @property
     def b_layout(self) -> Layout:
+        """B's layout: rows:x columns:y, as B is stored."""
         return Layout((self.x,), (self.y,), names=self.b_names)
 
     @property
     def c_layout(self) -> Layout:
+        """C's layout: m:x n:y."""
         return Layout((self.x,), (self.y,), names="mn")
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
+        """The square q×q, if `ranks` is a square number."""
         root = square_root(ranks)
         return [{"x": root, "y": root}] if root else []
 
 
 class Cannon(Executor):
-    """Source: Cannon 1969; in the transposed forms the accumulating C takes the place of the operand that stays."""
+    """Cannon's algorithm: in nn A and B shift, in nt and tn one operand and the accumulating C. Source: Cannon 1969."""
 
     plan: CannonPlan
 
@@ -79,6 +83,7 @@ class Cannon(Executor):
             )
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """Skew, then q products with q−1 shifts; each shift is in flight during a product."""
         if self.q == 1:
             self.workspace.accumulate(
                 self.workspace.widened("a", a),
@@ -96,7 +101,7 @@ class Cannon(Executor):
         shift(a, b, out, alpha, beta)
 
     def _shift_both(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """C stays. The next blocks of A and B are in flight during the product of these."""
+        """C stays. The next blocks of A and B are in flight during the product of the current ones."""
         along_y, along_x = self.rings
         first = self.x.index + self.y.index
         arrived = finish(along_y.begin(a, self.x.index, first), along_x.begin(b, self.y.index, first))
@@ -111,7 +116,7 @@ class Cannon(Executor):
             arrived = finish(*coming)
 
     def _shift_sum(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """One operand stays. The next block of the other is in flight during the product added to the passing block of C."""
+        """One operand stays. The next block of the other is in flight during a product, added to the shifted block of C."""
         moving, sums = self.rings
         a_moves = moving.name == "a"
         staying = self.workspace.widened("staying", b if a_moves else a)
@@ -166,11 +171,12 @@ class Shifts:
         ]
 
     def widened(self, block: Array) -> Array:
+        """`block` in the dtype that products are taken in: itself, or a float32 copy in workspace."""
         return self.workspace.widened(self.name, block, self.capacity)
 
 
 def finish(*moves: Move) -> tuple[Array, ...]:
-    """Wait for moves; the blocks that have arrived."""
+    """Wait for the moves; returns the blocks that have arrived."""
     for _, pending in moves:
         for communication in pending:
             communication.wait()

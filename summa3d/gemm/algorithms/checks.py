@@ -1,4 +1,4 @@
-"""What a product accepts beside shapes: dtypes that ranks can exchange and add, factors a dtype can hold, an output apart."""
+"""Checks of a product beside shapes: dtypes, scale factors, and an output that does not overlap an operand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def agree_on_out(comm: MPI.Comm, out: Array, a: Array, b: Array) -> None:
     """`check_out` of every rank of `comm`, raised on all of them where one cannot write its block (collective).
 
     Whether memory can be written, or is shared, is known on its rank alone: a block without elements shares none. Costs one
-    message round of a byte, and a second one to tell what is wrong.
+    all-reduce of a byte, and after an error a second collective with the message.
     """
     error: ShapeError | None = None
     try:

@@ -52,17 +52,21 @@ class CuboidPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
+        """A's layout: m:(x,y) k:z, or k:(z,y) m:x transposed; `a_fine` places the fine y."""
         return _fine((self.x, self.z) if self.form[0] == "n" else (self.z, self.x), self.y, self.a_fine, self.a_names)
 
     @property
     def b_layout(self) -> Layout:
+        """B's layout: k:(z,x) n:y, or n:(y,x) k:z transposed; `b_fine` places the fine x."""
         return _fine((self.z, self.y) if self.form[1] == "n" else (self.y, self.z), self.x, self.b_fine, self.b_names)
 
     @property
     def c_layout(self) -> Layout:
+        """C's layout: m:(x,z) n:y; `c_fine` places the fine z."""
         return _fine((self.x, self.y), self.z, self.c_fine, "mn")
 
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
+        """True where the reduction axis z has one member."""
         return grid_shape[self.z] == 1
 
     @staticmethod
@@ -90,8 +94,9 @@ class Cuboid(Executor):
     (comm/transport/node.py), a gather copies the rank's own block there and needs no workspace, and summands of C are computed
     and summed there.
 
-    The steps are there on their own as well, for gradients: they share one gather between two products and overlap a scatter
-    with the next product. Source: Bian et al. 2021, Algorithm 1, on a cuboid instead of a cube.
+    Gradients call the steps one by one: two products share one gather, and a reduce-scatter overlaps the next product.
+
+    Source: Bian et al. 2021, Algorithm 1, on a cuboid instead of a cube.
     """
 
     plan: CuboidPlan
@@ -109,6 +114,7 @@ class Cuboid(Executor):
         self.c_sizes = split_sizes((self.m, self.n)[plan.c_fine], self.z.size)
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """Gather A along y and B along x, multiply, reduce-scatter C along z."""
         a_gathered = self.workspace.widened("a", self._gathered(self.y, a, self.plan.a_fine, self.a_sizes, "a"))
         b_gathered = self.workspace.widened("b", self._gathered(self.x, b, self.plan.b_fine, self.b_sizes, "b"))
         if self.z.size == 1:

@@ -1,4 +1,4 @@
-"""The gradients of a product are products: their forms, and their plans where the algorithm's own set is closed."""
+"""The gradients of a product as products: their forms, and the plans for algorithms that are closed under gradients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ GRADIENTS = {
 
 
 def gradient_plans(plan: ProductPlan) -> tuple[ProductPlan, ProductPlan]:
-    """The plans of dA and dB, of the algorithm that `plan` is of; raises ShapeError where they do not lie as A and B do."""
+    """The plans of dA and dB by the algorithm of `plan`. Raises ShapeError if their layouts are not those of A and B."""
     plans = []
     for name, gradient, layout in zip("AB", GRADIENTS[plan.form], (plan.a_layout, plan.b_layout), strict=True):
         found = _gradient_plan(plan, gradient)

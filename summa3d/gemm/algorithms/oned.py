@@ -1,4 +1,4 @@
-"""The two 1-D products, Megatron's two linears: by columns (each rank has columns of C), by rows of k (each a summand of C)."""
+"""The 1-D products of Megatron's two linears: by columns (ranks split n) and by rows (ranks split k and sum C)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .plan import ProductPlan
 
 @dataclass(frozen=True)
 class OnedPlan(ProductPlan):
-    """What the two share: one axis y of any size t. `sequence` splits the rows of A as stored (column), or of C (row), by y."""
+    """Base of the 1-D plans: one axis y of any size t. `sequence` splits the stored rows of A (column) or C (row) by y."""
 
     y: str = "y"
     sequence: bool = False
@@ -25,6 +25,7 @@ class OnedPlan(ProductPlan):
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
+        """One axis y of all ranks."""
         return [{"y": ranks}]
 
 
@@ -39,18 +40,22 @@ class OnedColumnPlan(OnedPlan):
 
     @property
     def a_layout(self) -> Layout:
+        """A's layout: whole on every rank, or with `sequence` the stored rows split by y."""
         return Layout((self.y,) if self.sequence else (), (), names=self.a_names)
 
     @property
     def b_layout(self) -> Layout:
+        """B's layout: n:y."""
         rows, columns = ((), (self.y,)) if self.form[1] == "n" else ((self.y,), ())
         return Layout(rows, columns, names=self.b_names)
 
     @property
     def c_layout(self) -> Layout:
+        """C's layout: n:y."""
         return Layout((), (self.y,), names="mn")
 
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
+        """Always true: nothing is summed over ranks."""
         return True
 
 
@@ -65,21 +70,24 @@ class OnedRowPlan(OnedPlan):
 
     @property
     def a_layout(self) -> Layout:
+        """A's layout: k:y."""
         rows, columns = ((), (self.y,)) if self.form[0] == "n" else ((self.y,), ())
         return Layout(rows, columns, names=self.a_names)
 
     @property
     def b_layout(self) -> Layout:
+        """B's layout: k:y."""
         rows, columns = ((self.y,), ()) if self.form[1] == "n" else ((), (self.y,))
         return Layout(rows, columns, names=self.b_names)
 
     @property
     def c_layout(self) -> Layout:
+        """C's layout: whole on every rank, or with `sequence` m:y."""
         return Layout((self.y,) if self.sequence else (), (), names="mn")
 
 
 class OnedColumn(Executor):
-    """Gather A where it is split, and multiply: nothing is summed."""
+    """The column-parallel product: all-gather A if it is split, then multiply. Nothing is summed over ranks."""
 
     plan: OnedColumnPlan
 
@@ -88,6 +96,7 @@ class OnedColumn(Executor):
         self.sizes = split_sizes(self.plan.a_shape[0], self.axis.size)
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """All-gather A if its rows are split, then one local product."""
         if self.plan.sequence and self.axis.size > 1:
             a = self.axis.all_gather(a, sizes=self.sizes, into=self.workspace.buffer("a", self.plan.a_shape, a))
         a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
@@ -95,7 +104,7 @@ class OnedColumn(Executor):
 
 
 class OnedRow(Executor):
-    """Multiply, and sum C over all ranks: onto every rank, or each rank its rows."""
+    """The row-parallel product: multiply, then all-reduce C, or reduce-scatter its rows."""
 
     plan: OnedRowPlan
 
@@ -104,6 +113,7 @@ class OnedRow(Executor):
         self.sizes = split_sizes(self.plan.m, self.axis.size)
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """One local product, then an all-reduce of C, or with `sequence` a reduce-scatter."""
         a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
         if self.plan.sequence and self.axis.size > 1:
             partial = self.workspace.buffer("partial", self.plan.c_shape, out)

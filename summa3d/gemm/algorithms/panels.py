@@ -1,4 +1,4 @@
-"""The panels of a 2-D product: where a dim is cut, and an operand's panels broadcast one after the other."""
+"""The panels of a 2-D product: where a dim is cut, and the broadcasts of an operand's panels."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def panels(start: int, stop: int, x_parts: int, y_parts: int, width: int | None 
 class BroadcastPanels:
     """The panels of one operand, one after the other, each broadcast along `axis` by the member that owns it.
 
-    `role` (x or y) says whose split of the panelled dim the operand has, `dim` which dim of its block that is. A panel that is
-    contiguous in its owner's block is sent from there. Workspace: one panel, or two with look-ahead, where the axis has members.
+    `role` (x or y) is the axis whose split of the panelled dim the operand has, `dim` is that dim. A panel that is contiguous
+    in its owner's block is sent without a copy. Workspace: one panel, or two with look-ahead, where the axis has members.
     """
 
     def __init__(

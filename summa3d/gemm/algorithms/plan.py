@@ -1,4 +1,4 @@
-"""What the plans of all algorithms share: form, sizes, three layouts, and the grids that fit. Plain data."""
+"""The base of all plans: the form, sizes, layouts and grids of a product. Plain data."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class ProductPlan(ABC):
         return self.transposes and "n" not in self.form
 
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
-        """Whether every element of C comes of one product on one rank, so that nothing is summed after it was rounded."""
+        """Whether one product on one rank makes each element of C, so that nothing is summed after rounding."""
         return False
 
     def gradient_roles(self, dims: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Every algorithm by name. `matmul`, the chooser, the gradients, the closed forms and the command line read this table."""
+"""The table of algorithms by name, which `matmul`, the chooser, the gradients, the cost model and the command line read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .tesseract import Tesseract, TesseractPlan
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to multiply.
+    """An algorithm of a distributed product: its plan, executor and costs.
 
     plan : `plan(form, m, n, k, **options)` is plain data with layouts and shapes; operands that have these layouts, the axes in
         any roles, are the algorithm's
@@ -33,7 +33,7 @@ class Algorithm:
     mean : words, messages and local products of an average rank, ``(form, m, n, k, grid_shape) → Mean``
     gradients : how dA and dB are taken
     options : the plan's keywords that are no axes
-    variants : settings of them that give operands other layouts, tried where operands are already laid out
+    variants : option values that give operands other layouts, tried when operands already have layouts
     reads_in_place : whether gathered operands are read where the node's memory holds them
     """
 
@@ -69,11 +69,11 @@ class Algorithm:
         return per_rank.volume(self.cost, plan, grid_shape, dtype, staged, device)
 
 
-PANELS = ("panel", "lookahead")
-FINE = ("a_fine", "b_fine", "c_fine")
-FINE_OPERANDS: tuple[Mapping[str, Any], ...] = ({}, {"b_fine": 1}, {"a_fine": 1}, {"a_fine": 1, "b_fine": 1})
-SEQUENCE = ("sequence",)
-SEQUENCES: tuple[Mapping[str, Any], ...] = ({}, {"sequence": True})
+PANEL_OPTIONS = ("panel", "lookahead")
+FINE_OPTIONS = ("a_fine", "b_fine", "c_fine")
+FINE_VARIANTS: tuple[Mapping[str, Any], ...] = ({}, {"b_fine": 1}, {"a_fine": 1}, {"a_fine": 1, "b_fine": 1})
+SEQUENCE_OPTIONS = ("sequence",)
+SEQUENCE_VARIANTS: tuple[Mapping[str, Any], ...] = ({}, {"sequence": True})
 
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm
@@ -85,22 +85,22 @@ ALGORITHMS: dict[str, Algorithm] = {
             per_rank.cuboid,
             mean.cuboid,
             Gradients.GATHERED,
-            FINE,
-            FINE_OPERANDS,
+            FINE_OPTIONS,
+            FINE_VARIANTS,
             reads_in_place=True,
         ),
         Algorithm("agarwal", AgarwalPlan, Agarwal, per_rank.agarwal, mean.agarwal),
-        Algorithm("summa", SummaPlan, Summa, per_rank.summa, mean.summa, options=PANELS),
+        Algorithm("summa", SummaPlan, Summa, per_rank.summa, mean.summa, options=PANEL_OPTIONS),
         Algorithm("cannon", CannonPlan, Cannon, per_rank.cannon, mean.cannon),
-        Algorithm("tesseract", TesseractPlan, Tesseract, per_rank.tesseract, mean.tesseract, options=PANELS),
-        Algorithm("ca25d", Ca25dPlan, Ca25d, per_rank.ca25d, mean.ca25d, options=PANELS),
+        Algorithm("tesseract", TesseractPlan, Tesseract, per_rank.tesseract, mean.tesseract, options=PANEL_OPTIONS),
+        Algorithm("ca25d", Ca25dPlan, Ca25d, per_rank.ca25d, mean.ca25d, options=PANEL_OPTIONS),
         Algorithm(
             *("oned-column", OnedColumnPlan, OnedColumn, per_rank.oned_column, mean.oned_column),
-            *(Gradients.ALL_REDUCED, SEQUENCE, SEQUENCES),
+            *(Gradients.ALL_REDUCED, SEQUENCE_OPTIONS, SEQUENCE_VARIANTS),
         ),
         Algorithm(
             *("oned-row", OnedRowPlan, OnedRow, per_rank.oned_row, mean.oned_row),
-            *(Gradients.ALL_REDUCED, SEQUENCE, SEQUENCES),
+            *(Gradients.ALL_REDUCED, SEQUENCE_OPTIONS, SEQUENCE_VARIANTS),
         ),
     )
 }
@@ -116,8 +116,8 @@ def algorithm_of(plan: ProductPlan) -> Algorithm:
 def algorithm(name: str, ranks: int | None = None) -> Algorithm:
     """The algorithm of this name.
 
-    Raises ConfigError, naming all, where there is none; GridError where it cannot use `ranks` ranks, naming the rank counts near
-    it that it can use and the algorithms that can use this one.
+    Raises ConfigError, naming all, if no algorithm has this name; GridError if it cannot use `ranks` ranks, naming the rank
+    counts near it that it can use and the algorithms that can use this one.
     """
     found = ALGORITHMS.get(ALIASES.get(name, name))
     if found is None:

@@ -30,8 +30,8 @@ class SummaPlan(ProductPlan):
     | tn | m | A along y, then C reduced along x | [(C−1)mk + (R−1)mn]/P |
     | tt | k | (B·A) by nn, then one transpose | as nn with m and n exchanged, and the transpose |
 
-    `panel` is the largest panel width (None: as wide as the splits allow); `lookahead` puts the next panels in flight before the
-    product of these.
+    `panel` is the largest panel width (None: as wide as the splits allow); with `lookahead` the next panels are in flight during
+    the product of the current ones.
     """
 
     x: str = "x"
@@ -48,23 +48,27 @@ class SummaPlan(ProductPlan):
 
     @property
     def a_layout(self) -> Layout:
+        """A's layout: rows:x columns:y, as A is stored."""
         return Layout((self.x,), (self.y,), names=self.a_names)
 
     @property
     def b_layout(self) -> Layout:
+        """B's layout: rows:x columns:y, as B is stored."""
         return Layout((self.x,), (self.y,), names=self.b_names)
 
     @property
     def c_layout(self) -> Layout:
+        """C's layout: m:x n:y."""
         return Layout((self.x,), (self.y,), names="mn")
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
+        """Every R×C of this many ranks, as axes x and y."""
         return grids_of(ranks, ("x", "y"))
 
 
 class Summa(Executor):
-    """A panel of one operand at a time. Source: van de Geijn and Watts 1997, on splits that need not be even."""
+    """SUMMA: products of one panel at a time. Source: van de Geijn and Watts 1997, here on splits that may be uneven."""
 
     plan: SummaPlan
 
@@ -75,6 +79,7 @@ class Summa(Executor):
         self.loop = loop_of(self.workspace, plan.form, x, y, cuts, plan.lookahead)
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """Run the loop over panels: broadcasts, and for nt and tn one reduction a panel."""
         self.loop(a, b, out, alpha, beta)
 
 
@@ -82,12 +87,12 @@ Loop = Callable[[Array, Array, Array, Any, Any], None]
 
 
 def normal(form: str) -> str:
-    """The form with c written as t: who owns and moves what does not depend on conjugation."""
+    """The form with c replaced by t: ownership and communication do not depend on conjugation."""
     return form.replace("c", "t")
 
 
 def loop_of(workspace: Workspace, form: str, x: Axis, y: Axis, cuts: list[Panel], lookahead: bool) -> Loop:
-    """The way SUMMA takes a product of `form` on the plane of x and y."""
+    """SUMMA's loop for a product of `form` on the plane of x and y."""
     if normal(form) == "nn":
         return Outer(
             workspace,
@@ -154,7 +159,7 @@ class Inner:
         return owner, (out[part] if self.a_moves else out[:, part])
 
     def _reduced(self, partial: Array, owner: int, target: Array, beta: Any) -> Callable[[], None]:
-        """Start summing `partial` onto its owner; the call returned ends it and adds the sum to C."""
+        """Start reducing `partial` onto its owner; the returned function waits for it and adds the sum to C."""
         finish = self.along.start_reduce(partial, owner, into=partial).wait if self.moving.lookahead else None
         if finish is None:
             self.along.reduce(partial, owner, into=partial)

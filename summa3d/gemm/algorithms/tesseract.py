@@ -31,14 +31,17 @@ class TesseractPlan(SummaPlan):
 
     @property
     def a_layout(self) -> Layout:
+        """A's layout: rows:(d,x) columns:y, as A is stored; rows:x, with a copy on every depth, for tt."""
         return self._lies(self.a_names, deep=not self.by_transpose)
 
     @property
     def b_layout(self) -> Layout:
+        """B's layout: rows:x columns:y with a copy on every depth, as B is stored; rows:(d,x) for tn and tt."""
         return self._lies(self.b_names, deep=normal(self.form) in ("tn", "tt"))
 
     @property
     def c_layout(self) -> Layout:
+        """C's layout: m:(d,x) n:y; m:x, with a copy on every depth, for tn."""
         return self._lies("mn", deep=normal(self.form) != "tn")
 
     def _lies(self, names: str, deep: bool) -> Layout:
@@ -46,6 +49,7 @@ class TesseractPlan(SummaPlan):
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
+        """Every q×q×d of this many ranks, the squarest first."""
         return square_grids(ranks)
 
 
@@ -67,6 +71,7 @@ class Tesseract(Executor):
         self.depth = self.grid[plan.d]
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """SUMMA's loop on this depth; for tn an all-reduce of C along d follows."""
         if normal(self.plan.form) != "tn":
             return self.loop(a, b, out, alpha, beta)
         self.loop(a, b, out, alpha, beta if self.depth.index == 0 else 0)  # one depth brings what C held

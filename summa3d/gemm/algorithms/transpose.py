@@ -1,4 +1,4 @@
-"""Form tt for algorithms that have none: B·A by form nn, then one counted exchange that transposes."""
+"""Form tt for algorithms that lack it: B·A by form nn, then one exchange that transposes, counted in the ledger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .workspace import Workspace
 
 
 def exchange(plan: ProductPlan, source: Placement, target: Placement) -> Redistribution:
-    """Who sends what to whom when (B·A)ᵀ, as it lies after the product B·A, takes the layout of C."""
+    """The redistribution of (B·A)ᵀ, as the product B·A leaves it, to the layout of C."""
     return Redistribution(plan.c_shape, source, target)
 
 
@@ -30,7 +30,7 @@ class Untransposed(Protocol):
 
 
 class Transposed:
-    """C = (B·A)ᵀ: the inner product into workspace, the pieces that others need sent point to point, each set down transposed.
+    """C = (B·A)ᵀ: B·A into workspace, then point-to-point messages of the pieces that other ranks need, stored transposed.
 
     Words: those of C's block that the rank does not hold after the inner product. Messages: one from each rank that holds some.
     Workspace: the block of B·A, what is sent, what is received, and a conjugate of each operand whose op is c.
@@ -54,12 +54,12 @@ class Transposed:
         arriving = self._pieces("received", self.received, out)
         leaving = self._pieces("sent", self.sent, out)
         pending = [
-            self.world.start_receive(block, self.member[piece.giver])
+            self.world.start_receive(block, self.member[piece.sender])
             for piece, block in zip(self.received, arriving, strict=True)
         ]
         for piece, block in zip(self.sent, leaving, strict=True):
             self.workspace.copy(block, transposed.T[_box(piece.take)])
-            pending.append(self.world.start_send(block, self.member[piece.taker]))
+            pending.append(self.world.start_send(block, self.member[piece.receiver]))
         if self.kept:
             add(transposed.T[_box(self.kept.take)], out[_box(self.kept.put)], beta)
         for communication in pending:

@@ -1,4 +1,4 @@
-"""An executor's buffers, allocated by its first run and counted in the ledger; its products and copies, which a trace shows."""
+"""An executor's buffers, allocated at its first run and counted in the ledger; and its local products and copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..local.multiply import multiply
 class Workspace:
     """Named buffers that are allocated once, counted in the ledger, and live as long as the executor that owns them.
 
-    An executor multiplies and copies through it, so that a trace has these as spans.
+    An executor's products and copies go through it, so that a trace shows them as spans.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -31,7 +31,7 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def buffer(self, name: str, shape: Sequence[int], like: Array, capacity: int | None = None) -> Array:
-        """A C-ordered array of `shape` and of `like`'s kind and dtype; `capacity`, its largest size, is what is kept."""
+        """A C-ordered array of `shape` and of `like`'s kind and dtype; `capacity` elements, its maximum, are allocated."""
         held, count = self._buffers.get(name), prod(shape)
         if held is None or held.dtype != like.dtype or len(held) < count or not is_like(held, like):
             self._buffers.pop(name, None)
@@ -46,7 +46,7 @@ class Workspace:
         return self.copy(self.buffer(f"wide {name}", array.shape, accumulation_like(array), capacity), array)
 
     def scratch(self, out: Array, capacity: int | None = None) -> Array | None:
-        """Where a product of out's shape waits to be added to it; None where it is added in place."""
+        """A buffer of out's shape for a product that is added to out afterwards; None if the BLAS adds in place."""
         return None if adds_in_place(dtype_name(out)) else self.buffer("product", out.shape, out, capacity)
 
     def accumulate(
@@ -68,5 +68,5 @@ class Workspace:
 
 
 def is_like(array: Array, like: Array) -> bool:
-    """Whether two arrays are of one library and lie on one side; quick for numpy's."""
+    """Whether two arrays are of one library and both on the host or both on a device; fast for numpy."""
     return type(array) is type(like) is np.ndarray or kind_of(array) == kind_of(like)

@@ -1,1 +1,1 @@
-"""What a product costs before it runs, rank by rank and on average, in seconds; and the choice of an algorithm by that."""
+"""The predicted cost of a product: words and messages by rank and on average, seconds, and the choice of an algorithm."""

@@ -1,4 +1,7 @@
-"""Which algorithm on which grid, for any shape and rank count: enumerate all, compare, and say why. Every rank chooses alike."""
+"""Choose algorithm and grid for a shape and rank count: enumerate all, compare predicted times, give the reason.
+
+Every rank makes the same choice.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ ALIKE = 1.10
 """Predicted seconds within this factor are alike; of rank counts that are alike, the one with the fewest words is taken."""
 EVERY_COUNT = 256
 """Up to this many ranks every smaller count down to half is looked at, beyond it the largest sixteenth, and no more than this."""
-PANELS = (256, 64)
+PANEL_WIDTHS = (256, 64)
 """Panel widths to fall back on when a memory limit forbids panels as wide as the splits allow."""
 SHOWN = 8
 HEADINGS = ("", "algorithm and grid", "ranks", "words/rank", "÷ bound", "messages", "workspace", "seconds")
@@ -64,7 +67,7 @@ class Candidate:
         return crowding * (mean.products * one + moved)
 
     def _copied_words(self) -> float:
-        """Words of A and B that a rank of the cuboid lays where the others read them."""
+        """Words of A and B that a rank of the cuboid copies into slots, where the others read them."""
         plan = self.plan
         return (plan.m * plan.k * (self.grid[plan.y] > 1) + plan.k * plan.n * (self.grid[plan.x] > 1)) / self.ranks
 
@@ -108,7 +111,7 @@ class Choice:
 
     @property
     def algorithm(self) -> str:
-        """Its name."""
+        """The name of the algorithm."""
         return self.best.algorithm
 
     @property
@@ -261,7 +264,7 @@ class Search:
         for name in self.names:
             found = registry.ALGORITHMS[name]
             limited = self.memory_limit is not None and "panel" in found.options
-            widths: tuple[int | None, ...] = (None, *PANELS) if limited else (None,)
+            widths: tuple[int | None, ...] = (None, *PANEL_WIDTHS) if limited else (None,)
             plans = [(width, found.plan(self.form, m, n, k, **({"panel": width} if width else {}))) for width in widths]
             for grid, (width, plan) in product(found.grids(ranks), plans):
                 mean = found.mean(self.form.replace("c", "t"), m, n, k, grid)

@@ -1,4 +1,4 @@
-"""What a machine can do, in six numbers, and what a product would take on it: coarse on purpose, to compare algorithms."""
+"""A machine model of six numbers, and the predicted time of a product on it: coarse, to compare algorithms."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Machine:
         return dtype.nbytes * (self.byte_time * (gathered + reduced) + passes) + self.latency * messages
 
     def node_transfer(self, copied: float, reduced: float, messages: float, dtype: Dtype) -> float:
-        """Seconds of the same in a node's memory: own words copied where others read them, and sums read, added and written."""
+        """Seconds of `transfer` through a node buffer: own words are copied into a slot, summands are read, added and written."""
         return dtype.nbytes * self.memory_time * (2 * copied + 3 * reduced) + self.latency * messages
 
 

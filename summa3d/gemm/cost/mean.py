@@ -1,4 +1,4 @@
-"""Words, messages and products of an average rank in closed form, quick enough to compare thousands of grids."""
+"""Mean words, messages and products of a rank in closed form, fast enough to compare thousands of grids."""
 
 from __future__ import annotations
 

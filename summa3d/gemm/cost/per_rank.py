@@ -1,6 +1,6 @@
-"""Closed forms of every algorithm: words, messages and workspace of one rank, before anything runs.
+"""Closed forms of words, messages and workspace of one rank, for every algorithm.
 
-Each is ``(plan, grid_shape, coordinates, conditions) → Cost``; the registry says which belongs to which algorithm.
+Each is ``(plan, grid_shape, coordinates, conditions) → Cost``; the registry maps algorithms to closed forms.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def panel_broadcasts(
 
 
 def buffers(plan: SummaPlan, cut: Cuts) -> int:
+    """How many panels of one operand are held at a time: two with look-ahead, else one."""
     return 2 if plan.lookahead and cut.count > 1 else 1
 
 
@@ -246,7 +247,7 @@ def agarwal(plan: AgarwalPlan, grid_shape: GridShape, at: Coordinates, condition
 
 
 def oned_column(plan: OnedColumnPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
-    """Nothing; of a split input (t−1)/t·mk."""
+    """No words; with `sequence` (t−1)/t·mk."""
     size, a, b = grid_shape[plan.y], plan.m * plan.k, block_words(plan.b_layout, plan.b_shape, grid_shape, at)
     local = Cost(
         0,

@@ -1,4 +1,4 @@
-"""The parts of every closed form: a rank's cost, the costs of all ranks, and those of one collective."""
+"""Building blocks of the closed forms: the cost of one rank, of all ranks, and of one collective."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def combined(*costs: Cost) -> Cost:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What dtype, device and transport mean for workspace: `wide` words hold one summed element.
+    """The conditions that workspace depends on: dtype, device, transport. `wide` words hold one summed element.
 
     `widened` words hold an element of an operand in the float32 that it is copied to, 0 where it is multiplied as it is;
     `scratch`: products are not added in place; `staged`: the axes that communicate in the node's memory.
@@ -120,6 +120,7 @@ class Conditions:
 
     @classmethod
     def of(cls, dtype: str, staged: Collection[str] = (), device: bool = False) -> Conditions:
+        """The conditions of a product of `dtype`, with the axes `staged` in the node's memory, on the host or a device."""
         half = dtype in HALVES
         wide, widened = 2 if half else 1, 2 if half and not device else 0
         return cls(wide, widened, not adds_in_place(dtype), dtype.startswith("complex"), frozenset(staged))

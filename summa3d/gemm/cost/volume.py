@@ -1,4 +1,4 @@
-"""Words, messages and workspace of a product on each rank, before it runs. Tests hold the ledger to them exactly."""
+"""Predicted words, messages and workspace of a product on each rank; tests compare them with the ledger exactly."""
 
 from __future__ import annotations
 

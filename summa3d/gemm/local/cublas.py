@@ -1,4 +1,4 @@
-"""Products of 16-bit floats on a device by cuBLAS through CuPy: operands read as they lie, summed in float32."""
+"""Products of 16-bit floats on a device by cuBLAS through CuPy, summed in float32, without copies of the operands."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def multiply_halves(a: Array, b: Array, form: str, out: Array, alpha: float, bet
 
     Queued on the caller's stream. Operands that lie neither by rows nor by columns are copied; nothing else is allocated.
     """
-    form = form.replace("c", "t")  # they are real
+    form = form.replace("c", "t")  # 16-bit floats are real
     first, turn_a = by_rows(a, form[0]) or (contiguous(a), form[0])
     second, turn_b = by_rows(b, form[1]) or (contiguous(b), form[1])
     if is_torch(out) and out.is_meta:
-        return  # the copies above are all there is to it
+        return  # a dry run: only the copies above are recorded
     rows, columns = out.shape
     inner = a.shape[1] if form[0] == "n" else a.shape[0]
     factors = np.array([alpha, beta], np.float32)

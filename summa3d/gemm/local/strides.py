@@ -1,4 +1,4 @@
-"""How a matrix lies in memory, as a BLAS reads it: by rows, with elements from one row to the next."""
+"""The memory layout of a matrix as a BLAS reads it: rows, and the stride from one row to the next."""
 
 from __future__ import annotations
 

@@ -71,8 +71,10 @@ class Dropout(nn.Module):
         stream = key(batch.seed, f"dropout/{self.name}", batch.step)
         whole, slices, stored = (rows.stop, *shape), (rows, *rest), x.dim() == 3
 
+        meta = x.is_meta  # the mask is kept for backward, and must not keep x
+
         def draw() -> Tensor:
-            mask = keep_mask(stream, whole, slices, self.probability, x.is_meta)
+            mask = keep_mask(stream, whole, slices, self.probability, meta)
             return self.scheme.as_stored(mask) if stored else mask
 
         mask = Mask.of(stream, whole, slices, draw)

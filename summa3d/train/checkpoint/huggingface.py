@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 ORIGINAL = "hf_config.json"
 """Name of the imported config.json in the run folder: export restores the keys that summa3d does not know."""
-PROPERTIES = {"ffn": "width", "norm_eps": "eps", "kv_heads": "groups", "rotary_base": "theta"}
+PROPERTIES = {"ffn": "ffn_dim", "norm_eps": "eps", "kv_heads": "num_kv_heads", "rotary_base": "theta"}
 PROPERTIES |= {"rotary_scaling": "scaling", "tied_head": "tied"}
 """Key of ModelConfig → the property that fills in the family's default."""
 ONE_RANK = Place({"r": 1})

@@ -125,7 +125,7 @@ LLAMA = Mapping(
             "h kv",
             ("model.layers.{}.self_attn.k_proj.weight", "model.layers.{}.self_attn.v_proj.weight"),
             transposed=True,
-            heads="groups",
+            heads="num_kv_heads",
             parts=2,
         ),
         Rule("blocks.{}.attention.out.weight", "h h", ("model.layers.{}.self_attn.o_proj.weight",), transposed=True),
