@@ -248,7 +248,8 @@ class Axis:
         wall, cpu = time.perf_counter(), time.thread_time()
         carried = self.transports.carry(call)
         issue, cpu_seconds = time.perf_counter() - wall, time.thread_time() - cpu
-        name, ledger, moved, requests = call.operation, self.ledger, carried.moved, carried.requests
+        name, ledger, requests = call.operation, self.ledger, carried.requests
+        moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
         device = self.transports.of(moved) if is_on_device(moved) else None
         kind = dtype_name(moved)
         seconds = issue if device is None else device.on_host(issue)

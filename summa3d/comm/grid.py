@@ -54,6 +54,7 @@ class Grid:
     """
 
     freed = False
+    device: Backend | None = None
     nodes: Sequence[int] = ()
     """The node of each rank, numbered from 0."""
     _node_rule: NodeRule | None = None
@@ -71,7 +72,7 @@ class Grid:
         device: Backend | None = None,
         transports: TransportFactory = Transports,
     ) -> None:
-        self.transport, self.common = requested(transport), comm
+        self.transport, self.common, self.device = requested(transport), comm, device
         topology = Topology.checked(axes, order, tile)
         self.ranks = checked_ranks(ranks, comm.size)
         topology.check_size(len(self.ranks))
