@@ -42,7 +42,7 @@ def test_its_repr_says_who_owns_what(comm, make_grid):
     rows, columns = matrix.layout.slices((7, 5), grid.shape, grid.coordinates)
     for words in (
         "7×5 float64",
-        "Layout((x,y), (z))",
+        "0:(x,y) 1:z",
         "x=1, y=3, z=2",
         f"rows {rows.start}:{rows.stop}",
         f"columns {columns.start}:{columns.stop}",
