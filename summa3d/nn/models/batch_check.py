@@ -9,7 +9,7 @@ from ...errors import DataError, ShapeError
 
 
 def check_shapes(tokens: Tensor, **others: Tensor | None) -> None:
-    """Raise ShapeError where one of `others` has not the shape of the tokens, [b, s]; None passes."""
+    """Raise ShapeError where one of `others` does not have the shape [b, s] of the tokens; None passes."""
     for name, other in others.items():
         if other is not None and other.shape != tokens.shape:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}, {name} {tuple(other.shape)}; they must be equal.")
