@@ -6,7 +6,7 @@ runs them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 
 import pytest
@@ -43,6 +43,17 @@ def cover(cases: Sequence[Case]) -> list[Case]:
         kept.append(best)
         left -= _pairs(best)
     return kept
+
+
+def some(cases: Iterable[tuple[Hashable, ...]]) -> set[tuple[Hashable, ...]]:
+    """Of `cases`, tuples of values, a few that hold every pair of values: for a test that loops over them."""
+    by_place = {tuple((str(place), hash(value)) for place, value in enumerate(case)): case for case in cases}
+    return {by_place[case] for case in cover(list(by_place))}
+
+
+def turns(cases: Iterable[Hashable], others: Sequence[Hashable]) -> list[tuple[Hashable, Hashable]]:
+    """Each case with one of `others`, which take turns."""
+    return [(case, others[number % len(others)]) for number, case in enumerate(cases)]
 
 
 def _case(values: Mapping[str, object]) -> Case:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from dry_real import config_of, lines_of
 from golden_cases import Case
+from pairs import turns
 from summa3d.kernels import reference
 
 from summa3d.comm.arrays import overlap
@@ -28,22 +30,27 @@ def training(dtype: str = "float32") -> Any:
     return training_of(config_of(Case("", {}, "", {}, 0, ("none", 1), True, dtype)))
 
 
+SETTINGS = {
+    "cuboid": CUBOID,
+    "full": replace(CUBOID, recompute=("full", 1), accumulate=2),
+    "pairs": replace(CUBOID, model=replace(MODEL, layers=11), recompute=("full", 2), regather=False),
+    "ahead": replace(CUBOID, recompute=("selective", 1), overlap=Overlap(gather=2)),
+    "summa": replace(CUBOID, scheme="summa", axes={"x": 2, "y": 2}, vectors="root-only"),
+    "llama": replace(
+        CUBOID, scheme="oned", axes={"y": 4}, model=ModelConfig(**{**vars(MODEL), "family": "llama", "dropout": 0.0})
+    ),
+    "device": replace(CUBOID, on_device=True),
+    "node": replace(CUBOID, ranks_per_node=8),
+}
+TURNS = turns(SETTINGS, ("float32", "bfloat16"))
+
+
 @pytest.mark.parametrize(
-    "setting",
-    [
-        CUBOID,
-        replace(CUBOID, recompute=("full", 1), accumulate=2),
-        replace(CUBOID, model=replace(MODEL, layers=11), recompute=("full", 2), regather=False),
-        replace(CUBOID, recompute=("selective", 1), overlap=Overlap(gather=2)),
-        replace(CUBOID, scheme="summa", axes={"x": 2, "y": 2}, vectors="root-only"),
-        replace(CUBOID, scheme="oned", axes={"y": 4}, model=ModelConfig(**{**vars(MODEL), "family": "llama", "dropout": 0.0})),
-        replace(CUBOID, on_device=True),
-        replace(CUBOID, ranks_per_node=8),
-    ],
-    ids=["cuboid", "full", "pairs", "ahead", "summa", "llama", "device", "node"],
+    ("name", "dtype"),
+    [pytest.param(*case, marks=() if case in TURNS else pytest.mark.wide) for case in product(SETTINGS, ("float32", "bfloat16"))],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_deep_model_composed_of_its_cells_is_that_model_traced_whole(setting, dtype, monkeypatch) -> None:
+def test_a_deep_model_composed_of_its_cells_is_that_model_traced_whole(name, dtype, monkeypatch) -> None:
+    setting = SETTINGS[name]
     composed = run(setting, training(dtype))
     monkeypatch.setattr(dry_step, "TRACED", 100)
     whole = run(setting, training(dtype))

@@ -78,13 +78,14 @@ def check_product(grid, plan, kind, dtype, alpha, beta, given):
 
 
 @pytest.mark.mpi(sizes=(1, 2, 3, 4, 6, 8, 12, 27))
-def test_every_form_on_every_grid_is_right_and_costs_its_formula(comm, make_grid):
-    """alpha, beta and out take turns over forms and sizes."""
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["turns", "all"])
+def test_every_form_on_every_grid_is_right_and_costs_its_formula(comm, make_grid, every):
+    """Sizes take turns over forms and grids; alpha, beta and out over all."""
     turns = [(1, 0, False), (-1.5, 0, True), (1, 1, True), (0.5, -2, True), (2, 0, False)]
-    for turn, (x, y, z) in enumerate(GRIDS[comm.size]):
-        grid = make_grid(x=x, y=y, z=z, check=comm.size <= 4, node_memory=turn % 2 == 1)
+    for place, (x, y, z) in enumerate(GRIDS[comm.size]):
+        grid, turn = make_grid(x=x, y=y, z=z, check=comm.size <= 4, node_memory=place % 2 == 1), place
         for form in FORMS:
-            for m, n, k in RAGGED:
+            for m, n, k in RAGGED if every else [RAGGED[(turn + comm.size) % len(RAGGED)]]:
                 check_product(grid, CuboidPlan(form, m, n, k), "numpy", "float64", *turns[turn % len(turns)])
                 turn += 1
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from nn_oracle.volume import GPTVolume
 from nn_parity import check_parity, global_weights
+from pairs import turns
 from plain_gpt import PlainGPT
 from torch import Tensor
 
@@ -53,10 +54,10 @@ def check_against_plain_torch(
     )
 
 
-@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=100)
-@pytest.mark.parametrize("regather", [True, False], ids=["regather", "keep"])
-def test_loss_and_every_raw_gradient_equal_plain_torch(make_grid, world_size, regather):
-    for shape in GRIDS[world_size]:
+@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=200)
+@pytest.mark.parametrize("keep", [(True, False), pytest.param((False, True), marks=pytest.mark.wide)], ids=["turns", "rest"])
+def test_loss_and_every_raw_gradient_equal_plain_torch(make_grid, world_size, keep):
+    for shape, regather in turns(GRIDS[world_size], keep):
         x, y, z = shape
         check_against_plain_torch(make_grid(x=x, y=y, z=z), shape, regather, torch.float64, 1e-10)
 
@@ -66,7 +67,8 @@ def test_float32_gradients_equal_plain_torch(make_grid):
     check_against_plain_torch(make_grid(x=2, y=2, z=2), (2, 2, 2), True, torch.float32, 2e-5)
 
 
-@pytest.mark.mpi(sizes=(27,), timeout=110)
+@pytest.mark.wide
+@pytest.mark.mpi(sizes=(27,), timeout=300)
 def test_one_cube_of_27_ranks(make_grid):
     check_against_plain_torch(make_grid(x=3, y=3, z=3), (3, 3, 3), True, torch.float64, 1e-10)
 
@@ -83,9 +85,9 @@ def test_weights_are_the_same_on_every_grid(make_grid, world_size):
 
 
 @pytest.mark.mpi(sizes=(1, 2, 3, 4, 8, 12))
-@pytest.mark.parametrize("regather", [True, False], ids=["regather", "keep"])
-def test_a_step_moves_exactly_the_words_of_its_formula(make_grid, world_size, regather):
-    for x, y, z in GRIDS[world_size]:
+@pytest.mark.parametrize("keep", [(False, True), pytest.param((True, False), marks=pytest.mark.wide)], ids=["turns", "rest"])
+def test_a_step_moves_exactly_the_words_of_its_formula(make_grid, world_size, keep):
+    for (x, y, z), regather in turns(GRIDS[world_size], keep):
         grid = make_grid(x=x, y=y, z=z)
         model = GPT(CONFIG, scheme("cuboid", grid, regather), torch.float64)
         tokens, labels = batch_for(x, y, z)

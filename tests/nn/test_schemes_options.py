@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from nn_oracle.volume import GPTVolume, product_cost
 from nn_parity import global_weights, whole
+from pairs import turns
 from scheme_table import FAMILIES, GPT2, check_against_plain_torch, rows_for, tokens_and_labels
 from torch.nn import functional
 
@@ -26,10 +29,11 @@ STORED = {
 }
 
 
-@pytest.mark.mpi(sizes=tuple(STORED), timeout=110)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_with_hosted_or_diagonal_vectors_equals_plain_torch(make_grid, world_size, family):
-    for name, vectors, axes in STORED[world_size]:
+@pytest.mark.mpi(sizes=tuple(STORED), timeout=300)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["turns", "all"])
+def test_a_model_with_root_only_or_diagonal_vectors_equals_plain_torch(make_grid, world_size, every):
+    cases = product(STORED[world_size], FAMILIES) if every or world_size == 4 else turns(STORED[world_size], tuple(FAMILIES))
+    for (name, vectors, axes), family in cases:
         check_against_plain_torch(FAMILIES[family], scheme(name, make_grid(**axes), vectors=vectors))
 
 

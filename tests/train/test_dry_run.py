@@ -77,6 +77,7 @@ STEPS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("node_memory", ["yes", "no"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

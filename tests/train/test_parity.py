@@ -6,6 +6,7 @@ Cost what was foretold.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,19 +41,33 @@ def run(config: Config, comm: MPI.Comm, folder: Any) -> list[dict[str, Any]]:
     return metrics.read(folder / "metrics.jsonl")
 
 
-@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=110)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 2e-4)])
-def test_loss_and_gradient_norm_of_20_steps_equal_the_serial_runs(comm, world_size, shared_tmp_path, dtype, tolerance):
-    corpus = shared_tmp_path / "corpus.py"
+@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=300)
+def test_loss_and_gradient_norm_of_20_steps_equal_the_serial_runs(comm, world_size, shared_tmp_path):
+    check(comm, shared_tmp_path, "float64", 1e-9, GRIDS[world_size])
+
+
+@pytest.mark.mpi(sizes=(4, 8), timeout=300)
+def test_so_they_do_in_single_precision(comm, world_size, shared_tmp_path):
+    check(comm, shared_tmp_path, "float32", 2e-4, GRIDS[world_size][:1])
+
+
+@pytest.mark.wide
+@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=300)
+def test_so_they_do_in_single_precision_on_every_grid(comm, world_size, shared_tmp_path):
+    check(comm, shared_tmp_path, "float32", 2e-4, GRIDS[world_size])
+
+
+def check(comm: MPI.Intracomm, folder: Path, dtype: str, tolerance: float, grids: list[tuple[int, int, int]]) -> None:
+    corpus = folder / "corpus.py"
     if comm.rank == 0:
         corpus.write_text(TEXT)
     comm.Barrier()
     config = Config("serial", dtype, model=MODEL, train=TRAINING, data=DataConfig(str(corpus)))
-    want = run(config, MPI.COMM_SELF, shared_tmp_path / "serial") if comm.rank == 0 else None
+    want = run(config, MPI.COMM_SELF, folder / "serial") if comm.rank == 0 else None
     want = comm.bcast(want)
-    for x, y, z in GRIDS[world_size]:
+    for x, y, z in grids:
         grid = GridConfig(x, y, z)
-        got = comm.bcast(run(replace(config, scheme="cuboid", grid=grid), comm, shared_tmp_path / str(grid)))
+        got = comm.bcast(run(replace(config, scheme="cuboid", grid=grid), comm, folder / str(grid)))
         assert len(got) == len(want) == 20
         for ours, theirs in zip(got, want, strict=True):
             for number in ("loss", "grad_norm"):
@@ -61,6 +76,6 @@ def test_loss_and_gradient_norm_of_20_steps_equal_the_serial_runs(comm, world_si
             GPTVolume(MODEL, scheme("cuboid", Place(grid.axes, rank)), TRAINING.micro_batch, MODEL.sequence)
             .step(TRAINING.accumulate)
             .words
-            for rank in range(world_size)
+            for rank in range(comm.size)
         )
         assert {entry["words_per_rank"] for entry in got} == {words}, describe(grid.axes)
