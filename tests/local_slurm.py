@@ -16,7 +16,6 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
 LAUNCHERS = ("SLURM_", "PMI", "OMPI_", "PRTE_", "HYD", "MPI_", "MPIR_", "MPIEXEC_", "SUMMA3D_", "OMP_", "OPENBLAS_", "MKL_")
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 CORES = 4  # of a node, as Slurm shall believe
-# InactiveLimit frees the nodes of an srun that was killed. Nodes of one machine cannot bind tasks to cores of their own.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -44,7 +43,6 @@ PropagateResourceLimits=NONE
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 ReturnToService=2
 KillWait=2
-InactiveLimit=30
 {nodes}
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
