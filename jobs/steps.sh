@@ -20,7 +20,7 @@ load_modules() {
 # The variables that `record` writes. A list of what may be shown, because others hold secrets, such as SLURM_JWT.
 RECORDED='SLURM_(JOB_[A-Z_]+|ARRAY_[A-Z_]+|N[A-Z]+|[A-Z]+_PER_[A-Z]+|[A-Z]+_ON_NODE|MPI_TYPE|RESTART_COUNT)'
 RECORDED+='|SUMMA3D_[A-Z_]+|[A-Z]+_NUM_THREADS|RANKS|MODULES|LOADEDMODULES|VENV|SRUN_OPTIONS'
-RECORDED+='|CONFIG|RUN|GRID|SCHEME|CHECKPOINT_EVERY|SET|OUT|SIZE|DTYPE'
+RECORDED+='|CONFIG|GRID|SCHEME|CHECKPOINT_EVERY|SET|SIZE|DTYPE'
 
 # record FOLDER: the output of the job goes on in FOLDER/job-ID.out. Beside it are the submitted script (.sh), and what it runs
 # with (.txt): time, commit, nodes, settings.
