@@ -138,20 +138,25 @@ class LocalSlurm:
         return "".join(f"\n{log.name}: {log.read_text()[-1000:]}" for log in sorted(self.folder.glob("slurm*.log")))
 
     def stop(self) -> None:
-        """End all jobs and daemons, and remove the folder."""
-        for options in ((), ("--signal=KILL",)):
-            subprocess.run(["scancel", "--user=root", *options], env=self.environment, capture_output=True, timeout=20)
-        end([int(file.read_text()) for file in self.folder.glob("*.pid")])
+        """End all jobs, and all processes that know this Slurm, and remove the folder."""
+        subprocess.run(["scancel", "--user=root"], env=self.environment, capture_output=True, timeout=30)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and subprocess.run(["squeue", "-h"], env=self.environment, capture_output=True).stdout:
+            time.sleep(0.2)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self._processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, number)
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline and self._processes():
+                time.sleep(0.1)
         shutil.rmtree(self.folder)
 
-
-def end(processes: list[int], patience: float = 15) -> None:
-    """End daemons, and wait until they have gone; those that stay are killed."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
-        deadline = time.monotonic() + patience
-        while processes and time.monotonic() < deadline:
-            time.sleep(0.1)
-            processes = [process for process in processes if Path(f"/proc/{process}/fd").exists()]
+    def _processes(self) -> list[int]:
+        """Daemons, steps and ranks: what was started with this Slurm's SLURM_CONF. Steps outlive their slurmd."""
+        mark, found = f"SLURM_CONF={self.environment['SLURM_CONF']}\0".encode(), []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+        return found
