@@ -10,8 +10,9 @@
 # SIZE (8192), DTYPE (float32) and OUT may be set in the environment. clusters/cpu.sh holds the settings of a site.
 set -euo pipefail
 jobs=${SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}/jobs # Slurm runs a copy of this file from another folder
-source "$jobs/clusters/cpu.sh"
 source "$jobs/steps.sh"
+source "$jobs/clusters/cpu.sh"
 
+record "$OUT"
 check
 sweep

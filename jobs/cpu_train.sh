@@ -12,12 +12,14 @@
 # The job stops at its time limit, and continues when it is submitted again. This second job starts only if the first one did
 # not finish:
 #   sbatch --dependency=afternotok:JOBID --kill-on-invalid-dep=yes jobs/cpu_train.sh
-# CONFIG, RUN, SCHEME and CHECKPOINT_EVERY (steps.sh) may be set in the environment; clusters/cpu.sh holds a site's settings.
+# CONFIG, RUN, SCHEME, CHECKPOINT_EVERY and SET (steps.sh) may be set in the environment.
+# clusters/cpu.sh holds a site's settings.
 set -euo pipefail
 jobs=${SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}/jobs # Slurm runs a copy of this file from another folder
-source "$jobs/clusters/cpu.sh"
 source "$jobs/steps.sh"
+source "$jobs/clusters/cpu.sh"
 
 GRID=${GRID:-x=2,y=2,z=2}
+record "$RUN"
 check
 train

@@ -8,8 +8,9 @@
 # SIZE (16384), DTYPE (float32) and OUT may be set in the environment. clusters/longhorn.sh marks what could not be verified.
 set -euo pipefail
 jobs=${SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}/jobs # Slurm runs a copy of this file from another folder
-source "$jobs/clusters/longhorn.sh"
 source "$jobs/steps.sh"
+source "$jobs/clusters/longhorn.sh"
 
+record "$OUT"
 check
 sweep_devices

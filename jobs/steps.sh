@@ -1,7 +1,43 @@
-# The steps of a job: check the machine, train or continue a run, sweep over rank counts. The job scripts source this file
-# after a file of clusters/ has defined RANKS and `start RANKS COMMAND…`. Variables in capitals may be set in the environment of
-# sbatch.
+# The steps of a job: record what runs, check the machine, train or continue a run, sweep over rank counts. The job scripts source
+# this file, and then one of clusters/, which defines RANKS and `start RANKS COMMAND…`. Variables in capitals may be set in the
+# environment of sbatch.
 # shellcheck shell=bash
+
+# No two jobs may share the folder of a training run, so that each task of an array has its own.
+RUN=${RUN:-runs/$SLURM_JOB_NAME}${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}
+OUT=${OUT:-runs/scaling-$SLURM_JOB_ID} # of a sweep over rank counts
+
+# load_modules NAME…: nothing to do without a name. Where the machine has no `module` at all, the job says so and goes on.
+load_modules() {
+    (($#)) || return 0
+    if ! command -v module >/dev/null; then
+        echo "no command 'module' on this machine: did not load $*. MODULES= loads none." >&2
+        return 0
+    fi
+    module load "$@"
+}
+
+# The variables that `record` writes. A list of what may be shown, because others hold secrets, such as SLURM_JWT.
+RECORDED='SLURM_(JOB_[A-Z_]+|ARRAY_[A-Z_]+|N[A-Z]+|[A-Z]+_PER_[A-Z]+|[A-Z]+_ON_NODE|MPI_TYPE|RESTART_COUNT)'
+RECORDED+='|SUMMA3D_[A-Z_]+|[A-Z]+_NUM_THREADS|RANKS|MODULES|LOADEDMODULES|VENV|SRUN_OPTIONS'
+RECORDED+='|CONFIG|GRID|SCHEME|CHECKPOINT_EVERY|SET|SIZE|DTYPE'
+
+# record FOLDER: the output of the job goes on in FOLDER/job-ID.out. Beside it are the submitted script (.sh), and what it runs
+# with (.txt): time, commit, nodes, settings.
+record() {
+    local file=$1/job-$SLURM_JOB_ID name
+    mkdir -p "$1"
+    echo "output: $file.out"
+    exec >>"$file.out" 2>&1
+    cp "$0" "$file.sh"
+    {
+        echo "time=$(date +%Y-%m-%dT%H:%M:%S%z)"
+        echo "commit=$(git -C "$SLURM_SUBMIT_DIR" describe --always --abbrev=40 --exclude '*' --dirty || echo unknown)"
+        for name in $(compgen -v | grep -xE "$RECORDED"); do
+            printf '%s=%s\n' "$name" "${!name}"
+        done
+    } >"$file.txt"
+}
 
 # Compares a small product on all ranks with a serial product, which tests launcher, MPI, BLAS and, with SUMMA3D_DEVICE=cuda,
 # GPUs and transport.
@@ -17,43 +53,53 @@ check() {
 accept() {
     python -c '
 import json, sys
-line = sys.stdin.read().splitlines()[-1]
-print(line)
-error = json.loads(line)["relative_error"]
+lines = [line for line in sys.stdin.read().splitlines() if line.startswith("{")]
+if not lines:
+    from summa3d.launch import runtime, slurm
+    vendor = runtime.loaded_runtime().vendor
+    sys.exit("the ranks computed nothing, see above. " + slurm.advice(vendor, slurm.default_type(), slurm.offered_types()))
+print(lines[-1])
+error = json.loads(lines[-1])["relative_error"]
 sys.exit(0 if error < 1e-13 else f"the product is wrong: relative error {error}")'
 }
 
 # Checkpoints are published atomically, so that the time limit may stop a job at any time; the steps since the newest checkpoint
 # are lost. Choose CHECKPOINT_EVERY so that these take minutes. With --resume, the same command starts a run and continues it.
+# SET holds more settings: SET="train.steps=1000 train.seed=2".
 train() {
     local settings=() part
     for part in ${GRID//,/ }; do
         settings+=(--set "grid.$part")
     done
-    start "$RANKS" summa3d train "${CONFIG:-demo}" --run "${RUN:-runs/$SLURM_JOB_NAME}" --resume \
+    for part in ${SET:-}; do
+        settings+=(--set "$part")
+    done
+    start "$RANKS" summa3d train "${CONFIG:-demo}" --run "$RUN" --resume \
         --set "scheme=${SCHEME:-cuboid}" "${settings[@]}" --set "train.checkpoint_every=${CHECKPOINT_EVERY:-100}"
 }
 
-# Strong and weak scaling on the host, in one job step each: smaller rank counts leave the other ranks waiting.
+# Strong and weak scaling on the host, in one job step each: smaller rank counts leave the other ranks waiting. The tables are
+# printed and written to report.txt, the plots beside them.
 sweep() {
-    local out=${OUT:-runs/scaling-$SLURM_JOB_ID} size=${SIZE:-8192} kind
-    mkdir -p "$out"
+    local size=${SIZE:-8192} kind plots=()
     for kind in strong weak; do
         start "$RANKS" summa3d bench "$kind" --m "$size" --n "$size" --k "$size" --dtype "${DTYPE:-float32}" \
-            --json "$out/$kind.json"
+            --json "$OUT/$kind.json"
     done
-    summa3d report --no-plots "$out/strong.json" "$out/weak.json"
+    python -c 'import importlib.util as u, sys; sys.exit(None if u.find_spec("matplotlib") else "no plots without matplotlib")' ||
+        plots=(--no-plots)
+    summa3d report ${plots[@]+"${plots[@]}"} "$OUT/strong.json" "$OUT/weak.json" >"$OUT/report.txt"
+    cat "$OUT/report.txt"
 }
 
 # Strong and weak scaling on GPUs, in one job step per rank count, since each rank has its own GPU. Writes two files with one
 # JSON line per rank count.
 sweep_devices() {
-    local out=${OUT:-runs/scaling-$SLURM_JOB_ID} size=${SIZE:-16384} count grown
-    mkdir -p "$out"
+    local size=${SIZE:-16384} count grown
     for ((count = 1; count <= RANKS; count *= 2)); do
         grown=$(awk -v size="$size" -v count="$count" 'BEGIN { printf "%d", size * count ^ (1 / 3) + 0.5 }')
-        product "$count" "$size" >>"$out/strong.jsonl"
-        product "$count" "$grown" >>"$out/weak.jsonl"
+        product "$count" "$size" >>"$OUT/strong.jsonl"
+        product "$count" "$grown" >>"$OUT/weak.jsonl"
     done
 }
 

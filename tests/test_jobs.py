@@ -17,11 +17,12 @@ import pytest
 from summa3d.cli.main import COMMANDS
 from summa3d.comm.device import select as places
 from summa3d.comm.transport import select as choice
+from summa3d.launch.runtime import LIKE_OPEN_MPI, loaded_runtime
 from summa3d.train.config import load
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "jobs").rglob("*.sh"))
-SUBMITTED = ("cuda_train", "cuda_scaling", "longhorn_train", "longhorn_scaling", "cpu_train", "cpu_scaling")
+SUBMITTED = ("cuda_train", "cuda_scaling", "longhorn_train", "longhorn_scaling", "cpu_train", "cpu_sweep", "cpu_scaling")
 LAUNCHERS = ("srun", "ibrun")
 NOTE = """#!/bin/bash
 {{ printf '%q ' {name} "$@"; echo "| $SUMMA3D_DEVICE $SUMMA3D_TRANSPORT $OMP_NUM_THREADS"; }} >>"$LINES"
@@ -60,8 +61,13 @@ class Machine:
 
     def submit(self, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
         job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NAME": script, "SLURM_JOB_ID": "17", "SLURM_LOCALID": "0"}
+        job |= {"SLURM_ARRAY_TASK_ID": "2"} if script.endswith("_sweep") else {}
         job |= {**ALLOCATION[script.split("_")[0]], "VENV": f"{self.folder}/activate", **environment}
         return self.run("bash", ROOT / "jobs" / f"{script}.sh", **job)
+
+    def output(self) -> str:
+        """What the job wrote after it had named the file of its output."""
+        return "".join(file.read_text() for file in sorted(self.folder.rglob("job-17.out")))
 
     def asked(self) -> list[tuple[list[str], str]]:
         """Each program's line, as words, and what stood in its environment: device, transport, threads."""
@@ -70,7 +76,7 @@ class Machine:
 
     def started(self, script: str, **environment: str) -> list[list[str]]:
         ended = self.submit(script, **environment)
-        assert ended.returncode == 0, ended.stderr
+        assert ended.returncode == 0, ended.stderr + self.output()
         return [words for words, _ in self.asked() if words[0] in LAUNCHERS]
 
 
@@ -137,7 +143,33 @@ def test_training_without_gpus_gives_each_rank_its_cores(machine: Machine) -> No
     assert trained == [*srun_cpu(), *f"summa3d train demo --run runs/a --resume {settings}".split()]
 
 
-@pytest.mark.parametrize(("script", "ranks"), [("cuda_train", 4), ("longhorn_train", 4), ("cpu_train", 8)])
+def test_a_task_of_an_array_takes_its_value_and_a_folder_of_its_own(machine: Machine) -> None:
+    trained = machine.started("cpu_sweep", VALUES="5 6 7", KEY="train.seed", SET="train.steps=9 train.warmup=1")[-1]
+    settings = "--set grid.x=2 --set grid.y=2 --set grid.z=1 --set train.steps=9 --set train.warmup=1 --set train.seed=7"
+    assert trained[-14:-2] == shlex.split(settings)
+    assert trained[trained.index("--run") + 1] == "runs/cpu_sweep-2"
+    ended = machine.submit("cpu_sweep", VALUES="5 6")
+    assert ended.returncode != 0 and "no value for task 2: VALUES has 2" in ended.stderr
+
+
+def test_a_run_folder_that_is_named_has_one_folder_for_each_task(machine: Machine) -> None:
+    trained = machine.started("cpu_train", RUN="runs/a", SLURM_ARRAY_TASK_ID="3", SLURM_ARRAY_JOB_ID="15")[-1]
+    assert trained[trained.index("--run") + 1] == "runs/a-3"
+
+
+@pytest.mark.parametrize(("script", "folder"), [("cpu_train", "runs/cpu_train"), ("cuda_scaling", "runs/scaling-17")])
+def test_a_job_records_script_commit_nodes_and_settings_but_no_secrets(machine: Machine, script: str, folder: str) -> None:
+    secret = dict.fromkeys(("SLURM_JWT", "HF_TOKEN", "SLURM_SPANK_KEY"), "hidden-from-all")
+    ended = machine.submit(script, SLURM_JOB_NODELIST="n[1-3]", SET="train.steps=9", **secret)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"output: {folder}/job-17.out\n", "")
+    files = {file.suffix: file.read_text() for file in (machine.folder / folder).glob("job-17.*")}
+    assert files[".sh"] == (ROOT / "jobs" / f"{script}.sh").read_text()
+    assert {"SLURM_JOB_NODELIST=n[1-3]", "SET=train.steps=9"} <= {*files[".txt"].splitlines()}
+    assert re.search(r"^commit=[0-9a-f]{40}(-dirty)?$", files[".txt"], re.MULTILINE)
+    assert "hidden-from-all" not in "".join(files.values())
+
+
+@pytest.mark.parametrize(("script", "ranks"), [("cuda_train", 4), ("longhorn_train", 4), ("cpu_train", 8), ("cpu_sweep", 4)])
 def test_the_grid_of_the_header_s_allocation_is_one_that_train_accepts(machine: Machine, script: str, ranks: int) -> None:
     args = parsed(machine.started(script)[-1])
     config = load(args.config, args.assignments)
@@ -182,6 +214,27 @@ def test_modules_and_doctor_come_before_the_first_rank(machine: Machine, script:
     assert [words[:2] for words in lines[: first - 2]] == [["module", "load"]]
     assert lines[first - 2] == (["conda", "activate", "summa3d"] if script.startswith("longhorn") else ["activate"])
     assert lines[first - 1] == ["summa3d", "doctor"]
+
+
+def test_modules_can_be_left_out_and_may_not_exist(machine: Machine) -> None:
+    assert machine.submit("cpu_train", MODULES="").returncode == 0
+    assert "module" not in {words[0] for words, _ in machine.asked()}
+    (machine.folder / "bin/module").unlink()
+    ended = machine.submit("cpu_train")
+    assert ended.returncode == 0
+    assert ended.stderr == "no command 'module' on this machine: did not load python openmpi. MODULES= loads none.\n"
+
+
+@pytest.mark.parametrize("script", ["cpu_train", "cuda_scaling"])
+def test_a_check_without_a_result_says_which_option_of_srun_to_try(machine: Machine, script: str) -> None:
+    kinds = "printf 'MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n\\tpmix\\n'"
+    machine.program("srun", f"#!/bin/bash\ncase $* in --mpi=list) {kinds} ;; *) echo 'no PMI' >&2 ;; esac\n")
+    machine.program("scontrol", "#!/bin/bash\necho 'MpiDefault = none'\n")
+    assert machine.submit(script).returncode != 0
+    flag = "pmix" if loaded_runtime().vendor in LIKE_OPEN_MPI else "pmi2"
+    said = machine.output().splitlines()[-1]
+    assert said.startswith(f"the ranks computed nothing, see above. Try srun --mpi={flag} ")
+    assert "srun --mpi=list: none, pmi2, pmix" in said
 
 
 @pytest.mark.parametrize("script", SUBMITTED)

@@ -1,10 +1,10 @@
 # Settings of a cluster without GPUs under Slurm: modules, environment, and how ranks are started. Sourced by cpu_*.sh.
 # SITE marks settings that a site must fill in; each of them may be set in the environment of sbatch instead.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034,SC2154 # RANKS is for steps.sh, jobs is of the job script
 
 set +u # files that modules and environments source may read unset variables
 # shellcheck disable=SC2086 # several words
-module load ${MODULES:-python openmpi} # SITE: the MPI that mpi4py was built against
+load_modules ${MODULES-python openmpi} # SITE: the MPI that mpi4py was built against; none with MODULES=
 # shellcheck disable=SC1091
 source "${VENV:-env}/bin/activate" # SITE: where summa3d was installed
 set -u
@@ -14,7 +14,7 @@ RANKS=${SLURM_NTASKS:?"say how many ranks a node has: sbatch --ntasks-per-node=â
 export OMP_NUM_THREADS=$THREADS OPENBLAS_NUM_THREADS=$THREADS MKL_NUM_THREADS=$THREADS # BLAS threads = cores of a rank
 
 # start RANKS COMMANDâ€¦: one node filled after the other, each rank bound to its own cores. Since Slurm 22.05, srun does not
-# inherit --cpus-per-task from sbatch. SRUN_OPTIONS: SITE, such as `--mpi=pmix` (listed by `srun --mpi=list`).
+# inherit --cpus-per-task from sbatch. SRUN_OPTIONS: SITE. SLURM_MPI_TYPE=pmix, which srun reads, stands for --mpi=pmix.
 start() {
     local ranks=$1
     shift

@@ -1,10 +1,10 @@
 # Settings of a CUDA cluster under Slurm: modules, environment, and how ranks are started. Sourced by cuda_*.sh.
 # SITE marks settings that a site must fill in; each of them may be set in the environment of sbatch instead.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034,SC2154 # RANKS is for steps.sh, jobs is of the job script
 
 set +u # files that modules and environments source may read unset variables
 # shellcheck disable=SC2086 # several words
-module load ${MODULES:-python cuda openmpi} # SITE: the MPI that mpi4py was built against
+load_modules ${MODULES-python cuda openmpi} # SITE: the MPI that mpi4py was built against; none with MODULES=
 # shellcheck disable=SC1091
 source "${VENV:-env}/bin/activate" # SITE: where summa3d was installed
 set -u
@@ -18,8 +18,8 @@ GPUS=${SLURM_GPUS_ON_NODE:?"ask for GPUs: sbatch --gpus-per-node=…"}
 RANKS=$((SLURM_JOB_NUM_NODES * GPUS))
 
 # start RANKS COMMAND…: one rank per GPU, one node filled after the other. Slurm does not bind, so that every rank sees all GPUs
-# and cores of its node, and bind.sh binds. A failing rank ends the job step. SRUN_OPTIONS: SITE, such as `--mpi=pmix` (listed by
-# `srun --mpi=list`).
+# and cores of its node, and bind.sh binds. A failing rank ends the job step. SRUN_OPTIONS: SITE.
+# SLURM_MPI_TYPE=pmix, which srun reads, stands for --mpi=pmix.
 start() {
     local ranks=$1
     shift

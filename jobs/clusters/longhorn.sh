@@ -1,13 +1,13 @@
 # Settings of TACC Longhorn: Power9 (ppc64le), 4 V100 per node, Spectrum MPI, ranks started by ibrun. Sourced by longhorn_*.sh.
 # SITE marks settings that could not be verified without the machine, or that belong to the user; each of them may be set in the
 # environment of sbatch instead.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034,SC2154 # RANKS is for steps.sh, jobs is of the job script
 
 # Jobs run on $SCRATCH. x86 wheels and images do not run on ppc64le: CuPy and PyTorch come from a conda channel that builds for
 # ppc64le, mpi4py is built from source against the loaded MPI.
 set +u # files that modules and environments source may read unset variables
 # shellcheck disable=SC2086 # several words
-module load ${MODULES:-conda spectrum_mpi} # SITE: `module avail` on a compute node names them
+load_modules ${MODULES-conda spectrum_mpi} # SITE: `module avail` on a compute node names them; none with MODULES=
 conda activate "${ENVIRONMENT:-summa3d}" # SITE: an environment with Python ≥ 3.10
 set -u
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..blas_library import BLAS_OVERRIDES, library
 from ..errors import ConfigError, LaunchError
+from ..launch import slurm
 from ..launch.runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
 from ..node_support import available
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; returns the exit status 1 where MPI jobs cannot be started, else 0."""
+    """Print the report; returns the exit status 1 where MPI jobs cannot be started, else 0. In a Slurm job, srun starts them."""
     found = examine()
     if args.json:
         print(json.dumps(found))
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{name:<10} {_in_words(value)}")
         for warning in found["warnings"]:  # type: ignore[attr-defined]
             print(f"warning: {warning}")
-    return 0 if found["launcher"] else 1
+    return 0 if found["launcher"] or "slurm" in found else 1
 
 
 def examine() -> dict[str, object]:
@@ -59,6 +60,7 @@ def examine() -> dict[str, object]:
         "products": _products(warnings),
         "mpi": runtime and {"library": runtime.name, "file": str(runtime.library) if runtime.library else None},
         "launcher": launcher and list(launcher.command),
+        **_slurm(runtime, warnings),
         "cores": usable_cores(),
         "nodes": next((int(os.environ[name]) for name in NODE_VARIABLES if os.environ.get(name, "").isdigit()), 1),
         "transport": _transport(),
@@ -66,6 +68,17 @@ def examine() -> dict[str, object]:
         "device": _device_transport(),
         "warnings": warnings + _warnings(runtime),
     }
+
+
+def _slurm(runtime: Runtime | None, warnings: list[str]) -> dict[str, str]:
+    """How srun starts ranks, in a Slurm job."""
+    if slurm.JOB_VARIABLE not in os.environ:
+        return {}
+    kind = slurm.default_type()
+    if runtime is not None and not slurm.starts(runtime.vendor, kind):
+        fact = f"without --mpi, srun starts ranks by {kind}, each of which would be a job of its own with {runtime.name}"
+        warnings.append(f"{fact}. {slurm.advice(runtime.vendor, kind, slurm.offered_types())}")
+    return {"slurm": f"job {os.environ[slurm.JOB_VARIABLE]}, where srun starts ranks by {kind}"}
 
 
 def _package_version(name: str) -> str | None:

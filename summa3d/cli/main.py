@@ -24,6 +24,7 @@ from ..launch.runtime import (
     version_of,
     waiting_settings,
 )
+from ..launch.slurm import TYPE_VARIABLE, advice
 from ..node_support import forbidden
 
 if TYPE_CHECKING:
@@ -177,10 +178,14 @@ def _check_launcher(version: str, size: int | None) -> None:
     crosses = size is None and launcher.startswith(("Open MPI", "jsrun")) and vendor not in LIKE_OPEN_MPI
     if crosses or size == 1:
         name = f"{VENDOR_NAMES[vendor]} {version_of(version)}"
+        fitting = (
+            f"Use the launcher of {name}: summa3d launch -n {ranks} …\n  (`summa3d doctor` shows the library and its launcher)."
+        )
+        if os.environ.get("SLURM_STEP_NUM_TASKS") == str(ranks):
+            launcher, fitting = "srun", advice(vendor, os.environ.get(TYPE_VARIABLE, "none"))
         raise LaunchError(
             f"{launcher} started {ranks} processes, but this interpreter's mpi4py loads {name},\n"
-            f"  so each process would be a job of one rank. Use the launcher of {name}: summa3d launch -n {ranks} …\n"
-            "  (`summa3d doctor` shows the library and its launcher)."
+            f"  so each process would be a job of one rank. {fitting}"
         )
 
 

@@ -84,6 +84,42 @@ def test_without_json_it_prints_one_fact_a_line() -> None:
     assert names == ["python", "packages", "blas", "products", "mpi", "launcher", "cores", "nodes", "transport", "gpu", "device"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "environment", "warned"),
+    [("none", {}, True), ("none", {"SLURM_MPI_TYPE": "pmi2"}, False), ("pmi2", {}, False), ("pmix_v4", {}, False)],
+    ids=str,
+)
+def test_in_a_slurm_job_it_compares_how_srun_starts_ranks_with_the_mpi(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, environment: dict[str, str], warned: bool
+) -> None:
+    program(tmp_path / "srun", "MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin versions: pmix_v4")
+    program(tmp_path / "scontrol", f"AuthType = munge\nMpiDefault              = {kind}\nMpiParams = (null)")
+    for name, value in {"PATH": str(tmp_path), "SLURM_JOB_ID": "17", **environment}.items():
+        monkeypatch.setenv(name, value)
+    warnings: list[str] = []
+    used = environment.get("SLURM_MPI_TYPE", kind)
+    assert doctor._slurm(Runtime("mpich", "5.0.2", None), warnings) == {"slurm": f"job 17, where srun starts ranks by {used}"}
+    assert warnings == warned * [
+        "without --mpi, srun starts ranks by none, each of which would be a job of its own with MPICH 5.0.2. Try srun --mpi=pmi2 "
+        "(SLURM_MPI_TYPE=pmi2 in the environment does the same; srun --mpi=list: none, pmi2, pmix)."
+    ]
+
+
+def test_it_names_mpiexec_where_srun_has_no_option_for_the_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program(tmp_path / "srun", "srun: MPI types are...\nsrun: none\nsrun: pmi2")
+    program(tmp_path / "scontrol", "MpiDefault = pmi2")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    warnings: list[str] = []
+    doctor._slurm(Runtime("openmpi", "5.0.11", None), warnings)
+    assert warnings[0].endswith("no other option for this MPI (srun --mpi=list: none, pmi2): use the MPI's own mpiexec.")
+
+
+def program(path: Path, says: str) -> None:
+    path.write_text(f"#!/bin/bash\necho '{says}'\n")
+    path.chmod(0o755)
+
+
 def test_a_library_that_cannot_be_loaded_is_reported_and_fails() -> None:
     ended = jobs.run_serial(["-m", "summa3d", "doctor"], extra={"MPI4PY_LIBMPI": "/nowhere/libmpi.so.12"})
     assert ended.status == 1

@@ -147,6 +147,15 @@ def test_what_the_user_has_set_stays() -> None:
     assert rank_environment("mpich", ranks=8, cores=2, environ=mine) == ({}, "")
 
 
+@pytest.mark.parametrize(("used", "tried"), [("none", "pmi2"), ("pmi2", "pmix")])
+def test_ranks_that_srun_started_alone_are_told_its_option(monkeypatch: pytest.MonkeyPatch, used: str, tried: str) -> None:
+    variables = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "PMI_SIZE": "8", "PMI_RANK": "3", "SLURM_MPI_TYPE": used}
+    for name in variables:
+        monkeypatch.setenv(name, variables[name])
+    with pytest.raises(LaunchError, match=rf"^srun started 8 processes.*MPICH 5\.0\.2,\n.*Try srun --mpi={tried} "):
+        entry._check_launcher("MPICH Version:      5.0.2", size=1)
+
+
 def test_a_serial_process_inside_a_slurm_allocation_was_not_launched() -> None:
     assert launched_as({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) is None
     assert launched_as({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}) == (8, 3, "srun")

@@ -1,0 +1,139 @@
+"""The CPU job scripts on a real Slurm of four nodes, all on this machine: submitted, stopped by the time limit, continued."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import local_slurm
+import pytest
+from small_runs import SMALL, write_corpus
+
+ROOT = Path(__file__).parent.parent
+REASON = local_slurm.why_not()
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+WAIT = 300.0  # seconds for a job, on two cores that may have other work
+TYPE = {"SLURM_MPI_TYPE": "pmi2"}  # what starts MPICH's ranks
+# Ranks that outnumber the cores must not spin.
+COMMON = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "10", "PYTHONPATH": str(ROOT)}
+SMALLER = ("--cpus-per-task=1",)
+
+
+@dataclass
+class Cluster:
+    """A Slurm, a folder that jobs run in, and the jobs that were submitted when it started."""
+
+    slurm: local_slurm.LocalSlurm
+    folder: Path
+    jobs: dict[str, str]
+
+    def submit(self, script: str, *options: str, **environment: str) -> str:
+        """Submit a script of jobs/ from the repository; returns the job's number."""
+        command = ["sbatch", "--parsable", f"--chdir={self.folder}", *SMALLER, *options, f"jobs/{script}.sh"]
+        variables = {**COMMON, "VENV": str(self.folder / "env"), **environment}
+        return self.slurm.run(*command, cwd=ROOT, **variables).stdout.strip()
+
+    def ends(self, name: str) -> str:
+        return self.slurm.wait(self.jobs[name], WAIT)
+
+    def output(self, folder: str, job: str) -> str:
+        return (self.folder / folder / f"job-{job}.out").read_text()
+
+    def configure(self, name: str, steps: int) -> str:
+        """Write a configuration file of the small run; returns its name."""
+        settings = {**SMALL, "data.path": str(self.folder / "corpus.txt"), "train.steps": steps, "train.evaluate_every": 0}
+        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+        (self.folder / name).write_text("\n".join(lines) + "\n")
+        return name
+
+    def metrics(self, run: str) -> list[dict[str, object]]:
+        lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The Slurm with its jobs submitted: two at a time, each on two nodes, run while tests wait for one."""
+    folder = tmp_path_factory.mktemp("jobs")
+    slurm = local_slurm.LocalSlurm()
+    try:
+        found = Cluster(slurm, folder, {})
+        (folder / "env/bin").mkdir(parents=True)
+        (folder / "env/bin/activate").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
+        write_corpus(folder / "corpus.txt")
+        one, two = ("--nodes=1", "--ntasks-per-node=1"), ("--nodes=2", "--ntasks-per-node=1")
+        endless = {"CONFIG": found.configure("endless.toml", steps=100_000), "GRID": "x=2", "RUN": "runs/long", "MODULES": ""}
+        found.jobs["stopped"] = first = found.submit("cpu_train", *two, **TYPE, **endless)
+        later = (*two, "--hold", f"--dependency=afternotok:{first}", "--kill-on-invalid-dep=yes")
+        found.jobs["continued"] = found.submit("cpu_train", *later, **TYPE, **endless | {"CONFIG": "rest.toml", "GRID": "y=2"})
+        found.jobs["mismatched"] = found.submit("cpu_train", *two)
+        found.jobs["scaling"] = found.submit("cpu_scaling", *two, SIZE="96", **TYPE)
+        swept = {"CONFIG": found.configure("swept.toml", steps=2), "GRID": "x=1", "VALUES": "1e-3 5e-3", "MODULES": ""}
+        found.jobs["sweep"] = found.submit("cpu_sweep", *one, "--array=0-1", **TYPE, **swept)
+        yield found
+    finally:
+        slurm.stop()
+
+
+def test_a_run_stopped_by_its_time_limit_is_continued_by_the_job_that_depends_on_it(cluster: Cluster) -> None:
+    run, first, second = cluster.folder / "runs/long", cluster.jobs["stopped"], cluster.jobs["continued"]
+    deadline = time.monotonic() + WAIT
+    while not [*run.glob("checkpoints/step-*")]:
+        assert time.monotonic() < deadline, cluster.output("runs/long", first)
+        time.sleep(0.3)
+    cluster.slurm.run("scontrol", "update", f"JobId={first}", "EndTime=now+1seconds")  # time limits count whole minutes
+    assert cluster.ends("stopped") == "TIMEOUT"
+    assert "DUE TO TIME LIMIT" in cluster.output("runs/long", first)
+    newest = max(int(folder.name.removeprefix("step-")) for folder in run.glob("checkpoints/step-*"))
+    cluster.configure("rest.toml", steps=newest + 5)
+    cluster.slurm.run("scontrol", "release", second)
+    assert cluster.ends("continued") == "COMPLETED", cluster.output("runs/long", second)
+    assert f"after step {newest}" in cluster.output("runs/long", second)
+    assert [line["step"] for line in cluster.metrics("runs/long")] == [*range(1, newest + 6)]
+
+
+def test_ranks_that_srun_started_alone_end_the_job_in_a_line_that_names_the_option_to_try(cluster: Cluster) -> None:
+    assert cluster.ends("mismatched") == "FAILED"
+    lines = cluster.output("runs/cpu_train", cluster.jobs["mismatched"]).splitlines()
+    assert lines[-1].startswith("the ranks computed nothing, see above. Try srun --mpi=pmi2 (SLURM_MPI_TYPE=pmi2 ")
+    assert [line for line in lines if line.startswith("warning: without --mpi, srun starts ranks by none")]
+    assert not (cluster.folder / "runs/cpu_train/checkpoints").exists()
+
+
+def test_a_scaling_job_leaves_results_tables_plots_and_what_it_ran_with(cluster: Cluster) -> None:
+    job = cluster.jobs["scaling"]
+    assert cluster.ends("scaling") == "COMPLETED", cluster.output(f"runs/scaling-{job}", job)
+    out = cluster.folder / f"runs/scaling-{job}"
+    for kind in ("strong", "weak"):
+        assert {row["ranks"] for row in json.loads((out / f"{kind}.json").read_text())["rows"]} == {1, 2}
+        assert (out / f"{kind}.png").stat().st_size > 0
+    assert (out / "report.txt").read_text() in (out / f"job-{job}.out").read_text()
+    assert (out / f"job-{job}.sh").read_text() == (ROOT / "jobs/cpu_scaling.sh").read_text()
+    known = dict(line.split("=", 1) for line in (out / f"job-{job}.txt").read_text().splitlines())
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    assert known["commit"].removesuffix("-dirty") == commit
+    assert known["SLURM_JOB_NODELIST"] == cluster.slurm.facts(job)["NodeList"]
+    assert (cluster.folder / f"slurm-{job}.out").read_text().splitlines()[-1] == f"output: runs/scaling-{job}/job-{job}.out"
+
+
+def test_the_tasks_of_an_array_train_in_folders_of_their_own(cluster: Cluster) -> None:
+    job = cluster.jobs["sweep"]
+    for task, rate in enumerate((1e-3, 5e-3)):
+        run = f"runs/cpu_sweep-{task}"
+        assert cluster.slurm.wait(f"{job}_{task}", WAIT) == "COMPLETED"
+        assert [line["step"] for line in cluster.metrics(run)] == [1, 2]
+        assert f"learning_rate = {rate}" in (cluster.folder / run / "config.toml").read_text()
+
+
+def test_srun_ends_when_its_output_goes_into_a_pipe(cluster: Cluster) -> None:
+    product = "summa3d gemm --m 300 --n 300 --k 300 --check"
+    line = f"srun --mpi=pmi2 --nodes=2 --ntasks-per-node=1 {product} 2>&1 | tee piped.txt"
+    path = f"{Path(sys.executable).parent}:{cluster.slurm.environment['PATH']}"
+    ended = cluster.slurm.run("bash", "-o", "pipefail", "-c", line, cwd=cluster.folder, timeout=WAIT, PATH=path, **COMMON)
+    assert ended.stdout == (cluster.folder / "piped.txt").read_text()
+    assert "error " in ended.stdout
