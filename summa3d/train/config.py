@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import inf, isfinite
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ else:
     import tomli as tomllib
 
 SCHEMES = tuple(SCHEME_SPECS)
+CHOSEN = ("", "grid", "scheme and grid")
 RECOMPUTE = ("none", "selective", "full")
 SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
 """Model families that can be trained on text → the number of special tokens that follow the tokenizer's own."""
+SIZES = {"grid.x", "grid.y", "grid.z", "grid.d"}
 NAMED_CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -184,6 +186,10 @@ class DataConfig:
         return self.tokenizer.partition(":")[2].partition(":")[2]
 
 
+Choose = Callable[["Config", int, Sequence[str]], tuple[str, dict[str, int]]]
+"""A configuration, a number of ranks and the schemes to choose from → a scheme and the sizes of its grid."""
+
+
 @dataclass(frozen=True)
 class Config:
     """The configuration of a run. Nested dataclasses are TOML tables.
@@ -191,6 +197,8 @@ class Config:
     Attributes
     ----------
     scheme : how every tensor is sharded over the grid's axes (`nn.schemes`)
+    chosen : what `summa3d train` has chosen for its number of ranks, and chooses again for another one: "", "grid" or "scheme
+        and grid"
     dtype : dtype of activations and of the weights in products, and so of every all-gather, reduce-scatter and all-reduce of
         both and of their gradients. Reductions of 16-bit floats are accumulated in float32 and rounded once. The statistics of
         norms, the softmax of the loss and the loss are reduced in float32 or wider, the gradient norm in float64. With bfloat16
@@ -208,6 +216,7 @@ class Config:
     """
 
     scheme: str = "cuboid"
+    chosen: str = ""
     dtype: str = "float32"
     regather: bool = True
     vectors: str = "copied"
@@ -226,6 +235,7 @@ class Config:
     def __post_init__(self) -> None:
         choices = (
             ("scheme", self.scheme, SCHEMES),
+            ("chosen", self.chosen, CHOSEN),
             ("dtype", self.dtype, FLOATS),
             ("recompute", self.recompute, RECOMPUTE),
             ("transport", self.transport, TRANSPORTS),
@@ -242,14 +252,18 @@ class Config:
                 f"recompute_layers = {self.recompute_layers} groups layers that are recomputed as a whole, which "
                 f'recompute = "{self.recompute}" does not do. Set recompute to "full", or leave recompute_layers at 1.'
             )
-        self._check_vocabulary()
+        if self.model.family in SPECIAL_TOKENS:
+            self._check_vocabulary()
 
-    def _check_vocabulary(self) -> None:
+    def check_text(self) -> None:
+        """Raise ConfigError for a model that cannot be trained on text, which a dry run can take all the same."""
         if self.model.family not in SPECIAL_TOKENS:
             raise ConfigError(
                 f"A {self.model.family} model cannot be trained on text. "
                 f"Values of model.family that can: {', '.join(SPECIAL_TOKENS)}."
             )
+
+    def _check_vocabulary(self) -> None:
         special = SPECIAL_TOKENS[self.model.family]
         needed = self.data.vocabulary + special
         if self.model.vocabulary < needed:
@@ -296,6 +310,27 @@ def load(source: str, assignments: Sequence[str] = ()) -> Config:
     table = read_table(source)
     toml.override(Config, table, assignments)
     return from_table(table)
+
+
+def load_for(ranks: int, source: str, assignments: Sequence[str], choose: Choose) -> Config:
+    """Read a configuration as `load`; where no size of the grid is given, `choose` names one for this number of ranks.
+
+    A scheme that is given stays. What an earlier run has chosen stays on as many ranks, and is chosen again on others.
+    """
+    table = read_table(source)
+    given = {one.partition("=")[0].strip() for one in assignments}
+    if table.get("chosen") and (given & {"scheme", *SIZES} or prod(from_table(table).grid.axes.values()) != ranks):
+        table["grid"] = {key: value for key, value in table["grid"].items() if f"grid.{key}" not in SIZES}
+        if table.pop("chosen") == CHOSEN[2] and not given & SIZES:
+            table.pop("scheme", None)
+    toml.override(Config, table, assignments)
+    config = from_table(table)
+    if SIZES & {f"grid.{key}" for key in table.get("grid", {})}:
+        return config
+    free = "scheme" not in table
+    name, sizes = choose(config, ranks, SCHEMES if free else (config.scheme,))
+    grid = toml.build(GridConfig, {**toml.dump(config.grid), **sizes}, "grid.")
+    return replace(config, scheme=name, grid=grid, chosen=CHOSEN[1 + free])
 
 
 def from_table(table: dict[str, Any]) -> Config:
