@@ -163,8 +163,10 @@ def check_summa3d(arguments: list[str]) -> None:
     parser = Parser(prog=f"summa3d {name}")
     importlib.import_module(f"summa3d.cli.{name}").add_arguments(parser)
     parsed = parser.parse_args(rest)
-    if name == "launch":
+    if name == "launch" and parsed.arguments[:1] and not parsed.arguments[0].endswith(".py"):
         check_summa3d(parsed.arguments)
+    elif name == "launch":
+        assert parsed.module or parsed.arguments[0] in EXAMPLES or (ROOT / parsed.arguments[0]).exists(), arguments
     if name == "train":
         from summa3d.train.config import load
 

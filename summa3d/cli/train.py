@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..launch.runtime import threads_are_free
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 if TYPE_CHECKING:
+    from ..nn.config import ModelConfig
     from ..train.config import Config
 
 MEBI = 1 << 20
 CORE_TIME = ("cores", "arithmetic_share", "communication_share", "idle_share", "waited_seconds")
 """The keys of a summary that describe the use of the cores."""
+TEAM_PRODUCT = 1 << 24
+"""m·n·k of a product that is worth a team of threads: about a millisecond of one core."""
 TRACED = (3, 5)
 """The steps that --trace writes by default."""
 
@@ -98,12 +102,21 @@ def run(args: argparse.Namespace) -> int:
         return _dry_run(config, args.ranks_per_node, args.json)
     from ..train.loop import Traced, train
 
+    one_thread_if_small(config.model, config.train.micro_batch * config.model.sequence // MPI.COMM_WORLD.size)
     check_trace_arguments(args, MPI.COMM_WORLD)
     traced = None if args.trace is None else Traced(args.trace, *(args.trace_steps or TRACED))
     summary = train(config, MPI.COMM_WORLD, folder, args.resume, args.overwrite, traced, ranges_for(args))
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(summary) if args.json else report(summary), flush=True)
     return 0
+
+
+def one_thread_if_small(model: ModelConfig, rows: int) -> None:
+    """Let torch compute with one thread where no product of `rows` rows keeps a team busy; threads that the user has set stay."""
+    if threads_are_free() and rows * model.hidden * model.ffn_dim < TEAM_PRODUCT:
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def _choose(config: Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:

@@ -36,8 +36,13 @@ NAMED_CONFIGS = Path(__file__).parent / "configs"
 class GridConfig:
     """The table `grid`: sizes of the grid axes.
 
-    `order` lists the axes in rank order, fastest first. `tile` gives the sizes of the sub-grid that one node holds. The schemes
-    oned and oned-sp use the axis y; summa uses x and y; tesseract x, y and d; cuboid and cuboid-sequence x, y and z.
+    The schemes oned and oned-sp use the axis y; summa uses x and y; tesseract x, y and d; cuboid and cuboid-sequence x, y and z.
+
+    Attributes
+    ----------
+    x, y, z, d : sizes of the axes, whose product is the number of ranks; without any, `summa3d train` chooses them
+    order : the axes in rank order, fastest first
+    tile : sizes of the sub-grid that one node holds, as {x = 2, y = 2}
 
     >>> GridConfig(x=2, z=4).axes
     {'x': 2, 'y': 1, 'z': 4}
@@ -69,10 +74,13 @@ class TrainConfig:
 
     Attributes
     ----------
+    steps : optimizer steps of the whole run
     batch : rows (sequences) of one optimizer step on the whole grid
     accumulate : micro-batches of equal size that `batch` is divided into
+    seed : of weights, batches and dropout masks
     learning_rate, warmup, decay_to : the rate rises linearly to `learning_rate` over `warmup` steps, then falls along half a
         cosine to decay_to · learning_rate
+    weight_decay, betas, epsilon : of AdamW; vectors (γ, β, biases) do not decay
     clip : largest global gradient norm; 0 turns clipping off
     evaluate_every, checkpoint_every : periods in steps; with 0, only the last step is evaluated or saved
     evaluate_batches : held-out batches of one evaluation
@@ -132,8 +140,13 @@ class TrainConfig:
 class LossScaleConfig:
     """The table `loss_scale`: dynamic loss scaling of float16 runs, which keeps small gradients from underflowing to 0.
 
-    The loss is multiplied by a scale, which starts at `initial`. A step whose gradients are not finite is skipped, and halves
-    the scale. `growth_every` good steps in a row double the scale, up to `largest`. Other dtypes do not scale the loss.
+    A step whose gradients are not finite is skipped, and halves the scale. Other dtypes do not scale the loss.
+
+    Attributes
+    ----------
+    initial : the number that the loss is multiplied by at first
+    growth_every : good steps in a row that double the scale
+    largest : the largest scale
     """
 
     initial: float = 65536.0
@@ -207,6 +220,7 @@ class Config:
     regather : whether backward gathers operands again instead of keeping the gathered operands of forward
     recompute : "none"; "full" recomputes every `recompute_layers` layers from their input; "selective" recomputes the attention
         core alone
+    recompute_layers : layers that "full" recomputes as one
     overlap : communication that is in flight during computation (`nn.overlap`)
     transport : transport of device arrays between ranks; "auto" leaves the choice to SUMMA3D_TRANSPORT, else to the library
     device : "cpu" or "cuda"; None takes SUMMA3D_DEVICE, else cpu
@@ -349,14 +363,19 @@ def read_table(source: str) -> dict[str, Any]:
     if path.suffix != ".toml" and path.name == source:
         path = NAMED_CONFIGS / f"{source}.toml"
     if not path.is_file():
-        shipped = sorted(file.stem for file in NAMED_CONFIGS.glob("*.toml"))
         raise ConfigError(
-            f"There is no configuration {source!r}: it is neither a TOML file nor one that is shipped ({', '.join(shipped)})."
+            f"There is no configuration {source!r}: it is neither a TOML file nor one that is shipped ({', '.join(shipped())})."
         )
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"Cannot read the configuration {path}: {error}") from error
+
+
+def shipped() -> dict[str, str]:
+    """The configurations that are shipped: name → what it is, the first line of its file."""
+    files = sorted(NAMED_CONFIGS.glob("*.toml"))
+    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
 
 
 def write(config: Config, path: Path) -> None:
