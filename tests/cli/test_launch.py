@@ -270,3 +270,14 @@ def test_threads_that_the_user_has_set_stay_and_others_are_shared_and_sleep(monk
     monkeypatch.setenv("GOMP_SPINCOUNT", "100")
     runtime.let_idle_threads_sleep()
     assert "OMP_WAIT_POLICY" not in os.environ
+
+
+def test_a_process_that_holds_mpi_itself_such_as_a_notebook_can_launch_ranks(tmp_path: Path) -> None:
+    (tmp_path / "prog.py").write_text("from mpi4py import MPI\nprint(MPI.COMM_WORLD.allreduce(1))\n")
+    inner = [sys.executable, "-m", "summa3d", "launch", "-n", "2", "prog.py"]
+    program = (
+        "from mpi4py import MPI; import subprocess; from summa3d import Grid; grid = Grid(MPI.COMM_WORLD, {'x': 1});"
+        f"print(grid.size, subprocess.run({inner!r}, capture_output=True, text=True, timeout=60).stdout.split())"
+    )
+    ended = jobs.run_serial(["-c", program], cwd=tmp_path)
+    assert ended.stdout == "1 ['2', '2']\n", ended.stderr
