@@ -26,7 +26,7 @@ NEAR = 4  # numbers of ranks that an error names
 
 @dataclass(frozen=True)
 class Choice:
-    """A scheme and its grid; the words that a rank receives in a step's products; how many grids were compared."""
+    """A scheme and its grid; the words that a rank receives in the products of a micro-batch; how many grids were compared."""
 
     scheme: str
     grid: dict[str, int]
@@ -35,7 +35,7 @@ class Choice:
 
     def __str__(self) -> str:
         fewest = f", the fewest words of {self.compared} that fit" if self.compared > 1 else ""
-        return f"scheme {self.scheme}, grid {describe(self.grid)}: {self.words:,} words per rank in a step's products{fewest}"
+        return f"scheme {self.scheme}, grid {describe(self.grid)}: {self.words:,} words per rank in the products{fewest}"
 
 
 def choose(
@@ -95,7 +95,7 @@ def _candidates(
 
 
 def _words(plan: Scheme, config: ModelConfig, batch: int) -> int:
-    """The words that the first rank receives in a step's products."""
+    """The words that the first rank receives in the products of a micro-batch, forward and backward."""
     rows, h, f = batch * config.sequence, config.hidden, config.ffn_dim
     stream, inner = plan.residual, plan.after_linear(plan.residual)
     kv, gates = 2 * config.num_kv_heads * h // config.heads, 2 if config.architecture.activation == "swiglu" else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,6 +14,7 @@ from summa3d.errors import GridError
 from summa3d.nn.choose import choose
 from summa3d.train import config as configuration
 from summa3d.train import toml
+from summa3d.train.dry_run import predict
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -50,9 +52,22 @@ def test_a_key_a_table_and_a_file_are_shown(capsys: pytest.CaptureFixture[str]) 
     assert "The nearest is 'train.learning_rate'" in capsys.readouterr().err
 
 
+def _fewest(config: configuration.Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
+    found = choose(config.model, config.train.micro_batch, ranks, schemes, config.regather, config.vectors)
+    return found.scheme, found.grid
+
+
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.wide), pytest.param(12, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("name", configuration.shipped())
+def test_a_shipped_configuration_can_be_taken_dry_on_the_grid_that_is_chosen(name: str, ranks: int) -> None:
+    """A few of its layers: the others are equal."""
+    config = configuration.load_for(ranks, name, ["model.layers=1"], _fewest)
+    found = predict(config, ranks_per_node=ranks)
+    assert found["ranks"] == ranks and found["words"] and found["bytes"]["peak"] > found["bytes"]["parameters"]
+
+
 @pytest.mark.parametrize("name", configuration.shipped())
 def test_a_shipped_configuration_has_grids_of_many_numbers_of_ranks(name: str) -> None:
-    """The dry run of one of them, and training, are in test_train.py."""
     config = configuration.load(name)
     fits = []
     for ranks in (1, 2, 3, 4, 6, 8, 12, 16):
