@@ -99,6 +99,7 @@ EXTRAS = {
 }
 """Package that the core goes without → the extra that installs it."""
 USAGE_STATUS = 2
+COMPLETION_VARIABLE = "_ARGCOMPLETE"  # set by the shell's hook
 RANK_0_SECONDS = 1.0  # seconds that other ranks wait for rank 0 to print, where MPI cannot order them
 
 
@@ -138,6 +139,8 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the process's exit status."""
+    if COMPLETION_VARIABLE in os.environ:
+        _complete()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
@@ -161,6 +164,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
     return _run(name, arguments[1:])
+
+
+def _complete() -> None:
+    """Answer the shell that asks, through argcomplete, how the line goes on; does not return."""
+    import argcomplete
+
+    parser = argparse.ArgumentParser(prog="summa3d")
+    commands = parser.add_subparsers()
+    for name, what in COMMANDS.items():
+        importlib.import_module(f".{name}", __package__).add_arguments(commands.add_parser(name, help=what))
+    argcomplete.autocomplete(parser)
 
 
 def _run(name: str, arguments: list[str]) -> int:

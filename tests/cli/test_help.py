@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import jobs
@@ -98,3 +100,12 @@ def test_without_an_mpi_library_a_command_says_what_installs_it() -> None:
     )
     assert ended.status == 1 and ended.stderr.startswith("LaunchError: mpi4py cannot load an MPI library: ")
     assert "pip install 'summa3d[mpi]'" in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(("line", "words"), [("summa3d tr", {"train "}), ("summa3d train --dry", {"--dry-run "})])
+def test_a_shell_can_ask_how_a_line_goes_on(line: str, words: set[str]) -> None:
+    pytest.importorskip("argcomplete")
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SHELL": "bash"}
+    answer = f"{sys.executable} -m summa3d 8>&1 9>/dev/null"
+    done = subprocess.run(["bash", "-c", answer], capture_output=True, text=True, env=jobs.environment(asked), timeout=60)
+    assert set(done.stdout.split("\v")) == words, done.stderr
