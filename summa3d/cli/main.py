@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 COMMANDS = {
-    "launch": "Start a command on several MPI ranks of this machine.",
+    "launch": "Start a command, or a Python program, on several MPI ranks of this machine.",
     "gemm": "Multiply two distributed matrices; report time, words moved and error.",
     "train": "Train a transformer from a configuration.",
     "generate": "Continue a prompt with a trained model.",
