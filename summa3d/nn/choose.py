@@ -58,7 +58,7 @@ def choose(
     and backward; the small messages of norms, losses and the optimizer are left out. Moves nothing, and returns the same on
     every rank. Raises GridError, naming numbers of ranks that would do, where no grid fits.
 
-    >>> choose(ModelConfig(hidden=64), batch=8, ranks=4).grid
+    >>> choose(ModelConfig(hidden=64), batch=8, ranks=4, regather=False).grid
     {'x': 4, 'y': 1, 'z': 1}
     """
 
