@@ -1,6 +1,5 @@
-# make venv | demo | test | test-all | lint | docs. Needs Python >= 3.10 with venv and pip, and a C compiler; the first call installs
-# into .venv.
-# make test MPI=system runs the communication and command-line tests on the machine's own MPI, in .venv-system.
+# `make` lists the targets. Needs Python >= 3.10 with venv and pip, and a C compiler; the first call installs into .venv: what the
+# library needs, and for tests and lint the tools as well.
 # setup.py lists the dependencies, constraints.txt the versions that are tested.
 
 PYTHON ?= python3
@@ -8,31 +7,41 @@ MPI ?= wheel
 
 ifeq ($(MPI),system)
 VENV := .venv-system
-EXTRAS := train,bpe,plot,dev
+EXTRAS := train,bpe,plot
 TESTS := tests/comm tests/cli
 else
 VENV := .venv
-EXTRAS := mpi,mkl,train,bpe,plot,dev
+EXTRAS := mpi,mkl,train,bpe,plot
 TESTS := tests
 endif
 
-STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet -c constraints.txt
 SYSTEM_MPI = $(PYTHON) -c 'import ctypes.util, shutil, sys; sys.exit(not (shutil.which("mpirun") and ctypes.util.find_library("mpi")))'
 
-.PHONY: venv demo test test-all lint docs
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-all lint docs
 
-venv: $(STAMP)
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  make test MPI=system runs the tests of communication and command line on this machine's own MPI, in .venv-system"
+
+venv: $(VENV)/.tools  ## install library, tests and linters into .venv: minutes, once; 2 GB, or 5 GB where pip takes torch with CUDA
 	@:
 
-$(STAMP): setup.py constraints.txt
+$(VENV)/.installed: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "summa3d needs Python 3.10 or newer; name one with PYTHON=…")'
-	@echo "installing summa3d[$(EXTRAS)] into $(VENV) (this takes some minutes, once)"
+	@echo "installing summa3d[$(EXTRAS)] into $(VENV): some minutes, once; 2 GB, or 5 GB where pip takes torch with CUDA"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(INSTALL) -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: venv
+$(VENV)/.tools: $(VENV)/.installed
+	@echo "installing the tools of tests and linters into $(VENV)"
+	@$(INSTALL) -e '.[$(EXTRAS),dev]'
+	@touch $@
+
+demo: $(VENV)/.installed  ## train a byte-level GPT on 8 CPU ranks: minutes
 	$(BIN)/summa3d launch -n 8 train demo --run runs/demo --overwrite \
 	    --set scheme=cuboid --set grid.x=2 --set grid.y=2 --set grid.z=2
 
@@ -46,15 +55,14 @@ system-test: venv
 	$(BIN)/python -m summa3d doctor
 	$(BIN)/python -m pytest $(TESTS)
 else
-test: venv
+test: venv  ## run every test, at every world size
 	$(BIN)/python -m pytest $(TESTS)
 endif
 
-# Run all cases of every sweep, where `make test` covers pairs of parameters only, and start a new Python for every rank.
-test-all: venv
+test-all: venv  ## run every combination of every sweep as well, and start a Python for every rank
 	$(BIN)/python -m pytest $(TESTS) -m "" --fresh-ranks
 
-lint: venv
+lint: venv  ## run ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -67,5 +75,5 @@ $(DOCS)/.installed: setup.py constraints.txt
 	@$(DOCS)/bin/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
-docs: $(DOCS)/.installed
+docs: $(DOCS)/.installed  ## build the documentation into site/
 	$(DOCS)/bin/zensical build --clean --strict

@@ -20,9 +20,10 @@ MPI = ["mpich>=4.2"]
 MKL = ["mkl>=2024.0; platform_machine == 'x86_64' and sys_platform == 'linux'"]
 BF16 = ["ml_dtypes>=0.5"]  # the dtype bfloat16 for arrays of numpy and CuPy
 # The tests compare imported and exported models with those of transformers; the library reads and writes the files without it.
-TEST = [*BF16, "pytest>=8.2", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
+TEST = [*BF16, "pytest>=8.2", "pytest-mpi>=0.6", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
 DOCS = ["zensical>=0.0.73", "mkdocstrings-python>=2.0"]  # `make docs`
-DEV = [*TEST, "mypy>=1.10", "ruff>=0.6"]
+COMPLETION = ["argcomplete>=3.5"]  # of the command line, in a shell
+DEV = [*TEST, *COMPLETION, "mypy>=1.10", "ruff>=0.6"]
 
 kernels = ["summa3d.kernels"] + [f"summa3d.kernels.{name}" for name in find_packages("kernels")]
 
@@ -61,6 +62,7 @@ setup(
         "gpu": ["cupy-cuda13x>=14", *BF16],
         "bf16": BF16,
         "plot": PLOT,
+        "completion": COMPLETION,
         "test": TEST,
         "dev": DEV,
         "docs": DOCS,

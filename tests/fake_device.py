@@ -66,7 +66,7 @@ class Stream:
 class Device:
     """The backend of one rank. `calls` lists NCCL's calls and the copies, in the order in which they were queued.
 
-    `words` counts what NCCL's calls bring this rank by DESIGN §1, from their own arguments.
+    `words` counts what NCCL's calls bring this rank as a ledger would, from their own arguments.
     `takes` says how many milliseconds a call takes on its stream's clock, by its name and size: nothing takes any by default.
     """
 

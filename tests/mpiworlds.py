@@ -8,9 +8,11 @@ A pytest has one of four roles.
 *rank*     a fork of a server, or (``--fresh-ranks``, and where forks cannot be) a pytest that mpiexec itself starts: runs the
            tests of its world, writes its reports to a file.
 *guest*    ``mpiexec -n N python -m pytest --with-mpi``, started by a user: tests of up to N ranks run on the first ones,
-           larger ones are skipped; rank 0 reports, the others speak only of failures, at once.
+           larger ones are skipped; rank 0 reports, the others speak only of failures, at once. A rank whose test failed ends
+           the job where the others do not leave that test too.
 
-A test asks for the fixture ``comm``, a communicator of exactly its world size.
+A test asks for the fixture ``comm``, a communicator of exactly its world size. The plugin pytest-mpi may be installed: marker
+and option have the same names, and in every role pytest-mpi is told that this plugin brings the ranks.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ FOLDER_VARIABLE = "MPIWORLDS_FOLDER"  # set by the parent for the ranks it start
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 DEFAULT_TIMEOUT = 100.0
 SERIAL_TIMEOUT = 900.0  # of a test without MPI that a process of its own runs
+GUEST_GRACE = 10.0  # seconds that the other ranks of a guest may stay in a test after one has failed in it
 BACKSTOP = 60.0  # seconds after a test's timeout at which a rank ends itself: only where the parent has died
 
 
@@ -62,6 +65,12 @@ def pytest_configure(config: pytest.Config) -> None:
         from mpiworlds_parent import Parent
 
         config.pluginmanager.register(Parent(config), "mpiworlds-parent")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config) -> None:
+    """Tell pytest-mpi that tests with the marker have their ranks: it would skip them."""
+    config.option.with_mpi = not config.getoption("only_mpi", False)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -230,7 +239,13 @@ class Guest:
     """One rank under the user's own mpiexec. Only rank 0 keeps pytest's terminal; any rank prints its failures at once."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.rank = launched_rank() or 0
+        from summa3d.cli.main import start_mpi
+
+        start_mpi()  # ranks that outnumber the cores yield while they wait; a launcher of another MPI is an error
+        from mpi4py import MPI
+
+        self.world = MPI.COMM_WORLD.Dup()  # nothing that a failed test left in flight is in the way
+        self.rank = self.world.rank
         self.stderr = os.dup(2)  # the real one: pytest captures the descriptor while a test runs
         if self.rank != 0:
             config.option.basetemp = tempfile.mkdtemp(prefix=f"mpiworlds-rank{self.rank}-")
@@ -255,3 +270,16 @@ class Guest:
         if report.failed:
             text = f"\n--- rank {self.rank}: {report.nodeid} ({report.when}) failed\n{report.longreprtext}\n"
             os.write(self.stderr, text.encode(errors="replace"))
+        if "mpi" in report.keywords and (report.when == "call" or (report.when == "setup" and not report.passed)):
+            self.leave(report)
+
+    def leave(self, report: pytest.TestReport) -> None:
+        """Wait until every rank has left the test; where it failed here and others stay in it, end the job on all ranks."""
+        request, patience = self.world.Ibarrier(), GUEST_GRACE if report.failed else float("inf")
+        began = time.monotonic()
+        while not request.Test():
+            if time.monotonic() - began > patience:
+                text = f"--- rank {self.rank}: {patience:g} s later, other ranks are still in {report.nodeid}. The job ends.\n"
+                os.write(self.stderr, text.encode())
+                self.world.Abort(1)
+            time.sleep(0.001)

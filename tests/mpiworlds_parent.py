@@ -273,7 +273,9 @@ class Lanes:
             if why is None:
                 return
             stacks = world.stacks() if why else {}
-            self.reports[item.nodeid] = [_merged(item, world, phase, why, stacks) for phase in PHASES]
+            told = {report["when"] for log in world.logs for report in log.reports.get(item.nodeid, [])}
+            phases = [phase for phase in PHASES if phase in told or (why and phase == "call")]
+            self.reports[item.nodeid] = [_merged(item, world, phase, why, stacks) for phase in phases]
             world.release()
             if why:
                 self.running.remove(world)
@@ -395,6 +397,8 @@ def _rank_options(config: pytest.Config) -> Iterable[str]:
     yield from ("--rootdir", str(config.rootpath), "--import-mode", config.getoption("importmode"))
     if config.inipath is not None:
         yield from ("-c", str(config.inipath))
+    if config.getoption("only_mpi", False):  # an option of pytest-mpi
+        yield "--only-mpi"
 
 
 def _is_rank_of(pid: int, mark: str) -> bool:

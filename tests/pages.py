@@ -30,7 +30,8 @@ EXAMPLES = {"product.py", "script.py"}
 MADE = ("bench/build/", "checkpoints/", "runs/", "site/")
 """Folders that commands make."""
 NAME = re.compile(r"(?:summa3d|comm|layout|gemm|autograd|nn|dry)(?:\.\w+)+")
-OTHERS = ("module", "git", "cp", "cd", "df", "ls", "rm", "apptainer", "spack", "conda", "pip", "pre-commit", ".", "source")
+OTHERS = ("module", "git", "cp", "cd", "df", "ls", "rm", "apptainer", "spack", "conda", "pip", "pre-commit")
+BUILTINS = (".", "source", "export")
 """Programs whose options are theirs to check."""
 
 
@@ -153,18 +154,24 @@ def check_command(words: list[str], where: Block) -> None:
             files = [word for word in arguments if re.search(r"/\w+\.(py|sh)$", word)]
             assert all((ROOT / file).exists() for file in files), f"{where}: {arguments}"
     else:
-        assert program in OTHERS, f"{where}: no rule for {program}"
+        assert program in (*OTHERS, *BUILTINS), f"{where}: no rule for {program}"
 
 
 def check_summa3d(arguments: list[str]) -> None:
     """Parse the arguments of `summa3d`; those of what `launch` starts too. SystemExit where an option does not exist."""
+    arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments
     name, rest = arguments[0], arguments[1:]
+    if name == "help":
+        assert rest[0] in COMMANDS, rest
+        return
     assert name in COMMANDS, name
     parser = Parser(prog=f"summa3d {name}")
     importlib.import_module(f"summa3d.cli.{name}").add_arguments(parser)
     parsed = parser.parse_args(rest)
-    if name == "launch":
+    if name == "launch" and parsed.arguments[:1] and not parsed.arguments[0].endswith(".py"):
         check_summa3d(parsed.arguments)
+    elif name == "launch":
+        assert parsed.module or parsed.arguments[0] in EXAMPLES or (ROOT / parsed.arguments[0]).exists(), arguments
     if name == "train":
         from summa3d.train.config import load
 

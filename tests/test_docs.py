@@ -27,3 +27,8 @@ def test_the_page_of_models_is_what_the_models_are():
 def test_the_picture_of_the_grid_is_what_the_layouts_are():
     script = runpy.run_path(str(DOCS / "picture.py"))
     assert script["page"]() == (DOCS / "grid.svg").read_text(encoding="utf-8"), "run: python docs/picture.py > docs/grid.svg"
+
+
+def test_the_page_of_keys_is_what_the_configuration_is():
+    script = runpy.run_path(str(DOCS / "config.py"))
+    assert script["page"]() == (DOCS / "config.md").read_text(encoding="utf-8"), "run: python docs/config.py > docs/config.md"

@@ -169,11 +169,25 @@ def test_an_mpi_error_is_an_exception(report: str) -> None:
     assert "invalid rank" in section(report, "test_mpi_error").lower()
 
 
-def test_worlds_and_keywords_select(tmp_path: Path) -> None:
+@pytest.fixture(params=["with", "without"])
+def beside(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Options of a pytest with pytest-mpi, whose marker and option have the same names, and without it."""
+    pytest.importorskip("pytest_mpi")
+    return () if request.param == "with" else ("-p", "no:pytest_mpi")
+
+
+def test_worlds_and_keywords_select(tmp_path: Path, beside: tuple[str, ...]) -> None:
     (tmp_path / "test_bad.py").write_text(BAD)
-    output, status = run_pytest(tmp_path, "--worlds", "1", "-k", "good_first", "-v")
+    output, status = run_pytest(tmp_path, *beside, "--worlds", "1", "-k", "good_first", "-v")
     assert status == 0, output
     assert "test_good_first[w1] PASSED" in output and "1 passed" in output, output
+
+
+def test_only_mpi_leaves_out_tests_that_use_none(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_mpi")
+    (tmp_path / "test_bad.py").write_text(BAD)
+    output, status = run_pytest(tmp_path, "--worlds", "1", "-k", "good_first or serial", "--only-mpi", "-rs")
+    assert status == 0 and "1 passed, 1 skipped" in output and "test does not use mpi" in output, output
 
 
 def test_it_leaves_no_shared_memory_behind(tmp_path: Path) -> None:
@@ -202,9 +216,9 @@ def oversubscribed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("oversubscribed")
-def test_a_users_own_mpiexec_runs_what_fits_and_reports_other_ranks_failures(tmp_path: Path) -> None:
+def test_a_users_own_mpiexec_runs_what_fits_and_reports_other_ranks_failures(tmp_path: Path, beside: tuple[str, ...]) -> None:
     (tmp_path / "test_bad.py").write_text(BAD)
-    output, status = run_pytest(tmp_path, "--with-mpi", "-k", "good or one_rank or serial", launcher=guest_launcher(5))
+    output, status = run_pytest(tmp_path, *beside, "--with-mpi", "-k", "good or one_rank or serial", launcher=guest_launcher(5))
     assert status != 0
     assert output.count("test session starts") == 1, output
     assert "--- rank 1: test_bad.py::test_one_rank_fails[w4] (call) failed" in output, output
@@ -219,3 +233,15 @@ def test_a_deadlock_under_a_users_own_mpiexec_ends_with_stacks(tmp_path: Path) -
     assert status != 0
     assert time.monotonic() - began < 30
     assert output.count("test_deadlock[w4] has not finished for 3 s") == 4, output
+
+
+@pytest.mark.usefixtures("oversubscribed")
+def test_a_rank_that_leaves_a_test_alone_ends_a_users_own_mpiexec(tmp_path: Path) -> None:
+    """Long before the test's timeout of 30 s: the others wait in a barrier for the rank whose test has failed."""
+    (tmp_path / "test_bad.py").write_text(BAD)
+    began = time.monotonic()
+    output, status = run_pytest(tmp_path, "--with-mpi", "-k", "good_first or raises or good_last", launcher=guest_launcher(5))
+    assert status != 0
+    assert time.monotonic() - began < 30
+    assert "ValueError: left early" in output, output
+    assert "--- rank 2: 10 s later, other ranks are still in test_bad.py::test_raises_before_barrier[w4]." in output, output

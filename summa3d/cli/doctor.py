@@ -197,7 +197,17 @@ def _warnings(runtime: Runtime | None) -> list[str]:
         for name in BLAS_OVERRIDES
         if name in os.environ
     ]
-    return found + _shm_warnings() + (_shadow_warnings(runtime) if runtime else [])
+    return found + _load_warnings() + _shm_warnings() + (_shadow_warnings(runtime) if runtime else [])
+
+
+def _load_warnings() -> list[str]:
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= cores:
+        return []
+    return [
+        f"the load is {load:.1f} on {cores} core{'s' if cores > 1 else ''}: other work shares them, and times will vary. "
+        "OMP_NUM_THREADS=1 keeps a rank from waiting for threads that have no core"
+    ]
 
 
 def _shm_warnings(folder: str = "/dev/shm") -> list[str]:

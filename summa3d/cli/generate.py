@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..comm.arrays import DEVICES
 from ..errors import ConfigError
+from .train import one_thread_if_small
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     device = None if args.device is None else open_device(args.device, MPI.COMM_WORLD)
     model, plan, config, tokenizer = load(args.run, MPI.COMM_WORLD, device)
+    one_thread_if_small(config.model, config.model.sequence)
     began = time.perf_counter()
     text = sample(model, plan, config.model, tokenizer, args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
     seconds = time.perf_counter() - began

@@ -1,6 +1,6 @@
 """`summa3d launch -n N ARGS…`: replaces itself by the launcher of this interpreter's MPI, which runs `summa3d ARGS…` N times.
 
-This process loads no MPI library.
+It also starts Python scripts (`launch -n N script.py`) and modules (`launch -n N -m module`). This process loads no MPI library.
 """
 
 from __future__ import annotations
@@ -9,16 +9,26 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from ..errors import LaunchError
 from ..launch.runtime import find_launcher, loaded_runtime, rank_environment, usable_cores
+from .main import COMMANDS, unknown_command
+
+SCRIPT = "summa3d.launch.script"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d launch` to `parser`."""
     parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="Start this many ranks.")
     parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGS…", help="Run this command on every rank, for example: train demo."
+        "-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE", help="Run this Python module on every rank."
+    )
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS…",
+        help="Run this command of summa3d on every rank, for example: train demo; or a Python script: script.py.",
     )
 
 
@@ -42,15 +52,29 @@ def mpi_command(
     return command, {**environ, **settings}, f"{account}, {words}" if words else account
 
 
-def run(args: argparse.Namespace) -> int:
-    """Replace this process by the launcher; never returns. Raises LaunchError where the launcher cannot be started."""
-    arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
-    if args.ranks < 1 or not arguments:
+def program(args: argparse.Namespace) -> list[str]:
+    """The arguments of every rank's Python: a command of summa3d, or a script or module as `python -m mpi4py` runs it.
+
+    Raises LaunchError for a word that is neither a command nor a file.
+    """
+    words = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
+    if args.ranks < 1 or not (words or args.module):
         raise LaunchError(
-            f"launch needs at least one rank and a command; got -n {args.ranks} and {' '.join(arguments) or 'no command'}.\n"
+            f"launch needs at least one rank and a command; got -n {args.ranks} and {' '.join(words) or 'no command'}.\n"
             "  For example: summa3d launch -n 8 train demo"
         )
-    command, environment, account = mpi_command(args.ranks, ["-m", "summa3d", *arguments])
+    if args.module:
+        return ["-m", SCRIPT, "-m", *args.module]
+    if words[0] in COMMANDS:
+        return ["-m", "summa3d", *words]
+    if not Path(words[0]).is_file():
+        raise LaunchError(f"{unknown_command(words[0])} Nor is there a script of this path.")
+    return ["-m", SCRIPT, *words]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replace this process by the launcher; never returns. Raises LaunchError where the launcher cannot be started."""
+    command, environment, account = mpi_command(args.ranks, program(args))
     print(f"summa3d launch: {account}", file=sys.stderr, flush=True)
     try:
         os.execvpe(command[0], command, environment)

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, NoReturn
 from ..errors import CapacityError, ConfigError, LaunchError, Summa3dError
 from ..launch.runtime import (
     LIKE_OPEN_MPI,
-    THREAD_VARIABLES,
     VENDOR_NAMES,
     launched_as,
+    let_idle_threads_sleep,
+    no_library,
+    share_threads,
     take_core,
     usable_cores,
     vendor_of,
@@ -32,22 +34,94 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 COMMANDS = {
-    "launch": "Start a command on several MPI ranks of this machine.",
+    "launch": "Start a command, or a Python program, on several MPI ranks of this machine.",
     "gemm": "Multiply two distributed matrices; report time, words moved and error.",
     "train": "Train a transformer from a configuration.",
     "generate": "Continue a prompt with a trained model.",
+    "config": "Show the keys of a configuration: type, default and meaning; or write a configuration file.",
     "checkpoint": "Show what a checkpoint holds; import and export Transformers folders.",
     "bench": "Benchmark products and transformer blocks: algorithms and schemes side by side, strong and weak scaling.",
     "report": "Show tables and plots of the results of bench.",
     "doctor": "Report what this installation uses, and warn of what may fail or be slow.",
 }
-WITHOUT_MPI = ("launch", "report", "doctor")
+WITHOUT_MPI = ("launch", "config", "report", "doctor")
+EXAMPLES = {
+    "launch": (
+        "summa3d launch -n 4 train demo",
+        "summa3d launch -n 8 gemm --m 2048 --n 2048 --k 2048",
+        "summa3d launch -n 8 examples/product.py",
+        "summa3d launch -n 2 -m pytest --with-mpi tests/comm",
+    ),
+    "gemm": (
+        "summa3d launch -n 8 gemm --m 2048 --n 2048 --k 2048 --check",
+        "summa3d launch -n 4 gemm --m 900 --n 700 --k 800 --algorithm summa --grid x=2,y=2 --panel 128",
+    ),
+    "train": (
+        "summa3d launch -n 4 train demo",
+        "summa3d launch -n 4 train demo --run runs/demo --resume --set train.steps=600",
+        "summa3d launch -n 4 train llama-tiny --set scheme=summa --set grid.x=2 --set grid.y=2",
+        "summa3d train gpt2-small --dry-run --ranks 64",
+    ),
+    "generate": ('summa3d generate runs/demo --prompt "class " --tokens 200 --seed 1',),
+    "config": (
+        "summa3d config",
+        "summa3d config train.learning_rate",
+        "summa3d config llama-tiny > mine.toml",
+    ),
+    "checkpoint": (
+        "summa3d checkpoint inspect runs/demo",
+        "summa3d checkpoint import FOLDER runs/gpt2",
+        "summa3d checkpoint export runs/demo OUT",
+    ),
+    "bench": (
+        "summa3d launch -n 8 bench gemm --m 1024 --n 1024 --k 1024 --algorithm all",
+        "summa3d launch -n 8 bench strong --m 2048 --n 2048 --k 2048 --json strong.json",
+        "summa3d launch -n 8 bench block --scheme cuboid:2,2,2 --scheme oned",
+    ),
+    "report": ("summa3d report strong.json weak.json",),
+    "doctor": ("summa3d doctor", "summa3d doctor --json"),
+}
+VARIABLES = {
+    "SUMMA3D_DEVICE": "cpu or cuda: where gemm, train, generate and bench compute",
+    "SUMMA3D_TRANSPORT": "auto, nccl, cuda-aware or pinned: what carries device arrays",
+    "SUMMA3D_NODE_MEMORY": "no: leave communication inside a node to MPI",
+    "SUMMA3D_BLAS": "numpy, mkl or a file: the BLAS for numpy's blocks",
+    "SUMMA3D_BIND": "no: do not bind ranks that outnumber the cores to one core each",
+    "SUMMA3D_MPIEXEC": "a launcher, arguments too: what `summa3d launch` starts",
+    "OMP_NUM_THREADS": "threads of a rank; by default ranks share the cores of their node",
+    "OMP_WAIT_POLICY": "active: idle threads spin; by default they sleep",
+}
+EXTRAS = {
+    **dict.fromkeys(("torch", "safetensors", "rich", "tomli", "tomli_w"), "train"),
+    "tokenizers": "bpe",
+    "matplotlib": "plot",
+    "ml_dtypes": "bf16",
+    "cupy": "gpu",
+}
+"""Package that the core goes without → the extra that installs it."""
 USAGE_STATUS = 2
+COMPLETION_VARIABLE = "_ARGCOMPLETE"  # set by the shell's hook
 RANK_0_SECONDS = 1.0  # seconds that other ranks wait for rank 0 to print, where MPI cannot order them
+
+
+class Formatter(argparse.HelpFormatter):
+    """Help with the default of every option, and examples on lines of their own."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        says = action.default in (None, False, argparse.SUPPRESS) or action.default == [] or "default" in text.lower()
+        return text if says else f"{text} The default is %(default)s."
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that prints on rank 0 only. All ranks parse the same arguments, and so exit alike."""
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        self.formatter_class = Formatter
+        return super()._get_formatter()
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         if _rank() == 0:
@@ -66,10 +140,15 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the process's exit status."""
+    if COMPLETION_VARIABLE in os.environ:
+        _complete()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     name = arguments[0] if arguments else ""
     if name not in COMMANDS:
         return _without_command(name)
+    let_idle_threads_sleep()
     if name in WITHOUT_MPI:
         try:
             return _run(name, arguments[1:])
@@ -77,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
     try:
-        start_mpi()
+        start_mpi(most_threads=1 if name == "checkpoint" or "--dry-run" in arguments else None)
     except (ConfigError, LaunchError) as error:
         launched = launched_as()
         if launched is not None and launched[1] != 0:
@@ -88,12 +167,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(name, arguments[1:])
 
 
+def _complete() -> None:
+    """Answer the shell that asks, through argcomplete, how the line goes on; does not return."""
+    import argcomplete
+
+    parser = argparse.ArgumentParser(prog="summa3d")
+    commands = parser.add_subparsers()
+    for name, what in COMMANDS.items():
+        importlib.import_module(f".{name}", __package__).add_arguments(commands.add_parser(name, help=what))
+    argcomplete.autocomplete(parser)
+
+
 def _run(name: str, arguments: list[str]) -> int:
-    module = importlib.import_module(f".{name}", __package__)
-    parser = Parser(prog=f"summa3d {name}", description=COMMANDS[name])
-    module.add_arguments(parser)
-    parsed = parser.parse_args(arguments)
     try:
+        module = importlib.import_module(f".{name}", __package__)
+        parsed = parser_of(name).parse_args(arguments)
         status: int = module.run(parsed)
     except SystemExit as request:
         if name not in WITHOUT_MPI:
@@ -101,6 +189,15 @@ def _run(name: str, arguments: list[str]) -> int:
 
             end_job(request.code if isinstance(request.code, int) else int(request.code is not None))
         raise
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        extra = EXTRAS[package]
+        raise ConfigError(
+            f"summa3d {name} needs {package}, which is not installed: pip install 'summa3d[{extra}]' "
+            f"(in a checkout: pip install -e '.[{extra}]')."
+        ) from error
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
@@ -108,6 +205,14 @@ def _run(name: str, arguments: list[str]) -> int:
         reason = next(iter(str(error).splitlines()), "the size of the allocation is unknown")
         raise CapacityError(f"rank {_rank()} ran out of memory: {reason}{hint}") from error
     return status
+
+
+def parser_of(name: str) -> Parser:
+    """The parser of a command, with its examples."""
+    examples = "examples:\n" + "".join(f"  {line}\n" for line in EXAMPLES.get(name, ()))
+    parser = Parser(prog=f"summa3d {name}", description=COMMANDS[name], epilog=examples)
+    importlib.import_module(f".{name}", __package__).add_arguments(parser)
+    return parser
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -119,37 +224,52 @@ def _without_command(name: str) -> int:
     launched = launched_as()
     if launched is not None and launched[1] != 0:
         time.sleep(RANK_0_SECONDS)
-        return 0 if name in ("-h", "--help", "--version") else USAGE_STATUS
-    if name == "--version":
+        return 0 if name in ("-h", "--help", "-V", "--version") else USAGE_STATUS
+    if name in ("-V", "--version"):
         from .. import __version__
 
         print(f"summa3d {__version__}")
         return 0
     listing = "usage: summa3d COMMAND …\n\n" + "".join(f"  {command:<10} {what}\n" for command, what in COMMANDS.items())
+    listing += "  help       Show the options of a command, with examples: `summa3d help train` or `summa3d train --help`.\n"
+    listing += "\n  -V, --version  Print the version.\n  -h, --help     Print this text.\n"
     if name in ("-h", "--help"):
-        print(listing + "\n`summa3d COMMAND --help` lists a command's options.")
+        variables = "".join(f"  {variable:<20} {what}\n" for variable, what in VARIABLES.items())
+        print(f"{listing}\nenvironment variables:\n{variables}", end="")
         return 0
-    nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-    wrong = f"summa3d: there is no command {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ".") if name else ""
-    print("\n\n".join(filter(None, (wrong, listing.rstrip()))), file=sys.stderr)
+    print("\n\n".join(filter(None, (f"summa3d: {unknown_command(name)}" if name else "", listing.rstrip()))), file=sys.stderr)
     return USAGE_STATUS
 
 
-def start_mpi() -> None:
+def unknown_command(name: str) -> str:
+    """What is said of a word that is no command: the nearest command.
+
+    >>> unknown_command("trian")
+    "there is no command 'trian'; did you mean 'train'?"
+    """
+    nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f"there is no command {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ".")
+
+
+def start_mpi(most_threads: int | None = None) -> None:
     """Initialize MPI, install the abort hook, and share the cores of a node among its ranks; collective over all ranks.
 
     Call it before numpy or torch is imported: numerical libraries read their thread count when they are loaded.
 
-    Raises LaunchError where the launcher belongs to another MPI than the one that mpi4py loads, so that each process would be a
-    job of one rank, and ConfigError for an unknown value of SUMMA3D_BIND.
+    most_threads : the most BLAS threads of a rank, where the user has not set their number
+
+    Raises LaunchError where mpi4py finds no MPI library, and where the launcher belongs to another MPI than the one that mpi4py
+    loads, so that each process would be a job of one rank; ConfigError for an unknown value of SUMMA3D_BIND.
     """
     import mpi4py
 
     forbidden("SUMMA3D_BIND")  # raises an error for an unknown value, on every rank
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = True
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise no_library((str(error).splitlines() or [type(error).__name__])[-1]) from error
     version = MPI.Get_library_version()
     if not MPI.Is_initialized():
         _check_launcher(version, size=None)
@@ -159,7 +279,7 @@ def start_mpi() -> None:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
     _check_launcher(version, size=MPI.COMM_WORLD.size)
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    _share_cores(node)
+    _share_cores(node, most_threads)
     node.Free()
     from ..comm.failure import install_abort_hook
     from ..comm.memory import keep_freed_memory
@@ -197,7 +317,7 @@ def _yield_while_waiting(vendor: str) -> None:
             os.environ.setdefault(name, value)
 
 
-def _share_cores(node: MPI.Comm) -> None:
+def _share_cores(node: MPI.Comm, most_threads: int | None) -> None:
     """Share a node's cores among its ranks: set the number of BLAS threads per rank, unless the user has set it.
 
     Ranks that outnumber the cores are each bound to one core, in turn.
@@ -206,8 +326,8 @@ def _share_cores(node: MPI.Comm) -> None:
     sharing = node.allgather(mine).count(mine)
     if sharing == node.size > len(mine):
         take_core(node.rank)
-    if not any(name in os.environ for name in THREAD_VARIABLES):
-        os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(max(1, len(mine) // sharing))))
+    share = max(1, len(mine) // sharing)
+    share_threads(min(share, most_threads or share))
 
 
 def _rank() -> int:

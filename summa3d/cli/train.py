@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..launch.runtime import threads_are_free
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 if TYPE_CHECKING:
+    from ..nn.config import ModelConfig
     from ..train.config import Config
 
 MEBI = 1 << 20
 CORE_TIME = ("cores", "arithmetic_share", "communication_share", "idle_share", "waited_seconds")
 """The keys of a summary that describe the use of the cores."""
+TEAM_PRODUCT = 1 << 24
+"""m·n·k of a product that is worth a team of threads: about a millisecond of one core."""
 TRACED = (3, 5)
 """The steps that --trace writes by default."""
 
@@ -34,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run",
         type=Path,
         metavar="DIR",
-        help="Write config.toml, metrics.jsonl, checkpoints/ and loss.png to this folder. --dry-run needs none.",
+        help="Write config.toml, metrics.jsonl, checkpoints/ and loss.png to this folder. The default is runs/CONFIG.",
     )
     parser.add_argument(
         "--set",
@@ -50,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run",
         action="store_true",
         help="Report what each rank of the grid would compute, move and hold, without training, on any number of ranks.",
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="Choose a grid of N ranks for --dry-run, where the configuration has none."
     )
     parser.add_argument(
         "--ranks-per-node",
@@ -78,28 +86,49 @@ def run(args: argparse.Namespace) -> int:
 
     if args.resume and args.overwrite:
         raise ConfigError("--resume continues from checkpoints that --overwrite deletes. Give one of them.")
-    if args.run is None and (args.resume or not args.dry_run):
-        raise ConfigError("Name the run's folder: --run DIR. Only --dry-run of a configuration goes without.")
-    if args.config is None and not args.resume:
-        raise ConfigError(
-            "Name a configuration: `summa3d train demo --run DIR`, or a TOML file. Only --resume takes it from the run."
-        )
+    if args.config is None and not (args.resume and args.run):
+        raise ConfigError("Name a configuration: `summa3d train demo`, or a TOML file. Only --resume --run DIR goes without.")
+    if args.ranks is not None and not args.dry_run:
+        raise ConfigError("--ranks is for --dry-run. A run trains on the ranks that were started: summa3d launch -n N train …")
     if args.dry_run and args.trace:
         raise ConfigError("--dry-run takes no steps, and so --trace has none to write. Give one of them.")
     if args.trace_steps and not args.trace:
         raise ConfigError("--trace-steps selects the steps that --trace writes. Give --trace FILE as well.")
-    config = configuration.load(args.config or str(args.run / "config.toml"), args.assignments)
-
+    folder = args.run or Path("runs") / Path(args.config).stem
+    ranks = MPI.COMM_WORLD.size if args.ranks is None else args.ranks
+    configuration.at_least("--ranks", ranks, 1)
+    config = configuration.load_for(ranks, args.config or str(folder / "config.toml"), args.assignments, _choose)
     if args.dry_run:
         return _dry_run(config, args.ranks_per_node, args.json)
     from ..train.loop import Traced, train
 
+    one_thread_if_small(config.model, config.train.micro_batch * config.model.sequence // MPI.COMM_WORLD.size)
     check_trace_arguments(args, MPI.COMM_WORLD)
     traced = None if args.trace is None else Traced(args.trace, *(args.trace_steps or TRACED))
-    summary = train(config, MPI.COMM_WORLD, args.run, args.resume, args.overwrite, traced, ranges_for(args))
+    summary = train(config, MPI.COMM_WORLD, folder, args.resume, args.overwrite, traced, ranges_for(args))
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(summary) if args.json else report(summary), flush=True)
     return 0
+
+
+def one_thread_if_small(model: ModelConfig, rows: int) -> None:
+    """Let torch compute with one thread where no product of `rows` rows keeps a team busy; threads that the user has set stay."""
+    if threads_are_free() and rows * model.hidden * model.ffn_dim < TEAM_PRODUCT:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def _choose(config: Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
+    """The scheme and the grid of the fewest words, said on rank 0's stderr."""
+    from mpi4py import MPI
+
+    from ..nn.choose import choose
+
+    found = choose(config.model, config.train.micro_batch, ranks, schemes, config.regather, config.vectors)
+    if MPI.COMM_WORLD.rank == 0 and ranks > 1:
+        print(f"summa3d train: {found}", file=sys.stderr, flush=True)
+    return found.scheme, found.grid
 
 
 def _dry_run(config: Config, ranks_per_node: int | None, as_json: bool) -> int:

@@ -23,8 +23,8 @@ class Axis:
 
     Arrays are numpy arrays, CuPy arrays or torch tensors; those of a call lie all on the host or all on a device. `sizes` are
     the members' extents along `dim`; without it they are equal. Results are new C-ordered arrays, or `into` where given. On an
-    axis of size 1 every collective returns its input, uncopied, and costs nothing. Words are counted as DESIGN §1 defines
-    them; n is the whole, n_r this rank's part. `into` may lie in the memory of what is sent.
+    axis of size 1 every collective returns its input, uncopied, and costs nothing. Words are elements received, as
+    a bandwidth-optimal collective moves them; n is the whole, n_r this rank's part. `into` may lie in the memory of what is sent.
 
     A call with wrong arguments raises ShapeError before anything is sent, and leaves the axis as it was. After any other error
     in a communication through the node's memory the axis is broken: every later call of every member raises GridError, which

@@ -110,9 +110,10 @@ def _misfit(shape: Mapping[str, int], ranks: int) -> str:
         return sum(abs(log(candidate[name] / max(shape[name], 1))) for name in shape)
 
     fits = sorted(grids_of(ranks, list(shape)), key=distance)[:6]
+    places, plural = prod(shape.values()), "s" if prod(shape.values()) > 1 else ""
     return (
-        f"Grid {describe(shape)} has {prod(shape.values())} places, but there are {ranks} ranks.\n"
-        f"  Start {prod(shape.values())} ranks, or choose a grid of {ranks}: {' · '.join(describe(fit) for fit in fits)}."
+        f"Grid {describe(shape)} has {places} place{plural}, but there are {ranks} ranks.\n"
+        f"  Start {places} rank{plural}, or choose a grid of {ranks}: {' · '.join(describe(fit) for fit in fits)}."
     )
 
 

@@ -19,6 +19,8 @@ from ..node_support import forbidden
 
 MPIEXEC_VARIABLE = "SUMMA3D_MPIEXEC"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+SHARE_VARIABLE = "SUMMA3D_THREADS"  # the value of THREAD_VARIABLES where summa3d has set them, and may lower them
+SPIN_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how long the idle threads of OpenMP spin
 LAUNCHER_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi", "orterun", "prterun", "jsrun")
 JSRUN = ("jsm_pmix/bin", "jsrun")  # folder and name of Spectrum MPI's launcher, whose `--version` names no vendor
 CORES_VARIABLE = "SUMMA3D_CORES"  # the cores of a process that has taken one of them
@@ -109,15 +111,19 @@ def loaded_runtime() -> Runtime:
     """
     child = subprocess.run([sys.executable, "-c", PROBE], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if child.returncode != 0:
-        reason = child.stderr.strip().splitlines()[-1:] or [f"exit status {child.returncode}"]
-        raise LaunchError(
-            f"mpi4py cannot load an MPI library: {reason[0]}\n"
-            "  Install one into this environment (pip install 'summa3d[mpi]'), load your cluster's MPI module,\n"
-            "  or point MPI4PY_LIBMPI at its libmpi.so."
-        )
+        raise no_library((child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1])
     facts = json.loads(child.stdout.splitlines()[-1])
     libraries = [Path(file) for file in facts["files"] if re.match(r"lib(mpi|mpich|mpi_ibm)\b[^/]*\.so", Path(file).name)]
     return Runtime(vendor_of(facts["version"]), version_of(facts["version"]), libraries[0] if libraries else None)
+
+
+def no_library(reason: str) -> LaunchError:
+    """The error where mpi4py finds no MPI library."""
+    return LaunchError(
+        f"mpi4py cannot load an MPI library: {reason}\n"
+        "  Install one into this environment (pip install 'summa3d[mpi]'; in a checkout: pip install -e '.[mpi]'), load your\n"
+        "  cluster's MPI module, or point MPI4PY_LIBMPI at its libmpi.so."
+    )
 
 
 def find_launcher(runtime: Runtime, environ: Mapping[str, str] = os.environ) -> Launcher:
@@ -213,6 +219,28 @@ def on_all_cores() -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+def threads_are_free(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user has left the number of BLAS threads to summa3d, which may have set it already."""
+    found = {environ.get(name) for name in THREAD_VARIABLES}
+    return found == {None} or found == {environ.get(SHARE_VARIABLE)}
+
+
+def share_threads(share: int) -> None:
+    """Set the number of BLAS threads of this process, unless the user has set it."""
+    if threads_are_free():
+        os.environ.update(dict.fromkeys((*THREAD_VARIABLES, SHARE_VARIABLE), str(share)))
+
+
+def let_idle_threads_sleep() -> None:
+    """Let OpenMP's idle threads sleep at once, where the user has not said how long they spin; before torch is loaded.
+
+    A thread that spins for one whose core is taken by other work keeps both waiting: one rank of a small model took 50 times as
+    long with two threads as with one on a machine of load 20.
+    """
+    if not any(name in os.environ for name in SPIN_VARIABLES):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def shared_memory_free(folder: str = "/dev/shm") -> int:
     """The free bytes of a shared-memory folder; 0 where the folder does not exist."""
     return shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
@@ -230,9 +258,9 @@ def rank_environment(vendor: str, ranks: int, cores: int, environ: Mapping[str, 
     """
     settings: dict[str, str] = {}
     words = []
-    if not any(name in environ for name in THREAD_VARIABLES):
+    if threads_are_free(environ):
         share = max(1, cores // ranks)
-        settings |= dict.fromkeys(THREAD_VARIABLES, str(share))
+        settings |= dict.fromkeys((*THREAD_VARIABLES, SHARE_VARIABLE), str(share))
         words.append(f"{share} BLAS thread{'s' if share > 1 else ''} per rank")
     if vendor in LIKE_OPEN_MPI:
         settings |= _openmpi_settings(ranks > cores)

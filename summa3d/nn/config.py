@@ -47,11 +47,14 @@ ABOVE_ZERO = ("norm_eps", "rotary_base", "rotary_factor", "rotary_low", "rotary_
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a transformer, in the symbols of DESIGN §1: l layers, h hidden, a heads, f ffn, s sequence, v vocabulary.
+    """The sizes of a transformer, l layers, h hidden, a heads, f ffn, s sequence, v vocabulary.
 
     Parameters
     ----------
     family : "gpt2", "bert", "llama" or "vit"
+    layers : the number of transformer blocks
+    hidden : the width of the residual stream
+    heads : the number of attention heads, which divides `hidden`
     sequence : the longest sequence; for vit always 1 + the number of patches
     vocabulary : the number of token ids; not read by vit
     kv_heads : the number of heads of k and v, each shared by heads / kv_heads query heads (llama); default `heads`
@@ -65,6 +68,7 @@ class ModelConfig:
     rotary_scaling : "default"; "linear", which divides all angles by rotary_factor; or "llama3", which divides the angles of
         pairs that turn less than rotary_low times in rotary_context positions, leaves those of pairs that turn more than
         rotary_high times, and blends in between
+    rotary_factor, rotary_low, rotary_high, rotary_context : of rotary_scaling; each scaling needs its own
     image, patch, channels, classes : the sides of vit's square images and patches in pixels, the number of colour channels and
         of classes; default 32, 4, 3, 10
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import inf, isfinite
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ else:
     import tomli as tomllib
 
 SCHEMES = tuple(SCHEME_SPECS)
+CHOSEN = ("", "grid", "scheme and grid")
 RECOMPUTE = ("none", "selective", "full")
 SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
 """Model families that can be trained on text → the number of special tokens that follow the tokenizer's own."""
+SIZES = {"grid.x", "grid.y", "grid.z", "grid.d"}
 NAMED_CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -34,8 +36,13 @@ NAMED_CONFIGS = Path(__file__).parent / "configs"
 class GridConfig:
     """The table `grid`: sizes of the grid axes.
 
-    `order` lists the axes in rank order, fastest first. `tile` gives the sizes of the sub-grid that one node holds. The schemes
-    oned and oned-sp use the axis y; summa uses x and y; tesseract x, y and d; cuboid and cuboid-sequence x, y and z.
+    The schemes oned and oned-sp use the axis y; summa uses x and y; tesseract x, y and d; cuboid and cuboid-sequence x, y and z.
+
+    Attributes
+    ----------
+    x, y, z, d : sizes of the axes, whose product is the number of ranks; without any, `summa3d train` chooses them
+    order : the axes in rank order, fastest first
+    tile : sizes of the sub-grid that one node holds, as {x = 2, y = 2}
 
     >>> GridConfig(x=2, z=4).axes
     {'x': 2, 'y': 1, 'z': 4}
@@ -67,10 +74,13 @@ class TrainConfig:
 
     Attributes
     ----------
+    steps : optimizer steps of the whole run
     batch : rows (sequences) of one optimizer step on the whole grid
     accumulate : micro-batches of equal size that `batch` is divided into
+    seed : of weights, batches and dropout masks
     learning_rate, warmup, decay_to : the rate rises linearly to `learning_rate` over `warmup` steps, then falls along half a
         cosine to decay_to · learning_rate
+    weight_decay, betas, epsilon : of AdamW; vectors (γ, β, biases) do not decay
     clip : largest global gradient norm; 0 turns clipping off
     evaluate_every, checkpoint_every : periods in steps; with 0, only the last step is evaluated or saved
     evaluate_batches : held-out batches of one evaluation
@@ -130,8 +140,13 @@ class TrainConfig:
 class LossScaleConfig:
     """The table `loss_scale`: dynamic loss scaling of float16 runs, which keeps small gradients from underflowing to 0.
 
-    The loss is multiplied by a scale, which starts at `initial`. A step whose gradients are not finite is skipped, and halves
-    the scale. `growth_every` good steps in a row double the scale, up to `largest`. Other dtypes do not scale the loss.
+    A step whose gradients are not finite is skipped, and halves the scale. Other dtypes do not scale the loss.
+
+    Attributes
+    ----------
+    initial : the number that the loss is multiplied by at first
+    growth_every : good steps in a row that double the scale
+    largest : the largest scale
     """
 
     initial: float = 65536.0
@@ -184,6 +199,10 @@ class DataConfig:
         return self.tokenizer.partition(":")[2].partition(":")[2]
 
 
+Choose = Callable[["Config", int, Sequence[str]], tuple[str, dict[str, int]]]
+"""A configuration, a number of ranks and the schemes to choose from → a scheme and the sizes of its grid."""
+
+
 @dataclass(frozen=True)
 class Config:
     """The configuration of a run. Nested dataclasses are TOML tables.
@@ -191,6 +210,8 @@ class Config:
     Attributes
     ----------
     scheme : how every tensor is sharded over the grid's axes (`nn.schemes`)
+    chosen : what `summa3d train` has chosen for its number of ranks, and chooses again for another one: "", "grid" or "scheme
+        and grid"
     dtype : dtype of activations and of the weights in products, and so of every all-gather, reduce-scatter and all-reduce of
         both and of their gradients. Reductions of 16-bit floats are accumulated in float32 and rounded once. The statistics of
         norms, the softmax of the loss and the loss are reduced in float32 or wider, the gradient norm in float64. With bfloat16
@@ -199,6 +220,7 @@ class Config:
     regather : whether backward gathers operands again instead of keeping the gathered operands of forward
     recompute : "none"; "full" recomputes every `recompute_layers` layers from their input; "selective" recomputes the attention
         core alone
+    recompute_layers : layers that "full" recomputes as one
     overlap : communication that is in flight during computation (`nn.overlap`)
     transport : transport of device arrays between ranks; "auto" leaves the choice to SUMMA3D_TRANSPORT, else to the library
     device : "cpu" or "cuda"; None takes SUMMA3D_DEVICE, else cpu
@@ -208,6 +230,7 @@ class Config:
     """
 
     scheme: str = "cuboid"
+    chosen: str = ""
     dtype: str = "float32"
     regather: bool = True
     vectors: str = "copied"
@@ -226,6 +249,7 @@ class Config:
     def __post_init__(self) -> None:
         choices = (
             ("scheme", self.scheme, SCHEMES),
+            ("chosen", self.chosen, CHOSEN),
             ("dtype", self.dtype, FLOATS),
             ("recompute", self.recompute, RECOMPUTE),
             ("transport", self.transport, TRANSPORTS),
@@ -242,14 +266,18 @@ class Config:
                 f"recompute_layers = {self.recompute_layers} groups layers that are recomputed as a whole, which "
                 f'recompute = "{self.recompute}" does not do. Set recompute to "full", or leave recompute_layers at 1.'
             )
-        self._check_vocabulary()
+        if self.model.family in SPECIAL_TOKENS:
+            self._check_vocabulary()
 
-    def _check_vocabulary(self) -> None:
+    def check_text(self) -> None:
+        """Raise ConfigError for a model that cannot be trained on text, which a dry run can take all the same."""
         if self.model.family not in SPECIAL_TOKENS:
             raise ConfigError(
                 f"A {self.model.family} model cannot be trained on text. "
                 f"Values of model.family that can: {', '.join(SPECIAL_TOKENS)}."
             )
+
+    def _check_vocabulary(self) -> None:
         special = SPECIAL_TOKENS[self.model.family]
         needed = self.data.vocabulary + special
         if self.model.vocabulary < needed:
@@ -298,6 +326,27 @@ def load(source: str, assignments: Sequence[str] = ()) -> Config:
     return from_table(table)
 
 
+def load_for(ranks: int, source: str, assignments: Sequence[str], choose: Choose) -> Config:
+    """Read a configuration as `load`; where no size of the grid is given, `choose` names one for this number of ranks.
+
+    A scheme that is given stays. What an earlier run has chosen stays on as many ranks, and is chosen again on others.
+    """
+    table = read_table(source)
+    given = {one.partition("=")[0].strip() for one in assignments}
+    if table.get("chosen") and (given & {"scheme", *SIZES} or prod(from_table(table).grid.axes.values()) != ranks):
+        table["grid"] = {key: value for key, value in table["grid"].items() if f"grid.{key}" not in SIZES}
+        if table.pop("chosen") == CHOSEN[2] and not given & SIZES:
+            table.pop("scheme", None)
+    toml.override(Config, table, assignments)
+    config = from_table(table)
+    if SIZES & {f"grid.{key}" for key in table.get("grid", {})}:
+        return config
+    free = "scheme" not in table
+    name, sizes = choose(config, ranks, SCHEMES if free else (config.scheme,))
+    grid = toml.build(GridConfig, {**toml.dump(config.grid), **sizes}, "grid.")
+    return replace(config, scheme=name, grid=grid, chosen=CHOSEN[1 + free])
+
+
 def from_table(table: dict[str, Any]) -> Config:
     """A configuration from its TOML table."""
     return toml.build(Config, table)
@@ -314,14 +363,19 @@ def read_table(source: str) -> dict[str, Any]:
     if path.suffix != ".toml" and path.name == source:
         path = NAMED_CONFIGS / f"{source}.toml"
     if not path.is_file():
-        shipped = sorted(file.stem for file in NAMED_CONFIGS.glob("*.toml"))
         raise ConfigError(
-            f"There is no configuration {source!r}: it is neither a TOML file nor one that is shipped ({', '.join(shipped)})."
+            f"There is no configuration {source!r}: it is neither a TOML file nor one that is shipped ({', '.join(shipped())})."
         )
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"Cannot read the configuration {path}: {error}") from error
+
+
+def shipped() -> dict[str, str]:
+    """The configurations that are shipped: name → what it is, the first line of its file."""
+    files = sorted(NAMED_CONFIGS.glob("*.toml"))
+    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
 
 
 def write(config: Config, path: Path) -> None:

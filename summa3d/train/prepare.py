@@ -67,6 +67,7 @@ def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = Fa
     Raises the error of the first check that fails (GridError, LayoutError, ConfigError, CheckpointError or DataError), on every
     rank alike.
     """
+    config.check_text()
     device = open_device(config.device, comm, config.tf32)
     grid, plan = open_grid(config, comm, device)
     plan.check(config.model, config.train.micro_batch)

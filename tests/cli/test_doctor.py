@@ -125,3 +125,12 @@ def test_a_library_that_cannot_be_loaded_is_reported_and_fails() -> None:
     assert ended.status == 1
     assert "mpi4py cannot load an MPI library" in ended.stdout
     assert "Traceback" not in ended.stderr
+
+
+def test_a_load_above_the_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (1.9, 0.0, 0.0))
+    assert not any("load" in warning for warning in doctor._load_warnings())
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (17.3, 0.0, 0.0))
+    [warning] = doctor._load_warnings()
+    assert "the load is 17.3 on 2 cores" in warning and "OMP_NUM_THREADS=1" in warning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from summa3d.cli import main as entry
 from summa3d.errors import LaunchError
+from summa3d.launch import runtime
 from summa3d.launch.runtime import (
     LIKE_OPEN_MPI,
     THREAD_VARIABLES,
@@ -22,6 +24,7 @@ from summa3d.launch.runtime import (
     launcher_vendor,
     loaded_runtime,
     rank_environment,
+    usable_cores,
     vendor_of,
     version_of,
 )
@@ -227,3 +230,63 @@ def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["--help"]) == 0
     listing = capsys.readouterr().out
     assert all(f"  {command} " in listing for command in entry.COMMANDS)
+
+
+PROGRAM = """
+import os, sys
+from mpi4py import MPI
+cores = sorted(os.sched_getaffinity(0))
+found = MPI.COMM_WORLD.gather((len(cores), os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"], sys.argv[1:], __name__))
+if MPI.COMM_WORLD.rank == 0:
+    print(found)
+    raise RuntimeError("only rank 0")
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+def test_a_script_and_a_module_run_on_every_rank_on_cores_of_their_own_and_end_with_an_exception(tmp_path: Path) -> None:
+    """The other ranks wait in a barrier for one that has raised."""
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    ranks = usable_cores() + 1
+    cores = 1 if usable_cores() > 1 and hasattr(os, "sched_setaffinity") else usable_cores()
+    for words in (["prog.py", "-n", "5"], ["-m", "prog", "-n", "5"]):
+        ended = jobs.run_serial(["-m", "summa3d", "launch", "-n", str(ranks), *words], cwd=tmp_path)
+        assert ended.status != 0 and ended.stderr.count("RuntimeError: only rank 0") == 1, ended.stderr
+        assert ended.stdout.strip() == str([(cores, "1", "PASSIVE", ["-n", "5"], "__main__")] * ranks)
+
+
+def test_what_is_neither_a_command_nor_a_script_is_refused_before_the_launcher_starts() -> None:
+    ended = jobs.run_serial(["-m", "summa3d", "launch", "-n", "2", "trian", "demo"])
+    assert ended.status == 1
+    assert ended.stderr == "LaunchError: there is no command 'trian'; did you mean 'train'? Nor is there a script of this path.\n"
+
+
+def test_threads_that_the_user_has_set_stay_and_others_are_shared_and_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*THREAD_VARIABLES, *runtime.SPIN_VARIABLES, runtime.SHARE_VARIABLE):
+        monkeypatch.setenv(name, "")  # so that what is set here ends with the test
+        monkeypatch.delenv(name)
+    assert runtime.threads_are_free()
+    runtime.share_threads(4)
+    assert runtime.threads_are_free() and {os.environ[name] for name in THREAD_VARIABLES} == {"4"}
+    runtime.share_threads(1)  # what summa3d has set, it may lower
+    assert {os.environ[name] for name in THREAD_VARIABLES} == {"1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    runtime.share_threads(2)
+    assert not runtime.threads_are_free() and os.environ["OMP_NUM_THREADS"] == "3"
+    runtime.let_idle_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "100")
+    runtime.let_idle_threads_sleep()
+    assert "OMP_WAIT_POLICY" not in os.environ
+
+
+def test_a_process_that_holds_mpi_itself_such_as_a_notebook_can_launch_ranks(tmp_path: Path) -> None:
+    (tmp_path / "prog.py").write_text("from mpi4py import MPI\nprint(MPI.COMM_WORLD.allreduce(1))\n")
+    inner = [sys.executable, "-m", "summa3d", "launch", "-n", "2", "prog.py"]
+    program = (
+        "from mpi4py import MPI; import subprocess; from summa3d import Grid; grid = Grid(MPI.COMM_WORLD, {'x': 1});"
+        f"print(grid.size, subprocess.run({inner!r}, capture_output=True, text=True, timeout=60).stdout.split())"
+    )
+    ended = jobs.run_serial(["-c", program], cwd=tmp_path)
+    assert ended.stdout == "1 ['2', '2']\n", ended.stderr

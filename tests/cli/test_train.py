@@ -80,6 +80,26 @@ def test_a_dry_run_says_what_each_rank_would_hold_and_needs_neither_ranks_nor_fo
     assert done.returncode != 0 and "LayoutError" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_without_a_grid_one_is_chosen_and_chosen_again_on_other_ranks(tmp_path: Path) -> None:
+    """Also the folder of the run has a default, and a scheme that is given stays."""
+    corpus = write_corpus(tmp_path / "corpus.txt")
+    small = ("train.steps=2", "train.evaluate_every=0", "train.batch=12", f"data.path={corpus}", "model.layers=1")
+    words = [part for one in ("scheme=summa", *small) for part in ("--set", one)]
+    first = subprocess.run(
+        [jobs.python(), "-m", "summa3d", "launch", "-n", "3", "train", "llama-tiny", *words],
+        capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, env=jobs.environment(),
+    )  # fmt: skip
+    assert first.returncode == 0, first.stderr
+    assert first.stderr.count("summa3d train: scheme summa, grid x=3,y=1: ") == 1
+    run = tmp_path / "runs" / "llama-tiny"
+    then = summa3d("launch", "-n", 2, "train", "--run", run, "--resume", "--set", "train.steps=3")
+    assert then.returncode == 0 and "summa3d train: scheme summa, grid x=" in then.stderr, then.stderr
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    refused = summa3d("launch", "-n", 5, "train", "demo", "--run", tmp_path / "other", *words)
+    assert refused.returncode != 0 and "GridError: No grid of 5 ranks fits" in refused.stderr
+    assert "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
@@ -104,7 +124,7 @@ def test_an_error_is_printed_once_for_all_ranks_before_training_starts(tmp_path:
     ("arguments", "words"),
     [
         (["train", "--run", "nowhere"], "Name a configuration"),
-        (["train", "demo"], "Name the run's folder"),
+        (["train", "demo", "--ranks", "4"], "--ranks is for --dry-run"),
         (["train", "demo", "--run", "nowhere", "--resume", "--overwrite"], "Give one of them"),
         (["train", "--run", "nowhere", "--resume"], "nowhere/config.toml"),
         (["generate", "nowhere", "--prompt", "x"], "nowhere is not a run folder"),

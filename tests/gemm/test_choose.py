@@ -25,7 +25,7 @@ SHAPES = [SQUARE, MIXED, FLAT, (65536, 4096, 4096), (4096, 65536, 4096), (2048, 
 
 
 def words_of(m, n, k, grid):
-    """DESIGN §5, the cuboid's row."""
+    """The words of an average rank, by the formula that README shows."""
     x, y, z = grid["x"], grid["y"], grid["z"]
     return Fraction((y - 1) * m * k + (x - 1) * k * n + (z - 1) * m * n, x * y * z)
 

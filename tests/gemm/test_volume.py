@@ -1,4 +1,4 @@
-"""The closed forms of the cuboid product against DESIGN §5's mean, its special cases.
+"""The closed forms of the cuboid product against the formula of the mean that README shows, and its special cases.
 
 The algorithm written out rank by rank.
 """

@@ -5,6 +5,7 @@ No MPI, no training.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,26 @@ def test_a_key_that_was_removed_is_unknown_and_the_error_says_so(tmp_path: Path)
             load()
         assert "Unknown configuration key 'overlap.weight_gradient'" in str(raised.value)
         assert "\n  It was removed: every layer waits" in str(raised.value)
+
+
+def _taken(config: config.Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
+    """A choice that shows its arguments: the first scheme that may be taken, on a line."""
+    return schemes[0], {"x": ranks, "y": 1, "z": 1, "d": 1}
+
+
+def test_a_grid_is_chosen_only_where_none_is_given(tmp_path: Path) -> None:
+    def loaded(ranks: int, source: str, *assignments: str) -> tuple[str, str, str]:
+        found = config.load_for(ranks, source, assignments, _taken)
+        config.write(found, tmp_path / "run.toml")
+        return found.scheme, str(found.grid), found.chosen
+
+    run = str(tmp_path / "run.toml")
+    first = config.SCHEMES[0]
+    assert loaded(4, "demo", "grid.y=2") == ("cuboid", "x=1,y=2,z=1", "")
+    assert loaded(4, run) == ("cuboid", "x=1,y=2,z=1", "")  # given once, it stays, though it does not fit
+    assert loaded(4, "demo", "scheme=summa") == ("summa", "x=4,y=1,z=1", "grid")
+    assert loaded(2, run) == ("summa", "x=2,y=1,z=1", "grid")  # on other ranks the grid is chosen again, not the scheme
+    assert loaded(4, "demo") == (first, "x=4,y=1,z=1", "scheme and grid")
+    assert loaded(4, run, "train.steps=9") == (first, "x=4,y=1,z=1", "scheme and grid")
+    assert loaded(4, run, "scheme=oned") == ("oned", "x=4,y=1,z=1", "grid")
+    assert loaded(6, run, "grid.x=3") == ("oned", "x=3,y=1,z=1", "")

@@ -113,7 +113,6 @@ def test_the_peak_is_that_of_a_step_of_the_run(comm, shared_tmp_path, settings, 
         (["train.batch=6"], LayoutError, "batch 6"),
         (["scheme=summa"], GridError, "summa"),
         (["scheme=oned"], GridError, "y=8"),
-        (["model.family=vit", "model.sequence=65"], ConfigError, "vit"),
     ],
 )
 def test_what_the_run_would_refuse_is_refused(assignments: list[str], error: type[Exception], words: str) -> None:

@@ -24,7 +24,7 @@ NOTHING = nullcontext()
 
 @dataclass
 class Amounts:
-    """Amounts moved by one rank: words and bytes are those *received* (DESIGN §1).
+    """Amounts moved by one rank: words (elements) and bytes are those *received*.
 
     seconds is wall time inside the calls, cpu_seconds the thread's processor time inside them. Of arrays on a device, seconds
     are the device's, between events around the work, and are added once the device has passed them (`Ledger.settle`); what

@@ -67,7 +67,7 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
     on_root(comm, lambda: _open_run(run, overwrite), CheckpointError)
     grid = Grid(comm, {"r": comm.size})
     data = DataConfig(tokenizer=_tokenizer(source, run, found.model))
-    config = Config(scheme="serial", dtype=found.dtype, model=found.model, data=data)
+    config = Config(scheme="serial", chosen="scheme and grid", dtype=found.dtype, model=found.model, data=data)
     blocks: list[shards.TensorBlock] = []
     error: Exception | None = None
     try:

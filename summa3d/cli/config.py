@@ -1,0 +1,147 @@
+"""`summa3d config`: the keys of a configuration with type, default and meaning; configuration files with comments. Uses no MPI.
+
+Keys, types and defaults are the fields of the dataclasses; their meaning stands in the docstrings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from ..errors import ConfigError
+from ..train import config as configuration
+from ..train import toml
+
+SECTION = re.compile(r"\n *(?:Attributes|Parameters)\n *-+\n(.*?)(?:\n\n|\Z)", re.DOTALL)
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the configuration: its dotted name, the words for its type, its default as TOML, and its meaning."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `summa3d config` to `parser`."""
+    parser.add_argument(
+        "what",
+        nargs="?",
+        metavar="KEY|CONFIG",
+        help="Show this key (train.steps), the keys of this table (train), or this configuration: a shipped one, or a TOML file.",
+    )
+    parser.add_argument(
+        "--toml", action="store_true", help="Print a configuration file: every key as a comment, with default and meaning."
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what is asked for; returns the exit status. Raises ConfigError for an unknown key or configuration."""
+    shipped, what = configuration.shipped(), args.what or ""
+    if what in shipped or what.endswith(".toml"):
+        configuration.load(what)  # raises an error for a file that no run can take
+        print(commented(configuration.read_table(what)), end="")
+        return 0
+    found = [key for key in keys() if what in ("", key.name) or key.name.startswith(f"{what}.")]
+    if not found:
+        known = [*(key.name for key in keys()), *shipped]
+        raise ConfigError(f"There is no key, table or configuration {what!r}. The nearest is {toml.nearest(what, known)!r}.")
+    if args.toml:
+        print(commented({}), end="")
+        return 0
+    print("\n".join(_as_text(found)))
+    if not what:
+        print("\nConfigurations that are shipped, for `summa3d train NAME` and `summa3d config NAME`:")
+        print("\n".join(f"  {name:<12} {title}" for name, title in shipped.items()))
+    return 0
+
+
+def keys(cls: Any = configuration.Config, prefix: str = "") -> Iterator[Key]:
+    """Every key of the configuration, tables after the keys that stand beside them."""
+    meanings, kinds, tables = _meanings(cls), toml.field_types(cls), []
+    for field in fields(cls):
+        kind = kinds[field.name]
+        if is_dataclass(kind):
+            tables.append((kind, f"{prefix}{field.name}."))
+        else:
+            yield Key(prefix + field.name, toml.describe(kind), _as_toml(field.default), meanings[field.name])
+    for kind, name in tables:
+        yield from keys(kind, name)
+
+
+def _meanings(cls: type) -> dict[str, str]:
+    """Field name → what the class's docstring says of it; fields that stand together share it."""
+    found: dict[str, str] = {}
+    section = SECTION.search(cls.__doc__ or "")
+    entries = re.split(r"\n(?=\S)", textwrap.dedent(section[1])) if section else []
+    for entry in entries:
+        names, _, meaning = " ".join(entry.split()).partition(" : ")
+        found |= dict.fromkeys(names.split(", "), meaning)
+    return found
+
+
+def _as_toml(value: object) -> str:
+    """A value as TOML writes it; a key that has none is left out of files."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_as_toml(one)}" for key, one in value.items()) + "}"
+    return "none" if value is None else repr(value)
+
+
+def _as_text(found: list[Key]) -> Iterator[str]:
+    for key in found:
+        yield f"{key.name} = {key.default}   ({key.kind})"
+        yield textwrap.fill(key.meaning, WIDTH, initial_indent="    ", subsequent_indent="    ")
+
+
+def commented(given: Mapping[str, Any]) -> str:
+    """A configuration file of the keys in a TOML table, with the meaning of every key; the others are comments with defaults."""
+    lines: list[str] = []
+    table = ""
+    for key in keys():
+        before, _, name = key.name.rpartition(".")
+        if before != table:
+            lines.append(f"\n[{before}]")
+            table = before
+        values = given.get(before, {}) if before else given
+        lines += textwrap.wrap(key.meaning, WIDTH, initial_indent="# ", subsequent_indent="# ")
+        lines.append(f"{name} = {_as_toml(values[name])}" if name in values else f"# {name} = {key.default}")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The page docs/config.md."""
+    lines = [
+        "# Configuration keys",
+        "",
+        "What `summa3d train` reads from a TOML file or from `--set KEY=VALUE`. `summa3d config KEY` shows a key,",
+        "`summa3d config --toml` a file with all of them. `python docs/config.py` prints this page.",
+        "",
+        "## Shipped configurations",
+        "",
+        "| name | |",
+        "|---|---|",
+        *(f"| `{name}` | {title} |" for name, title in configuration.shipped().items()),
+    ]
+    table = None
+    for key in keys():
+        before = key.name.rpartition(".")[0]
+        if before != table:
+            lines += ["", f"## {f'Table `{before}`' if before else 'Top level'}", "", "| key | type | default | meaning |"]
+            lines.append("|---|---|---|---|")
+            table = before
+        lines.append(f"| `{key.name}` | {key.kind} | `{key.default}` | {key.meaning.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,23 @@
+"""Runs a Python script or module on one rank as `python -m mpi4py` does, on one core where ranks outnumber the cores.
+
+`python -m summa3d.launch.script SCRIPT.py ARGS…` is what `summa3d launch -n N SCRIPT.py ARGS…` starts.
+"""
+
+from __future__ import annotations
+
+from .runtime import launched_as, let_idle_threads_sleep, take_core, usable_cores
+
+
+def main() -> None:
+    """Run the script that sys.argv names; an exception on this rank ends the job on all."""
+    launched = launched_as()
+    if launched is not None and launched[0] > usable_cores():
+        take_core(launched[1])
+    let_idle_threads_sleep()
+    from mpi4py import run
+
+    run.main()
+
+
+if __name__ == "__main__":
+    main()

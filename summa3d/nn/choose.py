@@ -1,0 +1,115 @@
+"""The choice of a scheme and a grid for a model on a number of ranks: that whose products move the fewest words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+
+from ..comm.grid import Place
+from ..comm.topology import describe
+from ..errors import GridError, LayoutError
+from ..gemm.cost.volume import gradients, of_plan
+from .config import ModelConfig
+from .models.registry import build
+from .schemes.registry import SCHEME_SPECS
+from .schemes.scheme import Scheme, scheme
+
+FOR_MODELS = ("cuboid", *(name for name, spec in SCHEME_SPECS.items() if name != "cuboid" and not spec.limits))
+"""The schemes that run whole models, the cuboid first, which shards weights and moments over all ranks."""
+
+EQUAL = 1.01  # words up to so many times the fewest count as equal: the first such grid is taken
+NEAR = 4  # numbers of ranks that an error names
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A scheme and its grid; the words that a rank receives in the products of a micro-batch; how many grids were compared."""
+
+    scheme: str
+    grid: dict[str, int]
+    words: int
+    compared: int = 1
+
+    def __str__(self) -> str:
+        fewest = f", the fewest words of {self.compared} that fit" if self.compared > 1 else ""
+        return f"scheme {self.scheme}, grid {describe(self.grid)}: {self.words:,} words per rank in the products{fewest}"
+
+
+def choose(
+    config: ModelConfig,
+    batch: int,
+    ranks: int,
+    schemes: Sequence[str] = tuple(SCHEME_SPECS),
+    regather: bool = True,
+    vectors: str = "copied",
+) -> Choice:
+    """Choose the scheme and grid of exactly `ranks` ranks on which the products of the model's layers move the fewest words.
+
+    Parameters
+    ----------
+    batch : sequences of one micro-batch on the whole grid
+    schemes : the schemes to choose from; those that run single layers only are left out
+    regather, vectors : as of `scheme`
+
+    Counts, by closed forms, what the first rank receives in the products of all blocks and of the language-model head, forward
+    and backward; the small messages of norms, losses and the optimizer are left out. Moves nothing, and returns the same on
+    every rank. Raises GridError, naming numbers of ranks that would do, where no grid fits.
+
+    >>> choose(ModelConfig(hidden=64), batch=8, ranks=4, regather=False).grid
+    {'x': 4, 'y': 1, 'z': 1}
+    """
+
+    among = [name for name in FOR_MODELS if name in schemes]
+
+    def fitting(count: int) -> list[Choice]:
+        return list(_candidates(config, batch, count, among, regather, vectors))
+
+    found = fitting(ranks)
+    if found:
+        fewest = min(one.words for one in found)
+        return replace(next(one for one in found if one.words <= EQUAL * fewest), compared=len(found))
+    near = sorted(range(1, 2 * ranks + NEAR), key=lambda count: abs(count - ranks))
+    counts = sorted(islice((count for count in near if fitting(count)), NEAR))
+    names = f" with scheme {', '.join(among)}" if len(among) < len(FOR_MODELS) else ""
+    sizes = f"batch {batch}, sequence {config.sequence}, heads {config.heads}, hidden {config.hidden}"
+    raise GridError(f"No grid of {ranks} ranks fits {sizes}{names}. Ranks that fit: {', '.join(map(str, counts)) or 'none'}.")
+
+
+def _candidates(
+    config: ModelConfig, batch: int, ranks: int, schemes: Sequence[str], regather: bool, vectors: str
+) -> Iterator[Choice]:
+    """Every scheme on every grid of `ranks` ranks that can hold the model."""
+    for name in schemes:
+        for shape in SCHEME_SPECS[name].grids(ranks):
+            try:
+                plan = scheme(name, Place(shape), regather, vectors)
+                plan.check(config, batch)
+                with torch.device("meta"):
+                    build(replace(config, layers=1), plan)  # kv heads and the MLP's width are checked here
+            except (GridError, LayoutError):
+                continue
+            yield Choice(name, dict(shape), _words(plan, config, batch))
+
+
+def _words(plan: Scheme, config: ModelConfig, batch: int) -> int:
+    """The words that the first rank receives in the products of a micro-batch, forward and backward."""
+    rows, h, f = batch * config.sequence, config.hidden, config.ffn_dim
+    stream, inner = plan.residual, plan.after_linear(plan.residual)
+    kv, gates = 2 * config.num_kv_heads * h // config.heads, 2 if config.architecture.activation == "swiglu" else 1
+    block = [
+        plan.plan(stream, "nn", rows, h + kv, h),
+        plan.plan(inner, "nn", rows, h, h),
+        plan.plan(stream, "nn", rows, gates * f, h),
+        plan.plan(inner, plan.down_form, rows, h, f),
+    ]
+    head = [] if config.family == "vit" else [plan.plan(stream, "nt", rows, config.vocabulary, h)]
+    shape, first = plan.grid.shape, dict.fromkeys(plan.grid.shape, 0)
+    return sum(
+        times * volume.words_of(first)
+        for products, times in ((block, config.layers), (head, 1))
+        for product in products
+        for volume in (of_plan(product, shape), gradients(product, shape, plan.regather))
+    )
