@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from ..errors import LaunchError
 from ..launch.runtime import find_launcher, loaded_runtime, rank_environment, usable_cores
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         )
     command, environment, account = mpi_command(args.ranks, ["-m", "summa3d", *arguments])
     print(f"summa3d launch: {account}", file=sys.stderr, flush=True)
+    if sys.stderr.isatty() and Path(command[0]).name != "srun":  # which forwards whole lines
+        environment["SUMMA3D_TERMINAL"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from ..train.config import Config
 
 MEBI = 1 << 20
-CORE_TIME = ("cores", "arithmetic_share", "communication_share", "idle_share", "waited_seconds")
+GIGA = 1e9
+CORE_TIME = (
+    *("cores", "arithmetic_share", "communication_share", "idle_share", "waited_seconds"),
+    *("exposed_communication", "model_flops_per_second", "mfu"),
+)
 """The keys of a summary that describe the use of the cores."""
 TRACED = (3, 5)
 """The steps that --trace writes by default."""
@@ -58,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Let N consecutive ranks share a node in the report of --dry-run. By default it covers one rank per node and all "
         "ranks on one node.",
     )
+    parser.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="Write the metrics as TensorBoard's events too, to tensorboard/ in DIR. It needs the package tensorboard.",
+    )
     add_trace_arguments(parser, "some steps")
     parser.add_argument("--trace-steps", type=_steps, metavar="A:B", help="Trace the steps A to B. The default is 3:5.")
     parser.add_argument("--json", action="store_true", help="Print the summary as one JSON line.")
@@ -88,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--dry-run takes no steps, and so --trace has none to write. Give one of them.")
     if args.trace_steps and not args.trace:
         raise ConfigError("--trace-steps selects the steps that --trace writes. Give --trace FILE as well.")
-    config = configuration.load(args.config or str(args.run / "config.toml"), args.assignments)
+    assignments = [*args.assignments, *(["train.tensorboard=true"] if args.tensorboard else [])]
+    config = configuration.load(args.config or str(args.run / "config.toml"), assignments)
 
     if args.dry_run:
         return _dry_run(config, args.ranks_per_node, args.json)
@@ -155,14 +165,19 @@ def report(summary: dict[str, Any]) -> str:
     from ..train.metrics import CoreTime
 
     memory, on_devices = summary["peak_memory_bytes"] / MEBI, summary["peak_device_bytes"] / MEBI
+    used = CoreTime(*(summary[name] for name in CORE_TIME))
     lines = [
         f"step {summary['step']} · loss {_number(summary['loss'], '.4f')} · "
         f"validation loss {_number(summary['validation_loss'], '.4f')}",
         f"{summary['training_seconds']:.1f} s of training · {_number(summary['tokens_per_second'], ',.0f')} tokens/s · "
         f"{summary['words_per_rank']:,} words moved per rank and step",
-        f"{CoreTime(*(summary[name] for name in CORE_TIME))} · peak memory of all ranks {memory:,.0f} MiB"
+        f"{used} · peak memory of all ranks {memory:,.0f} MiB"
         + (f", of their devices {on_devices:,.0f} MiB" if on_devices else ""),
     ]
+    if used.flops_per_second is not None:
+        peak = f" of {summary['peak_flops_per_second'] / GIGA:,.1f} Gflop/s"
+        exposed = "" if used.exposed is None else f" · exposed communication {used.exposed:.0%}"
+        lines.insert(2, f"model FLOPs {used.flops_per_second / GIGA:,.1f} Gflop/s, MFU {used.utilization:.0%}{peak}{exposed}")
     if summary["sample"] is not None:
         lines = ["sample:", *("  " + line for line in summary["sample"].splitlines()), "", *lines]
     if summary["plot"] is not None:

@@ -41,7 +41,10 @@ def test_a_run_ends_with_a_sample_and_says_where_the_plot_is(trained: tuple[Path
     assert done.returncode == 0, done.stderr
     assert "sample:\n  def " in done.stdout and f"plot: {folder}/run/loss.png" in done.stdout
     assert (folder / "run" / "loss.png").is_file()
-    assert "step 6/6" in done.stderr and "0 words moved · arithmetic" in done.stderr
+    assert "step 6/6 100%" in done.stderr and "0 words moved" in done.stdout and "MFU" in done.stdout
+    doing = ("encoding the corpus", "building the model", "13,800 parameters", "step 1/6", "sampling 8 tokens")
+    places = [done.stderr.index(what) for what in doing]
+    assert places == sorted(places) and max(map(len, (done.stderr + done.stdout).splitlines())) <= 100
     assert "communication" not in done.stderr + done.stdout  # one rank moves nothing, however long it sleeps
     assert [line["step"] for line in metrics_of(folder)] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in metrics_of(folder) if "validation_loss" in line] == [3, 6]

@@ -56,12 +56,12 @@ def test_a_folder_holds_out_whole_files_by_their_names(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     for number in range(40):
-        (folder / "sub" / f"{number:02}.txt").write_bytes(bytes([number]) * 30)
+        (folder / "sub" / f"{number:02}.txt").write_bytes(bytes([number + 1]) * 30)
     (folder / ".hidden").write_bytes(b"\xff" * 30)
     found = prepare(folder, tmp_path, held_out=0.2)
     parts = [set(np.asarray(part).tolist()) for part in (found.train, found.validation)]
-    assert parts[0] | parts[1] == set(range(40)) and not parts[0] & parts[1]
-    assert parts[1] == {number for number in range(40) if corpus.held_out(f"sub/{number:02}.txt", 0.2)}
+    assert parts[0] | parts[1] == set(range(1, 41)) and not parts[0] & parts[1]
+    assert parts[1] == {number + 1 for number in range(40) if corpus.held_out(f"sub/{number:02}.txt", 0.2)}
 
 
 def test_the_standard_library_is_read_without_installed_packages() -> None:
