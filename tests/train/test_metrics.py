@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +121,28 @@ def test_the_stopwatch_leaves_communication_out_of_arithmetic() -> None:
     assert done.communication_seconds == pytest.approx(0.06) and done.waited_seconds == pytest.approx(0.44)
     assert 0.03 < done.arithmetic_seconds < 0.06
     assert done.seconds >= 0.1
+
+
+def test_tensorboard_gets_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            assert (folder, purge_step) == (str(tmp_path / "tensorboard"), 3)
+
+        def add_scalar(self, name: str, value: float, number: int) -> None:
+            written.append((name, value, number))
+
+        def close(self) -> None:
+            written.append(("closed", 0.0, 0))
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    recorder = Recorder(tmp_path / "metrics.jsonl", MPI.COMM_SELF, resumed_at=2, tensorboard=True)
+    recorder.post(step(3, loss=float("nan"), validation_loss=0.5))
+    recorder.close()
+    line = metrics.read(tmp_path / "metrics.jsonl")[0]
+    assert written[:-1] == [(name, value, 3) for name, value in line.items() if name != "step" and value is not None]
+    assert written[-1][0] == "closed" and ("validation_loss", 0.5, 3) in written
 
 
 def test_peak_memory_is_at_least_what_was_held_and_of_its_order() -> None:

@@ -140,11 +140,12 @@ def documents(path: str, key: str = "data.path") -> list[Document]:
     if not any(document.path.stat().st_size for document in files):
         found_instead = "is empty" if files else "holds no files"
         raise DataError(f"{key} {path!r} {found_instead}: there is nothing to train on. {FORMS}")
+    named = found == [Path(path)]
     for document in files:
-        suffix = document.path.suffix
-        if (suffix == TOKENS and len(found) > 1) or (suffix == ".json" and found == [Path(path)]):
-            alone = "is JSON, not JSON lines" if suffix == ".json" else "holds token numbers, which are no part of a folder"
-            raise DataError(f"{key}: {document.path} {alone}. {FORMS}")
+        if named and document.path.suffix == ".json":
+            raise DataError(f"{key}: {document.path} is JSON, not JSON lines. {FORMS}")
+        if not named and document.path.suffix == TOKENS:
+            raise DataError(f"{key}: {document.path} holds token numbers, which are no part of a folder. {FORMS}")
     return files
 
 
