@@ -70,6 +70,7 @@ def test_a_folder_is_imported_by_two_ranks_inspected_continued_and_exported(thei
 
     half = summa3d("checkpoint", "export", run / "checkpoints" / "step-0", tmp_path / "half", "--dtype", "bfloat16")
     assert half.returncode == 0, half.stderr
+    assert half.stdout.endswith("half/model.safetensors\nthe checkpoint's float32 tensors, as bfloat16\n")
     halves = load_file(tmp_path / "half" / "model.safetensors")
     assert all(torch.equal(halves[name], there[name].bfloat16()) for name in there)
 
