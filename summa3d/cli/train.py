@@ -137,7 +137,7 @@ def work_table(found: dict[str, Any]) -> str:
 
 
 def memory_table(found: dict[str, Any]) -> str:
-    """What `predict` found, as text: for each placement, the fullest rank's terms and the means."""
+    """What `predict` found, as text: for each placement, the fullest rank's terms and the means; then what a run needs."""
     axes = ",".join(f"{name}={size}" for name, size in found["grid"].items())
     lines = [f"{found['scheme']} on {found['ranks']} rank(s), grid {axes}, {found['dtype']}, recompute {found['recompute']}"]
     placements = [found, *([found["one_node"]] if "one_node" in found else [])]
@@ -146,6 +146,10 @@ def memory_table(found: dict[str, Any]) -> str:
     for term in found["bytes"]:
         cells = (f"{one['bytes'][term] / MEBI:>12,.2f}{one['mean_bytes'][term] / MEBI:>12,.2f}" for one in placements)
         lines.append(_row(term, cells))
+    most, mean = (max(one[which]["peak"] + one[which]["node"] for one in placements) / MEBI for which in ("bytes", "mean_bytes"))
+    lines.append(
+        f"needs at most {most:,.1f} MiB on a rank and {mean * found['ranks']:,.1f} MiB on all ranks, beside Python itself"
+    )
     return "\n".join(lines)
 
 
@@ -177,7 +181,7 @@ def report(summary: dict[str, Any]) -> str:
     if used.flops_per_second is not None:
         peak = f" of {summary['peak_flops_per_second'] / GIGA:,.1f} Gflop/s"
         exposed = "" if used.exposed is None else f" · exposed communication {used.exposed:.0%}"
-        lines.insert(2, f"model FLOPs {used.flops_per_second / GIGA:,.1f} Gflop/s, MFU {used.utilization:.0%}{peak}{exposed}")
+        lines.insert(2, f"model FLOPs {used.flops_per_second / GIGA:,.1f} Gflop/s, {used.brief()[0]}{peak}{exposed}")
     if summary["sample"] is not None:
         lines = ["sample:", *("  " + line for line in summary["sample"].splitlines()), "", *lines]
     if summary["plot"] is not None:

@@ -135,7 +135,7 @@ class CoreTime:
 
     def brief(self) -> list[str]:
         """The use that is worth a look at every step: MFU, exposed communication and model FLOP/s, as far as they are known."""
-        found = [] if self.utilization is None else [f"MFU {self.utilization:.0%}"]
+        found = [] if self.utilization is None else [f"MFU {self.utilization:.{0 if self.utilization >= 0.1 else 1}%}"]
         if self.exposed is not None:
             found.append(f"exposed {self.exposed:.0%}")
         if self.flops_per_second is not None:
