@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -19,8 +20,6 @@ from ..errors import ConfigError
 NAME = "lease"
 HEARTBEAT = 10.0
 """Seconds between two heartbeats. A lease that nothing else shows to be left is taken over after twice as long."""
-SETTLE = 1.0
-"""Seconds in which jobs that take over the same lease without flock see which of them wrote last."""
 PAUSE = 0.1
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
@@ -48,14 +47,16 @@ class Lease:
         """
         self._path, self._mine = folder / NAME, _this_job()
         first_beat = None
-        while self._file is None:
+        while True:
             file, made = self._open()
             locked = _lock(file, wait=made)
             if _is_at(file, self._path):
                 holder, beat = _read(self._path), os.fstat(file).st_mtime_ns
-                if made or (locked is not False and self._left(holder, file, locked)):
-                    self._write(file, certain=made or bool(locked))
-                    continue
+                if made or (locked and self._left(holder, file, locked)):
+                    self._write(file)
+                    break
+                if locked is None and self._left(holder, file, locked) and self._claim(holder, file):
+                    break
                 if holder and (locked is False or first_beat not in (None, beat)):
                     os.close(file)
                     raise ConfigError(
@@ -100,20 +101,33 @@ class Lease:
         """Whether the job `holder` is gone; `locked`: this process has the lock of its lease, None where there is no flock."""
         if holder.get("host") == self._mine["host"] and (locked or not _runs(holder["pid"])):
             return True
-        with tempfile.TemporaryFile(dir=self._path.parent) as now:  # the clock of the file system, not of this host
-            age = os.fstat(now.fileno()).st_mtime - os.fstat(file).st_mtime
-        return age > 2 * holder.get("heartbeat", HEARTBEAT)
+        return self._age(os.fstat(file)) > 2 * holder.get("heartbeat", HEARTBEAT)
 
-    def _write(self, file: int, certain: bool) -> None:
-        """Write this job into the lease, which is its own then; unless `certain`, if no other job has written after it."""
+    def _age(self, status: os.stat_result) -> float:
+        """The seconds since a file was touched, by the clock of the file system and not of this host."""
+        with tempfile.TemporaryFile(dir=self._path.parent) as now:
+            return os.fstat(now.fileno()).st_mtime - status.st_mtime
+
+    def _claim(self, holder: dict[str, Any], file: int) -> bool:
+        """Take over the lease that `holder` has left, without flock: the job does so that has made the file `lease.claim`."""
+        claim = self._path.with_suffix(".claim")
+        try:
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                if self._age(claim.stat()) > 2 * HEARTBEAT:  # its maker was killed before it could write
+                    claim.unlink()
+            return False
+        if first := _read(self._path) == holder:
+            self._write(file)
+        claim.unlink()
+        return first
+
+    def _write(self, file: int) -> None:
+        """Write this job into the lease, which is its own from now on."""
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(self._mine).encode(), 0)
-        if not certain:
-            time.sleep(SETTLE)
-        if certain or _read(self._path) == self._mine:
-            self._file = file
-        else:
-            os.close(file)
+        self._file = file
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT) and self._file is not None:

@@ -65,7 +65,6 @@ def test_a_lease_that_a_killed_process_left_on_this_host_is_taken_over_at_once(
     of_another(tmp_path, host=os.uname().nodename, pid=gone.pid, heartbeat=1000)
     if not flock:
         without_flock(monkeypatch)
-        monkeypatch.setattr(lease, "SETTLE", 0.05)
     with Lease() as mine:
         mine.take(tmp_path)
         assert json.loads((tmp_path / lease.NAME).read_text())["pid"] == os.getpid()
@@ -110,7 +109,6 @@ def test_the_lease_of_another_host_is_left_once_it_misses_two_heartbeats(tmp_pat
 def test_of_many_that_come_at_once_one_gets_the_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flock: bool, left: bool
 ) -> None:
-    monkeypatch.setattr(lease, "SETTLE", 0.3)
     monkeypatch.setattr(lease, "HEARTBEAT", 0.1)
     if not flock:
         without_flock(monkeypatch)
@@ -133,7 +131,17 @@ def test_of_many_that_come_at_once_one_gets_the_lease(
     assert len(refused) == 7
     for one in leases:
         one.__exit__()
-    assert not (tmp_path / lease.NAME).exists()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_claim_that_a_killed_job_left_is_swept_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_flock(monkeypatch)
+    for path in (of_another(tmp_path), tmp_path / "lease.claim"):
+        path.touch()
+        os.utime(path, (1, 1))
+    with Lease() as mine:
+        mine.take(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [lease.NAME]
 
 
 def test_a_job_that_stood_still_ends_and_leaves_the_lease_to_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +174,7 @@ def test_every_rank_refuses_a_folder_in_use(comm: Any, shared_tmp_path: Path, ho
         assert not (run / "metrics.jsonl").exists()
         comm.Barrier()
     assert train(settings, comm, run)["steps_taken"] == 1
+    comm.Barrier()
     assert not (run / lease.NAME).exists()
 
 
