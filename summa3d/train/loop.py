@@ -277,7 +277,7 @@ def _work(run: Run, progress: Progress) -> Work:
     if not settings.peak_tflops:
         progress.doing("measuring a product")
     peak = peak_flops(settings, run.grid.comm, run.device, dtype)
-    flops = model_flops(run.model, run.config.model, settings.batch * run.config.model.sequence)
+    flops = model_flops(run.model, run.config.model, settings.batch)
     return Work(flops, peak, run.device.type == "cpu")
 
 

@@ -22,6 +22,9 @@ MEASURED_SIZE = {"cpu": 512, "cuda": 8192}
 """The side of the square product that is measured, by device."""
 MEASURED_TIMES = 3
 TERA = 1e12
+LOOKUPS = ("positions.weight", "token_types.weight")
+FIRST_TOKEN = ("pooler.weight", "relation.weight")
+"""The matrices of BERT that multiply one token of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,18 @@ class Work:
     on_host: bool = True
 
 
-def model_flops(model: Model, config: ModelConfig, tokens: int) -> int:
-    """The FLOPs of forward and backward over `tokens` tokens, by the usual count: recomputation adds none.
+def model_flops(model: Model, config: ModelConfig, rows: int) -> int:
+    """The FLOPs of forward and backward over `rows` sequences, by the usual count: recomputation adds none.
 
-    6 for every token and element of a matrix that is multiplied (tables that are looked up do not count, a tied head does), and
-    12 · layers · sequence · hidden for every token in attention (Chowdhery et al. 2022, appendix B).
+    6 for every token and element of a matrix that multiplies it, and 12 · layers · sequence · hidden for every token in attention
+    (Chowdhery et al. 2022, appendix B). Tables that are looked up do not count; a head that shares one does.
     """
-    lookups = ("positions.weight", "types.weight", *(() if config.tied else ("embedding.weight",)))
-    weights = sum(prod(p.sharding.shape) for name, p in named_parameters(model) if p.decay and name not in lookups)
-    return tokens * (6 * weights + 12 * config.layers * config.sequence * config.hidden)
+    lookups = LOOKUPS if config.tied else (*LOOKUPS, "embedding.weight")
+    products = 0
+    for name, p in named_parameters(model):
+        if p.decay and name not in lookups:
+            products += prod(p.sharding.shape) * (1 if name in FIRST_TOKEN else config.sequence)
+    return rows * (6 * products + 12 * config.layers * config.sequence**2 * config.hidden)
 
 
 def peak_flops(settings: TrainConfig, comm: MPI.Intracomm, device: torch.device, dtype: torch.dtype) -> float:

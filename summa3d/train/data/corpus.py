@@ -72,7 +72,7 @@ class PairTokenizer:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.vocabulary: int = model.get_vocab_size()
+        self.vocabulary: int = 1 + max(model.get_vocab().values())
 
     def encode(self, text: bytes) -> np.ndarray:
         """The tokens of a document as uint32, encoded in runs of whole lines so that memory stays bounded."""
