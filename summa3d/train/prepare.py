@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.grid import Grid
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, DataError
 from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
 from . import config as configuration
@@ -98,7 +98,10 @@ def prepare(
         )
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm, progress.doing)
     if config.train.sample_tokens and config.model.architecture.causal:
-        corpus.tokenizer.encode(config.train.sample_prompt.encode())  # refused now, and not when the run ends
+        try:  # refused now, and not when the run ends
+            corpus.tokenizer.encode(config.train.sample_prompt.encode())
+        except DataError as error:
+            raise DataError(f"train.sample_prompt: {error} With train.sample_tokens=0 none is read.") from error
     progress.doing("building the model")
     model = build_model(config, plan, device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
