@@ -23,6 +23,7 @@ SMALL = {
     "train.evaluate_batches": 2,
     "train.checkpoint_every": 2,
     "train.sample_tokens": 0,
+    "train.peak_tflops": 0.05,
 }
 
 

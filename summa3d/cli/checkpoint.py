@@ -102,6 +102,7 @@ def _import(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, An
 
 def _export(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, Any], str]:
     from ..train.checkpoint.huggingface import export_folder
+    from ..train.config import master_dtype
     from ..train.on_root import on_root
 
     if args.file_size < 1:
@@ -109,7 +110,10 @@ def _export(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, An
     saved = _open(args.path, comm)
     saved.verify(comm)
     files = on_root(comm, lambda: export_folder(saved, args.target, args.dtype, args.file_size * MEBI), CheckpointError)
-    return {"folder": str(args.target), "files": [file.name for file in files]}, "\n".join(map(str, files))
+    dtype, kept = args.dtype or saved.index["dtype"], master_dtype(saved.index["dtype"])
+    how = "bit for bit; headers of files may differ from those of an import" if dtype == kept else f"as {dtype}"
+    text = "\n".join((*map(str, files), f"the checkpoint's {kept} tensors, {how}"))
+    return {"folder": str(args.target), "files": [file.name for file in files]}, text
 
 
 def _open(path: Path, comm: MPI.Intracomm) -> Checkpoint:

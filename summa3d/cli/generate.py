@@ -1,10 +1,11 @@
-"""`summa3d generate`: continues a prompt with a trained model, on one rank or on the grid of the run."""
+"""`summa3d generate`: continues a prompt with a trained model, on one rank or on the grid of the run, token by token."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 from ..comm.arrays import DEVICES
@@ -43,10 +44,11 @@ def run(args: argparse.Namespace) -> int:
     device = None if args.device is None else open_device(args.device, MPI.COMM_WORLD)
     model, plan, config, tokenizer = load(args.run, MPI.COMM_WORLD, device)
     one_thread_if_small(config.model, config.model.sequence)
-    began = time.perf_counter()
-    text = sample(model, plan, config.model, tokenizer, args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
+    began, choice = time.perf_counter(), (args.temperature, args.top_k, args.seed)
+    show = partial(print, end="", flush=True) if MPI.COMM_WORLD.rank == 0 and not args.json else None
+    text = sample(model, plan, config.model, tokenizer, args.prompt, args.tokens, *choice, show)
     seconds = time.perf_counter() - began
     if MPI.COMM_WORLD.rank == 0:
         result = {"prompt": args.prompt, "text": text, "tokens": args.tokens, "seed": args.seed, "seconds": seconds}
-        print(json.dumps(result) if args.json else text, flush=True)
+        print(json.dumps(result) if args.json else "", flush=True)
     return 0

@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     """Replace this process by the launcher; never returns. Raises LaunchError where the launcher cannot be started."""
     command, environment, account = mpi_command(args.ranks, program(args))
     print(f"summa3d launch: {account}", file=sys.stderr, flush=True)
+    if sys.stderr.isatty() and Path(command[0]).name != "srun":  # which forwards whole lines
+        environment["SUMMA3D_TERMINAL"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from ..train.config import Config
 
 MEBI = 1 << 20
-CORE_TIME = ("cores", "arithmetic_share", "communication_share", "idle_share", "waited_seconds")
+GIGA = 1e9
+CORE_TIME = (
+    *("cores", "arithmetic_share", "communication_share", "idle_share", "waited_seconds"),
+    *("exposed_communication", "model_flops_per_second", "mfu"),
+)
 """The keys of a summary that describe the use of the cores."""
 TEAM_PRODUCT = 1 << 24
 """m·n·k of a product that is worth a team of threads: about a millisecond of one core."""
@@ -66,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Let N consecutive ranks share a node in the report of --dry-run. By default it covers one rank per node and all "
         "ranks on one node.",
     )
+    parser.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="Write the metrics as TensorBoard's events too, to tensorboard/ in DIR. It needs the package tensorboard.",
+    )
     add_trace_arguments(parser, "some steps")
     parser.add_argument("--trace-steps", type=_steps, metavar="A:B", help="Trace the steps A to B. The default is 3:5.")
     parser.add_argument("--json", action="store_true", help="Print the summary as one JSON line.")
@@ -97,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
     folder = args.run or Path("runs") / Path(args.config).stem
     ranks = MPI.COMM_WORLD.size if args.ranks is None else args.ranks
     configuration.at_least("--ranks", ranks, 1)
-    config = configuration.load_for(ranks, args.config or str(folder / "config.toml"), args.assignments, _choose)
+    assignments = [*args.assignments, *(["train.tensorboard=true"] if args.tensorboard else [])]
+    config = configuration.load_for(ranks, args.config or str(folder / "config.toml"), assignments, _choose)
     if args.dry_run:
         return _dry_run(config, args.ranks_per_node, args.json)
     from ..train.loop import Traced, train
@@ -156,7 +166,7 @@ def work_table(found: dict[str, Any]) -> str:
 
 
 def memory_table(found: dict[str, Any]) -> str:
-    """What `predict` found, as text: for each placement, the fullest rank's terms and the means."""
+    """What `predict` found, as text: for each placement, the fullest rank's terms and the means; then what a run needs."""
     axes = ",".join(f"{name}={size}" for name, size in found["grid"].items())
     lines = [f"{found['scheme']} on {found['ranks']} rank(s), grid {axes}, {found['dtype']}, recompute {found['recompute']}"]
     placements = [found, *([found["one_node"]] if "one_node" in found else [])]
@@ -165,6 +175,10 @@ def memory_table(found: dict[str, Any]) -> str:
     for term in found["bytes"]:
         cells = (f"{one['bytes'][term] / MEBI:>12,.2f}{one['mean_bytes'][term] / MEBI:>12,.2f}" for one in placements)
         lines.append(_row(term, cells))
+    most, mean = (max(one[which]["peak"] + one[which]["node"] for one in placements) / MEBI for which in ("bytes", "mean_bytes"))
+    lines.append(
+        f"needs at most {most:,.1f} MiB on a rank and {mean * found['ranks']:,.1f} MiB on all ranks, beside Python itself"
+    )
     return "\n".join(lines)
 
 
@@ -184,14 +198,19 @@ def report(summary: dict[str, Any]) -> str:
     from ..train.metrics import CoreTime
 
     memory, on_devices = summary["peak_memory_bytes"] / MEBI, summary["peak_device_bytes"] / MEBI
+    used = CoreTime(*(summary[name] for name in CORE_TIME))
     lines = [
         f"step {summary['step']} · loss {_number(summary['loss'], '.4f')} · "
         f"validation loss {_number(summary['validation_loss'], '.4f')}",
         f"{summary['training_seconds']:.1f} s of training · {_number(summary['tokens_per_second'], ',.0f')} tokens/s · "
         f"{summary['words_per_rank']:,} words moved per rank and step",
-        f"{CoreTime(*(summary[name] for name in CORE_TIME))} · peak memory of all ranks {memory:,.0f} MiB"
+        f"{used} · peak memory of all ranks {memory:,.0f} MiB"
         + (f", of their devices {on_devices:,.0f} MiB" if on_devices else ""),
     ]
+    if used.flops_per_second is not None:
+        peak = f" of {summary['peak_flops_per_second'] / GIGA:,.1f} Gflop/s"
+        exposed = "" if used.exposed is None else f" · exposed communication {used.exposed:.0%}"
+        lines.insert(2, f"model FLOPs {used.flops_per_second / GIGA:,.1f} Gflop/s, {used.brief()[0]}{peak}{exposed}")
     if summary["sample"] is not None:
         lines = ["sample:", *("  " + line for line in summary["sample"].splitlines()), "", *lines]
     if summary["plot"] is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ RECOMPUTE = ("none", "selective", "full")
 SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
 """Model families that can be trained on text → the number of special tokens that follow the tokenizer's own."""
 SIZES = {"grid.x", "grid.y", "grid.z", "grid.d"}
+TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 NAMED_CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -87,6 +90,8 @@ class TrainConfig:
     keep : checkpoints kept; with 0, none is written
     sample_prompt, sample_tokens : a causal model continues the prompt by this many tokens when the run ends
     watchdog : seconds without a completed step after which the job is aborted; 0 turns the watchdog off
+    peak_tflops : TFLOP/s of one rank, against which model FLOPs utilization (MFU) is reported; with 0, a product is measured
+    tensorboard : whether TensorBoard's events are written to the run folder
     """
 
     steps: int = 300
@@ -107,13 +112,15 @@ class TrainConfig:
     sample_tokens: int = 0
     sample_prompt: str = "def "
     watchdog: float = 600.0
+    peak_tflops: float = 0.0
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "evaluate_batches"):
             at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("seed", "warmup", "evaluate_every", "checkpoint_every", "keep", "sample_tokens", "watchdog"):
             at_least(f"train.{name}", getattr(self, name), 0)
-        for name in ("learning_rate", "weight_decay", "clip"):
+        for name in ("learning_rate", "weight_decay", "clip", "peak_tflops"):
             at_least(f"train.{name}", getattr(self, name), 0)
         if self.batch % self.accumulate:
             fits = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
@@ -161,14 +168,19 @@ class LossScaleConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The table `data`: the corpus, its tokenizer, and the fraction that is held out for validation.
+    """The table `data`: the corpus, its tokenizer, and what is held out for validation.
 
     Attributes
     ----------
-    path : "stdlib" (the Python standard library of the running interpreter), a text file, or a folder of text files
-    tokenizer : "bytes"; "bpe:N" for a byte-pair encoding of N tokens that is trained on the corpus; or "bpe:N:FILE" for a
-        tokenizer.json of the `tokenizers` library with at most N tokens
-    held_out : fraction of the corpus that is kept for validation
+    path : "stdlib" (the Python standard library of the running interpreter), a UTF-8 text file, JSON lines (.jsonl), a folder of
+        both, or token numbers (.bin) without a header
+    tokenizer : "bytes"; "bpe:N" for a byte-pair encoding of N tokens that is trained on the corpus; a tokenizer.json of the
+        `tokenizers` library or a Transformers folder that holds one ("bpe:N:FILE" allows it at most N tokens); or "numbers:N"
+        for text that is N token numbers without a meaning
+    held_out : fraction of the corpus that is kept for validation, where `validation` names nothing
+    validation : what is validated on, in any form that `path` may have; all of `path` is trained on then
+    key, separator : the key of the text in a JSON line, and the text that follows each
+    token_dtype : the dtype of the numbers in .bin files
 
     >>> DataConfig(tokenizer="bpe:4096").vocabulary
     4096
@@ -177,26 +189,56 @@ class DataConfig:
     path: str = "stdlib"
     tokenizer: str = "bytes"
     held_out: float = 0.05
+    validation: str | None = None
+    key: str = "text"
+    separator: str = "\n"
+    token_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
             raise ConfigError(f"data.held_out = {self.held_out}; it must lie between 0 and 1, both excluded.")
-        name, _, rest = self.tokenizer.partition(":")
-        size = rest.partition(":")[0]
-        if self.tokenizer != "bytes" and not (name == "bpe" and size.isdigit() and int(size) >= 256):
+        if self.token_dtype not in (None, *TOKEN_DTYPES):
+            raise ConfigError(f"data.token_dtype = {self.token_dtype!r} is not known. Use one of {', '.join(TOKEN_DTYPES)}.")
+        if self.vocabulary < 1 or (self.tokenizer.startswith("bpe:") and self.vocabulary < 256):
             raise ConfigError(
-                f"data.tokenizer = {self.tokenizer!r} is not known. Use 'bytes', 'bpe:N' with N ≥ 256, or 'bpe:N:FILE'."
+                f"data.tokenizer = {self.tokenizer!r} is not known. Use 'bytes', 'bpe:N' with N ≥ 256, 'numbers:N', "
+                "or a folder with a tokenizer.json."
             )
 
     @property
     def vocabulary(self) -> int:
-        """The number of different tokens that the tokenizer may return."""
-        return 256 if self.tokenizer == "bytes" else int(self.tokenizer.split(":")[1])
+        """The number of different tokens that the tokenizer may return; 0 where it is not known."""
+        name, _, rest = self.tokenizer.partition(":")
+        size = rest.partition(":")[0] if name == "bpe" else rest
+        if name in ("bpe", "numbers"):
+            return int(size) if size.isdigit() else 0
+        return 256 if self.tokenizer == "bytes" else _vocabulary_of(self.tokenizer_file)
 
     @property
     def tokenizer_file(self) -> str:
-        """The FILE of "bpe:N:FILE"; empty for other tokenizers."""
-        return self.tokenizer.partition(":")[2].partition(":")[2]
+        """The file that the tokenizer is read from; empty where it is not read from one."""
+        name, _, rest = self.tokenizer.partition(":")
+        if name in ("bytes", "bpe", "numbers"):
+            return rest.partition(":")[2] if name == "bpe" else ""
+        path = Path(self.tokenizer)
+        return str(path / "tokenizer.json" if path.is_dir() else path)
+
+
+@cache
+def _vocabulary_of(path: str) -> int:
+    """One more than the largest token number of a tokenizer.json; 0 where there is no such file.
+
+    Raises ConfigError where it is damaged.
+    """
+    if not Path(path).is_file():
+        return 0
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        words = found["model"]["vocab"]
+        numbers = [*(words.values() if isinstance(words, dict) else range(len(words)))]
+        return 1 + max([*numbers, *(token["id"] for token in found.get("added_tokens") or ())])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"data.tokenizer = {path!r} is not a tokenizer.json of the tokenizers library ({error!r}).") from error
 
 
 Choose = Callable[["Config", int, Sequence[str]], tuple[str, dict[str, int]]]
@@ -378,8 +420,8 @@ def shipped() -> dict[str, str]:
     return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
 
 
-def write(config: Config, path: Path) -> None:
-    """Write `config` as a TOML file, from which `load` returns an equal configuration."""
+def write(table: dict[str, Any], path: Path) -> None:
+    """Write the TOML table of a configuration as a file, from which `load` returns an equal configuration."""
     import tomli_w
 
-    path.write_text(tomli_w.dumps(to_table(config)), encoding="utf-8")
+    path.write_text(tomli_w.dumps(table), encoding="utf-8")

@@ -5,6 +5,7 @@ Each random number depends on the seed and the position of the token only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ def sample(
     temperature: float = 0.8,
     top_k: int = 0,
     seed: int = 1,
+    show: Callable[[str], None] | None = None,
 ) -> str:
     """Continue `prompt` by `count` tokens and return the whole text; collective, the same text on every rank.
 
@@ -54,6 +56,7 @@ def sample(
     temperature : divides the logits; 0 takes the likeliest token
     top_k : samples from the k likeliest tokens; 0 samples from all tokens
     seed : the text is a function of the weights, the prompt and the seed
+    show : called with the pieces of the whole text as they come
 
     Raises ConfigError for a model that does not predict the next token.
     """
@@ -61,14 +64,38 @@ def sample(
         raise ConfigError(f"A {config.family} model does not continue text. Families that do: gpt2, llama.")
     known = [int(token) for token in tokenizer.encode(prompt.encode())]
     rows, device = smallest_batch(plan, config), next(model.parameters()).device
+    shown = Shown(show) if show is not None else None
     model.eval()
     with torch.no_grad():
         for position in range(count):
             context = torch.tensor(known[-config.sequence :], device=device).expand(rows, -1).contiguous()  # [b, s]
             logits = model.next_logits(context)[0].double().cpu().numpy()[: tokenizer.vocabulary]  # [v]
             known.append(choose(logits, temperature, top_k, uniform(seed, position)))
+            if shown is not None:
+                shown.update(tokenizer.decode(known), last=position + 1 == count)
     model.train()
     return tokenizer.decode(known)
+
+
+class Shown:
+    """Hands on what a growing text has more than before, without the end of a character whose bytes are not all there.
+
+    >>> shown = Shown(print)
+    >>> shown.update("de"), shown.update("de\ufffd"), shown.update("de\u00e9f", last=True)
+    de
+    éf
+    (None, None, None)
+    """
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show, self._length = show, 0
+
+    def update(self, text: str, last: bool = False) -> None:
+        """Hand on what is new in `text`; all of it, if it is the last."""
+        end = len(text) if last else len(text.rstrip("\ufffd"))
+        if end > self._length:
+            self._show(text[self._length : end])
+            self._length = end
 
 
 def smallest_batch(plan: Scheme, config: ModelConfig) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -27,14 +26,15 @@ from .checkpoint import folder as checkpoint
 from .config import Config
 from .device import on_device, peak_device_memory
 from .generate import load, sample
-from .learning_rate import learning_rate
+from .lease import Lease
 from .loss_plot import draw_loss
 from .metrics import Recorder, Step, Stopwatch
 from .on_root import on_root
-from .optimizer import clip_factor, global_gradient_norm, named_parameters
-from .precision import working_weights
+from .optimizer import clip_factor, global_gradient_norm, learning_rate, named_parameters
+from .precision import torch_dtype, working_weights
 from .prepare import Run, prepare
 from .progress import Progress
+from .utilization import Work, model_flops, peak_flops
 
 ONE_RANK_PARAMETERS = 100_000_000
 """Below this many parameters, one rank alone generates text faster than the grid, which communicates per layer and token."""
@@ -79,26 +79,35 @@ def train(
 
     Raises the errors of `prepare`, on every rank alike, and Summa3dError where the loss or the gradient diverges.
     """
-    run = prepare(config, comm, folder, resume, overwrite)
-    if traced is not None:
-        traced.check(run.done, config.train.steps)
-    run.grid.ledger.ranges = ranges
-    recorder = Recorder(run.metrics, comm, run.done)
-    began = time.perf_counter()
-    with Progress(config.train.steps, speak=comm.rank == 0) as progress:
+    with Lease() as lease, Progress(config.train.steps, speak=comm.rank == 0) as progress:
+        run = prepare(config, comm, folder, resume, overwrite, lease, progress)
+        if traced is not None:
+            traced.check(run.done, config.train.steps)
+        run.grid.ledger.ranges = ranges
+        recorder = Recorder(run.metrics, comm, run.done, _work(run, progress), config.train.tensorboard)
         progress.say(_opening(run))
+        progress.start(run.done)
+        began = time.perf_counter()
         with _watchdog(config.train.watchdog) as watchdog, torch.autograd.set_multithreading_enabled(False):
-            run_steps(run, recorder, progress, watchdog, traced)
-    recorder.close()
-    summary = finish(run, recorder, time.perf_counter() - began)
-    run.grid.free()
+            run_steps(run, recorder, lease, progress, watchdog, traced)
+        recorder.close()
+        summary = finish(run, recorder, time.perf_counter() - began, progress)
+        run.grid.free()
     return summary
 
 
-def run_steps(run: Run, recorder: Recorder, progress: Progress, watchdog: Watchdog | None, traced: Traced | None = None) -> None:
+def run_steps(
+    run: Run,
+    recorder: Recorder,
+    lease: Lease,
+    progress: Progress,
+    watchdog: Watchdog | None = None,
+    traced: Traced | None = None,
+) -> None:
     """Take the remaining steps; evaluate and save at their periods, and after the last step."""
     settings, ledger = run.config.train, run.grid.ledger
     for number in range(run.done + 1, settings.steps + 1):
+        lease.check()
         if traced is not None and number == traced.first:
             ledger.start_trace()
         with ledger.run(f"step {number}"):
@@ -175,12 +184,14 @@ def evaluate(run: Run) -> float:
     return total(losses) / len(parts)
 
 
-def finish(run: Run, recorder: Recorder, seconds: float) -> dict[str, Any]:
+def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> dict[str, Any]:
     """Continue the sample prompt, draw loss.png and write summary.json; collective. Returns the summary on every rank."""
-    comm = run.grid.comm
-    text = continue_prompt(run) if run.config.train.sample_tokens and isinstance(run.model, LanguageModel) else None
+    comm, text = run.grid.comm, None
+    if run.config.train.sample_tokens and isinstance(run.model, LanguageModel):
+        progress.doing(f"sampling {run.config.train.sample_tokens} tokens")
+        text = continue_prompt(run)
     entries = metrics.read(run.metrics) if comm.rank == 0 else []
-    plot = _draw(run, entries) if comm.rank == 0 else None
+    plot = _draw(run, entries, progress) if comm.rank == 0 else None
     peak, device_peak = comm.allreduce(metrics.peak_memory()), comm.allreduce(peak_device_memory(run.device))
     summary = _account(run, recorder.account, entries, seconds)
     summary |= {"peak_memory_bytes": peak, "peak_device_bytes": device_peak, "plot": plot, "sample": text}
@@ -220,12 +231,17 @@ def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], 
         "training_seconds": seconds,
         "step_seconds": account.seconds,
         "tokens_per_second": account.tokens / account.seconds if account.seconds else None,
+        "model_flops": account.work.flops,
+        "peak_flops_per_second": account.work.peak,
         "words_per_rank": account.words,
         "bytes_by_dtype": _bytes_by_dtype(run),
         "skipped_steps": run.loss_scale.skipped,
         "cores": account.cores,
         "communication_share": None,
         "waited_seconds": None,
+        "exposed_communication": None,
+        "model_flops_per_second": None,
+        "mfu": None,
         **account.core_time.entries(),
     }
 
@@ -236,12 +252,12 @@ def _bytes_by_dtype(run: Run) -> dict[str, int]:
     return {dtype: sum(row.amounts.bytes for row in rows if row.dtype == dtype) for dtype in sorted({row.dtype for row in rows})}
 
 
-def _draw(run: Run, entries: list[dict[str, Any]]) -> str | None:
+def _draw(run: Run, entries: list[dict[str, Any]], progress: Progress) -> str | None:
     path = run.folder / "loss.png"
     try:
         draw_loss(entries, path)
     except ImportError as error:
-        print(f"{path.name} was not drawn: {error}. Install summa3d[plot]; {run.metrics} holds the numbers.", file=sys.stderr)
+        progress.say(f"{path.name} was not drawn: {error}. Install summa3d[plot]; {run.metrics} holds the numbers.")
         return None
     return os.fspath(path)
 
@@ -253,6 +269,16 @@ def _opening(run: Run) -> str:
         f"{_parameters(run):,} parameters on {where}; "
         f"{len(run.tokens.train):,} training and {len(run.tokens.validation):,} validation tokens; {start}"
     )
+
+
+def _work(run: Run, progress: Progress) -> Work:
+    """What the steps' use is measured against; collective."""
+    settings, dtype = run.config.train, torch_dtype(run.config.dtype)
+    if not settings.peak_tflops:
+        progress.doing("measuring a product")
+    peak = peak_flops(settings, run.grid.comm, run.device, dtype)
+    flops = model_flops(run.model, run.config.model, settings.batch)
+    return Work(flops, peak, run.device.type == "cpu")
 
 
 def _parameters(run: Run) -> int:

@@ -1,8 +1,8 @@
 """Metrics of a run: one line per step in metrics.jsonl, gathered over the ranks without blocking them, and sums over steps.
 
-Keys of a line: step, loss, grad_norm, lr, tokens_per_second, seconds, words_per_rank (the largest over ranks), arithmetic_share
-and idle_share; where words were moved, communication_share and waited_seconds (see `CoreTime`); where they exist,
-validation_loss, loss_scale and skipped_steps.
+Keys of a line: step, loss, grad_norm, lr, tokens_per_second, seconds, words_per_rank (the largest over ranks),
+model_flops_per_second and mfu (see `Work`), arithmetic_share and idle_share; where words were moved, communication_share,
+waited_seconds and exposed_communication (see `CoreTime`); where they exist, validation_loss, loss_scale and skipped_steps.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import ConfigError
+from .utilization import Work
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from ..comm.profile.ledger import Ledger
 
 KIBI = 1024
+NO_WORK = Work()
 
 
 @dataclass
@@ -87,6 +91,9 @@ class CoreTime:
     idle : the rest: cores that slept or ran other processes
     waited : wall seconds inside communication calls without CPU time, the mean over ranks; None where no words were moved.
         Waited is not a share of the cores: where ranks outnumber cores, one rank waits while another computes.
+    exposed : share of the wall seconds inside communication calls, the mean over ranks; None where no words were moved, and on
+        devices, whose communications may be hidden behind their work
+    flops_per_second, utilization : model FLOPs per second of all ranks, and their share of the peak (MFU); None where unknown
 
     >>> print(CoreTime.of(cores=2, seconds=10.0, words=8, ranks=4, cpu=(12.0, 4.0, 20.0)))
     arithmetic 60%, communication 20%, idle 20% of 2 cores · waited 5.00 s
@@ -97,16 +104,27 @@ class CoreTime:
     communication: float | None
     idle: float
     waited: float | None
+    exposed: float | None = None
+    flops_per_second: float | None = None
+    utilization: float | None = None
 
     @classmethod
-    def of(cls, cores: int, seconds: float, words: int, ranks: int, cpu: Sequence[float]) -> CoreTime:
-        """The shares of `seconds` wall seconds; `cpu` sums seconds of arithmetic, communication and waiting over all ranks."""
+    def of(
+        cls, cores: int, seconds: float, words: int, ranks: int, cpu: Sequence[float], work: Work = NO_WORK, steps: int = 1
+    ) -> CoreTime:
+        """The shares of `seconds` wall seconds, in which `steps` steps were taken.
+
+        `cpu` sums seconds of arithmetic, communication and waiting over all ranks.
+        """
         whole = cores * seconds
         arithmetic, communication = (part / whole if whole else 0.0 for part in cpu[:2])
         idle = max(1 - arithmetic - communication, 0.0)
+        rate = work.flops * steps / seconds if work.flops and seconds else None
+        rates = rate, rate / work.peak if rate and work.peak else None
         if not words:
-            return cls(cores, arithmetic, None, idle, None)
-        return cls(cores, arithmetic, communication, idle, cpu[2] / ranks)
+            return cls(cores, arithmetic, None, idle, None, None, *rates)
+        exposed = min((cpu[1] + cpu[2]) / ranks / seconds, 1.0) if work.on_host and seconds else None
+        return cls(cores, arithmetic, communication, idle, cpu[2] / ranks, exposed, *rates)
 
     def __str__(self) -> str:
         shares = [f"arithmetic {self.arithmetic:.0%}"]
@@ -115,6 +133,15 @@ class CoreTime:
         waited = "" if self.waited is None else f" · waited {self.waited:,.2f} s"
         return f"{', '.join(shares)}, idle {self.idle:.0%} of {self.cores} cores{waited}"
 
+    def brief(self) -> list[str]:
+        """The use that is worth a look at every step: MFU, exposed communication and model FLOP/s, as far as they are known."""
+        found = [] if self.utilization is None else [f"MFU {self.utilization:.{0 if self.utilization >= 0.1 else 1}%}"]
+        if self.exposed is not None:
+            found.append(f"exposed {self.exposed:.0%}")
+        if self.flops_per_second is not None:
+            found.append(f"{self.flops_per_second / 1e9:,.1f} Gflop/s")
+        return found
+
     def entries(self) -> dict[str, float]:
         """The shares under the keys of a metrics line; shares that are None are left out."""
         found = {
@@ -122,6 +149,9 @@ class CoreTime:
             "communication_share": self.communication,
             "idle_share": self.idle,
             "waited_seconds": self.waited,
+            "exposed_communication": self.exposed,
+            "model_flops_per_second": self.flops_per_second,
+            "mfu": self.utilization,
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -132,6 +162,7 @@ class Account:
 
     cores: int
     ranks: int = 1
+    work: Work = NO_WORK
     steps: int = 0
     seconds: float = 0.0
     cpu: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -146,12 +177,12 @@ class Account:
         self.cpu = arithmetic, communication, waited
         self.tokens += step.tokens
         self.words = max(self.words, words)
-        return CoreTime.of(self.cores, step.seconds, words, self.ranks, cpu)
+        return CoreTime.of(self.cores, step.seconds, words, self.ranks, cpu, self.work)
 
     @property
     def core_time(self) -> CoreTime:
         """The use of the cores over all steps."""
-        return CoreTime.of(self.cores, self.seconds, self.words, self.ranks, self.cpu)
+        return CoreTime.of(self.cores, self.seconds, self.words, self.ranks, self.cpu, self.work, self.steps)
 
 
 class Recorder:
@@ -161,14 +192,15 @@ class Recorder:
     that resumes drops the lines of the steps that it repeats.
     """
 
-    def __init__(self, path: Path, comm: MPI.Intracomm, resumed_at: int) -> None:
+    def __init__(self, path: Path, comm: MPI.Intracomm, resumed_at: int, work: Work = NO_WORK, tensorboard: bool = False) -> None:
         self.comm = comm.Dup()
-        self.account = Account(usable_cores(comm), comm.size)
+        self.account = Account(usable_cores(comm), comm.size, work)
         self.core_time: CoreTime | None = None
         self._mine = np.zeros(4)
         self._all = np.zeros((comm.size, 4)) if comm.rank == 0 else None
         self._pending: tuple[Step, MPI.Request] | None = None
         self._file = open_at(path, resumed_at) if comm.rank == 0 else None
+        self._board = _open_board(path.parent / "tensorboard", resumed_at) if tensorboard and comm.rank == 0 else None
 
     def post(self, step: Step) -> None:
         """Complete the step in flight, and start the gather of this rank's counters of `step`."""
@@ -187,14 +219,21 @@ class Recorder:
             return
         words, cpu = int(self._all[:, 0].max()), [float(amount) for amount in self._all[:, 1:].sum(0)]
         self.core_time = self.account.add(step, words, cpu)
-        self._file.write(json.dumps(line(step, words, self.core_time)) + "\n")
+        entry = line(step, words, self.core_time)
+        self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
+        if self._board is not None:
+            for name, value in entry.items():
+                if name != "step" and value is not None:
+                    self._board.add_scalar(name, value, step.step)
 
     def close(self) -> None:
         """Write the line of the step in flight and close the file; collective."""
         self.flush()
         if self._file is not None:
             self._file.close()
+        if self._board is not None:
+            self._board.close()
         self.comm.Free()
 
 
@@ -241,6 +280,23 @@ def read(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return entries
+
+
+def check_tensorboard() -> None:
+    """Raise ConfigError where TensorBoard's events cannot be written."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"train.tensorboard needs the package tensorboard ({error}). Install it: pip install tensorboard."
+        ) from error
+
+
+def _open_board(folder: Path, resumed_at: int) -> Any:
+    """TensorBoard's writer of events into `folder`; those of steps after `resumed_at` no longer show."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=resumed_at + 1)
 
 
 def usable_cores(comm: MPI.Intracomm) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from ..comm.failure import agree_on_error
 from ..errors import Summa3dError
 
 if TYPE_CHECKING:
@@ -28,5 +27,7 @@ def on_root(comm: MPI.Intracomm, action: Callable[[], Result], failure: type[Sum
             error = caught
         except OSError as caught:
             error = failure(str(caught))
-    agree_on_error(comm, error)
-    return comm.bcast(result)
+    result, error = comm.bcast((result, error))
+    if error is not None:
+        raise error
+    return result

@@ -1,9 +1,9 @@
-"""AdamW on the local blocks of a sharded model, the global gradient norm, and clipping by it."""
+"""AdamW on the local blocks of a sharded model, the learning rate, the global gradient norm, and clipping by it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import isfinite, sqrt
+from math import cos, isfinite, pi, sqrt
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -71,6 +71,20 @@ class AdamW:
             weight_decay,
             factor,
         )
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The learning rate of `step` (the first step is 1): linear warm-up, then half a cosine down to decay_to · peak.
+
+    >>> from summa3d.train.config import TrainConfig
+    >>> config = TrainConfig(steps=100, warmup=10, learning_rate=1.0, decay_to=0.1)
+    >>> [round(learning_rate(step, config), 3) for step in (1, 10, 55, 100)]
+    [0.1, 1.0, 0.55, 0.1]
+    """
+    if step <= config.warmup:
+        return config.learning_rate * step / config.warmup
+    done = min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
+    return config.learning_rate * (config.decay_to + (1 - config.decay_to) * (1 + cos(pi * done)) / 2)
 
 
 def global_gradient_norm(parameters: Iterable[ShardedParameter], grid: Grid) -> float:

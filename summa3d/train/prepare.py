@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.grid import Grid
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, DataError
 from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
 from . import config as configuration
+from . import toml
 from .checkpoint import folder as checkpoint
 from .checkpoint import shards
 from .config import Config, master_dtype
 from .data import tokens
 from .data.objective import Objective, objective
 from .device import HOST, open_device
+from .lease import Lease
+from .metrics import check_tensorboard
 from .on_root import on_root
 from .optimizer import AdamW
 from .precision import LossScale, torch_dtype
+from .progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,10 +63,23 @@ class Run:
         return checkpoint.model_blocks(self.model) + checkpoint.optimizer_blocks(self.optimizer)
 
 
-def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = False, overwrite: bool = False) -> Run:
+def prepare(
+    config: Config,
+    comm: MPI.Intracomm,
+    folder: Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    lease: Lease | None = None,
+    progress: Progress = SILENT,
+) -> Run:
     """Check device, grid, sizes, folder, checkpoint and corpus, in this order, then build the model; collective.
 
-    With `resume`, the newest complete checkpoint is loaded into model and optimizer.
+    Parameters
+    ----------
+    resume : whether the newest complete checkpoint is loaded into model and optimizer
+    overwrite : whether to delete the checkpoints in `folder`
+    lease : taken on rank 0, as soon as `folder` is there; its owner gives it back
+    progress : shows what is being done
 
     Raises the error of the first check that fails (GridError, LayoutError, ConfigError, CheckpointError or DataError), on every
     rank alike.
@@ -71,14 +88,22 @@ def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = Fa
     device = open_device(config.device, comm, config.tf32)
     grid, plan = open_grid(config, comm, device)
     plan.check(config.model, config.train.micro_batch)
-    on_root(comm, lambda: open_folder(folder, resume, overwrite), ConfigError)
+    if config.train.tensorboard:
+        on_root(comm, check_tensorboard, ConfigError)
+    on_root(comm, lambda: open_folder(folder, resume, overwrite, lease, progress), ConfigError)
     saved = open_checkpoint(config, comm, folder) if resume else None
     if saved is not None and saved.step > config.train.steps:
         raise ConfigError(
             f"train.steps is {config.train.steps}, but {saved.path} is after step {saved.step}. "
             f"Set train.steps to {saved.step} or more."
         )
-    corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm)
+    corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm, progress.doing)
+    if config.train.sample_tokens and config.model.architecture.causal:
+        try:  # refused now, and not when the run ends
+            corpus.tokenizer.encode(config.train.sample_prompt.encode())
+        except DataError as error:
+            raise DataError(f"train.sample_prompt: {error} With train.sample_tokens=0 none is read.") from error
+    progress.doing("building the model")
     model = build_model(config, plan, device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
     task = objective(config.model, corpus)
@@ -87,8 +112,19 @@ def prepare(config: Config, comm: MPI.Intracomm, folder: Path, resume: bool = Fa
         run.optimizer.start_at(saved.step - loss_scale.skipped)
         saved.load(run.blocks() if saved.has_moments else checkpoint.model_blocks(model), grid)
         run.done = saved.step
-    on_root(comm, lambda: configuration.write(config, folder / "config.toml"), ConfigError)
+    on_root(comm, lambda: write_config(config, folder, saved, progress), ConfigError)
     return run
+
+
+def write_config(config: Config, folder: Path, saved: checkpoint.Checkpoint | None, progress: Progress) -> None:
+    """Write config.toml. Settings that differ from those of the steps before are named, and kept in config-N.toml."""
+    before = saved.config if saved is not None and saved.step else None
+    if saved is not None and before is not None:
+        changed = toml.changes(before, configuration.to_table(config))
+        if changed:
+            progress.say(f"changed since step {saved.step}: {', '.join(changed)}")
+            configuration.write(before, folder / f"config-{saved.step}.toml")
+    configuration.write(configuration.to_table(config), folder / "config.toml")
 
 
 def build_model(config: Config, plan: Scheme, device: torch.device = HOST) -> Model:
@@ -124,20 +160,24 @@ def open_checkpoint(config: Config, comm: MPI.Intracomm, folder: Path) -> checkp
     return saved
 
 
-def open_folder(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Make the run folder. Raises ConfigError where it cannot be made, and where it holds checkpoints of another run.
+def open_folder(folder: Path, resume: bool, overwrite: bool, lease: Lease | None = None, progress: Progress = SILENT) -> None:
+    """Make the run folder, and take its lease. `resume` accepts the checkpoints in it, `overwrite` deletes them.
 
-    `resume` accepts these checkpoints, `overwrite` deletes them.
+    Raises ConfigError where the folder cannot be made, where another job holds it, and where it holds checkpoints of another run.
     """
     checkpoints = folder / "checkpoints"
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--run {folder} cannot be made a run folder: {error.strerror}.") from error
+    if lease is not None:
+        lease.take(folder, progress.doing)
     newest = checkpoint.newest(checkpoints)
     if overwrite:
         shutil.rmtree(checkpoints)
         checkpoints.mkdir()
+        for older in folder.glob("config-*.toml"):
+            older.unlink()
     elif newest is not None and not resume:
         raise ConfigError(
             f"--run {folder} already holds a run, with {newest.name} as its newest checkpoint.\n"

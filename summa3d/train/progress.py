@@ -1,8 +1,10 @@
-"""The progress report of a run, on stderr of rank 0: a live line on a terminal, plain lines elsewhere."""
+"""The progress report of a run, on stderr of rank 0: a live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import os
 import sys
+import textwrap
 import time
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,10 @@ if TYPE_CHECKING:
 
 PLAIN_EVERY = 10.0
 """Seconds between two plain lines."""
+COLUMNS = 100
+"""The longest line."""
+TERMINAL_VARIABLE = "SUMMA3D_TERMINAL"
+"""The columns of the terminal that `summa3d launch` was started in: behind a launcher, stderr itself is a pipe."""
 
 
 class Progress:
@@ -18,9 +24,16 @@ class Progress:
 
     def __init__(self, steps: int, speak: bool) -> None:
         self.steps, self.speak = steps, speak
-        self._live = _live_line() if speak and sys.stderr.isatty() else None
+        columns = _terminal_columns() if speak else 0
+        self._columns = min(columns - 1, COLUMNS) if columns else COLUMNS
+        self._live = _live_line(columns) if columns else None
+        self._began, self._first = time.monotonic(), 0
         self._last_plain = float("-inf")
         self._validation_loss: float | None = None
+
+    def start(self, done: int) -> None:
+        """Count the time that is left from now on; `done` steps were taken before."""
+        self._began, self._first = time.monotonic(), done
 
     def step(self, step: Step, core_time: CoreTime | None) -> None:
         """Show a step. `core_time` is the latest that is known, that of the step before."""
@@ -28,26 +41,29 @@ class Progress:
             return
         if step.validation_loss is not None:
             self._validation_loss = step.validation_loss
-        text = self._describe(step, core_time)
+        now = time.monotonic()
         if self._live is not None:
-            self._live.update(text, refresh=True)
-        elif time.monotonic() - self._last_plain >= PLAIN_EVERY or step.validation_loss is not None or step.step == self.steps:
-            self._last_plain = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
+            self._live.update(self._describe(step, core_time, now), refresh=True)
+        elif now - self._last_plain >= PLAIN_EVERY or step.validation_loss is not None or step.step == self.steps:
+            self._last_plain = now
+            print(self._describe(step, core_time, now), file=sys.stderr, flush=True)
+
+    def doing(self, text: str) -> None:
+        """Show what is done now: on the live line until it changes, else on a line of its own."""
+        if self._live is not None:
+            self._live.update(text[: self._columns], refresh=True)
+        else:
+            self.say(text)
 
     def say(self, text: str) -> None:
-        """Print `text` on a line of its own."""
+        """Print `text` on lines of its own."""
         if not self.speak:
             return
+        wrapped = textwrap.fill(text, self._columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         if self._live is not None:
-            self._live.console.print(text, highlight=False, markup=False)
+            self._live.console.print(wrapped)
         else:
-            print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Stop the live line; its last text stays on the terminal."""
-        if self._live is not None:
-            self._live.stop()
+            print(wrapped, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         if self._live is not None:
@@ -55,21 +71,49 @@ class Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        """Stop the live line; its last text stays on the terminal."""
+        if self._live is not None:
+            self._live.stop()
 
-    def _describe(self, step: Step, core_time: CoreTime | None) -> str:
-        parts = [f"step {step.step}/{self.steps}", f"loss {step.loss:.4f}"]
+    def _describe(self, step: Step, core_time: CoreTime | None, now: float) -> str:
+        left = (now - self._began) / max(step.step - self._first, 1) * (self.steps - step.step)
+        parts = [f"step {step.step}/{self.steps} {step.step / self.steps:.0%}", f"{clock(left)} left", f"loss {step.loss:.4f}"]
         if self._validation_loss is not None:
-            parts.append(f"validation {self._validation_loss:.4f}")
-        parts += [f"{step.tokens / step.seconds:,.0f} tokens/s", f"{step.words:,} words moved"]
+            parts.append(f"val {self._validation_loss:.4f}")
+        parts.append(f"{step.tokens / step.seconds:,.0f} tok/s")
         if core_time is not None:
-            parts.append(str(core_time))
-        return " · ".join(parts)
+            parts += core_time.brief()
+        while len(line := " · ".join(parts)) > self._columns and len(parts) > 1:
+            parts.pop()
+        return line
 
 
-def _live_line():  # type: ignore[no-untyped-def]
+SILENT = Progress(0, speak=False)
+"""Reports nothing."""
+
+
+def clock(seconds: float) -> str:
+    """A time as hours, minutes and seconds.
+
+    >>> clock(61.2), clock(7262)
+    ('1:01', '2:01:02')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def _terminal_columns() -> int:
+    """The columns of the terminal that stderr is shown on; 0 where there is none."""
+    if sys.stderr.isatty():
+        return os.get_terminal_size(sys.stderr.fileno()).columns or COLUMNS
+    passed = os.environ.get(TERMINAL_VARIABLE, "")
+    return int(passed) if passed.isdigit() else 0
+
+
+def _live_line(columns: int):  # type: ignore[no-untyped-def]
     """A live line that this thread redraws at every step: a second thread would take CPU time from the ranks."""
     from rich.console import Console
     from rich.live import Live
 
-    return Live(console=Console(stderr=True), auto_refresh=False)
+    console = Console(stderr=True, force_terminal=True, width=columns, highlight=False, markup=False, emoji=False)
+    return Live(console=console, auto_refresh=False, redirect_stdout=False)

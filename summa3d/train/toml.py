@@ -61,6 +61,22 @@ def dump(settings: Any) -> dict[str, Any]:
     return table
 
 
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The keys of two TOML tables whose values differ, each with both values.
+
+    >>> changes({"seed": 1, "train": {"steps": 6}}, {"seed": 1, "train": {"steps": 9, "clip": 0.5}})
+    ['train.steps 6 → 9', 'train.clip unset → 0.5']
+    """
+    found = []
+    for key in dict.fromkeys((*before, *now)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += changes(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key} {'unset' if old is None else old} → {'unset' if new is None else new}")
+    return found
+
+
 def override(cls: type, table: dict[str, Any], assignments: Sequence[str]) -> None:
     """Apply assignments of the form ``a.b=c`` to a TOML table of `cls`, in place.
 

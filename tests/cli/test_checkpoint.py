@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from summa3d.train.lease import Lease
+
 H, V = 8, 257
 
 
@@ -68,8 +70,15 @@ def test_a_folder_is_imported_by_two_ranks_inspected_continued_and_exported(thei
     said = json.loads((back / "config.json").read_text())
     assert (said["n_head"], said["eos_token_id"], said["architectures"]) == (2, 3, ["GPT2LMHeadModel"])
 
+    with Lease() as lease:
+        lease.take(run)
+        done = summa3d("launch", "-n", 2, "checkpoint", "import", theirs, run, "--overwrite")
+    assert done.returncode != 0 and done.stderr.count("is in use by process") == 1 and "Traceback" not in done.stderr
+    assert (run / "checkpoints" / "step-0").is_dir()
+
     half = summa3d("checkpoint", "export", run / "checkpoints" / "step-0", tmp_path / "half", "--dtype", "bfloat16")
     assert half.returncode == 0, half.stderr
+    assert half.stdout.endswith("half/model.safetensors\nthe checkpoint's float32 tensors, as bfloat16\n")
     halves = load_file(tmp_path / "half" / "model.safetensors")
     assert all(torch.equal(halves[name], there[name].bfloat16()) for name in there)
 

@@ -5,9 +5,15 @@ Starts real processes; what the runs compute is tested in tests/train.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import re
+import struct
 import subprocess
+import termios
 from pathlib import Path
 
 import jobs
@@ -41,10 +47,31 @@ def test_a_run_ends_with_a_sample_and_says_where_the_plot_is(trained: tuple[Path
     assert done.returncode == 0, done.stderr
     assert "sample:\n  def " in done.stdout and f"plot: {folder}/run/loss.png" in done.stdout
     assert (folder / "run" / "loss.png").is_file()
-    assert "step 6/6" in done.stderr and "0 words moved · arithmetic" in done.stderr
+    assert "step 6/6 100%" in done.stderr and "0 words moved" in done.stdout and "MFU" in done.stdout
+    doing = ("encoding the corpus", "building the model", "13,800 parameters", "step 1/6", "sampling 8 tokens")
+    places = [done.stderr.index(what) for what in doing]
+    assert places == sorted(places) and max(map(len, (done.stderr + done.stdout).splitlines())) <= 100
     assert "communication" not in done.stderr + done.stdout  # one rank moves nothing, however long it sleeps
     assert [line["step"] for line in metrics_of(folder)] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in metrics_of(folder) if "validation_loss" in line] == [3, 6]
+
+
+def test_launch_tells_rank_0_of_its_terminal(tmp_path: Path) -> None:
+    words = settings(write_corpus(tmp_path / "corpus.txt"), grid__y=2)
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    command = [jobs.python(), "-m", "summa3d", "launch", "-n", "2", "train", "demo", "--run", str(tmp_path / "run"), *words]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, env={**os.environ, "TERM": "xterm"})
+    os.close(terminal)
+    said = bytearray()
+    with contextlib.suppress(OSError):  # the terminal's end, on Linux
+        while piece := os.read(master, 4096):
+            said += piece
+    assert job.wait(PATIENCE) == 0 and job.stdout is not None and b"step 6" in job.stdout.read()
+    lines = re.split(r"[\r\n]", re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", said.decode()))
+    shown = [line.rstrip() for line in lines if line.startswith("step ")]
+    assert b"\x1b[2K" in said and len({line.split()[1] for line in shown}) == 6  # every step, and not one in ten seconds
+    assert max(map(len, shown)) < 80
 
 
 def test_resume_needs_no_configuration_and_json_is_one_line(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

@@ -68,6 +68,16 @@ def test_a_missing_or_empty_corpus(comm: Any, shared_tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi(sizes=(2,))
+def test_a_prompt_that_the_tokenizer_does_not_read(comm: Any, shared_tmp_path: Path) -> None:
+    if comm.rank == 0:
+        (shared_tmp_path / "numbers.txt").write_text("1 2 3 " * 200)
+    comm.Barrier()
+    keys = {"data__tokenizer": "numbers:9", "train__sample_tokens": 2}
+    said = refused(comm, shared_tmp_path, DataError, grid__y=2, data__path=shared_tmp_path / "numbers.txt", **keys)
+    assert said.startswith("train.sample_prompt: ") and "'def ' is no such text" in said and "\n" not in said
+
+
+@pytest.mark.mpi(sizes=(2,))
 def test_a_checkpoint_of_another_model_or_a_damaged_one(comm: Any, shared_tmp_path: Path) -> None:
     train_small(comm, shared_tmp_path, grid__y=2, train__steps=2)
     message = refused(comm, shared_tmp_path, CheckpointError, resume=True, grid__y=2, model__hidden=48)

@@ -17,7 +17,7 @@ from summa3d.train import config
 def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
     settings = ["grid.tile=x=2,y=2", "grid.x=2", "model.ffn=100", "train.betas=[0.8, 0.99]", "regather=false", "data.path=a b"]
     written = config.load("demo", settings)
-    config.write(written, tmp_path / "config.toml")
+    config.write(config.to_table(written), tmp_path / "config.toml")
     assert config.load(str(tmp_path / "config.toml")) == written
     assert (written.grid.tile, written.model.ffn, written.train.betas, written.regather) == (
         {"x": 2, "y": 2},

@@ -27,7 +27,8 @@ ENDS_WITHIN = 10.0
 PATIENCE = 120.0
 MEASURED = (
     *("tokens_per_second", "seconds", "words_per_rank"),
-    *("arithmetic_share", "communication_share", "idle_share", "waited_seconds"),
+    *("arithmetic_share", "communication_share", "idle_share", "waited_seconds", "exposed_communication"),
+    *("model_flops_per_second", "mfu"),
 )
 
 

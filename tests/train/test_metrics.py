@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +18,12 @@ from summa3d.comm.profile.ledger import Amounts, Ledger
 from summa3d.train import metrics
 from summa3d.train.loss_plot import draw_loss
 from summa3d.train.metrics import CoreTime, Recorder, Step, Stopwatch
-from summa3d.train.progress import Progress
+from summa3d.train.progress import TERMINAL_VARIABLE, Progress
+from summa3d.train.utilization import Work
 
 KEYS = ["step", "loss", "grad_norm", "lr", "tokens_per_second", "seconds", "words_per_rank"]
-SHARES = ["arithmetic_share", "communication_share", "idle_share", "waited_seconds"]
+SHARES = ["arithmetic_share", "communication_share", "idle_share", "waited_seconds", "exposed_communication"]
+RATES = ["model_flops_per_second", "mfu"]
 
 
 def step(number: int, **changes: Any) -> Step:
@@ -29,14 +34,14 @@ def step(number: int, **changes: Any) -> Step:
 
 @pytest.mark.mpi(sizes=(1, 3))
 def test_a_line_holds_the_largest_words_and_floats_in_full(comm: Any, shared_tmp_path: Path) -> None:
-    recorder = Recorder(shared_tmp_path / "metrics.jsonl", comm, resumed_at=0)
+    recorder = Recorder(shared_tmp_path / "metrics.jsonl", comm, resumed_at=0, work=Work(flops=3e9, peak=6e9))
     spent = {"arithmetic_seconds": 0.25, "communication_seconds": 0.125, "waited_seconds": 0.5 + comm.rank}
     recorder.post(step(1, words=10 + comm.rank, **spent))
     recorder.post(step(2, words=10 - comm.rank, **spent, validation_loss=2 / 3))
     recorder.close()
     comm.Barrier()
     lines = [json.loads(text) for text in (shared_tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [list(line) for line in lines] == [[*KEYS, *SHARES], [*KEYS, *SHARES, "validation_loss"]]
+    assert [list(line) for line in lines] == [[*KEYS, *SHARES, *RATES], [*KEYS, *SHARES, *RATES, "validation_loss"]]
     assert [line["words_per_rank"] for line in lines] == [10 + comm.size - 1, 10]
     assert (lines[0]["loss"], lines[1]["validation_loss"], lines[0]["tokens_per_second"]) == (1 / 3, 2 / 3, 32.0)
     if comm.rank == 0:
@@ -44,9 +49,13 @@ def test_a_line_holds_the_largest_words_and_floats_in_full(comm: Any, shared_tmp
         assert recorder.account.cores == cores
         arithmetic, communication = comm.size * 0.25 / (cores * 2.0), comm.size * 0.125 / (cores * 2.0)
         idle, waited = 1 - arithmetic - communication, 0.5 + (comm.size - 1) / 2
-        assert [lines[0][name] for name in SHARES] == pytest.approx([arithmetic, communication, idle, waited])
-        for found, waited_seconds in ((recorder.core_time, waited), (recorder.account.core_time, 2 * waited)):
-            assert found == CoreTime(cores, *(pytest.approx(part) for part in (arithmetic, communication, idle, waited_seconds)))
+        assert [lines[0][name] for name in SHARES] == pytest.approx(
+            [arithmetic, communication, idle, waited, (0.125 + waited) / 2]
+        )
+        assert [lines[0][name] for name in RATES] == [1.5e9, 0.25]  # 3 GFLOP in 2 s
+        for found, times in ((recorder.core_time, waited), (recorder.account.core_time, 2 * waited)):
+            wanted = (arithmetic, communication, idle, times, (0.125 + waited) / 2, 1.5e9, 0.25)
+            assert found == CoreTime(cores, *(pytest.approx(part) for part in wanted))
 
 
 def test_a_run_that_moves_no_word_has_no_figure_of_communication() -> None:
@@ -58,7 +67,7 @@ def test_a_run_that_moves_no_word_has_no_figure_of_communication() -> None:
 
 def test_the_cores_time_is_arithmetic_communication_and_the_rest() -> None:
     found = CoreTime.of(cores=4, seconds=10.0, words=7, ranks=8, cpu=(20.0, 6.0, 16.0))
-    assert found == CoreTime(4, 0.5, 0.15, pytest.approx(0.35), 2.0)
+    assert found == CoreTime(4, 0.5, 0.15, pytest.approx(0.35), 2.0, exposed=0.275)
     assert str(found) == "arithmetic 50%, communication 15%, idle 35% of 4 cores · waited 2.00 s"
     assert CoreTime.of(2, 1.0, 7, 2, (2.0, 0.1, 0.0)).idle == 0  # clocks are no exacter than that
 
@@ -66,10 +75,30 @@ def test_the_cores_time_is_arithmetic_communication_and_the_rest() -> None:
 @pytest.mark.parametrize("words", [0, 5])
 def test_the_progress_line_says_where_the_cores_time_went(capsys: pytest.CaptureFixture[str], words: int) -> None:
     with Progress(3, speak=True) as progress:
-        progress.step(step(3, words=words), CoreTime.of(2, 1.0, words, 1, (1.0, 0.5, 0.25)))
+        progress.step(step(3, words=words), CoreTime.of(2, 1.0, words, 1, (0.5, 0.125, 0.25), Work(2e9, 8e9)))
     said = capsys.readouterr().err
-    assert "arithmetic 50%" in said and "of 2 cores" in said
-    assert ("communication 25%" in said and "waited 0.25 s" in said) == (words > 0) == ("communication" in said)
+    assert said.startswith("step 3/3 100% · 0:00 left · loss 0.3333 · 32 tok/s · MFU 25%")
+    assert said.endswith("2.0 Gflop/s\n") and ("exposed 38%" in said) == (words > 0) == ("exposed" in said)
+    assert CoreTime.of(2, 1.0, words, 1, (0.5, 0.1, 0.2), Work(on_host=False)).exposed is None  # a device hides it, or not
+
+
+@pytest.mark.parametrize("columns", [None, 60])
+def test_lines_fit_and_say_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int | None
+) -> None:
+    if columns:
+        monkeypatch.setenv(TERMINAL_VARIABLE, str(columns))  # as `summa3d launch` does in a terminal
+    clock = iter(range(0, 10_000, 100))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with Progress(200_000, speak=True) as progress:
+        progress.doing("encoding the corpus")
+        progress.start(100_000)
+        progress.step(step(100_020, tokens=10**9, validation_loss=2.5), CoreTime.of(2, 1.0, 5, 1, (0.5, 0.1, 0.2), Work(9e14)))
+    said = capsys.readouterr().err
+    assert ("\x1b[2K" in said) == bool(columns) and "encoding the corpus" in said
+    lines = [re.sub(r"\x1b\[[?0-9]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", said)]
+    assert max(map(len, lines)) <= (columns or 100)
+    assert any(line.startswith("step 100020/200000 50% · 138:51:40 left · loss 0.3333") for line in lines)  # 99,980 · 5 s
 
 
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path: Path) -> None:
@@ -92,6 +121,28 @@ def test_the_stopwatch_leaves_communication_out_of_arithmetic() -> None:
     assert done.communication_seconds == pytest.approx(0.06) and done.waited_seconds == pytest.approx(0.44)
     assert 0.03 < done.arithmetic_seconds < 0.06
     assert done.seconds >= 0.1
+
+
+def test_tensorboard_gets_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            assert (folder, purge_step) == (str(tmp_path / "tensorboard"), 3)
+
+        def add_scalar(self, name: str, value: float, number: int) -> None:
+            written.append((name, value, number))
+
+        def close(self) -> None:
+            written.append(("closed", 0.0, 0))
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    recorder = Recorder(tmp_path / "metrics.jsonl", MPI.COMM_SELF, resumed_at=2, tensorboard=True)
+    recorder.post(step(3, loss=float("nan"), validation_loss=0.5))
+    recorder.close()
+    line = metrics.read(tmp_path / "metrics.jsonl")[0]
+    assert written[:-1] == [(name, value, 3) for name, value in line.items() if name != "step" and value is not None]
+    assert written[-1][0] == "closed" and ("validation_loss", 0.5, 3) in written
 
 
 def test_peak_memory_is_at_least_what_was_held_and_of_its_order() -> None:

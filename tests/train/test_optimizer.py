@@ -10,8 +10,7 @@ import torch
 
 from summa3d.layout.layout import Layout, Sharding
 from summa3d.train import config
-from summa3d.train.learning_rate import learning_rate
-from summa3d.train.optimizer import AdamW, clip_factor, global_gradient_norm
+from summa3d.train.optimizer import AdamW, clip_factor, global_gradient_norm, learning_rate
 
 LAYOUTS = [Layout(("z", "x"), ("y",)), Layout(("y", "x"), ("z",)), Layout((), ("z",)), Layout((), ())]
 SHAPE = (13, 7)

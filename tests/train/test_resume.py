@@ -13,12 +13,14 @@ from small_runs import metrics_of, shared_corpus, small_config, train_small
 
 from summa3d.errors import ConfigError, Summa3dError
 from summa3d.train.checkpoint import folder as checkpoint
+from summa3d.train.loop import train
 from summa3d.train.prepare import prepare
 
 GRIDS = {1: (1, 1, 1), 2: (1, 2, 1), 8: (2, 2, 2)}
 MEASURED = (
     *("tokens_per_second", "seconds", "words_per_rank"),
-    *("arithmetic_share", "communication_share", "idle_share", "waited_seconds"),
+    *("arithmetic_share", "communication_share", "idle_share", "waited_seconds", "exposed_communication"),
+    *("model_flops_per_second", "mfu"),
 )
 
 
@@ -149,3 +151,25 @@ def test_training_lowers_the_loss_and_leaves_its_files(comm: Any, shared_tmp_pat
 def test_a_diverged_loss_ends_the_run_on_every_rank(comm: Any, shared_tmp_path: Path) -> None:
     with pytest.raises(Summa3dError, match="diverged at step"):
         train_small(comm, shared_tmp_path, **grid_of(2), train__learning_rate=1e200, train__warmup=0, train__clip=0.0)
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_settings_that_change_are_named_and_the_older_ones_are_kept(
+    comm: Any, shared_tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, grid = shared_tmp_path / "run", grid_of(2)
+    train_small(comm, shared_tmp_path, **grid, train__steps=2)
+    before = (folder / "config.toml").read_text()
+    train_small(comm, shared_tmp_path, resume=True, **grid, train__steps=2)
+    assert "changed" not in capfd.readouterr().err and not [*folder.glob("config-*")]
+    if comm.rank == 0:  # as one edits a file; what was changed is known to the checkpoint
+        (folder / "config.toml").write_text(before.replace("learning_rate = 0.01", "learning_rate = 0.5"))
+    comm.Barrier()
+    train_small(comm, shared_tmp_path, resume=True, **grid, train__steps=3, train__learning_rate=0.5)
+    said = " ".join(capfd.readouterr().err.split())
+    wanted = "changed since step 2: train.steps 2 → 3, train.learning_rate 0.01 → 0.5"
+    assert (wanted in said) == (comm.rank == 0)
+    assert (folder / "config-2.toml").read_text() == before
+    comm.Barrier()
+    train(small_config(shared_corpus(comm, shared_tmp_path), **grid, train__steps=2), comm, folder, overwrite=True)
+    assert not [*folder.glob("config-*")]

@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 from small_runs import write_corpus
 
-from summa3d.errors import DataError
+from summa3d.errors import ConfigError, DataError
 from summa3d.train.config import DataConfig
 from summa3d.train.data import corpus, tokens
 
@@ -56,12 +56,12 @@ def test_a_folder_holds_out_whole_files_by_their_names(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     for number in range(40):
-        (folder / "sub" / f"{number:02}.txt").write_bytes(bytes([number]) * 30)
+        (folder / "sub" / f"{number:02}.txt").write_bytes(bytes([number + 1]) * 30)
     (folder / ".hidden").write_bytes(b"\xff" * 30)
     found = prepare(folder, tmp_path, held_out=0.2)
     parts = [set(np.asarray(part).tolist()) for part in (found.train, found.validation)]
-    assert parts[0] | parts[1] == set(range(40)) and not parts[0] & parts[1]
-    assert parts[1] == {number for number in range(40) if corpus.held_out(f"sub/{number:02}.txt", 0.2)}
+    assert parts[0] | parts[1] == set(range(1, 41)) and not parts[0] & parts[1]
+    assert parts[1] == {number + 1 for number in range(40) if corpus.held_out(f"sub/{number:02}.txt", 0.2)}
 
 
 def test_the_standard_library_is_read_without_installed_packages() -> None:
@@ -120,3 +120,105 @@ def test_a_truncated_token_file_is_refused(tmp_path: Path) -> None:
         prepare(path, tmp_path)
     (tmp_path / "data" / "tokens.json").write_text(json.dumps({}))
     assert len(prepare(path, tmp_path).train) > 100
+
+
+def whole(found: tokens.Tokens) -> list[int]:
+    return [*map(int, found.train), *map(int, found.validation)]
+
+
+def test_json_lines_are_read_by_their_key_and_separated(tmp_path: Path) -> None:
+    path, texts = tmp_path / "corpus.jsonl", ["one ä text", "another\n", "the last one, longer than the others"]
+    path.write_text("\n\n".join(json.dumps({"meta": 1, "body": text}) for text in texts) + "\n")
+    found = prepare(path, tmp_path, sequence=4, key="body", separator="|", held_out=0.3)
+    assert bytes(whole(found)).decode() == "|".join(texts) + "|"
+    assert bytes(whole(prepare(path, tmp_path, sequence=4, key="body", held_out=0.3))).decode() == "\n".join(texts) + "\n"
+
+
+def test_a_folder_may_mix_text_and_json_lines_and_validation_may_be_a_file_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("plain text. " * 4)
+    (folder / "b.jsonl").write_text(json.dumps({"text": "json text. " * 4}))
+    (tmp_path / "held.jsonl").write_text(json.dumps({"text": "held out. " * 4}))
+    found = prepare(folder, tmp_path, sequence=4, validation=str(tmp_path / "held.jsonl"))
+    assert bytes(found.train).decode() == "plain text. " * 4 + "json text. " * 4 + "\n"
+    assert bytes(found.validation).decode() == "held out. " * 4 + "\n"
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int64"])
+def test_token_numbers_are_mapped_where_they_lie_and_compared_with_the_vocabulary(tmp_path: Path, dtype: str) -> None:
+    numbers = np.arange(100, dtype=dtype) * 7
+    numbers.tofile(tmp_path / "train.bin")
+    (numbers[:30]).tofile(tmp_path / "val.bin")
+    keys = {"token_dtype": dtype, "tokenizer": "numbers:694"}
+    found = prepare(tmp_path / "train.bin", tmp_path, held_out=0.2, **keys)
+    assert whole(found) == numbers.tolist() and len(found.validation) == 20
+    assert found.tokenizer.decode(found.tokenizer.encode(b"7 693")) == "7 693"
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["tokens.json"]
+    found = prepare(tmp_path / "train.bin", tmp_path, validation=str(tmp_path / "val.bin"), **keys)
+    assert (found.train.tolist(), found.validation.tolist()) == (numbers.tolist(), numbers[:30].tolist())
+    with pytest.raises(DataError, match=r"tokens 0 to 693, but data.tokenizer = 'numbers:693' has 693"):
+        prepare(tmp_path / "train.bin", tmp_path, token_dtype=dtype, tokenizer="numbers:693")
+
+
+def test_a_transformers_folder_brings_its_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    text, folder = write_corpus(tmp_path / "text"), tmp_path / "their_model"
+    folder.mkdir()
+    trained = corpus.train_tokenizer(corpus.documents(str(text)), DataConfig(str(text), "bpe:300"), folder)
+    for name in (folder, folder / "tokenizer.json"):
+        settings = DataConfig(str(text), str(name))
+        assert settings.vocabulary == trained.vocabulary <= 300
+        found = prepare(text, tmp_path, tokenizer=str(name))
+        assert found.tokenizer.decode(whole(found)) == text.read_text() and len(found.train) < 12_000
+    numbered = tmp_path / "tokens.bin"
+    np.array(whole(found), np.uint32).tofile(numbered)
+    found = prepare(numbered, tmp_path, tokenizer=str(folder), token_dtype="uint32")
+    assert found.tokenizer.decode(whole(found)) == text.read_text()
+
+
+REFUSED = {
+    "tokens.bin": (b"\1\0\2\0", {}, "say of which dtype, as data.token_dtype=uint16"),
+    "odd.bin": (b"\1\0\2", {"token_dtype": "uint16"}, "has 3 bytes, which are no whole number of uint16 tokens"),
+    "signed.bin": (b"\xff\xff\xff\xff", {"token_dtype": "int32"}, "tokens -1 to -1"),
+    "untrained.bin": (b"\1\0\2\0", {"token_dtype": "uint16", "tokenizer": "bpe:300"}, "is trained on text"),
+    "latin.txt": (
+        "ä".encode("latin-1") * 40,
+        {},
+        "is no UTF-8 text: unexpected end of data at byte 39|is no UTF-8 text: invalid",
+    ),
+    "words.txt": (np.arange(40, dtype=np.uint16).tobytes(), {}, "is no text: byte 0 is 0"),
+    "array.json": (b'[{"text": "a"}]', {}, "is JSON, not JSON lines"),
+    "other.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', {}, "line 2 is no JSON object with a text under 'text'"),
+    "broken.jsonl": (b'{"text": "a"}\n{"text": ', {}, "line 2 is no JSON object"),
+    "list.jsonl": (b'["a"]\n', {}, "line 1 is no JSON object"),
+    "prose.txt": (b"three words here", {"tokenizer": "numbers:9"}, "reads numbers below 9; 'three words here' is no such text"),
+    "folder/tokens.bin": (b"\1\0\2\0", {"token_dtype": "uint16"}, "which are no part of a folder"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_text_is_refused_in_a_line(tmp_path: Path, name: str) -> None:
+    content, keys, words = REFUSED[name]
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    if name.startswith("folder/"):
+        path = path.parent
+    with pytest.raises(DataError, match=words) as raised:
+        prepare(path, tmp_path, **keys)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("tokenizer", ["nowhere", "bpe:12", "bpe:many", "numbers:0", "numbers:-1", "byte"])
+def test_an_unknown_tokenizer_is_refused(tokenizer: str) -> None:
+    with pytest.raises(ConfigError, match="is not known"):
+        DataConfig(tokenizer=tokenizer)
+
+
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(ConfigError, match=r"is not a tokenizer.json of the tokenizers library \(KeyError\('vocab'\)\)"):
+        DataConfig(tokenizer=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"data\.token_dtype = 'float32' is not known"):
+        DataConfig(token_dtype="float32")

@@ -49,6 +49,11 @@ class Checkpoint:
         return self.index["step"]
 
     @property
+    def config(self) -> dict[str, Any] | None:
+        """The TOML table of the run that wrote the checkpoint; None where an earlier version wrote it."""
+        return self.index.get("config")
+
+    @property
     def has_moments(self) -> bool:
         """Whether the checkpoint holds the optimizer's state; an imported checkpoint holds weights only."""
         return any(name.startswith("optimizer.") for name in self.index["tensors"])
@@ -193,7 +198,7 @@ def index_of(
         "loss_scale": loss_scale,
         "dtype": config.dtype,
         "model": toml.dump(config.model),
-        "train": toml.dump(config.train),
+        "config": toml.dump(config),
         "written_on": {"scheme": config.scheme, "grid": config.grid.axes},
         "files": {entry["file"]: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for entry in entries},
         "tensors": shards.tensor_table(blocks, entries),

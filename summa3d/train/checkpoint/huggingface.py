@@ -20,6 +20,7 @@ from ...nn.config import ModelConfig
 from .. import config as configuration
 from .. import toml
 from ..config import Config, DataConfig, master_dtype
+from ..lease import Lease
 from ..on_root import on_root
 from ..precision import torch_dtype
 from . import folder as checkpoint
@@ -64,29 +65,30 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
     option, and for tensors that are missing, unknown or of another shape.
     """
     found = on_root(comm, lambda: read_source(source), CheckpointError)
-    on_root(comm, lambda: _open_run(run, overwrite), CheckpointError)
-    grid = Grid(comm, {"r": comm.size})
-    data = DataConfig(tokenizer=_tokenizer(source, run, found.model))
-    config = Config(scheme="serial", chosen="scheme and grid", dtype=found.dtype, model=found.model, data=data)
-    blocks: list[shards.TensorBlock] = []
-    error: Exception | None = None
-    try:
-        with huggingface_files.Reader(source, found.tensors) as reader:
-            blocks.extend(_local_rows(rule, reader, found, grid) for rule in rules_of(found.model))
-    except Summa3dError as caught:
-        error = caught
-    agree_on_error(comm, error)
-    path = checkpoint.save(run / "checkpoints", 0, blocks, grid, config)
+    with Lease() as lease:
+        on_root(comm, lambda: _open_run(run, overwrite, lease), CheckpointError)
+        grid = Grid(comm, {"r": comm.size})
+        data = DataConfig(tokenizer=_tokenizer(source, run, found.model))
+        config = Config(scheme="serial", chosen="scheme and grid", dtype=found.dtype, model=found.model, data=data)
+        blocks: list[shards.TensorBlock] = []
+        error: Exception | None = None
+        try:
+            with huggingface_files.Reader(source, found.tensors) as reader:
+                blocks.extend(_local_rows(rule, reader, found, grid) for rule in rules_of(found.model))
+        except Summa3dError as caught:
+            error = caught
+        agree_on_error(comm, error)
+        path = checkpoint.save(run / "checkpoints", 0, blocks, grid, config)
 
-    def describe() -> None:
-        if config.data.tokenizer_file:
-            shutil.copyfile(source / TOKENIZER, config.data.tokenizer_file)
-        configuration.write(config, run / "config.toml")
-        (run / ORIGINAL).write_text(json.dumps(found.original, indent=2) + "\n", encoding="utf-8")
+        def describe() -> None:
+            if config.data.tokenizer_file:
+                shutil.copyfile(source / TOKENIZER, config.data.tokenizer_file)
+            configuration.write(configuration.to_table(config), run / "config.toml")
+            (run / ORIGINAL).write_text(json.dumps(found.original, indent=2) + "\n", encoding="utf-8")
 
-    on_root(comm, describe, CheckpointError)
-    grid.free()
-    return path
+        on_root(comm, describe, CheckpointError)
+        grid.free()
+        return path
 
 
 def _tokenizer(source: Path, run: Path, model: ModelConfig) -> str:
@@ -319,7 +321,7 @@ def _check_shapes(tensors: dict[str, huggingface_files.Entry], model: ModelConfi
                 raise CheckpointError(f"{source}: {name} has shape {tensors[name].shape}; config.json's sizes make it {shape}.")
 
 
-def _open_run(run: Path, overwrite: bool) -> None:
+def _open_run(run: Path, overwrite: bool, lease: Lease) -> None:
     from ..prepare import open_folder
 
-    open_folder(run, resume=False, overwrite=overwrite)
+    open_folder(run, resume=False, overwrite=overwrite, lease=lease)

@@ -1,8 +1,9 @@
-"""The corpus: its text files, the split into training and validation parts, and the encoding into token files."""
+"""The corpus: its files, the split into training and validation parts, and the encoding into token files."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,11 +19,14 @@ FOREIGN = ("site-packages", "dist-packages")
 PARTS = ("train", "validation")
 ENCODE_CHARACTERS = 1 << 20
 """Characters that are encoded at once, which bounds the memory of `PairTokenizer.encode`."""
+JSON_LINES = (".jsonl", ".ndjson")
+TOKENS = ".bin"
+FORMS = "Give UTF-8 text, JSON lines (.jsonl), a folder of both, token numbers (.bin), or 'stdlib'."
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text file of the corpus: its name relative to the corpus folder, and its path."""
+    """A file of the corpus: its name relative to the corpus folder, and its path."""
 
     name: str
     path: Path
@@ -68,7 +72,7 @@ class PairTokenizer:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.vocabulary: int = model.get_vocab_size()
+        self.vocabulary: int = 1 + max(model.get_vocab().values())
 
     def encode(self, text: bytes) -> np.ndarray:
         """The tokens of a document as uint32, encoded in runs of whole lines so that memory stays bounded."""
@@ -88,11 +92,40 @@ class PairTokenizer:
         return self.model.decode([token for token in tokens if token < self.vocabulary])
 
 
-def documents(path: str) -> list[Document]:
+class NumberTokenizer:
+    """A tokenizer of text that is token numbers already, for tokens whose meaning is not known here.
+
+    >>> NumberTokenizer(50).decode(NumberTokenizer(50).encode(b"12 7"))
+    '12 7'
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The numbers in `text`. Raises DataError where there is something else, and for numbers outside the vocabulary."""
+        words = text.split()
+        if words and all(word.isdigit() and int(word) < self.vocabulary for word in words):
+            return np.array(words, np.uint32)
+        start = text[:20].decode(errors="replace")
+        raise DataError(
+            f"The tokenizer numbers:{self.vocabulary} reads numbers below {self.vocabulary}; {start!r} is no such text."
+        )
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The numbers, with a space between."""
+        return " ".join(map(str, tokens))
+
+
+def documents(path: str, key: str = "data.path") -> list[Document]:
     """The files of the corpus in the order of their names.
 
-    `path` is "stdlib", a file or a folder; hidden files are left out. Raises DataError where there is no file, or no file with
-    text in it.
+    Parameters
+    ----------
+    path : "stdlib", a file or a folder; hidden files are left out
+    key : the configuration key of `path`, for messages
+
+    Raises DataError where there is no file, or none with something in it, and for files of a form that is not read.
     """
     if path == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
@@ -100,16 +133,19 @@ def documents(path: str) -> list[Document]:
     else:
         root = Path(path)
         if not root.exists():
-            raise DataError(f"data.path {path!r} does not exist. Give a text file, a folder of text files, or 'stdlib'.")
+            raise DataError(f"{key} {path!r} does not exist. {FORMS}")
         found = [root] if root.is_file() else [file for file in root.rglob("*") if file.is_file() and not _hidden(file, root)]
         root = root.parent if root.is_file() else root
     files = sorted((Document(file.relative_to(root).as_posix(), file) for file in found), key=lambda document: document.name)
     if not any(document.path.stat().st_size for document in files):
         found_instead = "is empty" if files else "holds no files"
-        raise DataError(
-            f"data.path {path!r} {found_instead}: there is no text to train on. "
-            "Give a text file, a folder of text files, or 'stdlib'."
-        )
+        raise DataError(f"{key} {path!r} {found_instead}: there is nothing to train on. {FORMS}")
+    named = found == [Path(path)]
+    for document in files:
+        if named and document.path.suffix == ".json":
+            raise DataError(f"{key}: {document.path} is JSON, not JSON lines. {FORMS}")
+        if not named and document.path.suffix == TOKENS:
+            raise DataError(f"{key}: {document.path} holds token numbers, which are no part of a folder. {FORMS}")
     return files
 
 
@@ -117,12 +153,25 @@ def _hidden(file: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
-def fingerprint(files: list[Document], config: DataConfig) -> str:
-    """A SHA-256 digest of all inputs of the token files: file names, sizes, modification times, tokenizer, held-out fraction."""
-    digest = hashlib.sha256(repr((config.tokenizer, config.held_out)).encode())
-    for document in files:
-        status = document.path.stat()
-        digest.update(repr((document.name, status.st_size, status.st_mtime_ns)).encode())
+def sources(config: DataConfig) -> dict[str, list[Document]]:
+    """Part → its files. Without "validation", the tail of the training part's tokens is held out.
+
+    Of a folder, whole files are held out by name (`held_out`). Raises DataError as `documents` does.
+    """
+    files = documents(config.path)
+    if config.validation is not None:
+        return {"train": files, "validation": documents(config.validation, "data.validation")}
+    return split(files, config.held_out) or {"train": files}
+
+
+def fingerprint(parts: dict[str, list[Document]], config: DataConfig) -> str:
+    """A SHA-256 digest of all inputs of the token files: names, sizes and modification times of files, and settings."""
+    settings = (config.tokenizer, config.held_out, config.key, config.separator, config.token_dtype)
+    digest = hashlib.sha256(repr(settings).encode())
+    for part, files in parts.items():
+        for document in files:
+            status = document.path.stat()
+            digest.update(repr((part, document.name, status.st_size, status.st_mtime_ns)).encode())
     return digest.hexdigest()
 
 
@@ -144,19 +193,55 @@ def split(files: list[Document], part: float) -> dict[str, list[Document]] | Non
     return parts if all(has_text) else None
 
 
-def read(document: Document) -> bytes:
-    """The bytes of a document. Raises DataError where the file cannot be read."""
+def read(document: Document, config: DataConfig) -> Iterator[bytes]:
+    """The text of a document, in pieces. Raises DataError where the file cannot be read, or holds something else than text."""
     try:
-        return document.path.read_bytes()
+        if document.path.suffix in JSON_LINES:
+            yield from _json_lines(document.path, config)
+            return
+        text = document.path.read_bytes()
     except OSError as error:
         raise DataError(f"Cannot read {document.path}: {error.strerror}.") from error
+    if config.path != "stdlib":  # Python's sources may have other encodings
+        try:
+            text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{document.path} is no UTF-8 text: {error.reason} at byte {error.start}. {FORMS}") from error
+        if b"\0" in text:
+            raise DataError(f"{document.path} is no text: byte {text.index(0)} is 0. {FORMS}")
+    yield text
+
+
+def _json_lines(path: Path, config: DataConfig) -> Iterator[bytes]:
+    """The texts of JSON lines, each followed by the separator, many at once."""
+    piece = bytearray()
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                piece += (json.loads(line)[config.key] + config.separator).encode()
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise DataError(
+                    f"{path}, line {number} is no JSON object with a text under {config.key!r} ({error!r}). "
+                    "data.key names the key of the text."
+                ) from error
+            if len(piece) >= ENCODE_CHARACTERS:
+                yield bytes(piece)
+                piece.clear()
+    yield bytes(piece)
 
 
 def train_tokenizer(files: list[Document], config: DataConfig, folder: Path) -> Tokenizer:
     """The tokenizer that `config` names. For "bpe:N", a byte-pair encoding is trained on `files` and saved in `folder`."""
-    if config.tokenizer == "bytes" or config.tokenizer_file:
+    if not config.tokenizer.startswith("bpe:") or config.tokenizer_file:
         return load_tokenizer(config, folder)
-    from tokenizers import Tokenizer as Model
+    if files[0].path.suffix == TOKENS:
+        raise DataError(
+            f"data.tokenizer = {config.tokenizer!r} is trained on text, but {files[0].path} holds token numbers. "
+            "Name the folder of their tokenizer, or 'numbers:N'."
+        )
+    Model = _tokenizers().Tokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     model = Model(models.BPE())
@@ -164,7 +249,8 @@ def train_tokenizer(files: list[Document], config: DataConfig, folder: Path) -> 
     model.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=config.vocabulary, initial_alphabet=alphabet, show_progress=False)
-    model.train_from_iterator((read(document).decode("utf-8", errors="replace") for document in files), trainer)
+    texts = (text.decode("utf-8", errors="replace") for document in files for text in read(document, config))
+    model.train_from_iterator(texts, trainer)
     model.save(str(folder / "tokenizer.json"))
     return PairTokenizer(model)
 
@@ -173,8 +259,9 @@ def load_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     """The tokenizer of a prepared corpus. Raises DataError where its file is missing or damaged, or has too many tokens."""
     if config.tokenizer == "bytes":
         return ByteTokenizer()
-    from tokenizers import Tokenizer as Model
-
+    if config.tokenizer.startswith("numbers:"):
+        return NumberTokenizer(config.vocabulary)
+    Model = _tokenizers().Tokenizer
     path = Path(config.tokenizer_file) if config.tokenizer_file else folder / "tokenizer.json"
     try:
         found = PairTokenizer(Model.from_file(str(path)))
@@ -186,6 +273,14 @@ def load_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     return found
 
 
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError(f"data.tokenizer needs the package tokenizers ({error}). Install summa3d[bpe].") from error
+    return tokenizers
+
+
 def token_dtype(vocabulary: int) -> np.dtype:
     """The smallest unsigned integer dtype that holds every token number.
 
@@ -195,35 +290,40 @@ def token_dtype(vocabulary: int) -> np.dtype:
     return np.min_scalar_type(vocabulary - 1)
 
 
-def encode(config: DataConfig, files: list[Document], folder: Path) -> dict[str, int]:
-    """Write train.bin and validation.bin into `folder` and return the number of tokens of each.
+def encode(config: DataConfig, parts: dict[str, list[Document]], folder: Path) -> dict[str, int]:
+    """Write PART.bin of every part that is text into `folder`; returns the number of tokens of each part.
 
-    Whole files are held out by name (`held_out`). Where that leaves a part without text, as for a corpus of one file, the tail
-    of the whole text is held out instead.
+    Raises DataError as `read` does, and for token numbers outside the vocabulary.
     """
-    parts = split(files, config.held_out)
-    tokenizer = train_tokenizer(parts["train"] if parts else files, config, folder)
-    dtype = token_dtype(config.vocabulary)
+    tokenizer, dtype = train_tokenizer(parts["train"], config, folder), token_dtype(config.vocabulary)
     counts = {}
-    for part in PARTS:
-        with open(folder / f"{part}.bin", "wb") as out:
-            counts[part] = sum(
-                _append(out, tokens.astype(dtype)) for tokens in _tokens(part, files, parts, tokenizer, config.held_out)
-            )
+    for part, files in parts.items():
+        if files[0].path.suffix == TOKENS:
+            counts[part] = len(read_tokens(files[0].path, config, check=True))
+            continue
+        counts[part] = 0
+        with open(folder / f"{part}{TOKENS}", "wb") as out:
+            for text in (text for document in files for text in read(document, config)):
+                tokens = tokenizer.encode(text).astype(dtype)
+                out.write(tokens.tobytes())
+                counts[part] += len(tokens)
     return counts
 
 
-def _tokens(
-    part: str, files: list[Document], parts: dict[str, list[Document]] | None, tokenizer: Tokenizer, held: float
-) -> Iterator[np.ndarray]:
-    if parts:
-        yield from (tokenizer.encode(read(document)) for document in parts[part])
-        return
-    whole = np.concatenate([tokenizer.encode(read(document)) for document in files])
-    cut = len(whole) - int(len(whole) * held)
-    yield whole[:cut] if part == "train" else whole[cut:]
+def read_tokens(path: Path, config: DataConfig, check: bool = False) -> np.ndarray:
+    """The memory-mapped token numbers of a .bin file of the user's. Raises DataError where they cannot be what was said.
 
-
-def _append(out: Any, tokens: np.ndarray) -> int:
-    out.write(tokens.tobytes())
-    return len(tokens)
+    check : whether all of them are compared with the vocabulary
+    """
+    if config.token_dtype is None:
+        raise DataError(f"{path} holds token numbers; say of which dtype, as data.token_dtype=uint16 or uint32.")
+    dtype, size = np.dtype(config.token_dtype), path.stat().st_size
+    if size % dtype.itemsize:
+        raise DataError(f"{path} has {size} bytes, which are no whole number of {dtype} tokens. Is data.token_dtype another?")
+    tokens = np.memmap(path, dtype, mode="r") if size else np.zeros(0, dtype)
+    if check and size and not (tokens.min() >= 0 and tokens.max() < config.vocabulary):
+        raise DataError(
+            f"{path} holds the {dtype} tokens {tokens.min()} to {tokens.max()}, but data.tokenizer = {config.tokenizer!r} has "
+            f"{config.vocabulary}. Set data.tokenizer to 'numbers:N' or to the tokenizer's folder, or another data.token_dtype."
+        )
+    return tokens

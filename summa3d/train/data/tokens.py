@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from . import corpus
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-FORMAT = 1
+FORMAT = 2
 TRAIN_STREAM = 0x7472_6169_6E00_0001
 """Philox key word that separates the random numbers of windows from those of weights and dropout of the same seed."""
 
@@ -72,12 +73,16 @@ def windows(tokens: np.ndarray, sequence: int, begins: list[int]) -> np.ndarray:
     return np.stack([tokens[begin : begin + sequence + 1] for begin in begins]).astype(np.int64)
 
 
-def prepare(config: DataConfig, sequence: int, folder: Path, comm: MPI.Intracomm) -> Tokens:
+def prepare(
+    config: DataConfig, sequence: int, folder: Path, comm: MPI.Intracomm, say: Callable[[str], None] = lambda text: None
+) -> Tokens:
     """Encode the corpus into `folder` on rank 0, unless `folder` holds it already, and memory-map it on every rank; collective.
+
+    say : told on rank 0 that the corpus is being encoded
 
     Raises DataError, on every rank alike, where the corpus is missing, empty or shorter than one window per part.
     """
-    on_root(comm, lambda: _encode_once(config, folder), DataError)
+    on_root(comm, lambda: _encode_once(config, folder, say), DataError)
     return open_tokens(config, sequence, folder)
 
 
@@ -85,9 +90,12 @@ def open_tokens(config: DataConfig, sequence: int, folder: Path) -> Tokens:
     """Memory-map the token files in `folder`. Raises DataError where they are damaged or too short for a window."""
     try:
         counts = json.loads((folder / "tokens.json").read_text())["tokens"]
-        parts = {part: _memory_map(folder / f"{part}.bin", counts[part], config) for part in corpus.PARTS}
+        parts = {part: _memory_map(part, count, config, folder) for part, count in counts.items()}
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"Cannot read the token files in {folder}: {error}. Delete it; the next run makes it again.") from error
+    if "validation" not in parts:
+        cut = len(parts["train"]) - int(len(parts["train"]) * config.held_out)
+        parts = {"train": parts["train"][:cut], "validation": parts["train"][cut:]}
     for part, tokens in parts.items():
         if len(tokens) <= sequence:
             raise DataError(
@@ -98,25 +106,28 @@ def open_tokens(config: DataConfig, sequence: int, folder: Path) -> Tokens:
     return Tokens(parts["train"], parts["validation"], sequence, corpus.load_tokenizer(config, folder))
 
 
-def _memory_map(path: Path, count: int, config: DataConfig) -> np.ndarray:
+def _memory_map(part: str, count: int, config: DataConfig, folder: Path) -> np.ndarray:
+    own = Path(config.validation if part == "validation" and config.validation is not None else config.path)
+    path = own if own.suffix == corpus.TOKENS else folder / f"{part}{corpus.TOKENS}"
     if count == 0:
         return np.zeros(0, np.uint8)
-    tokens = np.memmap(path, corpus.token_dtype(config.vocabulary), mode="r")
+    tokens = corpus.read_tokens(own, config) if path == own else np.memmap(path, corpus.token_dtype(config.vocabulary), mode="r")
     if len(tokens) != count:
-        raise ValueError(f"{path.name} holds {len(tokens)} tokens instead of {count}")
+        raise ValueError(f"{path} holds {len(tokens)} tokens instead of {count}")
     return tokens
 
 
-def _encode_once(config: DataConfig, folder: Path) -> None:
+def _encode_once(config: DataConfig, folder: Path, say: Callable[[str], None]) -> None:
     """Encode into a temporary folder, then rename it, so that a folder with the final name is complete."""
-    files = corpus.documents(config.path)
-    label = {"format": FORMAT, "fingerprint": corpus.fingerprint(files, config)}
+    parts = corpus.sources(config)
+    label = {"format": FORMAT, "fingerprint": corpus.fingerprint(parts, config)}
     if _labelled(folder, label):
         return
+    say(f"encoding the corpus {config.path}")
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    counts = corpus.encode(config, files, temporary)
+    counts = corpus.encode(config, parts, temporary)
     (temporary / "tokens.json").write_text(json.dumps({**label, "tokens": counts}))
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)

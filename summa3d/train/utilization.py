@@ -1,0 +1,76 @@
+"""Model FLOPs of a step, and the peak that model FLOPs utilization (MFU) is measured against."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from .optimizer import named_parameters
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from ..nn.config import ModelConfig
+    from ..nn.models.registry import Model
+    from .config import TrainConfig
+
+MEASURED_SIZE = {"cpu": 512, "cuda": 8192}
+"""The side of the square product that is measured, by device."""
+MEASURED_TIMES = 3
+TERA = 1e12
+LOOKUPS = ("positions.weight", "token_types.weight")
+FIRST_TOKEN = ("pooler.weight", "relation.weight")
+"""The matrices of BERT that multiply one token of a sequence."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step's use of the ranks is measured against.
+
+    Attributes
+    ----------
+    flops : model FLOPs of the step
+    peak : FLOP/s of the products of all ranks together
+    on_host : whether ranks compute on the host, where nothing is computed inside communication calls
+    """
+
+    flops: float = 0.0
+    peak: float = 0.0
+    on_host: bool = True
+
+
+def model_flops(model: Model, config: ModelConfig, rows: int) -> int:
+    """The FLOPs of forward and backward over `rows` sequences, by the usual count: recomputation adds none.
+
+    6 for every token and element of a matrix that multiplies it, and 12 · layers · sequence · hidden for every token in attention
+    (Chowdhery et al. 2022, appendix B). Tables that are looked up do not count; a head that shares one does.
+    """
+    lookups = LOOKUPS if config.tied else (*LOOKUPS, "embedding.weight")
+    products = 0
+    for name, p in named_parameters(model):
+        if p.decay and name not in lookups:
+            products += prod(p.sharding.shape) * (1 if name in FIRST_TOKEN else config.sequence)
+    return rows * (6 * products + 12 * config.layers * config.sequence**2 * config.hidden)
+
+
+def peak_flops(settings: TrainConfig, comm: MPI.Intracomm, device: torch.device, dtype: torch.dtype) -> float:
+    """The FLOP/s of all ranks' products together: `train.peak_tflops` a rank, or the best of some that all run at once.
+
+    Collective.
+    """
+    if settings.peak_tflops:
+        return settings.peak_tflops * TERA * comm.size
+    n = MEASURED_SIZE[device.type]
+    a = torch.ones((n, n), dtype=dtype, device=device)
+    seconds = []
+    for _ in range(1 + MEASURED_TIMES):  # the first is slower, and all ranks' are
+        comm.Barrier()
+        began = time.perf_counter()
+        (a @ a)[0, 0].item()
+        comm.Barrier()
+        seconds.append(time.perf_counter() - began)
+    return 2 * n**3 * comm.size / min(seconds[1:])
