@@ -292,10 +292,11 @@ def run_benchmark(
 
 
 def facts(case: Case, ranks: int) -> dict[str, Any]:
-    """The case and the number of ranks, for a result."""
+    """The case, the number of ranks and torch's version, for a result."""
     return {
         "case": {**asdict(case.config), "batch": case.batch, "dtype": case.dtype, "device": case.device, "flops": case.flops},
         "ranks": ranks,
+        "torch": torch.__version__,
     }
 
 

@@ -38,9 +38,10 @@ COMMANDS = {
     "checkpoint": "Show what a checkpoint holds; import and export Transformers folders.",
     "bench": "Benchmark products and transformer blocks: algorithms and schemes side by side, strong and weak scaling.",
     "report": "Show tables and plots of the results of bench.",
+    "plot": "Plot the losses of runs of train.",
     "doctor": "Report what this installation uses, and warn of what may fail or be slow.",
 }
-WITHOUT_MPI = ("launch", "report", "doctor")
+WITHOUT_MPI = ("launch", "report", "plot", "doctor")
 USAGE_STATUS = 2
 RANK_0_SECONDS = 1.0  # seconds that other ranks wait for rank 0 to print, where MPI cannot order them
 

@@ -239,7 +239,7 @@ def _bytes_by_dtype(run: Run) -> dict[str, int]:
 def _draw(run: Run, entries: list[dict[str, Any]]) -> str | None:
     path = run.folder / "loss.png"
     try:
-        draw_loss(entries, path)
+        draw_loss([run.folder], [path])
     except ImportError as error:
         print(f"{path.name} was not drawn: {error}. Install summa3d[plot]; {run.metrics} holds the numbers.", file=sys.stderr)
         return None
