@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PROBE = 1024  # side of the product that measures the speed of a core
 PROBE_RUNS = 5
 CPU_FACTS = Path("/proc/cpuinfo")
+GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def machine(world: MPI.Intracomm, probe: bool = True) -> dict[str, Any]:
@@ -42,7 +43,8 @@ def machine(world: MPI.Intracomm, probe: bool = True) -> dict[str, Any]:
             "threads_per_rank": sorted(set(threads)),
             "cores_per_node": nodes.cores,
             "cores": nodes.total_cores,
-            "processor": _processor(),
+            "processor": _named(CPU_FACTS, "model name") or platform.processor() or platform.machine(),
+            "gpu": next((name for card in sorted(GPUS.glob("*/information")) if (name := _named(card, "Model"))), None),
             "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
             "blas": " ".join(filter(None, (blas.get("internal_api"), blas.get("version")))) or None,
             "core_type": blas.get("architecture"),
@@ -76,10 +78,10 @@ def threads_of_rank() -> int:
     return max((info["num_threads"] for info in threadpool_info()), default=1)
 
 
-def _processor() -> str:
-    lines = CPU_FACTS.read_text().splitlines() if CPU_FACTS.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+def _named(facts: Path, key: str) -> str | None:
+    """The first value of a key in a file of lines `key : value`; None where there is no such file or key."""
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
 
 
 def _commit() -> str | None:

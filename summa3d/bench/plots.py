@@ -19,6 +19,7 @@ from .tables import (
     in_nodes,
     loaded,
     machines,
+    processor,
     rounds,
     scaling_title,
     shares_cores,
@@ -54,7 +55,7 @@ def caption(figure: Any, *parts: str) -> None:
 def on_machines(result: Mapping[str, Any]) -> str:
     """The machines of a result in the few words of a caption."""
     return "; ".join(
-        f"{in_nodes(one)}, {one['processor']}{loaded(one)}, {multiplier(result, one)}, {one['mpi']}, {version(one)}"
+        f"{in_nodes(one)}, {processor(one)}{loaded(one)}, {multiplier(result, one)}, {one['mpi']}, {version(one)}"
         for one in machines(result)
     )
 

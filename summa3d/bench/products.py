@@ -28,6 +28,7 @@ from ..gemm.matrix import DistMatrix
 from ..launch.runtime import on_all_cores
 from .clock import Clock, sleep_until_all_are_here
 from .machine import threads_of_rank
+from .series import same_problem, times_of
 from .traced import show
 
 if TYPE_CHECKING:
@@ -275,14 +276,8 @@ def row_of(entry: ProductEntry, seconds: list[float], moved: Mapping[str, Any]) 
 
 def timing(seconds: list[float], problem: Problem) -> dict[str, Any]:
     """The columns `seconds` and `gflops` of a row."""
-    middle = median(seconds)
-    times = {"min": min(seconds), "median": middle, "max": max(seconds), "all": seconds}
-    return {"seconds": times, "gflops": problem.flops / middle / 1e9 if middle else 0.0}
-
-
-def same_problem(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two rows have the same sizes, form, dtype and device."""
-    return all(row[name] == other[name] for name in ("m", "n", "k", "form", "dtype", "device"))
+    times = times_of(seconds)
+    return {"seconds": times, "gflops": problem.flops / times["median"] / 1e9 if times["median"] else 0.0}
 
 
 def speed_over(peer: Mapping[str, Any], row: Mapping[str, Any]) -> float:

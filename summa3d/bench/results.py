@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from .series import IDENTITY, grouped
+from .series import IDENTITY, grouped, same_problem
 
 PRODUCTS = ("gemm", "strong", "weak")
 ROWS = {
@@ -20,7 +20,7 @@ ROWS = {
 HEAD = {**dict.fromkeys(PRODUCTS, ("numpy",)), "versus": ("peers", "quotients"), "block": ("case", "ranks", "torch")}
 PLACED = ("nodes", "hosts", "ranks_per_node", "cores_per_node", "cores")
 OF_THE_MOMENT = ("load", "gflops_per_core")
-MACHINE = (*PLACED, *OF_THE_MOMENT, "threads_per_rank", "processor", "commit")
+MACHINE = (*PLACED, *OF_THE_MOMENT, "threads_per_rank", "processor", "gpu", "commit")
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -52,7 +52,9 @@ def merge(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = {id(row): row for result in results for row in result["rows"]}  # the serial row of a file may be of two results
     merged = _from(list(rows.values()), on)
     for result in merged:
-        result["numpy"] = [own for one in results for own in one["numpy"] if any(_same(own, row) for row in result["rows"])]
+        result["numpy"] = [
+            own for one in results for own in one["numpy"] if any(same_problem(own, row) for row in result["rows"])
+        ]
     return merged
 
 
@@ -66,10 +68,6 @@ def _from(rows: Sequence[dict[str, Any]], on: Sequence[dict[str, Any]]) -> list[
         largest = {name: max(known[name], machine[name]) for name in ("nodes", "cores")}
         machines[alike] = {**known, **unions, **largest}
     return [{**result, "machines": list(machines.values())} for result in grouped(rows)]
-
-
-def _same(own: dict[str, Any], row: dict[str, Any]) -> bool:
-    return all(own[name] == row[name] for name in ("m", "n", "k", "form", "dtype", "device"))
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:

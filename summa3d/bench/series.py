@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..errors import DataError
-
 Row = Mapping[str, Any]
 CHOSEN = "chosen"
 SAME_WORK = 1.05  # largest quotient of the work per rank in weak scaling, whose sizes are rounded cube roots
-PRODUCT = ("form", "dtype", "device")
-IDENTITY = ("m", "n", "k", *PRODUCT, "ranks", "label", "chosen")
+OPERANDS = ("form", "dtype", "device")
+PROBLEM = ("m", "n", "k", *OPERANDS)
+IDENTITY = (*PROBLEM, "ranks", "label", "chosen")
 """Rows that agree in these are measurements of the same product, by the same algorithm, on the same grid."""
 
 
@@ -53,6 +52,15 @@ class Series:
         return Spread(*(ratio / grown for ratio in self.speed_up(row)))
 
 
+def times_of(seconds: Sequence[float]) -> dict[str, Any]:
+    """Minimum, median and maximum of `seconds`, and all of them.
+
+    >>> times_of([3.0, 1.0, 2.0])
+    {'min': 1.0, 'median': 2.0, 'max': 3.0, 'all': [3.0, 1.0, 2.0]}
+    """
+    return {"min": min(seconds), "median": median(seconds), "max": max(seconds), "all": seconds}
+
+
 def in_ranks(count: int) -> str:
     """A number of ranks as text.
 
@@ -81,36 +89,35 @@ def grouped(rows: Sequence[Row]) -> list[dict[str, Any]]:
     rows = joined(rows)
     results: list[dict[str, Any]] = []
     taken: list[Row] = []
-    for kind, groups in (("strong", _by_sizes(rows)), ("weak", _by_work(rows))):
+    for kind, groups in (("strong", _by(PROBLEM, rows)), ("weak", _by_work(rows))):
         for group in groups:
             if len({row["ranks"] for row in group}) > 1:
                 results.append({"kind": kind, "rows": group, "numpy": []})
                 taken += group
     rest = [row for row in rows if not any(row is one for one in taken)]
-    return results + [{"kind": "gemm", "rows": group, "numpy": []} for group in _by_sizes(rest)]
+    return results + [{"kind": "gemm", "rows": group, "numpy": []} for group in _by(PROBLEM, rest)]
 
 
 def joined(rows: Sequence[Row]) -> list[Row]:
     """The rows, those of the same product on the same grid as one row with all their rounds."""
-    same: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        same.setdefault(tuple(row[name] for name in IDENTITY), []).append(row)
-    return [_joined(group) if len(group) > 1 else group[0] for group in same.values()]
+    return [_joined(group) if len(group) > 1 else group[0] for group in _by(IDENTITY, rows)]
 
 
 def _joined(group: Sequence[Row]) -> Row:
-    if len({row["words_per_rank"] for row in group}) > 1:
-        raise DataError(f"{place(group[0])} moved {' and '.join(str(row['words_per_rank']) for row in group)} words per rank.")
-    every = [second for row in group for second in row["seconds"]["all"]]
-    middle = median(every)
-    seconds = {"min": min(every), "median": middle, "max": max(every), "all": every}
-    return {**group[0], "seconds": seconds, "gflops": group[0]["gflops"] * group[0]["seconds"]["median"] / middle}
+    seconds = times_of([second for row in group for second in row["seconds"]["all"]])
+    return {**group[0], "seconds": seconds, "gflops": group[0]["gflops"] * group[0]["seconds"]["median"] / seconds["median"]}
 
 
-def _by_sizes(rows: Sequence[Row]) -> list[list[Row]]:
+def same_problem(row: Row, other: Row) -> bool:
+    """Whether two rows have the same sizes, form, dtype and device."""
+    return all(row[name] == other[name] for name in PROBLEM)
+
+
+def _by(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
+    """Groups of rows that agree in these columns."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[name] for name in ("m", "n", "k", *PRODUCT)), []).append(row)
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
     return list(found.values())
 
 
@@ -121,10 +128,10 @@ def _by_work(rows: Sequence[Row]) -> list[list[Row]]:
         return float(row["m"] * row["n"] * row["k"] / row["ranks"])
 
     found: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: (*(row[name] for name in PRODUCT), work(row))):
+    for row in sorted(rows, key=lambda row: (*(row[name] for name in OPERANDS), work(row))):
         first = found[-1][0] if found else row
-        alike = all(row[name] == first[name] for name in PRODUCT) and work(row) <= SAME_WORK * work(first)
+        alike = all(row[name] == first[name] for name in OPERANDS) and work(row) <= SAME_WORK * work(first)
         if not found or not alike:
             found.append([])
         found[-1].append(row)
-    return [group for group in found if len({(row["m"], row["n"], row["k"]) for row in group}) > 1]
+    return [group for group in found if len(_by(PROBLEM, group)) > 1]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .series import Row, Series, in_ranks, place, series_of
 from .table import Column, Table
 
 MEBI = 1 << 20
+COUNT, TENTHS, HUNDREDTHS = "{:,}".format, "{:.1f}".format, "{:.2f}".format
 
 
 def table(result: Mapping[str, Any]) -> Table:
@@ -29,7 +30,7 @@ def in_one_line(machine: Mapping[str, Any]) -> str:
     speed = f", one core {', '.join(f'{speed:.1f} {dtype}' for dtype, speed in speeds.items())} Gflop/s" if speeds else ""
     return "; ".join(
         [
-            f"{in_nodes(machine)} ({names}), {machine['processor']}" + loaded(machine),
+            f"{in_nodes(machine)} ({names}), {processor(machine)}{loaded(machine)}",
             f"numpy {machine['numpy']} with {machine['blas']} ({machine['core_type']}){speed}",
             f"products by {blas(machine)}",
             f"{machine['mpi']}, Python {machine['python']}, {version(machine)}",
@@ -62,6 +63,11 @@ def span(counts: Sequence[int], what: str = "") -> str:
     return (f"{low}" if low == high else f"{low}–{high}") + (f" {what}{'s' if high > 1 else ''}" if what else "")
 
 
+def processor(machine: Mapping[str, Any]) -> str:
+    """The processor, and the GPU where there is one."""
+    return " and ".join(filter(None, (machine["processor"], machine["gpu"])))
+
+
 def loaded(machine: Mapping[str, Any]) -> str:
     """The load average at the start, where the system has one."""
     return "" if machine["load"] is None else f", load {machine['load']:.1f} at the start"
@@ -84,16 +90,6 @@ def digits(value: float) -> str:
     ('12.34', '2500', '0.0091')
     """
     return f"{value:.2g}" if value < 0.1 else f"{value:.2f}" if value < 1000 else f"{value:.0f}"
-
-
-def thousands(count: int) -> str:
-    """A count with commas."""
-    return f"{count:,}"
-
-
-def fixed(digits: int) -> Callable[[float], str]:
-    """A function that shows a number with this many decimals."""
-    return lambda value: f"{value:.{digits}f}"
 
 
 def sizes(row: Row) -> str:
@@ -126,11 +122,11 @@ def moved(rows: Sequence[Row]) -> list[Column]:
     """The columns of a product's speed, words, messages and workspace."""
     return [
         Column("form and dtype", [operands(row) for row in rows], csv_only=True),
-        Column("Gflop/s", [row["gflops"] for row in rows], fixed(1)),
-        Column("speed ÷ numpy's", [row.get("speed_over_numpy") for row in rows], fixed(2)),
-        Column("words/rank", [row["words_per_rank"] for row in rows], thousands),
+        Column("Gflop/s", [row["gflops"] for row in rows], TENTHS),
+        Column("speed ÷ numpy's", [row.get("speed_over_numpy") for row in rows], HUNDREDTHS),
+        Column("words/rank", [row["words_per_rank"] for row in rows], COUNT),
         Column("messages", [row["messages_per_rank"] for row in rows]),
-        Column("workspace MiB", [row["workspace_bytes"] / MEBI for row in rows], fixed(1)),
+        Column("workspace MiB", [row["workspace_bytes"] / MEBI for row in rows], TENTHS),
     ]
 
 
@@ -215,10 +211,10 @@ def versus_table(result: Mapping[str, Any]) -> Table:
         Column("P", [row["ranks"] for row in rows]),
         Column("numpy ms", in_ms(row["numpy_seconds"] for row in rows), digits),
         *(Column(f"{peer} ms", in_ms(row["seconds"].get(peer) for row in rows), digits) for peer in peers),
-        *(Column(f"{peer} ÷ numpy's speed", [row["fractions"].get(peer) for row in rows], fixed(2)) for peer in peers),
-        *(Column(name, [_middle(row, name) for row in rows], fixed(2)) for name in quotients),
+        *(Column(f"{peer} ÷ numpy's speed", [row["fractions"].get(peer) for row in rows], HUNDREDTHS) for peer in peers),
+        *(Column(name, [_middle(row, name) for row in rows], HUNDREDTHS) for name in quotients),
         *(Column(f"{name}, range", [_range(row, name) for row in rows]) for name in quotients),
-        *(Column(f"{name} ÷ numpy's speed (noted)", [row["noted"].get(name) for row in rows], fixed(2)) for name in noted),
+        *(Column(f"{name} ÷ numpy's speed (noted)", [row["noted"].get(name) for row in rows], HUNDREDTHS) for name in noted),
     ]
     return Table("", columns, result.get("remarks", ()))
 
@@ -249,10 +245,10 @@ def block_table(result: Mapping[str, Any]) -> Table:
         Column("scheme and grid", [row["label"] for row in rows], left=True),
         *times(both),
         *(Column(phase, in_ms(row["seconds"][phase]["median"] for row in rows), digits) for phase in ("forward", "backward")),
-        Column("words/rank", [_sum(row, "words_per_rank") for row in rows], thousands),
-        Column("messages", [_sum(row, "messages_per_rank") for row in rows], thousands),
-        Column("saved MiB", [row["saved_bytes"] / MEBI for row in rows], fixed(1)),
-        Column("peak MiB", [row["peak_bytes"] / MEBI for row in rows], fixed(1)),
+        Column("words/rank", [_sum(row, "words_per_rank") for row in rows], COUNT),
+        Column("messages", [_sum(row, "messages_per_rank") for row in rows], COUNT),
+        Column("saved MiB", [row["saved_bytes"] / MEBI for row in rows], TENTHS),
+        Column("peak MiB", [row["peak_bytes"] / MEBI for row in rows], TENTHS),
     ]
     furthest = max(row["relative_difference"] for row in rows)
     return Table(f"{block_title(result)}, {rounds(both)}", columns, [f"outputs differ by at most {furthest:.1e} of their norm"])

@@ -55,9 +55,10 @@ def run(args: argparse.Namespace) -> int:
     for file, results in found:
         for number, result in enumerate(results, 1):
             name = file.stem if len(results) == 1 else f"{file.stem}-{number}-{result['kind']}"
+            written = write(result, (args.out or file.parent) / name, formats)
             print(f"{file}\n{table(result).text()}\n", flush=True)
-            for written in write(result, (args.out or file.parent) / name, formats):
-                print(f"written: {written}", file=sys.stderr)
+            for path in written:
+                print(f"written: {path}", file=sys.stderr)
     return 0
 
 

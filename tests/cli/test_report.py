@@ -15,7 +15,15 @@ from summa3d.cli import report
 from summa3d.cli.main import main as cli
 
 MACHINE = {
-    **{"nodes": 1, "hosts": ["n1"], "ranks_per_node": [1], "threads_per_rank": [1], "cores_per_node": [2], "cores": 2},
+    **{
+        "nodes": 1,
+        "hosts": ["n1"],
+        "ranks_per_node": [1],
+        "threads_per_rank": [1],
+        "cores_per_node": [2],
+        "cores": 2,
+        "gpu": None,
+    },
     **{
         "processor": "a processor",
         "load": 0.5,
