@@ -19,6 +19,7 @@ from .tables import (
     in_nodes,
     loaded,
     machines,
+    mixed_threads,
     processor,
     rounds,
     scaling_title,
@@ -46,7 +47,7 @@ def timed(rows: Sequence[Row]) -> str:
     return f"{rounds(rows)}, whiskers from the fastest to the slowest"
 
 
-def caption(figure: Any, *parts: str) -> None:
+def caption(figure: Any, *parts: str | None) -> None:
     """Write a caption below the panels, in lines that fit the figure's width."""
     width = round(CHARACTERS * figure.get_size_inches()[0])
     figure.supxlabel("\n".join(wrap("; ".join(filter(None, parts)), width)), x=0.01, ha="left", **CAPTION)
@@ -123,7 +124,9 @@ def scaling(figure: Any, result: Mapping[str, Any]) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda place: labels[place] in (IDEAL, SHARED))  # series first
     figure.legend([handles[place] for place in order], [labels[place] for place in order], loc="outside upper center", ncols=4)
-    caption(figure, scaling_title(result), baselines(found), timed(result["rows"]), on_machines(result))
+    caption(
+        figure, scaling_title(result), baselines(found), mixed_threads(result["rows"]), timed(result["rows"]), on_machines(result)
+    )
 
 
 def ratios(panel: Any, series: Series, number: int, values: Sequence[Spread]) -> None:

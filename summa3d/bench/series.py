@@ -12,8 +12,8 @@ CHOSEN = "chosen"
 SAME_WORK = 1.05  # largest quotient of the work per rank in weak scaling, whose sizes are rounded cube roots
 OPERANDS = ("form", "dtype", "device")
 PROBLEM = ("m", "n", "k", *OPERANDS)
-IDENTITY = (*PROBLEM, "ranks", "label", "chosen")
-"""Rows that agree in these are measurements of the same product, by the same algorithm, on the same grid."""
+IDENTITY = (*PROBLEM, "ranks", "threads", "label", "chosen")
+"""Rows that agree in these are measurements of one product, by one algorithm, on one grid, with as many threads."""
 
 
 class Spread(NamedTuple):
@@ -26,7 +26,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """Rows in the order of their ranks. What the chooser takes is one series, whichever algorithms it takes."""
+    """Rows in the order of their ranks, then threads. What the chooser takes is one series, whichever algorithms it takes."""
 
     name: str
     rows: Sequence[Row]
@@ -78,7 +78,7 @@ def place(row: Row) -> str:
 def series_of(rows: Iterable[Row]) -> list[Series]:
     """The series of some rows: one of the library's choices, and one for each algorithm that was named."""
     found: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: int(row["ranks"])):
+    for row in sorted(rows, key=lambda row: (int(row["ranks"]), int(row["threads"]))):
         named = " ".join([row["algorithm"], *(f"{name}={value}" for name, value in row["options"].items())])
         found.setdefault(CHOSEN if row["chosen"] else named, []).append(row)
     return [Series(name, own) for name, own in found.items()]

@@ -163,6 +163,7 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
     columns = [
         Column("series", [series.name for series, _ in pairs], left=True, csv_only=not several),
         Column("ranks", [row["ranks"] for row in rows]),
+        Column("threads/rank", [row["threads"] for row in rows], csv_only=mixed_threads(rows) is None),
         Column("algorithm and grid", [place(row) for row in rows], left=True),
         Column("m×n×k", [sizes(row) for row in rows], csv_only=not weak),
         *times(rows),
@@ -171,7 +172,7 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
         *moved(rows),
     ]
     title = f"{scaling_title(result)}; {baselines(found)}; {rounds(rows)}"
-    return Table(title, columns, [*numpy_remarks(result), *filter(None, [shared_cores(result)])])
+    return Table(title, columns, [*numpy_remarks(result), *filter(None, [mixed_threads(rows), shared_cores(result)])])
 
 
 def scaling_title(result: Mapping[str, Any]) -> str:
@@ -191,6 +192,14 @@ def baselines(found: Sequence[Series]) -> str:
 def shares_cores(row: Row) -> bool:
     """Whether the threads of a row's ranks outnumber the cores that these ranks may use."""
     return not on_device(row) and row["ranks"] * row["threads"] > row["cores"]
+
+
+def mixed_threads(rows: Sequence[Row]) -> str | None:
+    """A remark on rows whose ranks have different numbers of threads, so that ratios are not those of cores; else None."""
+    counts = {row["threads"] for row in rows}
+    if len(counts) == 1 or on_device(rows[0]):
+        return None
+    return f"ranks have {span(sorted(counts), 'thread')}, which speed-up and efficiency do not allow for"
 
 
 def shared_cores(result: Mapping[str, Any]) -> str | None:

@@ -92,6 +92,15 @@ def test_files_of_several_jobs_are_joined_and_repeated_rows_keep_all_rounds(tmp_
     assert float(numbers(strong)[1]["speed-up"]) == pytest.approx(0.9 / 0.6)  # the median of 0.5 0.5 0.6 0.6 0.7
 
 
+def test_ranks_with_more_threads_than_others_are_pointed_out(capsys, tmp_path):
+    file = write(tmp_path / "strong.jsonl", [line(1, 64, [0.5], threads=2), *STRONG[1:], line(1, 64, [0.9])])
+    assert cli(["report", file, "--no-plots"]) == 0
+    header, first, second, *rest = capsys.readouterr().out.splitlines()[2:]
+    assert header.split()[:2] == ["ranks", "threads/rank"] and [first.split()[1], second.split()[1]] == ["1", "2"]
+    assert first.split()[6] == "1.00" and second.split()[6] == "1.80"  # the baseline is the row of the fewest threads
+    assert "ranks have 1–2 threads, which speed-up and efficiency do not allow for" in rest
+
+
 def test_whiskers_of_a_speed_up_reach_from_the_slowest_to_the_fastest_round():
     (chosen,) = series.series_of(STRONG)
     assert chosen.speed_up(STRONG[2]) == pytest.approx((0.9 / 0.4, 0.9 / 0.9, 0.9 / 0.4))
