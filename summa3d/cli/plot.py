@@ -9,12 +9,9 @@ from pathlib import Path
 from ..errors import DataError
 from ..figures import FORMATS
 
-EXAMPLE = "example:\n  summa3d plot runs/cuboid runs/oned --out figures/schemes.pdf"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d plot` to `parser`."""
-    parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Draw the run in this folder.")
     parser.add_argument(
         "--out",

@@ -15,14 +15,9 @@ from ..bench.table import FORMATS
 from ..bench.tables import table
 from ..errors import DataError
 
-EXAMPLE = """example:
-  summa3d report strong.json weak.json --format pdf --format latex
-  summa3d report --merge job1/strong.jsonl job2/strong.jsonl"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d report` to `parser`."""
-    parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "files",
         nargs="+",
