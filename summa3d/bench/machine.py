@@ -14,6 +14,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from .. import __version__
 from ..blas_library import BLAS_OVERRIDES, library
 from ..comm.nodes import Nodes
+from ..launch.runtime import VENDOR_NAMES, vendor_of, version_of
 from .clock import sleep_until_all_are_here
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def machine(world: MPI.Intracomm, probe: bool = True) -> dict[str, Any]:
     """
     from mpi4py import MPI
 
-    nodes, threads = Nodes.of(world), world.allgather(threads_of_rank())
+    nodes, threads, mpi = Nodes.of(world), world.allgather(threads_of_rank()), MPI.Get_library_version()
     found: dict[str, Any] = {}
     if world.rank == 0:
         blas: dict[str, Any] = next((info for info in threadpool_info() if info["user_api"] == "blas"), {})
@@ -51,7 +52,7 @@ def machine(world: MPI.Intracomm, probe: bool = True) -> dict[str, Any]:
             "products": str(library()),
             "gflops_per_core": {dtype: core_speed(dtype) for dtype in ("float64", "float32")} if probe else {},
             "overrides": sorted(name for name in BLAS_OVERRIDES if name in os.environ),
-            "mpi": " ".join(MPI.Get_library_version().replace("Version:", "").split()[:2]).rstrip(","),
+            "mpi": f"{VENDOR_NAMES[vendor_of(mpi)]} {version_of(mpi)}",
             "python": platform.python_version(),
             "numpy": np.__version__,
             "summa3d": __version__,

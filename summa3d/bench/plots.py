@@ -29,6 +29,8 @@ from .tables import (
 
 CHARACTERS = 24
 """Characters of a caption that fit into an inch."""
+WIDE = 8
+"""Quotient of the ends of a logarithmic axis, above which it holds three of the numbers 1, 2 and 5."""
 ROW_HEIGHT = 0.14  # inches of a line of a dot plot
 NUMPY, IDEAL, SHARED = "numpy", "ideal", "ranks share cores"
 
@@ -138,10 +140,11 @@ def ratios(panel: Any, series: Series, number: int, values: Sequence[Spread]) ->
 
 
 def plain(axis: Any) -> None:
-    """Label a logarithmic axis by plain numbers, 1, 2 and 5 of each decade."""
+    """Label a logarithmic axis by plain numbers: 1, 2 and 5 of each decade, or more where there is hardly one."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high > WIDE * low else (1, 1.5, 2, 3, 5, 7)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
