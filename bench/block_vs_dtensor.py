@@ -54,7 +54,7 @@ def main() -> None:
         os.environ["SUMMA3D_NODE_MEMORY"] = TRANSPORTS[transport]
         result = json.loads(on_ranks(RANKS, [__file__, "--rounds", str(args.rounds), "--on-ranks"]).splitlines()[-1])
         print(f"Transport of our ranks: {'MPI only' if transport == 'mpi' else 'node memory'}")
-        print(table(result))
+        print(table(result).text())
         for claim, ratio, limit in claims(result["rows"]):
             print(f"{claim}: {ratio['median']:.2f} [{ratio['min']:.2f}–{ratio['max']:.2f}]")
             print("  " + verdict(f"at most {limit}", ratio["median"] <= limit))
@@ -102,12 +102,11 @@ def measure(rounds: int) -> None:
 
     os.environ.setdefault(*QUIET_PROFILER)
     from summa3d.bench.blocks import BlockRunner, Case, facts, rows_of, timed
-    from summa3d.bench.products import machine, sleep_until_all_are_here
+    from summa3d.bench.machine import machine
     from summa3d.nn import ModelConfig
 
     world = MPI.COMM_WORLD
-    found = machine() if world.rank == 0 else {}
-    sleep_until_all_are_here(world)
+    found = machine(world)
     case = Case(ModelConfig(**SIZES), BATCH)
     contenders = [*(BlockRunner(entry, case, world) for entry in picked(case, world)), *peers_of(case, world)]
     rows = list(rows_of(contenders, timed(contenders, rounds)))

@@ -25,7 +25,7 @@ def main() -> None:
     args = parser.parse_args()
     size = str(args.size)
     options = ["--m", size, "--n", size, "--k", size, "--dtype", args.dtype, "--rounds", str(args.rounds)]
-    options += ["--ceiling", str(THREADS), "--entry", f"cuboid:{GRID}"]
+    options += ["--numpy", str(THREADS), "--entry", f"cuboid:{GRID}"]
     runs: list[dict[str, Any]] = []
     for run in range(args.runs):
         runs.append(bench(RANKS, ["gemm", *options]))
@@ -33,8 +33,8 @@ def main() -> None:
     print(about(runs[-1]["machine"]))
     for place, row in enumerate(runs[0]["rows"]):
         ours = [run["rows"][place]["seconds"]["median"] for run in runs]
-        numpy = [run["ceiling"][0]["seconds"]["median"] for run in runs]
-        ratios = [1 / run["rows"][place]["fraction_of_ceiling"] for run in runs]
+        numpy = [run["numpy"][0]["seconds"]["median"] for run in runs]
+        ratios = [1 / run["rows"][place]["speed_over_numpy"] for run in runs]
         print(
             f"{row['label']}, {size}³ {args.dtype}: {median(ours) * 1e3:.1f} ms; "
             f"numpy, {THREADS} threads: {median(numpy) * 1e3:.1f} ms; "

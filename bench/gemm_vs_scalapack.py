@@ -17,7 +17,7 @@ from common import HERE, bench, note, save, verdict
 from scalapack import NotInstalled, Scalapack, Tuned
 
 from summa3d.bench.tables import table
-from summa3d.cli.report import draw
+from summa3d.cli.report import write
 from summa3d.launch.runtime import usable_cores
 
 CASES = {"sq2048": (2048, 2048, 2048), "sq4096": (4096, 4096, 4096), "tall": (8192, 1024, 1024), "largek": (1024, 1024, 16384)}
@@ -26,7 +26,7 @@ PEER = "ScaLAPACK"
 WITHIN = 1.02  # at P = 1, and where COSMA reaches LEVEL, times within this factor count as equal
 LEVEL = 0.95
 GEOMETRIC_MEAN = 1.2
-SQUARES = {2: 0.93, 4: 0.93, 8: 0.90}  # least fraction of the ceiling for the squares
+SQUARES = {2: 0.93, 4: 0.93, 8: 0.90}  # least part of numpy's speed for the squares
 
 
 def arguments() -> argparse.Namespace:
@@ -90,10 +90,10 @@ def main() -> None:
     result["rows"] = [case_run.row(noted["fractions"]) for case_run in case_runs]
     result["noted_source"] = noted["source"]
     result["remarks"] = remarks(result)
-    print(table(result))
+    print(table(result).text())
     save(result, args.json)
     if args.json is not None:
-        note(f"plot: {draw(result, args.json.parent / args.json.stem, ['png'])[0]}")
+        note(f"plot: {write(result, args.json.parent / args.json.stem, ['png'])[0]}")
 
 
 def _case(text: str) -> tuple[str, tuple[int, int, int]]:
@@ -129,8 +129,8 @@ class CaseRun:
         """Run each library once; returns the machine as our ranks report it."""
         m, n, k = map(str, self.sizes)
         options = ["--m", m, "--n", n, "--k", k, "--dtype", self.dtype, "--rounds", str(repeat)]
-        ours = bench(self.ranks, ["gemm", *options, "--ceiling", str(self.threads)])
-        times = {"ceiling": ours["ceiling"][0]["seconds"]["median"]}
+        ours = bench(self.ranks, ["gemm", *options, "--numpy", str(self.threads)])
+        times = {"numpy": ours["numpy"][0]["seconds"]["median"]}
         (row,) = ours["rows"]
         times[OURS] = row["seconds"]["median"]
         self.settings[OURS] = row["label"]
@@ -149,16 +149,16 @@ class CaseRun:
 
     def row(self, noted: dict[str, dict[str, float]]) -> dict[str, Any]:
         """The row of the case: medians over the rounds of times, fractions and quotients."""
-        peers = [peer for peer in self.rounds[0] if peer != "ceiling"]
+        peers = [peer for peer in self.rounds[0] if peer != "numpy"]
         quotients = {f"{PEER} ÷ {OURS}": spread([one[PEER] / one[OURS] for one in self.rounds])} if PEER in peers else {}
         cosma = noted.get(f"{self.name} {self.dtype}", {}).get(str(self.ranks))
         m, n, k = self.sizes
         return {
             **{"case": self.name, "m": m, "n": n, "k": k, "dtype": self.dtype, "ranks": self.ranks},
-            "ceiling_threads": self.threads,
-            "ceiling_seconds": median(one["ceiling"] for one in self.rounds),
+            "numpy_threads": self.threads,
+            "numpy_seconds": median(one["numpy"] for one in self.rounds),
             "seconds": {peer: median(one[peer] for one in self.rounds) for peer in peers},
-            "fractions": {peer: median(one["ceiling"] / one[peer] for one in self.rounds) for peer in peers},
+            "fractions": {peer: median(one["numpy"] / one[peer] for one in self.rounds) for peer in peers},
             "quotients": quotients,
             "noted": {} if cosma is None else {"COSMA": cosma},
             "settings": self.settings,
@@ -200,11 +200,11 @@ def claims(rows: list[dict[str, Any]], own: str) -> list[str]:
     if squares:
         low = [_name(row) for row in squares if row["fractions"][own] < SQUARES[row["ranks"]]]
         bars = ", ".join(f"{bar} at P = {ranks}" for ranks, bar in SQUARES.items())
-        lines.append(verdict(f"squares reach {bars} of the ceiling{_but(low)}", not low))
+        lines.append(verdict(f"squares reach {bars} of numpy's speed{_but(low)}", not low))
     noted = [row for row in rows if "COSMA" in row["noted"]]
     if noted:
         less = [_name(row) for row in noted if _below_cosma(row["fractions"][own], row["noted"]["COSMA"])]
-        lines.append(verdict(f"at or above COSMA's noted fraction of the ceiling{_but(less)}", not less))
+        lines.append(verdict(f"at or above COSMA's noted fraction of numpy's speed{_but(less)}", not less))
     return lines
 
 

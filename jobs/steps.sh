@@ -79,16 +79,25 @@ train() {
 }
 
 # Strong and weak scaling on the host, in one job step each: smaller rank counts leave the other ranks waiting. The tables are
-# printed and written to report.txt, the plots beside them.
+# printed and written to report.txt, and as Markdown and CSV beside the results; so are the plots.
 sweep() {
-    local size=${SIZE:-8192} kind plots=()
+    local size=${SIZE:-8192} kind
     for kind in strong weak; do
         start "$RANKS" summa3d bench "$kind" --m "$size" --n "$size" --k "$size" --dtype "${DTYPE:-float32}" \
             --json "$OUT/$kind.json"
     done
-    python -c 'import importlib.util as u, sys; sys.exit(None if u.find_spec("matplotlib") else "no plots without matplotlib")' ||
-        plots=(--no-plots)
-    summa3d report ${plots[@]+"${plots[@]}"} "$OUT/strong.json" "$OUT/weak.json" >"$OUT/report.txt"
+    tables "$OUT/strong.json" "$OUT/weak.json"
+}
+
+# Tables of results, printed and beside them, and plots where matplotlib is installed.
+tables() {
+    local form=(--format markdown --format csv)
+    if python -c 'import importlib.util as u, sys; sys.exit(None if u.find_spec("matplotlib") else "no plots without matplotlib")'; then
+        form+=(--format png --format pdf)
+    else
+        form+=(--no-plots)
+    fi
+    summa3d report "${form[@]}" "$@" >"$OUT/report.txt"
     cat "$OUT/report.txt"
 }
 
@@ -101,6 +110,7 @@ sweep_devices() {
         product "$count" "$size" >>"$OUT/strong.jsonl"
         product "$count" "$grown" >>"$OUT/weak.jsonl"
     done
+    tables "$OUT/strong.jsonl" "$OUT/weak.jsonl"
 }
 
 product() { start "$1" summa3d gemm --m "$2" --n "$2" --k "$2" --dtype "${DTYPE:-float32}" --json; }

@@ -121,9 +121,9 @@ def check_output(expected: Block | None, printed: str) -> None:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The command lines of a block of shell, as words: continued lines joined, comments gone, `&&` and `;` taken apart."""
+    """The command lines of a block of shell, as words: continued lines joined, comments and files of output gone, `&&` apart."""
     for line in block.body.replace("\\\n", " ").splitlines():
-        line = re.sub(r"\$\([^)]*\)", "…", line)
+        line = re.sub(r">>? *\S+", "", re.sub(r"\$\([^)]*\)", "…", line))
         lexer = shlex.shlex(line, posix=True, punctuation_chars="&;")
         lexer.whitespace_split, lexer.commenters, words = True, "#", []
         for word in [*lexer, ";"]:

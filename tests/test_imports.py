@@ -18,6 +18,7 @@ ORDER = (
     "dtypes",
     "node_support",
     "blas_library",
+    "figures",
     "kernels",
     "comm",
     "layout",

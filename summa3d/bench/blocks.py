@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -34,6 +33,7 @@ from ..nn.schemes.registry import SCHEME_SPECS
 from ..nn.schemes.scheme import Scheme, scheme
 from .clock import Clock
 from .memory import peak_bytes, saved_bytes
+from .series import times_of
 from .traced import show
 
 if TYPE_CHECKING:
@@ -292,10 +292,11 @@ def run_benchmark(
 
 
 def facts(case: Case, ranks: int) -> dict[str, Any]:
-    """The case and the number of ranks, for a result."""
+    """The case, the number of ranks and torch's version, for a result."""
     return {
         "case": {**asdict(case.config), "batch": case.batch, "dtype": case.dtype, "device": case.device, "flops": case.flops},
         "ranks": ranks,
+        "torch": torch.__version__,
     }
 
 
@@ -321,12 +322,3 @@ def rows_of(contenders: Sequence[Contender], seconds: Sequence[Mapping[str, Any]
     for contender, taken in zip(contenders, seconds, strict=True):
         difference = (contender.output() - reference).norm() / reference.norm()
         yield {**contender.facts(), "seconds": taken, **contender.amounts(), "relative_difference": difference.item()}
-
-
-def times_of(seconds: list[float]) -> dict[str, Any]:
-    """Minimum, median and maximum of `seconds`, and all of them.
-
-    >>> times_of([3.0, 1.0, 2.0])
-    {'min': 1.0, 'median': 2.0, 'max': 3.0, 'all': [3.0, 1.0, 2.0]}
-    """
-    return {"min": min(seconds), "median": median(seconds), "max": max(seconds), "all": seconds}

@@ -14,6 +14,8 @@ from mpi4py import MPI
 
 from ..comm.grid import Grid
 
+NAP = 0.002  # seconds that a rank sleeps between two tests of a barrier
+
 
 class Clock:
     """A stopwatch of all ranks of a grid.
@@ -43,3 +45,10 @@ class Clock:
         largest = np.empty_like(values)
         self.world.comm.Allreduce(values, largest, MPI.MAX)
         return largest
+
+
+def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
+    """A barrier in which waiting ranks sleep and leave their cores idle; collective."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(NAP)

@@ -1,110 +1,222 @@
-"""Plots of benchmark results: bars of times, and lines of scaling. matplotlib is imported at the first plot."""
+"""Plots of benchmark results at the width of a paper's column. Whiskers reach from the fastest to the slowest round."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from .tables import block_title, scaling
+from ..figures import BOTH_COLUMNS, CAPTION, COLOURS, COLUMN, draw, look
+from ..gemm.cost.mean import lower_bound
+from .series import Row, Series, Spread, series_of
+from .tables import (
+    baselines,
+    blas,
+    block_title,
+    gemm_title,
+    in_nodes,
+    loaded,
+    machines,
+    mixed_threads,
+    processor,
+    rounds,
+    scaling_title,
+    shares_cores,
+    version,
+)
 
-NUMPY_LABEL = "numpy, all cores"
-
-
-def figure(result: Mapping[str, Any]) -> Any:
-    """A matplotlib figure of a benchmark result of any kind. Raises ImportError where matplotlib is not installed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(9, 5), layout="constrained")
-    FigureCanvasAgg(drawn)
-    DRAW[result["kind"]](drawn.add_subplot(), result)
-    return drawn
-
-
-def gemm(axes: Any, result: Mapping[str, Any]) -> None:
-    """Draw a bar for the median time of each entry, whiskers from its fastest to its slowest round, and the ceiling as a line."""
-    rows = sorted(result["rows"], key=lambda row: row["seconds"]["median"], reverse=True)
-    middle = [row["seconds"]["median"] * 1e3 for row in rows]
-    below = [(row["seconds"]["median"] - row["seconds"]["min"]) * 1e3 for row in rows]
-    above = [(row["seconds"]["max"] - row["seconds"]["median"]) * 1e3 for row in rows]
-    axes.barh([row["label"] for row in rows], middle, xerr=[below, above], color="tab:blue", ecolor="0.4", capsize=3)
-    for top in result["ceiling"]:
-        axes.axvline(top["seconds"]["median"] * 1e3, color="tab:red", label=f"numpy, {top['threads']} threads")
-    if result["ceiling"]:
-        axes.legend()
-    axes.set(xlabel="ms", title="{m}×{n}×{k} {form} {dtype}, {ranks} ranks".format_map(rows[0]))
+CHARACTERS = 24
+"""Characters of a caption that fit into an inch."""
+WIDE = 8
+"""Quotient of the ends of a logarithmic axis, above which it holds three of the numbers 1, 2 and 5."""
+ROW_HEIGHT = 0.14  # inches of a line of a dot plot
+NUMPY, IDEAL, SHARED = "numpy", "ideal", "ranks share cores"
 
 
-def strong(axes: Any, result: Mapping[str, Any]) -> None:
-    """Draw the speed-up over the smallest rank count, and the ideal speed-up, which stops at the number of cores."""
-    _lines(axes, result)
+def write(result: Mapping[str, Any], paths: Sequence[Path]) -> None:
+    """Write the plot of a result to `paths`, whose endings select the formats.
+
+    Raises ImportError where matplotlib is not installed; without paths, it is not needed.
+    """
+    if paths:
+        draw(partial(DRAW[result["kind"]], result=result), paths)
+
+
+def timed(rows: Sequence[Row]) -> str:
+    """What marks and whiskers are."""
+    return f"{rounds(rows)}, whiskers from the fastest to the slowest"
+
+
+def caption(figure: Any, *parts: str | None) -> None:
+    """Write a caption below the panels, in lines that fit the figure's width."""
+    width = round(CHARACTERS * figure.get_size_inches()[0])
+    figure.supxlabel("\n".join(wrap("; ".join(filter(None, parts)), width)), x=0.01, ha="left", **CAPTION)
+
+
+def on_machines(result: Mapping[str, Any]) -> str:
+    """The machines of a result in the few words of a caption."""
+    return "; ".join(
+        f"{in_nodes(one)}, {processor(one)}{loaded(one)}, {multiplier(result, one)}, {one['mpi']}, {version(one)}"
+        for one in machines(result)
+    )
+
+
+def multiplier(result: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
+    """The library that multiplied: torch in blocks, else the BLAS."""
+    return f"torch {result['torch']}" if "torch" in result else blas(machine)
+
+
+def gemm(figure: Any, result: Mapping[str, Any]) -> None:
+    """Draw the time and the words of each algorithm and grid, fastest on top, and numpy's time in the last line."""
+    rows = sorted(result["rows"], key=lambda row: row["seconds"]["median"])
+    names = [row["label"] for row in rows] + [f"{NUMPY}, {own['threads']} threads" for own in result["numpy"]]
+    figure.set_size_inches(COLUMN, 1.1 + ROW_HEIGHT * len(names))
+    left, right = figure.subplots(1, 2, sharey=True)
+    places = range(len(names))
+    for number, (place, row) in enumerate(zip(places, [*rows, *result["numpy"]], strict=True)):
+        own = COLOURS[0] if number < len(rows) else "0.4"
+        left.errorbar(row["seconds"]["median"] * 1e3, place, xerr=whiskers([row["seconds"]], 1e3), fmt="o", color=own)
+    right.plot([row["words_per_rank"] for row in rows], places[: len(rows)], "o", color=COLOURS[1], clip_on=False)
+    left.set_yticks(places, names)
+    left.invert_yaxis()
+    left.set(xlabel="time (ms)", xscale="log")
+    plain(left.xaxis)
+    right.set(xlabel="words per rank", xlim=(0, None))
+    thousands(right.xaxis)
+    caption(figure, gemm_title(result), timed(rows), on_machines(result))
+
+
+def whiskers(seconds: Sequence[Mapping[str, float]], scale: float = 1.0) -> list[list[float]]:
+    """The distances from the median to the fastest and to the slowest round."""
+    return [
+        [scale * (one["median"] - one["min"]) for one in seconds],
+        [scale * (one["max"] - one["median"]) for one in seconds],
+    ]
+
+
+def scaling(figure: Any, result: Mapping[str, Any]) -> None:
+    """Draw speed-up, efficiency and words per rank against ranks, each on logarithmic axes, with the ideal of each."""
+    figure.set_size_inches(COLUMN, 5.2)
+    found, panels = series_of(result["rows"]), figure.subplots(3, 1, sharex=True)
     counts = sorted({row["ranks"] for row in result["rows"]})
-    cores = result["machine"]["cores"] if result.get("machine") else counts[-1]
-    perfect = [max(1, min(count, cores) / counts[0]) for count in counts]
-    axes.plot(counts, perfect, "--", color="0.6", label=f"perfect on {cores} cores")
-    axes.set(ylabel=f"speed-up over {counts[0]} rank{'s' if counts[0] > 1 else ''}", title="strong scaling")
-    axes.legend()
+    fewest = min(series.baseline["ranks"] for series in found)
+    for number, series in enumerate(found):
+        ratios(panels[0], series, number, [series.speed_up(row) for row in series.rows])
+        ratios(panels[1], series, number, [series.efficiency(row) for row in series.rows])
+        moving = [row for row in series.rows if row["words_per_rank"]]
+        panels[2].plot([row["ranks"] for row in moving], [row["words_per_rank"] for row in moving], **look(number))
+    panels[0].plot(counts, [count / fewest for count in counts], "--", color="0.5", label=IDEAL)
+    panels[1].plot(counts, [1] * len(counts), "--", color="0.5")
+    least = {row["ranks"]: lower_bound(row["m"], row["n"], row["k"], row["ranks"]) for row in result["rows"]}
+    bounds = [least[count] or None for count in counts]
+    bound = panels[2].plot(counts, bounds, "--", color="0.5", label="lower bound of any algorithm")
+    speed = "speed-up" if result["kind"] == "strong" else "scaled speed-up"
+    for panel, name in zip(panels, (speed, "efficiency", "words received per rank"), strict=True):
+        panel.set(xscale="log", yscale="log", ylabel=name)
+        panel.set_xticks(counts, [str(count) for count in counts])
+        panel.xaxis.minorticks_off()
+        shade_shared(panel, result["rows"], counts)
+        plain(panel.yaxis)
+    panels[2].set_xlabel("ranks")
+    thousands(panels[2].yaxis)
+    panels[2].legend(handles=bound)
+    figure.align_ylabels()
+    handles, labels = panels[0].get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda place: labels[place] in (IDEAL, SHARED))  # series first
+    figure.legend([handles[place] for place in order], [labels[place] for place in order], loc="outside upper center", ncols=4)
+    caption(
+        figure, scaling_title(result), baselines(found), mixed_threads(result["rows"]), timed(result["rows"]), on_machines(result)
+    )
 
 
-def weak(axes: Any, result: Mapping[str, Any]) -> None:
-    """Draw Gflop/s relative to the smallest rank count; the work per rank is constant."""
-    strong(axes, result)
-    title = "weak scaling: m, n and k grow with the cube root of the ranks"
-    axes.set(ylabel="Gflop/s relative to the smallest rank count", title=title)
+def ratios(panel: Any, series: Series, number: int, values: Sequence[Spread]) -> None:
+    """Draw a ratio of each row of a series, with whiskers from the slowest to the fastest round."""
+    reach = [[one.middle - one.low for one in values], [one.high - one.middle for one in values]]
+    panel.errorbar(
+        [row["ranks"] for row in series.rows], [one.middle for one in values], yerr=reach, label=series.name, **look(number)
+    )
 
 
-def _lines(axes: Any, result: Mapping[str, Any]) -> None:
-    rows = sorted(result["rows"], key=lambda row: row["ranks"])
-    for name in sorted({row["algorithm"] for row in rows}):
-        own = [row for row in rows if row["algorithm"] == name]
-        axes.plot([row["ranks"] for row in own], [scaling(row, rows) for row in own], "o-", label=name)
-    counts = sorted({row["ranks"] for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set_xlabel("ranks")
-    axes.grid(alpha=0.3)
+def plain(axis: Any) -> None:
+    """Label a logarithmic axis by plain numbers: 1, 2 and 5 of each decade, or more where there is hardly one."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high > WIDE * low else (1, 1.5, 2, 3, 5, 7)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
-def versus(axes: Any, result: Mapping[str, Any]) -> None:
-    """Draw each library's fraction of numpy's speed with all cores, case by case, and published fractions as marks."""
+def thousands(axis: Any) -> None:
+    """Label an axis by numbers of thousands (k), millions (M) and so on."""
+    from matplotlib.ticker import EngFormatter
+
+    axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def shade_shared(panel: Any, rows: Sequence[Row], counts: Sequence[int]) -> None:
+    """Shade the rank counts whose ranks share cores, where no speed-up can be expected."""
+    sharing = [row["ranks"] for row in rows if shares_cores(row)]
+    if sharing:
+        below = [count for count in counts if count < min(sharing)]
+        start = (min(sharing) * below[-1]) ** 0.5 if below else counts[0] / 1.1
+        panel.axvspan(start, max(counts) * 1.1, color="0.92", zorder=0, label=SHARED)
+        panel.set_xlim(counts[0] / 1.1, max(counts) * 1.1)
+
+
+def versus(figure: Any, result: Mapping[str, Any]) -> None:
+    """Draw each library's speed beside numpy's with all cores, case by case, and published fractions as crosses."""
     rows, peers = result["rows"], result["peers"]
-    width = 0.8 / len(peers)
-    places = range(len(rows))
+    figure.set_size_inches(BOTH_COLUMNS if len(rows) > 8 else COLUMN, 2.8)
+    axes, width, places = figure.add_subplot(), 0.8 / len(peers), range(len(rows))
     for number, peer in enumerate(peers):
         heights = [row["fractions"].get(peer, 0) for row in rows]
-        axes.bar([place + (number - (len(peers) - 1) / 2) * width for place in places], heights, width, label=peer)
-    for name, mark in zip(result.get("noted", ()), "_x+", strict=False):
-        known = [(place, row["noted"][name]) for place, row in zip(places, rows, strict=True) if name in row.get("noted", {})]
+        shifted = [place + (number - (len(peers) - 1) / 2) * width for place in places]
+        axes.bar(shifted, heights, width, label=peer, color=COLOURS[number])
+    for name in result.get("noted", ()):
+        known = [(place, row["noted"][name]) for place, row in zip(places, rows, strict=True) if name in row["noted"]]
         if known:
-            axes.plot(*zip(*known, strict=True), mark, color="black", label=f"{name} (noted, not this run)")
-    axes.axhline(1, color="0.5", linewidth=0.8, label=NUMPY_LABEL)
-    labels = [f"{row['case']}\n{row['dtype'].replace('float', 'f')}\nP={row['ranks']}" for row in rows]
-    axes.set_xticks(list(places), labels, fontsize=7 if len(rows) < 16 else 5)
-    axes.set(ylabel="fraction of the ceiling", title="C = A·B: time of numpy with all cores ÷ time of each")
-    axes.grid(alpha=0.3, axis="y")
-    axes.legend(fontsize=8)
-    axes.figure.set_size_inches(max(9, 0.45 * len(rows)), 5)
+            axes.plot(*zip(*known, strict=True), "x", color="black", label=f"{name} (noted, not this run)")
+    axes.axhline(1, color="0.5", linewidth=0.8, label=NUMPY)
+    labels = [f"{row['case']} {row['dtype'].replace('float', 'f')} P={row['ranks']}" for row in rows]
+    axes.set_xticks(places, labels, rotation=90, fontsize=5.5)
+    axes.set_ylabel("speed ÷ numpy's, all cores")
+    axes.grid(visible=False, axis="x")
+    figure.legend(loc="outside upper center", ncols=4)
+    caption(figure, "C = A·B", on_machines(result))
 
 
-def block(axes: Any, result: Mapping[str, Any]) -> None:
-    """Draw stacked bars of forward and backward of each scheme and grid, whiskers over the rounds, and the words moved."""
-    rows = sorted(result["rows"], key=lambda row: row["seconds"]["both"]["median"], reverse=True)
-    labels = [row["label"] for row in rows]
-    forward, backward = ([row["seconds"][phase]["median"] * 1e3 for row in rows] for phase in ("forward", "backward"))
-    ends = [first + second for first, second in zip(forward, backward, strict=True)]
-    whiskers: list[list[float]] = [[], []]
-    for row, end in zip(rows, ends, strict=True):
-        whiskers[0].append(max(0.0, end - row["seconds"]["both"]["min"] * 1e3))
-        whiskers[1].append(max(0.0, row["seconds"]["both"]["max"] * 1e3 - end))
-    axes.barh(labels, forward, color="tab:blue", label="forward")
-    axes.barh(labels, backward, left=forward, xerr=whiskers, color="tab:orange", ecolor="0.4", capsize=3, label="backward")
-    for place, (row, end) in enumerate(zip(rows, ends, strict=True)):
-        if "words_per_rank" in row:
-            axes.annotate(f" {sum(row['words_per_rank'].values()) / 1e6:.2f} M words", (end, place), va="bottom", fontsize=7)
-    axes.set(xlabel="ms", title=block_title(result))
-    axes.title.set_fontsize(9)
-    axes.legend()
-    axes.figure.set_size_inches(9, max(5, 0.3 * len(rows)))
+def block(figure: Any, result: Mapping[str, Any]) -> None:
+    """Draw the time of each entry against the words that a rank receives, a colour for each scheme."""
+    figure.set_size_inches(COLUMN, 3.2)
+    axes = figure.add_subplot()
+    rows = [row for row in result["rows"] if "words_per_rank" in row]
+    for number, scheme in enumerate(dict.fromkeys(row["scheme"] for row in rows)):
+        for keeps in (False, True):
+            own = [row for row in rows if row["scheme"] == scheme and row["regather"] is not keeps]
+            axes.errorbar(
+                [sum(row["words_per_rank"].values()) for row in own],
+                [row["seconds"]["both"]["median"] * 1e3 for row in own],
+                yerr=whiskers([row["seconds"]["both"] for row in own], 1e3),
+                linestyle="none",
+                elinewidth=0.4,
+                capsize=0,
+                label=None if keeps else scheme,
+                markerfacecolor="white" if keeps else look(number)["color"],
+                **look(number),
+            )
+    axes.set(xlabel="words received per rank, forward and backward", ylabel="time of forward and backward (ms)")
+    axes.set(xscale="log", yscale="log")
+    plain(axes.yaxis)
+    plain(axes.xaxis)
+    thousands(axes.xaxis)
+    figure.legend(loc="outside upper center", ncols=3)
+    best = min(rows, key=lambda row: row["seconds"]["both"]["median"])["label"]
+    open_marks = "open: gathered operands are kept" if any(not row["regather"] for row in rows) else ""
+    both = [{"seconds": row["seconds"]["both"]} for row in rows]
+    caption(figure, block_title(result), f"the fastest is {best}", open_marks, timed(both), on_machines(result))
 
 
-DRAW = {"gemm": gemm, "strong": strong, "weak": weak, "versus": versus, "block": block}
+DRAW = {"gemm": gemm, "strong": scaling, "weak": scaling, "versus": versus, "block": block}

@@ -1,13 +1,12 @@
-"""Benchmark of products: algorithms and grids on the same ranks in interleaved rounds, with numpy's product as the ceiling.
+"""Benchmark of products: algorithms and grids on the same ranks in interleaved rounds, and numpy's product beside them.
 
 Executors are reused, and the operands are distributed before the first round.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -15,28 +14,27 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from threadpoolctl import threadpool_info, threadpool_limits
+from threadpoolctl import threadpool_limits
 
-from ..blas_library import BLAS_OVERRIDES, library
 from ..comm.device.select import placed, settle
 from ..comm.grid import Grid
+from ..comm.nodes import Nodes
 from ..comm.profile.nvtx import Ranges
 from ..comm.profile.trace import Trace, write
 from ..comm.topology import describe
 from ..errors import ConfigError
 from ..gemm.algorithms.registry import Algorithm, algorithm
 from ..gemm.matrix import DistMatrix
-from ..launch.runtime import on_all_cores, usable_cores
-from .clock import Clock
+from ..launch.runtime import on_all_cores
+from .clock import Clock, sleep_until_all_are_here
+from .machine import threads_of_rank
+from .series import same_problem, times_of
 from .traced import show
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-NAP = 0.002  # seconds that a rank sleeps between two tests of a barrier
 SPIN = 0.3  # seconds after which OpenBLAS's idle threads, which spin for 2^26 cycles after a product, leave the cores
-PROBE = 1024  # side of the product that measures the speed of a core
-PROBE_RUNS = 5
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Problem:
 class ProductEntry:
     """An entry of the benchmark: an algorithm on a grid of the first ranks, with its options.
 
-    `chosen` marks the library's own choice of algorithm and grid.
+    `chosen` marks the library's own choice of algorithm and grid for `given` ranks, some of which it may leave idle.
     """
 
     algorithm: str
@@ -72,6 +70,7 @@ class ProductEntry:
     problem: Problem
     options: Mapping[str, Any] = field(default_factory=dict)
     chosen: bool = False
+    given: int = 0
 
     @property
     def ranks(self) -> int:
@@ -80,7 +79,9 @@ class ProductEntry:
 
     @property
     def label(self) -> str:
-        """The entry's name in tables: algorithm, grid and options."""
+        """The entry's name in tables: algorithm, grid and options; what is chosen for one rank is "serial"."""
+        if self.chosen and self.ranks == 1:
+            return "serial"
         extra = [f"{name}={value}" for name, value in self.options.items()]
         return " ".join([f"{self.algorithm} {describe(self.grid)}", *extra])
 
@@ -143,15 +144,19 @@ class ProductRunner:
             return self.clock.spans(self.run)[0]
 
     def moved(self) -> dict[str, int]:
-        """Words, messages and bytes of workspace of one product, the largest over ranks; {} on ranks outside its grid."""
+        """Words, messages and bytes of workspace of one product, and threads, the largest over ranks, and all ranks' cores.
+
+        Collective over the entry's ranks; {} on ranks outside its grid.
+        """
         if not self.here:
             return {}
         self.grid.ledger.reset_peak()
         with self.grid.ledger.watch() as account:
             self.run()
-        mine = (account.words, account.messages, self.grid.ledger.workspace_peak)
+        mine = (account.words, account.messages, self.grid.ledger.workspace_peak, threads_of_rank())
         most = [max(values) for values in zip(*self.comm.allgather(mine), strict=True)]
-        return dict(zip(("words_per_rank", "messages_per_rank", "workspace_bytes"), most, strict=True))
+        names = ("words_per_rank", "messages_per_rank", "workspace_bytes", "threads")
+        return {**dict(zip(names, most, strict=True)), "cores": Nodes.of(self.comm).total_cores}
 
     def free(self) -> None:
         """Free the entry's grid and communicator; collective over the entry's ranks."""
@@ -160,7 +165,7 @@ class ProductRunner:
             self.comm.Free()
 
 
-class Ceiling:
+class NumpyRunner:
     """numpy's product of the whole matrices with `threads` threads, on rank 0 only, while all other ranks sleep."""
 
     ranks = 0  # rank 0 computes the whole product, no rank a share
@@ -195,18 +200,11 @@ def whole(rows: int, columns: int, dtype: str) -> np.ndarray:
     return element(np.arange(rows)[:, None], np.arange(columns)[None, :]).astype(dtype)
 
 
-def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
-    """A barrier in which waiting ranks sleep and leave their cores idle; collective."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(NAP)
-
-
 def run_benchmark(
     entries: Sequence[ProductEntry],
     world: MPI.Intracomm,
     rounds: int,
-    ceiling_threads: int = 0,
+    numpy_threads: int = 0,
     file: Path | None = None,
     ranges: Ranges | None = None,
 ) -> dict[str, Any]:
@@ -215,17 +213,17 @@ def run_benchmark(
     Parameters
     ----------
     rounds : rounds that are timed, after a warm-up round that is not counted
-    ceiling_threads : threads of numpy's product, which runs in every round too; 0 leaves it out
+    numpy_threads : threads of numpy's product, which runs in every round too; 0 leaves it out
     file : trace of one more round
     ranges : NVTX ranges, which show that round to a profiler
 
     Returns `rows` with min, median, max and all seconds, Gflop/s, and the largest words, messages and bytes of workspace over
-    ranks, and `ceiling`, the times of numpy for each problem.
+    ranks, and `numpy`, the times of numpy for each problem.
     """
     runners = [ProductRunner(entry, world) for entry in entries]
-    problems = dict.fromkeys(entry.problem for entry in entries) if ceiling_threads else ()
-    ceilings = [Ceiling(problem, world, ceiling_threads) for problem in problems]
-    contenders: list[ProductRunner | Ceiling] = [*runners, *ceilings]
+    problems = dict.fromkeys(entry.problem for entry in entries) if numpy_threads else ()
+    numpys = [NumpyRunner(problem, world, numpy_threads) for problem in problems]
+    contenders: list[ProductRunner | NumpyRunner] = [*runners, *numpys]
     times: list[list[float]] = [[] for _ in contenders]
     idle_ranks = True  # whether the previous contender left ranks idle: these sleep, and so must all until the next one begins
     for _ in range(rounds + 1):
@@ -245,11 +243,11 @@ def run_benchmark(
         sleep_until_all_are_here(world)
         runner.free()
     counted = iter([seconds[1:] for seconds in times])
-    rows = [_row(entry, next(counted), amounts) for entry, amounts in zip(entries, moved, strict=True)]
-    tops = [{**asdict(top.problem), "threads": top.threads, **timing(next(counted), top.problem)} for top in ceilings]
+    rows = [row_of(entry, next(counted), amounts) for entry, amounts in zip(entries, moved, strict=True)]
+    peers = [{**asdict(peer.problem), "threads": peer.threads, **timing(next(counted), peer.problem)} for peer in numpys]
     for row in rows:
-        row["fraction_of_ceiling"] = next((fraction(row, top) for top in tops if same_problem(row, top)), None)
-    return {"rows": rows, "ceiling": tops}
+        row["speed_over_numpy"] = next((speed_over(peer, row) for peer in peers if same_problem(row, peer)), None)
+    return {"rows": rows, "numpy": peers}
 
 
 def _show(runners: Sequence[ProductRunner], world: MPI.Intracomm, file: Path | None, ranges: Ranges | None) -> None:
@@ -263,12 +261,13 @@ def _show(runners: Sequence[ProductRunner], world: MPI.Intracomm, file: Path | N
         write(file, whole, world)
 
 
-def _row(entry: ProductEntry, seconds: list[float], moved: Mapping[str, int]) -> dict[str, Any]:
+def row_of(entry: ProductEntry, seconds: list[float], moved: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of an entry in a result: its name and problem, its times, and what `moved` holds."""
     who = {"algorithm": entry.algorithm, "grid": dict(entry.grid), "options": dict(entry.options), "label": entry.label}
     return {
         **who,
         "chosen": entry.chosen,
-        "ranks": entry.ranks,
+        "ranks": entry.given or entry.ranks,
         **asdict(entry.problem),
         **timing(seconds, entry.problem),
         **moved,
@@ -277,52 +276,11 @@ def _row(entry: ProductEntry, seconds: list[float], moved: Mapping[str, int]) ->
 
 def timing(seconds: list[float], problem: Problem) -> dict[str, Any]:
     """The columns `seconds` and `gflops` of a row."""
-    middle = median(seconds)
-    times = {"min": min(seconds), "median": middle, "max": max(seconds), "all": seconds}
-    return {"seconds": times, "gflops": problem.flops / middle / 1e9 if middle else 0.0}
+    times = times_of(seconds)
+    return {"seconds": times, "gflops": problem.flops / times["median"] / 1e9 if times["median"] else 0.0}
 
 
-def same_problem(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two rows have the same sizes, form, dtype and device."""
-    return all(row[name] == other[name] for name in ("m", "n", "k", "form", "dtype", "device"))
-
-
-def fraction(row: Mapping[str, Any], top: Mapping[str, Any]) -> float:
-    """The ceiling's time divided by the row's time: the median of the quotients of all rounds."""
-    quotients = [high / own if own else 0.0 for high, own in zip(top["seconds"]["all"], row["seconds"]["all"], strict=True)]
+def speed_over(peer: Mapping[str, Any], row: Mapping[str, Any]) -> float:
+    """The time of `peer` divided by the row's time: the median of the quotients of all rounds."""
+    quotients = [its / own if own else 0.0 for its, own in zip(peer["seconds"]["all"], row["seconds"]["all"], strict=True)]
     return median(quotients)
-
-
-def machine() -> dict[str, Any]:
-    """The machine of a benchmark: cores, load, BLAS with its core type, Gflop/s of one core, MPI and numpy."""
-    from mpi4py import MPI
-
-    blas: dict[str, Any] = next((info for info in threadpool_info() if info["user_api"] == "blas"), {})
-    return {
-        "cores": usable_cores(),
-        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "blas": " ".join(filter(None, (blas.get("internal_api"), blas.get("version")))) or None,
-        "core_type": blas.get("architecture"),
-        "products": str(library()),
-        "gflops_per_core": {dtype: core_speed(dtype) for dtype in ("float64", "float32")},
-        "overrides": sorted(_overrides()),
-        "mpi": " ".join(MPI.Get_library_version().split()[:3]).rstrip(","),
-        "numpy": np.__version__,
-    }
-
-
-def core_speed(dtype: str) -> float:
-    """Gflop/s of one thread in a product of PROBE³, the best of PROBE_RUNS runs."""
-    a, out = whole(PROBE, PROBE, dtype), np.empty((PROBE, PROBE), dtype)
-    best = float("inf")
-    with threadpool_limits(limits=1, user_api="blas"):
-        for _ in range(PROBE_RUNS):
-            start = time.perf_counter()
-            np.matmul(a, a, out=out)
-            best = min(best, time.perf_counter() - start)
-    return 2 * PROBE**3 / best / 1e9
-
-
-def _overrides() -> Iterator[str]:
-    """Names of set variables that make OpenBLAS choose kernels of another processor, which may halve its speed."""
-    return (name for name in BLAS_OVERRIDES if name in os.environ)

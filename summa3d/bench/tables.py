@@ -1,189 +1,270 @@
-"""Tables and titles of benchmark results, as `summa3d bench` and `summa3d report` print them."""
+"""Tables and captions of benchmark results, as `summa3d bench` and `summa3d report` print them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .series import Row, Series, in_ranks, place, series_of
+from .table import Column, Table
 
-def table(result: Mapping[str, Any]) -> str:
-    """A benchmark result as text: one line on the machine, then the table of the result's kind."""
-    lines = [in_one_line(result["machine"])] if result.get("machine") else []
-    lines += TABLES[result["kind"]](result)
-    return "\n".join(lines)
+MEBI = 1 << 20
+COUNT, TENTHS, HUNDREDTHS = "{:,}".format, "{:.1f}".format, "{:.2f}".format
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """The table of a benchmark result of any kind, with the machine as its last remark."""
+    made = TABLES[result["kind"]](result)
+    return Table(made.title, made.columns, [*made.remarks, *map(in_one_line, machines(result))])
+
+
+def machines(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The machines of a result: one, several where results are joined, none where a script noted none."""
+    return list(result.get("machines") or filter(None, [result.get("machine")]))
 
 
 def in_one_line(machine: Mapping[str, Any]) -> str:
-    """One line on the machine of a benchmark: cores, load, BLAS with its core type, Gflop/s of one core, MPI and numpy."""
-    speeds = ", ".join(f"{speed:.1f} {dtype}" for dtype, speed in machine["gflops_per_core"].items())
-    load = "" if machine.get("load") is None else f", load {machine['load']:.1f} at the start"
-    blas = f"{machine['blas']} ({machine['core_type']}), one core {speeds} Gflop/s"
-    products = f"; products by {machine['products']}" if machine.get("products") else ""
-    return f"{machine['cores']} cores{load}; numpy's {blas}{products}; {machine['mpi']}; numpy {machine['numpy']}"
+    """One line on a machine: nodes, ranks, threads, cores, processor, load, libraries, versions, and Gflop/s of a core."""
+    hosts, speeds = machine["hosts"], machine["gflops_per_core"]
+    names = hosts[0] if len(hosts) == 1 else f"{hosts[0]} … {hosts[-1]}"
+    speed = f", one core {', '.join(f'{speed:.1f} {dtype}' for dtype, speed in speeds.items())} Gflop/s" if speeds else ""
+    return "; ".join(
+        [
+            f"{in_nodes(machine)} ({names}), {processor(machine)}{loaded(machine)}",
+            f"numpy {machine['numpy']} with {machine['blas']} ({machine['core_type']}){speed}",
+            f"products by {blas(machine)}",
+            f"{machine['mpi']}, Python {machine['python']}, {version(machine)}",
+        ]
+    )
 
 
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of text with aligned columns; the first `left` columns are aligned left, the others right.
+def blas(machine: Mapping[str, Any]) -> str:
+    """The BLAS that multiplied blocks, with its version."""
+    name: str = machine["products"].partition(" (")[0]
+    return f"numpy's {machine['blas']}" if name.startswith("numpy") else name
 
-    >>> aligned(("name", "ms"), [("a", "10.00")])
-    ['name     ms', 'a     10.00']
+
+def in_nodes(machine: Mapping[str, Any]) -> str:
+    """Nodes, ranks a node, threads a rank and cores as text."""
+    nodes, cores = machine["nodes"], machine["cores"]
+    return (
+        f"{nodes} node{'s' if nodes > 1 else ''} × {span(machine['ranks_per_node'], 'rank')} × "
+        f"{span(machine['threads_per_rank'], 'thread')} on {cores} core{'s' if cores > 1 else ''}"
+    )
+
+
+def span(counts: Sequence[int], what: str = "") -> str:
+    """The smallest and the largest of some counts, with their noun.
+
+    >>> span([1, 1], "rank"), span([2, 8], "rank")
+    ('1 rank', '2–8 ranks')
     """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        placed = zip(range(len(row)), row, widths, strict=True)
-        return "  ".join(cell.ljust(width) if place < left else cell.rjust(width) for place, cell, width in placed).rstrip()
-
-    return [line(row) for row in (header, *rows)]
+    low, high = min(counts), max(counts)
+    return (f"{low}" if low == high else f"{low}–{high}") + (f" {what}{'s' if high > 1 else ''}" if what else "")
 
 
-def milliseconds(seconds: float) -> str:
-    """Seconds as text in milliseconds.
+def processor(machine: Mapping[str, Any]) -> str:
+    """The processor, and the GPU where there is one."""
+    return " and ".join(filter(None, (machine["processor"], machine["gpu"])))
 
-    >>> milliseconds(0.01234), milliseconds(2.5)
-    ('12.34', '2500')
+
+def loaded(machine: Mapping[str, Any]) -> str:
+    """The load average at the start, where the system has one."""
+    return "" if machine["load"] is None else f", load {machine['load']:.1f} at the start"
+
+
+def version(machine: Mapping[str, Any]) -> str:
+    """The version of summa3d, with its commit where it ran from a checkout."""
+    return f"summa3d {machine['summa3d']}" + (f" ({machine['commit'][:10]})" if machine["commit"] else "")
+
+
+def in_ms(seconds: Iterable[float | None]) -> list[float | None]:
+    """Seconds in milliseconds."""
+    return [None if one is None else one * 1e3 for one in seconds]
+
+
+def digits(value: float) -> str:
+    """A number as text: two decimals below 1000, two digits below 0.1.
+
+    >>> digits(12.341), digits(2500.2), digits(0.00912)
+    ('12.34', '2500', '0.0091')
     """
-    return f"{seconds * 1e3:.2f}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+    return f"{value:.2g}" if value < 0.1 else f"{value:.2f}" if value < 1000 else f"{value:.0f}"
 
 
-def share(value: float | None) -> str:
-    """A fraction as text with two decimals; empty for None."""
-    return "" if value is None else f"{value:.2f}"
+def sizes(row: Row) -> str:
+    """The sizes of a product, as 64×32×16."""
+    return f"{row['m']}×{row['n']}×{row['k']}"
 
 
-def _shape(row: Mapping[str, Any]) -> str:
-    return f"{row['m']}×{row['n']}×{row['k']} {row['form']} {row['dtype']}{place_of([row])}"
+def operands(row: Row) -> str:
+    """Form, dtype and device of a product's operands; the host goes without saying."""
+    return f"{row['form']} {row['dtype']}" + on_device(row)
 
 
-def _ceilings(result: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for top in result["ceiling"]:
-        speed = f"{milliseconds(top['seconds']['median'])} ms, {top['gflops']:.1f} Gflop/s"
-        lines.append(f"numpy, {top['threads']} threads, {_shape(top)}: {speed}")
-    return lines
+def on_device(row: Row) -> str:
+    """The device for a title, as " on cuda"; empty for the host."""
+    return "" if row.get("device", "cpu") == "cpu" else f" on {row['device']}"
 
 
-def gemm_table(result: Mapping[str, Any]) -> list[str]:
+def rounds(rows: Iterable[Row]) -> str:
+    """What the times are: medians of so many rounds."""
+    return f"medians of {span([len(row['seconds']['all']) for row in rows], 'round')}"
+
+
+def times(rows: Sequence[Row]) -> list[Column]:
+    """The columns of median, fastest and slowest round, in milliseconds."""
+    ends = {"median ms": "median", "min": "min", "max": "max"}
+    return [Column(name, in_ms(row["seconds"][end] for row in rows), digits) for name, end in ends.items()]
+
+
+def moved(rows: Sequence[Row]) -> list[Column]:
+    """The columns of a product's speed, words, messages and workspace."""
+    return [
+        Column("form and dtype", [operands(row) for row in rows], csv_only=True),
+        Column("Gflop/s", [row["gflops"] for row in rows], TENTHS),
+        Column("speed ÷ numpy's", [row.get("speed_over_numpy") for row in rows], HUNDREDTHS),
+        Column("words/rank", [row["words_per_rank"] for row in rows], COUNT),
+        Column("messages", [row["messages_per_rank"] for row in rows]),
+        Column("workspace MiB", [row["workspace_bytes"] / MEBI for row in rows], TENTHS),
+    ]
+
+
+def numpy_remarks(result: Mapping[str, Any]) -> list[str]:
+    """A line for each product of numpy that was timed beside the others."""
+    return [
+        f"numpy, {span([own['threads']], 'thread')}, {sizes(own)} {operands(own)}: {digits(own['seconds']['median'] * 1e3)} ms, "
+        f"{own['gflops']:.1f} Gflop/s"
+        for own in result["numpy"]
+    ]
+
+
+def gemm_table(result: Mapping[str, Any]) -> Table:
     """The table of `bench gemm`: one line per algorithm and grid, fastest first."""
     rows = sorted(result["rows"], key=lambda row: row["seconds"]["median"])
-    header = ("algorithm and grid", "median ms", "min", "max", "Gflop/s", "of ceiling", "words/rank", "messages", "workspace MiB")
-    cells = [
-        (
-            row["label"],
-            *(milliseconds(row["seconds"][name]) for name in ("median", "min", "max")),
-            f"{row['gflops']:.1f}",
-            share(row["fraction_of_ceiling"]),
-            f"{row['words_per_rank']:,}",
-            str(row["messages_per_rank"]),
-            f"{row['workspace_bytes'] / (1 << 20):.1f}",
-        )
-        for row in rows
+    title = f"{gemm_title(result)}, {rounds(rows)}"
+    names = Column("algorithm and grid", [row["label"] for row in rows], left=True)
+    given = [Column("ranks", [row["ranks"] for row in rows], csv_only=True), Column("m×n×k", [*map(sizes, rows)], csv_only=True)]
+    return Table(title, [names, *given, *times(rows), *moved(rows)], numpy_remarks(result))
+
+
+def gemm_title(result: Mapping[str, Any]) -> str:
+    """Sizes, operands and ranks of `bench gemm`."""
+    rows = result["rows"]
+    return f"{sizes(rows[0])} {operands(rows[0])}, {in_ranks(max(row['ranks'] for row in rows))}"
+
+
+def scaling_table(result: Mapping[str, Any]) -> Table:
+    """The table of strong and weak scaling: one line per series and rank count, with speed-up and efficiency."""
+    found = series_of(result["rows"])
+    pairs = [(series, row) for series in found for row in series.rows]
+    rows = [row for _, row in pairs]
+    several, weak = len(found) > 1, result["kind"] == "weak"
+    columns = [
+        Column("series", [series.name for series, _ in pairs], left=True, csv_only=not several),
+        Column("ranks", [row["ranks"] for row in rows]),
+        Column("threads/rank", [row["threads"] for row in rows], csv_only=mixed_threads(rows) is None),
+        Column("algorithm and grid", [place(row) for row in rows], left=True),
+        Column("m×n×k", [sizes(row) for row in rows], csv_only=not weak),
+        *times(rows),
+        Column("speed-up", [series.speed_up(row).middle for series, row in pairs], digits),
+        Column("efficiency", [series.efficiency(row).middle for series, row in pairs], digits),
+        *moved(rows),
     ]
-    title = f"{_shape(rows[0])}, {max(row['ranks'] for row in rows)} ranks, {len(rows[0]['seconds']['all'])} rounds"
-    return [title, *aligned(header, cells), *_ceilings(result)]
+    title = f"{scaling_title(result)}; {baselines(found)}; {rounds(rows)}"
+    return Table(title, columns, [*numpy_remarks(result), *filter(None, [mixed_threads(rows), shared_cores(result)])])
 
 
-def first_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The row of the same algorithm on the smallest rank count, relative to which scaling is measured."""
-    same = [other for other in rows if other["algorithm"] == row["algorithm"]]
-    return min(same, key=lambda other: int(other["ranks"]))
+def scaling_title(result: Mapping[str, Any]) -> str:
+    """Kind, sizes and operands of strong or weak scaling."""
+    least = min(result["rows"], key=lambda row: row["ranks"])
+    if result["kind"] == "strong":
+        return f"Strong scaling of {sizes(least)} {operands(least)}"
+    start = f"{sizes(least)} {operands(least)} on {in_ranks(least['ranks'])}"
+    return f"Weak scaling from {start}, m, n and k grow with the cube root of the ranks"
 
 
-def scaling(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
-    """Gflop/s of a row relative to the same algorithm on the smallest rank count."""
-    return float(row["gflops"] / first_of(row, rows)["gflops"])
+def baselines(found: Sequence[Series]) -> str:
+    """What speed-up and efficiency are relative to."""
+    return f"speed-up and efficiency over {', '.join(series.baseline_name for series in found)}"
 
 
-def scaling_table(result: Mapping[str, Any]) -> list[str]:
-    """The table of `bench strong` and `bench weak`: one line per rank count, with time, Gflop/s and speed-up."""
-    rows = sorted(result["rows"], key=lambda row: (row["algorithm"], row["ranks"]))
-    header = ("algorithm and grid", "ranks", "m×n×k", "median ms", "Gflop/s", "speed-up", "per rank", "of ceiling", "words/rank")
-    cells = [
-        (
-            row["label"],
-            str(row["ranks"]),
-            f"{row['m']}×{row['n']}×{row['k']}",
-            milliseconds(row["seconds"]["median"]),
-            f"{row['gflops']:.1f}",
-            f"{scaling(row, rows):.2f}",
-            f"{scaling(row, rows) * first_of(row, rows)['ranks'] / row['ranks']:.2f}",
-            share(row["fraction_of_ceiling"]),
-            f"{row['words_per_rank']:,}",
-        )
-        for row in rows
+def shares_cores(row: Row) -> bool:
+    """Whether the threads of a row's ranks outnumber the cores that these ranks may use."""
+    return not on_device(row) and row["ranks"] * row["threads"] > row["cores"]
+
+
+def mixed_threads(rows: Sequence[Row]) -> str | None:
+    """A remark on rows whose ranks have different numbers of threads, so that ratios are not those of cores; else None."""
+    counts = {row["threads"] for row in rows}
+    if len(counts) == 1 or on_device(rows[0]):
+        return None
+    return f"ranks have {span(sorted(counts), 'thread')}, which speed-up and efficiency do not allow for"
+
+
+def shared_cores(result: Mapping[str, Any]) -> str | None:
+    """A remark on rows whose ranks share cores; None where none do."""
+    sharing = [row for row in result["rows"] if shares_cores(row)]
+    if not sharing:
+        return None
+    counts = ", ".join(str(count) for count in sorted({row["ranks"] for row in sharing}))
+    return f"ranks share cores in the rows of {counts} ranks ({span([row['cores'] for row in sharing], 'core')})"
+
+
+def versus_table(result: Mapping[str, Any]) -> Table:
+    """Libraries side by side: the time of each, its speed beside numpy's with all cores, and quotients of times."""
+    rows, peers = result["rows"], result["peers"]
+    quotients, noted = result["quotients"], result.get("noted", ())
+    columns = [
+        Column("case", [f"{row['case']} {row['dtype']}" for row in rows], left=True),
+        Column("P", [row["ranks"] for row in rows]),
+        Column("numpy ms", in_ms(row["numpy_seconds"] for row in rows), digits),
+        *(Column(f"{peer} ms", in_ms(row["seconds"].get(peer) for row in rows), digits) for peer in peers),
+        *(Column(f"{peer} ÷ numpy's speed", [row["fractions"].get(peer) for row in rows], HUNDREDTHS) for peer in peers),
+        *(Column(name, [_middle(row, name) for row in rows], HUNDREDTHS) for name in quotients),
+        *(Column(f"{name}, range", [_range(row, name) for row in rows]) for name in quotients),
+        *(Column(f"{name} ÷ numpy's speed (noted)", [row["noted"].get(name) for row in rows], HUNDREDTHS) for name in noted),
     ]
-    title = "the same product on more ranks" if result["kind"] == "strong" else "the same work per rank on more ranks"
-    shared = result.get("machine") and not place_of(rows)
-    cores = f"; beyond {result['machine']['cores']} ranks they share cores" if shared else ""
-    return [f"{title}, {rows[0]['form']} {rows[0]['dtype']}{place_of(rows)}{cores}", *aligned(header, cells), *_ceilings(result)]
+    return Table("", columns, result.get("remarks", ()))
 
 
-def place_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The device of the rows for a title, as " on cuda"; empty for the host."""
-    device = rows[0].get("device", "cpu")
-    return "" if device == "cpu" else f" on {device}"
+def _middle(row: Row, name: str) -> float | None:
+    return row["quotients"][name]["median"] if name in row["quotients"] else None
 
 
-def versus_table(result: Mapping[str, Any]) -> list[str]:
-    """Libraries side by side: the time of each, its fraction of numpy's speed with all cores, and quotients of times."""
-    peers, quotients, noted = result["peers"], result["quotients"], result.get("noted", ())
-    header = ("case", "P", "numpy ms", *(f"{peer} ms" for peer in peers), *(f"{peer}/ceiling" for peer in peers), *quotients)
-    header += tuple(f"{name}/ceiling (noted)" for name in noted)
-    cells = [
-        (
-            f"{row['case']} {row['dtype']}",
-            str(row["ranks"]),
-            milliseconds(row["ceiling_seconds"]),
-            *(milliseconds(row["seconds"][peer]) if peer in row["seconds"] else "" for peer in peers),
-            *(share(row["fractions"].get(peer)) for peer in peers),
-            *(_times(row["quotients"].get(name)) for name in quotients),
-            *(share(row["noted"].get(name)) for name in noted),
-        )
-        for row in result["rows"]
-    ]
-    return [*aligned(header, cells), *result.get("remarks", ())]
-
-
-def _times(ratio: Mapping[str, float] | None) -> str:
-    return "" if ratio is None else f"{ratio['median']:.2f} [{ratio['min']:.2f}–{ratio['max']:.2f}]"
+def _range(row: Row, name: str) -> str | None:
+    ratio = row["quotients"].get(name)
+    return None if ratio is None else f"{ratio['min']:.2f}–{ratio['max']:.2f}"
 
 
 def block_title(result: Mapping[str, Any]) -> str:
     """The title of `bench block`: family, sizes b, s, h and a, ranks; for a paper's shape, its source and scaling."""
     case, paper = result["case"], result.get("paper")
-    sizes = f"b={case['batch']} s={case['sequence']} h={case['hidden']} a={case['heads']} {case['dtype']}{place_of([case])}"
+    of = f"b={case['batch']} s={case['sequence']} h={case['hidden']} a={case['heads']} {case['dtype']}{on_device(case)}"
     source = f"; {paper['name']} with s and h divided by {paper['factor']} ({paper['source']})" if paper else ""
-    return f"{case['layers']} {case['family']} block{'s' if case['layers'] > 1 else ''}, {sizes}, {result['ranks']} ranks{source}"
+    blocks = f"{case['layers']} {case['family']} block{'s' if case['layers'] > 1 else ''}"
+    return f"{blocks}, {of}, {in_ranks(result['ranks'])}{source}"
 
 
-def block_table(result: Mapping[str, Any]) -> list[str]:
+def block_table(result: Mapping[str, Any]) -> Table:
     """The table of `bench block`: one line per scheme and grid, fastest first, with times, words, messages and memory."""
     rows = sorted(result["rows"], key=lambda row: row["seconds"]["both"]["median"])
-    header = (
-        "scheme and grid",
-        "median ms",
-        "min",
-        "max",
-        "forward",
-        "backward",
-        "words/rank",
-        "messages",
-        "saved MiB",
-        "peak MiB",
-    )
-    cells = [
-        (
-            row["label"],
-            *(milliseconds(row["seconds"]["both"][name]) for name in ("median", "min", "max")),
-            *(milliseconds(row["seconds"][phase]["median"]) for phase in ("forward", "backward")),
-            *(f"{sum(row[name].values()):,}" if name in row else "" for name in ("words_per_rank", "messages_per_rank")),
-            *(f"{row[name] / (1 << 20):.1f}" for name in ("saved_bytes", "peak_bytes")),
-        )
-        for row in rows
+    both = [{**row, "seconds": row["seconds"]["both"]} for row in rows]
+    columns = [
+        Column("scheme and grid", [row["label"] for row in rows], left=True),
+        *times(both),
+        *(Column(phase, in_ms(row["seconds"][phase]["median"] for row in rows), digits) for phase in ("forward", "backward")),
+        Column("words/rank", [_sum(row, "words_per_rank") for row in rows], COUNT),
+        Column("messages", [_sum(row, "messages_per_rank") for row in rows], COUNT),
+        Column("saved MiB", [row["saved_bytes"] / MEBI for row in rows], TENTHS),
+        Column("peak MiB", [row["peak_bytes"] / MEBI for row in rows], TENTHS),
     ]
-    title = f"{block_title(result)}, {len(rows[0]['seconds']['both']['all'])} rounds"
     furthest = max(row["relative_difference"] for row in rows)
-    return [title, *aligned(header, cells), f"outputs differ by at most {furthest:.1e} of their norm"]
+    return Table(f"{block_title(result)}, {rounds(both)}", columns, [f"outputs differ by at most {furthest:.1e} of their norm"])
+
+
+def _sum(row: Row, name: str) -> int | None:
+    return sum(row[name].values()) if name in row else None
 
 
 TABLES = {"gemm": gemm_table, "strong": scaling_table, "weak": scaling_table, "versus": versus_table, "block": block_table}

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--rounds", type=int, default=7, help="Time this many rounds, after a warm-up round that is not counted."
         )
         kind.add_argument(
-            "--ceiling",
+            "--numpy",
             type=int,
             nargs="?",
             const=0,
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the benchmark, print its table or JSON on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
-    from ..bench.products import machine, sleep_until_all_are_here
+    from ..bench.machine import machine
     from ..bench.tables import table
     from ..comm.profile.trace import check_file
 
@@ -93,13 +93,12 @@ def run(args: argparse.Namespace) -> int:
     if file is not None:
         check_file(file, "--json")  # before the benchmark runs, not after it
     check_trace_arguments(args, world)
-    found = machine() if world.rank == 0 else {}
-    sleep_until_all_are_here(world)
+    found = machine(world)
     result = {"machine": found, **(block_result(args) if args.kind == "block" else _product_result(args))}
     if world.rank == 0:
         for name in found["overrides"]:
             print(f"warning: {name} is set; OpenBLAS may run at half its speed. Unset {name}.", file=sys.stderr)
-        print(json.dumps(result) if args.json == "-" else table(result), flush=True)
+        print(json.dumps(result) if args.json == "-" else table(result).text(), flush=True)
         if file is not None:
             _write(file, json.dumps(result) + "\n")
     return 0
@@ -122,20 +121,20 @@ def _product_result(args: argparse.Namespace) -> dict[str, Any]:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
     args.device = requested_device(args.device)
-    threads = 0 if args.ceiling is None else args.ceiling or usable_cores()
-    check_ceiling(args.device, args.dtype, threads)
+    threads = 0 if args.numpy is None else args.numpy or usable_cores()
+    check_numpy(args.device, args.dtype, threads)
     if args.device == "cuda":
         take_device(MPI.COMM_WORLD)
     entries = list(MAKERS[args.kind](args, MPI.COMM_WORLD.size))
     return {"kind": args.kind, **run_benchmark(entries, MPI.COMM_WORLD, args.rounds, threads, args.trace, ranges_for(args))}
 
 
-def check_ceiling(device: str, dtype: str, ceiling: int) -> None:
-    """Raise ConfigError where `ceiling` threads are asked for, but numpy on the host has no comparable product."""
-    if ceiling and (device != "cpu" or dtype in HALVES):
+def check_numpy(device: str, dtype: str, threads: int) -> None:
+    """Raise ConfigError where numpy's product is asked for, but numpy on the host has no comparable product."""
+    if threads and (device != "cpu" or dtype in HALVES):
         raise ConfigError(
-            f"--ceiling times numpy's product on the host, which is not comparable with {dtype} on {device}. "
-            "Leave --ceiling out, or choose float32 or float64 on cpu."
+            f"--numpy times numpy's product on the host, which is not comparable with {dtype} on {device}. "
+            "Leave --numpy out, or choose float32 or float64 on cpu."
         )
 
 
@@ -218,7 +217,7 @@ def own_choice(problem: Any, ranks: int) -> Any:
 
     machine = Machine(node=problem.device == "cpu" and in_one_node(MPI.COMM_WORLD))
     choice = choose(problem.m, problem.n, problem.k, ranks, problem.dtype, form=problem.form, machine=machine)
-    return ProductEntry(choice.algorithm, choice.grid, problem, chosen=True)
+    return ProductEntry(choice.algorithm, choice.grid, problem, chosen=True, given=ranks)
 
 
 def every_grid(problem: Any, ranks: int) -> Iterator[Any]:

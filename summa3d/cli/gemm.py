@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the product, print its figures on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
+    from ..bench.machine import machine
     from ..comm.device.select import requested_device, take_device
     from ..comm.transport.select import requested
 
@@ -94,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cuda":
         take_device(MPI.COMM_WORLD)
     algorithm, plan, shape = decided(args, MPI.COMM_WORLD)
-    result = measure(args, algorithm, plan, shape, MPI.COMM_WORLD)
+    found = machine(MPI.COMM_WORLD, probe=False)
+    result = measure(args, algorithm, plan, shape, MPI.COMM_WORLD) | {"ranks": MPI.COMM_WORLD.size, "machine": found}
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(result) if args.json else table(result), file=sys.stdout, flush=True)
     return 0
@@ -134,6 +136,7 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
 
 def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str, int], world: Any) -> dict[str, Any]:
     """Run the product and return the fields of its JSON line; collective. Ranks beyond the grid sleep and return {}."""
+    from ..bench.clock import sleep_until_all_are_here
     from ..comm.device.select import placed
     from ..comm.grid import Grid
     from ..gemm.matrix import DistMatrix
@@ -162,7 +165,10 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
 def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any) -> dict[str, Any]:
     """Time a reused executor; count its words, messages and workspace; with --check, compare its result; collective."""
     from ..bench.clock import Clock
+    from ..bench.machine import threads_of_rank
+    from ..bench.products import Problem, ProductEntry, row_of
     from ..comm.device.select import settle
+    from ..comm.nodes import Nodes
 
     grid, old, factors = a.grid, c.block.copy(), (scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype))
     grid.ledger.reset_peak()
@@ -189,18 +195,12 @@ def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: An
     words, messages, workspace = (grid.comm.allgather(value) for value in (moved.words, moved.messages, peak))
     serial_seconds: list[float] = []
     error = relative_error(args, plan, c, serial_seconds) if args.check else None
-    times = {"min": min(seconds[1:]), "median": median(seconds[1:]), "max": max(seconds[1:])}
-    flops = (8 if args.dtype.startswith("complex") else 2) * args.m * args.n * args.k
-    return {
-        "algorithm": algorithm.name,
-        "form": args.form,
-        "grid": grid.shape,
-        "m": args.m,
-        "n": args.n,
-        "k": args.k,
-        "dtype": args.dtype,
-        "seconds": times,
-        "gflops": flops / times["median"] / 1e9,
+    problem = Problem(args.m, args.n, args.k, args.form, args.dtype, args.device)
+    options = {} if args.panel is None else {"panel": args.panel}
+    entry = ProductEntry(algorithm.name, grid.shape, problem, options, args.grid is None and args.algorithm is None)
+    counted = {
+        "threads": max(grid.comm.allgather(threads_of_rank())),
+        "cores": Nodes.of(grid.comm).total_cores,
         "words_per_rank": max(words),
         "words_per_rank_formula": costs.max_words,
         "words_mean": sum(words) / len(words),
@@ -210,6 +210,7 @@ def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: An
         "relative_error": error,
         **({"serial_seconds": median(serial_seconds)} if serial_seconds else {}),
     }
+    return row_of(entry, seconds[1:], counted)
 
 
 def show_once(args: argparse.Namespace, clock: Any, once: Callable[[], None]) -> None:
@@ -242,6 +243,7 @@ def relative_error(args: argparse.Namespace, plan: Any, c: Any, serial_seconds: 
     Appends the times of the serial product, which runs on all cores while the other ranks sleep, to `serial_seconds`. Memory:
     rank 0 holds A, B and C as a whole.
     """
+    from ..bench.clock import sleep_until_all_are_here
     from ..comm.arrays import to_host
 
     whole, error = to_host(c.to_global()), 0.0
@@ -293,20 +295,13 @@ def serial_product(left: np.ndarray, right: np.ndarray, repeat: int, seconds: li
     return product
 
 
-def sleep_until_all_are_here(comm: Any) -> None:
-    """A barrier in which waiting ranks sleep, so that the cores are free for ranks that still compute; collective."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(0.005)
-
-
 def table(result: dict[str, Any]) -> str:
     """The result as text, one fact per line."""
     low, middle, high = (1e3 * result["seconds"][name] for name in ("min", "median", "max"))
     formula = result["words_per_rank_formula"]
     lines = [
-        f"{result['algorithm']} {result['form']} {result['m']}×{result['n']}×{result['k']} {result['dtype']}, "
-        f"on {result['grid']}",
+        f"{result['label']}, {result['m']}×{result['n']}×{result['k']} {result['form']} {result['dtype']}, {result['ranks']} "
+        f"rank{'s' if result['ranks'] > 1 else ''}",
         f"time      {middle:.2f} ms (min {low:.2f}, max {high:.2f}), {result['gflops']:.1f} Gflop/s",
         f"words     {result['words_per_rank']:,} per rank (formula {formula:,}), mean {result['words_mean']:,.1f}",
         f"messages  {result['messages_per_rank']} per rank",

@@ -42,9 +42,10 @@ COMMANDS = {
     "checkpoint": "Show what a checkpoint holds; import and export Transformers folders.",
     "bench": "Benchmark products and transformer blocks: algorithms and schemes side by side, strong and weak scaling.",
     "report": "Show tables and plots of the results of bench.",
+    "plot": "Plot the losses of runs of train.",
     "doctor": "Report what this installation uses, and warn of what may fail or be slow.",
 }
-WITHOUT_MPI = ("launch", "config", "report", "doctor")
+WITHOUT_MPI = ("launch", "config", "report", "plot", "doctor")
 EXAMPLES = {
     "launch": (
         "summa3d launch -n 4 train demo",
@@ -78,7 +79,11 @@ EXAMPLES = {
         "summa3d launch -n 8 bench strong --m 2048 --n 2048 --k 2048 --json strong.json",
         "summa3d launch -n 8 bench block --scheme cuboid:2,2,2 --scheme oned",
     ),
-    "report": ("summa3d report strong.json weak.json",),
+    "report": (
+        "summa3d report strong.json weak.json",
+        "summa3d report --merge job1.jsonl job2.jsonl --format latex",
+    ),
+    "plot": ("summa3d plot runs/cuboid runs/oned --out losses.pdf",),
     "doctor": ("summa3d doctor", "summa3d doctor --json"),
 }
 VARIABLES = {

@@ -1,72 +1,77 @@
-"""`summa3d report FILE…`: tables and plots of the JSON files of `summa3d bench` and of the scripts in bench/. Uses no MPI."""
+"""`summa3d report FILE…`: tables and plots of the results of `summa3d bench`, `summa3d gemm --json` and bench/. Uses no MPI."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import figures
 from ..bench import plots
+from ..bench.results import merge, read
+from ..bench.table import FORMATS
 from ..bench.tables import table
 from ..errors import DataError
-
-KINDS = ("gemm", "strong", "weak", "versus", "block")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d report` to `parser`."""
     parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="Read this JSON file of `summa3d bench` or of a script in bench/."
-    )
-    parser.add_argument(
-        "--plots", type=Path, metavar="DIR", help="Write plots to this folder. The default is the folder of FILE."
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="Read this JSON file of `summa3d bench` or of a script in bench/, or this file of lines of `summa3d gemm --json`.",
     )
     parser.add_argument(
         "--format",
         action="append",
-        choices=("png", "svg"),
-        help="Write plots in this format. The option may be repeated. The default is png.",
+        choices=(*figures.FORMATS, *(name for name in FORMATS if name != "text")),
+        help="Write a plot (png, svg, pdf) or a table (markdown, csv, latex) to a file. The option may be repeated. The default "
+        "is png.",
     )
-    parser.add_argument("--no-plots", action="store_true", help="Print tables only.")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="Write to this folder. The default is the folder of FILE.")
+    parser.add_argument("--no-plots", action="store_true", help="Write no plots, which need matplotlib.")
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="Take the products of all files together, as of one job. Files written are named after the first.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table of each file and write its plots; returns the exit status."""
-    for file in args.files:
-        result = read(file)
-        print(f"{file}\n{table(result)}\n")
-        if not args.no_plots:
-            for written in draw(result, (args.plots or file.parent) / file.stem, args.format or ["png"]):
-                print(f"plot: {written}", file=sys.stderr)
+    """Print the table of each result and write what --format names; returns the exit status."""
+    formats = [name for name in args.format or ["png"] if not (args.no_plots and name in figures.FORMATS)]
+    found = [(file, read(file)) for file in args.files]  # all files are read before anything is printed
+    if args.merge:
+        found = [(args.files[0], merge([result for _, results in found for result in results]))]
+    for file, results in found:
+        for number, result in enumerate(results, 1):
+            name = file.stem if len(results) == 1 else f"{file.stem}-{number}-{result['kind']}"
+            written = write(result, (args.out or file.parent) / name, formats)
+            print(f"{file}\n{table(result).text()}\n", flush=True)
+            for path in written:
+                print(f"written: {path}", file=sys.stderr)
     return 0
 
 
-def read(file: Path) -> dict[str, Any]:
-    """The benchmark result in a file. Raises DataError where the file cannot be read or holds no such result."""
-    try:
-        result = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"There is no file {file}.") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{file} is not JSON: {error}.") from None
-    if not isinstance(result, dict) or result.get("kind") not in KINDS or not result.get("rows"):
-        raise DataError(f"{file} is not a result of `summa3d bench` (a JSON object with kind {', '.join(KINDS)} and rows).")
-    return result
+def write(result: Mapping[str, Any], stem: Path, formats: Sequence[str]) -> list[Path]:
+    """Write the plots and tables of a result, each to stem.ENDING; returns the files.
 
-
-def draw(result: Mapping[str, Any], stem: Path, formats: Sequence[str]) -> list[Path]:
-    """Write the plot of a result to stem.FORMAT, for each format. Raises DataError where matplotlib is not installed."""
+    Raises DataError where a file cannot be written, or matplotlib is not installed.
+    """
+    endings = {name: FORMATS[name][0] if name in FORMATS else name for name in formats}
+    paths = {name: stem.parent / f"{stem.name}.{ending}" for name, ending in endings.items()}  # stems may have dots
     try:
-        figure = plots.figure(result)
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        plots.write(result, [paths[name] for name in formats if name in figures.FORMATS])
+        for name in formats:
+            if name in FORMATS:
+                paths[name].write_text(FORMATS[name][1](table(result)) + "\n", encoding="utf-8")
     except ImportError as error:
         raise DataError(f"plots need matplotlib ({error}): pip install 'summa3d[plot]', or give --no-plots.") from None
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    for ending in formats:
-        path = stem.parent / f"{stem.name}.{ending}"  # with_suffix would cut a stem at its own dots
-        figure.savefig(path, dpi=120)
-        written.append(path)
-    return written
+    except OSError as error:
+        raise DataError(f"{stem} cannot be written: {error}") from None
+    return list(paths.values())

@@ -255,7 +255,7 @@ def _bytes_by_dtype(run: Run) -> dict[str, int]:
 def _draw(run: Run, entries: list[dict[str, Any]], progress: Progress) -> str | None:
     path = run.folder / "loss.png"
     try:
-        draw_loss(entries, path)
+        draw_loss([run.folder], [path])
     except ImportError as error:
         progress.say(f"{path.name} was not drawn: {error}. Install summa3d[plot]; {run.metrics} holds the numbers.")
         return None

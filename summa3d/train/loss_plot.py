@@ -1,34 +1,111 @@
-"""The plot of a run: training and validation loss over the steps. matplotlib is imported at the first plot."""
+"""The plot of runs: training and validation loss over steps and tokens, with a mark where a run was resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import nan, prod
 from pathlib import Path
+from textwrap import fill as wrapped
 from typing import Any
 
+import torch
 
-def draw_loss(entries: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the loss curves of `entries`, the lines of metrics.jsonl, into the PNG file `path`.
+from ..comm.grid import Place
+from ..errors import DataError
+from ..figures import CAPTION, COLUMN, draw, look
+from ..nn.models.registry import build
+from ..nn.schemes.scheme import scheme
+from . import metrics
+from .config import load
+from .optimizer import named_parameters
 
-    Raises ImportError where matplotlib is not installed.
+WINDOW = 50
+"""The smooth line of the training loss is the mean over the last 1/WINDOW of a run's steps."""
+CHARACTERS = 78
+"""Characters of a line of text below or above the panels."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run: its folder's name, model, grid, scheme and number of parameters in one line, and the lines of its metrics."""
+
+    title: str
+    entries: Sequence[dict[str, Any]]
+
+    @classmethod
+    def of(cls, folder: Path) -> Curve:
+        """The curve of the run in a folder. Raises DataError where there is no run, or no step of it."""
+        entries = metrics.read(folder / "metrics.jsonl")
+        if not entries:
+            raise DataError(f"{folder} holds no run: there is no metrics.jsonl with a step. Give the folder of --run.")
+        config = load(str(folder / "config.toml"))
+        with torch.device("meta"):
+            model = build(config.model, scheme(config.scheme, Place(config.grid.axes)))
+        count = sum(prod(parameter.sharding.shape) for _, parameter in named_parameters(model))
+        sizes = f"{config.model.family}, {count:,} parameters"
+        return cls(f"{folder.resolve().name}: {sizes}, {config.scheme} {config.grid}, {config.dtype}", entries)
+
+    def values(self, name: str) -> list[float]:
+        """A value of each step; NaN where a step lacks it."""
+        found = (entry.get(name) for entry in self.entries)
+        return [nan if value is None else value for value in found]
+
+    @property
+    def tokens(self) -> list[float]:
+        """The tokens of training up to each step."""
+        return [*accumulate(float(round(entry["tokens_per_second"] * entry["seconds"])) for entry in self.entries)]
+
+    @property
+    def smooth(self) -> list[float]:
+        """The mean loss of each step and of those before it within the window."""
+        losses, window = self.values("loss"), 1 + len(self.entries) // WINDOW
+        parts = (losses[max(0, end - window) : end] for end in range(1, len(losses) + 1))
+        return [sum(part) / len(part) for part in parts]
+
+
+def draw_loss(folders: Sequence[Path], paths: Sequence[Path]) -> None:
+    """Draw the losses of the runs in `folders` into one plot; the endings of `paths` select the formats.
+
+    Runs with equal tokens per step share a panel with two axes, others have a panel over steps and one over tokens.
+
+    Raises DataError where a folder holds no run, and ImportError where matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    draw(partial(fill, curves=[Curve.of(folder) for folder in folders]), paths)
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    trained = [entry for entry in entries if entry["loss"] is not None]
-    axes.plot([entry["step"] for entry in trained], [entry["loss"] for entry in trained], linewidth=1, label="training")
-    validated = [entry for entry in entries if "validation_loss" in entry]
-    axes.plot(
-        [entry["step"] for entry in validated],
-        [entry["validation_loss"] for entry in validated],
-        "o-",
-        linewidth=1.5,
-        label="validation",
-    )
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+
+def fill(figure: Any, curves: Sequence[Curve]) -> None:
+    """Draw the panels, the titles of the runs above them, and below them what the lines mean."""
+    from matplotlib.ticker import EngFormatter
+
+    rates = {after - before for curve in curves for before, after in zip([0.0, *curve.tokens], curve.tokens, strict=False)}
+    panels = figure.subplots(1 if len(rates) == 1 else 2, 1, squeeze=False)[:, 0]
+    figure.set_size_inches(COLUMN, 2.0 * len(panels) + 0.6)
+    for number, curve in enumerate(curves):
+        lines(panels[0], curve, curve.values("step"), look(number))
+        if len(rates) > 1:
+            lines(panels[1], curve, curve.tokens, look(number))
+    for panel, over in zip(panels, ("step", "tokens"), strict=False):
+        panel.set(xlabel=over, ylabel="loss (nats)")
+    over_tokens = panels[-1]
+    if len(rates) == 1:
+        (rate,) = rates
+        over_tokens = panels[0].secondary_xaxis("top", functions=(lambda step: step * rate, lambda tokens: tokens / rate))
+        over_tokens.set_xlabel("tokens")
+    over_tokens.xaxis.set_major_formatter(EngFormatter(sep=""))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left")
+    about = "thin: loss of each step; thick: its mean over the last 2 % of the steps; marks: validation; dotted: resumed"
+    figure.supxlabel(wrapped(about, CHARACTERS), x=0.01, ha="left", **CAPTION)
+
+
+def lines(panel: Any, curve: Curve, places: Sequence[float], look: Mapping[str, Any]) -> None:
+    """Draw a run's losses at these places, and a dotted line behind each step after which it was resumed."""
+    own = {"color": look["color"]}
+    panel.plot(places, curve.values("loss"), linewidth=0.4, alpha=0.5, **own)
+    panel.plot(places, curve.smooth, label=wrapped(curve.title, CHARACTERS - 8), **own)
+    panel.plot(places, curve.values("validation_loss"), linestyle="none", markeredgecolor="white", markersize=4.5, **look)
+    for place, entry in zip(places, curve.entries, strict=True):
+        if entry.get("resumed"):
+            panel.axvline(place, linestyle=":", linewidth=0.8, zorder=0, **own)

@@ -263,8 +263,13 @@ def finite(value: float) -> float | None:
 
 
 def open_at(path: Path, resumed_at: int) -> Any:
-    """Open metrics.jsonl for appending; keep the complete lines of the steps 1 … resumed_at only."""
+    """Open metrics.jsonl for appending; keep the complete lines of the steps 1 … resumed_at only.
+
+    The last of them gets the key `resumed`: the next line is that of another start.
+    """
     kept = [entry for entry in read(path) if entry["step"] <= resumed_at]
+    if kept:
+        kept[-1]["resumed"] = True
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
     os.replace(temporary, path)
@@ -301,14 +306,9 @@ def _open_board(folder: Path, resumed_at: int) -> Any:
 
 def usable_cores(comm: MPI.Intracomm) -> int:
     """The number of cores that the job may use: the union of its ranks' affinities per node, summed over nodes. Collective."""
-    from mpi4py import MPI
+    from ..comm.nodes import Nodes
 
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    union = set().union(*node.allgather(set(mine)))
-    cores: int = comm.allreduce(len(union) if node.rank == 0 else 0)
-    node.Free()
-    return cores
+    return Nodes.of(comm).total_cores
 
 
 def peak_memory() -> int:

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
 import jobs
 import pytest
 
-from summa3d.bench import tables
-from summa3d.cli import report
+from summa3d.cli.main import main as cli
 from summa3d.gemm.algorithms.registry import algorithm
+from summa3d.launch.runtime import find_launcher, loaded_runtime
 
 ROOT = Path(__file__).parents[2]
 ROW = {
     *("algorithm", "grid", "options", "chosen", "label", "ranks", "m", "n", "k", "form", "dtype", "seconds", "gflops"),
-    *("words_per_rank", "messages_per_rank", "workspace_bytes", "fraction_of_ceiling"),
+    *("words_per_rank", "messages_per_rank", "workspace_bytes", "threads", "cores", "speed_over_numpy"),
 }
+WIDE = [("strong", False), ("weak", True)]
 
 
-def summa3d(*arguments, ranks=None, timeout=100):
+def summa3d(*arguments, ranks=None, timeout=100, variables=None):
     launch = [] if ranks is None else ["launch", "-n", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", **(variables or {})}
     command = [jobs.python(), "-m", "summa3d", *launch, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)
 
 
-def bench(ranks, kind, *arguments, sizes=(17, 13, 11)):
+def bench(ranks, kind, *arguments, sizes=(17, 13, 11), variables=None):
     m, n, k = sizes
-    return summa3d("bench", kind, "--m", m, "--n", n, "--k", k, *arguments, ranks=ranks)
+    return summa3d("bench", kind, "--m", m, "--n", n, "--k", k, *arguments, ranks=ranks, variables=variables)
 
 
 def sound(row, rounds):
@@ -47,16 +50,16 @@ def sound(row, rounds):
 
 def test_entries_race_on_the_same_ranks_and_numpy_with_them():
     options = ["--entry", "cuboid:z=2", "--entry", "summa:x=2,panel=4", "--form", "nt", "--dtype", "float32", "--rounds", "3"]
-    done = bench(2, "gemm", *options, "--ceiling", "1", "--json", "-")
+    done = bench(2, "gemm", *options, "--numpy", "1", "--json", "-")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
     result = json.loads(done.stdout)
     assert [row["label"] for row in result["rows"]] == ["cuboid x=1,y=1,z=2", "summa x=2,y=1 panel=4"]
     for row in result["rows"]:
         sound(row, rounds=3)
-        assert (row["ranks"], row["form"], row["dtype"]) == (2, "nt", "float32") and row["fraction_of_ceiling"] > 0
-    (ceiling,) = result["ceiling"]
-    assert ceiling["threads"] == 1 and len(ceiling["seconds"]["all"]) == 3
+        assert (row["ranks"], row["form"], row["dtype"]) == (2, "nt", "float32") and row["speed_over_numpy"] > 0
+    (numpy,) = result["numpy"]
+    assert numpy["threads"] == 1 and len(numpy["seconds"]["all"]) == 3
     machine = result["machine"]
     assert machine["cores"] >= 1 and machine["core_type"] and machine["gflops_per_core"]["float64"] > 0
 
@@ -74,9 +77,9 @@ def test_every_grid_has_the_librarys_choice_once_and_all_others():
 def test_strong_scaling_uses_part_of_the_ranks_and_is_drawn(tmp_path):
     file = tmp_path / "strong.v1.json"
     named = ["--algorithm", "cuboid", "--algorithm", "cannon"]
-    done = bench(3, "strong", "--ranks", "1,3", *named, "--rounds", "2", "--ceiling", "--json", file)
+    done = bench(3, "strong", "--ranks", "1,3", *named, "--rounds", "2", "--numpy", "--json", file)
     assert done.returncode == 0, done.stderr
-    assert "the same product on more ranks" in done.stdout and "cuboid x=1,y=1,z=1" in done.stdout
+    assert "Strong scaling of 17×13×11 nn float64; speed-up and efficiency over cuboid on 1 rank, cannon on 1 rank" in done.stdout
     rows = json.loads(file.read_text())["rows"]
     assert [(row["algorithm"], row["ranks"]) for row in rows] == [("cuboid", 1), ("cannon", 1), ("cuboid", 3)]
     for row in rows:
@@ -87,11 +90,43 @@ def test_strong_scaling_uses_part_of_the_ranks_and_is_drawn(tmp_path):
     assert (tmp_path / "strong.v1.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "strong.v1.svg").read_text()
 
 
+def recomputed(rows):
+    """Speed-up and efficiency of rows that are in the order of their ranks, over the first one, by hand."""
+    first, *_ = rates = [row["m"] * row["n"] * row["k"] / row["seconds"]["median"] for row in rows]
+    return [(rate / first, rate / first / row["ranks"] * rows[0]["ranks"]) for rate, row in zip(rates, rows, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound"), [("strong", True), ("weak", False), *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE)]
+)
+def test_what_the_chooser_takes_is_one_series_with_one_baseline(tmp_path, kind, bound):
+    file, launcher = tmp_path / "scaling.json", find_launcher(loaded_runtime())
+    binding = [*launcher.command, *(("--bind-to", "core") if bound else ())]
+    oversubscribed = ["--oversubscribe"] if launcher.vendor == "openmpi" and bound else []
+    variables = {"SUMMA3D_MPIEXEC": shlex.join(binding + oversubscribed), "SUMMA3D_BIND": "yes" if bound else "no"}
+    done = bench(8, kind, "--rounds", "2", "--json", file, sizes=(48, 40, 44), variables=variables)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    rows = result["rows"]
+    assert [row["ranks"] for row in rows] == [1, 2, 4, 8] and all(row["chosen"] for row in rows)
+    assert "speed-up and efficiency over chosen on 1 rank; medians of 2 rounds" in done.stdout and "1 ranks" not in done.stdout
+    assert cli(["report", str(file), "--no-plots", "--format", "csv"]) == 0
+    table = list(csv.DictReader(file.with_suffix(".csv").open()))
+    assert [row["series"] for row in table] == ["chosen"] * 4 and table[0]["algorithm and grid"] == "serial"
+    shown = [(float(row["speed-up"]), float(row["efficiency"])) for row in table]
+    assert shown == [pytest.approx(pair) for pair in recomputed(rows)] and shown[0] == (1, 1)
+    machine, cores = result["machine"], min(8, len(os.sched_getaffinity(0))) if bound else len(os.sched_getaffinity(0))
+    assert (machine["nodes"], machine["ranks_per_node"], machine["cores"]) == (1, [8], cores) and machine["threads_per_rank"] == [
+        1
+    ]
+    assert [row["cores"] for row in rows][-1] == cores  # of all ranks together, not of rank 0
+
+
 def test_weak_scaling_keeps_the_work_per_rank():
     done = bench(2, "weak", "--rounds", "1", "--json", "-", sizes=(100, 50, 40))
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["ceiling"] == [] and [row["fraction_of_ceiling"] for row in result["rows"]] == [None, None]
+    assert result["numpy"] == [] and [row["speed_over_numpy"] for row in result["rows"]] == [None, None]
     assert [(row["ranks"], row["m"], row["n"], row["k"]) for row in result["rows"]] == [(1, 100, 50, 40), (2, 126, 63, 50)]
 
 
@@ -104,7 +139,7 @@ def test_weak_scaling_keeps_the_work_per_rank():
         ("gemm", ["--algorithm", "cannon"], "GridError: cannon cannot use 2 ranks."),
         ("gemm", ["--rounds", "0"], "ConfigError: --rounds is 0; it must be at least 1."),
         ("gemm", ["--json", "none/x.json"], "ConfigError: --json none/x.json lies in none, which is no folder."),
-        ("gemm", ["--dtype", "bfloat16", "--ceiling"], "which is not comparable with bfloat16 on cpu."),
+        ("gemm", ["--dtype", "bfloat16", "--numpy"], "which is not comparable with bfloat16 on cpu."),
         ("strong", ["--device", "cuda"], "ConfigError: device cuda"),
         ("strong", ["--ranks", "1,4"], "ConfigError: --ranks asks for 4; 2 were started."),
         ("strong", ["--ranks", "1,two"], "'1,two' is not a list of rank counts; write it as 1,2,4"),
@@ -117,41 +152,8 @@ def test_bad_input_is_one_message_and_a_non_zero_status(kind, arguments, message
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "DataError: There is no file"),
-        ("{", "is not JSON"),
-        ("[1]", "is not a result of `summa3d bench`"),
-        ('{"kind": "gemm", "rows": []}', "is not a result of `summa3d bench`"),
-    ],
-)
-def test_report_names_what_it_cannot_read(tmp_path, content, message):
-    file = tmp_path / "result.json"
-    if content is not None:
-        file.write_text(content)
-    done = summa3d("report", file)
-    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
-
-
-def test_peers_stand_side_by_side_and_a_missing_one_is_left_blank(tmp_path):
-    spread = {"median": 1.5, "min": 1.4, "max": 1.6}
-    common = {"m": 2, "n": 2, "k": 2, "dtype": "float64", "ceiling_seconds": 0.01}
-    both = {"case": "sq2", "ranks": 2, "seconds": {"ours": 0.02, "peer": 0.03}, "fractions": {"ours": 0.5, "peer": 0.33}}
-    one = {"case": "tall", "ranks": 4, "seconds": {"ours": 0.02}, "fractions": {"ours": 0.5}, "quotients": {}, "noted": {}}
-    rows = [{**common, **both, "quotients": {"peer ÷ ours": spread}, "noted": {"other": 0.8}}, {**common, **one}]
-    names = {"peers": ["ours", "peer"], "quotients": ["peer ÷ ours"], "noted": ["other"]}
-    result = {"kind": "versus", **names, "rows": rows, "remarks": ["said."]}
-    header, first, second, remark = tables.table(result).splitlines()
-    assert header.split()[:4] == ["case", "P", "numpy", "ms"] and "1.50 [1.40–1.60]" in first and first.endswith("0.80")
-    assert second.split() == ["tall", "float64", "4", "10.00", "20.00", "0.50"] and remark == "said."
-    pytest.importorskip("matplotlib")
-    (picture,) = report.draw(result, tmp_path / "peers", ["svg"])
-    assert "tall" in picture.read_text()
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that is always full")
 def test_a_result_that_cannot_be_written_has_been_printed():
     done = bench(1, "gemm", "--rounds", "1", "--json", "/dev/full")
-    assert done.returncode != 0 and "oned-column y=1" in done.stdout
+    assert done.returncode != 0 and "\nserial " in done.stdout
     assert "DataError: --json /dev/full cannot be written: [Errno 28]" in done.stderr and "Traceback" not in done.stderr

@@ -43,7 +43,7 @@ def test_every_grid_of_a_scheme_races_and_is_drawn(tmp_path):
     ]
     done = summa3d("bench", "block", *SIZES, *chosen, "--json", file, ranks=4)
     assert done.returncode == 0, done.stderr
-    assert "2 gpt2 blocks, b=4 s=5 h=24 a=4 float64, 4 ranks, 3 rounds" in done.stdout and "USDT" not in done.stderr
+    assert "2 gpt2 blocks, b=4 s=5 h=24 a=4 float64, 4 ranks, medians of 3 rounds" in done.stdout and "USDT" not in done.stderr
     result = json.loads(file.read_text())
     assert len({row["label"] for row in result["rows"]}) == len(result["rows"]) == 2 * 6 + 1 + 1
     config = ModelConfig(layers=2, hidden=24, heads=4, sequence=5)
@@ -57,7 +57,8 @@ def test_every_grid_of_a_scheme_races_and_is_drawn(tmp_path):
         assert row["words_per_rank"] == {"forward": block.forward.words, "backward": block.backward.words}
     shown = summa3d("report", file, "--format", "svg")
     assert shown.returncode == 0 and done.stdout.strip() in shown.stdout, shown.stderr
-    assert "M words" in (tmp_path / "blocks.svg").read_text()
+    drawn = (tmp_path / "blocks.svg").read_text()
+    assert "words received per rank, forward and backward" in drawn and "2 gpt2 blocks, b=4 s=5 h=24 a=4 float64" in drawn
 
 
 def test_a_papers_shape_is_scaled_by_the_factor_it_states():

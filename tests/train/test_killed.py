@@ -43,7 +43,7 @@ def launch(arguments: list[str]) -> subprocess.Popen[str]:
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in line.items() if key not in MEASURED} for line in metrics_of(folder)]
+    return [{key: value for key, value in line.items() if key not in (*MEASURED, "resumed")} for line in metrics_of(folder)]
 
 
 def saved(folder: Path) -> list[str]:

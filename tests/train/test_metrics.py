@@ -15,7 +15,9 @@ import pytest
 from mpi4py import MPI
 
 from summa3d.comm.profile.ledger import Amounts, Ledger
+from summa3d.errors import DataError
 from summa3d.train import metrics
+from summa3d.train.config import load, write
 from summa3d.train.loss_plot import draw_loss
 from summa3d.train.metrics import CoreTime, Recorder, Step, Stopwatch
 from summa3d.train.progress import TERMINAL_VARIABLE, Progress
@@ -105,7 +107,7 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path: Path) -> N
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": number}) + "\n" for number in (1, 2, 3)) + '{"step": 4, "lo')
     metrics.open_at(path, 2).close()
-    assert metrics.read(path) == [{"step": 1}, {"step": 2}]
+    assert metrics.read(path) == [{"step": 1}, {"step": 2, "resumed": True}]
 
 
 def test_the_stopwatch_leaves_communication_out_of_arithmetic() -> None:
@@ -157,10 +159,37 @@ def test_cores_are_those_the_process_may_use() -> None:
     assert metrics.usable_cores(MPI.COMM_SELF) == len(os.sched_getaffinity(0))
 
 
-def test_the_plot_is_a_png_with_both_curves(tmp_path: Path) -> None:
+def a_run(folder: Path, steps: int, batch: int, **resumed: bool) -> Path:
+    """A run folder as `train` writes it, with one line of metrics per step."""
+    folder.mkdir()
+    write(load("demo", ["grid.x=2", f"train.batch={batch}", "model.layers=1"]), folder / "config.toml")
+    lines = [
+        {"step": number, "loss": 5 / number, "tokens_per_second": 128.0 * batch / 0.7, "seconds": 0.7}
+        for number in range(1, steps + 1)
+    ]
+    lines[-1]["validation_loss"] = 2.0
+    lines[steps // 2] |= resumed
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_runs_are_drawn_over_steps_and_tokens_with_their_titles_and_resumptions(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    entries = [{"step": number, "loss": 5 / number} for number in range(1, 9)]
-    draw_loss(entries, tmp_path / "without.png")
-    draw_loss([*entries[:-1], {**entries[-1], "validation_loss": 2.0}], tmp_path / "with.png")
-    assert (tmp_path / "with.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
+    whole, resumed, wide = a_run(tmp_path / "a", 9, 8), a_run(tmp_path / "b", 9, 8, resumed=True), a_run(tmp_path / "c", 9, 24)
+    svg = {}
+    for name, runs in (("one", [whole]), ("resumed", [resumed]), ("two", [whole, wide])):
+        draw_loss(runs, [tmp_path / f"{name}.svg"])
+        svg[name] = (tmp_path / f"{name}.svg").read_text()
+    h, vocabulary, sequence = 256, 256, 128
+    count = (vocabulary + sequence) * h + (12 * h * h + 13 * h) + 2 * h  # embeddings, a block, the last norm
+    assert f"a: gpt2, {count:,} parameters, cuboid x=2,y=1,z=1, float32" in svg["one"]
+    assert all(text.count("<!-- tokens -->") == 1 and "<!-- step -->" in text for text in svg.values())
+    panels = {name: text.count("<!-- loss (nats) -->") for name, text in svg.items()}
+    assert panels == {"one": 1, "resumed": 1, "two": 2}  # equal tokens per step share a panel
+    dotted = "stroke-dasharray: 0.8,1.32"
+    assert (dotted in svg["resumed"]) > (dotted in svg["one"])
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no run"):
+        draw_loss([tmp_path], [tmp_path / "loss.png"])

@@ -30,7 +30,7 @@ def grid_of(size: int) -> dict[str, object]:
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """The metrics lines without what depends on the machine."""
-    return [{key: value for key, value in line.items() if key not in MEASURED} for line in metrics_of(folder)]
+    return [{key: value for key, value in line.items() if key not in (*MEASURED, "resumed")} for line in metrics_of(folder)]
 
 
 @pytest.mark.mpi(sizes=(1, 2, 8))

@@ -1,0 +1,137 @@
+"""Scaling series of products: rows of one algorithm, or of the library's choices, on several rank counts, with their baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+CHOSEN = "chosen"
+SAME_WORK = 1.05  # largest quotient of the work per rank in weak scaling, whose sizes are rounded cube roots
+OPERANDS = ("form", "dtype", "device")
+PROBLEM = ("m", "n", "k", *OPERANDS)
+IDENTITY = (*PROBLEM, "ranks", "threads", "label", "chosen")
+"""Rows that agree in these are measurements of one product, by one algorithm, on one grid, with as many threads."""
+
+
+class Spread(NamedTuple):
+    """A ratio of median times, and the ratios of the slowest and the fastest round's time."""
+
+    middle: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Series:
+    """Rows in the order of their ranks, then threads. What the chooser takes is one series, whichever algorithms it takes."""
+
+    name: str
+    rows: Sequence[Row]
+
+    @property
+    def baseline(self) -> Row:
+        """The row of the fewest ranks, which speed-ups are relative to."""
+        return self.rows[0]
+
+    @property
+    def baseline_name(self) -> str:
+        """The baseline in words, as "chosen on 1 rank"."""
+        return f"{self.name} on {in_ranks(self.baseline['ranks'])}"
+
+    def speed_up(self, row: Row) -> Spread:
+        """Gflop/s of a row ÷ Gflop/s of the baseline; in strong scaling, the quotient of times."""
+        ratio, seconds = row["gflops"] / self.baseline["gflops"], row["seconds"]
+        return Spread(ratio, *(ratio * seconds["median"] / seconds[end] for end in ("max", "min")))
+
+    def efficiency(self, row: Row) -> Spread:
+        """Gflop/s per rank of a row ÷ those of the baseline."""
+        grown = row["ranks"] / self.baseline["ranks"]
+        return Spread(*(ratio / grown for ratio in self.speed_up(row)))
+
+
+def times_of(seconds: Sequence[float]) -> dict[str, Any]:
+    """Minimum, median and maximum of `seconds`, and all of them.
+
+    >>> times_of([3.0, 1.0, 2.0])
+    {'min': 1.0, 'median': 2.0, 'max': 3.0, 'all': [3.0, 1.0, 2.0]}
+    """
+    return {"min": min(seconds), "median": median(seconds), "max": max(seconds), "all": seconds}
+
+
+def in_ranks(count: int) -> str:
+    """A number of ranks as text.
+
+    >>> in_ranks(1), in_ranks(8)
+    ('1 rank', '8 ranks')
+    """
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def place(row: Row) -> str:
+    """What ran in a row: "serial" on one rank, whatever the algorithm; else algorithm, grid and options."""
+    return "serial" if row["ranks"] == 1 else str(row["label"])
+
+
+def series_of(rows: Iterable[Row]) -> list[Series]:
+    """The series of some rows: one of the library's choices, and one for each algorithm that was named."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (int(row["ranks"]), int(row["threads"]))):
+        named = " ".join([row["algorithm"], *(f"{name}={value}" for name, value in row["options"].items())])
+        found.setdefault(CHOSEN if row["chosen"] else named, []).append(row)
+    return [Series(name, own) for name, own in found.items()]
+
+
+def grouped(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows as results: strong scaling where sizes are equal, weak where the work per rank is, the rest side by side by sizes."""
+    rows = joined(rows)
+    results: list[dict[str, Any]] = []
+    taken: list[Row] = []
+    for kind, groups in (("strong", _by(PROBLEM, rows)), ("weak", _by_work(rows))):
+        for group in groups:
+            if len({row["ranks"] for row in group}) > 1:
+                results.append({"kind": kind, "rows": group, "numpy": []})
+                taken += group
+    rest = [row for row in rows if not any(row is one for one in taken)]
+    return results + [{"kind": "gemm", "rows": group, "numpy": []} for group in _by(PROBLEM, rest)]
+
+
+def joined(rows: Sequence[Row]) -> list[Row]:
+    """The rows, those of the same product on the same grid as one row with all their rounds."""
+    return [_joined(group) if len(group) > 1 else group[0] for group in _by(IDENTITY, rows)]
+
+
+def _joined(group: Sequence[Row]) -> Row:
+    seconds = times_of([second for row in group for second in row["seconds"]["all"]])
+    return {**group[0], "seconds": seconds, "gflops": group[0]["gflops"] * group[0]["seconds"]["median"] / seconds["median"]}
+
+
+def same_problem(row: Row, other: Row) -> bool:
+    """Whether two rows have the same sizes, form, dtype and device."""
+    return all(row[name] == other[name] for name in PROBLEM)
+
+
+def _by(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
+    """Groups of rows that agree in these columns."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(found.values())
+
+
+def _by_work(rows: Sequence[Row]) -> list[list[Row]]:
+    """Groups of rows with the same work per rank and different sizes."""
+
+    def work(row: Row) -> float:
+        return float(row["m"] * row["n"] * row["k"] / row["ranks"])
+
+    found: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: (*(row[name] for name in OPERANDS), work(row))):
+        first = found[-1][0] if found else row
+        alike = all(row[name] == first[name] for name in OPERANDS) and work(row) <= SAME_WORK * work(first)
+        if not found or not alike:
+            found.append([])
+        found[-1].append(row)
+    return [group for group in found if len(_by(PROBLEM, group)) > 1]

@@ -1,0 +1,112 @@
+"""A table as text, Markdown, CSV or LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LATEX = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        **{"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "×": r"$\times$", "÷": r"$\div$"},
+        **{"–": "--", "·": r"$\cdot$", "³": "$^3$", "≥": r"$\ge$", "≤": r"$\le$"},
+    }
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its values, None where there is none, and how a value is shown; CSV holds the values themselves."""
+
+    name: str
+    values: Sequence[Any]
+    show: Callable[[Any], str] = str
+    left: bool = False
+    csv_only: bool = False
+
+    @property
+    def cells(self) -> list[str]:
+        """The values as text."""
+        return ["" if value is None else self.show(value) for value in self.values]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, columns and remarks. Columns without any value are left out."""
+
+    title: str
+    columns: Sequence[Column]
+    remarks: Sequence[str] = ()
+
+    @property
+    def filled(self) -> list[Column]:
+        """The columns that hold a value."""
+        return [column for column in self.columns if any(value is not None for value in column.values)]
+
+    @property
+    def shown(self) -> list[Column]:
+        """The columns of a table for readers, whose title says what stands in CSV only."""
+        return [column for column in self.filled if not column.csv_only]
+
+    def text(self) -> str:
+        """The table in aligned columns.
+
+        >>> print(Table("times", [Column("name", ["a"], left=True), Column("ms", [1.5])]).text())
+        times
+        name   ms
+        a     1.5
+        """
+        lines = list(filter(None, [self.title]))
+        columns = [[column.name, *column.cells] for column in self.shown]
+        widths = [max(map(len, cells)) for cells in columns]
+        for row in zip(*columns, strict=True):
+            placed = zip(self.shown, row, widths, strict=True)
+            cells = (cell.ljust(width) if column.left else cell.rjust(width) for column, cell, width in placed)
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join([*lines, *self.remarks])
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        rules = (":--" if column.left else "--:" for column in self.shown)
+        rows = ((cell.replace("|", "\\|") for cell in cells) for cells in self._rows())
+        lines = [f"| {' | '.join(cells)} |" for cells in ((column.name for column in self.shown), rules, *rows)]
+        return "\n\n".join(filter(None, [self.title, "\n".join(lines), *self.remarks]))
+
+    def csv(self) -> str:
+        """The values as CSV, with a line of names and without title and remarks."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(column.name for column in self.filled)
+        writer.writerows(zip(*(column.values for column in self.filled), strict=True))
+        return out.getvalue().rstrip("\n")
+
+    def latex(self) -> str:
+        """A LaTeX table for the package booktabs, with the title and the remarks as its caption."""
+
+        def line(cells: Sequence[str]) -> str:
+            return " & ".join(cell.translate(LATEX) for cell in cells) + r" \\"
+
+        caption = ". ".join(filter(None, [self.title, *self.remarks])).translate(LATEX)
+        align = "".join("l" if column.left else "r" for column in self.shown)
+        return "\n".join(
+            [
+                *(r"\begin{table}", rf"\caption{{{caption}}}", rf"\begin{{tabular}}{{{align}}}", r"\toprule"),
+                *(line([column.name for column in self.shown]), r"\midrule", *map(line, self._rows())),
+                *(r"\bottomrule", r"\end{tabular}", r"\end{table}"),
+            ]
+        )
+
+    def _rows(self) -> list[Sequence[str]]:
+        return list(zip(*(column.cells for column in self.shown), strict=True))
+
+
+FORMATS: dict[str, tuple[str, Callable[[Table], str]]] = {
+    "text": ("txt", Table.text),
+    "markdown": ("md", Table.markdown),
+    "csv": ("csv", Table.csv),
+    "latex": ("tex", Table.latex),
+}
+"""Formats of a table: the ending of its file, and what writes it."""

@@ -1,0 +1,211 @@
+"""`summa3d report` and `summa3d plot` on files: what is read, joined, written and refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import struct
+
+import jobs
+import pytest
+
+from summa3d.bench import series, tables
+from summa3d.bench.table import Column, Table
+from summa3d.cli import report
+from summa3d.cli.main import main as cli
+
+MACHINE = {
+    **{
+        "nodes": 1,
+        "hosts": ["n1"],
+        "ranks_per_node": [1],
+        "threads_per_rank": [1],
+        "cores_per_node": [2],
+        "cores": 2,
+        "gpu": None,
+    },
+    **{
+        "processor": "a processor",
+        "load": 0.5,
+        "blas": "openblas 1",
+        "core_type": "c",
+        "products": "MKL 2 (why)",
+        "mpi": "MPI 1",
+    },
+    **{"gflops_per_core": {}, "python": "3", "numpy": "2", "summa3d": "0", "commit": "0123456789abcdef"},
+}
+
+
+def line(ranks, size, seconds, **changes):
+    """A line of `gemm --json` of a product size³ that the library chose an algorithm for."""
+    middle = sorted(seconds)[len(seconds) // 2]
+    times = {"min": min(seconds), "median": middle, "max": max(seconds), "all": seconds}
+    product = {"m": size, "n": size, "k": size, "form": "nn", "dtype": "float64", "device": "cpu"}
+    ran = {"algorithm": "cuboid" if ranks > 1 else "oned-column", "options": {}, "chosen": True, "label": f"cuboid z={ranks}"}
+    moved = {"words_per_rank": size * size * (ranks - 1), "messages_per_rank": ranks - 1, "workspace_bytes": 0}
+    on = {"ranks": ranks, "threads": 1, "cores": min(ranks, 2), "machine": {**MACHINE, "ranks_per_node": [ranks]}}
+    return {**product, **ran, **moved, **on, "seconds": times, "gflops": 2 * size**3 / middle / 1e9, **changes}
+
+
+STRONG = [line(1, 64, [0.8, 0.9, 1.0]), line(2, 64, [0.5, 0.6, 0.6]), line(4, 64, [0.4, 0.4, 0.9])]
+WEAK = [STRONG[0], line(2, 81, [1.0]), line(4, 102, [1.2]), line(8, 128, [1.5])]
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return str(path)
+
+
+def numbers(path):
+    return [{name: row[name] for name in ("ranks", "speed-up", "efficiency")} for row in csv.DictReader(path.open())]
+
+
+def test_lines_of_gemm_are_a_scaling_series_with_the_fewest_ranks_as_baseline(tmp_path, capsys):
+    files = [write(tmp_path / "strong.jsonl", STRONG[::-1]), write(tmp_path / "weak.jsonl", WEAK)]
+    assert cli(["report", *files, "--no-plots", "--format", "csv"]) == 0
+    said = capsys.readouterr().out
+    assert "Strong scaling of 64×64×64 nn float64; speed-up and efficiency over chosen on 1 rank" in said
+    assert (
+        "Weak scaling from 64×64×64 nn float64 on 1 rank" in said and "ranks share cores in the rows of 4 ranks (2 cores)" in said
+    )
+    assert "1 node × 1–4 ranks × 1 thread on 2 cores (n1)" in said and said.count("a processor") == 2
+    strong = [(row["ranks"], float(row["speed-up"]), float(row["efficiency"])) for row in numbers(tmp_path / "strong.csv")]
+    assert strong == [
+        ("1", 1, 1),
+        ("2", pytest.approx(1.5), pytest.approx(0.75)),
+        ("4", pytest.approx(2.25), pytest.approx(0.5625)),
+    ]
+    weak = [float(row["efficiency"]) for row in numbers(tmp_path / "weak.csv")]
+    assert weak == [pytest.approx(own["gflops"] / own["ranks"] / WEAK[0]["gflops"]) for own in WEAK]
+
+
+def test_files_of_several_jobs_are_joined_and_repeated_rows_keep_all_rounds(tmp_path, capsys):
+    first, second = write(tmp_path / "one.jsonl", [*STRONG[:2], *WEAK[1:]]), tmp_path / "two.json"
+    machine = {**MACHINE, "mpi": "MPI 2"}
+    rows = [line(2, 64, [0.5, 0.7]), line(1, 64, [0.5, 0.9], chosen=False, algorithm="summa", label="summa x=1,y=1")]
+    second.write_text(json.dumps({"kind": "strong", "rows": rows, "numpy": [], "machine": machine}))
+    assert cli(["report", "--merge", first, str(second), "--no-plots", "--format", "csv"]) == 0
+    said = capsys.readouterr().out
+    assert "over chosen on 1 rank, summa on 1 rank; medians of 2–5 rounds" in said and "MPI 1" in said and "MPI 2" in said
+    strong, weak = tmp_path / "one-1-strong.csv", tmp_path / "one-2-weak.csv"
+    assert [[row["ranks"] for row in numbers(file)] for file in (strong, weak)] == [list("121"), list("12481")]
+    assert float(numbers(strong)[1]["speed-up"]) == pytest.approx(0.9 / 0.6)  # the median of 0.5 0.5 0.6 0.6 0.7
+
+
+def test_ranks_with_more_threads_than_others_are_pointed_out(capsys, tmp_path):
+    file = write(tmp_path / "strong.jsonl", [line(1, 64, [0.5], threads=2), *STRONG[1:], line(1, 64, [0.9])])
+    assert cli(["report", file, "--no-plots"]) == 0
+    header, first, second, *rest = capsys.readouterr().out.splitlines()[2:]
+    assert header.split()[:2] == ["ranks", "threads/rank"] and [first.split()[1], second.split()[1]] == ["1", "2"]
+    assert first.split()[6] == "1.00" and second.split()[6] == "1.80"  # the baseline is the row of the fewest threads
+    assert "ranks have 1–2 threads, which speed-up and efficiency do not allow for" in rest
+
+
+def test_whiskers_of_a_speed_up_reach_from_the_slowest_to_the_fastest_round():
+    (chosen,) = series.series_of(STRONG)
+    assert chosen.speed_up(STRONG[2]) == pytest.approx((0.9 / 0.4, 0.9 / 0.9, 0.9 / 0.4))
+    assert chosen.efficiency(STRONG[1]) == pytest.approx((0.75, 0.75, 0.9))
+
+
+def test_a_table_is_written_for_people_spreadsheets_and_papers(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = write(tmp_path / "strong.v1.jsonl", STRONG)
+    assert (
+        cli(["report", file, *(word for name in ("png", "pdf", "svg", "markdown", "latex") for word in ("--format", name))]) == 0
+    )
+    header, rule, first = (tmp_path / "strong.v1.md").read_text().splitlines()[2:5]
+    assert header.startswith("| ranks | algorithm and grid | median ms |") and rule.startswith("| --: | :-- | --: |")
+    assert first.startswith("| 1 | serial | 900.00 |") and "numpy's" not in header  # no value, no column
+    latex = (tmp_path / "strong.v1.tex").read_text()
+    assert r"\caption{Strong scaling of 64$\times$64$\times$64 nn float64" in latex and r"\begin{tabular}{rlrrr" in latex
+    width, height = struct.unpack(">II", (tmp_path / "strong.v1.png").read_bytes()[16:24])
+    assert (width, height > width) == (3.4 * 300, True)
+    assert (tmp_path / "strong.v1.pdf").read_bytes().startswith(b"%PDF")
+    drawn = (tmp_path / "strong.v1.svg").read_text()
+    for text in (
+        "speed-up",
+        "efficiency",
+        "words received per rank",
+        "ideal",
+        "ranks share cores",
+        "chosen",
+        "1 thread on 2 cores",
+    ):
+        assert text in drawn
+
+
+def test_latex_and_markdown_escape_what_they_would_read():
+    table = Table("50% of a_b", [Column("x|y", ["a&b"], left=True), Column("none", [None]), Column("p", [0.5], csv_only=True)])
+    assert table.markdown().splitlines()[-1] == "| a&b |" and table.text().splitlines() == ["50% of a_b", "x|y", "a&b"]
+    assert r"\caption{50\% of a\_b}" in table.latex() and r"a\&b \\" in table.latex()
+    assert table.csv() == "x|y,p\na&b,0.5"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "There is no file"),
+        (b"{", "is neither JSON"),
+        (b"\xff", "cannot be read"),
+        (b"[1]", "is not a result of `summa3d bench` or `summa3d gemm --json`"),
+        (b'{"kind": "gemm", "rows": []}', "is not a result of `summa3d bench` (a JSON object with kind"),
+        (b'{"kind": "gemm", "rows": [{}], "numpy": []}', "is a gemm result of another version: it lacks m, n, k"),
+        (b'{"m": 3}\n{"m": 4}', "is not one of `summa3d gemm --json`: it lacks n, k"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, capsys, content, message):
+    file = tmp_path / "result.json"
+    if content is not None:
+        file.write_bytes(content)
+    good = write(tmp_path / "good.jsonl", STRONG)
+    assert cli(["report", good, str(file), "--no-plots"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("DataError: ") and message in said.err and len(said.err.splitlines()) == 1
+
+
+def test_a_folder_instead_of_a_file_is_one_line(tmp_path, capsys):
+    assert cli(["report", str(tmp_path), "--no-plots"]) == 1
+    assert capsys.readouterr().err == f"DataError: {tmp_path} cannot be read: [Errno 21] Is a directory: '{tmp_path}'.\n"
+
+
+def test_lines_that_gemm_prints_are_reported(tmp_path, capsys):
+    file = tmp_path / "strong.jsonl"
+    for ranks in (1, 2):
+        done = jobs.run(
+            ["-m", "summa3d", "gemm", "--m", "32", "--n", "32", "--k", "32", "--repeat", "2", "--json"],
+            ranks,
+            extra={"OMP_NUM_THREADS": "1"},
+        )
+        assert done.status == 0, done.stderr
+        file.open("a").write(done.stdout)
+    assert cli(["report", str(file), "--no-plots"]) == 0
+    first, header, one, two, *_ = capsys.readouterr().out.splitlines()[1:]
+    assert first.startswith(
+        "Strong scaling of 32×32×32 nn float64; speed-up and efficiency over chosen on 1 rank; medians of 2 rounds"
+    )
+    assert one.split()[:2] == ["1", "serial"] and two.split()[0] == "2" and header.split()[0] == "ranks"
+
+
+def test_a_plot_of_runs_names_what_it_cannot_draw(tmp_path, capsys):
+    assert cli(["plot", str(tmp_path), "--out", str(tmp_path / "loss.gif")]) == 1
+    assert "names no format; end it in one of .png, .svg, .pdf" in capsys.readouterr().err
+    assert cli(["plot", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"DataError: {tmp_path} holds no run: ")
+
+
+def test_peers_stand_side_by_side_and_a_missing_one_is_left_blank(tmp_path):
+    spread = {"median": 1.5, "min": 1.4, "max": 1.6}
+    common = {"m": 2, "n": 2, "k": 2, "dtype": "float64", "numpy_seconds": 0.01}
+    both = {"case": "sq2", "ranks": 2, "seconds": {"ours": 0.02, "peer": 0.03}, "fractions": {"ours": 0.5, "peer": 0.33}}
+    one = {"case": "tall", "ranks": 4, "seconds": {"ours": 0.02}, "fractions": {"ours": 0.5}, "quotients": {}, "noted": {}}
+    rows = [{**common, **both, "quotients": {"peer ÷ ours": spread}, "noted": {"other": 0.8}}, {**common, **one}]
+    names = {"peers": ["ours", "peer"], "quotients": ["peer ÷ ours"], "noted": ["other"]}
+    result = {"kind": "versus", **names, "rows": rows, "remarks": ["said."]}
+    header, first, second, remark = tables.table(result).text().splitlines()
+    assert (
+        header.split()[:4] == ["case", "P", "numpy", "ms"] and "1.50" in first and "1.40–1.60" in first and first.endswith("0.80")
+    )
+    assert second.split() == ["tall", "float64", "4", "10.00", "20.00", "0.50"] and remark == "said."
+    pytest.importorskip("matplotlib")
+    (picture,) = report.write(result, tmp_path / "peers", ["svg"])
+    assert "tall" in picture.read_text()
