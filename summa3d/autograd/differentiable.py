@@ -95,7 +95,10 @@ class Gathered(Product):
         """Return C's block, and the shards or (without `regather`) the gathered operands."""
         self.cuboid.check(a, b)
         view = self.regather  # operands that backward keeps must be copies, not views of a slot
-        gathered = self.cuboid.gather_a(a, view), self._gathered_b(b, view, forward=True)
+        if self.in_flight.source is None:
+            gathered = self.cuboid.gather_both(a, b, view)
+        else:
+            gathered = self.cuboid.gather_a(a, view), self._gathered_b(b, view, forward=True)
         partial, kept = self.cuboid.multiply(*gathered), (a, b) if self.regather else gathered
         del gathered  # before the reduce-scatter allocates
         return self.cuboid.scatter_c(partial), kept

@@ -38,16 +38,20 @@ def meta_on_device() -> Iterator[None]:
 
 def is_torch(array: Array) -> bool:
     """Whether `array` is a torch tensor."""
-    return not isinstance(array, np.ndarray) and hasattr(type(array), "data_ptr")  # the first, because every call passes here
+    kind: Any = type(array)
+    return _is_torch_type(kind)
+
+
+@cache
+def _is_torch_type(kind: Any) -> bool:
+    return hasattr(kind, "data_ptr")
 
 
 def is_on_device(array: Array) -> bool:
     """Whether the memory is a CUDA device's: a CuPy array, or a torch tensor that says so."""
-    if isinstance(array, np.ndarray):
-        return False
     if is_torch(array):
         return bool(array.is_cuda) or (array.is_meta and _meta_is_device.get())
-    return hasattr(type(array), "__cuda_array_interface__")
+    return not isinstance(array, np.ndarray) and hasattr(type(array), "__cuda_array_interface__")
 
 
 def library_of(array: Array) -> Any:

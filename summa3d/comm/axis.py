@@ -111,10 +111,10 @@ class Axis:
     # -- started: return a Pending ---------------------------------------------------------------------------------------
 
     def start_all_gather(
-        self, block: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None
+        self, block: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None, view: bool = False
     ) -> Pending:
         """`all_gather`, in flight."""
-        return self._all_gather(block, dim, sizes, into, False, False)
+        return self._all_gather(block, dim, sizes, into, False, view)
 
     def start_reduce_scatter(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None

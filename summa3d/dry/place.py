@@ -72,6 +72,8 @@ class DrySlot(Slot):
         with _disable_current_modes():
             return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
+    held = part
+
 
 class DryNodeBuffer(NodeBuffer):
     """The node buffer of one axis without memory; it records the size that each slot would have."""

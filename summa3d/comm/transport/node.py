@@ -134,28 +134,29 @@ def all_gather(buffer: NodeBuffer, block: Array, dim: int, sizes: Sequence[int],
     slot = buffer.take(starts[-1] * block.itemsize)
     if slot is None:
         return None
-    copy_into(slot.part(block, starts[buffer.index], block.shape), block)
+    before, after = tuple(block.shape[:dim]), tuple(block.shape[dim + 1 :])
+    copy_into(slot.held(block, starts[buffer.index], tuple(block.shape)), block)
     slot.post()
-    shape = [*block.shape]
-    shape[dim] = sum(sizes)
-    if view and into is None and prod(block.shape[:dim]) == 1:
+    shape = (*before, sum(sizes), *after)
+    like = slot.sample(block)
+    if view and into is None and prod(before) == 1:
         buffer.view(slot)
 
         def look() -> Array:
             slot.wait_for_all()
-            return slot.part(block, 0, shape)
+            return slot.part(like, 0, shape)
 
         slot.read = look
         return slot
 
     def read() -> Array:
-        out = empty(shape, block) if into is None else into
+        out = empty(shape, like) if into is None else into
         columns = [0, *accumulate(sizes)]
         slot.wait_for_all()
         if dim == 0:
-            return copy_into(out, slot.part(block, 0, shape))
+            return copy_into(out, slot.held(like, 0, shape))
         for member in range(buffer.size):
-            part = slot.part(block, starts[member], [*shape[:dim], sizes[member], *shape[dim + 1 :]])
+            part = slot.held(like, starts[member], (*before, sizes[member], *after))
             copy_into(out[(slice(None),) * dim + (slice(columns[member], columns[member + 1]),)], part)
         return out
 
@@ -182,7 +183,7 @@ def reduce_scatter(
         slot = buffer.take(buffer.size * whole * array.itemsize)
         if slot is None:
             return None
-        mine = slot.part(array, buffer.index * whole, array.shape)
+        mine = slot.held(array, buffer.index * whole, tuple(array.shape))
         end = begin + sizes[buffer.index]
         for part in (slice(0, begin), slice(end, array.shape[dim])):  # no other member reads this member's own part ...
             at = (slice(None),) * dim + (part,)
@@ -194,12 +195,12 @@ def reduce_scatter(
         own = None
     slot.post()
     shape, at = tuple(array.shape), (slice(None),) * dim + (slice(begin, begin + sizes[buffer.index]),)
-    like = empty((0,), array)
+    like = slot.sample(array)
 
     def part_of(member: int) -> Array:
         if member == buffer.index and own is not None:
             return own
-        return slot.part(like, member * whole, shape)[at]
+        return slot.held(like, member * whole, shape)[at]
 
     def read() -> Array:
         out = into if into is not None else empty(part_of(buffer.index).shape, like)
@@ -262,13 +263,13 @@ def broadcast(buffer: NodeBuffer, array: Array, root: int) -> Slot | None:
     if slot is None:
         return None
     if buffer.index == root:
-        copy_into(slot.part(array, 0, array.shape), detached(array))
+        copy_into(slot.held(array, 0, tuple(array.shape)), detached(array))
         slot.post()
 
     def read() -> Array:
         if buffer.index != root:
             slot.wait(root)
-            copy_into(detached(array), slot.part(array, 0, array.shape))
+            copy_into(detached(array), slot.held(array, 0, tuple(array.shape)))
         return array
 
     slot.read = read
@@ -295,13 +296,14 @@ def reduce(buffer: NodeBuffer, array: Array, root: int, op: str, into: Array | N
 
 def _posted_whole(buffer: NodeBuffer, array: Array) -> tuple[Slot, Callable[[int], Array]] | None:
     """Copy this member's whole array into a slot and post it; returns the slot, and a function from member to its part."""
-    whole, shape, like = count(array), tuple(array.shape), empty((0,), array)
+    whole, shape = count(array), tuple(array.shape)
     slot = buffer.take(buffer.size * whole * array.itemsize)
     if slot is None:
         return None
-    copy_into(slot.part(array, buffer.index * whole, shape), array)
+    like = slot.sample(array)
+    copy_into(slot.held(like, buffer.index * whole, shape), array)
     slot.post()
-    return slot, lambda member: slot.part(like, member * whole, shape)
+    return slot, lambda member: slot.held(like, member * whole, shape)
 
 
 def _reduced(buffer: NodeBuffer, part_of: Callable[[int], Array], out: Array, op: str) -> Array:

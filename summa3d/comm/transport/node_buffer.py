@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from mpi4py import MPI
@@ -22,6 +22,8 @@ from .node_memory import BROKEN, CLOSED, FLAGS, LEFT, MAPPED, OFFERED, POSTED, S
 
 GRAIN = 1 << 18
 """Slots grow in steps of this many bytes."""
+PARTS = 1024
+"""Arrays on the slots of an axis that are kept; a step of training uses the same few again and again."""
 
 
 class Slot:
@@ -35,17 +37,29 @@ class Slot:
         self.viewed = False
         self._result: Array = None
 
+    def sample(self, like: Array) -> Array:
+        """An array of `like`'s kind and dtype that keeps nothing of the caller's alive."""
+        return empty((0,), like) if self.memory is None else self.buffer.flat(self.number % SLOTS, self.memory, like)
+
+    def held(self, like: Array, offset: int, shape: tuple[int, ...]) -> Array:
+        """`part`, made once and kept: for copies and sums that no caller sees."""
+        key = (self.number % SLOTS, like.dtype, offset, shape)
+        held = self.buffer.parts.get(key)
+        if held is None:
+            held = self.part(like, offset, shape)
+            if self.memory is not None:
+                self.buffer.keep_part(key, held)
+        return held
+
     def part(self, like: Array, offset: int, shape: Sequence[int]) -> Array:
         """An array of `like`'s kind and dtype on the slot's memory, `offset` elements from its start."""
         count = prod(shape)
         if count == 0 or self.memory is None:
             return empty(shape, like)
+        flat = self.buffer.flat(self.number % SLOTS, self.memory, like)
         if is_torch(like):
-            import torch
-
-            flat = torch.frombuffer(self.memory, dtype=like.dtype, count=count, offset=offset * like.itemsize)
-            return flat.view(tuple(shape))
-        return np.frombuffer(self.memory, like.dtype, count, offset * like.itemsize).reshape(tuple(shape))
+            return flat.as_strided(shape, row_major(shape), offset)
+        return flat[offset : offset + count].reshape(shape)
 
     def post(self) -> None:
         """Signal that this member's part is written."""
@@ -107,6 +121,7 @@ class NodeBuffer:
         self.last = self.size - 1
         self.memories: list[mmap.mmap | None] = [None] * SLOTS
         self.slots: list[Slot | None] = [None] * SLOTS
+        self.parts: dict[tuple[int, Any, int, tuple[int, ...]], Array] = {}
         self.viewed: Slot | None = None
         self.allocated: tuple[Slot, Array] | None = None
 
@@ -151,6 +166,7 @@ class NodeBuffer:
             memory = self.memories[place]
             if nbytes > (0 if memory is None else len(memory)):
                 self.memories[place] = None
+                self.parts = {key: part for key, part in self.parts.items() if key[0] != place}
                 memory = self.memories[place] = self._larger(-(-nbytes // GRAIN) * GRAIN)
             if nbytes and memory is None:
                 self.slots[place] = None
@@ -161,6 +177,19 @@ class NodeBuffer:
         except BaseException as error:
             self.fail(error)
             raise
+
+    def flat(self, place: int, memory: mmap.mmap, like: Array) -> Array:
+        """All of a slot's memory as one array of `like`'s kind and dtype, made once."""
+        key = (place, like.dtype, 0, (-1,))
+        array = self.parts.get(key)
+        return self.keep_part(key, flat_array(memory, like)) if array is None else array
+
+    def keep_part(self, key: tuple[int, Any, int, tuple[int, ...]], part: Array) -> Array:
+        """Keep an array on the memory of a slot until that grows; of too many, forget all."""
+        if len(self.parts) >= PARTS:
+            self.parts.clear()
+        self.parts[key] = part
+        return part
 
     def _larger(self, nbytes: int) -> mmap.mmap | None:
         """Memory of `nbytes` for the slot that is being taken; None on all members where one cannot map it.
@@ -228,6 +257,29 @@ class NodeBuffer:
             return None
         slot, self.allocated = self.allocated[0], None
         return slot
+
+
+def flat_array(memory: mmap.mmap, like: Array) -> Array:
+    """The memory as an array of `like`'s kind and dtype, of as many elements as it holds."""
+    count = len(memory) // like.itemsize
+    if not is_torch(like):
+        return np.frombuffer(memory, like.dtype, count)
+    import torch
+
+    with torch.inference_mode(False):  # it is used again outside the mode that the caller may be in
+        return torch.frombuffer(memory, dtype=like.dtype, count=count)
+
+
+def row_major(shape: Sequence[int]) -> list[int]:
+    """The strides of a C-ordered array, in elements.
+
+    >>> row_major((2, 3, 4))
+    [12, 4, 1]
+    """
+    strides = [1]
+    for extent in shape[:0:-1]:
+        strides.append(strides[-1] * extent)
+    return strides[: len(shape)][::-1]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...comm.arrays import Array
 from ...comm.axis import Axis
-from ...comm.pending import Pending
+from ...comm.pending import Pending, completed
 from ...comm.topology import grids_of
 from ...errors import ShapeError
 from ...layout.layout import Layout, split_sizes
@@ -115,8 +115,9 @@ class Cuboid(Executor):
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """Gather A along y and B along x, multiply, reduce-scatter C along z."""
-        a_gathered = self.workspace.widened("a", self._gathered(self.y, a, self.plan.a_fine, self.a_sizes, "a"))
-        b_gathered = self.workspace.widened("b", self._gathered(self.x, b, self.plan.b_fine, self.b_sizes, "b"))
+        first = self._start_gather(self.y, a, self.plan.a_fine, self.a_sizes, name="a")
+        second = self._start_gather(self.x, b, self.plan.b_fine, self.b_sizes, name="b")
+        a_gathered, b_gathered = self.workspace.widened("a", first.wait()), self.workspace.widened("b", second.wait())
         if self.z.size == 1:
             scratch = self.workspace.scratch(out) if beta != 0 else None
             self.workspace.accumulate(a_gathered, b_gathered, self.plan.form, out, alpha, beta, scratch)
@@ -136,21 +137,35 @@ class Cuboid(Executor):
             partial[own if self.plan.c_fine == 0 else (slice(None), own)] += out
         self.z.reduce_scatter(partial, self.plan.c_fine, self.c_sizes, into=out, parts=parts)
 
-    def _gathered(self, axis: Axis, block: Array, dim: int, sizes: Sequence[int], name: str) -> Array:
-        """`block` gathered along `axis`: a view where the members share a node's memory, else a copy in workspace."""
-        if axis.size == 1:
-            return block
-        if dim == 0 and axis.offers_views(block):
-            return axis.all_gather(block, dim, sizes, view=True)
-        shape = [*block.shape]
-        shape[dim] = sum(sizes)
-        return axis.all_gather(block, dim, sizes, self.workspace.buffer(name, shape, block))
+    def _start_gather(
+        self, axis: Axis, block: Array, dim: int, sizes: Sequence[int], view: bool = True, name: str = ""
+    ) -> Pending:
+        """`block` gathered along `axis`: in flight in the node's memory, complete through MPI, whose blocking calls are faster.
+
+        The result is a view where `view` allows one and the members share a node's memory; else, with a `name`, it lies in
+        workspace.
+        """
+        in_node = axis.offers_views(block)
+        into = None
+        if name and axis.size > 1 and not (in_node and dim == 0):
+            shape = [*block.shape]
+            shape[dim] = sum(sizes)
+            into = self.workspace.buffer(name, shape, block)
+        if in_node:
+            return axis.start_all_gather(block, dim, sizes, into, view and into is None)
+        return completed(axis.all_gather(block, dim, sizes, into))
 
     # -- the steps, for gradients ------------------------------------------------------------------------------------------
 
     def gather_a(self, a: Array, view: bool = False) -> Array:
         """A gathered along y. Words: gathered − own. With `view` it may hold only until the next communication along y."""
         return self._tracked(self.y, self.y.all_gather(a, self.plan.a_fine, self.a_sizes, view=view))
+
+    def gather_both(self, a: Array, b: Array, view: bool = False) -> tuple[Array, Array]:
+        """`gather_a` and `gather_b`: in the node's memory both are under way before either is waited for."""
+        first = self._start_gather(self.y, a, self.plan.a_fine, self.a_sizes, view)
+        second = self._start_gather(self.x, b, self.plan.b_fine, self.b_sizes, view)
+        return self._tracked(self.y, first.wait()), self._tracked(self.x, second.wait())
 
     def gather_b(self, b: Array, view: bool = False) -> Array:
         """B gathered along x. Words: gathered − own. With `view` it may hold only until the next communication along x."""
