@@ -92,11 +92,8 @@ sweep() {
 # Tables of results, printed and beside them, and plots where matplotlib is installed.
 tables() {
     local form=(--format markdown --format csv)
-    if python -c 'import importlib.util as u, sys; sys.exit(None if u.find_spec("matplotlib") else "no plots without matplotlib")'; then
-        form+=(--format png --format pdf)
-    else
-        form+=(--no-plots)
-    fi
+    local drawn='import importlib.util as u, sys; sys.exit(None if u.find_spec("matplotlib") else "no plots without matplotlib")'
+    if python -c "$drawn"; then form+=(--format png --format pdf); else form+=(--no-plots); fi
     summa3d report "${form[@]}" "$@" >"$OUT/report.txt"
     cat "$OUT/report.txt"
 }

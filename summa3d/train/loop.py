@@ -191,7 +191,7 @@ def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> 
         progress.doing(f"sampling {run.config.train.sample_tokens} tokens")
         text = continue_prompt(run)
     entries = metrics.read(run.metrics) if comm.rank == 0 else []
-    plot = _draw(run, entries, progress) if comm.rank == 0 else None
+    plot = _draw(run, progress) if comm.rank == 0 else None
     peak, device_peak = comm.allreduce(metrics.peak_memory()), comm.allreduce(peak_device_memory(run.device))
     summary = _account(run, recorder.account, entries, seconds)
     summary |= {"peak_memory_bytes": peak, "peak_device_bytes": device_peak, "plot": plot, "sample": text}
@@ -252,7 +252,7 @@ def _bytes_by_dtype(run: Run) -> dict[str, int]:
     return {dtype: sum(row.amounts.bytes for row in rows if row.dtype == dtype) for dtype in sorted({row.dtype for row in rows})}
 
 
-def _draw(run: Run, entries: list[dict[str, Any]], progress: Progress) -> str | None:
+def _draw(run: Run, progress: Progress) -> str | None:
     path = run.folder / "loss.png"
     try:
         draw_loss([run.folder], [path])

@@ -15,7 +15,7 @@ import pytest
 
 from summa3d.cli import main as entry
 
-INTERNAL = {"SUMMA3D_CORES", "SUMMA3D_THREADS", "SUMMA3D_TESTED_DEVICE"}
+INTERNAL = {"SUMMA3D_TERMINAL", "SUMMA3D_CORES", "SUMMA3D_THREADS", "SUMMA3D_TESTED_DEVICE"}
 """Variables that processes of summa3d and of its tests set for each other."""
 
 
