@@ -12,7 +12,7 @@ FUTEX = {"x86_64": 202}
 """Architecture → number of the futex system call. Other architectures also reorder stores, and would need fences."""
 
 
-def available() -> str | None:
+def why_no_node_memory() -> str | None:
     """The reason why ranks of this node cannot communicate through node memory (`comm.transport.node`); None where they can.
 
     Raises ConfigError as `forbidden` does.

@@ -17,7 +17,7 @@ from ..blas_library import BLAS_OVERRIDES, library
 from ..errors import ConfigError, LaunchError
 from ..launch import slurm
 from ..launch.runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
-from ..node_support import available
+from ..node_support import why_no_node_memory
 
 PACKAGES = ("numpy", "mpi4py", "torch", "safetensors", "tokenizers", "matplotlib", "cupy")
 SHM_PER_RANK = 5 << 20  # bytes: with MPICH, 8 ranks were measured to need 40 MB of /dev/shm, 64 ranks 330 MB
@@ -130,7 +130,7 @@ def _openblas_core_type() -> str | None:
 
 def _transport() -> str:
     """The transport between ranks, and why it was chosen."""
-    missing = available()
+    missing = why_no_node_memory()
     if missing is not None:
         return f"MPI only; no node memory: {missing}"
     return (

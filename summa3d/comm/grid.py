@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ..errors import GridError
-from ..node_support import available
+from ..node_support import why_no_node_memory
 from .axis import Axis
 from .device.backend import Backend
 from .profile.ledger import Ledger
@@ -81,7 +81,7 @@ class Grid:
         self._stand(topology, rank, check, Ledger(device), transports)
         if self.inside:
             self.nodes = _node_of_each_rank(self.comm)
-            wanted = node_memory is not False and available() is None
+            wanted = node_memory is not False and why_no_node_memory() is None
             if self.size > 1 and self.comm.allreduce(wanted, MPI.MIN):
                 self._node_rule = NodeRule(_is_crowded(self.comm, self.nodes), node_memory is True)
             for name in self.shape:

@@ -10,7 +10,7 @@ from ..comm.device.select import requested_device
 from ..dry.rank_classes import classes
 from ..dry.step import DryStep, Setting, Training, run
 from ..nn.models.registry import Model
-from ..node_support import available
+from ..node_support import why_no_node_memory
 from .config import Config, at_least, master_dtype
 from .optimizer import AdamW, global_gradient_norm, named_parameters
 from .precision import working_weights
@@ -51,7 +51,7 @@ def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]
 
 def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False) -> Setting:
     """The configuration's model on one rank's place of its grid."""
-    grid, shared = config.grid, 1 if available() else ranks_per_node
+    grid, shared = config.grid, 1 if why_no_node_memory() else ranks_per_node
     return Setting(
         config.model,
         config.train.micro_batch,

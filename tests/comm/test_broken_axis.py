@@ -11,9 +11,9 @@ import pytest
 from summa3d.comm.grid import Grid
 from summa3d.comm.transport import node_buffer
 from summa3d.errors import GridError, ShapeError
-from summa3d.node_support import available
+from summa3d.node_support import why_no_node_memory
 
-pytestmark = pytest.mark.skipif(available() is not None, reason=f"no node memory: {available()}")
+pytestmark = pytest.mark.skipif(why_no_node_memory() is not None, reason=f"no node memory: {why_no_node_memory()}")
 TRIALS = 200
 STEPS = ("part", "post", "wait", "wait_for_all", "close")
 """What a collective does with its slot, at any of which a member may fail."""

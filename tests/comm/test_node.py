@@ -17,10 +17,10 @@ import pytest
 
 from summa3d.comm.transport import node, node_buffer, node_memory
 from summa3d.errors import ConfigError
-from summa3d.node_support import available
+from summa3d.node_support import why_no_node_memory
 
 SOON = 10.0
-pytestmark = pytest.mark.skipif(available() is not None, reason=f"no node memory: {available()}")
+pytestmark = pytest.mark.skipif(why_no_node_memory() is not None, reason=f"no node memory: {why_no_node_memory()}")
 
 
 @pytest.mark.mpi(sizes=(2, 4))

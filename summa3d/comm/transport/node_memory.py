@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...errors import GridError
-from ...node_support import FUTEX, available
+from ...node_support import FUTEX, why_no_node_memory
 from ..arrays import address
 from .progress import IN_FLIGHT
 
@@ -144,7 +144,7 @@ class Flags:
 def in_one_node(comm: MPI.Intracomm) -> bool:
     """Whether all ranks of `comm` share one node, and can map memory together (collective)."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    together = node.size == comm.size and available() is None
+    together = node.size == comm.size and why_no_node_memory() is None
     node.Free()
     return bool(comm.allreduce(together, MPI.MIN))
 
