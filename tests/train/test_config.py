@@ -131,7 +131,7 @@ def _taken(config: config.Config, ranks: int, schemes: Sequence[str]) -> tuple[s
 def test_a_grid_is_chosen_only_where_none_is_given(tmp_path: Path) -> None:
     def loaded(ranks: int, source: str, *assignments: str) -> tuple[str, str, str]:
         found = config.load_for(ranks, source, assignments, _taken)
-        config.write(found, tmp_path / "run.toml")
+        config.write(config.to_table(found), tmp_path / "run.toml")
         return found.scheme, str(found.grid), found.chosen
 
     run = str(tmp_path / "run.toml")

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from summa3d.comm.profile.ledger import Amounts, Ledger
 from summa3d.errors import DataError
 from summa3d.train import metrics
-from summa3d.train.config import load, write
+from summa3d.train.config import load, to_table, write
 from summa3d.train.loss_plot import draw_loss
 from summa3d.train.metrics import CoreTime, Recorder, Step, Stopwatch
 from summa3d.train.progress import TERMINAL_VARIABLE, Progress
@@ -162,7 +162,7 @@ def test_cores_are_those_the_process_may_use() -> None:
 def a_run(folder: Path, steps: int, batch: int, **resumed: bool) -> Path:
     """A run folder as `train` writes it, with one line of metrics per step."""
     folder.mkdir()
-    write(load("demo", ["grid.x=2", f"train.batch={batch}", "model.layers=1"]), folder / "config.toml")
+    write(to_table(load("demo", ["grid.x=2", f"train.batch={batch}", "model.layers=1"])), folder / "config.toml")
     lines = [
         {"step": number, "loss": 5 / number, "tokens_per_second": 128.0 * batch / 0.7, "seconds": 0.7}
         for number in range(1, steps + 1)
