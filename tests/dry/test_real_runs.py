@@ -11,8 +11,8 @@ from golden_cases import Case, read
 
 SAVED, PEAK, WHOLE = 0.001, 0.03, 0.05
 SCRATCH = 0.08
-"""Tolerance of a peak in 16 bits over all cases: torch's products of them take scratch memory, up to 0.3 MB by processor and shape,
-which is 6 % of the smallest models here and which no dry run can know."""
+"""Tolerance of a peak in 16 bits over all cases: torch's products of them take up to 0.3 MB of scratch memory,
+6 % of the smallest models here, which no dry run can know."""
 GRAIN = 1 << 18
 """Slots of a node's memory grow in steps of so many bytes."""
 STRIDE = {1: 12, 2: 16, 4: 37, 6: 25, 12: 56}
