@@ -34,20 +34,9 @@ class CannonPlan(ProductPlan):
 
     transposes = True
 
-    @property
-    def a_layout(self) -> Layout:
-        """A's layout: rows:x columns:y, as A is stored."""
-        return Layout((self.x,), (self.y,), names=self.a_names)
-
-    @property
-    def b_layout(self) -> Layout:
-        """B's layout: rows:x columns:y, as B is stored."""
-        return Layout((self.x,), (self.y,), names=self.b_names)
-
-    @property
-    def c_layout(self) -> Layout:
-        """C's layout: m:x n:y."""
-        return Layout((self.x,), (self.y,), names="mn")
+    def layout_of(self, operand: str, names: str) -> Layout:
+        """rows:x columns:y, as each is stored."""
+        return Layout((self.x,), (self.y,), names=names)
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:

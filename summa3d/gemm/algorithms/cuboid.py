@@ -50,20 +50,12 @@ class CuboidPlan(ProductPlan):
             if getattr(self, name) not in (0, 1):
                 raise ShapeError(f"{name} is {getattr(self, name)}; the fine split lies on dim 0 (rows) or 1 (columns).")
 
-    @property
-    def a_layout(self) -> Layout:
-        """A's layout: m:(x,y) k:z, or k:(z,y) m:x transposed; `a_fine` places the fine y."""
-        return _fine((self.x, self.z) if self.form[0] == "n" else (self.z, self.x), self.y, self.a_fine, self.a_names)
-
-    @property
-    def b_layout(self) -> Layout:
-        """B's layout: k:(z,x) n:y, or n:(y,x) k:z transposed; `b_fine` places the fine x."""
-        return _fine((self.z, self.y) if self.form[1] == "n" else (self.y, self.z), self.x, self.b_fine, self.b_names)
-
-    @property
-    def c_layout(self) -> Layout:
-        """C's layout: m:(x,z) n:y; `c_fine` places the fine z."""
-        return _fine((self.x, self.y), self.z, self.c_fine, "mn")
+    def layout_of(self, operand: str, names: str) -> Layout:
+        """m:x, n:y and k:z, with the fine split by the axis of the third dim: y of A, x of B, z of C."""
+        axis_of = {"m": self.x, "n": self.y, "k": self.z}
+        dims = [(axis_of.pop(name),) for name in names]
+        dims[getattr(self, f"{operand}_fine")] += tuple(axis_of.values())
+        return Layout(*dims, names=names)
 
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
         """True where the reduction axis z has one member."""
@@ -77,13 +69,6 @@ class CuboidPlan(ProductPlan):
     def check_grid(self, grid_shape: Any) -> None:
         """Any grid that has the three axes will do."""
         self.check_axes(grid_shape)
-
-
-def _fine(coarse: tuple[str, str], axis: str, dim: int, names: str) -> Layout:
-    """Rows and columns split by `coarse`, and dim `dim` of them finer by `axis`."""
-    rows, columns = coarse
-    dims = ((rows, axis), (columns,)) if dim == 0 else ((rows,), (columns, axis))
-    return Layout(*dims, names=names)
 
 
 class Cuboid(Executor):

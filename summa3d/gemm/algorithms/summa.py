@@ -46,20 +46,9 @@ class SummaPlan(ProductPlan):
         if self.panel is not None and (not is_whole(self.panel) or self.panel < 1):
             raise ShapeError(f"panel is {self.panel!r}; its width is a whole number of at least 1.")
 
-    @property
-    def a_layout(self) -> Layout:
-        """A's layout: rows:x columns:y, as A is stored."""
-        return Layout((self.x,), (self.y,), names=self.a_names)
-
-    @property
-    def b_layout(self) -> Layout:
-        """B's layout: rows:x columns:y, as B is stored."""
-        return Layout((self.x,), (self.y,), names=self.b_names)
-
-    @property
-    def c_layout(self) -> Layout:
-        """C's layout: m:x n:y."""
-        return Layout((self.x,), (self.y,), names="mn")
+    def layout_of(self, operand: str, names: str) -> Layout:
+        """rows:x columns:y, as each is stored."""
+        return Layout((self.x,), (self.y,), names=names)
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:

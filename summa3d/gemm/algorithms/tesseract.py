@@ -29,23 +29,10 @@ class TesseractPlan(SummaPlan):
 
     d: str = "d"
 
-    @property
-    def a_layout(self) -> Layout:
-        """A's layout: rows:(d,x) columns:y, as A is stored; rows:x, with a copy on every depth, for tt."""
-        return self._lies(self.a_names, deep=not self.by_transpose)
-
-    @property
-    def b_layout(self) -> Layout:
-        """B's layout: rows:x columns:y with a copy on every depth, as B is stored; rows:(d,x) for tn and tt."""
-        return self._lies(self.b_names, deep=normal(self.form) in ("tn", "tt"))
-
-    @property
-    def c_layout(self) -> Layout:
-        """C's layout: m:(d,x) n:y; m:x, with a copy on every depth, for tn."""
-        return self._lies("mn", deep=normal(self.form) != "tn")
-
-    def _lies(self, names: str, deep: bool) -> Layout:
-        return Layout((self.d, self.x) if deep else (self.x,), (self.y,), names=names)
+    def layout_of(self, operand: str, names: str) -> Layout:
+        """rows:(d,x) columns:y, or rows:x with a copy on every depth: C for tn, A for tt, B for nn and nt."""
+        copied = {"nn": "b", "nt": "b", "tn": "c", "tt": "a"}[normal(self.form)]
+        return Layout((self.x,) if operand == copied else (self.d, self.x), (self.y,), names=names)
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
