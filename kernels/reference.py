@@ -22,7 +22,6 @@ class Sum(Protocol):
 
     def wait(self) -> Tensor:
         """Wait for the all-reduce and return the sum."""
-        ...
 
 
 StartSum = Callable[[Tensor], Sum]

@@ -35,12 +35,8 @@ def install_abort_hook() -> None:
     The traceback of one failing rank is printed: rank 0's if it fails too, otherwise the first of its node. A Summa3dError
     is printed as its message alone. Without MPI, or with one rank, exceptions end the process as usual. Call it on every rank.
     """
-    sys.excepthook = _on_exception
+    sys.excepthook = report_and_abort
     threading.excepthook = _on_thread_exception
-
-
-def _on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    report_and_abort(kind, error, trace)
 
 
 def _on_thread_exception(args: threading.ExceptHookArgs) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...comm.arrays import Array
 from ...comm.axis import Axis
-from ...comm.pending import Pending, completed
+from ...comm.pending import Completed, Pending
 from ...comm.topology import grids_of
 from ...errors import ShapeError
 from ...layout.layout import Layout, split_sizes
@@ -138,7 +138,7 @@ class Cuboid(Executor):
             into = self.workspace.buffer(name, shape, block)
         if in_node:
             return axis.start_all_gather(block, dim, sizes, into, view and into is None)
-        return completed(axis.all_gather(block, dim, sizes, into))
+        return Completed(axis.all_gather(block, dim, sizes, into))
 
     # -- the steps, for gradients ------------------------------------------------------------------------------------------
 
