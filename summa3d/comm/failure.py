@@ -78,9 +78,8 @@ def end_job(status: int) -> None:
     """End every rank with `status` where this one alone asks to exit (``sys.exit(3)`` in the middle of a run)."""
     if _has_peers() and status != 0:
         if _may_speak():
-            sys.stderr.write(
-                f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} exits with status {status}, and so the job ends\n"
-            )
+            who = f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
+            sys.stderr.write(f"{who} exits with status {status}, and so the job ends\n")
         abort(status)
 
 

@@ -33,7 +33,6 @@ def exchange(
         parts = pieces(len(receives[source]), limit)
         requests += [comm.Irecv([buffer(receives[source][part]), kind], source, EXCHANGE_TAG) for part in parts]
     for target in others:
-        requests += [
-            comm.Isend([buffer(sends[target][part]), kind], target, EXCHANGE_TAG) for part in pieces(len(sends[target]), limit)
-        ]
+        parts = pieces(len(sends[target]), limit)
+        requests += [comm.Isend([buffer(sends[target][part]), kind], target, EXCHANGE_TAG) for part in parts]
     return requests

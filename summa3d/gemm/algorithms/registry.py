@@ -90,15 +90,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm
     for algorithm in (
         Algorithm(
-            "cuboid",
-            CuboidPlan,
-            Cuboid,
-            per_rank.cuboid,
-            mean.cuboid,
-            Gradients.GATHERED,
-            FINE_OPTIONS,
-            FINE_VARIANTS,
-            reads_in_place=True,
+            *("cuboid", CuboidPlan, Cuboid, per_rank.cuboid, mean.cuboid),
+            *(Gradients.GATHERED, FINE_OPTIONS, FINE_VARIANTS, True),
         ),
         Algorithm("agarwal", AgarwalPlan, Agarwal, per_rank.agarwal, mean.agarwal),
         Algorithm("summa", SummaPlan, Summa, per_rank.summa, mean.summa, options=PANEL_OPTIONS),

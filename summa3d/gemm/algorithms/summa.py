@@ -82,16 +82,11 @@ def normal(form: str) -> str:
 
 def loop_of(workspace: Workspace, form: str, x: Axis, y: Axis, cuts: list[Panel], lookahead: bool) -> Loop:
     """SUMMA's loop for a product of `form` on the plane of x and y."""
+    left = BroadcastPanels(workspace, "a", y, "y", 1, cuts, lookahead)
+    right = BroadcastPanels(workspace, "b", x, "x", 0, cuts, lookahead)
     if normal(form) == "nn":
-        return Outer(
-            workspace,
-            form,
-            BroadcastPanels(workspace, "a", y, "y", 1, cuts, lookahead),
-            BroadcastPanels(workspace, "b", x, "x", 0, cuts, lookahead),
-        )
-    if normal(form) == "nt":
-        return Inner(workspace, form, BroadcastPanels(workspace, "b", x, "x", 0, cuts, lookahead), y)
-    return Inner(workspace, form, BroadcastPanels(workspace, "a", y, "y", 1, cuts, lookahead), x)
+        return Outer(workspace, form, left, right)
+    return Inner(workspace, form, right, y) if normal(form) == "nt" else Inner(workspace, form, left, x)
 
 
 class Outer:

@@ -8,9 +8,7 @@ from typing import Any
 
 from ...comm.arrays import Array
 from ...layout.layout import Layout
-from .executor import Executor
-from .panels import panels
-from .summa import SummaPlan, loop_of, normal
+from .summa import Summa, SummaPlan, normal
 
 
 @dataclass(frozen=True)
@@ -46,16 +44,14 @@ def square_grids(ranks: int) -> list[dict[str, int]]:
     return [{"x": root, "y": root, "d": ranks // (root * root)} for root in roots]
 
 
-class Tesseract(Executor):
+class Tesseract(Summa):
     """SUMMA on each depth; form tn sums C over the depths. Source: Wang et al. 2021, with its two transposed forms."""
 
     plan: TesseractPlan
 
     def _prepare(self) -> None:
-        plan, x, y = self.plan, self.grid[self.plan.x], self.grid[self.plan.y]
-        extent = {"nn": plan.k, "nt": plan.n, "tn": plan.m}[normal(plan.form)]
-        self.loop = loop_of(self.workspace, plan.form, x, y, panels(0, extent, x.size, y.size, plan.panel), plan.lookahead)
-        self.depth = self.grid[plan.d]
+        super()._prepare()
+        self.depth = self.grid[self.plan.d]
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """SUMMA's loop on this depth; for tn an all-reduce of C along d follows."""
