@@ -7,7 +7,7 @@ partial sum over a split dim is returned, or passed to `start_sum`, for the call
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -248,19 +248,7 @@ def adamw(
     widened = [gradient.to(weight.dtype) for gradient, weight in zip(gradients, weights, strict=True)]
     if factor != 1:
         torch._foreach_mul_(widened, factor)
-    torch_adamw(
-        list(weights),
-        widened,
-        list(first),
-        list(second),
-        [],
-        [torch.full((), step - 1, dtype=torch.float32) for step in steps],
-        fused=True,
-        amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
-        lr=rate,
-        weight_decay=decay,
-        eps=epsilon,
-        maximize=False,
-    )
+    counts = [torch.full((), step - 1, dtype=torch.float32) for step in steps]
+    numbers: dict[str, Any] = {"lr": rate, "beta1": betas[0], "beta2": betas[1], "eps": epsilon, "weight_decay": decay}
+    moments = list(first), list(second)
+    torch_adamw(list(weights), widened, *moments, [], counts, fused=True, amsgrad=False, maximize=False, **numbers)

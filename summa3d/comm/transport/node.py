@@ -165,13 +165,7 @@ def all_gather(buffer: NodeBuffer, block: Array, dim: int, sizes: Sequence[int],
 
 
 def reduce_scatter(
-    buffer: NodeBuffer,
-    array: Array,
-    dim: int,
-    sizes: Sequence[int],
-    into: Array | None,
-    blocking: bool,
-    slot: Slot | None = None,
+    buffer: NodeBuffer, array: Array, dim: int, sizes: Sequence[int], into: Array | None, blocking: bool, slot: Slot | None = None
 ) -> Slot | None:
     """`Axis.reduce_scatter`: every member reads its part of every array, and adds them in the members' order.
 

@@ -16,12 +16,7 @@ def pieces(n: int, limit: int) -> list[slice]:
 
 
 def exchange(
-    comm: MPI.Comm,
-    sends: Sequence[Any],
-    receives: Sequence[Any],
-    kind: MPI.Datatype,
-    limit: int,
-    buffer: Callable[[Any], Any],
+    comm: MPI.Comm, sends: Sequence[Any], receives: Sequence[Any], kind: MPI.Datatype, limit: int, buffer: Callable[[Any], Any]
 ) -> list[MPI.Request]:
     """Start sending sends[i] to member i and receiving receives[i] from it, for all members but this one.
 
