@@ -114,12 +114,10 @@ class DryTransports(Transports):
             self.node = DryNodeTransport(members)
 
     def of(self, array: Array) -> Any:
-        """The transport for collectives on `array`."""
+        """The transport for collectives on `array`, and for messages from one member to another."""
         return self.host
 
-    def between_two(self, array: Array) -> Any:
-        """The transport for a message from one member to another."""
-        return self.host
+    between_two = of
 
 
 class DryNodeTransport(NodeTransport):

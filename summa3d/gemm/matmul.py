@@ -11,7 +11,7 @@ from .algorithms.plan import ProductPlan
 from .describe import summary
 from .distributed import Distributed, Matrix, check_kind
 from .executors import executors_of
-from .recognise import Operand, product_of
+from .recognise import product_of
 
 KEPT_BINDINGS = 1024
 
@@ -89,8 +89,7 @@ def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, opt
     key = (a.layout, a.shape, a.is_transposed, b.layout, b.shape, b.is_transposed, form, algorithm, *options.items())
     bound = kept.get(key)
     if bound is None:
-        sides = Operand(a.layout, a.shape, a.is_transposed), Operand(b.layout, b.shape, b.is_transposed)
-        found = product_of(*sides, a.grid.shape, form, algorithm, options)
+        found = product_of(a, b, a.grid.shape, form, algorithm, options)
         if len(kept) >= KEPT_BINDINGS:
             kept.clear()
         bound = kept[key] = Bound(*found)
