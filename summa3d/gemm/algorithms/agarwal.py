@@ -26,9 +26,8 @@ class AgarwalPlan(ProductPlan):
 
     def layout_of(self, operand: str, names: str) -> Layout:
         """m:x k:z, k:z n:y and m:x n:y, root-only along the axis of the third dim."""
-        axis_of = {"m": self.x, "n": self.y, "k": self.z}
-        dims = [(axis_of.pop(name),) for name in names]
-        return Layout(*dims, root_only=tuple(axis_of.values()), names=names)
+        axis_of, third = {"m": self.x, "n": self.y, "k": self.z}, {"a": self.y, "b": self.x, "c": self.z}[operand]
+        return Layout((axis_of[names[0]],), (axis_of[names[1]],), root_only=(third,), names=names)
 
     def gradient_roles(self, dims: str) -> dict[str, str]:
         """The axes belong to dims, x to m, y to n, z to k, and follow them."""

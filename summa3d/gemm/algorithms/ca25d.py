@@ -34,12 +34,9 @@ class Ca25dPlan(SummaPlan):
 
     def layout_of(self, operand: str, names: str) -> Layout:
         """m:x k:(d,y), k:(d,x) n:y and m:(x,d) n:y."""
-        axes = {
-            "a": {"m": (self.x,), "k": (self.d, self.y)},
-            "b": {"k": (self.d, self.x), "n": (self.y,)},
-            "c": {"m": (self.x, self.d), "n": (self.y,)},
-        }[operand]
-        return Layout(*(axes[name] for name in names), names=names)
+        k = (self.d, self.y if operand == "a" else self.x)
+        axes = {"m": (self.x, self.d) if operand == "c" else (self.x,), "n": (self.y,), "k": k}
+        return Layout(axes[names[0]], axes[names[1]], names=names)
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:

@@ -52,10 +52,10 @@ class CuboidPlan(ProductPlan):
 
     def layout_of(self, operand: str, names: str) -> Layout:
         """m:x, n:y and k:z, with the fine split by the axis of the third dim: y of A, x of B, z of C."""
-        axis_of = {"m": self.x, "n": self.y, "k": self.z}
-        dims = [(axis_of.pop(name),) for name in names]
-        dims[getattr(self, f"{operand}_fine")] += tuple(axis_of.values())
-        return Layout(*dims, names=names)
+        coarse = {"m": self.x, "n": self.y, "k": self.z}
+        fine, dim = {"a": (self.y, self.a_fine), "b": (self.x, self.b_fine), "c": (self.z, self.c_fine)}[operand]
+        rows, columns = coarse[names[0]], coarse[names[1]]
+        return Layout(*(((rows, fine), (columns,)) if dim == 0 else ((rows,), (columns, fine))), names=names)
 
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
         """True where the reduction axis z has one member."""

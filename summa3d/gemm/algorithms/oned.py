@@ -27,7 +27,7 @@ class OnedPlan(ProductPlan):
         """The split dim by y; the operand without it whole on every rank, or with `sequence` its stored rows split by y."""
         if self.split_dim not in names:
             return Layout((self.y,) if self.sequence else (), (), names=names)
-        return Layout(*((self.y,) if name == self.split_dim else () for name in names), names=names)
+        return Layout(*(((self.y,), ()) if names[0] == self.split_dim else ((), (self.y,))), names=names)
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:

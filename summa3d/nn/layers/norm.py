@@ -72,9 +72,9 @@ class _Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's block of y for its block of x, in the same layout."""
-        vectors = (self.weight,) if self.bias is None else (self.weight, self.bias)
-        gamma, *beta = (self.scheme.broadcast_vector(vector, self.layout, self.n) for vector in vectors)
-        return _Normalise.apply(x, gamma, beta[0] if beta else None, self.columns, self.rows, self.n, self.eps)
+        gamma = self.scheme.broadcast_vector(self.weight, self.layout, self.n)
+        beta = None if self.bias is None else self.scheme.broadcast_vector(self.bias, self.layout, self.n)
+        return _Normalise.apply(x, gamma, beta, self.columns, self.rows, self.n, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.n}, eps={self.eps}, {self.layout}"
