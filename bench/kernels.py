@@ -58,12 +58,12 @@ def cases(fused: Fused, elements: int, dtype: torch.dtype) -> Iterator[Case]:
     yield Case("… backward", lambda: fused.dropout_gradient(x, mask, 0.1, summed=True), 2 * word)
     mean, inverse = fused.norm_statistics(fused.norm_sums(x), COLUMNS, 1e-5, dtype)
     yield Case("layer norm, sums", lambda: fused.norm_sums(x), word)
-    yield Case("layer norm, normalise", lambda: fused.layer_norm(x, mean, inverse, bias, bias), 2 * word)
-    gradient = lambda: fused.layer_norm_gradient(other, x, bias, mean, inverse, COLUMNS, _Summed)  # noqa: E731
+    yield Case("layer norm, normalise", lambda: fused.norm(x, mean, inverse, bias, bias), 2 * word)
+    gradient = lambda: fused.norm_gradient(other, x, bias, mean, inverse, COLUMNS, _Summed)  # noqa: E731
     yield Case("layer norm, backward", gradient, 5 * word)
-    gradient = lambda: fused.rms_norm_gradient(other, x, bias, inverse, COLUMNS, _Summed)  # noqa: E731
-    yield Case("RMS norm, sums", lambda: fused.rms_sums(x), word)
-    yield Case("RMS norm, normalise", lambda: fused.rms_norm(x, inverse, bias), 2 * word)
+    gradient = lambda: fused.norm_gradient(other, x, bias, None, inverse, COLUMNS, _Summed)  # noqa: E731
+    yield Case("RMS norm, sums", lambda: fused.norm_sums(x, centred=False), word)
+    yield Case("RMS norm, normalise", lambda: fused.norm(x, None, inverse, bias, None), 2 * word)
     yield Case("RMS norm, backward", gradient, 5 * word)
     maximum = fused.row_maximum(x)
     _, sums = fused.cross_entropy_sums(x, maximum, labels, 0)

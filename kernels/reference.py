@@ -7,7 +7,7 @@ partial sum over a split dim is returned, or passed to `start_sum`, for the call
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ class Sum(Protocol):
 
     def wait(self) -> Tensor:
         """Wait for the all-reduce and return the sum."""
-        ...
 
 
 StartSum = Callable[[Tensor], Sum]
@@ -41,81 +40,60 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def norm_sums(x: Tensor) -> Tensor:
-    """Σx and Σx² of each row: [rows, n] → [rows, 2], in `wide_dtype`.
+def norm_sums(x: Tensor, centred: bool = True) -> Tensor:
+    """Σx and Σx² of each row, or (not `centred`) Σx² alone: [rows, n] → [rows, 2 or 1], in `wide_dtype`.
 
     >>> norm_sums(torch.tensor([[1.0, 2.0, 3.0]]))
     tensor([[ 6., 14.]], dtype=torch.float64)
     """
     wide = wide_dtype(x.dtype)
-    return torch.stack((x.sum(-1, dtype=wide), torch.linalg.vector_norm(x, dim=-1, dtype=wide).square_()), -1)
+    sums = [x.sum(-1, dtype=wide)] if centred else []
+    squares = torch.linalg.vector_norm(x, dim=-1, dtype=wide).square_()
+    return torch.stack((*sums, squares), -1) if centred else squares[..., None]
 
 
-def norm_statistics(sums: Tensor, n: int, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def norm_statistics(sums: Tensor, n: int, eps: float, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
     """The mean and 1/σ of each row, from its sums Σx and Σx² over all n elements: [rows, 2] → two [rows, 1] in `dtype`.
 
-    eps is added to the variance.
+    From Σx² alone, [rows, 1], None and 1/rms. eps is added to the variance, or to the mean square.
     """
+    if sums.shape[-1] == 1:
+        return None, (sums / n + eps).rsqrt_().to(dtype)
     mean = sums[..., :1] / n
     variance = (sums[..., 1:] / n - mean * mean).clamp_(min=0)
     return mean.to(dtype), (variance + eps).rsqrt_().to(dtype)
 
 
-def normalise(x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
-    """x̂ = (x − mean)/σ."""
-    return (x - mean).mul_(inverse)
+def normalise(x: Tensor, mean: Tensor | None, inverse: Tensor) -> Tensor:
+    """x̂ = (x − mean)/σ, or without a mean x/rms."""
+    return x * inverse if mean is None else (x - mean).mul_(inverse)
 
 
-def layer_norm(x: Tensor, mean: Tensor, inverse: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    """γ·x̂ + β: [rows, n] with mean and inverse [rows, 1], γ and β [n] → [rows, n]."""
-    return torch.addcmul(beta, normalise(x, mean, inverse), gamma)
+def norm(x: Tensor, mean: Tensor | None, inverse: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+    """γ·x̂ + β, or without β γ·x̂: [rows, n] with mean and inverse [rows, 1], γ and β [n] → [rows, n]."""
+    normal = normalise(x, mean, inverse)
+    return normal.mul_(gamma) if beta is None else torch.addcmul(beta, normal, gamma)
 
 
-def layer_norm_gradient(
-    gradient: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, inverse: Tensor, n: int, start_sum: StartSum
+def norm_gradient(
+    gradient: Tensor, x: Tensor, gamma: Tensor, mean: Tensor | None, inverse: Tensor, n: int, start_sum: StartSum
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the gradients of γ and β, [2, columns], summed over the local rows.
+    """The gradient of x, and the gradients of γ and β, [2, columns], or without a mean of γ, [1, columns], over the local rows.
 
-    With g = gradient·γ, dx = (g − Σg/n − x̂·Σ(g·x̂)/n)/σ. The local sums Σg and Σg·x̂, [rows, 2], go to `start_sum`, which
-    all-reduces them over the ranks that hold the other columns. n is the global row length.
+    With g = gradient·γ, dx = (g − Σg/n − x̂·Σ(g·x̂)/n)/σ, without a mean dx = (g − x̂·Σ(g·x̂)/n)/rms. The local sums, Σg where
+    there is a mean and Σg·x̂, [rows, 2 or 1], go to `start_sum`, which all-reduces them over the ranks that hold the other
+    columns. n is the global row length.
     """
     normal = normalise(x, mean, inverse)
-    scaled = gradient * gamma
+    scaled, lead = gradient * gamma, tuple(range(gradient.dim() - 1))
+    if mean is None:
+        sums = start_sum((scaled * normal).sum(-1, keepdim=True))
+        vectors = (gradient * normal).sum(lead)[None]
+        return torch.addcmul(scaled, normal, sums.wait() / n, value=-1).mul_(inverse), vectors
     sums = start_sum(torch.stack((scaled.sum(-1), (scaled * normal).sum(-1)), -1))
-    lead = tuple(range(gradient.dim() - 1))
     vectors = torch.stack(((gradient * normal).sum(lead), gradient.sum(lead)))
     means = sums.wait() / n
     return torch.addcmul(scaled - means[..., :1], normal, means[..., 1:], value=-1).mul_(inverse), vectors
-
-
-def rms_sums(x: Tensor) -> Tensor:
-    """Σx² of each row: [rows, n] → [rows, 1], in `wide_dtype`."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_dtype(x.dtype)).square_()
-
-
-def rms_inverse(sums: Tensor, n: int, eps: float, dtype: torch.dtype) -> Tensor:
-    """1/√(Σx²/n + eps) of each row, from its sum Σx² over all n elements: [rows, 1] → [rows, 1] in `dtype`."""
-    return (sums / n + eps).rsqrt_().to(dtype)
-
-
-def rms_norm(x: Tensor, inverse: Tensor, gamma: Tensor) -> Tensor:
-    """γ·x/rms: [rows, n] with inverse [rows, 1] → [rows, n]."""
-    return (x * inverse).mul_(gamma)
-
-
-def rms_norm_gradient(
-    gradient: Tensor, x: Tensor, gamma: Tensor, inverse: Tensor, n: int, start_sum: StartSum
-) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the gradient of γ, [columns], summed over the local rows.
-
-    With x̂ = x/rms and g = gradient·γ, dx = (g − x̂·Σ(g·x̂)/n)/rms. The local sum Σg·x̂, [rows, 1], goes to `start_sum`, as in
-    `layer_norm_gradient`.
-    """
-    normal = x * inverse
-    scaled = gradient * gamma
-    sums = start_sum((scaled * normal).sum(-1, keepdim=True))
-    vector = (gradient * normal).sum(tuple(range(gradient.dim() - 1)))
-    return torch.addcmul(scaled, normal, sums.wait() / n, value=-1).mul_(inverse), vector
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
@@ -270,19 +248,7 @@ def adamw(
     widened = [gradient.to(weight.dtype) for gradient, weight in zip(gradients, weights, strict=True)]
     if factor != 1:
         torch._foreach_mul_(widened, factor)
-    torch_adamw(
-        list(weights),
-        widened,
-        list(first),
-        list(second),
-        [],
-        [torch.full((), step - 1, dtype=torch.float32) for step in steps],
-        fused=True,
-        amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
-        lr=rate,
-        weight_decay=decay,
-        eps=epsilon,
-        maximize=False,
-    )
+    counts = [torch.full((), step - 1, dtype=torch.float32) for step in steps]
+    numbers: dict[str, Any] = {"lr": rate, "beta1": betas[0], "beta2": betas[1], "eps": epsilon, "weight_decay": decay}
+    moments = list(first), list(second)
+    torch_adamw(list(weights), widened, *moments, [], counts, fused=True, amsgrad=False, maximize=False, **numbers)

@@ -13,89 +13,61 @@ from .elements import Elements
 from .launch import THREADS, compute_dtype, matrix, row_threads, suffix
 from .reference import StartSum, wide_dtype
 
+NORMS = ("rms_norm", "layer_norm")
+"""The kernels of a norm without a mean, and with one."""
+
 
 class Fused(Elements):
     """Every fused kernel, under the name and signature of its reference; the host never waits for the device."""
 
-    # -- norms: `name` is layer or rms ---------------------------------------------------------------------------------------
+    # -- norms: layer norm, and without a mean and β root-mean-square norm ------------------------------------------------------
 
-    def norm_sums(self, x: Tensor) -> Tensor:
-        """Σx and Σx² of each row; see `reference.norm_sums`."""
-        return self._norm_sums("layer", x)
-
-    def rms_sums(self, x: Tensor) -> Tensor:
-        """Σx² of each row; see `reference.rms_sums`."""
-        return self._norm_sums("rms", x)
-
-    def norm_statistics(self, sums: Tensor, n: int, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The mean and 1/σ, [rows, 1] each, in `compute_dtype(dtype)`: 16-bit rows have float32 statistics."""
-        mean, inverse = (self._statistic(sums, dtype) for _ in range(2))
-        self._by_rows("layer_norm_statistics", mean.numel(), THREADS, dtype, sums, mean, inverse, float(n), eps)
-        return mean, inverse
-
-    def rms_inverse(self, sums: Tensor, n: int, eps: float, dtype: torch.dtype) -> Tensor:
-        """1/rms of each row, [rows, 1], in `compute_dtype(dtype)`; see `reference.rms_inverse`."""
-        inverse = self._statistic(sums, dtype)
-        self._by_rows("rms_norm_statistics", inverse.numel(), THREADS, dtype, sums, None, inverse, float(n), eps)
-        return inverse
-
-    def layer_norm(self, x: Tensor, mean: Tensor, inverse: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-        """γ·x̂ + β; see `reference.layer_norm`."""
-        return self._norm("layer", x, mean, inverse, gamma, beta)
-
-    def rms_norm(self, x: Tensor, inverse: Tensor, gamma: Tensor) -> Tensor:
-        """γ·x/rms; see `reference.rms_norm`."""
-        return self._norm("rms", x, None, inverse, gamma, None)
-
-    def layer_norm_gradient(
-        self, gradient: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, inverse: Tensor, n: int, start_sum: StartSum
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients of x and of γ and β; see `reference.layer_norm_gradient`."""
-        return self._norm_gradient("layer", gradient, x, gamma, mean, inverse, n, start_sum)
-
-    def rms_norm_gradient(
-        self, gradient: Tensor, x: Tensor, gamma: Tensor, inverse: Tensor, n: int, start_sum: StartSum
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients of x and of γ; see `reference.rms_norm_gradient`."""
-        of_x, vectors = self._norm_gradient("rms", gradient, x, gamma, None, inverse, n, start_sum)
-        return of_x, vectors[0]
-
-    def _norm_sums(self, name: str, x: Tensor) -> Tensor:
-        flat, terms = matrix(x), 2 if name == "layer" else 1
-        sums = torch.empty((*x.shape[:-1], terms), dtype=wide_dtype(x.dtype), device=x.device)
+    def norm_sums(self, x: Tensor, centred: bool = True) -> Tensor:
+        """Σx and Σx² of each row, or Σx² alone; see `reference.norm_sums`."""
+        flat = matrix(x)
+        sums = torch.empty((*x.shape[:-1], 1 + centred), dtype=wide_dtype(x.dtype), device=x.device)
         threads = row_threads(flat.columns, x.dtype)
-        self._row_blocks(f"{name}_norm_sums", threads, x.dtype, flat.data, sums, flat.stride, flat.rows, flat.columns)
+        self._row_blocks(f"{NORMS[centred]}_sums", threads, x.dtype, flat.data, sums, flat.stride, flat.rows, flat.columns)
         return sums
 
-    def _statistic(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty((*sums.shape[:-1], 1), dtype=compute_dtype(dtype), device=sums.device)
+    def norm_statistics(self, sums: Tensor, n: int, eps: float, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
+        """The mean and 1/σ, or None and 1/rms, [rows, 1] each, in `compute_dtype(dtype)`; see `reference.norm_statistics`."""
+        centred = sums.shape[-1] == 2
+        inverse = torch.empty((*sums.shape[:-1], 1), dtype=compute_dtype(dtype), device=sums.device)
+        mean = torch.empty_like(inverse) if centred else None
+        rows = sums.shape[:-1].numel()
+        if rows:
+            blocks = min(-(-rows // THREADS), self.launch.most_blocks)
+            kernel = f"{NORMS[centred]}_statistics_{suffix(dtype)}"
+            self.launch(kernel, blocks, THREADS, sums, mean, inverse, float(n), eps, rows)
+        return mean, inverse
 
-    def _norm(self, name: str, x: Tensor, mean: Tensor | None, inverse: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+    def norm(self, x: Tensor, mean: Tensor | None, inverse: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+        """γ·x̂ + β, or γ·x̂; see `reference.norm`."""
         flat = matrix(x)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         tiles = self._tiles(flat.rows, flat.columns, x.dtype)
         beta = None if beta is None else beta.contiguous()
         self._walk(
-            f"{name}_norm", tiles, x.dtype, flat.data, gamma.contiguous(), beta, mean, inverse, y,
+            NORMS[mean is not None], tiles, x.dtype, flat.data, gamma.contiguous(), beta, mean, inverse, y,
             flat.stride, flat.rows, flat.columns,
         )  # fmt: skip
         return y
 
-    def _norm_gradient(
-        self, name: str, gradient: Tensor, x: Tensor, gamma: Tensor, mean: Tensor | None, inverse: Tensor, n: int,
-        start_sum: StartSum,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The gradients of x and of γ and β, [1 or 2, columns], both computed in one pass after the all-reduce of row sums."""
-        of_y, flat, gamma, terms = matrix(gradient), matrix(x), gamma.contiguous(), 2 if name == "layer" else 1
-        sums = torch.empty((*x.shape[:-1], terms), dtype=compute_dtype(x.dtype), device=x.device)
+    def norm_gradient(
+        self, gradient: Tensor, x: Tensor, gamma: Tensor, mean: Tensor | None, inverse: Tensor, n: int, start_sum: StartSum
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of x, and of γ and β, in one pass after the all-reduce of row sums; see `reference.norm_gradient`."""
+        of_y, flat, gamma, name = matrix(gradient), matrix(x), gamma.contiguous(), NORMS[mean is not None]
+        sums = torch.empty((*x.shape[:-1], 1 + (mean is not None)), dtype=compute_dtype(x.dtype), device=x.device)
         operands = (of_y.data, flat.data, gamma, mean, inverse)
         strides = (of_y.stride, flat.stride, flat.rows, flat.columns)
-        self._row_blocks(f"{name}_norm_gradient_sums", row_threads(flat.columns, x.dtype), x.dtype, *operands, sums, *strides)
+        self._row_blocks(f"{name}_gradient_sums", row_threads(flat.columns, x.dtype), x.dtype, *operands, sums, *strides)
         summed = start_sum(sums).wait()
         of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         tiles = self._tiles(flat.rows, flat.columns, x.dtype, summing=True)
-        parts = self.parts(terms, tiles, flat.columns, x.dtype)
-        self._walk(f"{name}_norm_gradient", tiles, x.dtype, *operands, summed, of_x, parts, float(n), *strides)
+        parts = self.parts(sums.shape[-1], tiles, flat.columns, x.dtype)
+        self._walk(f"{name}_gradient", tiles, x.dtype, *operands, summed, of_x, parts, float(n), *strides)
         return of_x, self.sum_lanes(parts, x.dtype)
 
     # -- cross entropy -------------------------------------------------------------------------------------------------------
@@ -158,9 +130,3 @@ class Fused(Elements):
         rows = arguments[-2]
         if isinstance(rows, int) and rows:
             self.launch(f"{kernel}_{suffix(dtype)}", min(rows, self.launch.most_blocks), threads, *arguments)
-
-    def _by_rows(self, kernel: str, rows: int, threads: int, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
-        """Launch a kernel with one thread per row."""
-        if rows:
-            blocks = min(-(-rows // threads), self.launch.most_blocks)
-            self.launch(f"{kernel}_{suffix(dtype)}", blocks, threads, *arguments, rows)

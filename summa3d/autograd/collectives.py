@@ -6,7 +6,7 @@ identity backward). Each backward applies the conjugate function, so gradients h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,107 +14,43 @@ from torch import Tensor
 
 from ..comm.axis import Axis
 
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, block: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
-        return axis.all_gather(block.detach(), dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Scatter.apply(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None
+Map = Callable[[Tensor], Tensor]
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
-        return axis.reduce_scatter(partial.detach(), dim, sizes)
+class _Conjugate(torch.autograd.Function):
+    """`run` of a tensor; backward runs `back` of the gradient, whose own backward is `run` again."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Gather.apply(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return value.view_as(value)
+    def forward(ctx: Any, tensor: Tensor, run: Map, back: Map) -> Tensor:
+        ctx.pair = back, run
+        return run(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(grad, ctx.axis), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return conjugate(grad, *ctx.pair), None, None
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return axis.all_reduce(partial.detach())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _SumGradient.apply(grad, ctx.axis), None
-
-
-class _ScatterFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, axis: Axis, root: int, sizes: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.root, ctx.sizes = axis, root, sizes
-        nothing = [0] * axis.size
-        sent = whole.detach() if axis.index == root else whole.detach()[:0]
-        return axis.all_to_all(sent, 0, sizes if axis.index == root else nothing, _only(root, sizes[axis.index], axis.size))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _GatherTo.apply(grad, ctx.axis, ctx.root, ctx.sizes), None, None, None
-
-
-class _GatherTo(torch.autograd.Function):
-    """Gather the members' rows on `root`; the other members get zeros of the joined shape."""
-
-    @staticmethod
-    def forward(ctx: Any, block: Tensor, axis: Axis, root: int, sizes: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.root, ctx.sizes = axis, root, sizes
-        received = sizes if axis.index == root else [0] * axis.size
-        whole = axis.all_to_all(block.detach(), 0, _only(root, len(block), axis.size), received)
-        return whole if axis.index == root else whole.new_zeros(sum(sizes), *whole.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ScatterFrom.apply(grad, ctx.axis, ctx.root, ctx.sizes), None, None, None
-
-
-class _BroadcastFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, block: Tensor, axis: Axis, root: int, shape: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.root, ctx.block = axis, root, block.shape
-        return axis.broadcast(block.clone() if axis.index == root else block.new_empty(shape), root)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ReduceTo.apply(grad, ctx.axis, ctx.root, ctx.block), None, None, None
-
-
-class _ReduceTo(torch.autograd.Function):
-    """Sum the members' tensors on `root`; the other members get an empty tensor of the shape `block`."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis, root: int, block: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.root, ctx.shape = axis, root, partial.shape
-        total: Tensor | None = axis.reduce(partial.detach().contiguous(), root)
-        return partial.new_empty(block) if total is None else total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _BroadcastFrom.apply(grad, ctx.axis, ctx.root, ctx.shape), None, None, None
+def conjugate(tensor: Tensor, run: Map, back: Map) -> Tensor:
+    """Return `run(tensor)`; backward runs `back` on the gradient. Each is the other's adjoint; neither keeps a tensor."""
+    result: Tensor = _Conjugate.apply(tensor, run, back)
+    return result
 
 
 def _only(member: int, count: int, size: int) -> list[int]:
     """Counts for `size` members: `count` for `member`, 0 for the others."""
     return [count if index == member else 0 for index in range(size)]
+
+
+def _gather_and_scatter(axis: Axis, dim: int, sizes: Sequence[int]) -> tuple[Map, Map]:
+    return lambda block: axis.all_gather(block.detach(), dim, sizes), lambda part: axis.reduce_scatter(part.detach(), dim, sizes)
+
+
+def _sum_over(axis: Axis) -> Map:
+    return lambda partial: axis.all_reduce(partial.detach())
+
+
+def _identity(value: Tensor) -> Tensor:
+    return value.view_as(value)
 
 
 def all_gather(block: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -127,7 +63,7 @@ def all_gather(block: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Ten
 
     Returns the whole tensor. Words on rank r of g: n − n_r forward, (g−1)·n_r backward (n elements, n_r of them its own).
     """
-    return block if axis.size == 1 else _Gather.apply(block, axis, dim, sizes)
+    return block if axis.size == 1 else conjugate(block, *_gather_and_scatter(axis, dim, sizes))
 
 
 def reduce_scatter(partial: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -140,7 +76,7 @@ def reduce_scatter(partial: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) 
 
     Returns this rank's block of the sum. Words on rank r of g: (g−1)·n_r forward, n − n_r backward.
     """
-    return partial if axis.size == 1 else _Scatter.apply(partial, axis, dim, sizes)
+    return partial if axis.size == 1 else conjugate(partial, *_gather_and_scatter(axis, dim, sizes)[::-1])
 
 
 def sum_gradient(value: Tensor, axis: Axis) -> Tensor:
@@ -149,7 +85,7 @@ def sum_gradient(value: Tensor, axis: Axis) -> Tensor:
     For a value that is equal on the members of `axis`, each of which applies it to other rows. Words: 0 forward; backward
     those of `all_reduce` forward.
     """
-    return value if axis.size == 1 else _SumGradient.apply(value, axis)
+    return value if axis.size == 1 else conjugate(value, _identity, _sum_over(axis))
 
 
 def all_reduce(partial: Tensor, axis: Axis) -> Tensor:
@@ -158,7 +94,7 @@ def all_reduce(partial: Tensor, axis: Axis) -> Tensor:
     Every member uses the sum alike, so every member already holds the gradient. Words on rank r of g: n + (g−2)·n_r forward,
     0 backward.
     """
-    return partial if axis.size == 1 else _Sum.apply(partial, axis)
+    return partial if axis.size == 1 else conjugate(partial, _sum_over(axis), _identity)
 
 
 def scatter_from(whole: Tensor, axis: Axis, root: int, sizes: Sequence[int]) -> Tensor:
@@ -167,7 +103,19 @@ def scatter_from(whole: Tensor, axis: Axis, root: int, sizes: Sequence[int]) -> 
     `whole` is the tensor on the root; on the other members only its shape matters. Words: n_r on each other member forward,
     n − n_r on the root backward.
     """
-    return whole if axis.size == 1 else _ScatterFrom.apply(whole, axis, root, sizes)
+    if axis.size == 1:
+        return whole
+    here, nothing = axis.index == root, [0] * axis.size
+    own = _only(root, sizes[axis.index], axis.size)
+
+    def scatter(whole: Tensor) -> Tensor:
+        return axis.all_to_all(whole.detach() if here else whole.detach()[:0], 0, sizes if here else nothing, own)
+
+    def gather(block: Tensor) -> Tensor:  # zeros of the joined shape elsewhere than on the root
+        found: Tensor = axis.all_to_all(block.detach(), 0, own, sizes if here else nothing)
+        return found if here else found.new_zeros(sum(sizes), *found.shape[1:])
+
+    return conjugate(whole, scatter, gather)
 
 
 def broadcast_from(block: Tensor, axis: Axis, root: int, shape: Sequence[int]) -> Tensor:
@@ -175,4 +123,15 @@ def broadcast_from(block: Tensor, axis: Axis, root: int, shape: Sequence[int]) -
 
     The other members pass an empty block. Words: n on each other member forward; (g−1)·n_r backward.
     """
-    return block if axis.size == 1 else _BroadcastFrom.apply(block, axis, root, shape)
+    if axis.size == 1:
+        return block
+    here, own = axis.index == root, block.shape
+
+    def broadcast(block: Tensor) -> Tensor:
+        return axis.broadcast(block.clone() if here else block.new_empty(shape), root)
+
+    def reduce(partial: Tensor) -> Tensor:  # an empty tensor elsewhere than on the root
+        total: Tensor | None = axis.reduce(partial.detach().contiguous(), root)
+        return partial.new_empty(own) if total is None else total
+
+    return conjugate(block, broadcast, reduce)

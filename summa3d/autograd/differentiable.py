@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm.axis import Axis
 from ..comm.grid import Grid
-from ..comm.pending import Pending, completed
+from ..comm.pending import Completed, Pending
 from ..errors import ShapeError
 from ..gemm.algorithms.cuboid import Cuboid
 from ..gemm.algorithms.executor import Executor
@@ -167,7 +167,7 @@ class Line(Product):
         return self._start_sum(local(self.executor.workspace, self.of_b, shared, a), self.of_b.inner)
 
     def _start_sum(self, partial: Tensor, inner: str) -> Pending:
-        return self.axis.start_all_reduce(partial, into=partial, in_order=True) if inner == self.split else completed(partial)
+        return self.axis.start_all_reduce(partial, into=partial, in_order=True) if inner == self.split else Completed(partial)
 
 
 class Executed(Product):
@@ -200,11 +200,11 @@ class Executed(Product):
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """Return dA, complete: the algorithm sums as it goes."""
-        return completed(self._grad_a.run(*self.of_a.ordered(shared, b)))
+        return Completed(self._grad_a.run(*self.of_a.ordered(shared, b)))
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
         """Return dB, complete: the algorithm sums as it goes."""
-        return completed(self._grad_b.run(*self.of_b.ordered(shared, a)))
+        return Completed(self._grad_b.run(*self.of_b.ordered(shared, a)))
 
 
 def product(

@@ -139,14 +139,9 @@ def is_writable(array: Array) -> bool:
     return not isinstance(array, np.ndarray) or bool(array.flags.writeable)
 
 
-def swap_front(array: Array, dim: int) -> Array:
-    """A view with `dim` moved to the front."""
-    return array.movedim(dim, 0) if is_torch(array) else library_of(array).moveaxis(array, dim, 0)
-
-
-def restore_front(array: Array, dim: int) -> Array:
-    """The inverse of `swap_front`."""
-    return array.movedim(0, dim) if is_torch(array) else library_of(array).moveaxis(array, 0, dim)
+def move_dim(array: Array, dim: int, to: int) -> Array:
+    """A view with `dim` moved to the place `to`."""
+    return array.movedim(dim, to) if is_torch(array) else library_of(array).moveaxis(array, dim, to)
 
 
 def copy_into(out: Array, source: Array) -> Array:
@@ -228,12 +223,6 @@ def raw(array: Array) -> np.ndarray:
         return flat.view(torch.uint16).numpy() if is_half(array) else flat.numpy()
     flat = array.reshape(-1)
     return flat.view(np.uint16) if is_half(array) else flat
-
-
-def delivered(out: Array, dim: int, into: Array | None) -> Array:
-    """`out`, gathered with its dim in front, in the caller's order of dims."""
-    result = restore_front(out, dim)
-    return contiguous(result) if into is None else copy_into(into, result)
 
 
 def to_host(array: Array) -> np.ndarray:

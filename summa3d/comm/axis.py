@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from .arrays import Array, copy_into, count, dtype_name, into_problem, is_on_device, share
 from .checks import Checks
-from .pending import Pending, Shown, completed
+from .pending import Completed, Pending, Shown
 from .profile.ledger import Amounts, Ledger
 from .profile.timeline import Timed
 from .transport.call import Call
@@ -182,7 +182,7 @@ class Axis:
         self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool, view: bool
     ) -> Pending:
         if self.size == 1:
-            return completed(block if into is None else copy_into(into, block))
+            return Completed(block if into is None else copy_into(into, block))
         dim, sizes = self._checks.settled("all_gather", block, dim, sizes, False, into)
         words = (sum(sizes) - sizes[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
         return self._begin(Call("all_gather", block, dim, sizes, into, blocking, view), words, self.size - 1)
@@ -191,14 +191,14 @@ class Axis:
         self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool, parts: Array | None
     ) -> Pending:
         if self.size == 1:
-            return completed(array if into is None else copy_into(into, array))
+            return Completed(array if into is None else copy_into(into, array))
         dim, sizes = self._checks.settled("reduce_scatter", array, dim, sizes, True, into)
         words = (self.size - 1) * sizes[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
         return self._begin(Call("reduce_scatter", array, dim, sizes, into, blocking, parts=parts), words, self.size - 1)
 
     def _all_reduce(self, array: Array, op: str, into: Array | None, blocking: bool, in_order: bool) -> Pending:
         if self.size == 1:
-            return completed(array if into is None or into is array else copy_into(into, array))
+            return Completed(array if into is None or into is array else copy_into(into, array))
         problem = into_problem(into, array, array.shape)
         self._checks.agreed("all_reduce", array, {"shape": tuple(array.shape), "op": op}, problem)
         n = count(array)
@@ -208,7 +208,7 @@ class Axis:
 
     def _broadcast(self, array: Array, root: int, blocking: bool) -> Pending:
         if self.size == 1:
-            return completed(array)
+            return Completed(array)
         received = self.index != root
         problem = self._checks.root_problem(root) or (self._checks.target_problem("broadcast", array) if received else None)
         self._checks.agreed("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
@@ -216,7 +216,7 @@ class Axis:
 
     def _reduce(self, array: Array, root: int, op: str, into: Array | None, blocking: bool) -> Pending:
         if self.size == 1:
-            return completed(array if into is None or into is array else copy_into(into, array))
+            return Completed(array if into is None or into is array else copy_into(into, array))
         problem = self._checks.root_problem(root) or (into_problem(into, array, array.shape) if self.index == root else None)
         self._checks.agreed("reduce", array, {"shape": tuple(array.shape), "root": root, "op": op}, problem)
         words = (self.size - 1) * share(count(array), self.size, self.index)
@@ -226,7 +226,7 @@ class Axis:
         self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None, blocking: bool
     ) -> Pending:
         if self.size == 1:
-            return completed(array)
+            return Completed(array)
         dim, sizes, received = self._checks.pieces(array, dim, sizes, receive_sizes)
         arriving = sizes if received is None else received
         words = (sum(arriving) - arriving[self.index]) * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])

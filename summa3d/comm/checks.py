@@ -29,9 +29,8 @@ class Checks:
         """`dim` counted from the front, and one size per member: `array` holds all of them along it (whole), or this member's."""
         shape, problem = list(array.shape), None
         if not -len(shape) <= dim < len(shape):
-            self.agreed(
-                name, array, {"dim": dim}, f"{name} over {self.label}: an array of shape {tuple(shape)} has no dim {dim}."
-            )
+            problem = f"{name} over {self.label}: an array of shape {tuple(shape)} has no dim {dim}."
+            self.agreed(name, array, {"dim": dim}, problem)
         dim %= len(shape)
         extent = shape[dim]
         if sizes is None:
@@ -82,22 +81,18 @@ class Checks:
 
     def _parts_problem(self, name: str, dim: int, extent: int) -> str | None:
         below = extent - extent % self.size
+        if below == extent:
+            return None
         return (
-            None
-            if below == extent
-            else (
-                f"{name}: dim {dim} of size {extent} has no equal parts over {self.label} = {self.size}. "
-                f"Pass sizes, or a multiple of {self.size}: {below}, {below + self.size}."
-            )
+            f"{name}: dim {dim} of size {extent} has no equal parts over {self.label} = {self.size}. "
+            f"Pass sizes, or a multiple of {self.size}: {below}, {below + self.size}."
         )
 
     def root_problem(self, root: int) -> str | None:
         """The reason why `root` is no member of the axis; None if it is one."""
-        return (
-            None
-            if 0 <= root < self.size
-            else f"There is no root {root} on axis {self.label}; its members are 0 to {self.size - 1}."
-        )
+        if 0 <= root < self.size:
+            return None
+        return f"There is no root {root} on axis {self.label}; its members are 0 to {self.size - 1}."
 
     def agreed(self, name: str, array: Array, facts: dict[str, Any], problem: str | None = None) -> None:
         """Raise ShapeError for a `problem` with this call; in debug mode an error on all members if they differ in anything."""

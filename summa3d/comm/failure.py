@@ -35,12 +35,8 @@ def install_abort_hook() -> None:
     The traceback of one failing rank is printed: rank 0's if it fails too, otherwise the first of its node. A Summa3dError
     is printed as its message alone. Without MPI, or with one rank, exceptions end the process as usual. Call it on every rank.
     """
-    sys.excepthook = _on_exception
+    sys.excepthook = report_and_abort
     threading.excepthook = _on_thread_exception
-
-
-def _on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    report_and_abort(kind, error, trace)
 
 
 def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
@@ -82,9 +78,8 @@ def end_job(status: int) -> None:
     """End every rank with `status` where this one alone asks to exit (``sys.exit(3)`` in the middle of a run)."""
     if _has_peers() and status != 0:
         if _may_speak():
-            sys.stderr.write(
-                f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} exits with status {status}, and so the job ends\n"
-            )
+            who = f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
+            sys.stderr.write(f"{who} exits with status {status}, and so the job ends\n")
         abort(status)
 
 

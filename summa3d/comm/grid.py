@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
@@ -14,6 +13,7 @@ from ..errors import GridError
 from ..node_support import why_no_node_memory
 from .axis import Axis
 from .device.backend import Backend
+from .nodes import usable_cores
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
 from .transport.call import Call, Carried, Members
@@ -330,9 +330,8 @@ def _is_crowded(comm: MPI.Intracomm, nodes: Sequence[int]) -> bool:
     """Whether some node has more of these ranks than cores they may run on."""
     if comm.size == 1:
         return False
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores: dict[int, set[int]] = {}
-    for node, usable in zip(nodes, comm.allgather(mine), strict=True):
+    for node, usable in zip(nodes, comm.allgather(usable_cores()), strict=True):
         cores.setdefault(node, set()).update(usable)
     return any(nodes.count(node) > len(usable) for node, usable in cores.items())
 

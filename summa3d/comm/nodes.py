@@ -11,6 +11,11 @@ from mpi4py import MPI
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+def usable_cores() -> set[int]:
+    """The cores that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 @dataclass(frozen=True)
 class Nodes:
     """Hosts, numbers of ranks and numbers of usable cores, one of each per node, in the order of each node's first rank.
@@ -29,11 +34,10 @@ class Nodes:
     @classmethod
     def of(cls, comm: MPI.Intracomm) -> Nodes:
         """The nodes of the ranks of `comm`; collective."""
-        affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
         host = MPI.Get_processor_name()
         system = BOOT_ID.read_text().strip() if BOOT_ID.exists() else host
         ranks: dict[str, list[tuple[str, set[int]]]] = {}
-        for node, name, cores in comm.allgather((system, host, affinity)):
+        for node, name, cores in comm.allgather((system, host, usable_cores())):
             ranks.setdefault(node, []).append((name, cores))
         on = list(ranks.values())
         unions = (set().union(*(cores for _, cores in node)) for node in on)

@@ -57,8 +57,3 @@ class Completed(Pending):
 
     def __init__(self, result: Array) -> None:
         self._carried, self._result = None, result
-
-
-def completed(result: Array) -> Pending:
-    """A `Pending` that has `result` already: nothing was sent."""
-    return Completed(result)

@@ -54,6 +54,9 @@ class DryFlags:
 
     broken = False
 
+    def check(self) -> None:
+        """Do nothing: no member fails."""
+
     def set(self, flag: int, value: int) -> None:
         """Do nothing: no process waits."""
 
@@ -78,10 +81,12 @@ class DrySlot(Slot):
 class DryNodeBuffer(NodeBuffer):
     """The node buffer of one axis without memory; it records the size that each slot would have."""
 
+    slot_type = DrySlot
+
     def __init__(self, members: Members) -> None:
         self.comm, self.size, self.index, self.flags = members.comm, members.size, members.index, DryFlags()  # type: ignore[assignment]
         self.number, self.last = 0, members.size - 1
-        self.sizes = [0] * SLOTS
+        self.sizes, self.memories = [0] * SLOTS, [None] * SLOTS
         self.slots: list[Slot | None] = [None] * SLOTS
         self.viewed: Slot | None = None
         self.allocated: tuple[Slot, Array] | None = None
@@ -93,19 +98,9 @@ class DryNodeBuffer(NodeBuffer):
 
     def take(self, nbytes: int) -> Slot | None:
         """The next slot; ends the view that the last slot may have given."""
-        if self.viewed is not None:
-            self.viewed.close()
-            self.viewed = None
-        if self.allocated is not None:
-            self.allocated[0].leave()
-            self.allocated = None
-        self.number += 1
+        slot = super().take(0)
         place = self.number % SLOTS
-        before = self.slots[place]
-        if before is not None:
-            before.finish()
         self.sizes[place] = max(self.sizes[place], nbytes)
-        slot = self.slots[place] = DrySlot(self, self.number, None)
         return slot
 
 
@@ -119,12 +114,10 @@ class DryTransports(Transports):
             self.node = DryNodeTransport(members)
 
     def of(self, array: Array) -> Any:
-        """The transport for collectives on `array`."""
+        """The transport for collectives on `array`, and for messages from one member to another."""
         return self.host
 
-    def between_two(self, array: Array) -> Any:
-        """The transport for a message from one member to another."""
-        return self.host
+    between_two = of
 
 
 class DryNodeTransport(NodeTransport):

@@ -16,23 +16,11 @@ Work = Callable[[str, list[Tensor], list[Tensor]], None]
 MAKERS = ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like")
 """Operations that make memory and neither read nor write it."""
 IN_PLACE = frozenset(
-    [
-        "add_",
-        "sub_",
-        "mul_",
-        "div_",
-        "copy_",
-        "fill_",
-        "zero_",
-        "exp_",
-        "neg_",
-        "clamp_",
-        "rsqrt_",
-        "square_",
-        "masked_fill_",
-        "scatter_add_",
-        "tril_",
-    ]
+    f"{name}_"
+    for name in (
+        *("add", "sub", "mul", "div", "copy", "fill", "zero", "exp", "neg"),
+        *("clamp", "rsqrt", "square", "masked_fill", "scatter_add", "tril"),
+    )
 )
 """Operations that only write their first argument in place; on tensors without memory they are skipped."""
 

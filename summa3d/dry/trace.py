@@ -19,8 +19,6 @@ from .storages import Storages, bytes_of, current_node
 
 RECOMPUTE, ACCUMULATE = "_RecomputeBackward", "torch::autograd::AccumulateGrad"
 """Nodes of autograd's graph: one runs a forward again, the other belongs to no layer."""
-CALLED = ("head",)
-"""Methods of layers that are called beside `forward`."""
 PRODUCTS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}
 """torch's products, and how many dims their operands have."""
 ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": 2, "_scaled_dot_product_flash_attention_for_cpu_backward": 5}
@@ -67,10 +65,9 @@ class Owners:
                 continue
             module.register_forward_pre_hook(lambda module, given, name=name: self.enter(name))
             module.register_forward_hook(lambda module, given, result, name=name: self.leave(name), always_call=True)
-            for method in CALLED:
-                if callable(getattr(module, method, None)) and not isinstance(getattr(module, method), nn.Module):
-                    called = name if method != "head" else "head"
-                    object.__setattr__(module, method, self._around(called, getattr(module, method)))
+            head = getattr(module, "head", None)  # a method that is called beside `forward`
+            if callable(head) and not isinstance(head, nn.Module):
+                object.__setattr__(module, "head", self._around("head", head))
             for parameter in module.parameters(recurse=False):
                 self._parameters[parameter.untyped_storage()._cdata] = self._owner(name)
 
@@ -94,7 +91,7 @@ class Owners:
         self._left = self._names.pop().cell
         if name == self._last and current_node() is None:
             self._root = LEAVE
-        self._own(self._names[-1] if self._names and self._names[-1].layer else Owner(self._root, self._root))
+        self._own(self.inside)
 
     @property
     def inside(self) -> Owner:

@@ -39,7 +39,8 @@ def table(matrix: Distributed) -> list[str]:
     for rank in range(grid.size):
         coordinates = grid.coordinates_of(rank)
         if layout.holds_block(coordinates):
-            rows, columns = (_hashable(part) for part in layout.runs(matrix.shape, grid.shape, coordinates))
+            runs = layout.runs(matrix.shape, grid.shape, coordinates)
+            rows, columns = (tuple((run.start, run.stop) for run in part) for part in runs)
             holders.setdefault((rows, columns), []).append(grid.ranks[rank])
     lines, across = (sorted({key[dim] for key in holders}) for dim in (0, 1))
     table = [["rows \\ columns", *map(_written, across)]]
@@ -47,10 +48,6 @@ def table(matrix: Distributed) -> list[str]:
         table.append([_written(rows), *(" ".join(map(str, holders[rows, columns])) for columns in across)])
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
-
-
-def _hashable(runs: tuple[slice, ...]) -> RangePairs:
-    return tuple((run.start, run.stop) for run in runs)
 
 
 def _written(runs: RangePairs) -> str:

@@ -6,25 +6,22 @@ from typing import Any, NamedTuple
 
 from ..comm.arrays import empty
 from ..errors import LayoutError, ShapeError
-from ..layout.redistribute import Ownership
 from .algorithms.checks import agree_on_out
 from .algorithms.plan import ProductPlan
 from .describe import summary
 from .distributed import Distributed, Matrix, check_kind
 from .executors import executors_of
-from .recognise import Operand, product_of
+from .recognise import product_of
 
 KEPT_BINDINGS = 1024
 
 
 class Bound(NamedTuple):
-    """The plan of a product, whether it reads each operand as its .T, and the layout and shape of C."""
+    """The plan of a product, and whether it reads each operand as its .T."""
 
     plan: ProductPlan
     a_transposed: bool
     b_transposed: bool
-    c_layout: Ownership
-    c_shape: tuple[int, int]
 
 
 def matmul(
@@ -64,8 +61,9 @@ def matmul(
         )
     grid = a.grid
     bound = _bound(a, b, form, algorithm, options)
-    if out is not None and (out.grid is not grid or out.layout != bound.c_layout or tuple(out.shape) != bound.c_shape):
-        product = f"the product is {bound.c_shape[0]}×{bound.c_shape[1]} in {bound.c_layout} on {grid}"
+    layout, shape = bound.plan.c_layout, bound.plan.c_shape
+    if out is not None and (out.grid is not grid or out.layout != layout or tuple(out.shape) != shape):
+        product = f"the product is {shape[0]}×{shape[1]} in {layout} on {grid}"
         raise LayoutError(f"out is {summary(out)}; {product}.")
     left, right = a.block.T if bound.a_transposed else a.block, b.block.T if bound.b_transposed else b.block
     if grid.inside:
@@ -75,7 +73,7 @@ def matmul(
             block = executor.run(left, right, None if out is None else out.block, alpha, beta)
     else:
         block = empty((0, 0), left)
-    return a.with_block(block, bound.c_layout, bound.c_shape) if out is None else out
+    return a.with_block(block, layout, shape) if out is None else out
 
 
 def _check_operands(a: Any, b: Any, out: Any) -> None:
@@ -91,9 +89,8 @@ def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, opt
     key = (a.layout, a.shape, a.is_transposed, b.layout, b.shape, b.is_transposed, form, algorithm, *options.items())
     bound = kept.get(key)
     if bound is None:
-        sides = Operand(a.layout, a.shape, a.is_transposed), Operand(b.layout, b.shape, b.is_transposed)
-        plan, a_transposed, b_transposed = product_of(*sides, a.grid.shape, form, algorithm, options)
+        found = product_of(a, b, a.grid.shape, form, algorithm, options)
         if len(kept) >= KEPT_BINDINGS:
             kept.clear()
-        bound = kept[key] = Bound(plan, a_transposed, b_transposed, plan.c_layout, plan.c_shape)
+        bound = kept[key] = Bound(*found)
     return bound

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array, cast, dtype_name, is_half, is_torch, library_of, numpy_dtype
+from ..comm.arrays import Array, cast, copy_into, dtype_name, empty, is_half, numpy_dtype
 from ..comm.convert import converted
 from ..comm.grid import Grid
 from ..errors import ConfigError, LayoutError, ShapeError
 from ..layout.cyclic import BlockCyclic, Ownership, ownership
 from ..layout.distribute import collect
 from ..layout.layout import Layout
-from ..layout.redistribute import redistribute, taken
+from ..layout.redistribute import indices, redistribute, taken
 from . import describe, files, norms
 from .distributed import Distributed, check_kind, check_sizes
 from .matmul import matmul
@@ -41,7 +41,8 @@ class DistMatrix(Distributed):
         """The part that this rank holds of a matrix that every rank holds; a copy. Moves nothing."""
         layout = ownership(layout)
         runs = layout.runs(tuple(whole.shape), grid.shape, grid.coordinates)
-        return cls(_ordered_copy(taken(whole, runs)), layout, grid, (whole.shape[0], whole.shape[1]))
+        part = taken(whole, runs)
+        return cls(copy_into(empty(part.shape, part), part), layout, grid, (whole.shape[0], whole.shape[1]))
 
     @classmethod
     def from_function(
@@ -67,7 +68,7 @@ class DistMatrix(Distributed):
         check_sizes(shape)
         layout = ownership(layout)
         dtype = numpy_dtype(dtype)
-        rows, columns = (_indices(runs) for runs in layout.runs(shape, grid.shape, grid.coordinates))
+        rows, columns = (indices(runs) for runs in layout.runs(shape, grid.shape, grid.coordinates))
         values = np.broadcast_to(function(rows[:, None], columns[None, :]), (len(rows), len(columns)))
         if np.iscomplexobj(values) and dtype.kind != "c":
             raise ShapeError(f"The function's values are complex, and dtype {dtype} is not. Give it a complex dtype.")
@@ -193,16 +194,3 @@ class DistMatrix(Distributed):
         if isinstance(value, float) and name.startswith("int"):
             raise ShapeError(f"{value} times a {name} matrix is not {name}. Make the matrix float64, or take a whole factor.")
         return value
-
-
-def _ordered_copy(part: Array) -> Array:
-    """A C-ordered copy of a part of another array."""
-    if is_torch(part):
-        import torch
-
-        return part.clone(memory_format=torch.contiguous_format)
-    return library_of(part).array(part, order="C")
-
-
-def _indices(runs: tuple[slice, ...]) -> np.ndarray:
-    return np.concatenate([np.arange(run.start, run.stop) for run in runs] or [np.arange(0)])

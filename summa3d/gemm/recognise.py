@@ -12,15 +12,8 @@ from ..layout.redistribute import Ownership
 from .algorithms.plan import ProductPlan
 from .algorithms.registry import ALGORITHMS
 from .algorithms.registry import algorithm as named
+from .distributed import Distributed
 from .local.strides import OTHER_OP
-
-
-class Operand(NamedTuple):
-    """An operand's layout and shape, and `is_transposed` as in `Distributed`."""
-
-    layout: Ownership
-    shape: tuple[int, int]
-    is_transposed: bool
 
 
 class Reading(NamedTuple):
@@ -32,7 +25,7 @@ class Reading(NamedTuple):
 
 
 def product_of(
-    a: Operand, b: Operand, grid_shape: Mapping[str, int], form: str, algorithm: str | None, options: Mapping[str, Any]
+    a: Distributed, b: Distributed, grid_shape: Mapping[str, int], form: str, algorithm: str | None, options: Mapping[str, Any]
 ) -> tuple[ProductPlan, bool, bool]:
     """The plan whose layouts the operands have, and whether it reads A, and B, as the transpose of their .T.
 
@@ -107,7 +100,7 @@ def plan_of(
     return None
 
 
-def _readings(operand: Operand, letter: str) -> list[Reading]:
+def _readings(operand: Distributed, letter: str) -> list[Reading]:
     """The matrix under op `letter`, and its transpose under the other op; what lies C-ordered in memory first.
 
     Blocks are not asked: an empty one has every order, and ranks must read alike.

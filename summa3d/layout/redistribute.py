@@ -324,7 +324,12 @@ def _short(runs: tuple[Runs, ...]) -> bool:
 
 
 def _open_mesh(runs: tuple[Runs, ...]) -> tuple[np.ndarray, ...]:
-    return np.ix_(*(np.concatenate([np.arange(run.start, run.stop) for run in part] or [np.arange(0)]) for part in runs))
+    return np.ix_(*map(indices, runs))
+
+
+def indices(runs: Runs) -> np.ndarray:
+    """The indices in the ranges, in their order."""
+    return np.concatenate([np.arange(run.start, run.stop) for run in runs] or [np.arange(0)])
 
 
 def _boxes(runs: tuple[Runs, ...]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:

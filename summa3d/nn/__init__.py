@@ -25,29 +25,24 @@ if TYPE_CHECKING:
     from .parameter import ShardedParameter, initialise
     from .schemes.scheme import Scheme, scheme
 
-HOME = {
-    "BERT": "models.bert",
-    "GPT": "models.gpt",
-    "MLP": "layers.mlp",
-    "Batch": "layers.dropout",
-    "Block": "models.block",
-    "Dropout": "layers.dropout",
-    "Embedding": "layers.embedding",
-    "GatedMLP": "layers.mlp",
-    "LayerNorm": "layers.norm",
-    "Linear": "layers.linear",
-    "Llama": "models.llama",
-    "ModelConfig": "config",
-    "Positions": "layers.embedding",
-    "RMSNorm": "layers.norm",
-    "Scheme": "schemes.scheme",
-    "ShardedParameter": "parameter",
-    "ViT": "models.vit",
-    "build": "models.registry",
-    "cross_entropy": "layers.loss",
-    "initialise": "parameter",
-    "scheme": "schemes.scheme",
+MODULES = {
+    "config": ("ModelConfig",),
+    "layers.dropout": ("Batch", "Dropout"),
+    "layers.embedding": ("Embedding", "Positions"),
+    "layers.linear": ("Linear",),
+    "layers.loss": ("cross_entropy",),
+    "layers.mlp": ("MLP", "GatedMLP"),
+    "layers.norm": ("LayerNorm", "RMSNorm"),
+    "models.bert": ("BERT",),
+    "models.block": ("Block",),
+    "models.gpt": ("GPT",),
+    "models.llama": ("Llama",),
+    "models.registry": ("build",),
+    "models.vit": ("ViT",),
+    "parameter": ("ShardedParameter", "initialise"),
+    "schemes.scheme": ("Scheme", "scheme"),
 }
+HOME = {name: module for module, names in MODULES.items() for name in names}
 __all__ = [
     "BERT",
     "GPT",

@@ -35,8 +35,8 @@ def test_layer_norm_over_split_rows_and_its_gradients_are_torchs(fused, dtype, w
         row_sums = torch.stack((weighted.sum(-1), (weighted * normal_x).sum(-1)), -1).to(mean.dtype)
         got = []
         for part, of_y, g, b in blocks:
-            y = fused.layer_norm(part, mean, inverse, g, b)
-            of_x, vectors = fused.layer_norm_gradient(of_y, part, g, mean, inverse, columns, instead(row_sums))
+            y = fused.norm(part, mean, inverse, g, b)
+            of_x, vectors = fused.norm_gradient(of_y, part, g, mean, inverse, columns, instead(row_sums))
             got.append((y, of_x, *vectors))
         for values, result in zip(zip(*got, strict=True), (want.detach(), *(t.grad for t in wide)), strict=True):
             assert_close(torch.cat(values, -1), result, dtype, times=6)
@@ -51,12 +51,14 @@ def test_rms_norm_over_split_rows_and_its_gradients_are_torchs(fused, dtype, way
         want = rms_norm(*wide)
         want.backward(grad.double())
         blocks = list(zip(*(t.tensor_split(ways, -1) for t in (x, grad, gamma)), strict=True))
-        inverse = fused.rms_inverse(sum(fused.rms_sums(block[0]) for block in blocks), columns, EPS, dtype)
+        sums = sum(fused.norm_sums(block[0], centred=False) for block in blocks)
+        mean, inverse = fused.norm_statistics(sums, columns, EPS, dtype)
+        assert mean is None
         along = (grad.double() * gamma.double() * x.double() * inverse).sum(-1, keepdim=True).to(inverse.dtype)
         got = []
         for part, of_y, g in blocks:
-            of_x, of_gamma = fused.rms_norm_gradient(of_y, part, g, inverse, columns, instead(along))
-            got.append((fused.rms_norm(part, inverse, g), of_x, of_gamma))
+            of_x, (of_gamma,) = fused.norm_gradient(of_y, part, g, None, inverse, columns, instead(along))
+            got.append((fused.norm(part, None, inverse, g, None), of_x, of_gamma))
         for values, result in zip(zip(*got, strict=True), (want.detach(), *(t.grad for t in wide)), strict=True):
             assert_close(torch.cat(values, -1), result, dtype, times=6)
 
@@ -76,10 +78,10 @@ def test_what_backward_sums_over_ranks_is_what_the_formulas_say(fused, dtype, na
             return instead(sums)(sums)
 
         if name == "layer":
-            fused.layer_norm_gradient(grad, x, gamma, mean, inverse, columns, start)
+            fused.norm_gradient(grad, x, gamma, mean, inverse, columns, start)
             want = [weighted.sum(-1), (weighted * (x.double() - mean) * inverse).sum(-1)]
         else:
-            fused.rms_norm_gradient(grad, x, gamma, inverse, columns, start)
+            fused.norm_gradient(grad, x, gamma, None, inverse, columns, start)
             want = [(weighted * x.double() * inverse).sum(-1)]
         assert started[0].dtype == narrow
         scale = torch.linalg.vector_norm(weighted, dim=-1).max()  # sums cancel: close on the scale of what is summed
@@ -92,7 +94,7 @@ def test_row_sums_are_as_accurate_as_the_references(fused, dtype):
     want = torch.stack((x.double().sum(-1), x.double().square().sum(-1)), -1)
     got = fused.norm_sums(x)
     assert got.dtype == wide_dtype(dtype) == reference.norm_sums(x).dtype
-    assert torch.equal(fused.rms_sums(x)[:, 0], got[:, 1])
+    assert torch.equal(fused.norm_sums(x, centred=False)[:, 0], got[:, 1])
     close = 1e-15 if got.dtype == torch.float64 else 3e-7
     assert ((got.double() - want).abs() <= close * want).all()
     mean, inverse = fused.norm_statistics(got, 517, EPS, dtype)

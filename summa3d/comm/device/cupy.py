@@ -6,6 +6,7 @@ Every method is one call or two, so that code which only a GPU can run stays eas
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,10 @@ class CupyBackend:
             raise ConfigError(f"Device arrays are communicated by CuPy, which cannot be imported here: {error}.") from error
         self._cuda = cupy.cuda
         self._nccl: Any = None
-        try:
+        with suppress(ImportError):
             from cupy.cuda import nccl
 
             self._nccl = nccl if nccl.available else None
-        except ImportError:
-            self._nccl = None
 
     @property
     def nccl(self) -> Any:

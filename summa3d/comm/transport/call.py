@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -59,6 +59,19 @@ class Call:
     tag: int = 0
     parts: Array | None = None
     receive_sizes: Sequence[int] | None = None
+
+
+class Counts(NamedTuple):
+    """The elements that one member of an all-to-all sends to each member, and those that it receives from each.
+
+    equal : whether all pieces of all members have one size. largest : how many elements any member sends or receives at most;
+    None, not known. All members must take the same way, so neither can be read off one member's counts.
+    """
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    equal: bool = False
+    largest: int | None = None
 
 
 class Carried:

@@ -36,7 +36,6 @@ class CudaAwareTransport(HostTransport):
         super().__init__(limit)
         self.backend = backend
         self.stream = backend.stream()
-        self.waited = 0.0
 
     def memory(self, array: Array) -> DeviceMemory:
         """The memory of `array`; blocks the host until the caller's stream has finished."""
@@ -44,11 +43,6 @@ class CudaAwareTransport(HostTransport):
         self.backend.record(self.backend.current(array)).synchronize()
         self.waited += time.perf_counter() - began
         return DeviceMemory(self.backend, address(array), count(array), array.itemsize)
-
-    def on_host(self, seconds: float) -> float:
-        """`seconds` without the time in which the host waited for the caller's stream."""
-        waited, self.waited = self.waited, 0.0
-        return max(0.0, seconds - waited)
 
     def buffer(self, memory: Any) -> Any:
         """`memory` as a CUDA array, which mpi4py reads."""

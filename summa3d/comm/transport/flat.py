@@ -5,30 +5,31 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ..arrays import (
-    Array,
-    cast,
-    contiguous,
-    copy_into,
-    count,
-    delivered,
-    empty,
-    is_contiguous,
-    is_half,
-    overlap,
-    sum_parts,
-    swap_front,
-    widen,
-)
-from .call import Call, Carried, Members
+from ..arrays import Array, cast, contiguous, copy_into, count, empty, is_contiguous, is_half, move_dim, overlap, sum_parts, widen
+from .call import Call, Carried, Counts, Members
 
 
 class FlatTransport:
     """A transport of flat, C-contiguous memory.
 
     Subclasses provide all_gather, all_to_all, all_reduce, broadcast, reduce, send and receive on flat arrays, which return the
-    requests in flight, and `operation` and `sums_parts` (HostTransport documents each).
+    requests in flight, and `operation` (HostTransport documents each).
     """
+
+    waited = 0.0
+    """Seconds of the last call or wait in which the host waited for the device."""
+
+    def sums_parts(self, array: Array) -> bool:
+        """Whether `reduce_scatter` is there for arrays like this one.
+
+        Else the sum is the caller's, after an `all_to_all`, in the members' order, and the same in every run.
+        """
+        return False
+
+    def on_host(self, seconds: float) -> float:
+        """The part of the last call's or wait's `seconds` that the ledger counts as communication on the host."""
+        waited, self.waited = self.waited, 0.0
+        return max(0.0, seconds - waited)
 
     def carry(self: Any, call: Call, members: Members) -> Carried:
         """Begin `call`; a blocking one completes on the host. Raises ShapeError for a dtype that it does not support."""
@@ -37,7 +38,7 @@ class FlatTransport:
     def carry_all_gather(self: Any, call: Call, members: Members) -> Carried:
         """Begin an all-gather; along another dim than 0 the result is transposed when it has arrived."""
         dim, into = call.dim, call.into
-        front = contiguous(swap_front(call.array, dim))
+        front = contiguous(move_dim(call.array, dim, 0))
         rest = prod(front.shape[1:])
         direct = into is not None and dim == 0 and is_contiguous(into) and not overlap(into, front)
         out = into if direct else empty((sum(call.sizes), *front.shape[1:]), call.array)
@@ -48,7 +49,7 @@ class FlatTransport:
         """Begin a reduce-scatter: the transport's own where it sums, else an all-to-all and a local sum in the members' order."""
         array, dim, sizes, into = call.array, call.dim, call.sizes, call.into
         self.operation(array, "sum")
-        front = contiguous(swap_front(array, dim))
+        front = contiguous(move_dim(array, dim, 0))
         own, rest = sizes[members.index], prod(front.shape[1:])
         counts, shape = [size * rest for size in sizes], (own, *front.shape[1:])
         direct = into is not None and dim == 0
@@ -59,8 +60,8 @@ class FlatTransport:
         whole = (members.size, *shape)
         parts = members.ledger.track(empty(whole, array)) if call.parts is None else call.parts.reshape(whole)
         equal, largest = len(set(sizes)) == 1, max(count(front), members.size * max(sizes) * rest)
-        from_each = [own * rest] * members.size
-        requests = self.all_to_all(members.comm, front, counts, parts, from_each, call.blocking, equal=equal, largest=largest)
+        cut = Counts(counts, [own * rest] * members.size, equal, largest)
+        requests = self.all_to_all(members.comm, front, parts, cut, call.blocking)
 
         def finish() -> Array:
             out = sum_parts(parts, into if direct else empty(shape, parts))
@@ -107,12 +108,12 @@ class FlatTransport:
 
     def carry_all_to_all(self: Any, call: Call, members: Members) -> Carried:
         """Begin an all-to-all of the pieces along `call.dim`."""
-        front = contiguous(swap_front(call.array, call.dim))
+        front = contiguous(move_dim(call.array, call.dim, 0))
         rest, equal = prod(front.shape[1:]), call.receive_sizes is None
         received = call.sizes if call.receive_sizes is None else call.receive_sizes
         out = empty((sum(received), *front.shape[1:]), call.array)
-        counts, out_counts = [size * rest for size in call.sizes], [size * rest for size in received]
-        requests = self.all_to_all(members.comm, front, counts, out, out_counts, call.blocking, equal)
+        counts = Counts([size * rest for size in call.sizes], [size * rest for size in received], equal)
+        requests = self.all_to_all(members.comm, front, out, counts, call.blocking)
         return Carried(requests, lambda: delivered(out, call.dim, None), (front, out), call.array)
 
     def carry_send(self: Any, call: Call, members: Members) -> Carried:
@@ -124,3 +125,9 @@ class FlatTransport:
         """Begin receiving in place from the member `call.root`."""
         requests = self.receive(members.comm, call.array, call.root, call.tag)
         return Carried(requests, lambda: call.array, None, call.array)
+
+
+def delivered(out: Array, dim: int, into: Array | None) -> Array:
+    """`out`, gathered with its dim in front, in the caller's order of dims."""
+    result = move_dim(out, 0, dim)
+    return contiguous(result) if into is None else copy_into(into, result)

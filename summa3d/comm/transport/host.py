@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from ...errors import ShapeError
 from ..arrays import Array, dtype_name, raw
-from .call import Requests
+from .call import Counts, Requests
 from .flat import FlatTransport
 from .p2p import exchange, pieces
 from .progress import IN_FLIGHT
@@ -73,10 +73,6 @@ class HostTransport(FlatTransport):
         """target = source, both memory; complete on return."""
         np.copyto(target, source)
 
-    def on_host(self, seconds: float) -> float:
-        """The part of the last call's or wait's `seconds` that the ledger counts as communication on the host."""
-        return seconds
-
     def close(self) -> None:
         """Release what the transport holds; nothing here."""
 
@@ -92,50 +88,24 @@ class HostTransport(FlatTransport):
             call = comm.Allgather if blocking else comm.Iallgather
             return _started(call([self.buffer(send), counts[0], kind], [self.buffer(receive), counts[0], kind]))
         vcall = comm.Allgatherv if blocking else comm.Iallgatherv
-        return _started(
-            vcall([self.buffer(send), counts[comm.rank], kind], [self.buffer(receive), counts, _offsets(counts), kind])
-        )
+        own = [self.buffer(send), counts[comm.rank], kind]
+        return _started(vcall(own, [self.buffer(receive), counts, _offsets(counts), kind]))
 
-    def all_to_all(
-        self,
-        comm: MPI.Comm,
-        array: Array,
-        counts: Sequence[int],
-        out: Array,
-        out_counts: Sequence[int],
-        blocking: bool,
-        equal: bool = False,
-        largest: int | None = None,
-    ) -> Requests:
-        """Piece i of `array` goes to member i; out = the pieces received, one after the other.
-
-        `equal` says that all pieces of all members have one size, `largest` how many elements any member sends or receives at
-        most (None: not known). All members must take the same way, so neither can be read off one member's counts.
-        """
+    def all_to_all(self, comm: MPI.Comm, array: Array, out: Array, counts: Counts, blocking: bool) -> Requests:
+        """Piece i of `array` goes to member i; out = the pieces received, one after the other."""
         kind, send, receive = self.datatype(array), self.memory(array), self.memory(out)
-        largest = sum(counts) if equal else largest
+        largest = sum(counts.sent) if counts.equal else counts.largest
         if self.limit < LARGE and (largest is None or largest > self.limit):
-            sends, receives = _parts(send, counts), _parts(receive, out_counts)
+            sends, receives = _parts(send, counts.sent), _parts(receive, counts.received)
             requests = exchange(comm, sends, receives, kind, self.limit, self.buffer)
             self.copy(receives[comm.rank], sends[comm.rank])
             return _finish(requests, blocking)
-        if equal:
-            call = comm.Alltoall if blocking else comm.Ialltoall
-            return _started(call([self.buffer(send), counts[0], kind], [self.buffer(receive), counts[0], kind]))
+        if counts.equal:
+            call, each = comm.Alltoall if blocking else comm.Ialltoall, counts.sent[0]
+            return _started(call([self.buffer(send), each, kind], [self.buffer(receive), each, kind]))
         vcall = comm.Alltoallv if blocking else comm.Ialltoallv
-        return _started(
-            vcall(
-                [self.buffer(send), counts, _offsets(counts), kind],
-                [self.buffer(receive), out_counts, _offsets(out_counts), kind],
-            )
-        )
-
-    def sums_parts(self, array: Array) -> bool:
-        """Whether `reduce_scatter` is there for arrays like this one.
-
-        Else the sum is the caller's, after an `all_to_all`, in the members' order, and the same in every run.
-        """
-        return False
+        leaving = [self.buffer(send), counts.sent, _offsets(counts.sent), kind]
+        return _started(vcall(leaving, [self.buffer(receive), counts.received, _offsets(counts.received), kind]))
 
     def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, op: str, blocking: bool) -> Requests:
         """out = the reduction of all members' arrays; `out` may be `array` itself."""

@@ -6,6 +6,7 @@ The host never waits: events order NCCL's work after the caller's stream, and th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +16,7 @@ from ...errors import GridError
 from ..arrays import Array, address, count, dtype_name, is_half
 from ..profile.timeline import Span, Timed, Timeline
 from .arrival import Arrival, Held
-from .call import Requests
+from .call import Counts, Requests
 from .host import LARGE, HostTransport
 
 DATATYPES = {
@@ -75,7 +76,7 @@ class NcclTransport(HostTransport):
             if len(set(counts)) == 1:
                 self.communicator.allGather(address(block), address(out), counts[0] * width, kind, stream)
                 return
-            with self._group():  # one broadcast from each member, straight to where its block belongs
+            with _Group(self.nccl):  # one broadcast from each member, straight to where its block belongs
                 for member, part in self._parts(out, counts):
                     source = address(block) if member == comm.rank else part
                     if counts[member]:
@@ -83,30 +84,20 @@ class NcclTransport(HostTransport):
 
         return self._launched(queue if sum(counts) else None, (block, out))
 
-    def all_to_all(
-        self,
-        comm: MPI.Comm,
-        array: Array,
-        counts: Sequence[int],
-        out: Array,
-        out_counts: Sequence[int],
-        blocking: bool,
-        equal: bool = False,
-        largest: int | None = None,
-    ) -> Requests:
+    def all_to_all(self, comm: MPI.Comm, array: Array, out: Array, counts: Counts, blocking: bool) -> Requests:
         """As HostTransport's, by one group of sends and receives; `equal` and `largest` have no effect."""
         kind, width = self._kind(array)
 
         def queue(stream: int) -> None:
-            with self._group():
-                for member, part in self._parts(array, counts):
-                    if counts[member]:
-                        self.communicator.send(part, counts[member] * width, kind, member, stream)
-                for member, part in self._parts(out, out_counts):
-                    if out_counts[member]:
-                        self.communicator.recv(part, out_counts[member] * width, kind, member, stream)
+            with _Group(self.nccl):
+                for member, part in self._parts(array, counts.sent):
+                    if counts.sent[member]:
+                        self.communicator.send(part, counts.sent[member] * width, kind, member, stream)
+                for member, part in self._parts(out, counts.received):
+                    if counts.received[member]:
+                        self.communicator.recv(part, counts.received[member] * width, kind, member, stream)
 
-        return self._launched(queue if sum(counts) or sum(out_counts) else None, (array, out))
+        return self._launched(queue if sum(counts.sent) or sum(counts.received) else None, (array, out))
 
     def sums_parts(self, array: Array) -> bool:
         """NCCL sums all but 16-bit floats, which the caller sums in float32."""
@@ -121,7 +112,7 @@ class NcclTransport(HostTransport):
             if len(set(counts)) == 1:
                 self.communicator.reduceScatter(address(array), address(out), counts[0] * width, kind, operation, stream)
                 return
-            with self._group():  # one reduction onto each member, of its part
+            with _Group(self.nccl):  # one reduction onto each member, of its part
                 for member, part in self._parts(array, counts):
                     target = address(out) if member == comm.rank else part  # which is written at its root only
                     if counts[member]:
@@ -131,33 +122,21 @@ class NcclTransport(HostTransport):
 
     def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, op: str, blocking: bool) -> Requests:
         """As HostTransport's, queued on this transport's stream."""
-        operation = self._operation(array, op)
-        kind, width = self._kind(array)
-
-        def queue(stream: int) -> None:
-            self.communicator.allReduce(address(array), address(out), count(array) * width, kind, operation, stream)
-
+        operation, (kind, width) = self._operation(array, op), self._kind(array)
+        queue = partial(self.communicator.allReduce, address(array), address(out), count(array) * width, kind, operation)
         return self._launched(queue if count(array) else None, (array, out))
 
     def broadcast(self, comm: MPI.Comm, array: Array, root: int, blocking: bool) -> Requests:
         """As HostTransport's, queued on this transport's stream."""
         kind, width = self._kind(array)
-
-        def queue(stream: int) -> None:
-            self.communicator.broadcast(address(array), address(array), count(array) * width, kind, root, stream)
-
+        queue = partial(self.communicator.broadcast, address(array), address(array), count(array) * width, kind, root)
         return self._launched(queue if count(array) else None, (array,))
 
     def reduce(self, comm: MPI.Comm, array: Array, out: Array | None, op: str, root: int, blocking: bool) -> Requests:
         """As HostTransport's, queued on this transport's stream."""
-        operation = self._operation(array, op)
-        kind, width = self._kind(array)
+        operation, (kind, width) = self._operation(array, op), self._kind(array)
         target = array if out is None else out
-
-        def queue(stream: int) -> None:
-            size = count(array) * width
-            self.communicator.reduce(address(array), address(target), size, kind, operation, root, stream)
-
+        queue = partial(self.communicator.reduce, address(array), address(target), count(array) * width, kind, operation, root)
         return self._launched(queue if count(array) else None, (array, target))
 
     def send(self, comm: MPI.Comm, array: Array, to: int, tag: int) -> Requests:
@@ -185,7 +164,7 @@ class NcclTransport(HostTransport):
             return
 
         def queue(stream: int) -> None:
-            with self._group():
+            with _Group(self.nccl):
                 for message in messages:
                     kind, width = self._kind(message.array)
                     call = self.communicator.send if message.sends else self.communicator.recv
@@ -238,9 +217,6 @@ class NcclTransport(HostTransport):
         """Each member, and where its part of `array` begins."""
         starts = [0, *accumulate(counts)][:-1]
         return [(member, address(array) + start * array.itemsize) for member, start in enumerate(starts)]
-
-    def _group(self) -> _Group:
-        return _Group(self.nccl)
 
 
 class _Group:

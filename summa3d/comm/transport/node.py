@@ -119,11 +119,11 @@ def _begun(buffer: NodeBuffer, call: Call, slot: Slot | None, host: HostTranspor
     elif call.operation == "broadcast":
         taken = broadcast(buffer, call.array, call.root)
     elif call.operation == "reduce":
-        taken = reduce(buffer, array, call.root, call.op, call.into)
+        taken = reduce(buffer, array, call.op, call.into, call.root)
     elif array.itemsize * count(array) > ALL_REDUCE_LIMIT:
         return all_reduce_in_parts(buffer, array, call.into, call.blocking, host)
     else:
-        taken = all_reduce(buffer, array, call.op, call.into)
+        taken = reduce(buffer, array, call.op, call.into)
     return None if taken is None else taken.result
 
 
@@ -165,13 +165,7 @@ def all_gather(buffer: NodeBuffer, block: Array, dim: int, sizes: Sequence[int],
 
 
 def reduce_scatter(
-    buffer: NodeBuffer,
-    array: Array,
-    dim: int,
-    sizes: Sequence[int],
-    into: Array | None,
-    blocking: bool,
-    slot: Slot | None = None,
+    buffer: NodeBuffer, array: Array, dim: int, sizes: Sequence[int], into: Array | None, blocking: bool, slot: Slot | None = None
 ) -> Slot | None:
     """`Axis.reduce_scatter`: every member reads its part of every array, and adds them in the members' order.
 
@@ -206,22 +200,6 @@ def reduce_scatter(
         out = into if into is not None else empty(part_of(buffer.index).shape, like)
         slot.wait_for_all()
         return _reduced(buffer, part_of, out, "sum")
-
-    slot.read = read
-    return slot
-
-
-def all_reduce(buffer: NodeBuffer, array: Array, op: str, into: Array | None) -> Slot | None:
-    """`Axis.all_reduce`: every member reads every array, in the members' order, so that all have the same bits."""
-    posted = _posted_whole(buffer, array)
-    if posted is None:
-        return None
-    slot, part_of = posted
-
-    def read() -> Array:
-        slot.wait_for_all()
-        first = part_of(0)
-        return _reduced(buffer, part_of, empty(first.shape, first) if into is None else into, op)
 
     slot.read = read
     return slot
@@ -276,26 +254,8 @@ def broadcast(buffer: NodeBuffer, array: Array, root: int) -> Slot | None:
     return slot
 
 
-def reduce(buffer: NodeBuffer, array: Array, root: int, op: str, into: Array | None) -> Slot | None:
-    """`Axis.reduce`: the root reads every array."""
-    posted = _posted_whole(buffer, array)
-    if posted is None:
-        return None
-    slot, part_of = posted
-
-    def read() -> Array | None:
-        if buffer.index != root:
-            return None
-        slot.wait_for_all()
-        first = part_of(0)
-        return _reduced(buffer, part_of, empty(first.shape, first) if into is None else into, op)
-
-    slot.read = read
-    return slot
-
-
-def _posted_whole(buffer: NodeBuffer, array: Array) -> tuple[Slot, Callable[[int], Array]] | None:
-    """Copy this member's whole array into a slot and post it; returns the slot, and a function from member to its part."""
+def reduce(buffer: NodeBuffer, array: Array, op: str, into: Array | None, root: int | None = None) -> Slot | None:
+    """`Axis.reduce`, or without a root `Axis.all_reduce`: every array is read in the members' order, for the same bits on all."""
     whole, shape = count(array), tuple(array.shape)
     slot = buffer.take(buffer.size * whole * array.itemsize)
     if slot is None:
@@ -303,7 +263,19 @@ def _posted_whole(buffer: NodeBuffer, array: Array) -> tuple[Slot, Callable[[int
     like = slot.sample(array)
     copy_into(slot.held(like, buffer.index * whole, shape), array)
     slot.post()
-    return slot, lambda member: slot.held(like, member * whole, shape)
+
+    def part_of(member: int) -> Array:
+        return slot.held(like, member * whole, shape)
+
+    def read() -> Array | None:
+        if root not in (None, buffer.index):
+            return None
+        slot.wait_for_all()
+        first = part_of(0)
+        return _reduced(buffer, part_of, empty(first.shape, first) if into is None else into, op)
+
+    slot.read = read
+    return slot
 
 
 def _reduced(buffer: NodeBuffer, part_of: Callable[[int], Array], out: Array, op: str) -> Array:

@@ -115,6 +115,8 @@ class NodeBuffer:
     leaves nothing behind; each process unmaps it by itself.
     """
 
+    slot_type: ClassVar[type[Slot]] = Slot
+
     def __init__(self, comm: MPI.Intracomm, flags: Flags) -> None:
         self.comm, self.size, self.index, self.flags = comm, comm.size, comm.rank, flags
         self.number = 0
@@ -172,7 +174,7 @@ class NodeBuffer:
                 self.slots[place] = None
                 self.flags.set(self.flag(CLOSED, self.index, number), number)
                 return None
-            slot = self.slots[place] = Slot(self, number, memory)
+            slot = self.slots[place] = self.slot_type(self, number, memory)
             return slot
         except BaseException as error:
             self.fail(error)

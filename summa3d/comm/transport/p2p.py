@@ -16,12 +16,7 @@ def pieces(n: int, limit: int) -> list[slice]:
 
 
 def exchange(
-    comm: MPI.Comm,
-    sends: Sequence[Any],
-    receives: Sequence[Any],
-    kind: MPI.Datatype,
-    limit: int,
-    buffer: Callable[[Any], Any],
+    comm: MPI.Comm, sends: Sequence[Any], receives: Sequence[Any], kind: MPI.Datatype, limit: int, buffer: Callable[[Any], Any]
 ) -> list[MPI.Request]:
     """Start sending sends[i] to member i and receiving receives[i] from it, for all members but this one.
 
@@ -33,7 +28,6 @@ def exchange(
         parts = pieces(len(receives[source]), limit)
         requests += [comm.Irecv([buffer(receives[source][part]), kind], source, EXCHANGE_TAG) for part in parts]
     for target in others:
-        requests += [
-            comm.Isend([buffer(sends[target][part]), kind], target, EXCHANGE_TAG) for part in pieces(len(sends[target]), limit)
-        ]
+        parts = pieces(len(sends[target]), limit)
+        requests += [comm.Isend([buffer(sends[target][part]), kind], target, EXCHANGE_TAG) for part in parts]
     return requests

@@ -13,7 +13,7 @@ from ..arrays import Array, address, count, dtype_name
 from ..device.backend import Backend
 from ..profile.timeline import Span, Timed, Timeline
 from .arrival import Held
-from .call import Requests
+from .call import Counts, Requests
 from .flat import FlatTransport
 from .host import HostTransport
 
@@ -94,16 +94,6 @@ class PinnedTransport(FlatTransport):
         self.stream = self.backend.stream()
         self.held, self.buffers = Held(), Buffers(self.backend)
         self.in_flight: set[PinnedTransfer] = set()
-        self.waited = 0.0
-
-    def sums_parts(self, array: Array) -> bool:
-        """Never: the caller sums after an all-to-all, in the members' order."""
-        return False
-
-    def on_host(self, seconds: float) -> float:
-        """`seconds` without the D2H copies that the host waited for; those and the H2D copies are in the device's spans."""
-        waited, self.waited = self.waited, 0.0
-        return max(0.0, seconds - waited)
 
     def close(self) -> None:
         """Wait for the H2D copies in flight."""
@@ -114,21 +104,10 @@ class PinnedTransport(FlatTransport):
         sent, received = self._to_host(block), self._pinned(out)
         return self._started(self.host.all_gather(comm, sent.host, received.host, counts, False), sent, received)
 
-    def all_to_all(
-        self,
-        comm: MPI.Comm,
-        array: Array,
-        counts: Sequence[int],
-        out: Array,
-        out_counts: Sequence[int],
-        blocking: bool,
-        equal: bool = False,
-        largest: int | None = None,
-    ) -> Requests:
+    def all_to_all(self, comm: MPI.Comm, array: Array, out: Array, counts: Counts, blocking: bool) -> Requests:
         """As HostTransport's, on pinned copies."""
         sent, received = self._to_host(array), self._pinned(out)
-        requests = self.host.all_to_all(comm, sent.host, counts, received.host, out_counts, False, equal, largest)
-        return self._started(requests, sent, received)
+        return self._started(self.host.all_to_all(comm, sent.host, received.host, counts, False), sent, received)
 
     def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, op: str, blocking: bool) -> Requests:
         """As HostTransport's, on pinned copies; in place, one copy serves both ways."""

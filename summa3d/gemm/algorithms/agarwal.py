@@ -24,22 +24,10 @@ class AgarwalPlan(ProductPlan):
     y: str = "y"
     z: str = "z"
 
-    @property
-    def a_layout(self) -> Layout:
-        """A's layout: m:x k:z, root-only along y."""
-        plain = Layout((self.x,), (self.z,), root_only=(self.y,), names="mk")
-        return plain if self.form[0] == "n" else plain.transposed()
-
-    @property
-    def b_layout(self) -> Layout:
-        """B's layout: k:z n:y, root-only along x."""
-        plain = Layout((self.z,), (self.y,), root_only=(self.x,), names="kn")
-        return plain if self.form[1] == "n" else plain.transposed()
-
-    @property
-    def c_layout(self) -> Layout:
-        """C's layout: m:x n:y, root-only along z."""
-        return Layout((self.x,), (self.y,), root_only=(self.z,), names="mn")
+    def layout_of(self, operand: str, names: str) -> Layout:
+        """m:x k:z, k:z n:y and m:x n:y, root-only along the axis of the third dim."""
+        axis_of, third = {"m": self.x, "n": self.y, "k": self.z}, {"a": self.y, "b": self.x, "c": self.z}[operand]
+        return Layout((axis_of[names[0]],), (axis_of[names[1]],), root_only=(third,), names=names)
 
     def gradient_roles(self, dims: str) -> dict[str, str]:
         """The axes belong to dims, x to m, y to n, z to k, and follow them."""
@@ -70,8 +58,7 @@ class Agarwal(Executor):
         plan, grid = self.plan, self.grid
         self.x, self.y, self.z = grid[plan.x], grid[plan.y], grid[plan.z]
         self.a_whole, self.b_whole, self.c_whole = (
-            broadcast_layout(layout).local_shape(shape, grid.shape, grid.coordinates)
-            for layout, shape in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
+            broadcast_layout(layout).local_shape(shape, grid.shape, grid.coordinates) for layout, shape in plan.stored
         )
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:

@@ -32,22 +32,11 @@ class Ca25dPlan(SummaPlan):
 
     transposes = False
 
-    @property
-    def a_layout(self) -> Layout:
-        """A's layout: m:x k:(d,y)."""
-        plain = Layout((self.x,), (self.d, self.y), names="mk")
-        return plain if self.form[0] == "n" else plain.transposed()
-
-    @property
-    def b_layout(self) -> Layout:
-        """B's layout: k:(d,x) n:y."""
-        plain = Layout((self.d, self.x), (self.y,), names="kn")
-        return plain if self.form[1] == "n" else plain.transposed()
-
-    @property
-    def c_layout(self) -> Layout:
-        """C's layout: m:(x,d) n:y."""
-        return Layout((self.x, self.d), (self.y,), names="mn")
+    def layout_of(self, operand: str, names: str) -> Layout:
+        """m:x k:(d,y), k:(d,x) n:y and m:(x,d) n:y."""
+        k = (self.d, self.y if operand == "a" else self.x)
+        axes = {"m": (self.x, self.d) if operand == "c" else (self.x,), "n": (self.y,), "k": k}
+        return Layout(axes[names[0]], axes[names[1]], names=names)
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:

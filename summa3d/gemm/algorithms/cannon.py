@@ -34,20 +34,9 @@ class CannonPlan(ProductPlan):
 
     transposes = True
 
-    @property
-    def a_layout(self) -> Layout:
-        """A's layout: rows:x columns:y, as A is stored."""
-        return Layout((self.x,), (self.y,), names=self.a_names)
-
-    @property
-    def b_layout(self) -> Layout:
-        """B's layout: rows:x columns:y, as B is stored."""
-        return Layout((self.x,), (self.y,), names=self.b_names)
-
-    @property
-    def c_layout(self) -> Layout:
-        """C's layout: m:x n:y."""
-        return Layout((self.x,), (self.y,), names="mn")
+    def layout_of(self, operand: str, names: str) -> Layout:
+        """rows:x columns:y, as each is stored."""
+        return Layout((self.x,), (self.y,), names=names)
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
@@ -67,34 +56,18 @@ class Cannon(Executor):
         i, j, self.q = self.x.index, self.y.index, self.x.size
         m, n, k = (split_sizes(extent, self.q) for extent in (plan.m, plan.n, plan.k))
         if form == "nn":
-            self.rings = (
-                Shifts(self.workspace, "a", self.y, lambda at: (m[i], k[at])),
-                Shifts(self.workspace, "b", self.x, lambda at: (k[at], n[j])),
-            )
+            first, second = ("a", self.y, lambda at: (m[i], k[at])), ("b", self.x, lambda at: (k[at], n[j]))
         elif form == "nt":
-            self.rings = (
-                Shifts(self.workspace, "b", self.x, lambda at: (n[at], k[j])),
-                Shifts(self.workspace, "c", self.y, lambda at: (m[i], n[at])),
-            )
+            first, second = ("b", self.x, lambda at: (n[at], k[j])), ("c", self.y, lambda at: (m[i], n[at]))
         else:
-            self.rings = (
-                Shifts(self.workspace, "a", self.y, lambda at: (k[i], m[at])),
-                Shifts(self.workspace, "c", self.x, lambda at: (m[at], n[j])),
-            )
+            first, second = ("a", self.y, lambda at: (k[i], m[at])), ("c", self.x, lambda at: (m[at], n[j]))
+        self.rings = Shifts(self.workspace, *first), Shifts(self.workspace, *second)
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """Skew, then q products with q−1 shifts; each shift is in flight during a product."""
         if self.q == 1:
-            self.workspace.accumulate(
-                self.workspace.widened("a", a),
-                self.workspace.widened("b", b),
-                self.plan.form,
-                out,
-                alpha,
-                beta,
-                self.workspace.scratch(out),
-            )
-            return
+            a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
+            return self.workspace.accumulate(a, b, self.plan.form, out, alpha, beta, self.workspace.scratch(out))
         for axis in (self.x, self.y):
             axis.open_device(a)
         shift = self._shift_both if normal(self.plan.form) == "nn" else self._shift_sum
@@ -165,10 +138,8 @@ class Shifts:
             return block, []
         incoming = self.workspace.buffer(f"{self.name}{self.slot}", self.shape_of(index % size), block, self.capacity)
         self.slot = 1 - self.slot
-        return incoming, [
-            self.axis.start_receive(incoming, (own + steps) % size),
-            self.axis.start_send(block, (own - steps) % size),
-        ]
+        receive = self.axis.start_receive(incoming, (own + steps) % size)
+        return incoming, [receive, self.axis.start_send(block, (own - steps) % size)]
 
     def widened(self, block: Array) -> Array:
         """`block` in the dtype that products are taken in: itself, or a float32 copy in workspace."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...comm.arrays import Array
 from ...comm.axis import Axis
-from ...comm.pending import Pending, completed
+from ...comm.pending import Completed, Pending
 from ...comm.topology import grids_of
 from ...errors import ShapeError
 from ...layout.layout import Layout, split_sizes
@@ -50,20 +50,12 @@ class CuboidPlan(ProductPlan):
             if getattr(self, name) not in (0, 1):
                 raise ShapeError(f"{name} is {getattr(self, name)}; the fine split lies on dim 0 (rows) or 1 (columns).")
 
-    @property
-    def a_layout(self) -> Layout:
-        """A's layout: m:(x,y) k:z, or k:(z,y) m:x transposed; `a_fine` places the fine y."""
-        return _fine((self.x, self.z) if self.form[0] == "n" else (self.z, self.x), self.y, self.a_fine, self.a_names)
-
-    @property
-    def b_layout(self) -> Layout:
-        """B's layout: k:(z,x) n:y, or n:(y,x) k:z transposed; `b_fine` places the fine x."""
-        return _fine((self.z, self.y) if self.form[1] == "n" else (self.y, self.z), self.x, self.b_fine, self.b_names)
-
-    @property
-    def c_layout(self) -> Layout:
-        """C's layout: m:(x,z) n:y; `c_fine` places the fine z."""
-        return _fine((self.x, self.y), self.z, self.c_fine, "mn")
+    def layout_of(self, operand: str, names: str) -> Layout:
+        """m:x, n:y and k:z, with the fine split by the axis of the third dim: y of A, x of B, z of C."""
+        coarse = {"m": self.x, "n": self.y, "k": self.z}
+        fine, dim = {"a": (self.y, self.a_fine), "b": (self.x, self.b_fine), "c": (self.z, self.c_fine)}[operand]
+        rows, columns = coarse[names[0]], coarse[names[1]]
+        return Layout(*(((rows, fine), (columns,)) if dim == 0 else ((rows,), (columns, fine))), names=names)
 
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
         """True where the reduction axis z has one member."""
@@ -77,13 +69,6 @@ class CuboidPlan(ProductPlan):
     def check_grid(self, grid_shape: Any) -> None:
         """Any grid that has the three axes will do."""
         self.check_axes(grid_shape)
-
-
-def _fine(coarse: tuple[str, str], axis: str, dim: int, names: str) -> Layout:
-    """Rows and columns split by `coarse`, and dim `dim` of them finer by `axis`."""
-    rows, columns = coarse
-    dims = ((rows, axis), (columns,)) if dim == 0 else ((rows,), (columns, axis))
-    return Layout(*dims, names=names)
 
 
 class Cuboid(Executor):
@@ -153,7 +138,7 @@ class Cuboid(Executor):
             into = self.workspace.buffer(name, shape, block)
         if in_node:
             return axis.start_all_gather(block, dim, sizes, into, view and into is None)
-        return completed(axis.all_gather(block, dim, sizes, into))
+        return Completed(axis.all_gather(block, dim, sizes, into))
 
     # -- the steps, for gradients ------------------------------------------------------------------------------------------
 

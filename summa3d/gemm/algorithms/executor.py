@@ -25,8 +25,7 @@ class Executor(ABC):
         self.plan, self.grid, self.no_reduction = plan, grid, plan.no_reduction(grid.shape)
         self.workspace = workspace or Workspace(grid)
         self.a_block, self.b_block, self.c_block = (
-            layout.local_shape(shape, grid.shape, grid.coordinates)
-            for layout, shape in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
+            layout.local_shape(shape, grid.shape, grid.coordinates) for layout, shape in plan.stored
         )
         if plan.by_transpose:
             self.transposed = Transposed(type(self)(plan.swapped(), grid, self.workspace), plan, grid)

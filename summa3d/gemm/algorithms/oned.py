@@ -23,6 +23,12 @@ class OnedPlan(ProductPlan):
     split_dim: ClassVar[str]
     """The dim of the product that y splits: n by columns, k by rows."""
 
+    def layout_of(self, operand: str, names: str) -> Layout:
+        """The split dim by y; the operand without it whole on every rank, or with `sequence` its stored rows split by y."""
+        if self.split_dim not in names:
+            return Layout((self.y,) if self.sequence else (), (), names=names)
+        return Layout(*(((self.y,), ()) if names[0] == self.split_dim else ((), (self.y,))), names=names)
+
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
         """One axis y of all ranks."""
@@ -38,22 +44,6 @@ class OnedColumnPlan(OnedPlan):
 
     split_dim = "n"
 
-    @property
-    def a_layout(self) -> Layout:
-        """A's layout: whole on every rank, or with `sequence` the stored rows split by y."""
-        return Layout((self.y,) if self.sequence else (), (), names=self.a_names)
-
-    @property
-    def b_layout(self) -> Layout:
-        """B's layout: n:y."""
-        rows, columns = ((), (self.y,)) if self.form[1] == "n" else ((self.y,), ())
-        return Layout(rows, columns, names=self.b_names)
-
-    @property
-    def c_layout(self) -> Layout:
-        """C's layout: n:y."""
-        return Layout((), (self.y,), names="mn")
-
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
         """Always true: nothing is summed over ranks."""
         return True
@@ -67,23 +57,6 @@ class OnedRowPlan(OnedPlan):
     """
 
     split_dim = "k"
-
-    @property
-    def a_layout(self) -> Layout:
-        """A's layout: k:y."""
-        rows, columns = ((), (self.y,)) if self.form[0] == "n" else ((self.y,), ())
-        return Layout(rows, columns, names=self.a_names)
-
-    @property
-    def b_layout(self) -> Layout:
-        """B's layout: k:y."""
-        rows, columns = ((self.y,), ()) if self.form[1] == "n" else ((), (self.y,))
-        return Layout(rows, columns, names=self.b_names)
-
-    @property
-    def c_layout(self) -> Layout:
-        """C's layout: whole on every rank, or with `sequence` m:y."""
-        return Layout((self.y,) if self.sequence else (), (), names="mn")
 
 
 class OnedColumn(Executor):

@@ -50,15 +50,8 @@ class BroadcastPanels:
     def __init__(
         self, workspace: Workspace, name: str, axis: Axis, role: str, dim: int, cuts: list[Panel], lookahead: bool
     ) -> None:
-        self.workspace, self.name, self.axis, self.role, self.dim, self.cuts, self.lookahead = (
-            workspace,
-            name,
-            axis,
-            role,
-            dim,
-            cuts,
-            lookahead,
-        )
+        self.workspace, self.name, self.axis, self.dim = workspace, name, axis, dim
+        self.cuts, self.lookahead = cuts, lookahead
         self.widest = max((cut.width for cut in cuts), default=0)
         self.owners = [cut.x_owner if role == "x" else cut.y_owner for cut in cuts]
         self.starts = [cut.x_start if role == "x" else cut.y_start for cut in cuts]

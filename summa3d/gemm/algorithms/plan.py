@@ -46,20 +46,24 @@ class ProductPlan(ABC):
             if not is_whole(size) or size < 0:
                 raise ShapeError(f"{name} is {size!r}; sizes are whole numbers of at least 0.")
 
-    @property
     @abstractmethod
+    def layout_of(self, operand: str, names: str) -> Layout:
+        """Which axes split an operand (a, b or c), whose dims as it is stored have these `names`."""
+
+    @cached_property
     def a_layout(self) -> Layout:
         """Which axes split A as it is stored."""
+        return self.layout_of("a", self.a_names)
 
-    @property
-    @abstractmethod
+    @cached_property
     def b_layout(self) -> Layout:
         """Which axes split B as it is stored."""
+        return self.layout_of("b", self.b_names)
 
-    @property
-    @abstractmethod
+    @cached_property
     def c_layout(self) -> Layout:
         """Which axes split C as it is stored."""
+        return self.layout_of("c", "mn")
 
     @staticmethod
     @abstractmethod
@@ -100,6 +104,11 @@ class ProductPlan(ABC):
     def c_shape(self) -> tuple[int, int]:
         """Rows and columns of C as it is stored."""
         return (self.m, self.n)
+
+    @property
+    def stored(self) -> tuple[tuple[Layout, tuple[int, int]], ...]:
+        """The layout and shape of A, B and C, as each is stored."""
+        return (self.a_layout, self.a_shape), (self.b_layout, self.b_shape), (self.c_layout, self.c_shape)
 
     @cached_property
     def split_by_all(self) -> frozenset[str]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ConfigError, GridError
+from ...layout.layout import Coordinates
 from ..cost import mean, per_rank
 from ..cost.mean import MeanOf
-from ..cost.per_rank import CostOf
-from ..cost.steps import GridShape, Volume
+from ..cost.per_rank import CostOf, transposition
+from ..cost.steps import Conditions, Cost, GridShape, Volume, block_words, combined
 from .agarwal import Agarwal, AgarwalPlan
 from .ca25d import Ca25d, Ca25dPlan
 from .cannon import Cannon, CannonPlan
@@ -58,15 +59,25 @@ class Algorithm:
         return found
 
     def volume(
-        self,
-        plan: ProductPlan,
-        grid_shape: GridShape,
-        dtype: str = "float64",
-        staged: Collection[str] = (),
-        device: bool = False,
+        self, plan: ProductPlan, grid_shape: GridShape, dtype: str = "float64", staged: Collection[str] = (), device: bool = False
     ) -> Volume:
-        """What a product costs on every rank (`volume.of_plan`)."""
-        return per_rank.volume(self.cost, plan, grid_shape, dtype, staged, device)
+        """What a product costs on every rank (`volume.of_plan`).
+
+        A transposed product adds its exchange; 16-bit floats add operands and C in float32, on a `device` C alone, unless the
+        plan sums it on one rank.
+        """
+        plan.check_grid(grid_shape)
+        conditions = Conditions.of(str(dtype), staged, device)
+        inner = plan.swapped() if plan.by_transpose else plan
+        exchanged = transposition(plan, grid_shape, conditions) if plan.by_transpose else None
+        summed = conditions.wide > 1 and not (device and plan.no_reduction(grid_shape))
+
+        def cost_of(at: Coordinates) -> Cost:
+            own = block_words(plan.c_layout, plan.c_shape, grid_shape, at) if summed else 0
+            parts = [self.cost(inner, grid_shape, at, conditions), Cost(0, 0, conditions.wide * own)]
+            return combined(*parts, *([] if exchanged is None else [exchanged(at)]))
+
+        return Volume(grid_shape, cost_of)
 
 
 PANEL_OPTIONS = ("panel", "lookahead")
@@ -79,15 +90,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm
     for algorithm in (
         Algorithm(
-            "cuboid",
-            CuboidPlan,
-            Cuboid,
-            per_rank.cuboid,
-            mean.cuboid,
-            Gradients.GATHERED,
-            FINE_OPTIONS,
-            FINE_VARIANTS,
-            reads_in_place=True,
+            *("cuboid", CuboidPlan, Cuboid, per_rank.cuboid, mean.cuboid),
+            *(Gradients.GATHERED, FINE_OPTIONS, FINE_VARIANTS, True),
         ),
         Algorithm("agarwal", AgarwalPlan, Agarwal, per_rank.agarwal, mean.agarwal),
         Algorithm("summa", SummaPlan, Summa, per_rank.summa, mean.summa, options=PANEL_OPTIONS),

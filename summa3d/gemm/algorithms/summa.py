@@ -46,20 +46,9 @@ class SummaPlan(ProductPlan):
         if self.panel is not None and (not is_whole(self.panel) or self.panel < 1):
             raise ShapeError(f"panel is {self.panel!r}; its width is a whole number of at least 1.")
 
-    @property
-    def a_layout(self) -> Layout:
-        """A's layout: rows:x columns:y, as A is stored."""
-        return Layout((self.x,), (self.y,), names=self.a_names)
-
-    @property
-    def b_layout(self) -> Layout:
-        """B's layout: rows:x columns:y, as B is stored."""
-        return Layout((self.x,), (self.y,), names=self.b_names)
-
-    @property
-    def c_layout(self) -> Layout:
-        """C's layout: m:x n:y."""
-        return Layout((self.x,), (self.y,), names="mn")
+    def layout_of(self, operand: str, names: str) -> Layout:
+        """rows:x columns:y, as each is stored."""
+        return Layout((self.x,), (self.y,), names=names)
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
@@ -93,16 +82,11 @@ def normal(form: str) -> str:
 
 def loop_of(workspace: Workspace, form: str, x: Axis, y: Axis, cuts: list[Panel], lookahead: bool) -> Loop:
     """SUMMA's loop for a product of `form` on the plane of x and y."""
+    left = BroadcastPanels(workspace, "a", y, "y", 1, cuts, lookahead)
+    right = BroadcastPanels(workspace, "b", x, "x", 0, cuts, lookahead)
     if normal(form) == "nn":
-        return Outer(
-            workspace,
-            form,
-            BroadcastPanels(workspace, "a", y, "y", 1, cuts, lookahead),
-            BroadcastPanels(workspace, "b", x, "x", 0, cuts, lookahead),
-        )
-    if normal(form) == "nt":
-        return Inner(workspace, form, BroadcastPanels(workspace, "b", x, "x", 0, cuts, lookahead), y)
-    return Inner(workspace, form, BroadcastPanels(workspace, "a", y, "y", 1, cuts, lookahead), x)
+        return Outer(workspace, form, left, right)
+    return Inner(workspace, form, right, y) if normal(form) == "nt" else Inner(workspace, form, left, x)
 
 
 class Outer:

@@ -8,9 +8,7 @@ from typing import Any
 
 from ...comm.arrays import Array
 from ...layout.layout import Layout
-from .executor import Executor
-from .panels import panels
-from .summa import SummaPlan, loop_of, normal
+from .summa import Summa, SummaPlan, normal
 
 
 @dataclass(frozen=True)
@@ -29,23 +27,10 @@ class TesseractPlan(SummaPlan):
 
     d: str = "d"
 
-    @property
-    def a_layout(self) -> Layout:
-        """A's layout: rows:(d,x) columns:y, as A is stored; rows:x, with a copy on every depth, for tt."""
-        return self._lies(self.a_names, deep=not self.by_transpose)
-
-    @property
-    def b_layout(self) -> Layout:
-        """B's layout: rows:x columns:y with a copy on every depth, as B is stored; rows:(d,x) for tn and tt."""
-        return self._lies(self.b_names, deep=normal(self.form) in ("tn", "tt"))
-
-    @property
-    def c_layout(self) -> Layout:
-        """C's layout: m:(d,x) n:y; m:x, with a copy on every depth, for tn."""
-        return self._lies("mn", deep=normal(self.form) != "tn")
-
-    def _lies(self, names: str, deep: bool) -> Layout:
-        return Layout((self.d, self.x) if deep else (self.x,), (self.y,), names=names)
+    def layout_of(self, operand: str, names: str) -> Layout:
+        """rows:(d,x) columns:y, or rows:x with a copy on every depth: C for tn, A for tt, B for nn and nt."""
+        copied = {"nn": "b", "nt": "b", "tn": "c", "tt": "a"}[normal(self.form)]
+        return Layout((self.x,) if operand == copied else (self.d, self.x), (self.y,), names=names)
 
     @staticmethod
     def grids(ranks: int) -> list[dict[str, int]]:
@@ -59,16 +44,14 @@ def square_grids(ranks: int) -> list[dict[str, int]]:
     return [{"x": root, "y": root, "d": ranks // (root * root)} for root in roots]
 
 
-class Tesseract(Executor):
+class Tesseract(Summa):
     """SUMMA on each depth; form tn sums C over the depths. Source: Wang et al. 2021, with its two transposed forms."""
 
     plan: TesseractPlan
 
     def _prepare(self) -> None:
-        plan, x, y = self.plan, self.grid[self.plan.x], self.grid[self.plan.y]
-        extent = {"nn": plan.k, "nt": plan.n, "tn": plan.m}[normal(plan.form)]
-        self.loop = loop_of(self.workspace, plan.form, x, y, panels(0, extent, x.size, y.size, plan.panel), plan.lookahead)
-        self.depth = self.grid[plan.d]
+        super()._prepare()
+        self.depth = self.grid[self.plan.d]
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """SUMMA's loop on this depth; for tn an all-reduce of C along d follows."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ...comm.grid import Grid
@@ -109,55 +110,19 @@ class Choice:
     why: str
     shape: tuple[int, int, int] = field(kw_only=True)
 
-    @property
-    def algorithm(self) -> str:
-        """The name of the algorithm."""
-        return self.best.algorithm
-
-    @property
-    def grid(self) -> dict[str, int]:
-        """Axis → size."""
-        return self.best.grid
-
-    @property
-    def plan(self) -> Any:
-        """The plan to run: layouts, shapes, `registry.ALGORITHMS[choice.algorithm].executor(choice.plan, grid)`."""
-        return self.best.plan
-
-    @property
-    def used(self) -> int:
-        """Ranks in use; the others idle."""
-        return self.best.ranks
-
-    @property
-    def idle(self) -> int:
-        """Ranks that are left out."""
-        return self.ranks - self.best.ranks
-
-    @property
-    def words(self) -> float:
-        """Words that a rank in use receives, on average."""
-        return self.best.words
-
-    @property
-    def max_words(self) -> int:
-        """Words of the rank that receives most."""
-        return self.best.max_words
-
-    @property
-    def messages(self) -> float:
-        """Messages that a rank in use receives, on average."""
-        return self.best.mean.messages
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Peak workspace of the rank that needs most."""
-        return self.best.workspace_bytes
-
-    @property
-    def seconds(self) -> float:
-        """Predicted time of the busiest rank."""
-        return self.best.seconds
+    # What the candidate taken says, and the ranks that it leaves out.
+    algorithm = property(attrgetter("best.algorithm"), doc="The name of the algorithm.")
+    grid = property(attrgetter("best.grid"), doc="Axis → size.")
+    plan = property(
+        attrgetter("best.plan"), doc="The plan to run, by `registry.ALGORITHMS[choice.algorithm].executor(plan, grid)`."
+    )
+    used = property(attrgetter("best.ranks"), doc="Ranks in use; the others idle.")
+    idle = property(lambda self: self.ranks - self.used, doc="Ranks that are left out.")
+    words = property(attrgetter("best.words"), doc="Words that a rank in use receives, on average.")
+    max_words = property(attrgetter("best.max_words"), doc="Words of the rank that receives most.")
+    messages = property(attrgetter("best.mean.messages"), doc="Messages that a rank in use receives, on average.")
+    workspace_bytes = property(attrgetter("best.workspace_bytes"), doc="Peak workspace of the rank that needs most.")
+    seconds = property(attrgetter("best.seconds"), doc="Predicted time of the busiest rank.")
 
     def place(self, comm: MPI.Intracomm) -> Grid:
         """The grid on the first ranks of `comm`; those that idle are outside it."""

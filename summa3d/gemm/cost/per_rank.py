@@ -6,7 +6,7 @@ Each is ``(plan, grid_shape, coordinates, conditions) → Cost``; the registry m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -25,38 +25,9 @@ from ..algorithms.plan import ProductPlan
 from ..algorithms.summa import SummaPlan, normal
 from ..algorithms.tesseract import TesseractPlan
 from ..algorithms.transpose import exchange
-from .steps import Conditions, Cost, GridShape, Volume, all_reduce, block_words, combined, gather, scatter
+from .steps import Conditions, Cost, GridShape, all_reduce, block_words, combined, gather, scatter
 
 CostOf = Callable[[Any, GridShape, Coordinates, Conditions], Cost]
-
-
-def volume(
-    cost: CostOf,
-    plan: ProductPlan,
-    grid_shape: GridShape,
-    dtype: str = "float64",
-    staged: Collection[str] = (),
-    device: bool = False,
-) -> Volume:
-    """The cost of an executor's `run` for C-ordered blocks of `dtype` on every rank; workspace in words of that dtype.
-
-    `cost` is the algorithm's. Mean words are those of the plan's table. A transposed product adds its exchange; 16-bit floats add
-    operands and C in float32, on a `device` C alone, unless the plan sums it on one rank.
-    """
-    plan.check_grid(grid_shape)
-    conditions = Conditions.of(str(dtype), staged, device)
-    inner = plan.swapped() if plan.by_transpose else plan
-    exchanged = transposition(plan, grid_shape, conditions) if plan.by_transpose else None
-    summed = conditions.wide > 1 and not (device and plan.no_reduction(grid_shape))
-
-    def cost_of(at: Coordinates) -> Cost:
-        found = cost(inner, grid_shape, at, conditions)
-        if exchanged is not None:
-            found = combined(found, exchanged(at))
-        own = block_words(plan.c_layout, plan.c_shape, grid_shape, at) if summed else 0
-        return combined(found, Cost(0, 0, conditions.wide * own))
-
-    return Volume(grid_shape, cost_of)
 
 
 # -- gathers and a scatter: cuboid ---------------------------------------------------------------------------------------------
@@ -127,11 +98,8 @@ def panel_broadcasts(
     wide = conditions.widened * cut.widest * rest
     if grid_shape[axis] == 1:
         return Cost(0, 0, wide)
-    return Cost(
-        rest * (extent - block[dim]),
-        cut.count - cut.count_of_owner[role][at[axis]],
-        buffers(plan, cut) * cut.widest * rest + wide,
-    )
+    messages = cut.count - cut.count_of_owner[role][at[axis]]
+    return Cost(rest * (extent - block[dim]), messages, buffers(plan, cut) * cut.widest * rest + wide)
 
 
 def buffers(plan: SummaPlan, cut: Cuts) -> int:
@@ -201,7 +169,7 @@ def cannon(plan: CannonPlan, grid_shape: GridShape, at: Coordinates, conditions:
     """Each ring: q−1 blocks, and one more on the ranks that a skew moves; two buffers of the largest block, or one."""
     q, i, j, form = grid_shape[plan.x], at[plan.x], at[plan.y], normal(plan.form)
     m, n, k = (split_sizes(extent, q) for extent in (plan.m, plan.n, plan.k))
-    scratch = Cost(0, 0, m[i] * n[j] if conditions.scratch else 0)
+    scratch = Cost(0, 0, m[i] * n[j] * conditions.scratch)
     if q == 1:
         return combined(scratch, Cost(0, 0, conditions.widened * (m[0] * k[0] + k[0] * n[0])))
     if form == "nn":
@@ -212,12 +180,10 @@ def cannon(plan: CannonPlan, grid_shape: GridShape, at: Coordinates, conditions:
     arriving = range(i + j + 1, i + j + 1 + q)
     if form == "nt":
         rest, extent, staying, sum_rest, skewed, home = k[j], n, m[i] * k[j], m[i], j != q - 1, i != 0
-        own = m[i] * n[j]
     else:
         rest, extent, staying, sum_rest, skewed, home = k[i], m, k[i] * n[j], n[j], i != q - 1, j != 0
-        own = m[i] * n[j]
     moving = ring([rest * extent[index % q] for index in arriving], skewed, rest * extent[0], conditions)
-    passing = [sum_rest * extent[index % q] for index in arriving][1:] + ([own] if home else [])
+    passing = [sum_rest * extent[index % q] for index in arriving][1:] + [m[i] * n[j]] * home
     capacity = sum_rest * extent[0]
     workspace = conditions.wide * 2 * capacity + conditions.widened * staying + (capacity if conditions.scratch else 0)
     return combined(moving, Cost(sum(passing), len(passing), workspace))
@@ -234,26 +200,19 @@ def ring(blocks: list[int], skewed: bool, capacity: int, conditions: Conditions)
 
 def agarwal(plan: AgarwalPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """(q−1)(mk + kn + mn)/P. Workspace: what is broadcast to the rank, and off C's face the partial C."""
-    a, b, c = (
-        block_words(broadcast_layout(layout), shape, grid_shape, at)
-        for layout, shape in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
-    )
+    a, b, c = (block_words(broadcast_layout(layout), shape, grid_shape, at) for layout, shape in plan.stored)
     size, index = grid_shape[plan.z], at[plan.z]
     received = [block for block, axis in ((a, plan.y), (b, plan.x)) if at[axis] != 0]
-    workspace = (
-        sum(received) + (conditions.wide * c if index else 0) + conditions.widened * (a + b) + (c if conditions.scratch else 0)
-    )
+    partial = c * (conditions.wide * (index > 0) + conditions.scratch)
+    workspace = sum(received) + partial + conditions.widened * (a + b)
     return Cost(sum(received) + (size - 1) * share(c, size, index), len(received) + size - 1, workspace)
 
 
 def oned_column(plan: OnedColumnPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """No words; with `sequence` (t−1)/t·mk."""
     size, a, b = grid_shape[plan.y], plan.m * plan.k, block_words(plan.b_layout, plan.b_shape, grid_shape, at)
-    local = Cost(
-        0,
-        0,
-        conditions.widened * (a + b) + (block_words(plan.c_layout, plan.c_shape, grid_shape, at) if conditions.scratch else 0),
-    )
+    product = block_words(plan.c_layout, plan.c_shape, grid_shape, at) if conditions.scratch else 0
+    local = Cost(0, 0, conditions.widened * (a + b) + product)
     if not plan.sequence or size == 1:
         return local
     return combined(local, Cost(a - block_words(plan.a_layout, plan.a_shape, grid_shape, at), size - 1, a))
@@ -284,13 +243,9 @@ def transposition(plan: ProductPlan, grid_shape: GridShape, conditions: Conditio
         received, sent = moves.received_by(rank), moves.sent_by(rank)
         words = sum(piece.words for piece in received)
         transposed = prod(layout.local_shape(plan.c_shape, grid_shape, at))
-        conjugates = sum(
-            prod(where.local_shape(shape, grid_shape, at))
-            for letter, where, shape in zip(plan.form, (plan.a_layout, plan.b_layout), (plan.a_shape, plan.b_shape), strict=True)
-            if letter == "c" and conditions.complex
-        )
-        return Cost(
-            words, len(received), conditions.wide * (transposed + words + sum(piece.words for piece in sent)) + conjugates
-        )
+        conjugated = (operand for letter, operand in zip(plan.form, plan.stored, strict=False) if letter == "c")
+        conjugates = sum(block_words(*operand, grid_shape, at) for operand in conjugated) * conditions.complex
+        held = transposed + words + sum(piece.words for piece in sent)
+        return Cost(words, len(received), conditions.wide * held + conjugates)
 
     return cost_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from ..algorithms.cuboid import CuboidPlan
@@ -58,7 +59,8 @@ def gradients(
     The cuboid gathers dC once for both, gathers A and B again (`regather`) or keeps them, and scatters dA and dB. The 1-D
     products all-reduce the gradient whose inner dim is split. Others take products of their own algorithm.
     """
-    return Volume(grid_shape, COSTS[algorithm_of(plan).gradients](plan, grid_shape, regather, need_a, need_b))
+    cost_of = COSTS[algorithm_of(plan).gradients](plan, grid_shape, regather, need_a, need_b)
+    return Volume(grid_shape, lambda at: replace(cost_of(at), workspace=0))
 
 
 CostOf = Callable[[Coordinates], Cost]
@@ -74,35 +76,26 @@ def _gathered(plan: CuboidPlan, grid_shape: GridShape, regather: bool, need_a: b
         if need_b:
             total += scatter(plan.b_layout, plan.b_shape, plan.x, grid_shape, at)
             total += a if regather else Cost(0, 0)
-        return Cost(total.words, total.messages)
+        return total
 
     return cost_of
 
 
 def _all_reduced(plan: OnedPlan, grid_shape: GridShape, regather: bool, need_a: bool, need_b: bool) -> CostOf:
-    operands = ((plan.a_layout, plan.a_shape, need_a), (plan.b_layout, plan.b_shape, need_b))
-    summed = [
-        (layout, shape)
-        for (layout, shape, needed), gradient in zip(operands, GRADIENTS[plan.form], strict=True)
-        if needed and gradient.inner == plan.split_dim
-    ]
+    wanted = zip(plan.stored, GRADIENTS[plan.form], (need_a, need_b), strict=False)
+    summed = [operand for operand, gradient, needed in wanted if needed and gradient.inner == plan.split_dim]
 
     def cost_of(at: Coordinates) -> Cost:
-        words = (block_words(layout, shape, grid_shape, at) for layout, shape in summed)
+        words = (block_words(*operand, grid_shape, at) for operand in summed)
         return sum((all_reduce(count, (plan.y,), grid_shape, at) for count in words), Cost(0, 0))
 
     return cost_of
 
 
 def _as_products(plan: ProductPlan, grid_shape: GridShape, regather: bool, need_a: bool, need_b: bool) -> CostOf:
-    needed = (need_a, need_b)
-    volumes = [of_plan(found, grid_shape) for found, need in zip(gradient_plans(plan), needed, strict=True) if need]
-
-    def cost_of(at: Coordinates) -> Cost:
-        total = sum((volume.cost_of(at) for volume in volumes), Cost(0, 0))
-        return Cost(total.words, total.messages)
-
-    return cost_of
+    wanted = zip(gradient_plans(plan), (need_a, need_b), strict=True)
+    volumes = [of_plan(found, grid_shape) for found, needed in wanted if needed]
+    return lambda at: sum((volume.cost_of(at) for volume in volumes), Cost(0, 0))
 
 
 COSTS: dict[Gradients, Callable[[Any, GridShape, bool, bool, bool], CostOf]] = {

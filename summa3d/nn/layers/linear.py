@@ -54,11 +54,8 @@ class Linear(nn.Module):
         self.output_layout = scheme.after_linear(self.input_layout)
         stored = scheme.weight(self.input_layout, transposed)
         self.weight = new_parameter(scheme, stored, (k, n), ("normal", std), dtype, decay=True)
-        self.bias = (
-            new_parameter(scheme, scheme.vector(self.output_layout), (n,), ("constant", 0.0), dtype, decay=False)
-            if bias
-            else None
-        )
+        vector = scheme.vector(self.output_layout)
+        self.bias = new_parameter(scheme, vector, (n,), ("constant", 0.0), dtype, decay=False) if bias else None
         self._source = scheme.prefetch_source(self._weights)
         self._product = ProductCache(self._new_product, 8)
 

@@ -185,18 +185,16 @@ class LanguageModel(Body):
         """The global logits [b, s, v] of every position, on every rank. The arguments are those of `forward`."""
         check_shapes(tokens, attention_mask=attention_mask, documents=documents)
         batch, head = Batch(len(tokens), tokens.shape[-1], self.seed), self.output()
-        return self.whole_logits(
-            head.head(self.residual_stream(tokens, batch, attention_mask, documents)), head.logits_layout, batch
-        )
+        logits = head.head(self.residual_stream(tokens, batch, attention_mask, documents))
+        return self.whole_logits(logits, head.logits_layout, batch)
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor) -> Tensor:
         """The global logits [b, v] of the token that follows each row, on every rank. tokens : global [b, s]"""
         scheme, head, (rows, length) = self.scheme, self.output(), tokens.shape
         whole = functional.pad(tokens, (0, -length % scheme.residual.num_shards(1, scheme.grid.shape)))
-        x = self.residual_stream(
-            whole, Batch(rows, whole.shape[1], self.seed)
-        )  # causal: the padding changes no position before it
+        batch = Batch(rows, whole.shape[1], self.seed)
+        x = self.residual_stream(whole, batch)  # causal: the padding changes no position before it
         logits = head.head(scheme.tokens_at(x, length - 1, whole.shape[1]), scheme.pooled, rows=rows)
         return collect(logits, scheme.grid, scheme.after_linear(scheme.pooled), (rows, self.config.vocabulary))
 

@@ -38,17 +38,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
         """This rank's block of the residual stream, [b/(XY), s, h/Z] in the cuboid → the same layout."""
-        skip = True  # both branches return their last bias, and `_add` fuses it
-        if self.post_norm:
-            x = self.attention_norm(
-                self._add(self.attention_dropout, self.attention(x, batch, visible, skip_bias_add=skip), batch, x)
-            )
-            return self.mlp_norm(self._add(self.mlp_dropout, self.mlp(x, skip_bias_add=skip), batch, x))
+        if self.post_norm:  # both branches return their last bias, and `_add` fuses it
+            x = self.attention_norm(self._add(self.attention_dropout, self.attention(x, batch, visible, True), batch, x))
+            return self.mlp_norm(self._add(self.mlp_dropout, self.mlp(x, skip_bias_add=True), batch, x))
         # No variable names a branch's output: it would keep the tensor alive while the next branch runs.
-        x = self._add(
-            self.attention_dropout, self.attention(self.attention_norm(x), batch, visible, skip_bias_add=skip), batch, x
-        )
-        return self._add(self.mlp_dropout, self.mlp(self.mlp_norm(x), skip_bias_add=skip), batch, x)
+        x = self._add(self.attention_dropout, self.attention(self.attention_norm(x), batch, visible, True), batch, x)
+        return self._add(self.mlp_dropout, self.mlp(self.mlp_norm(x), skip_bias_add=True), batch, x)
 
     def _add(self, dropout: Dropout, branch: tuple[Tensor, Tensor | None], batch: Batch, residual: Tensor) -> Tensor:
         """residual + dropout(branch + its last bias); on a device one kernel (bias fusion)."""

@@ -129,20 +129,10 @@ SCHEME_SPECS: dict[str, SchemeSpec] = {
         ),
         SchemeSpec("tesseract", "2.5-D", Layout("b:(d,x) s h:y"), tesseract, TesseractPlan.grids),
         SchemeSpec(
-            "cuboid",
-            "batch-fine cuboid",
-            Layout("b:(x,y) s h:z"),
-            cuboid,
-            CuboidPlan.grids,
-            vectors=("copied", "diagonal"),
+            "cuboid", "batch-fine cuboid", Layout("b:(x,y) s h:z"), cuboid, CuboidPlan.grids, vectors=("copied", "diagonal")
         ),
         SchemeSpec(
-            "cuboid-sequence",
-            "sequence-fine cuboid",
-            Layout("b:x s:y h:z"),
-            cuboid,
-            CuboidPlan.grids,
-            sequence_first=True,
+            "cuboid-sequence", "sequence-fine cuboid", Layout("b:x s:y h:z"), cuboid, CuboidPlan.grids, sequence_first=True
         ),
         SchemeSpec(
             "agarwal",
