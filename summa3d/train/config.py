@@ -252,8 +252,6 @@ class Config:
     Attributes
     ----------
     scheme : how every tensor is sharded over the grid's axes (`nn.schemes`)
-    chosen : what `summa3d train` has chosen for its number of ranks, and chooses again for another one: "", "grid" or "scheme
-        and grid"
     dtype : dtype of activations and of the weights in products, and so of every all-gather, reduce-scatter and all-reduce of
         both and of their gradients. Reductions of 16-bit floats are accumulated in float32 and rounded once. The statistics of
         norms, the softmax of the loss and the loss are reduced in float32 or wider, the gradient norm in float64. With bfloat16
@@ -265,6 +263,8 @@ class Config:
     recompute_layers : layers that "full" recomputes as one
     overlap : communication that is in flight during computation (`nn.overlap`)
     transport : transport of device arrays between ranks; "auto" leaves the choice to SUMMA3D_TRANSPORT, else to the library
+    chosen : what `summa3d train` has chosen for its number of ranks, and chooses again for another one: "", "grid" or "scheme
+        and grid"
     device : "cpu" or "cuda"; None takes SUMMA3D_DEVICE, else cpu
     tf32 : whether a device may round the operands of float32 products to TF32 (11 significant bits)
 
@@ -272,7 +272,6 @@ class Config:
     """
 
     scheme: str = "cuboid"
-    chosen: str = ""
     dtype: str = "float32"
     regather: bool = True
     vectors: str = "copied"
@@ -281,6 +280,7 @@ class Config:
     device: str | None = None
     tf32: bool = False
     transport: str = "auto"
+    chosen: str = ""
     grid: GridConfig = field(default_factory=GridConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

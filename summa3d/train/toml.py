@@ -209,7 +209,7 @@ def nearest(key: str, known: Sequence[str]) -> str:
     def likeness(candidate: str) -> float:
         whole = difflib.SequenceMatcher(None, key, candidate).ratio()
         part, name = key.rpartition(".")[2], candidate.rpartition(".")[2]
-        initials = "".join(word[0] for word in name.split("_"))
+        initials = "".join(word[:1] for word in name.split("_"))
         last = difflib.SequenceMatcher(None, part, name).ratio()
         return max(whole, last, len(part) > 1 and part == initials) + whole / 100
 
