@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
-CHOSEN = "chosen"
+CHOSEN, SERIAL = "chosen", "serial"
 SAME_WORK = 1.05  # largest quotient of the work per rank in weak scaling, whose sizes are rounded cube roots
 OPERANDS = ("form", "dtype", "device")
 PROBLEM = ("m", "n", "k", *OPERANDS)
@@ -26,20 +26,19 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """Rows in the order of their ranks, then threads. What the chooser takes is one series, whichever algorithms it takes."""
+    """Rows in the order of their ranks, then threads. What the chooser takes is one series, whichever algorithms it takes.
+
+    baseline : what speed-ups are relative to: the product on one rank, the same for all series, else the first row
+    """
 
     name: str
     rows: Sequence[Row]
-
-    @property
-    def baseline(self) -> Row:
-        """The row of the fewest ranks, which speed-ups are relative to."""
-        return self.rows[0]
+    baseline: Row
 
     @property
     def baseline_name(self) -> str:
-        """The baseline in words, as "chosen on 1 rank"."""
-        return f"{self.name} on {in_ranks(self.baseline['ranks'])}"
+        """The baseline in words: "serial", or as "cannon on 4 ranks"."""
+        return SERIAL if is_serial(self.baseline) else f"{self.name} on {in_ranks(self.baseline['ranks'])}"
 
     def speed_up(self, row: Row) -> Spread:
         """Gflop/s of a row ÷ Gflop/s of the baseline; in strong scaling, the quotient of times."""
@@ -70,18 +69,29 @@ def in_ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
+def is_serial(row: Row) -> bool:
+    """Whether a row is the product on one rank, one call of the BLAS whatever the algorithm; options may divide that call."""
+    return row["ranks"] == 1 and not row["options"]
+
+
 def place(row: Row) -> str:
-    """What ran in a row: "serial" on one rank, whatever the algorithm; else algorithm, grid and options."""
-    return "serial" if row["ranks"] == 1 else str(row["label"])
+    """What ran in a row: "serial", or algorithm, grid and options."""
+    return SERIAL if is_serial(row) else str(row["label"])
 
 
 def series_of(rows: Iterable[Row]) -> list[Series]:
-    """The series of some rows: one of the library's choices, and one for each algorithm that was named."""
+    """The series of some rows: one of the library's choices, and one for each algorithm that was named.
+
+    All serial rounds of the fewest threads are one baseline, so that equal times are equal speed-ups.
+    """
+    rows = sorted(rows, key=lambda row: (int(row["ranks"]), int(row["threads"])))
+    serial = [row for row in rows if is_serial(row)]
+    shared = [_joined(_by((*PROBLEM, "threads"), serial)[0])] if serial else []
     found: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (int(row["ranks"]), int(row["threads"]))):
+    for row in rows:
         named = " ".join([row["algorithm"], *(f"{name}={value}" for name, value in row["options"].items())])
         found.setdefault(CHOSEN if row["chosen"] else named, []).append(row)
-    return [Series(name, own) for name, own in found.items()]
+    return [Series(name, own, *(shared or own[:1])) for name, own in found.items()]
 
 
 def grouped(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -100,10 +110,12 @@ def grouped(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def joined(rows: Sequence[Row]) -> list[Row]:
     """The rows, those of the same product on the same grid as one row with all their rounds."""
-    return [_joined(group) if len(group) > 1 else group[0] for group in _by(IDENTITY, rows)]
+    return [_joined(group) for group in _by(IDENTITY, rows)]
 
 
 def _joined(group: Sequence[Row]) -> Row:
+    if len(group) == 1:
+        return group[0]
     seconds = times_of([second for row in group for second in row["seconds"]["all"]])
     return {**group[0], "seconds": seconds, "gflops": group[0]["gflops"] * group[0]["seconds"]["median"] / seconds["median"]}
 

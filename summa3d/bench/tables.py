@@ -186,7 +186,8 @@ def scaling_title(result: Mapping[str, Any]) -> str:
 
 def baselines(found: Sequence[Series]) -> str:
     """What speed-up and efficiency are relative to."""
-    return f"speed-up and efficiency over {', '.join(series.baseline_name for series in found)}"
+    names = {series.baseline_name for series in found}
+    return f"speed-up and efficiency over {names.pop() if len(names) == 1 else 'the fewest ranks of each series'}"
 
 
 def shares_cores(row: Row) -> bool:

@@ -64,7 +64,7 @@ def test_lines_of_gemm_are_a_scaling_series_with_the_fewest_ranks_as_baseline(tm
     files = [write(tmp_path / "strong.jsonl", STRONG[::-1]), write(tmp_path / "weak.jsonl", WEAK)]
     assert cli(["report", *files, "--no-plots", "--format", "csv"]) == 0
     said = capsys.readouterr().out
-    assert "Strong scaling of 64×64×64 nn float64; speed-up and efficiency over chosen on 1 rank" in said
+    assert "Strong scaling of 64×64×64 nn float64; speed-up and efficiency over serial" in said
     assert (
         "Weak scaling from 64×64×64 nn float64 on 1 rank" in said and "ranks share cores in the rows of 4 ranks (2 cores)" in said
     )
@@ -86,7 +86,7 @@ def test_files_of_several_jobs_are_joined_and_repeated_rows_keep_all_rounds(tmp_
     second.write_text(json.dumps({"kind": "strong", "rows": rows, "numpy": [], "machine": machine}))
     assert cli(["report", "--merge", first, str(second), "--no-plots", "--format", "csv"]) == 0
     said = capsys.readouterr().out
-    assert "over chosen on 1 rank, summa on 1 rank; medians of 2–5 rounds" in said and "MPI 1" in said and "MPI 2" in said
+    assert "over serial; medians of 2–5 rounds" in said and "MPI 1" in said and "MPI 2" in said
     strong, weak = tmp_path / "one-1-strong.csv", tmp_path / "one-2-weak.csv"
     assert [[row["ranks"] for row in numbers(file)] for file in (strong, weak)] == [list("121"), list("12481")]
     assert float(numbers(strong)[1]["speed-up"]) == pytest.approx(0.9 / 0.6)  # the median of 0.5 0.5 0.6 0.6 0.7
@@ -99,6 +99,26 @@ def test_ranks_with_more_threads_than_others_are_pointed_out(capsys, tmp_path):
     assert header.split()[:2] == ["ranks", "threads/rank"] and [first.split()[1], second.split()[1]] == ["1", "2"]
     assert first.split()[6] == "1.00" and second.split()[6] == "1.80"  # the baseline is the row of the fewest threads
     assert "ranks have 1–2 threads, which speed-up and efficiency do not allow for" in rest
+
+
+def test_equal_times_are_equal_speed_ups_whatever_the_series(tmp_path, capsys):
+    named = {"chosen": False, "algorithm": "cannon", "label": "cannon x=2,y=2"}
+    panels = {**named, "options": {"panel": 8}, "label": "summa x=1,y=1 panel=8"}
+    lines = [*STRONG, *(line(ranks, 64, seconds, **named) for ranks, seconds in ((1, [1.9, 2.0, 2.1]), (4, [0.4])))]
+    file = write(tmp_path / "two.jsonl", [*lines, line(1, 64, [3.0], **panels)])
+    assert cli(["report", file, "--no-plots", "--format", "csv"]) == 0
+    assert "speed-up and efficiency over serial; medians" in capsys.readouterr().out
+    pooled = (1.0 + 1.9) / 2  # the median of 0.8 0.9 1.0 1.9 2.0 2.1; a product in panels is not serial
+    got = [(row["ranks"], float(row["speed-up"])) for row in numbers(tmp_path / "two.csv")]
+    times = [("1", 0.9), ("2", 0.6), ("4", 0.4), ("1", 2.0), ("4", 0.4), ("1", 3.0)]
+    assert got == [(ranks, pytest.approx(pooled / seconds)) for ranks, seconds in times]
+
+
+def test_series_without_a_serial_row_have_baselines_of_their_own(tmp_path, capsys):
+    named = {"chosen": False, "algorithm": "cannon", "label": "cannon x=2,y=2"}
+    assert cli(["report", write(tmp_path / "two.jsonl", [*STRONG[1:], line(4, 64, [0.2], **named)]), "--no-plots"]) == 0
+    assert "speed-up and efficiency over the fewest ranks of each series; medians" in capsys.readouterr().out
+    assert [one.baseline_name for one in series.series_of(STRONG[1:])] == ["chosen on 2 ranks"]
 
 
 def test_whiskers_of_a_speed_up_reach_from_the_slowest_to_the_fastest_round():
@@ -180,9 +200,7 @@ def test_lines_that_gemm_prints_are_reported(tmp_path, capsys):
         file.open("a").write(done.stdout)
     assert cli(["report", str(file), "--no-plots"]) == 0
     first, header, one, two, *_ = capsys.readouterr().out.splitlines()[1:]
-    assert first.startswith(
-        "Strong scaling of 32×32×32 nn float64; speed-up and efficiency over chosen on 1 rank; medians of 2 rounds"
-    )
+    assert first.startswith("Strong scaling of 32×32×32 nn float64; speed-up and efficiency over serial; medians of 2 rounds")
     assert one.split()[:2] == ["1", "serial"] and two.split()[0] == "2" and header.split()[0] == "ranks"
 
 
