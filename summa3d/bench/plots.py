@@ -131,12 +131,11 @@ def scaling(figure: Any, result: Mapping[str, Any]) -> None:
     )
 
 
-def ratios(panel: Any, series: Series, number: int, values: Sequence[Spread]) -> None:
-    """Draw a ratio of each row of a series, with whiskers from the slowest to the fastest round."""
-    reach = [[one.middle - one.low for one in values], [one.high - one.middle for one in values]]
-    panel.errorbar(
-        [row["ranks"] for row in series.rows], [one.middle for one in values], yerr=reach, label=series.name, **look(number)
-    )
+def ratios(panel: Any, series: Series, number: int, values: Sequence[Spread | None]) -> None:
+    """Draw a ratio of each row of a series that has one, with whiskers from the slowest to the fastest round."""
+    known = [(row["ranks"], one) for row, one in zip(series.rows, values, strict=True) if one]
+    reach = [[one.middle - one.low for _, one in known], [one.high - one.middle for _, one in known]]
+    panel.errorbar([ranks for ranks, _ in known], [one.middle for _, one in known], yerr=reach, label=series.name, **look(number))
 
 
 def plain(axis: Any) -> None:

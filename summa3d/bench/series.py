@@ -40,15 +40,20 @@ class Series:
         """The baseline in words: "serial", or as "cannon on 4 ranks"."""
         return SERIAL if is_serial(self.baseline) else f"{self.name} on {in_ranks(self.baseline['ranks'])}"
 
-    def speed_up(self, row: Row) -> Spread:
-        """Gflop/s of a row ÷ Gflop/s of the baseline; in strong scaling, the quotient of times."""
+    def speed_up(self, row: Row) -> Spread | None:
+        """Gflop/s of a row ÷ Gflop/s of the baseline; in strong scaling, the quotient of times.
+
+        None on the host where the ranks of the row have other thread counts: the ratio would not be that of ranks.
+        """
+        if on_host(row) and row["threads"] != self.baseline["threads"]:
+            return None
         ratio, seconds = row["gflops"] / self.baseline["gflops"], row["seconds"]
         return Spread(ratio, *(ratio * seconds["median"] / seconds[end] for end in ("max", "min")))
 
-    def efficiency(self, row: Row) -> Spread:
-        """Gflop/s per rank of a row ÷ those of the baseline."""
-        grown = row["ranks"] / self.baseline["ranks"]
-        return Spread(*(ratio / grown for ratio in self.speed_up(row)))
+    def efficiency(self, row: Row) -> Spread | None:
+        """Gflop/s per rank of a row ÷ those of the baseline; None where there is no speed-up."""
+        grown, ratios = row["ranks"] / self.baseline["ranks"], self.speed_up(row)
+        return ratios and Spread(*(ratio / grown for ratio in ratios))
 
 
 def times_of(seconds: Sequence[float]) -> dict[str, Any]:
@@ -67,6 +72,11 @@ def in_ranks(count: int) -> str:
     ('1 rank', '8 ranks')
     """
     return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def on_host(row: Row) -> bool:
+    """Whether a product's operands lie on the host."""
+    return bool(row.get("device", "cpu") == "cpu")
 
 
 def is_serial(row: Row) -> bool:

@@ -29,8 +29,8 @@ class Column:
 
     @property
     def cells(self) -> list[str]:
-        """The values as text."""
-        return ["" if value is None else self.show(value) for value in self.values]
+        """The values as text, "–" where there is none."""
+        return ["–" if value is None else self.show(value) for value in self.values]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import struct
 import jobs
 import pytest
 
-from summa3d.bench import series, tables
+from summa3d.bench import plots, series, tables
 from summa3d.bench.table import Column, Table
 from summa3d.cli import report
 from summa3d.cli.main import main as cli
@@ -92,13 +92,25 @@ def test_files_of_several_jobs_are_joined_and_repeated_rows_keep_all_rounds(tmp_
     assert float(numbers(strong)[1]["speed-up"]) == pytest.approx(0.9 / 0.6)  # the median of 0.5 0.5 0.6 0.6 0.7
 
 
-def test_ranks_with_more_threads_than_others_are_pointed_out(capsys, tmp_path):
+def test_ranks_with_other_thread_counts_than_the_baseline_have_no_speed_up(capsys, tmp_path):
     file = write(tmp_path / "strong.jsonl", [line(1, 64, [0.5], threads=2), *STRONG[1:], line(1, 64, [0.9])])
-    assert cli(["report", file, "--no-plots"]) == 0
-    header, first, second, *rest = capsys.readouterr().out.splitlines()[2:]
-    assert header.split()[:2] == ["ranks", "threads/rank"] and [first.split()[1], second.split()[1]] == ["1", "2"]
-    assert first.split()[6] == "1.00" and second.split()[6] == "1.80"  # the baseline is the row of the fewest threads
-    assert "ranks have 1–2 threads, which speed-up and efficiency do not allow for" in rest
+    assert cli(["report", file, "--no-plots", "--format", "csv", "--format", "latex"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()[2:]
+    assert header.split()[:2] == ["ranks", "threads/rank"]
+    shown = [(*row.split()[:2], *row.split()[-6:-4]) for row in rows[:3]]  # beside Gflop/s, words, messages, workspace
+    assert shown == [("1", "1", "1.00", "1.00"), ("1", "2", "–", "–"), ("2", "1", "1.50", "0.75")]
+    assert "ranks have 1–2 threads: rows with other thread counts than the baseline have no speed-up" in rows
+    assert [row["speed-up"] for row in numbers(tmp_path / "strong.csv")][1] == ""
+    assert " & -- & -- & " in (tmp_path / "strong.tex").read_text()
+    (on_cuda,) = series.series_of([{**STRONG[0], "device": "cuda"}, {**STRONG[1], "device": "cuda", "threads": 2}])
+    assert on_cuda.speed_up(on_cuda.rows[1]).middle == pytest.approx(1.5)  # a GPU multiplies: the host's threads do not count
+
+
+def test_a_ratio_that_is_not_known_has_no_point_in_the_plot():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    plots.scaling(figure, {"kind": "strong", "rows": [*STRONG[:2], line(4, 64, [0.1], threads=2)], "numpy": []})
+    drawn = [panel.containers[0].lines[0].get_xdata() for panel in figure.axes[:2]]
+    assert [list(ranks) for ranks in drawn] == [[1, 2], [1, 2]]
 
 
 def test_equal_times_are_equal_speed_ups_whatever_the_series(tmp_path, capsys):
@@ -211,7 +223,7 @@ def test_a_plot_of_runs_names_what_it_cannot_draw(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"DataError: {tmp_path} holds no run: ")
 
 
-def test_peers_stand_side_by_side_and_a_missing_one_is_left_blank(tmp_path):
+def test_peers_stand_side_by_side_and_a_missing_one_is_a_dash(tmp_path):
     spread = {"median": 1.5, "min": 1.4, "max": 1.6}
     common = {"m": 2, "n": 2, "k": 2, "dtype": "float64", "numpy_seconds": 0.01}
     both = {"case": "sq2", "ranks": 2, "seconds": {"ours": 0.02, "peer": 0.03}, "fractions": {"ours": 0.5, "peer": 0.33}}
@@ -223,7 +235,7 @@ def test_peers_stand_side_by_side_and_a_missing_one_is_left_blank(tmp_path):
     assert (
         header.split()[:4] == ["case", "P", "numpy", "ms"] and "1.50" in first and "1.40–1.60" in first and first.endswith("0.80")
     )
-    assert second.split() == ["tall", "float64", "4", "10.00", "20.00", "0.50"] and remark == "said."
+    assert second.split() == ["tall", "float64", "4", "10.00", "20.00", *"–", "0.50", *"––––"] and remark == "said."
     pytest.importorskip("matplotlib")
     (picture,) = report.write(result, tmp_path / "peers", ["svg"])
     assert "tall" in picture.read_text()
