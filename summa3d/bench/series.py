@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isclose
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -119,11 +120,12 @@ def grouped(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def joined(rows: Sequence[Row]) -> list[Row]:
-    """The rows, those of the same product on the same grid as one row with all their rounds."""
+    """The rows, those of the same product on the same grid as one row with all their rounds; what comes twice counts once."""
     return [_joined(group) for group in _by(IDENTITY, rows)]
 
 
 def _joined(group: Sequence[Row]) -> Row:
+    group = [row for number, row in enumerate(group) if row["seconds"] not in [one["seconds"] for one in group[:number]]]
     if len(group) == 1:
         return group[0]
     seconds = times_of([second for row in group for second in row["seconds"]["all"]])
@@ -133,6 +135,22 @@ def _joined(group: Sequence[Row]) -> Row:
 def same_problem(row: Row, other: Row) -> bool:
     """Whether two rows have the same sizes, form, dtype and device."""
     return all(row[name] == other[name] for name in PROBLEM)
+
+
+def same_family(result: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two results of products are of one kind and problem: their rows may be one table.
+
+    Weak scaling is of one problem where sizes ÷ the cube root of the ranks are equal, but for rounding. Products side by side
+    must be on as many ranks.
+    """
+    kind, first, second = result["kind"], *(min(own["rows"], key=lambda row: row["ranks"]) for own in (result, other))
+    if kind != other["kind"] or any(first[name] != second[name] for name in OPERANDS):
+        return False
+    if kind == "weak":
+        sizes = ([row[name] / row["ranks"] ** (1 / 3) for name in ("m", "n", "k")] for row in (first, second))
+        return all(isclose(*pair, rel_tol=SAME_WORK ** (1 / 3) - 1) for pair in zip(*sizes, strict=True))
+    most = [max(row["ranks"] for row in own["rows"]) for own in (result, other)]
+    return same_problem(first, second) and (kind == "strong" or most[0] == most[1])
 
 
 def _by(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:

@@ -69,8 +69,9 @@ def processor(machine: Mapping[str, Any]) -> str:
 
 
 def loaded(machine: Mapping[str, Any]) -> str:
-    """The load average at the start, where the system has one."""
-    return "" if machine["load"] is None else f", load {machine['load']:.1f} at the start"
+    """The load average at the start, where the system has one; of several jobs the least and the greatest."""
+    loads = [f"{load:.1f}" for load in sorted({*machine.get("loads", [machine["load"]])} - {None})]
+    return f", load {'–'.join(dict.fromkeys([loads[0], loads[-1]]))} at the start" if loads else ""
 
 
 def version(machine: Mapping[str, Any]) -> str:

@@ -87,9 +87,50 @@ def test_files_of_several_jobs_are_joined_and_repeated_rows_keep_all_rounds(tmp_
     assert cli(["report", "--merge", first, str(second), "--no-plots", "--format", "csv"]) == 0
     said = capsys.readouterr().out
     assert "over serial; medians of 2–5 rounds" in said and "MPI 1" in said and "MPI 2" in said
-    strong, weak = tmp_path / "one-1-strong.csv", tmp_path / "one-2-weak.csv"
-    assert [[row["ranks"] for row in numbers(file)] for file in (strong, weak)] == [list("121"), list("12481")]
-    assert float(numbers(strong)[1]["speed-up"]) == pytest.approx(0.9 / 0.6)  # the median of 0.5 0.5 0.6 0.6 0.7
+    assert f"merged: {first}, {second}\n" in said
+    strong, weak = tmp_path / "merged-one-1-strong.csv", tmp_path / "merged-one-2-weak.csv"
+    assert [[row["ranks"] for row in numbers(file)] for file in (strong, weak)] == [list("112"), list("1248")]
+    assert float(numbers(strong)[2]["speed-up"]) == pytest.approx(0.9 / 0.6)  # the median of 0.5 0.5 0.6 0.6 0.7
+
+
+def bench_result(path, kind, rows, **machine):
+    path.write_text(json.dumps({"kind": kind, "rows": rows, "numpy": [], "machine": {**MACHINE, **machine}}))
+    return str(path)
+
+
+def test_results_of_other_problems_stay_apart_when_merged(tmp_path, capsys):
+    strong = bench_result(tmp_path / "strong.json", "strong", STRONG)
+    weak = bench_result(tmp_path / "weak.json", "weak", WEAK)  # its row on 8 ranks, and a strong series to 128³, are two problems
+    other = bench_result(tmp_path / "other.json", "strong", [line(ranks, 128, [9 / ranks]) for ranks in (1, 2)])
+    more = bench_result(tmp_path / "more.json", "weak", [line(2, 81, [1.2])])
+    flat = [line(ranks, size, [1.0], n=n) for ranks, size, n in ((1, 128, 16), (2, 161, 20))]  # as much work, another problem
+    assert cli(["report", "--merge", strong, weak, other, more, write(tmp_path / "flat.jsonl", flat), "--no-plots"]) == 0
+    titles = [text for text in capsys.readouterr().out.splitlines() if " scaling " in text]
+    assert [title.partition(" nn")[0] for title in titles] == [
+        *("Strong scaling of 64×64×64", "Weak scaling from 64×64×64", "Strong scaling of 128×128×128"),
+        "Weak scaling from 128×16×128",
+    ]
+    assert [title.rpartition("; ")[2] for title in titles] == [
+        "medians of 3 rounds",
+        "medians of 1–3 rounds",
+        *["medians of 1 round"] * 2,
+    ]
+
+
+def test_merged_measurements_count_once_and_loads_are_a_range(tmp_path, capsys):
+    lines = write(tmp_path / "lines.jsonl", [line(1, 64, [0.7, 0.9], machine={**MACHINE, "load": None}), STRONG[1]])
+    first = bench_result(tmp_path / "first.json", "strong", STRONG)
+    second = bench_result(tmp_path / "second.json", "strong", [line(2, 64, [0.5, 0.7])], load=3.2)
+    pytest.importorskip("matplotlib")
+    assert cli(["report", first]) == 0 and (tmp_path / "first.png").exists()
+    alone = (tmp_path / "first.png").read_bytes()
+    capsys.readouterr()
+    assert cli(["report", "--merge", first, second, first, lines, "--format", "png", "--format", "csv"]) == 0
+    said = capsys.readouterr().out
+    assert "medians of 3–5 rounds" in said and "load 0.5–3.2 at the start" in said and said.count("a processor") == 1
+    rows = {row["ranks"]: float(row["median ms"]) for row in csv.DictReader((tmp_path / "merged-first.csv").open())}
+    assert rows == {"1": pytest.approx(900), "2": pytest.approx(600), "4": pytest.approx(400)}
+    assert (tmp_path / "merged-first.png").exists() and (tmp_path / "first.png").read_bytes() == alone
 
 
 def test_ranks_with_other_thread_counts_than_the_baseline_have_no_speed_up(capsys, tmp_path):
