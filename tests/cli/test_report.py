@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import struct
+import subprocess
 
 import jobs
 import pytest
@@ -255,6 +257,16 @@ def test_lines_that_gemm_prints_are_reported(tmp_path, capsys):
     first, header, one, two, *_ = capsys.readouterr().out.splitlines()[1:]
     assert first.startswith("Strong scaling of 32×32×32 nn float64; speed-up and efficiency over serial; medians of 2 rounds")
     assert one.split()[:2] == ["1", "serial"] and two.split()[0] == "2" and header.split()[0] == "ranks"
+
+
+@pytest.mark.parametrize("command", [["report", "--no-plots"], ["config", "demo"]])
+def test_a_reader_that_takes_no_more_ends_a_command_quietly(tmp_path, command):
+    ours, theirs = os.pipe()
+    os.close(ours)  # as `| head` does once it has its lines
+    files = [write(tmp_path / "strong.jsonl", STRONG)] if command[0] == "report" else []
+    done = subprocess.run([jobs.python(), "-m", "summa3d", *command, *files], stdout=theirs, stderr=subprocess.PIPE, timeout=100)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_plot_of_runs_names_what_it_cannot_draw(tmp_path, capsys):
