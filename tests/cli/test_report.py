@@ -182,6 +182,25 @@ def test_whiskers_of_a_speed_up_reach_from_the_slowest_to_the_fastest_round():
     assert chosen.efficiency(STRONG[1]) == pytest.approx((0.75, 0.75, 0.9))
 
 
+def test_many_series_fit_the_figure_and_those_of_no_words_are_named():
+    figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
+    rows = [
+        line(ranks, 64, [1 / ranks], chosen=False, algorithm=f"algorithm-{name}", words_per_rank=0 if name == 3 else 3000 + name)
+        for name in range(8)
+        for ranks in (1, 2)
+    ]
+    plots.scaling(figure, {"kind": "strong", "rows": rows, "numpy": [], "machine": MACHINE})
+    figure.draw_without_rendering()
+    (legend,), words = figure.legends, figure.axes[2]
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width and len(legend.get_texts()) == 9  # the series and the ideal
+    low, high = words.get_ylim()
+    assert sum(low <= place <= high for place in words.get_yticks()) >= 2  # though all words are alike
+    said = " ".join(figure.get_supxlabel().split())
+    assert "over serial; points of 0 words are not drawn (algorithm-3); medians of 1 round" in said
+    assert [text.get_text() for text in words.get_legend().get_texts()] == ["least if every operand is held once"]
+
+
 def test_a_table_is_written_for_people_spreadsheets_and_papers(tmp_path):
     pytest.importorskip("matplotlib")
     file = write(tmp_path / "strong.v1.jsonl", STRONG)
