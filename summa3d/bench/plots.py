@@ -173,7 +173,7 @@ def thousands(axis: Any) -> None:
 
 
 def shade_shared(panel: Any, rows: Sequence[Row], counts: Sequence[int]) -> None:
-    """Shade the rank counts whose ranks share cores, where no speed-up can be expected."""
+    """Shade the rank counts whose ranks share cores, where no further speed-up can be expected."""
     sharing = [row["ranks"] for row in rows if shares_cores(row)]
     if sharing:
         below = [count for count in counts if count < min(sharing)]

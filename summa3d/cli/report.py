@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def write(result: Mapping[str, Any], stem: Path, formats: Sequence[str]) -> list
         plots.write(result, [paths[name] for name in formats if name in figures.FORMATS])
         for name in formats:
             if name in FORMATS:
-                paths[name].write_text(FORMATS[name][1](table(result)) + "\n", encoding="utf-8")
+                labelled = replace(table(result), label=stem.name)
+                paths[name].write_text(FORMATS[name][1](labelled) + "\n", encoding="utf-8")
     except ImportError as error:
         raise DataError(f"plots need matplotlib ({error}): pip install 'summa3d[plot]', or give --no-plots.") from None
     except OSError as error:

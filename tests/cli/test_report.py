@@ -212,6 +212,7 @@ def test_a_table_is_written_for_people_spreadsheets_and_papers(tmp_path):
     assert first.startswith("| 1 | serial | 900.00 |") and "numpy's" not in header  # no value, no column
     latex = (tmp_path / "strong.v1.tex").read_text()
     assert r"\caption{Strong scaling of 64$\times$64$\times$64 nn float64" in latex and r"\begin{tabular}{rlrrr" in latex
+    assert r"\label{tab:strong.v1}" in latex and ". Ranks share cores in" in latex
     width, height = struct.unpack(">II", (tmp_path / "strong.v1.png").read_bytes()[16:24])
     assert (width, height > width) == (3.4 * 300, True)
     assert (tmp_path / "strong.v1.pdf").read_bytes().startswith(b"%PDF")
@@ -231,7 +232,9 @@ def test_a_table_is_written_for_people_spreadsheets_and_papers(tmp_path):
 def test_latex_and_markdown_escape_what_they_would_read():
     table = Table("50% of a_b", [Column("x|y", ["a&b"], left=True), Column("none", [None]), Column("p", [0.5], csv_only=True)])
     assert table.markdown().splitlines()[-1] == "| a&b |" and table.text().splitlines() == ["50% of a_b", "x|y", "a&b"]
-    assert r"\caption{50\% of a\_b}" in table.latex() and r"a\&b \\" in table.latex()
+    assert r"\caption{50\% of a\_b.}" in table.latex() and r"a\&b \\" in table.latex()
+    said = Table("a title", [Column("x", ["a"])], ["one more", "said."], label="v1").latex().splitlines()
+    assert said[1:3] == [r"\caption{A title. One more. Said.}", r"\label{tab:v1}"]
     assert table.csv() == "x|y,p\na&b,0.5"
 
 
