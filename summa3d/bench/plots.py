@@ -31,6 +31,8 @@ CHARACTERS = 24
 """Characters of a caption that fit into an inch."""
 WIDE = 8
 """Quotient of the ends of a logarithmic axis, above which it holds three of the numbers 1, 2 and 5."""
+NARROW = 2.5
+"""Quotient of the ends of a logarithmic axis, below which it may hold fewer than two of 1, 1.5, 2, 3, 5 and 7."""
 ROW_HEIGHT = 0.14  # inches of a line of a dot plot
 NUMPY, IDEAL, SHARED = "numpy", "ideal", "ranks share cores"
 
@@ -111,7 +113,7 @@ def scaling(figure: Any, result: Mapping[str, Any]) -> None:
     panels[1].plot(counts, [1] * len(counts), "--", color="0.5")
     least = {row["ranks"]: lower_bound(row["m"], row["n"], row["k"], row["ranks"]) for row in result["rows"]}
     bounds = [least[count] or None for count in counts]
-    bound = panels[2].plot(counts, bounds, "--", color="0.5", label="lower bound of any algorithm")
+    bound = panels[2].plot(counts, bounds, "--_", color="0.5", label="least if every operand is held once")
     speed = "speed-up" if result["kind"] == "strong" else "scaled speed-up"
     for panel, name in zip(panels, (speed, "efficiency", "words received per rank"), strict=True):
         panel.set(xscale="log", yscale="log", ylabel=name)
@@ -125,25 +127,39 @@ def scaling(figure: Any, result: Mapping[str, Any]) -> None:
     figure.align_ylabels()
     handles, labels = panels[0].get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda place: labels[place] in (IDEAL, SHARED))  # series first
-    figure.legend([handles[place] for place in order], [labels[place] for place in order], loc="outside upper center", ncols=4)
-    caption(
-        figure, scaling_title(result), baselines(found), mixed_threads(result["rows"]), timed(result["rows"]), on_machines(result)
-    )
+    legend(figure, [handles[place] for place in order], [labels[place] for place in order])
+    remarks = (mixed_threads(result["rows"]), without_words(found))
+    caption(figure, scaling_title(result), baselines(found), *remarks, timed(result["rows"]), on_machines(result))
 
 
-def ratios(panel: Any, series: Series, number: int, values: Sequence[Spread]) -> None:
-    """Draw a ratio of each row of a series, with whiskers from the slowest to the fastest round."""
-    reach = [[one.middle - one.low for one in values], [one.high - one.middle for one in values]]
-    panel.errorbar(
-        [row["ranks"] for row in series.rows], [one.middle for one in values], yerr=reach, label=series.name, **look(number)
-    )
+def legend(figure: Any, handles: Sequence[Any], labels: Sequence[str], columns: int = 4) -> None:
+    """Put a legend above the panels, in as many columns as fit the figure's width."""
+    made = figure.legend(handles, labels, loc="outside upper center", ncols=columns)
+    if columns > 1 and made.get_window_extent().width > figure.bbox.width:
+        made.remove()
+        legend(figure, handles, labels, columns - 1)
+
+
+def without_words(found: Sequence[Series]) -> str | None:
+    """A remark on series with rows that receive no words on several ranks, which a logarithmic axis cannot show; else None."""
+    silent = [series.name for series in found if any(row["ranks"] > 1 and not row["words_per_rank"] for row in series.rows)]
+    return f"points of 0 words are not drawn ({', '.join(silent)})" if silent else None
+
+
+def ratios(panel: Any, series: Series, number: int, values: Sequence[Spread | None]) -> None:
+    """Draw a ratio of each row of a series that has one, with whiskers from the slowest to the fastest round."""
+    known = [(row["ranks"], one) for row, one in zip(series.rows, values, strict=True) if one]
+    reach = [[one.middle - one.low for _, one in known], [one.high - one.middle for _, one in known]]
+    panel.errorbar([ranks for ranks, _ in known], [one.middle for _, one in known], yerr=reach, label=series.name, **look(number))
 
 
 def plain(axis: Any) -> None:
-    """Label a logarithmic axis by plain numbers: 1, 2 and 5 of each decade, or more where there is hardly one."""
+    """Label a logarithmic axis by two or more plain numbers: 1, 2 and 5 of each decade, or more where there is hardly one."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
+    wider = max(1.0, (NARROW * low / high) ** 0.5)
+    axis.set_view_interval(low / wider, high * wider, ignore=True)
     axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high > WIDE * low else (1, 1.5, 2, 3, 5, 7)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
@@ -157,7 +173,7 @@ def thousands(axis: Any) -> None:
 
 
 def shade_shared(panel: Any, rows: Sequence[Row], counts: Sequence[int]) -> None:
-    """Shade the rank counts whose ranks share cores, where no speed-up can be expected."""
+    """Shade the rank counts whose ranks share cores, where no further speed-up can be expected."""
     sharing = [row["ranks"] for row in rows if shares_cores(row)]
     if sharing:
         below = [count for count in counts if count < min(sharing)]
@@ -184,7 +200,7 @@ def versus(figure: Any, result: Mapping[str, Any]) -> None:
     axes.set_xticks(places, labels, rotation=90, fontsize=5.5)
     axes.set_ylabel("speed ÷ numpy's, all cores")
     axes.grid(visible=False, axis="x")
-    figure.legend(loc="outside upper center", ncols=4)
+    legend(figure, *axes.get_legend_handles_labels())
     caption(figure, "C = A·B", on_machines(result))
 
 
@@ -212,7 +228,7 @@ def block(figure: Any, result: Mapping[str, Any]) -> None:
     plain(axes.yaxis)
     plain(axes.xaxis)
     thousands(axes.xaxis)
-    figure.legend(loc="outside upper center", ncols=3)
+    legend(figure, *axes.get_legend_handles_labels())
     best = min(rows, key=lambda row: row["seconds"]["both"]["median"])["label"]
     open_marks = "open: gathered operands are kept" if any(not row["regather"] for row in rows) else ""
     both = [{"seconds": row["seconds"]["both"]} for row in rows]

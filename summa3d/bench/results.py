@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from .series import IDENTITY, grouped, same_problem
+from .series import IDENTITY, grouped, joined, same_family
+from .tables import machines
 
 PRODUCTS = ("gemm", "strong", "weak")
 ROWS = {
@@ -19,8 +20,8 @@ ROWS = {
 """Kinds of results, and the keys of their rows by which a file is recognised."""
 HEAD = {**dict.fromkeys(PRODUCTS, ("numpy",)), "versus": ("peers", "quotients"), "block": ("case", "ranks", "torch")}
 PLACED = ("nodes", "hosts", "ranks_per_node", "cores_per_node", "cores")
-OF_THE_MOMENT = ("load", "gflops_per_core")
-MACHINE = (*PLACED, *OF_THE_MOMENT, "threads_per_rank", "processor", "gpu", "commit")
+OF_THE_MOMENT = ("load", "loads", "gflops_per_core")
+MACHINE = (*PLACED, "load", "gflops_per_core", "threads_per_rank", "processor", "gpu", "commit")
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -29,45 +30,78 @@ def read(file: Path) -> list[dict[str, Any]]:
     Lines are strong scaling where sizes are equal, weak scaling where the work per rank is equal, else products side by side.
     Raises DataError where the file cannot be read or holds no result of this version.
     """
-    entries = _entries(file)
-    if len(entries) == 1 and "kind" in entries[0]:
-        return [_checked(entries[0], file)]
-    for entry in entries:
-        _require(entry, (*ROWS["gemm"], "machine"), f"A line of {file} is not one of `summa3d gemm --json`")
-        _require(entry["machine"], MACHINE, f"The machine in a line of {file} is of another version")
-    return _from(entries, [entry["machine"] for entry in entries])
+    results, lines = _split([file])
+    return results + _from(lines)
 
 
-def merge(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results of products as one pool of rows, formed anew; rows of one product on one grid join their rounds.
+def merge(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """The results of products in several files; those of one kind and problem are one, and rows on one grid join their rounds.
 
-    Raises DataError for results of other kinds.
+    The lines of all files form results as those of one file do. A measurement that comes twice counts once.
+    Raises DataError for results of other kinds, and where `read` does.
     """
+    results, lines = _split(files)
     other = [result["kind"] for result in results if result["kind"] not in PRODUCTS]
     if other:
         raise DataError(
             f"--merge joins results of {', '.join(PRODUCTS)}; one is of {other[0]}. Leave it out, or leave out --merge."
         )
-    on = [machine for result in results for machine in result.get("machines") or [result["machine"]]]
-    rows = {id(row): row for result in results for row in result["rows"]}  # the serial row of a file may be of two results
-    merged = _from(list(rows.values()), on)
-    for result in merged:
-        result["numpy"] = [
-            own for one in results for own in one["numpy"] if any(same_problem(own, row) for row in result["rows"])
-        ]
-    return merged
+    families: list[list[dict[str, Any]]] = []
+    for result in results + _from(lines):
+        family = next((own for own in families if same_family(own[0], result)), None)
+        if family is None:
+            families.append([result])
+        else:
+            family.append(result)
+    return [_joined(family) for family in families]
 
 
-def _from(rows: Sequence[dict[str, Any]], on: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows as results on these machines; jobs of a sweep that differ in their nodes only are one machine."""
-    machines: dict[str, dict[str, Any]] = {}
+def _joined(family: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Results of one kind and problem as one."""
+    numpys = [own for result in family for own in result["numpy"]]
+    return {
+        "kind": family[0]["kind"],
+        "rows": joined([row for result in family for row in result["rows"]]),
+        "numpy": [own for number, own in enumerate(numpys) if own not in numpys[:number]],
+        "machines": _alike([machine for result in family for machine in machines(result)]),
+    }
+
+
+def _split(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The results of `summa3d bench` in the files, and the lines of `summa3d gemm --json`."""
+    results, lines = [], []
+    for file in files:
+        entries = _entries(file)
+        if len(entries) == 1 and "kind" in entries[0]:
+            results.append(_checked(entries[0], file))
+            continue
+        for entry in entries:
+            _require(entry, (*ROWS["gemm"], "machine"), f"A line of {file} is not one of `summa3d gemm --json`")
+            _require(entry["machine"], MACHINE, f"The machine in a line of {file} is of another version")
+        lines += entries
+    return results, lines
+
+
+def _from(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results that lines form, each with the machines of its own lines."""
+    results = grouped(lines)
+    for result in results:
+        products = [[row[name] for name in IDENTITY] for row in result["rows"]]
+        own = [line["machine"] for line in lines if [line[name] for name in IDENTITY] in products]
+        result["machines"] = _alike(own)
+    return results
+
+
+def _alike(on: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """These machines; jobs of a sweep that differ in their nodes and the load only are one machine, with all loads."""
+    found: dict[str, dict[str, Any]] = {}
     for machine in on:
         alike = json.dumps({name: fact for name, fact in machine.items() if name not in (*PLACED, *OF_THE_MOMENT)})
-        known = machines.setdefault(alike, machine)
+        known = found.get(alike, {**machine, "loads": []})
         unions = {name: list(dict.fromkeys([*known[name], *machine[name]])) for name in ("hosts", "ranks_per_node")}
         largest = {name: max(known[name], machine[name]) for name in ("nodes", "cores")}
-        machines[alike] = {**known, **unions, **largest}
-    return [{**result, "machines": list(machines.values())} for result in grouped(rows)]
+        found[alike] = {**known, **unions, **largest, "loads": known["loads"] + machine.get("loads", [machine["load"]])}
+    return list(found.values())
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:

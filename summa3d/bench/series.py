@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isclose
 from statistics import median
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
-CHOSEN = "chosen"
+CHOSEN, SERIAL = "chosen", "serial"
 SAME_WORK = 1.05  # largest quotient of the work per rank in weak scaling, whose sizes are rounded cube roots
 OPERANDS = ("form", "dtype", "device")
 PROBLEM = ("m", "n", "k", *OPERANDS)
@@ -26,30 +27,34 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """Rows in the order of their ranks, then threads. What the chooser takes is one series, whichever algorithms it takes."""
+    """Rows in the order of their ranks, then threads. What the chooser takes is one series, whichever algorithms it takes.
+
+    baseline : what speed-ups are relative to: the product on one rank, the same for all series, else the first row
+    """
 
     name: str
     rows: Sequence[Row]
-
-    @property
-    def baseline(self) -> Row:
-        """The row of the fewest ranks, which speed-ups are relative to."""
-        return self.rows[0]
+    baseline: Row
 
     @property
     def baseline_name(self) -> str:
-        """The baseline in words, as "chosen on 1 rank"."""
-        return f"{self.name} on {in_ranks(self.baseline['ranks'])}"
+        """The baseline in words: "serial", or as "cannon on 4 ranks"."""
+        return SERIAL if is_serial(self.baseline) else f"{self.name} on {in_ranks(self.baseline['ranks'])}"
 
-    def speed_up(self, row: Row) -> Spread:
-        """Gflop/s of a row ÷ Gflop/s of the baseline; in strong scaling, the quotient of times."""
+    def speed_up(self, row: Row) -> Spread | None:
+        """Gflop/s of a row ÷ Gflop/s of the baseline; in strong scaling, the quotient of times.
+
+        None on the host where the ranks of the row have other thread counts: the ratio would not be that of ranks.
+        """
+        if on_host(row) and row["threads"] != self.baseline["threads"]:
+            return None
         ratio, seconds = row["gflops"] / self.baseline["gflops"], row["seconds"]
         return Spread(ratio, *(ratio * seconds["median"] / seconds[end] for end in ("max", "min")))
 
-    def efficiency(self, row: Row) -> Spread:
-        """Gflop/s per rank of a row ÷ those of the baseline."""
-        grown = row["ranks"] / self.baseline["ranks"]
-        return Spread(*(ratio / grown for ratio in self.speed_up(row)))
+    def efficiency(self, row: Row) -> Spread | None:
+        """Gflop/s per rank of a row ÷ those of the baseline; None where there is no speed-up."""
+        grown, ratios = row["ranks"] / self.baseline["ranks"], self.speed_up(row)
+        return ratios and Spread(*(ratio / grown for ratio in ratios))
 
 
 def times_of(seconds: Sequence[float]) -> dict[str, Any]:
@@ -70,18 +75,34 @@ def in_ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
+def on_host(row: Row) -> bool:
+    """Whether a product's operands lie on the host."""
+    return bool(row.get("device", "cpu") == "cpu")
+
+
+def is_serial(row: Row) -> bool:
+    """Whether a row is the product on one rank, one call of the BLAS whatever the algorithm; options may divide that call."""
+    return row["ranks"] == 1 and not row["options"]
+
+
 def place(row: Row) -> str:
-    """What ran in a row: "serial" on one rank, whatever the algorithm; else algorithm, grid and options."""
-    return "serial" if row["ranks"] == 1 else str(row["label"])
+    """What ran in a row: "serial", or algorithm, grid and options."""
+    return SERIAL if is_serial(row) else str(row["label"])
 
 
 def series_of(rows: Iterable[Row]) -> list[Series]:
-    """The series of some rows: one of the library's choices, and one for each algorithm that was named."""
+    """The series of some rows: one of the library's choices, and one for each algorithm that was named.
+
+    All serial rounds of the fewest threads are one baseline, so that equal times are equal speed-ups.
+    """
+    rows = sorted(rows, key=lambda row: (int(row["ranks"]), int(row["threads"])))
+    serial = [row for row in rows if is_serial(row)]
+    shared = [_joined(_by((*PROBLEM, "threads"), serial)[0])] if serial else []
     found: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (int(row["ranks"]), int(row["threads"]))):
+    for row in rows:
         named = " ".join([row["algorithm"], *(f"{name}={value}" for name, value in row["options"].items())])
         found.setdefault(CHOSEN if row["chosen"] else named, []).append(row)
-    return [Series(name, own) for name, own in found.items()]
+    return [Series(name, own, *(shared or own[:1])) for name, own in found.items()]
 
 
 def grouped(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -99,11 +120,14 @@ def grouped(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def joined(rows: Sequence[Row]) -> list[Row]:
-    """The rows, those of the same product on the same grid as one row with all their rounds."""
-    return [_joined(group) if len(group) > 1 else group[0] for group in _by(IDENTITY, rows)]
+    """The rows, those of the same product on the same grid as one row with all their rounds; what comes twice counts once."""
+    return [_joined(group) for group in _by(IDENTITY, rows)]
 
 
 def _joined(group: Sequence[Row]) -> Row:
+    group = [row for number, row in enumerate(group) if row["seconds"] not in [one["seconds"] for one in group[:number]]]
+    if len(group) == 1:
+        return group[0]
     seconds = times_of([second for row in group for second in row["seconds"]["all"]])
     return {**group[0], "seconds": seconds, "gflops": group[0]["gflops"] * group[0]["seconds"]["median"] / seconds["median"]}
 
@@ -111,6 +135,22 @@ def _joined(group: Sequence[Row]) -> Row:
 def same_problem(row: Row, other: Row) -> bool:
     """Whether two rows have the same sizes, form, dtype and device."""
     return all(row[name] == other[name] for name in PROBLEM)
+
+
+def same_family(result: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two results of products are of one kind and problem: their rows may be one table.
+
+    Weak scaling is of one problem where sizes ÷ the cube root of the ranks are equal, but for rounding. Products side by side
+    must be on as many ranks.
+    """
+    kind, first, second = result["kind"], *(min(own["rows"], key=lambda row: row["ranks"]) for own in (result, other))
+    if kind != other["kind"] or any(first[name] != second[name] for name in OPERANDS):
+        return False
+    if kind == "weak":
+        sizes = ([row[name] / row["ranks"] ** (1 / 3) for name in ("m", "n", "k")] for row in (first, second))
+        return all(isclose(*pair, rel_tol=SAME_WORK ** (1 / 3) - 1) for pair in zip(*sizes, strict=True))
+    most = [max(row["ranks"] for row in own["rows"]) for own in (result, other)]
+    return same_problem(first, second) and (kind == "strong" or most[0] == most[1])
 
 
 def _by(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:

@@ -29,17 +29,18 @@ class Column:
 
     @property
     def cells(self) -> list[str]:
-        """The values as text."""
-        return ["" if value is None else self.show(value) for value in self.values]
+        """The values as text, "–" where there is none."""
+        return ["–" if value is None else self.show(value) for value in self.values]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, columns and remarks. Columns without any value are left out."""
+    """A title, columns, remarks, and the label that LaTeX refers to. Columns without any value are left out."""
 
     title: str
     columns: Sequence[Column]
     remarks: Sequence[str] = ()
+    label: str = ""
 
     @property
     def filled(self) -> list[Column]:
@@ -89,11 +90,13 @@ class Table:
         def line(cells: Sequence[str]) -> str:
             return " & ".join(cell.translate(LATEX) for cell in cells) + r" \\"
 
-        caption = ". ".join(filter(None, [self.title, *self.remarks])).translate(LATEX)
+        sentences = [f"{text[0].upper()}{text[1:].rstrip('.')}." for text in (self.title, *self.remarks) if text]
+        caption = " ".join(sentences).translate(LATEX)
+        label = [rf"\label{{tab:{self.label}}}"] if self.label else []
         align = "".join("l" if column.left else "r" for column in self.shown)
         return "\n".join(
             [
-                *(r"\begin{table}", rf"\caption{{{caption}}}", rf"\begin{{tabular}}{{{align}}}", r"\toprule"),
+                *(r"\begin{table}", rf"\caption{{{caption}}}", *label, rf"\begin{{tabular}}{{{align}}}", r"\toprule"),
                 *(line([column.name for column in self.shown]), r"\midrule", *map(line, self._rows())),
                 *(r"\bottomrule", r"\end{tabular}", r"\end{table}"),
             ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .series import Row, Series, in_ranks, place, series_of
+from .series import Row, Series, Spread, in_ranks, on_host, place, series_of
 from .table import Column, Table
 
 MEBI = 1 << 20
@@ -69,8 +69,9 @@ def processor(machine: Mapping[str, Any]) -> str:
 
 
 def loaded(machine: Mapping[str, Any]) -> str:
-    """The load average at the start, where the system has one."""
-    return "" if machine["load"] is None else f", load {machine['load']:.1f} at the start"
+    """The load average at the start, where the system has one; of several jobs the least and the greatest."""
+    loads = [f"{load:.1f}" for load in sorted({*machine.get("loads", [machine["load"]])} - {None})]
+    return f", load {'–'.join(dict.fromkeys([loads[0], loads[-1]]))} at the start" if loads else ""
 
 
 def version(machine: Mapping[str, Any]) -> str:
@@ -104,7 +105,7 @@ def operands(row: Row) -> str:
 
 def on_device(row: Row) -> str:
     """The device for a title, as " on cuda"; empty for the host."""
-    return "" if row.get("device", "cpu") == "cpu" else f" on {row['device']}"
+    return "" if on_host(row) else f" on {row['device']}"
 
 
 def rounds(rows: Iterable[Row]) -> str:
@@ -167,12 +168,17 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
         Column("algorithm and grid", [place(row) for row in rows], left=True),
         Column("m×n×k", [sizes(row) for row in rows], csv_only=not weak),
         *times(rows),
-        Column("speed-up", [series.speed_up(row).middle for series, row in pairs], digits),
-        Column("efficiency", [series.efficiency(row).middle for series, row in pairs], digits),
+        Column("speed-up", [middle(series.speed_up(row)) for series, row in pairs], digits),
+        Column("efficiency", [middle(series.efficiency(row)) for series, row in pairs], digits),
         *moved(rows),
     ]
     title = f"{scaling_title(result)}; {baselines(found)}; {rounds(rows)}"
     return Table(title, columns, [*numpy_remarks(result), *filter(None, [mixed_threads(rows), shared_cores(result)])])
+
+
+def middle(ratio: Spread | None) -> float | None:
+    """The ratio of median times, where there is one."""
+    return ratio and ratio.middle
 
 
 def scaling_title(result: Mapping[str, Any]) -> str:
@@ -186,20 +192,21 @@ def scaling_title(result: Mapping[str, Any]) -> str:
 
 def baselines(found: Sequence[Series]) -> str:
     """What speed-up and efficiency are relative to."""
-    return f"speed-up and efficiency over {', '.join(series.baseline_name for series in found)}"
+    names = {series.baseline_name for series in found}
+    return f"speed-up and efficiency over {names.pop() if len(names) == 1 else 'the fewest ranks of each series'}"
 
 
 def shares_cores(row: Row) -> bool:
     """Whether the threads of a row's ranks outnumber the cores that these ranks may use."""
-    return not on_device(row) and row["ranks"] * row["threads"] > row["cores"]
+    return on_host(row) and row["ranks"] * row["threads"] > row["cores"]
 
 
 def mixed_threads(rows: Sequence[Row]) -> str | None:
-    """A remark on rows whose ranks have different numbers of threads, so that ratios are not those of cores; else None."""
+    """A remark on rows whose ranks have different numbers of threads, so that ratios are not those of ranks; else None."""
     counts = {row["threads"] for row in rows}
-    if len(counts) == 1 or on_device(rows[0]):
+    if len(counts) == 1 or not on_host(rows[0]):
         return None
-    return f"ranks have {span(sorted(counts), 'thread')}, which speed-up and efficiency do not allow for"
+    return f"ranks have {span(sorted(counts), 'thread')}: rows with other thread counts than the baseline have no speed-up"
 
 
 def shared_cores(result: Mapping[str, Any]) -> str | None:

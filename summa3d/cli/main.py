@@ -104,7 +104,7 @@ EXTRAS = {
     "cupy": "gpu",
 }
 """Package that the core goes without → the extra that installs it."""
-USAGE_STATUS = 2
+USAGE_STATUS, PIPE_STATUS = 2, 141  # the latter as shells report an end by SIGPIPE
 COMPLETION_VARIABLE = "_ARGCOMPLETE"  # set by the shell's hook
 RANK_0_SECONDS = 1.0  # seconds that other ranks wait for rank 0 to print, where MPI cannot order them
 
@@ -156,7 +156,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     let_idle_threads_sleep()
     if name in WITHOUT_MPI:
         try:
-            return _run(name, arguments[1:])
+            status = _run(name, arguments[1:])
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:  # the reader of a pipe, as `head`, has what it wants; Python's own flush at the end must not fail
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return PIPE_STATUS
         except Summa3dError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="Take the products of all files together, as of one job. Files written are named after the first.",
+        help="Take the products of all files together, as of one job. Files written are named merged-FILE after the first.",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table of each result and write what --format names; returns the exit status."""
     formats = [name for name in args.format or ["png"] if not (args.no_plots and name in figures.FORMATS)]
-    found = [(file, read(file)) for file in args.files]  # all files are read before anything is printed
     if args.merge:
-        found = [(args.files[0], merge([result for _, results in found for result in results]))]
-    for file, results in found:
+        names = ", ".join(map(str, args.files))
+        found = [(f"merged: {names}", args.files[0].with_name(f"merged-{args.files[0].name}"), merge(args.files))]
+    else:
+        found = [(str(file), file, read(file)) for file in args.files]  # all files are read before anything is printed
+    for heading, file, results in found:
         for number, result in enumerate(results, 1):
             name = file.stem if len(results) == 1 else f"{file.stem}-{number}-{result['kind']}"
             written = write(result, (args.out or file.parent) / name, formats)
-            print(f"{file}\n{table(result).text()}\n", flush=True)
+            print(f"{heading}\n{table(result).text()}\n", flush=True)
             for path in written:
                 print(f"written: {path}", file=sys.stderr)
     return 0
@@ -69,7 +72,8 @@ def write(result: Mapping[str, Any], stem: Path, formats: Sequence[str]) -> list
         plots.write(result, [paths[name] for name in formats if name in figures.FORMATS])
         for name in formats:
             if name in FORMATS:
-                paths[name].write_text(FORMATS[name][1](table(result)) + "\n", encoding="utf-8")
+                labelled = replace(table(result), label=stem.name)
+                paths[name].write_text(FORMATS[name][1](labelled) + "\n", encoding="utf-8")
     except ImportError as error:
         raise DataError(f"plots need matplotlib ({error}): pip install 'summa3d[plot]', or give --no-plots.") from None
     except OSError as error:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import struct
+import subprocess
 
 import jobs
 import pytest
 
-from summa3d.bench import series, tables
+from summa3d.bench import plots, series, tables
 from summa3d.bench.table import Column, Table
 from summa3d.cli import report
 from summa3d.cli.main import main as cli
@@ -64,7 +66,7 @@ def test_lines_of_gemm_are_a_scaling_series_with_the_fewest_ranks_as_baseline(tm
     files = [write(tmp_path / "strong.jsonl", STRONG[::-1]), write(tmp_path / "weak.jsonl", WEAK)]
     assert cli(["report", *files, "--no-plots", "--format", "csv"]) == 0
     said = capsys.readouterr().out
-    assert "Strong scaling of 64×64×64 nn float64; speed-up and efficiency over chosen on 1 rank" in said
+    assert "Strong scaling of 64×64×64 nn float64; speed-up and efficiency over serial" in said
     assert (
         "Weak scaling from 64×64×64 nn float64 on 1 rank" in said and "ranks share cores in the rows of 4 ranks (2 cores)" in said
     )
@@ -86,25 +88,117 @@ def test_files_of_several_jobs_are_joined_and_repeated_rows_keep_all_rounds(tmp_
     second.write_text(json.dumps({"kind": "strong", "rows": rows, "numpy": [], "machine": machine}))
     assert cli(["report", "--merge", first, str(second), "--no-plots", "--format", "csv"]) == 0
     said = capsys.readouterr().out
-    assert "over chosen on 1 rank, summa on 1 rank; medians of 2–5 rounds" in said and "MPI 1" in said and "MPI 2" in said
-    strong, weak = tmp_path / "one-1-strong.csv", tmp_path / "one-2-weak.csv"
-    assert [[row["ranks"] for row in numbers(file)] for file in (strong, weak)] == [list("121"), list("12481")]
-    assert float(numbers(strong)[1]["speed-up"]) == pytest.approx(0.9 / 0.6)  # the median of 0.5 0.5 0.6 0.6 0.7
+    assert "over serial; medians of 2–5 rounds" in said and "MPI 1" in said and "MPI 2" in said
+    assert f"merged: {first}, {second}\n" in said
+    strong, weak = tmp_path / "merged-one-1-strong.csv", tmp_path / "merged-one-2-weak.csv"
+    assert [[row["ranks"] for row in numbers(file)] for file in (strong, weak)] == [list("112"), list("1248")]
+    assert float(numbers(strong)[2]["speed-up"]) == pytest.approx(0.9 / 0.6)  # the median of 0.5 0.5 0.6 0.6 0.7
 
 
-def test_ranks_with_more_threads_than_others_are_pointed_out(capsys, tmp_path):
+def bench_result(path, kind, rows, **machine):
+    path.write_text(json.dumps({"kind": kind, "rows": rows, "numpy": [], "machine": {**MACHINE, **machine}}))
+    return str(path)
+
+
+def test_results_of_other_problems_stay_apart_when_merged(tmp_path, capsys):
+    strong = bench_result(tmp_path / "strong.json", "strong", STRONG)
+    weak = bench_result(tmp_path / "weak.json", "weak", WEAK)  # its row on 8 ranks, and a strong series to 128³, are two problems
+    other = bench_result(tmp_path / "other.json", "strong", [line(ranks, 128, [9 / ranks]) for ranks in (1, 2)])
+    more = bench_result(tmp_path / "more.json", "weak", [line(2, 81, [1.2])])
+    flat = [line(ranks, size, [1.0], n=n) for ranks, size, n in ((1, 128, 16), (2, 161, 20))]  # as much work, another problem
+    assert cli(["report", "--merge", strong, weak, other, more, write(tmp_path / "flat.jsonl", flat), "--no-plots"]) == 0
+    titles = [text for text in capsys.readouterr().out.splitlines() if " scaling " in text]
+    assert [title.partition(" nn")[0] for title in titles] == [
+        *("Strong scaling of 64×64×64", "Weak scaling from 64×64×64", "Strong scaling of 128×128×128"),
+        "Weak scaling from 128×16×128",
+    ]
+    assert [title.rpartition("; ")[2] for title in titles] == [
+        "medians of 3 rounds",
+        "medians of 1–3 rounds",
+        *["medians of 1 round"] * 2,
+    ]
+
+
+def test_merged_measurements_count_once_and_loads_are_a_range(tmp_path, capsys):
+    lines = write(tmp_path / "lines.jsonl", [line(1, 64, [0.7, 0.9], machine={**MACHINE, "load": None}), STRONG[1]])
+    first = bench_result(tmp_path / "first.json", "strong", STRONG)
+    second = bench_result(tmp_path / "second.json", "strong", [line(2, 64, [0.5, 0.7])], load=3.2)
+    pytest.importorskip("matplotlib")
+    assert cli(["report", first]) == 0 and (tmp_path / "first.png").exists()
+    alone = (tmp_path / "first.png").read_bytes()
+    capsys.readouterr()
+    assert cli(["report", "--merge", first, second, first, lines, "--format", "png", "--format", "csv"]) == 0
+    said = capsys.readouterr().out
+    assert "medians of 3–5 rounds" in said and "load 0.5–3.2 at the start" in said and said.count("a processor") == 1
+    rows = {row["ranks"]: float(row["median ms"]) for row in csv.DictReader((tmp_path / "merged-first.csv").open())}
+    assert rows == {"1": pytest.approx(900), "2": pytest.approx(600), "4": pytest.approx(400)}
+    assert (tmp_path / "merged-first.png").exists() and (tmp_path / "first.png").read_bytes() == alone
+
+
+def test_ranks_with_other_thread_counts_than_the_baseline_have_no_speed_up(capsys, tmp_path):
     file = write(tmp_path / "strong.jsonl", [line(1, 64, [0.5], threads=2), *STRONG[1:], line(1, 64, [0.9])])
-    assert cli(["report", file, "--no-plots"]) == 0
-    header, first, second, *rest = capsys.readouterr().out.splitlines()[2:]
-    assert header.split()[:2] == ["ranks", "threads/rank"] and [first.split()[1], second.split()[1]] == ["1", "2"]
-    assert first.split()[6] == "1.00" and second.split()[6] == "1.80"  # the baseline is the row of the fewest threads
-    assert "ranks have 1–2 threads, which speed-up and efficiency do not allow for" in rest
+    assert cli(["report", file, "--no-plots", "--format", "csv", "--format", "latex"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()[2:]
+    assert header.split()[:2] == ["ranks", "threads/rank"]
+    shown = [(*row.split()[:2], *row.split()[-6:-4]) for row in rows[:3]]  # beside Gflop/s, words, messages, workspace
+    assert shown == [("1", "1", "1.00", "1.00"), ("1", "2", "–", "–"), ("2", "1", "1.50", "0.75")]
+    assert "ranks have 1–2 threads: rows with other thread counts than the baseline have no speed-up" in rows
+    assert [row["speed-up"] for row in numbers(tmp_path / "strong.csv")][1] == ""
+    assert " & -- & -- & " in (tmp_path / "strong.tex").read_text()
+    (on_cuda,) = series.series_of([{**STRONG[0], "device": "cuda"}, {**STRONG[1], "device": "cuda", "threads": 2}])
+    assert on_cuda.speed_up(on_cuda.rows[1]).middle == pytest.approx(1.5)  # a GPU multiplies: the host's threads do not count
+
+
+def test_a_ratio_that_is_not_known_has_no_point_in_the_plot():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    plots.scaling(figure, {"kind": "strong", "rows": [*STRONG[:2], line(4, 64, [0.1], threads=2)], "numpy": []})
+    drawn = [panel.containers[0].lines[0].get_xdata() for panel in figure.axes[:2]]
+    assert [list(ranks) for ranks in drawn] == [[1, 2], [1, 2]]
+
+
+def test_equal_times_are_equal_speed_ups_whatever_the_series(tmp_path, capsys):
+    named = {"chosen": False, "algorithm": "cannon", "label": "cannon x=2,y=2"}
+    panels = {**named, "options": {"panel": 8}, "label": "summa x=1,y=1 panel=8"}
+    lines = [*STRONG, *(line(ranks, 64, seconds, **named) for ranks, seconds in ((1, [1.9, 2.0, 2.1]), (4, [0.4])))]
+    file = write(tmp_path / "two.jsonl", [*lines, line(1, 64, [3.0], **panels)])
+    assert cli(["report", file, "--no-plots", "--format", "csv"]) == 0
+    assert "speed-up and efficiency over serial; medians" in capsys.readouterr().out
+    pooled = (1.0 + 1.9) / 2  # the median of 0.8 0.9 1.0 1.9 2.0 2.1; a product in panels is not serial
+    got = [(row["ranks"], float(row["speed-up"])) for row in numbers(tmp_path / "two.csv")]
+    times = [("1", 0.9), ("2", 0.6), ("4", 0.4), ("1", 2.0), ("4", 0.4), ("1", 3.0)]
+    assert got == [(ranks, pytest.approx(pooled / seconds)) for ranks, seconds in times]
+
+
+def test_series_without_a_serial_row_have_baselines_of_their_own(tmp_path, capsys):
+    named = {"chosen": False, "algorithm": "cannon", "label": "cannon x=2,y=2"}
+    assert cli(["report", write(tmp_path / "two.jsonl", [*STRONG[1:], line(4, 64, [0.2], **named)]), "--no-plots"]) == 0
+    assert "speed-up and efficiency over the fewest ranks of each series; medians" in capsys.readouterr().out
+    assert [one.baseline_name for one in series.series_of(STRONG[1:])] == ["chosen on 2 ranks"]
 
 
 def test_whiskers_of_a_speed_up_reach_from_the_slowest_to_the_fastest_round():
     (chosen,) = series.series_of(STRONG)
     assert chosen.speed_up(STRONG[2]) == pytest.approx((0.9 / 0.4, 0.9 / 0.9, 0.9 / 0.4))
     assert chosen.efficiency(STRONG[1]) == pytest.approx((0.75, 0.75, 0.9))
+
+
+def test_many_series_fit_the_figure_and_those_of_no_words_are_named():
+    figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
+    rows = [
+        line(ranks, 64, [1 / ranks], chosen=False, algorithm=f"algorithm-{name}", words_per_rank=0 if name == 3 else 3000 + name)
+        for name in range(8)
+        for ranks in (1, 2)
+    ]
+    plots.scaling(figure, {"kind": "strong", "rows": rows, "numpy": [], "machine": MACHINE})
+    figure.draw_without_rendering()
+    (legend,), words = figure.legends, figure.axes[2]
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width and len(legend.get_texts()) == 9  # the series and the ideal
+    low, high = words.get_ylim()
+    assert sum(low <= place <= high for place in words.get_yticks()) >= 2  # though all words are alike
+    said = " ".join(figure.get_supxlabel().split())
+    assert "over serial; points of 0 words are not drawn (algorithm-3); medians of 1 round" in said
+    assert [text.get_text() for text in words.get_legend().get_texts()] == ["least if every operand is held once"]
 
 
 def test_a_table_is_written_for_people_spreadsheets_and_papers(tmp_path):
@@ -118,6 +212,7 @@ def test_a_table_is_written_for_people_spreadsheets_and_papers(tmp_path):
     assert first.startswith("| 1 | serial | 900.00 |") and "numpy's" not in header  # no value, no column
     latex = (tmp_path / "strong.v1.tex").read_text()
     assert r"\caption{Strong scaling of 64$\times$64$\times$64 nn float64" in latex and r"\begin{tabular}{rlrrr" in latex
+    assert r"\label{tab:strong.v1}" in latex and ". Ranks share cores in" in latex
     width, height = struct.unpack(">II", (tmp_path / "strong.v1.png").read_bytes()[16:24])
     assert (width, height > width) == (3.4 * 300, True)
     assert (tmp_path / "strong.v1.pdf").read_bytes().startswith(b"%PDF")
@@ -137,7 +232,9 @@ def test_a_table_is_written_for_people_spreadsheets_and_papers(tmp_path):
 def test_latex_and_markdown_escape_what_they_would_read():
     table = Table("50% of a_b", [Column("x|y", ["a&b"], left=True), Column("none", [None]), Column("p", [0.5], csv_only=True)])
     assert table.markdown().splitlines()[-1] == "| a&b |" and table.text().splitlines() == ["50% of a_b", "x|y", "a&b"]
-    assert r"\caption{50\% of a\_b}" in table.latex() and r"a\&b \\" in table.latex()
+    assert r"\caption{50\% of a\_b.}" in table.latex() and r"a\&b \\" in table.latex()
+    said = Table("a title", [Column("x", ["a"])], ["one more", "said."], label="v1").latex().splitlines()
+    assert said[1:3] == [r"\caption{A title. One more. Said.}", r"\label{tab:v1}"]
     assert table.csv() == "x|y,p\na&b,0.5"
 
 
@@ -180,10 +277,18 @@ def test_lines_that_gemm_prints_are_reported(tmp_path, capsys):
         file.open("a").write(done.stdout)
     assert cli(["report", str(file), "--no-plots"]) == 0
     first, header, one, two, *_ = capsys.readouterr().out.splitlines()[1:]
-    assert first.startswith(
-        "Strong scaling of 32×32×32 nn float64; speed-up and efficiency over chosen on 1 rank; medians of 2 rounds"
-    )
+    assert first.startswith("Strong scaling of 32×32×32 nn float64; speed-up and efficiency over serial; medians of 2 rounds")
     assert one.split()[:2] == ["1", "serial"] and two.split()[0] == "2" and header.split()[0] == "ranks"
+
+
+@pytest.mark.parametrize("command", [["report", "--no-plots"], ["config", "demo"]])
+def test_a_reader_that_takes_no_more_ends_a_command_quietly(tmp_path, command):
+    ours, theirs = os.pipe()
+    os.close(ours)  # as `| head` does once it has its lines
+    files = [write(tmp_path / "strong.jsonl", STRONG)] if command[0] == "report" else []
+    done = subprocess.run([jobs.python(), "-m", "summa3d", *command, *files], stdout=theirs, stderr=subprocess.PIPE, timeout=100)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_plot_of_runs_names_what_it_cannot_draw(tmp_path, capsys):
@@ -193,7 +298,7 @@ def test_a_plot_of_runs_names_what_it_cannot_draw(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"DataError: {tmp_path} holds no run: ")
 
 
-def test_peers_stand_side_by_side_and_a_missing_one_is_left_blank(tmp_path):
+def test_peers_stand_side_by_side_and_a_missing_one_is_a_dash(tmp_path):
     spread = {"median": 1.5, "min": 1.4, "max": 1.6}
     common = {"m": 2, "n": 2, "k": 2, "dtype": "float64", "numpy_seconds": 0.01}
     both = {"case": "sq2", "ranks": 2, "seconds": {"ours": 0.02, "peer": 0.03}, "fractions": {"ours": 0.5, "peer": 0.33}}
@@ -205,7 +310,7 @@ def test_peers_stand_side_by_side_and_a_missing_one_is_left_blank(tmp_path):
     assert (
         header.split()[:4] == ["case", "P", "numpy", "ms"] and "1.50" in first and "1.40–1.60" in first and first.endswith("0.80")
     )
-    assert second.split() == ["tall", "float64", "4", "10.00", "20.00", "0.50"] and remark == "said."
+    assert second.split() == ["tall", "float64", "4", "10.00", "20.00", *"–", "0.50", *"––––"] and remark == "said."
     pytest.importorskip("matplotlib")
     (picture,) = report.write(result, tmp_path / "peers", ["svg"])
     assert "tall" in picture.read_text()
