@@ -19,6 +19,7 @@ from ..comm.arrays import DEVICES, numpy_dtype
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError
 from ..launch.runtime import on_all_cores, usable_cores
+from .capacity import peak_bytes, require
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
@@ -147,6 +148,7 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
     result: dict[str, Any] = {}
     if not idle or world.rank < used:
         with Grid(comm, shape, transport=args.transport) as grid:
+            require(peak_bytes(algorithm, plan, grid, args.dtype, args.device, args.check), comm)
             a, b, c = (
                 DistMatrix.from_function(element(args.dtype), extent, grid, layout, args.dtype)
                 for extent, layout in (
