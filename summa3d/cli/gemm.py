@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{size}", type=int, required=True, help=text)
     parser.add_argument(
         "--algorithm",
+        type=one_algorithm,
         choices=[*ALGORITHMS, *ALIASES],
         help="Use this algorithm. Without it, the library chooses algorithm and grid; with --grid alone, cuboid is used.",
     )
@@ -62,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_trace_arguments(parser, "one more run")
     parser.add_argument("--json", action="store_true", help="Print the result as one JSON line.")
+
+
+def one_algorithm(name: str) -> str:
+    """The name given to --algorithm; `all`, which `bench gemm` has, raises argparse.ArgumentTypeError."""
+    if name == "all":
+        raise argparse.ArgumentTypeError("gemm runs one algorithm; `summa3d bench gemm … --algorithm all` compares all of them")
+    return name
 
 
 def parse_grid(text: str) -> dict[str, int]:
