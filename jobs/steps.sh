@@ -3,9 +3,25 @@
 # environment of sbatch.
 # shellcheck shell=bash
 
-# No two jobs may share the folder of a training run, so that each task of an array has its own.
+# No two jobs may share the folder of a training run, so that each task of an array has its own. cpu_sweep.sh names it by value.
 RUN=${RUN:-runs/$SLURM_JOB_NAME}${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}
 OUT=${OUT:-runs/scaling-$SLURM_JOB_ID} # of a sweep over rank counts
+
+stop() {
+    echo "$SLURM_JOB_NAME: $*" >&2
+    exit 1
+}
+
+# activate_venv: the environment VENV; where VENV is not set, env or .venv, the one that `make` builds.
+activate_venv() {
+    if [[ ! ${VENV:-} ]]; then
+        VENV=env
+        [[ -e env/bin/activate ]] || VENV=.venv
+    fi
+    [[ -e $VENV/bin/activate ]] || stop "no $VENV/bin/activate in $PWD: set VENV=FOLDER, where summa3d is installed."
+    # shellcheck disable=SC1091
+    source "$VENV/bin/activate"
+}
 
 # load_modules NAME…: nothing to do without a name. Where the machine has no `module` at all, the job says so and goes on.
 load_modules() {
@@ -20,7 +36,7 @@ load_modules() {
 # The variables that `record` writes. A list of what may be shown, because others hold secrets, such as SLURM_JWT.
 RECORDED='SLURM_(JOB_[A-Z_]+|ARRAY_[A-Z_]+|N[A-Z]+|[A-Z]+_PER_[A-Z]+|[A-Z]+_ON_NODE|MPI_TYPE|RESTART_COUNT)'
 RECORDED+='|SUMMA3D_[A-Z_]+|[A-Z]+_NUM_THREADS|RANKS|MODULES|LOADEDMODULES|VENV|SRUN_OPTIONS'
-RECORDED+='|CONFIG|GRID|SCHEME|CHECKPOINT_EVERY|SET|SIZE|DTYPE'
+RECORDED+='|CONFIG|GRID|SCHEME|CHECKPOINT_EVERY|SET|KEY|VALUES|SIZE|DTYPE'
 
 # record FOLDER: the output of the job goes on in FOLDER/job-ID.out. Beside it are the submitted script (.sh), and what it runs
 # with (.txt): time, commit, nodes, settings.

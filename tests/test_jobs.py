@@ -143,13 +143,16 @@ def test_training_without_gpus_gives_each_rank_its_cores(machine: Machine) -> No
     assert trained == [*srun_cpu(), *f"summa3d train demo --run runs/a --resume {settings}".split()]
 
 
-def test_a_task_of_an_array_takes_its_value_and_a_folder_of_its_own(machine: Machine) -> None:
+def test_a_task_of_a_sweep_trains_in_a_folder_named_by_its_key_and_value(machine: Machine) -> None:
     trained = machine.started("cpu_sweep", VALUES="5 6 7", KEY="train.seed", SET="train.steps=9 train.warmup=1")[-1]
     settings = "--set grid.x=2 --set grid.y=2 --set grid.z=1 --set train.steps=9 --set train.warmup=1 --set train.seed=7"
     assert trained[-14:-2] == shlex.split(settings)
-    assert trained[trained.index("--run") + 1] == "runs/cpu_sweep-2"
+    assert trained[trained.index("--run") + 1] == "runs/cpu_sweep-train.seed-7"
+    named = machine.started("cpu_sweep", VALUES="a b texts/c.txt", KEY="data.path", RUN="runs/texts")[-1]
+    assert named[named.index("--run") + 1] == "runs/texts-data.path-texts_c.txt"
     ended = machine.submit("cpu_sweep", VALUES="5 6")
-    assert ended.returncode != 0 and "no value for task 2: VALUES has 2" in ended.stderr
+    said = "cpu_sweep: there is no value for task 2: VALUES has 2 (--array=0-1)\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", said)
 
 
 def test_a_run_folder_that_is_named_has_one_folder_for_each_task(machine: Machine) -> None:
@@ -223,6 +226,20 @@ def test_modules_can_be_left_out_and_may_not_exist(machine: Machine) -> None:
     ended = machine.submit("cpu_train")
     assert ended.returncode == 0
     assert ended.stderr == "no command 'module' on this machine: did not load python openmpi. MODULES= loads none.\n"
+
+
+@pytest.mark.parametrize("script", ["cpu_train", "cuda_scaling"])
+def test_without_venv_a_job_takes_env_and_else_the_environment_that_make_builds(machine: Machine, script: str) -> None:
+    ended = machine.submit(script, VENV="")
+    folder = machine.folder
+    said = f"{script}: no .venv/bin/activate in {folder}: set VENV=FOLDER, where summa3d is installed.\n"
+    assert (ended.returncode, ended.stderr) == (1, said)
+    for name in (".venv", "env"):
+        (folder / name / "bin").mkdir(parents=True)
+        (folder / name / "bin/activate").write_text(f'echo "activate {name} | " >>"$LINES"\n')
+        assert machine.submit(script, VENV="").returncode == 0
+        assert [words[1] for words, _ in machine.asked() if words[0] == "activate"][-1] == name
+    assert "VENV=env" in next(folder.rglob("job-17.txt")).read_text().splitlines()
 
 
 @pytest.mark.parametrize("script", ["cpu_train", "cuda_scaling"])

@@ -123,11 +123,11 @@ def test_a_scaling_job_leaves_results_tables_plots_and_what_it_ran_with(cluster:
 
 def test_the_tasks_of_an_array_train_in_folders_of_their_own(cluster: Cluster) -> None:
     job = cluster.jobs["sweep"]
-    for task, rate in enumerate((1e-3, 5e-3)):
-        run = f"runs/cpu_sweep-{task}"
+    for task, rate in enumerate(("1e-3", "5e-3")):
+        run = f"runs/cpu_sweep-train.learning_rate-{rate}"
         assert cluster.slurm.wait(f"{job}_{task}", WAIT) == "COMPLETED"
         assert [line["step"] for line in cluster.metrics(run)] == [1, 2]
-        assert f"learning_rate = {rate}" in (cluster.folder / run / "config.toml").read_text()
+        assert f"learning_rate = {float(rate)}" in (cluster.folder / run / "config.toml").read_text()
 
 
 def test_srun_ends_when_its_output_goes_into_a_pipe(cluster: Cluster) -> None:

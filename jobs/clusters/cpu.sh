@@ -5,12 +5,13 @@
 set +u # files that modules and environments source may read unset variables
 # shellcheck disable=SC2086 # several words
 load_modules ${MODULES-python openmpi} # SITE: the MPI that mpi4py was built against; none with MODULES=
-# shellcheck disable=SC1091
-source "${VENV:-env}/bin/activate" # SITE: where summa3d was installed
+activate_venv # SITE: VENV, where summa3d was installed; env or .venv where it is not set
 set -u
 
-THREADS=${SLURM_CPUS_PER_TASK:?"say how many cores a rank has: sbatch --cpus-per-task=…"}
-RANKS=${SLURM_NTASKS:?"say how many ranks a node has: sbatch --ntasks-per-node=…"}
+[[ ${SLURM_CPUS_PER_TASK:-} ]] || stop "say how many cores a rank has: sbatch --cpus-per-task=…"
+THREADS=$SLURM_CPUS_PER_TASK
+[[ ${SLURM_NTASKS:-} ]] || stop "say how many ranks a node has: sbatch --ntasks-per-node=…"
+RANKS=$SLURM_NTASKS
 export OMP_NUM_THREADS=$THREADS OPENBLAS_NUM_THREADS=$THREADS MKL_NUM_THREADS=$THREADS # BLAS threads = cores of a rank
 
 # start RANKS COMMAND…: one node filled after the other, each rank bound to its own cores. Since Slurm 22.05, srun does not

@@ -5,8 +5,7 @@
 set +u # files that modules and environments source may read unset variables
 # shellcheck disable=SC2086 # several words
 load_modules ${MODULES-python cuda openmpi} # SITE: the MPI that mpi4py was built against; none with MODULES=
-# shellcheck disable=SC1091
-source "${VENV:-env}/bin/activate" # SITE: where summa3d was installed
+activate_venv # SITE: VENV, where summa3d was installed; env or .venv where it is not set
 set -u
 
 export SUMMA3D_DEVICE=cuda
@@ -14,7 +13,8 @@ export SUMMA3D_DEVICE=cuda
 # the choice and its reason.
 export SUMMA3D_TRANSPORT=${SUMMA3D_TRANSPORT:-auto}
 
-GPUS=${SLURM_GPUS_ON_NODE:?"ask for GPUs: sbatch --gpus-per-node=…"}
+[[ ${SLURM_GPUS_ON_NODE:-} ]] || stop "ask for GPUs: sbatch --gpus-per-node=…"
+GPUS=$SLURM_GPUS_ON_NODE
 RANKS=$((SLURM_JOB_NUM_NODES * GPUS))
 
 # start RANKS COMMAND…: one rank per GPU, one node filled after the other. Slurm does not bind, so that every rank sees all GPUs

@@ -19,6 +19,7 @@ from ..comm.arrays import DEVICES, numpy_dtype
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError
 from ..launch.runtime import on_all_cores, usable_cores
+from .capacity import peak_bytes, require
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{size}", type=int, required=True, help=text)
     parser.add_argument(
         "--algorithm",
+        type=one_algorithm,
         choices=[*ALGORITHMS, *ALIASES],
         help="Use this algorithm. Without it, the library chooses algorithm and grid; with --grid alone, cuboid is used.",
     )
@@ -61,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_trace_arguments(parser, "one more run")
     parser.add_argument("--json", action="store_true", help="Print the result as one JSON line.")
+
+
+def one_algorithm(name: str) -> str:
+    """The name given to --algorithm; `all`, which `bench gemm` has, raises argparse.ArgumentTypeError."""
+    if name == "all":
+        raise argparse.ArgumentTypeError("gemm runs one algorithm; `summa3d bench gemm … --algorithm all` compares all of them")
+    return name
 
 
 def parse_grid(text: str) -> dict[str, int]:
@@ -147,6 +156,7 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
     result: dict[str, Any] = {}
     if not idle or world.rank < used:
         with Grid(comm, shape, transport=args.transport) as grid:
+            require(peak_bytes(algorithm, plan, grid, args.dtype, args.device, args.check), comm)
             a, b, c = (
                 DistMatrix.from_function(element(args.dtype), extent, grid, layout, args.dtype)
                 for extent, layout in (

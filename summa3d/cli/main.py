@@ -132,6 +132,11 @@ class Parser(argparse.ArgumentParser):
         if _rank() == 0:
             super()._print_message(message, file)
 
+    def error(self, message: str) -> NoReturn:
+        """Exit with one line that says what is wrong and where the options are explained."""
+        command = self.prog.split()[1]
+        self.exit(USAGE_STATUS, f"{self.prog}: {message.rstrip('.')}; see summa3d help {command}\n")
+
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exit after a barrier: a launcher ends all ranks when one fails, and might end rank 0 before it has printed."""
         if message:

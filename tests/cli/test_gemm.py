@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
+import tracemalloc
 from fractions import Fraction
 
 import jobs
 import pytest
 
+from summa3d.cli import capacity
+from summa3d.cli import gemm as command
 from summa3d.gemm import CuboidPlan, volume
 
 FIELDS = {
@@ -113,7 +117,12 @@ def test_without_algorithm_or_grid_the_chooser_decides_and_says_so():
         (2, ["--grid", "x=2,w=1"], "ConfigError: --grid names axis 'w'; the axes of cuboid are x, y, z."),
         (2, ["--grid", "x=2", "--m", "0"], "ConfigError: --m is 0; it must be at least 1."),
         (1, ["--grid", "x=1,y=0"], "GridError: Axis y has size 0"),
-        (2, ["--grid", "two"], "'two' is not a grid; write it as x=2,y=2,z=2"),
+        (
+            2,
+            ["--grid", "two"],
+            "summa3d gemm: argument --grid: 'two' is not a grid; write it as x=2,y=2,z=2; see summa3d help gemm\n",
+        ),
+        (2, ["--algorithm", "all"], "`summa3d bench gemm … --algorithm all` compares all of them; see summa3d help gemm\n"),
         (2, ["--grid", "x=2,x=1"], "'x=2,x=1' is not a grid"),
         (
             2,
@@ -124,7 +133,7 @@ def test_without_algorithm_or_grid_the_chooser_decides_and_says_so():
         (
             2,
             ["--grid", "x=2", "--m", str(10**7), "--k", str(10**7)],
-            "CapacityError: rank 0 ran out of memory: Unable to",
+            "CapacityError: The product needs 1,117,587.1 GiB a rank, 2,235,174.2 GiB on node ",
         ),
     ],
 )
@@ -132,7 +141,23 @@ def test_bad_input_is_one_message_and_a_non_zero_status(ranks, arguments, messag
     done = gemm(ranks, "--m", "4", "--n", "4", "--k", "4", *arguments)
     assert done.returncode != 0 and done.stdout == ""
     assert done.stderr.count(message) == 1, done.stderr
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr and "usage:" not in done.stderr
+
+
+@pytest.mark.mpi(sizes=(1,))
+@pytest.mark.parametrize(("dtype", "check"), [("float64", False), ("float32", True), ("float64", True), ("complex128", False)])
+def test_the_memory_that_is_asked_for_is_the_memory_that_is_taken(comm, make_grid, dtype, check):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = ["--m", "900", "--n", "700", "--k", "800", "--grid", "x=1", "--dtype", dtype, "--repeat", "1", "--device", "cpu"]
+    args = parser.parse_args([*words, "--check"] if check else words)
+    algorithm, plan, shape = command.decided(args, comm)
+    asked = capacity.peak_bytes(algorithm, plan, make_grid(**shape), dtype, "cpu", check)
+    tracemalloc.start()
+    command.measure(args, algorithm, plan, shape, comm)
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert taken * 0.85 < asked < taken * 1.15
 
 
 @pytest.mark.parametrize(

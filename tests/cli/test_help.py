@@ -51,6 +51,15 @@ def test_help_has_two_spellings(words: list[str], capsys: pytest.CaptureFixture[
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: summa3d config")
 
 
+@pytest.mark.parametrize("name", entry.COMMANDS)
+def test_a_usage_error_is_one_line_that_names_the_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        entry.parser_of(name).parse_args(["--no-such-option"])
+    said = capsys.readouterr().err
+    assert ended.value.code == entry.USAGE_STATUS and said.count("\n") == 1
+    assert said.startswith(f"summa3d {name}: ") and said.endswith(f"; see summa3d help {name}\n")
+
+
 def test_the_version_has_two_spellings_and_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["-V"]) == entry.main(["--version"]) == 0
     first, second = capsys.readouterr().out.splitlines()

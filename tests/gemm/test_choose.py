@@ -64,6 +64,18 @@ def test_31_ranks_use_27():
     choice = choose(8192, 8192, 8192, 31)
     assert choice.used == 27 and choice.idle == 4 and choice.words <= 15e6
     assert "4 of 31 ranks idle" in str(choice)
+    fastest = min(one.seconds for one in choice.others)
+    assert choice.seconds > fastest and f"0.961 s (within 10% of the fastest, {fastest:.3g} s, the fewest words);" in str(choice)
+
+
+def test_the_workspace_of_a_table_in_a_node_is_that_of_a_product_through_its_memory():
+    choice = choose(512, 512, 512, 8, machine=Machine(node=True))
+    for one in choice.others:
+        volume = ALGORITHMS[one.algorithm].volume(one.plan, one.grid, "float64", staged=tuple(one.grid))
+        assert one.workspace_bytes == 8 * max(cost.workspace for cost in volume.costs())
+    assert choice.algorithm == "cuboid" and choice.workspace_bytes == 0
+    head = str(choice).splitlines()[2]
+    assert "mean words" in head and "workspace bytes" in head
 
 
 @given(m=st.integers(1, 3000), n=st.integers(1, 3000), k=st.integers(1, 3000), ranks=st.integers(1, 40))

@@ -33,7 +33,7 @@ EVERY_COUNT = 256
 PANEL_WIDTHS = (256, 64)
 """Panel widths to fall back on when a memory limit forbids panels as wide as the splits allow."""
 SHOWN = 8
-HEADINGS = ("", "algorithm and grid", "ranks", "words/rank", "÷ bound", "messages", "workspace", "seconds")
+HEADINGS = ("", "algorithm and grid", "ranks", "mean words", "÷ bound", "messages", "workspace bytes", "seconds")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Candidate:
     @cached_property
     def workspace_bytes(self) -> int:
         """Peak workspace of the rank that needs most: one of those with the lowest or highest indices."""
-        volume = registry.ALGORITHMS[self.algorithm].volume(self.plan, self.grid, self.dtype.name)
+        staged = self.grid if self.machine.node else ()
+        volume = registry.ALGORITHMS[self.algorithm].volume(self.plan, self.grid, self.dtype.name, staged)
         corners = product(*(sorted({0, min(1, size - 1), size - 1}) for size in self.grid.values()))
         return self.dtype.nbytes * max(volume.workspace_of(dict(zip(self.grid, corner, strict=True))) for corner in corners)
 
@@ -201,7 +202,7 @@ def choose(
     others = [candidate for candidate in here if candidate is not best][: SHOWN - 1]
     if best.ranks < ranks:
         others = (here[:3] + sorted((one for one in alike if one is not best), key=lambda one: one.seconds))[: SHOWN - 1]
-    return Choice(best, others, ranks, bound, _reason(best, here, ranks, awkward), shape=(m, n, k))
+    return Choice(best, others, ranks, bound, _reason(best, here, ranks, awkward, fastest), shape=(m, n, k))
 
 
 @dataclass
@@ -265,7 +266,7 @@ def _largest(extent: int, part: float) -> float:
     return -(-extent // max(1, round(extent / part))) if part else 0
 
 
-def _reason(best: Candidate, here: list[Candidate], ranks: int, awkward: bool) -> str:
+def _reason(best: Candidate, here: list[Candidate], ranks: int, awkward: bool, fastest: float) -> str:
     if best.ranks == ranks:
         if best.machine.node:
             return "the shortest predicted time in one node's memory, where gathered words are read in place."
@@ -275,6 +276,8 @@ def _reason(best: Candidate, here: list[Candidate], ranks: int, awkward: bool) -
     if not here:
         return idle + f"nothing on {ranks} ranks fits the memory limit."
     all_of_them, these = (f"{one.words:,.0f} words each, {one.seconds:.3g} s" for one in (here[0], best))
+    if best.seconds > fastest:
+        these += f" (within {ALIKE - 1:.0%} of the fastest, {fastest:.3g} s, the fewest words)"
     return idle + f"{best.ranks} would move {these}; all of them {all_of_them}."
 
 
