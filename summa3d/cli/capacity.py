@@ -69,6 +69,6 @@ def require(nbytes: int, comm: Any) -> None:
     if short:
         together, most, available, name = max(short, key=lambda one: one[0] - one[2])
         raise CapacityError(
-            f"The product needs {most / GIB:,.1f} GiB a rank, {together / GIB:,.1f} GiB on node {name}, which has "
+            f"The product needs up to {most / GIB:,.1f} GiB a rank, {together / GIB:,.1f} GiB on node {name}, which has "
             f"{available / GIB:,.1f} GiB available. More nodes, smaller sizes or a narrower dtype may fit."
         )

@@ -133,7 +133,7 @@ def test_without_algorithm_or_grid_the_chooser_decides_and_says_so():
         (
             2,
             ["--grid", "x=2", "--m", str(10**7), "--k", str(10**7)],
-            "CapacityError: The product needs 1,117,587.1 GiB a rank, 2,235,174.2 GiB on node ",
+            "CapacityError: The product needs up to 1,117,587.1 GiB a rank, 2,235,174.2 GiB on node ",
         ),
     ],
 )
