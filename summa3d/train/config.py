@@ -217,11 +217,20 @@ class DataConfig:
     @property
     def tokenizer_file(self) -> str:
         """The file that the tokenizer is read from; empty where it is not read from one."""
-        name, _, rest = self.tokenizer.partition(":")
-        if name in ("bytes", "bpe", "numbers"):
-            return rest.partition(":")[2] if name == "bpe" else ""
-        path = Path(self.tokenizer)
-        return str(path / "tokenizer.json" if path.is_dir() else path)
+        return tokenizer_file(self.tokenizer)
+
+
+def tokenizer_file(tokenizer: str) -> str:
+    """The file that a value of `data.tokenizer` names; empty where it names none.
+
+    >>> tokenizer_file("bpe:300:own/tokenizer.json"), tokenizer_file("bpe:300")
+    ('own/tokenizer.json', '')
+    """
+    name, _, rest = tokenizer.partition(":")
+    if name in ("bytes", "bpe", "numbers"):
+        return rest.partition(":")[2] if name == "bpe" else ""
+    path = Path(tokenizer)
+    return str(path / "tokenizer.json" if path.is_dir() else path)
 
 
 @cache

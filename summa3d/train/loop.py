@@ -263,7 +263,8 @@ def _draw(run: Run, progress: Progress) -> str | None:
 
 
 def _opening(run: Run) -> str:
-    start = f"resumed after step {run.done}" if run.done else "from the start"
+    imported = checkpoint.newest(run.checkpoints) is not None  # training writes no checkpoint before its first step
+    start = f"resumed after step {run.done}" if run.done else f"from the {'imported weights' if imported else 'start'}"
     where = f"{run.grid.size} rank(s), grid {run.config.grid}, {run.config.dtype} on {run.device.type}"
     return (
         f"{_parameters(run):,} parameters on {where}; "
