@@ -96,6 +96,19 @@ def train(
     return summary
 
 
+def finished(config: Config, comm: MPI.Intracomm, folder: Path) -> dict[str, Any] | None:
+    """The summary of the run in `folder`, where it has taken all its steps and ended; else None. Collective."""
+
+    def find() -> dict[str, Any] | None:
+        newest, file = checkpoint.newest(folder / "checkpoints"), folder / "summary.json"
+        if newest is None or newest.name != f"step-{config.train.steps}" or not file.is_file():
+            return None
+        summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return {**summary, "steps_taken": 0} if summary["step"] == config.train.steps else None
+
+    return on_root(comm, find, CheckpointError)
+
+
 def run_steps(
     run: Run,
     recorder: Recorder,
