@@ -231,9 +231,10 @@ def report(summary: dict[str, Any]) -> str:
         + (f", of their devices {on_devices:,.0f} MiB" if on_devices else ""),
     ]
     if used.flops_per_second is not None:
-        peak = f" of {summary['peak_flops_per_second'] / GIGA:,.1f} Gflop/s"
+        peak = f"{summary['peak_flops_per_second'] / GIGA:,.1f} Gflop/s"
+        share = f"{used.brief()[0]} of {peak}" if used.utilization is not None else f"no MFU: the peak of {peak} is too low"
         exposed = "" if used.exposed is None else f" · exposed communication {used.exposed:.0%}"
-        lines.insert(2, f"model FLOPs {used.flops_per_second / GIGA:,.1f} Gflop/s, {used.brief()[0]}{peak}{exposed}")
+        lines.insert(2, f"model FLOPs {used.flops_per_second / GIGA:,.1f} Gflop/s, {share}{exposed}")
     if summary["sample"] is not None:
         lines = ["sample:", *("  " + line for line in summary["sample"].splitlines()), "", *lines]
     if summary["plot"] is not None:

@@ -71,6 +71,8 @@ def test_the_cores_time_is_arithmetic_communication_and_the_rest() -> None:
     found = CoreTime.of(cores=4, seconds=10.0, words=7, ranks=8, cpu=(20.0, 6.0, 16.0))
     assert found == CoreTime(4, 0.5, 0.15, pytest.approx(0.35), 2.0, exposed=0.275)
     assert str(found) == "arithmetic 50%, communication 15%, idle 35% of 4 cores · waited 2.00 s"
+    above = CoreTime.of(2, 1.0, 7, 2, (1.0, 0.1, 0.0), Work(9e9, 8e9))
+    assert above.flops_per_second == 9e9 and above.utilization is None and "mfu" not in above.entries()
     assert CoreTime.of(2, 1.0, 7, 2, (2.0, 0.1, 0.0)).idle == 0  # clocks are no exacter than that
 
 
