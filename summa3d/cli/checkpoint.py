@@ -95,13 +95,21 @@ def _inspect(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, A
 
 def _import(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, Any], str]:
     from ..train.checkpoint.huggingface import import_folder
+    from ..train.config import load
 
     path = import_folder(args.source, args.path, comm, args.overwrite)
-    return {"checkpoint": str(path), "run": str(args.path)}, f"{path}\nTrain it with: summa3d train --run {args.path} --resume"
+    result = {"checkpoint": str(path), "run": str(args.path)}
+    if comm.rank != 0:
+        return result, ""
+    train = f"summa3d train --run {args.path} --resume --set data.path=FILE --set train.learning_rate=RATE"
+    lines = [str(path), f"Train it with: {train}"]
+    if load(str(args.path / "config.toml")).data.tokenizer == "bytes":
+        lines.insert(1, "The run has no tokenizer and reads bytes. Name one with --set data.tokenizer=FOLDER.")
+    return result, "\n".join(lines)
 
 
 def _export(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, Any], str]:
-    from ..train.checkpoint.huggingface import export_folder
+    from ..train.checkpoint.huggingface import TOKENIZER, export_folder, tokenizer_name
     from ..train.config import master_dtype
     from ..train.on_root import on_root
 
@@ -112,8 +120,15 @@ def _export(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, An
     files = on_root(comm, lambda: export_folder(saved, args.target, args.dtype, args.file_size * MEBI), CheckpointError)
     dtype, kept = args.dtype or saved.index["dtype"], master_dtype(saved.index["dtype"])
     how = "bit for bit; headers of files may differ from those of an import" if dtype == kept else f"as {dtype}"
-    text = "\n".join((*map(str, files), f"the checkpoint's {kept} tensors, {how}"))
-    return {"folder": str(args.target), "files": [file.name for file in files]}, text
+    written = on_root(comm, (args.target / TOKENIZER).is_file, CheckpointError)
+    tokenizer = (
+        str(args.target / TOKENIZER)
+        if written
+        else f'no tokenizer written: the run\'s data.tokenizer is "{tokenizer_name(saved)}"'
+    )
+    text = "\n".join((*map(str, files), f"the checkpoint's {kept} tensors, {how}", tokenizer))
+    result = {"folder": str(args.target), "files": [file.name for file in files], "tokenizer": TOKENIZER if written else None}
+    return result, text
 
 
 def _open(path: Path, comm: MPI.Intracomm) -> Checkpoint:

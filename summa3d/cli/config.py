@@ -72,7 +72,9 @@ def keys(cls: Any = configuration.Config, prefix: str = "") -> Iterator[Key]:
         if is_dataclass(kind):
             tables.append((kind, f"{prefix}{field.name}."))
         else:
-            yield Key(prefix + field.name, toml.describe(kind), _as_toml(field.default), meanings[field.name])
+            name = prefix + field.name
+            default = "none" if name in configuration.SIZES else _as_toml(field.default)  # train chooses a grid then
+            yield Key(name, toml.describe(kind), default, meanings[field.name])
     for kind, name in tables:
         yield from keys(kind, name)
 

@@ -10,12 +10,15 @@ from pathlib import Path
 
 from ..comm.arrays import DEVICES
 from ..errors import ConfigError
-from .train import one_thread_if_small
+from .train import chooser, one_thread_if_small
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d generate` to `parser`."""
-    parser.description = "Continue a prompt with the model of a run's newest checkpoint."
+    parser.description = (
+        "Continue a prompt with the model of a run's newest checkpoint: on one rank, on as many as the run's grid has, or on any "
+        "number where train has chosen the grid."
+    )
     parser.add_argument("run", type=Path, metavar="DIR", help="Read this run folder, the --run of `summa3d train`.")
     parser.add_argument("--prompt", required=True, help="Continue this text.")
     parser.add_argument("--tokens", type=int, default=200, help="Add this many tokens.")
@@ -42,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     from ..train.generate import load, sample
 
     device = None if args.device is None else open_device(args.device, MPI.COMM_WORLD)
-    model, plan, config, tokenizer = load(args.run, MPI.COMM_WORLD, device)
+    model, plan, config, tokenizer = load(
+        args.run, MPI.COMM_WORLD, device, chooser("generate") if MPI.COMM_WORLD.size > 1 else None
+    )
     one_thread_if_small(config.model, config.model.sequence)
     began, choice = time.perf_counter(), (args.temperature, args.top_k, args.seed)
     show = partial(print, end="", flush=True) if MPI.COMM_WORLD.rank == 0 and not args.json else None

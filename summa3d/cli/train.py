@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, GridError
 from ..launch.runtime import threads_are_free
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 if TYPE_CHECKING:
     from ..nn.config import ModelConfig
-    from ..train.config import Config
+    from ..train.config import Choose, Config
 
 MEBI = 1 << 20
 GIGA = 1e9
@@ -107,11 +107,19 @@ def run(args: argparse.Namespace) -> int:
     ranks = MPI.COMM_WORLD.size if args.ranks is None else args.ranks
     configuration.at_least("--ranks", ranks, 1)
     assignments = [*args.assignments, *(["train.tensorboard=true"] if args.tensorboard else [])]
-    config = configuration.load_for(ranks, args.config or str(folder / "config.toml"), assignments, _choose)
+    config = configuration.load_for(ranks, args.config or str(folder / "config.toml"), assignments, chooser("train"))
+    if args.resume or args.ranks is not None or MPI.COMM_WORLD.size > 1:  # a dry run on one process is of any grid
+        _check_ranks(config, ranks, args.resume)
     if args.dry_run:
         return _dry_run(config, args.ranks_per_node, args.json)
-    from ..train.loop import Traced, train
+    from ..train.loop import Traced, finished, train
 
+    ended = finished(config, MPI.COMM_WORLD, folder) if args.resume else None
+    if ended is not None:
+        if MPI.COMM_WORLD.rank == 0:
+            steps = f"{folder} has taken its {config.train.steps} steps; raise train.steps to continue"
+            print(json.dumps(ended) if args.json else f"nothing to do: {steps}", flush=True)
+        return 0
     one_thread_if_small(config.model, config.train.micro_batch * config.model.sequence // MPI.COMM_WORLD.size)
     check_trace_arguments(args, MPI.COMM_WORLD)
     traced = None if args.trace is None else Traced(args.trace, *(args.trace_steps or TRACED))
@@ -129,16 +137,31 @@ def one_thread_if_small(model: ModelConfig, rows: int) -> None:
         torch.set_num_threads(1)
 
 
-def _choose(config: Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
-    """The scheme and the grid of the fewest words, said on rank 0's stderr."""
+def chooser(command: str) -> Choose:
+    """Chooses the scheme and the grid of the fewest words, and says so on rank 0's stderr in the name of `command`."""
     from mpi4py import MPI
 
     from ..nn.choose import choose
 
-    found = choose(config.model, config.train.micro_batch, ranks, schemes, config.regather, config.vectors)
-    if MPI.COMM_WORLD.rank == 0 and ranks > 1:
-        print(f"summa3d train: {found}", file=sys.stderr, flush=True)
-    return found.scheme, found.grid
+    def chosen(config: Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
+        found = choose(config.model, config.train.micro_batch, ranks, schemes, config.regather, config.vectors)
+        if MPI.COMM_WORLD.rank == 0 and ranks > 1:
+            print(f"summa3d {command}: {found}", file=sys.stderr, flush=True)
+        return found.scheme, found.grid
+
+    return chosen
+
+
+def _check_ranks(config: Config, ranks: int, resumes: bool) -> None:
+    """Raise the GridError of a grid that does not fit the number of ranks."""
+    from ..comm.topology import Topology
+
+    try:
+        Topology.checked(config.grid.axes).check_size(ranks)
+    except GridError as error:
+        if not resumes:
+            raise
+        raise GridError(f"{error}\n  --set grid.x=… (y, z) gives the run another grid.") from None
 
 
 def _dry_run(config: Config, ranks_per_node: int | None, as_json: bool) -> int:
@@ -208,9 +231,10 @@ def report(summary: dict[str, Any]) -> str:
         + (f", of their devices {on_devices:,.0f} MiB" if on_devices else ""),
     ]
     if used.flops_per_second is not None:
-        peak = f" of {summary['peak_flops_per_second'] / GIGA:,.1f} Gflop/s"
+        peak = f"{summary['peak_flops_per_second'] / GIGA:,.1f} Gflop/s"
+        share = f"{used.brief()[0]} of {peak}" if used.utilization is not None else f"no MFU: the peak of {peak} is too low"
         exposed = "" if used.exposed is None else f" · exposed communication {used.exposed:.0%}"
-        lines.insert(2, f"model FLOPs {used.flops_per_second / GIGA:,.1f} Gflop/s, {used.brief()[0]}{peak}{exposed}")
+        lines.insert(2, f"model FLOPs {used.flops_per_second / GIGA:,.1f} Gflop/s, {share}{exposed}")
     if summary["sample"] is not None:
         lines = ["sample:", *("  " + line for line in summary["sample"].splitlines()), "", *lines]
     if summary["plot"] is not None:

@@ -68,9 +68,14 @@ class ModelConfig:
     rotary_scaling : "default"; "linear", which divides all angles by rotary_factor; or "llama3", which divides the angles of
         pairs that turn less than rotary_low times in rotary_context positions, leaves those of pairs that turn more than
         rotary_high times, and blends in between
-    rotary_factor, rotary_low, rotary_high, rotary_context : of rotary_scaling; each scaling needs its own
-    image, patch, channels, classes : the sides of vit's square images and patches in pixels, the number of colour channels and
-        of classes; default 32, 4, 3, 10
+    rotary_factor : what "linear" and "llama3" divide angles by
+    rotary_low : turns below which "llama3" divides a pair's angle by rotary_factor
+    rotary_high : turns above which "llama3" leaves a pair's angle
+    rotary_context : the positions in which "llama3" counts turns
+    image : the side of vit's square images in pixels; default 32
+    patch : the side of vit's square patches in pixels; default 4
+    channels : the number of vit's colour channels; default 3
+    classes : the number of vit's classes; default 10
 
     Raises ConfigError for sizes that do not fit each other and for keys that the family does not read.
 

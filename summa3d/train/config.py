@@ -43,7 +43,10 @@ class GridConfig:
 
     Attributes
     ----------
-    x, y, z, d : sizes of the axes, whose product is the number of ranks; without any, `summa3d train` chooses them
+    x : ranks along axis x; where no size of the grid is given, `summa3d train` chooses all, where some are, the others are 1
+    y : ranks along axis y, as x
+    z : ranks along axis z, as x
+    d : ranks along axis d, the depth of tesseract, as x; the product of the four sizes is the number of ranks
     order : the axes in rank order, fastest first
     tile : sizes of the sub-grid that one node holds, as {x = 2, y = 2}
 
@@ -81,14 +84,19 @@ class TrainConfig:
     batch : rows (sequences) of one optimizer step on the whole grid
     accumulate : micro-batches of equal size that `batch` is divided into
     seed : of weights, batches and dropout masks
-    learning_rate, warmup, decay_to : the rate rises linearly to `learning_rate` over `warmup` steps, then falls along half a
-        cosine to decay_to · learning_rate
-    weight_decay, betas, epsilon : of AdamW; vectors (γ, β, biases) do not decay
+    learning_rate : the largest learning rate, which is reached after `warmup` steps
+    warmup : steps in which the rate rises linearly from 0 to `learning_rate`
+    decay_to : the fraction of `learning_rate` that the rate has at the last step; it falls there along half a cosine
+    weight_decay : AdamW's decay of matrices; vectors (γ, β, biases) do not decay
+    betas : AdamW's decay rates of the means of gradients and of their squares
+    epsilon : added to AdamW's denominator
     clip : largest global gradient norm; 0 turns clipping off
-    evaluate_every, checkpoint_every : periods in steps; with 0, only the last step is evaluated or saved
+    evaluate_every : steps between two evaluations; with 0, only the last step is evaluated
+    checkpoint_every : steps between two checkpoints; with 0, only the last step is saved
     evaluate_batches : held-out batches of one evaluation
     keep : checkpoints kept; with 0, none is written
-    sample_prompt, sample_tokens : a causal model continues the prompt by this many tokens when the run ends
+    sample_tokens : tokens by which a causal model continues `sample_prompt` when the run ends; with 0, there is no sample
+    sample_prompt : the text that is continued
     watchdog : seconds without a completed step after which the job is aborted; 0 turns the watchdog off
     peak_tflops : TFLOP/s of one rank, against which model FLOPs utilization (MFU) is reported; with 0, a product is measured
     tensorboard : whether TensorBoard's events are written to the run folder
@@ -179,7 +187,8 @@ class DataConfig:
         for text that is N token numbers without a meaning
     held_out : fraction of the corpus that is kept for validation, where `validation` names nothing
     validation : what is validated on, in any form that `path` may have; all of `path` is trained on then
-    key, separator : the key of the text in a JSON line, and the text that follows each
+    key : the key of the text in a JSON line
+    separator : the text that is put behind the text of each JSON line
     token_dtype : the dtype of the numbers in .bin files
 
     >>> DataConfig(tokenizer="bpe:4096").vocabulary
@@ -217,11 +226,20 @@ class DataConfig:
     @property
     def tokenizer_file(self) -> str:
         """The file that the tokenizer is read from; empty where it is not read from one."""
-        name, _, rest = self.tokenizer.partition(":")
-        if name in ("bytes", "bpe", "numbers"):
-            return rest.partition(":")[2] if name == "bpe" else ""
-        path = Path(self.tokenizer)
-        return str(path / "tokenizer.json" if path.is_dir() else path)
+        return tokenizer_file(self.tokenizer)
+
+
+def tokenizer_file(tokenizer: str) -> str:
+    """The file that a value of `data.tokenizer` names; empty where it names none.
+
+    >>> tokenizer_file("bpe:300:own/tokenizer.json"), tokenizer_file("bpe:300")
+    ('own/tokenizer.json', '')
+    """
+    name, _, rest = tokenizer.partition(":")
+    if name in ("bytes", "bpe", "numbers"):
+        return rest.partition(":")[2] if name == "bpe" else ""
+    path = Path(tokenizer)
+    return str(path / "tokenizer.json" if path.is_dir() else path)
 
 
 @cache

@@ -144,7 +144,9 @@ def choose(logits: np.ndarray, temperature: float, top_k: int, random: float) ->
     return min(int(np.searchsorted(cumulative, random * cumulative[-1], side="right")), int(np.flatnonzero(logits > -np.inf)[-1]))
 
 
-def load(folder: Path, comm: MPI.Intracomm, device: torch.device | None = None) -> tuple[Model, Scheme, Config, corpus.Tokenizer]:
+def load(
+    folder: Path, comm: MPI.Intracomm, device: torch.device | None = None, choose: configuration.Choose | None = None
+) -> tuple[Model, Scheme, Config, corpus.Tokenizer]:
     """Load the model of a run's newest checkpoint; collective. Returns model, scheme, configuration and tokenizer.
 
     Parameters
@@ -152,13 +154,15 @@ def load(folder: Path, comm: MPI.Intracomm, device: torch.device | None = None) 
     folder : the run folder
     comm : one rank, which holds the whole model, or as many ranks as the run's grid has
     device : the device to compute on; default: the device of the run's configuration
+    choose : chooses a grid of other numbers of ranks, where the run's own was chosen
 
     The weights have the dtype that the run computed in. Raises ConfigError where `folder` is not a run folder, CheckpointError
     where the run has no complete checkpoint or a damaged one, and GridError for another number of ranks.
     """
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no config.toml. Give the --run folder of `summa3d train`.")
-    config = configuration.load(str(folder / "config.toml"))
+    source = str(folder / "config.toml")
+    config = configuration.load(source) if choose is None else configuration.load_for(comm.size, source, (), choose)
     device = open_device(config.device, comm, config.tf32) if device is None else device
     grid, plan = _open_grid(config, comm, device)
     saved = open_checkpoint(config, comm, folder)
@@ -176,5 +180,6 @@ def _open_grid(config: Config, comm: MPI.Intracomm, device: torch.device) -> tup
         return (grid := Grid(comm, {"x": 1, "y": 1, "z": 1})), scheme("serial", grid)
     if comm.size != size:
         fits = "1 rank" if size == 1 else f"1 rank or on {size}"
-        raise GridError(f"The run's grid {config.grid} has {size} places, but there are {comm.size} ranks. Generate on {fits}.")
+        places = "1 place" if size == 1 else f"{size} places"
+        raise GridError(f"The run's grid {config.grid} has {places}, but there are {comm.size} ranks. Generate on {fits}.")
     return open_grid(config, comm, device)

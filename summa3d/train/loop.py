@@ -96,6 +96,19 @@ def train(
     return summary
 
 
+def finished(config: Config, comm: MPI.Intracomm, folder: Path) -> dict[str, Any] | None:
+    """The summary of the run in `folder`, where it has taken all its steps and ended; else None. Collective."""
+
+    def find() -> dict[str, Any] | None:
+        newest, file = checkpoint.newest(folder / "checkpoints"), folder / "summary.json"
+        if newest is None or newest.name != f"step-{config.train.steps}" or not file.is_file():
+            return None
+        summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return {**summary, "steps_taken": 0} if summary["step"] == config.train.steps else None
+
+    return on_root(comm, find, CheckpointError)
+
+
 def run_steps(
     run: Run,
     recorder: Recorder,
@@ -263,7 +276,8 @@ def _draw(run: Run, progress: Progress) -> str | None:
 
 
 def _opening(run: Run) -> str:
-    start = f"resumed after step {run.done}" if run.done else "from the start"
+    imported = checkpoint.newest(run.checkpoints) is not None  # training writes no checkpoint before its first step
+    start = f"resumed after step {run.done}" if run.done else f"from the {'imported weights' if imported else 'start'}"
     where = f"{run.grid.size} rank(s), grid {run.config.grid}, {run.config.dtype} on {run.device.type}"
     return (
         f"{_parameters(run):,} parameters on {where}; "

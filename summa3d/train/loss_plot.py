@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import nan, prod
 from pathlib import Path
 from textwrap import fill as wrapped
@@ -18,8 +18,8 @@ from ..errors import DataError
 from ..figures import CAPTION, COLUMN, draw, look
 from ..nn.models.registry import build
 from ..nn.schemes.scheme import scheme
-from . import metrics
-from .config import load
+from . import metrics, toml
+from .config import Config, GridConfig, load, read_table, to_table
 from .optimizer import named_parameters
 
 WINDOW = 50
@@ -30,10 +30,20 @@ CHARACTERS = 78
 
 @dataclass(frozen=True)
 class Curve:
-    """A run: its folder's name, model, grid, scheme and number of parameters in one line, and the lines of its metrics."""
+    """A run: its folder's name, model, number of parameters, schemes and grids in one line; its metrics; what it reads.
+
+    `corpus` and `tokenizer` are those of its configuration.
+    """
 
     title: str
     entries: Sequence[dict[str, Any]]
+    corpus: tuple[str | None, ...]
+    tokenizer: str
+
+    @property
+    def has_smooth(self) -> bool:
+        """Whether the smooth line differs from the loss of each step."""
+        return len(self.entries) >= WINDOW
 
     @classmethod
     def of(cls, folder: Path) -> Curve:
@@ -46,7 +56,8 @@ class Curve:
             model = build(config.model, scheme(config.scheme, Place(config.grid.axes)))
         count = sum(prod(parameter.sharding.shape) for _, parameter in named_parameters(model))
         sizes = f"{config.model.family}, {count:,} parameters"
-        return cls(f"{folder.resolve().name}: {sizes}, {config.scheme} {config.grid}, {config.dtype}", entries)
+        title = f"{folder.resolve().name}: {sizes}, {_grids(folder, config)}, {config.dtype}"
+        return cls(title, entries, (config.data.path, config.data.validation), config.data.tokenizer)
 
     def values(self, name: str) -> list[float]:
         """A value of each step; NaN where a step lacks it."""
@@ -64,6 +75,14 @@ class Curve:
         losses, window = self.values("loss"), 1 + len(self.entries) // WINDOW
         parts = (losses[max(0, end - window) : end] for end in range(1, len(losses) + 1))
         return [sum(part) / len(part) for part in parts]
+
+
+def _grids(folder: Path, config: Config) -> str:
+    """The schemes and grids of a run in order: those that `config-N.toml` keeps, and its last."""
+    older = {int(file.stem.partition("-")[2]): file for file in folder.glob("config-[0-9]*.toml")}
+    tables = [*(read_table(str(older[step])) for step in sorted(older)), to_table(config)]
+    names = (f"{table['scheme']} {toml.build(GridConfig, table['grid'], 'grid.')}" for table in tables)
+    return " → ".join(name for name, _ in groupby(names))
 
 
 def draw_loss(folders: Sequence[Path], paths: Sequence[Path]) -> None:
@@ -96,14 +115,21 @@ def fill(figure: Any, curves: Sequence[Curve]) -> None:
         over_tokens.set_xlabel("tokens")
     over_tokens.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left")
-    about = "thin: loss of each step; thick: its mean over the last 2 % of the steps; marks: validation; dotted: resumed"
+    both = "thin: loss of each step; thick: its mean over the last 2 % of the steps"
+    about = (
+        f"{both if any(curve.has_smooth for curve in curves) else 'line: loss of each step'}; marks: validation; dotted: resumed"
+    )
+    kinds = {"tokenizers": len({curve.tokenizer for curve in curves}), "corpora": len({curve.corpus for curve in curves})}
+    if differ := [name for name, number in kinds.items() if number > 1]:
+        about += f"; nats per token: {' and '.join(differ)} differ"
     figure.supxlabel(wrapped(about, CHARACTERS), x=0.01, ha="left", **CAPTION)
 
 
 def lines(panel: Any, curve: Curve, places: Sequence[float], look: Mapping[str, Any]) -> None:
     """Draw a run's losses at these places, and a dotted line behind each step after which it was resumed."""
     own = {"color": look["color"]}
-    panel.plot(places, curve.values("loss"), linewidth=0.4, alpha=0.5, **own)
+    if curve.has_smooth:
+        panel.plot(places, curve.values("loss"), linewidth=0.4, alpha=0.5, **own)
     panel.plot(places, curve.smooth, label=wrapped(curve.title, CHARACTERS - 8), **own)
     panel.plot(places, curve.values("validation_loss"), linestyle="none", markeredgecolor="white", markersize=4.5, **look)
     for place, entry in zip(places, curve.entries, strict=True):

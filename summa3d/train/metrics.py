@@ -93,7 +93,8 @@ class CoreTime:
         Waited is not a share of the cores: where ranks outnumber cores, one rank waits while another computes.
     exposed : share of the wall seconds inside communication calls, the mean over ranks; None where no words were moved, and on
         devices, whose communications may be hidden behind their work
-    flops_per_second, utilization : model FLOPs per second of all ranks, and their share of the peak (MFU); None where unknown
+    flops_per_second, utilization : model FLOPs per second of all ranks, and their share of the peak (MFU); None where unknown.
+        The share is None where it exceeds 1, too.
 
     >>> print(CoreTime.of(cores=2, seconds=10.0, words=8, ranks=4, cpu=(12.0, 4.0, 20.0)))
     arithmetic 60%, communication 20%, idle 20% of 2 cores · waited 5.00 s
@@ -120,7 +121,8 @@ class CoreTime:
         arithmetic, communication = (part / whole if whole else 0.0 for part in cpu[:2])
         idle = max(1 - arithmetic - communication, 0.0)
         rate = work.flops * steps / seconds if work.flops and seconds else None
-        rates = rate, rate / work.peak if rate and work.peak else None
+        share = rate / work.peak if rate and work.peak else None
+        rates = rate, share if share is None or share <= 1 else None  # more is no share: the peak was measured under load
         if not words:
             return cls(cores, arithmetic, None, idle, None, None, *rates)
         exposed = min((cpu[1] + cpu[2]) / ranks / seconds, 1.0) if work.on_host and seconds else None

@@ -52,7 +52,12 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_is_imported_by_two_ranks_inspected_continued_and_exported(theirs: Path, tmp_path: Path) -> None:
     run, back = tmp_path / "run", tmp_path / "back"
-    done = summa3d("launch", "-n", 2, "checkpoint", "import", theirs, run, "--json")
+    said = summa3d("checkpoint", "import", theirs, run).stdout.splitlines()
+    assert said[1:] == [
+        "The run has no tokenizer and reads bytes. Name one with --set data.tokenizer=FOLDER.",
+        f"Train it with: summa3d train --run {run} --resume --set data.path=FILE --set train.learning_rate=RATE",
+    ]
+    done = summa3d("launch", "-n", 2, "checkpoint", "import", theirs, run, "--overwrite", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"checkpoint": f"{run}/checkpoints/step-0", "run": str(run)}
     seen = json.loads(summa3d("checkpoint", "inspect", run, "--json").stdout)
@@ -64,7 +69,7 @@ def test_a_folder_is_imported_by_two_ranks_inspected_continued_and_exported(thei
 
     assert summa3d("generate", run, "--prompt", "ab", "--tokens", 3).stdout.startswith("ab")
     done = summa3d("checkpoint", "export", run, back, "--json")
-    assert json.loads(done.stdout) == {"folder": str(back), "files": ["model.safetensors"]}
+    assert json.loads(done.stdout) == {"folder": str(back), "files": ["model.safetensors"], "tokenizer": None}
     there, again = load_file(theirs / "model.safetensors"), load_file(back / "model.safetensors")
     assert there.keys() == again.keys() and all(torch.equal(there[name], again[name]) for name in there)
     said = json.loads((back / "config.json").read_text())
@@ -78,7 +83,8 @@ def test_a_folder_is_imported_by_two_ranks_inspected_continued_and_exported(thei
 
     half = summa3d("checkpoint", "export", run / "checkpoints" / "step-0", tmp_path / "half", "--dtype", "bfloat16")
     assert half.returncode == 0, half.stderr
-    assert half.stdout.endswith("half/model.safetensors\nthe checkpoint's float32 tensors, as bfloat16\n")
+    said = "half/model.safetensors\nthe checkpoint's float32 tensors, as bfloat16\n"
+    assert half.stdout.endswith(f'{said}no tokenizer written: the run\'s data.tokenizer is "bytes"\n')
     halves = load_file(tmp_path / "half" / "model.safetensors")
     assert all(torch.equal(halves[name], there[name].bfloat16()) for name in there)
 

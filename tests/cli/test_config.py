@@ -24,6 +24,7 @@ else:
 
 def test_every_key_has_a_meaning() -> None:
     found = list(keys())
+    assert len({key.meaning for key in found}) == len(found)
     assert [key.name for key in found if len(key.meaning) < 5] == []
     assert sorted(key.name for key in found) == sorted(toml.leaves(configuration.Config))
 
@@ -40,7 +41,9 @@ def test_a_commented_file_is_the_configuration_again(name: str) -> None:
 
 def test_a_key_a_table_and_a_file_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["config", "train.learning_rate"]) == 0
-    assert capsys.readouterr().out.startswith("train.learning_rate = 0.001   (a number)\n    the rate rises")
+    assert capsys.readouterr().out.startswith("train.learning_rate = 0.001   (a number)\n    the largest learning rate")
+    assert entry.main(["config", "grid.x"]) == 0
+    assert capsys.readouterr().out.startswith("grid.x = none ")  # and not 1, which would be a grid that is given
     assert entry.main(["config", "overlap"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if " = " in line][:2] == [
         "overlap.gather",

@@ -20,6 +20,8 @@ import jobs
 import pytest
 from small_runs import assignments, metrics_of, write_corpus
 
+from summa3d.cli.train import report
+
 PATIENCE = 120.0
 
 
@@ -85,6 +87,11 @@ def test_resume_needs_no_configuration_and_json_is_one_line(trained: tuple[Path,
     assert metrics_of(folder)[:6] == before and len(metrics_of(folder)) == 8
     assert summary["validation_loss"] == metrics_of(folder)[-1]["validation_loss"]
     assert summary == json.loads((folder / "run" / "summary.json").read_text())
+    low = report({**summary, "mfu": None, "model_flops_per_second": 2e9, "peak_flops_per_second": 1e9})
+    assert "model FLOPs 2.0 Gflop/s, no MFU: the peak of 1.0 Gflop/s is too low" in low
+    again = summa3d("train", "--run", folder / "run", "--resume", "--set", "train.steps=8")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout == f"nothing to do: {folder / 'run'} has taken its 8 steps; raise train.steps to continue\n"
 
 
 def test_generate_continues_the_prompt_the_same_way_for_the_same_seed(
@@ -123,6 +130,10 @@ def test_without_a_grid_one_is_chosen_and_chosen_again_on_other_ranks(tmp_path: 
     then = summa3d("launch", "-n", 2, "train", "--run", run, "--resume", "--set", "train.steps=3")
     assert then.returncode == 0 and "summa3d train: scheme summa, grid x=" in then.stderr, then.stderr
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    text = summa3d("launch", "-n", 3, "generate", run, "--prompt", "ab", "--tokens", 3)
+    assert text.stdout.startswith("ab") and text.stderr.count("summa3d generate: scheme summa, grid x=3,y=1: ") == 1, text.stderr
+    other = summa3d("train", "--run", run, "--resume", "--set", "grid.x=5")
+    assert other.returncode != 0 and "--set grid.x=… (y, z) gives the run another grid." in other.stderr
     refused = summa3d("launch", "-n", 5, "train", "demo", "--run", tmp_path / "other", *words)
     assert refused.returncode != 0 and "GridError: No grid of 5 ranks fits" in refused.stderr
     assert "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
@@ -164,6 +175,10 @@ def test_an_error_is_printed_once_for_all_ranks_before_training_starts(tmp_path:
         ),
         (["train", "demo", "--run", "nowhere", "--trace-steps", "1:2"], "Give --trace FILE as well"),
         (["train", "demo", "--dry-run", "--trace", "t.json"], "--dry-run takes no steps"),
+        (
+            ["train", "demo", "--dry-run", "--ranks", "8", "--set", "grid.x=2"],
+            "Grid x=2,y=1,z=1 has 2 places, but there are 8 ranks",
+        ),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: list[str], words: str) -> None:

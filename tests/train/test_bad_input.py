@@ -60,7 +60,11 @@ def test_a_size_that_the_grid_does_not_divide(
 
 @pytest.mark.mpi(sizes=(2,))
 def test_a_missing_or_empty_corpus(comm: Any, shared_tmp_path: Path) -> None:
-    assert "does not exist" in refused(comm, shared_tmp_path, DataError, grid__y=2, data__path=shared_tmp_path / "nowhere")
+    said = refused(comm, shared_tmp_path, DataError, grid__y=2, data__path=shared_tmp_path / "nowhere")
+    assert "does not exist. " in said
+    assert f"does not exist (looked in {Path.cwd()})" in refused(
+        comm, shared_tmp_path, DataError, grid__y=2, data__path="nowhere"
+    )
     if comm.rank == 0:
         (shared_tmp_path / "empty").write_text("")
     comm.Barrier()
@@ -74,7 +78,7 @@ def test_a_prompt_that_the_tokenizer_does_not_read(comm: Any, shared_tmp_path: P
     comm.Barrier()
     keys = {"data__tokenizer": "numbers:9", "train__sample_tokens": 2}
     said = refused(comm, shared_tmp_path, DataError, grid__y=2, data__path=shared_tmp_path / "numbers.txt", **keys)
-    assert said.startswith("train.sample_prompt: ") and "'def ' is no such text" in said and "\n" not in said
+    assert said.startswith("train.sample_prompt: ") and "'def ' is not such text" in said and "\n" not in said
 
 
 @pytest.mark.mpi(sizes=(2,))

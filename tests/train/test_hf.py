@@ -24,7 +24,7 @@ from summa3d.nn.schemes.scheme import scheme
 from summa3d.train import config
 from summa3d.train.checkpoint import folder as checkpoint
 from summa3d.train.checkpoint import huggingface_files
-from summa3d.train.checkpoint.huggingface import export_folder, import_folder
+from summa3d.train.checkpoint.huggingface import export_folder, import_folder, tokenizer_of
 from summa3d.train.data import corpus, tokens
 from summa3d.train.generate import load, sample, smallest_batch
 from summa3d.train.loop import train
@@ -248,6 +248,7 @@ def test_an_imported_model_brings_its_tokenizer(comm: Any, shared_tmp_path: Path
         their_model("gpt2", vocab_size=size).save_pretrained(source)
         data = config.DataConfig(path=str(text), tokenizer="bpe:280")
         corpus.train_tokenizer(corpus.documents(str(text)), data, source)
+        (source / "tokenizer_config.json").write_text('{"eos_token": "x"}')
     comm.Barrier()
     import_folder(source, run, comm)
     settings = config.load(str(run / "config.toml"))
@@ -259,12 +260,29 @@ def test_an_imported_model_brings_its_tokenizer(comm: Any, shared_tmp_path: Path
         parts = tokens.prepare(replace(settings.data, path=str(text)), 12, run / "data", MPI.COMM_SELF)
         assert tokenizer.decode([*parts.train, *parts.validation]) == text.read_text()
         export_folder(opened(run), shared_tmp_path / "back")
-        assert (shared_tmp_path / "back" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (shared_tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
         with pytest.raises(DataError, match=r"has \d+ tokens; data\.tokenizer says at most 256"):
             corpus.load_tokenizer(replace(settings.data, tokenizer=f"bpe:256:{run}/tokenizer.json"), run)
         with pytest.raises(DataError, match=r"data\.tokenizer names it"):
             corpus.load_tokenizer(replace(settings.data, tokenizer="bpe:256:nowhere"), run)
     comm.Barrier()
+
+
+def test_an_imported_run_opens_with_its_weights_and_exports_the_tokenizer_it_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    their_model("gpt2", vocab_size=300).save_pretrained(tmp_path / "theirs")
+    text, run = write_corpus(tmp_path / "text"), tmp_path / "run"
+    import_folder(tmp_path / "theirs", run, MPI.COMM_SELF)
+    assert tokenizer_of(opened(run)) is None  # bytes
+    few = ["train.steps=1", "train.batch=2", "train.evaluate_batches=1", "train.peak_tflops=1", f"data.path={text}"]
+    words = [*few, "data.tokenizer=bpe:280", "scheme=serial", "device=cpu"]
+    train(config.load(str(run / "config.toml"), words), MPI.COMM_SELF, run, resume=True)
+    assert capsys.readouterr().err.count("from the imported weights") == 1
+    export_folder(opened(run), tmp_path / "back")
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (run / "data" / "tokenizer.json").read_bytes()
+    assert not (tmp_path / "back" / "tokenizer_config.json").exists()
 
 
 def test_older_files_say_rope_scaling_and_rope_theta(tmp_path: Path) -> None:

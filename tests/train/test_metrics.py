@@ -71,6 +71,8 @@ def test_the_cores_time_is_arithmetic_communication_and_the_rest() -> None:
     found = CoreTime.of(cores=4, seconds=10.0, words=7, ranks=8, cpu=(20.0, 6.0, 16.0))
     assert found == CoreTime(4, 0.5, 0.15, pytest.approx(0.35), 2.0, exposed=0.275)
     assert str(found) == "arithmetic 50%, communication 15%, idle 35% of 4 cores · waited 2.00 s"
+    above = CoreTime.of(2, 1.0, 7, 2, (1.0, 0.1, 0.0), Work(9e9, 8e9))
+    assert above.flops_per_second == 9e9 and above.utilization is None and "mfu" not in above.entries()
     assert CoreTime.of(2, 1.0, 7, 2, (2.0, 0.1, 0.0)).idle == 0  # clocks are no exacter than that
 
 
@@ -159,10 +161,10 @@ def test_cores_are_those_the_process_may_use() -> None:
     assert metrics.usable_cores(MPI.COMM_SELF) == len(os.sched_getaffinity(0))
 
 
-def a_run(folder: Path, steps: int, batch: int, **resumed: bool) -> Path:
+def a_run(folder: Path, steps: int, batch: int, *settings: str, **resumed: bool) -> Path:
     """A run folder as `train` writes it, with one line of metrics per step."""
     folder.mkdir()
-    write(to_table(load("demo", ["grid.x=2", f"train.batch={batch}", "model.layers=1"])), folder / "config.toml")
+    write(to_table(load("demo", ["grid.x=2", f"train.batch={batch}", "model.layers=1", *settings])), folder / "config.toml")
     lines = [
         {"step": number, "loss": 5 / number, "tokens_per_second": 128.0 * batch / 0.7, "seconds": 0.7}
         for number in range(1, steps + 1)
@@ -188,6 +190,19 @@ def test_runs_are_drawn_over_steps_and_tokens_with_their_titles_and_resumptions(
     assert panels == {"one": 1, "resumed": 1, "two": 2}  # equal tokens per step share a panel
     dotted = "stroke-dasharray: 0.8,1.32"
     assert (dotted in svg["resumed"]) > (dotted in svg["one"])
+
+
+def test_a_plot_says_all_grids_of_a_run_what_differs_and_which_lines_are_there(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    moved, other = a_run(tmp_path / "moved", 9, 8), a_run(tmp_path / "other", 60, 8, "data.path=a.txt")
+    for step, size in ((10, 3), (9, 4), (12, 4)):
+        write(to_table(load("demo", [f"grid.x={size}"])), moved / f"config-{step}.toml")
+    draw_loss([moved], [tmp_path / "one.svg"])
+    draw_loss([moved, other], [tmp_path / "two.svg"])
+    one, two = ((tmp_path / f"{name}.svg").read_text() for name in ("one", "two"))
+    assert "cuboid x=4,y=1,z=1" in one and one.index("x=4,") < one.index("x=3,") < one.rindex("x=4,") < one.index("x=2,")
+    assert "line: loss of each step" in one and "differ" not in one and "thin: " not in one
+    assert "thin: loss of each step" in two and "corpora differ" in two and "tokenizers" not in two
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:

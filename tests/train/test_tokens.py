@@ -179,21 +179,22 @@ def test_a_transformers_folder_brings_its_tokenizer(tmp_path: Path) -> None:
 
 REFUSED = {
     "tokens.bin": (b"\1\0\2\0", {}, "say of which dtype, as data.token_dtype=uint16"),
-    "odd.bin": (b"\1\0\2", {"token_dtype": "uint16"}, "has 3 bytes, which are no whole number of uint16 tokens"),
+    "odd.bin": (b"\1\0\2", {"token_dtype": "uint16"}, "has 3 bytes, not a whole number of uint16 tokens"),
     "signed.bin": (b"\xff\xff\xff\xff", {"token_dtype": "int32"}, "tokens -1 to -1"),
     "untrained.bin": (b"\1\0\2\0", {"token_dtype": "uint16", "tokenizer": "bpe:300"}, "is trained on text"),
     "latin.txt": (
         "ä".encode("latin-1") * 40,
         {},
-        "is no UTF-8 text: unexpected end of data at byte 39|is no UTF-8 text: invalid",
+        "is not UTF-8 text: unexpected end of data at byte 39|is not UTF-8 text: invalid",
     ),
-    "words.txt": (np.arange(40, dtype=np.uint16).tobytes(), {}, "is no text: byte 0 is 0"),
+    "words.txt": (np.arange(40, dtype=np.uint16).tobytes(), {}, "is not text: byte 0 is 0"),
     "array.json": (b'[{"text": "a"}]', {}, "is JSON, not JSON lines"),
-    "other.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', {}, "line 2 is no JSON object with a text under 'text'"),
-    "broken.jsonl": (b'{"text": "a"}\n{"text": ', {}, "line 2 is no JSON object"),
-    "list.jsonl": (b'["a"]\n', {}, "line 1 is no JSON object"),
-    "prose.txt": (b"three words here", {"tokenizer": "numbers:9"}, "reads numbers below 9; 'three words here' is no such text"),
-    "folder/tokens.bin": (b"\1\0\2\0", {"token_dtype": "uint16"}, "which are no part of a folder"),
+    "other.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', {}, "line 2 has no key 'text'; its keys are body. data.key"),
+    "broken.jsonl": (b'{"text": "a"}\n{"text": ', {}, "line 2 is not JSON: Expecting value"),
+    "list.jsonl": (b'["a"]\n', {}, "line 1 is not a JSON object, but '"),
+    "prose.txt": (b"three words here", {"tokenizer": "numbers:9"}, "reads numbers below 9; 'three words here' is not such text"),
+    "number.jsonl": (b'{"text": 7}\n', {}, "line 1 has 7 under 'text', not a text"),
+    "folder/tokens.bin": (b"\1\0\2\0", {"token_dtype": "uint16"}, "which cannot be part of a folder"),
 }
 
 
@@ -208,6 +209,14 @@ def test_what_is_no_text_is_refused_in_a_line(tmp_path: Path, name: str) -> None
     with pytest.raises(DataError, match=words) as raised:
         prepare(path, tmp_path, **keys)
     assert "\n" not in str(raised.value)
+
+
+def test_a_short_validation_is_named(tmp_path: Path) -> None:
+    text, short = write_corpus(tmp_path / "text"), tmp_path / "short"
+    short.write_text("too short")
+    with pytest.raises(DataError, match=r"data\.validation '.*short' has 9 tokens; one window needs") as raised:
+        prepare(text, tmp_path, validation=str(short))
+    assert "held_out" not in str(raised.value)
 
 
 @pytest.mark.parametrize("tokenizer", ["nowhere", "bpe:12", "bpe:many", "numbers:0", "numbers:-1", "byte"])

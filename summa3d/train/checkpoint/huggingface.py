@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 ORIGINAL = "hf_config.json"
 """Name of the imported config.json in the run folder: export restores the keys that summa3d does not know."""
 PROPERTIES = {"ffn": "ffn_dim", "norm_eps": "eps", "kv_heads": "num_kv_heads", "rotary_base": "theta"}
@@ -82,7 +83,7 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
 
         def describe() -> None:
             if config.data.tokenizer_file:
-                shutil.copyfile(source / TOKENIZER, config.data.tokenizer_file)
+                _copy_tokenizer(source / TOKENIZER, run)
             configuration.write(configuration.to_table(config), run / "config.toml")
             (run / ORIGINAL).write_text(json.dumps(found.original, indent=2) + "\n", encoding="utf-8")
 
@@ -116,7 +117,7 @@ def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None 
     file_bytes : largest size of a file, in bytes of tensors; a larger tensor has a file of its own
 
     Memory: one tensor at a time. Raises CheckpointError for a family without a Transformers form, and where `target` is not
-    empty.
+    empty. The run's tokenizer goes along, see `tokenizer_of`.
     """
     model = toml.build(ModelConfig, saved.index["model"], "model.")
     if model.family not in FAMILIES:
@@ -139,12 +140,34 @@ def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None 
 
     files = huggingface_files.write(target, listing, dtype, tensors(), file_bytes)
     run = saved.path.parent.parent
-    original = run / ORIGINAL
-    if (run / TOKENIZER).is_file():
-        shutil.copyfile(run / TOKENIZER, target / TOKENIZER)
+    original, tokenizer = run / ORIGINAL, tokenizer_of(saved)
+    if tokenizer is not None:
+        _copy_tokenizer(tokenizer, target)
     kept = json.loads(original.read_text(encoding="utf-8")) if original.is_file() else {}
     (target / "config.json").write_text(json.dumps(config_of(model, dtype, kept), indent=2) + "\n", encoding="utf-8")
     return files
+
+
+def tokenizer_name(saved: checkpoint.Checkpoint) -> str:
+    """The data.tokenizer of a checkpoint's run; that of older checkpoints, which do not name it, is in the run folder."""
+    return saved.config["data"]["tokenizer"] if saved.config is not None else "bpe"
+
+
+def tokenizer_of(saved: checkpoint.Checkpoint) -> Path | None:
+    """The tokenizer.json that a checkpoint's run reads; None for bytes and numbers, and where the file is gone."""
+    named, run = tokenizer_name(saved), saved.path.parent.parent
+    if named.partition(":")[0] in ("bytes", "numbers"):
+        return None
+    own = configuration.tokenizer_file(named)
+    places = [Path(own), run / TOKENIZER] if own else [run / "data" / TOKENIZER]  # a run folder may have been moved
+    return next((place for place in places if place.is_file()), None)
+
+
+def _copy_tokenizer(file: Path, target: Path) -> None:
+    """Copy a tokenizer.json into `target`, and the tokenizer_config.json beside it, where there is one."""
+    shutil.copyfile(file, target / TOKENIZER)
+    if (beside := file.with_name(TOKENIZER_CONFIG)).is_file():
+        shutil.copyfile(beside, target / TOKENIZER_CONFIG)
 
 
 def _unsharded(shape: tuple[int, ...]) -> Sharding:

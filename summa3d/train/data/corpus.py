@@ -109,7 +109,7 @@ class NumberTokenizer:
             return np.array(words, np.uint32)
         start = text[:20].decode(errors="replace")
         raise DataError(
-            f"The tokenizer numbers:{self.vocabulary} reads numbers below {self.vocabulary}; {start!r} is no such text."
+            f"The tokenizer numbers:{self.vocabulary} reads numbers below {self.vocabulary}; {start!r} is not such text."
         )
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -133,7 +133,8 @@ def documents(path: str, key: str = "data.path") -> list[Document]:
     else:
         root = Path(path)
         if not root.exists():
-            raise DataError(f"{key} {path!r} does not exist. {FORMS}")
+            where = "" if root.is_absolute() else f" (looked in {Path.cwd()})"
+            raise DataError(f"{key} {path!r} does not exist{where}. {FORMS}")
         found = [root] if root.is_file() else [file for file in root.rglob("*") if file.is_file() and not _hidden(file, root)]
         root = root.parent if root.is_file() else root
     files = sorted((Document(file.relative_to(root).as_posix(), file) for file in found), key=lambda document: document.name)
@@ -145,7 +146,7 @@ def documents(path: str, key: str = "data.path") -> list[Document]:
         if named and document.path.suffix == ".json":
             raise DataError(f"{key}: {document.path} is JSON, not JSON lines. {FORMS}")
         if not named and document.path.suffix == TOKENS:
-            raise DataError(f"{key}: {document.path} holds token numbers, which are no part of a folder. {FORMS}")
+            raise DataError(f"{key}: {document.path} holds token numbers, which cannot be part of a folder. {FORMS}")
     return files
 
 
@@ -206,9 +207,9 @@ def read(document: Document, config: DataConfig) -> Iterator[bytes]:
         try:
             text.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(f"{document.path} is no UTF-8 text: {error.reason} at byte {error.start}. {FORMS}") from error
+            raise DataError(f"{document.path} is not UTF-8 text: {error.reason} at byte {error.start}. {FORMS}") from error
         if b"\0" in text:
-            raise DataError(f"{document.path} is no text: byte {text.index(0)} is 0. {FORMS}")
+            raise DataError(f"{document.path} is not text: byte {text.index(0)} is 0. {FORMS}")
     yield text
 
 
@@ -219,17 +220,26 @@ def _json_lines(path: Path, config: DataConfig) -> Iterator[bytes]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            try:
-                piece += (json.loads(line)[config.key] + config.separator).encode()
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise DataError(
-                    f"{path}, line {number} is no JSON object with a text under {config.key!r} ({error!r}). "
-                    "data.key names the key of the text."
-                ) from error
+            piece += (_text_of(line, config.key, f"{path}, line {number}") + config.separator).encode()
             if len(piece) >= ENCODE_CHARACTERS:
                 yield bytes(piece)
                 piece.clear()
     yield bytes(piece)
+
+
+def _text_of(line: bytes, key: str, place: str) -> str:
+    """The text under `key` in a JSON line. Raises DataError, naming the `place` of the line, where there is none."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{place} is not JSON: {error.msg if isinstance(error, json.JSONDecodeError) else error}.") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{place} is not a JSON object, but {line[:20].decode(errors='replace')!r}.")
+    if key not in found:
+        raise DataError(f"{place} has no key {key!r}; its keys are {', '.join(found)}. data.key names the key of the text.")
+    if not isinstance(found[key], str):
+        raise DataError(f"{place} has {found[key]!r:.40} under {key!r}, not a text. data.key names the key of the text.")
+    return found[key]
 
 
 def train_tokenizer(files: list[Document], config: DataConfig, folder: Path) -> Tokenizer:
@@ -319,7 +329,7 @@ def read_tokens(path: Path, config: DataConfig, check: bool = False) -> np.ndarr
         raise DataError(f"{path} holds token numbers; say of which dtype, as data.token_dtype=uint16 or uint32.")
     dtype, size = np.dtype(config.token_dtype), path.stat().st_size
     if size % dtype.itemsize:
-        raise DataError(f"{path} has {size} bytes, which are no whole number of {dtype} tokens. Is data.token_dtype another?")
+        raise DataError(f"{path} has {size} bytes, not a whole number of {dtype} tokens. Is data.token_dtype another?")
     tokens = np.memmap(path, dtype, mode="r") if size else np.zeros(0, dtype)
     if check and size and not (tokens.min() >= 0 and tokens.max() < config.vocabulary):
         raise DataError(

@@ -98,10 +98,12 @@ def open_tokens(config: DataConfig, sequence: int, folder: Path) -> Tokens:
         parts = {"train": parts["train"][:cut], "validation": parts["train"][cut:]}
     for part, tokens in parts.items():
         if len(tokens) <= sequence:
+            own = config.validation if part == "validation" else None
+            what = f"data.validation {own!r}" if own is not None else f"The {part} part of data.path {config.path!r}"
+            parted = "" if config.validation is not None else f", or another data.held_out (now {config.held_out})"
             raise DataError(
-                f"The {part} part of data.path {config.path!r} has {len(tokens)} tokens; one window needs "
-                f"model.sequence + 1 = {sequence + 1}.\n"
-                f"  Use a longer corpus, a shorter model.sequence, or another data.held_out (now {config.held_out})."
+                f"{what} has {len(tokens)} tokens; one window needs model.sequence + 1 = {sequence + 1}.\n"
+                f"  Use a longer corpus or a shorter model.sequence{parted}."
             )
     return Tokens(parts["train"], parts["validation"], sequence, corpus.load_tokenizer(config, folder))
 
