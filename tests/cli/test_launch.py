@@ -282,7 +282,9 @@ def test_threads_that_the_user_has_set_stay_and_others_are_shared_and_sleep(monk
 
 
 def test_a_process_that_holds_mpi_itself_such_as_a_notebook_can_launch_ranks(tmp_path: Path) -> None:
-    (tmp_path / "prog.py").write_text("from mpi4py import MPI\nprint(MPI.COMM_WORLD.allreduce(1))\n")
+    (tmp_path / "prog.py").write_text(
+        "import sys\nfrom mpi4py import MPI\nsys.stdout.write(f'{MPI.COMM_WORLD.allreduce(1)}\\n')\n"
+    )
     inner = [sys.executable, "-m", "summa3d", "launch", "-n", "2", "prog.py"]
     program = (
         "from mpi4py import MPI; import subprocess; from summa3d import Grid; grid = Grid(MPI.COMM_WORLD, {'x': 1});"
