@@ -24,6 +24,11 @@ def why_no_node_memory() -> str | None:
     return None
 
 
+def affinity() -> list[int]:
+    """The cores that this process may run on now."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def forbidden(variable: str) -> bool:
     """Whether an environment variable is "no"; unset means "yes". Raises ConfigError for any other value.
 

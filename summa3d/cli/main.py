@@ -27,7 +27,7 @@ from ..launch.runtime import (
     waiting_settings,
 )
 from ..launch.slurm import TYPE_VARIABLE, advice
-from ..node_support import forbidden
+from ..node_support import affinity, forbidden
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -337,7 +337,7 @@ def _share_cores(node: MPI.Comm, most_threads: int | None) -> None:
 
     Ranks that outnumber the cores are each bound to one core, in turn.
     """
-    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(usable_cores()))
+    mine = affinity()
     sharing = node.allgather(mine).count(mine)
     if sharing == node.size > len(mine):
         take_core(node.rank)

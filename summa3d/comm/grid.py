@@ -10,10 +10,9 @@ from typing import Any
 from mpi4py import MPI
 
 from ..errors import GridError
-from ..node_support import why_no_node_memory
+from ..node_support import affinity, why_no_node_memory
 from .axis import Axis
 from .device.backend import Backend
-from .nodes import usable_cores
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
 from .transport.call import Call, Carried, Members
@@ -331,7 +330,7 @@ def _is_crowded(comm: MPI.Intracomm, nodes: Sequence[int]) -> bool:
     if comm.size == 1:
         return False
     cores: dict[int, set[int]] = {}
-    for node, usable in zip(nodes, comm.allgather(usable_cores()), strict=True):
+    for node, usable in zip(nodes, comm.allgather(affinity()), strict=True):
         cores.setdefault(node, set()).update(usable)
     return any(nodes.count(node) > len(usable) for node, usable in cores.items())
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpi4py import MPI
 
+from ..node_support import affinity
+
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def usable_cores() -> set[int]:
-    """The cores that this process may run on."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
@@ -36,11 +32,11 @@ class Nodes:
         """The nodes of the ranks of `comm`; collective."""
         host = MPI.Get_processor_name()
         system = BOOT_ID.read_text().strip() if BOOT_ID.exists() else host
-        ranks: dict[str, list[tuple[str, set[int]]]] = {}
-        for node, name, cores in comm.allgather((system, host, usable_cores())):
+        ranks: dict[str, list[tuple[str, list[int]]]] = {}
+        for node, name, cores in comm.allgather((system, host, affinity())):
             ranks.setdefault(node, []).append((name, cores))
         on = list(ranks.values())
-        unions = (set().union(*(cores for _, cores in node)) for node in on)
+        unions = ({core for _, cores in node for core in cores} for node in on)
         return cls(tuple(node[0][0] for node in on), tuple(map(len, on)), tuple(map(len, unions)))
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import LaunchError
-from ..node_support import forbidden
+from ..node_support import affinity, forbidden
 
 MPIEXEC_VARIABLE = "SUMMA3D_MPIEXEC"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -187,7 +187,7 @@ def _cores() -> list[int]:
     listed = os.environ.get(CORES_VARIABLE)
     if listed:
         return [int(core) for core in listed.split(",")]
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return affinity()
 
 
 def take_core(place: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def test_cores_do_not_depend_on_how_ranks_are_bound(
 ) -> None:
     (tmp_path / "boot_id").write_text(systems[comm.rank] + "\n")
     monkeypatch.setattr(nodes, "BOOT_ID", tmp_path / "boot_id")
-    monkeypatch.setattr(nodes.os, "sched_getaffinity", lambda process: affinities[comm.rank])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: affinities[comm.rank])
     found = Nodes.of(comm)
     assert (found.ranks, found.cores, found.total_cores) == (ranks, cores, sum(cores))
     assert len(found.hosts) == len(set(systems)) and all(found.hosts)
