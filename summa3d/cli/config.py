@@ -6,6 +6,7 @@ Keys, types and defaults are the fields of the dataclasses; their meaning stands
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -92,15 +93,9 @@ def _meanings(cls: type) -> dict[str, str]:
 
 def _as_toml(value: object) -> str:
     """A value as TOML writes it; a key that has none is left out of files."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-    if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_as_toml, value))}]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {_as_toml(one)}" for key, one in value.items()) + "}"
-    return "none" if value is None else repr(value)
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)  # TOML's own form of all other values of keys
 
 
 def _as_text(found: list[Key]) -> Iterator[str]:

@@ -307,11 +307,13 @@ def serial_product(left: np.ndarray, right: np.ndarray, repeat: int, seconds: li
 
 def table(result: dict[str, Any]) -> str:
     """The result as text, one fact per line."""
+    from ..bench.series import in_ranks
+
     low, middle, high = (1e3 * result["seconds"][name] for name in ("min", "median", "max"))
     formula = result["words_per_rank_formula"]
     lines = [
-        f"{result['label']}, {result['m']}×{result['n']}×{result['k']} {result['form']} {result['dtype']}, {result['ranks']} "
-        f"rank{'s' if result['ranks'] > 1 else ''}",
+        f"{result['label']}, {result['m']}×{result['n']}×{result['k']} {result['form']} {result['dtype']}, "
+        f"{in_ranks(result['ranks'])}",
         f"time      {middle:.2f} ms (min {low:.2f}, max {high:.2f}), {result['gflops']:.1f} Gflop/s",
         f"words     {result['words_per_rank']:,} per rank (formula {formula:,}), mean {result['words_mean']:,.1f}",
         f"messages  {result['messages_per_rank']} per rank",

@@ -79,3 +79,9 @@ def test_a_shipped_configuration_has_grids_of_many_numbers_of_ranks(name: str) -
         except GridError:
             fits.append(None)
     assert None not in fits[:7], fits
+
+
+def test_a_text_of_any_characters_is_toml_that_reads_as_the_same_text() -> None:
+    text = 'quoted "é" \\ back\nand\ttab\x01'
+    written = commented({"train": {"sample_prompt": text}})
+    assert tomllib.loads(written)["train"]["sample_prompt"] == text
