@@ -54,6 +54,11 @@ def is_on_device(array: Array) -> bool:
     return not isinstance(array, np.ndarray) and hasattr(type(array), "__cuda_array_interface__")
 
 
+def place_of(array: Array) -> Any:
+    """Where the memory lies, as something to compare: torch's or CuPy's device; of numpy's arrays, a constant."""
+    return None if isinstance(array, np.ndarray) else array.device
+
+
 def library_of(array: Array) -> Any:
     """The library that made an array other than torch's, numpy or CuPy: its functions have the same names."""
     return np if isinstance(array, np.ndarray) else sys.modules[type(array).__module__.partition(".")[0]]

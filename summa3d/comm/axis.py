@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 
 from mpi4py import MPI
 
-from .arrays import Array, copy_into, count, dtype_name, into_problem, is_on_device, share
+from .arrays import Array, copy_into, count, dtype_name, into_problem, is_on_device, place_of, share
 from .checks import Checks
 from .pending import Completed, Pending, Shown
 from .profile.ledger import Amounts, Ledger
 from .profile.timeline import Timed
-from .transport.call import Call
+from .transport.call import Call, Route, complete
 from .transport.node_buffer import NodeBuffer
 from .transport.transports import Transports
+
+ROUTES = 1024
+"""Routes that an axis keeps; a step of training takes the same few again and again."""
 
 
 class Axis:
@@ -40,6 +43,7 @@ class Axis:
         self.label: str = members.label
         self.ledger: Ledger = members.ledger
         self._checks = Checks(members, transports, check)
+        self._routes: dict[Hashable, Route] = {}
 
     def __deepcopy__(self, memo: object) -> Axis:
         return self  # a copied layer communicates over the same grid's axes
@@ -47,7 +51,7 @@ class Axis:
     def __repr__(self) -> str:
         return f"Axis({self.label}: {self.index} of {self.size})"
 
-    # -- blocking: the started form, completed at once ------------------------------------------------------------------
+    # -- blocking ---------------------------------------------------------------------------------------------------------
 
     def all_gather(
         self, block: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None, view: bool = False
@@ -57,7 +61,9 @@ class Axis:
         With `view`, the result may lie in memory that the members share, uncopied: it is to be read only, and holds until the
         next communication over this axis.
         """
-        return self._all_gather(block, dim, sizes, into, True, view).wait()
+        if self.size == 1:
+            return block if into is None else copy_into(into, block)
+        return self._complete(Call(self._gather(block, dim, sizes, into, view), block, into))
 
     def reduce_scatter(
         self,
@@ -72,25 +78,31 @@ class Axis:
         The parts are added in the members' order, so that the result never depends on the MPI library; needs g·n_r words
         of workspace, `parts`, allocated here unless it is given. 16-bit floats are accumulated in float32 and rounded once.
         """
-        return self._reduce_scatter(array, dim, sizes, into, True, parts).wait()
+        if self.size == 1:
+            return array if into is None else copy_into(into, array)
+        return self._complete(Call(self._scatter(array, dim, sizes, into), array, into, True, parts))
 
     def all_reduce(self, array: Array, op: str = "sum", into: Array | None = None) -> Array:
         """Reduce the members' arrays by `op` (sum, max, min) on all of them. Words n + (g−2)·n_r, messages 2(g−1)."""
-        return self._all_reduce(array, op, into, True, True).wait()
+        if self.size == 1:
+            return array if into is None or into is array else copy_into(into, array)
+        return self._complete(Call(self._reduction("all_reduce", array, op, into), array, into))
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
         """Overwrite every member's `array` by the root's. Words n (root 0), messages 1 (root 0)."""
-        return self._broadcast(array, root, True).wait()
+        return array if self.size == 1 else self._complete(Call(self._from_root(array, root), array))
 
     def reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Array | None:
         """Reduce onto the root; None elsewhere. `into`, for the root, may be `array` itself. Words (g−1)·n_r, messages g−1."""
-        return self._reduce(array, root, op, into, True).wait()
+        if self.size == 1:
+            return array if into is None or into is array else copy_into(into, array)
+        return self._complete(Call(self._reduction("reduce", array, op, into, root), array, into))
 
     def all_to_all(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
     ) -> Array:
         """Send piece i along `dim` to member i and concatenate what arrives. Words received from others, messages g−1."""
-        return self._all_to_all(array, dim, sizes, receive_sizes, True).wait()
+        return array if self.size == 1 else self._complete(Call(self._exchange(array, dim, sizes, receive_sizes), array))
 
     def send(self, array: Array, to: int, tag: int = 0) -> None:
         """Send `array` to member `to`; returns when the buffer may be reused. Moves nothing *to* this rank.
@@ -114,42 +126,52 @@ class Axis:
         self, block: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None, view: bool = False
     ) -> Pending:
         """`all_gather`, in flight."""
-        return self._all_gather(block, dim, sizes, into, False, view)
+        if self.size == 1:
+            return Completed(block if into is None else copy_into(into, block))
+        return self._begin(Call(self._gather(block, dim, sizes, into, view), block, into, False))
 
     def start_reduce_scatter(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None
     ) -> Pending:
         """`reduce_scatter`, in flight."""
-        return self._reduce_scatter(array, dim, sizes, into, False, None)
+        if self.size == 1:
+            return Completed(array if into is None else copy_into(into, array))
+        return self._begin(Call(self._scatter(array, dim, sizes, into), array, into, False))
 
     def start_all_reduce(self, array: Array, op: str = "sum", into: Array | None = None, in_order: bool = False) -> Pending:
         """`all_reduce`, in flight. `in_order`: all members complete it between the same two of their communications."""
-        return self._all_reduce(array, op, into, False, in_order)
+        if self.size == 1:
+            return Completed(array if into is None or into is array else copy_into(into, array))
+        return self._begin(Call(self._reduction("all_reduce", array, op, into, in_order=in_order), array, into, False))
 
     def start_broadcast(self, array: Array, root: int = 0) -> Pending:
         """`broadcast`, in flight."""
-        return self._broadcast(array, root, False)
+        return Completed(array) if self.size == 1 else self._begin(Call(self._from_root(array, root), array, None, False))
 
     def start_reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Pending:
         """`reduce`, in flight."""
-        return self._reduce(array, root, op, into, False)
+        if self.size == 1:
+            return Completed(array if into is None or into is array else copy_into(into, array))
+        return self._begin(Call(self._reduction("reduce", array, op, into, root), array, into, False))
 
     def start_all_to_all(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
     ) -> Pending:
         """`all_to_all`, in flight."""
-        return self._all_to_all(array, dim, sizes, receive_sizes, False)
+        if self.size == 1:
+            return Completed(array)
+        return self._begin(Call(self._exchange(array, dim, sizes, receive_sizes), array, None, False))
 
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
         self._checks.peer("send", to)
-        return self._begin(Call("send", array, root=to, tag=tag, blocking=False), 0, 0)
+        return self._begin(Call(Route("send", is_on_device(array), 0, 0, root=to, tag=tag), array, None, False))
 
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
         self._checks.target("receive", array)
         self._checks.peer("receive", source)
-        return self._begin(Call("receive", array, root=source, tag=tag, blocking=False), count(array), 1)
+        return self._begin(Call(Route("receive", is_on_device(array), count(array), 1, root=source, tag=tag), array, None, False))
 
     # -- memory ---------------------------------------------------------------------------------------------------------
 
@@ -176,86 +198,122 @@ class Axis:
         """
         self.transports.of(array)
 
-    # -- each collective: check, carry, account ------------------------------------------------------------------------
+    # -- each collective: checked and counted once for all calls that are alike -------------------------------------------
 
-    def _all_gather(
-        self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool, view: bool
-    ) -> Pending:
-        if self.size == 1:
-            return Completed(block if into is None else copy_into(into, block))
+    def _gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, view: bool) -> Route:
+        key = ("all_gather", block.shape, block.dtype, place_of(block), dim, sizes and tuple(sizes), view)
+        route = self._routes.get(key)
+        if route is not None and into is None and not self.check:
+            return route
         dim, sizes = self._checks.settled("all_gather", block, dim, sizes, False, into)
         words = (sum(sizes) - sizes[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
-        return self._begin(Call("all_gather", block, dim, sizes, into, blocking, view), words, self.size - 1)
+        return self._kept(key, Route("all_gather", is_on_device(block), words, self.size - 1, dim, sizes, view=view))
 
-    def _reduce_scatter(
-        self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, blocking: bool, parts: Array | None
-    ) -> Pending:
-        if self.size == 1:
-            return Completed(array if into is None else copy_into(into, array))
+    def _scatter(self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None) -> Route:
+        key = ("reduce_scatter", array.shape, array.dtype, place_of(array), dim, sizes and tuple(sizes))
+        route = self._routes.get(key)
+        if route is not None and into is None and not self.check:
+            return route
         dim, sizes = self._checks.settled("reduce_scatter", array, dim, sizes, True, into)
         words = (self.size - 1) * sizes[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
-        return self._begin(Call("reduce_scatter", array, dim, sizes, into, blocking, parts=parts), words, self.size - 1)
+        return self._kept(key, Route("reduce_scatter", is_on_device(array), words, self.size - 1, dim, sizes))
 
-    def _all_reduce(self, array: Array, op: str, into: Array | None, blocking: bool, in_order: bool) -> Pending:
-        if self.size == 1:
-            return Completed(array if into is None or into is array else copy_into(into, array))
-        problem = into_problem(into, array, array.shape)
-        self._checks.agreed("all_reduce", array, {"shape": tuple(array.shape), "op": op}, problem)
+    def _reduction(
+        self, name: str, array: Array, op: str, into: Array | None, root: int | None = None, in_order: bool = True
+    ) -> Route:
+        """The route of an all-reduce, or of a reduce onto `root`."""
+        key = (name, array.shape, array.dtype, place_of(array), op, root, in_order)
+        route = self._routes.get(key)
+        if route is not None and into is None and not self.check:
+            return route
+        facts = {"shape": tuple(array.shape), "op": op} | ({} if root is None else {"root": root})
+        problem = None if root is None else self._checks.root_problem(root)
+        if problem is None and root in (None, self.index):
+            problem = into_problem(into, array, array.shape)
+        self._checks.agreed(name, array, facts, problem)
         n = count(array)
-        words = n + (self.size - 2) * share(n, self.size, self.index)
-        call = Call("all_reduce", array, into=into, blocking=blocking, in_order=in_order, op=op)
-        return self._begin(call, words, 2 * (self.size - 1))
+        own = share(n, self.size, self.index)
+        words, messages = ((self.size - 1) * own, self.size - 1)
+        if root is None:
+            words, messages = n + (self.size - 2) * own, 2 * (self.size - 1)
+        route = Route(name, is_on_device(array), words, messages, op=op, root=-1 if root is None else root, in_order=in_order)
+        return self._kept(key, route)
 
-    def _broadcast(self, array: Array, root: int, blocking: bool) -> Pending:
-        if self.size == 1:
-            return Completed(array)
+    def _from_root(self, array: Array, root: int) -> Route:
         received = self.index != root
         problem = self._checks.root_problem(root) or (self._checks.target_problem("broadcast", array) if received else None)
         self._checks.agreed("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
-        return self._begin(Call("broadcast", array, root=root, blocking=blocking), count(array) * received, int(received))
+        key = ("broadcast", array.shape, array.dtype, place_of(array), root)
+        return self._kept(key, Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root))
 
-    def _reduce(self, array: Array, root: int, op: str, into: Array | None, blocking: bool) -> Pending:
-        if self.size == 1:
-            return Completed(array if into is None or into is array else copy_into(into, array))
-        problem = self._checks.root_problem(root) or (into_problem(into, array, array.shape) if self.index == root else None)
-        self._checks.agreed("reduce", array, {"shape": tuple(array.shape), "root": root, "op": op}, problem)
-        words = (self.size - 1) * share(count(array), self.size, self.index)
-        return self._begin(Call("reduce", array, into=into, blocking=blocking, op=op, root=root), words, self.size - 1)
-
-    def _all_to_all(
-        self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None, blocking: bool
-    ) -> Pending:
-        if self.size == 1:
-            return Completed(array)
+    def _exchange(self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None) -> Route:
         dim, sizes, received = self._checks.pieces(array, dim, sizes, receive_sizes)
         arriving = sizes if received is None else received
         words = (sum(arriving) - arriving[self.index]) * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
-        return self._begin(Call("all_to_all", array, dim, sizes, None, blocking, receive_sizes=received), words, self.size - 1)
+        return Route("all_to_all", is_on_device(array), words, self.size - 1, dim, sizes, receive_sizes=received)
 
-    def _begin(self, call: Call, words: int, messages: int) -> Pending:
-        """Carry a checked call, inside an NVTX range if the ledger has ranges."""
+    def _kept(self, key: Hashable, route: Route) -> Route:
+        if len(self._routes) >= ROUTES:
+            self._routes.clear()
+        return self._routes.setdefault(key, route)
+
+    # -- carry and account -------------------------------------------------------------------------------------------------
+
+    def _complete(self, call: Call) -> Array:
+        """Carry a blocking call, and record it in the ledger once it is complete."""
+        if self.ledger.by_steps or call.route.on_device:
+            return self._begin(call).wait()
+        wall, cpu = time.perf_counter(), time.thread_time()
+        carried = self.transports.carry(call)
+        if carried.requests:
+            complete(carried.requests)
+        result = carried.finish()
+        self._record(call.route, carried.moved, time.perf_counter() - wall, time.thread_time() - cpu)
+        return result
+
+    def _begin(self, call: Call) -> Pending:
+        """Carry a call; `wait` of the returned Pending records its completion. Inside an NVTX range if the ledger has ranges."""
         ranges = self.ledger.ranges
-        if ranges is None or self.size == 1:
-            return self._carry_and_account(call, words, messages)
-        with ranges.around(f"{call.operation} {self.label}"):
-            return self._carry_and_account(call, words, messages)
+        if ranges is not None:
+            with ranges.around(f"{call.route.operation} {self.label}"):
+                return self._carry_by_steps(call)
+        if self.ledger.by_steps or call.route.on_device:
+            return self._carry_by_steps(call)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        carried = self.transports.carry(call)
+        moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
+        line = self._record(call.route, moved, time.perf_counter() - wall, time.thread_time() - cpu)
+        return Pending(carried, line.wait)
 
-    def _carry_and_account(self, call: Call, words: int, messages: int) -> Pending:
-        """Start a call and record it in the ledger; `wait` of the returned Pending records its completion.
+    def _record(self, route: Route, moved: Array, seconds: float, cpu_seconds: float) -> Amounts:
+        """Add a call to its line of the ledger, which the route keeps by phase; returns the line."""
+        key = self.ledger.current_phase, moved.dtype
+        line = route.lines.get(key)
+        if line is None:
+            line = route.lines[key] = self.ledger.line(route.operation, self.label, dtype_name(moved))
+        line.calls += 1
+        line.words += route.words
+        line.messages += route.messages
+        line.bytes += route.words * moved.itemsize
+        line.seconds += seconds
+        line.cpu_seconds += cpu_seconds
+        return line
+
+    def _carry_by_steps(self, call: Call) -> Pending:
+        """Start a call of which the ledger follows each step: for a trace, a profiler, a dry run, or on a device.
 
         On a device the seconds are those of its events, and of MPI on the host as far as the transport has it there.
         """
         wall, cpu = time.perf_counter(), time.thread_time()
         carried = self.transports.carry(call)
         issue, cpu_seconds = time.perf_counter() - wall, time.thread_time() - cpu
-        name, ledger, requests = call.operation, self.ledger, carried.requests
-        moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
+        route, ledger, requests = call.route, self.ledger, carried.requests
+        moved, carried.moved = carried.moved, None
         device = self.transports.of(moved) if is_on_device(moved) else None
-        kind = dtype_name(moved)
         seconds = issue if device is None else device.on_host(issue)
-        amounts = Amounts(1, words, messages, words * moved.itemsize, seconds, cpu_seconds)
-        line = ledger.record(name, self.label, kind, amounts)
-        traced = ledger.begin(name, self.label, kind, amounts, wall, issue)
+        line = self._record(route, moved, seconds, cpu_seconds)
+        amounts = Amounts(1, route.words, route.messages, route.words * moved.itemsize, seconds, cpu_seconds)
+        traced = ledger.begin(route.operation, self.label, dtype_name(moved), amounts, wall, issue)
         if device is not None:
             ledger.expect(line, traced, [span for one in requests if isinstance(one, Timed) for span in one.spans])
 
@@ -264,4 +322,4 @@ class Axis:
 
         if ledger.ranges is None:
             return Pending(carried, account)
-        return Shown(carried, account, ledger.ranges, f"wait for {name} {self.label}")
+        return Shown(carried, account, ledger.ranges, f"wait for {route.operation} {self.label}")

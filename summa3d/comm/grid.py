@@ -122,6 +122,8 @@ class Grid:
 
     def __getitem__(self, key: str | tuple[str, ...]) -> Axis:
         names = (key,) if isinstance(key, str) else tuple(key)
+        if names in self._axes:
+            return self._axes[names]
         for name in names:
             if name not in self.shape:
                 raise GridError(f"The grid has no axis {name!r}. Its axes: {', '.join(self.shape)}.")
@@ -265,7 +267,7 @@ class Unconnected(Transports):
     def carry(self, call: Call) -> Carried:
         """Raise GridError: the axis has no other process to communicate with."""
         raise GridError(
-            f"{call.operation} over axis {self.members.label} = {self.members.size}: a Place stands for one rank of a grid "
+            f"{call.route.operation} over axis {self.members.label} = {self.members.size}: a Place stands for one rank of a grid "
             "without processes, and cannot communicate. Make a Grid, or a Place with transports that move nothing."
         )
 

@@ -64,18 +64,22 @@ class DryFlags:
         """Return at once; no sleep was needed."""
         return False
 
+    def wait_for(self, flags: Sequence[int], value: int) -> int:
+        """Return at once; no sleep was needed."""
+        return -1
+
 
 class DrySlot(Slot):
     """A slot without memory: its parts do not count as memory of this rank."""
 
-    def part(self, like: Array, offset: int, shape: Sequence[int]) -> Array:
+    __slots__ = ()
+
+    def part(self, like: Array, offset: int, shape: tuple[int, ...], strides: Sequence[int] | None = None) -> Array:
         """An array of `like`'s kind and dtype that stands for a part of the slot."""
         if prod(shape) == 0 or not is_torch(like):
             return empty(shape, like)
         with _disable_current_modes():
-            return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
-
-    held = part
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 class DryNodeBuffer(NodeBuffer):
@@ -85,11 +89,8 @@ class DryNodeBuffer(NodeBuffer):
 
     def __init__(self, members: Members) -> None:
         self.comm, self.size, self.index, self.flags = members.comm, members.size, members.index, DryFlags()  # type: ignore[assignment]
-        self.number, self.last = 0, members.size - 1
-        self.sizes, self.memories = [0] * SLOTS, [None] * SLOTS
-        self.slots: list[Slot | None] = [None] * SLOTS
-        self.viewed: Slot | None = None
-        self.allocated: tuple[Slot, Array] | None = None
+        self.begin()
+        self.sizes = [0] * SLOTS
 
     @property
     def size_bytes(self) -> int:
@@ -192,6 +193,8 @@ class DryLedger(Ledger):
     ) -> None:
         super().__init__()
         self._issued, self._waited, self._multiplied = issued, waited, multiplied
+
+    by_steps = True
 
     def begin(self, collective: str, axis: str, dtype: str, amounts: Amounts, start: float, issue: float) -> Any:
         """Report an issued communication."""

@@ -147,8 +147,9 @@ def take_step(run: Run, number: int) -> Step:
     """
     settings, ledger, scale = run.config.train, run.grid.ledger, run.loss_scale.value
     stopwatch = Stopwatch(ledger, torch.get_num_threads())
-    parameters = [p for _, p in named_parameters(run.model)]
-    run.model.zero_grad(set_to_none=True)
+    parameters = list(run.optimizer.parameters.values())
+    for parameter in parameters:
+        parameter.grad = None
     losses = [accumulate(run, number, part * settings.micro_batch) for part in range(settings.accumulate)]
     loss = total(losses)
     with ledger.phase("optimizer"):

@@ -16,14 +16,14 @@ def line(words):
 
 def test_lines_are_kept_apart_by_collective_axis_and_phase():
     ledger = Ledger()
-    ledger.record("all_gather", "x", "float64", line(1))
+    ledger.line("all_gather", "x", "float64").add(line(1))
     with ledger.phase("forward"):
-        ledger.record("all_gather", "x", "float64", line(2))
+        ledger.line("all_gather", "x", "float64").add(line(2))
         with ledger.phase("backward"):
-            ledger.record("all_gather", "y", "float64", line(4))
-        ledger.record("reduce", "x", "float64", line(8))
-        ledger.record("all_gather", "x", "float64", line(16))
-    ledger.record("all_gather", "x", "float64", line(32))
+            ledger.line("all_gather", "y", "float64").add(line(4))
+        ledger.line("reduce", "x", "float64").add(line(8))
+        ledger.line("all_gather", "x", "float64").add(line(16))
+    ledger.line("all_gather", "x", "float64").add(line(32))
     assert [(row.collective, row.axis, row.phase, row.amounts.words, row.amounts.calls) for row in ledger.rows()] == [
         ("all_gather", "x", "other", 33, 2),
         ("all_gather", "x", "forward", 18, 2),
@@ -39,7 +39,7 @@ def test_lines_are_kept_apart_by_collective_axis_and_phase():
 def test_lines_are_kept_apart_by_dtype():
     ledger = Ledger()
     for dtype, words in (("bfloat16", 1), ("float32", 2), ("bfloat16", 4)):
-        ledger.record("all_gather", "x", dtype, line(words))
+        ledger.line("all_gather", "x", dtype).add(line(words))
     assert [(row.dtype, row.amounts.words) for row in ledger.rows()] == [("bfloat16", 5), ("float32", 2)]
     assert (ledger.total(dtype="bfloat16").words, ledger.total().words) == (5, 7)
 
@@ -58,13 +58,13 @@ def test_the_phase_returns_to_what_it_was_after_an_error_and_unknown_phases_are_
 
 def test_watching_holds_what_the_block_moved_and_nests():
     ledger = Ledger()
-    ledger.record("all_gather", "x", "float64", line(1))
+    ledger.line("all_gather", "x", "float64").add(line(1))
     with ledger.watch() as outer:
-        ledger.record("all_gather", "x", "float64", line(2))
+        ledger.line("all_gather", "x", "float64").add(line(2))
         with ledger.watch() as inner:
-            ledger.record("reduce", "y", "float64", line(4))
-        ledger.record("all_gather", "x", "float64", line(8))
-    ledger.record("reduce", "y", "float64", line(16))
+            ledger.line("reduce", "y", "float64").add(line(4))
+        ledger.line("all_gather", "x", "float64").add(line(8))
+    ledger.line("reduce", "y", "float64").add(line(16))
     assert (inner.words, inner.calls, [row.axis for row in inner.rows]) == (4, 1, ["y"])
     assert (outer.words, outer.calls, outer.bytes, outer.messages, outer.seconds) == (14, 3, 112, 3, 1.5)
     assert {(row.collective, row.amounts.words) for row in outer.rows} == {("all_gather", 10), ("reduce", 4)}

@@ -114,12 +114,12 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path: Path) -> N
 
 def test_the_stopwatch_leaves_communication_out_of_arithmetic() -> None:
     ledger = Ledger()
-    ledger.record("all_gather", "x", "float64", Amounts(words=7, seconds=20.0, cpu_seconds=9.0))
+    ledger.line("all_gather", "x", "float64").add(Amounts(words=7, seconds=20.0, cpu_seconds=9.0))
     stopwatch, done = Stopwatch(ledger, threads=1), step(1)
     busy_until = time.thread_time() + 0.1
     while time.thread_time() < busy_until:
         pass
-    ledger.record("all_gather", "x", "float64", Amounts(words=3, seconds=0.5, cpu_seconds=0.06))
+    ledger.line("all_gather", "x", "float64").add(Amounts(words=3, seconds=0.5, cpu_seconds=0.06))
     stopwatch.stop(done)
     assert done.words == 3
     assert done.communication_seconds == pytest.approx(0.06) and done.waited_seconds == pytest.approx(0.44)

@@ -47,6 +47,11 @@ class Amounts:
         self.seconds += other.seconds
         self.cpu_seconds += other.cpu_seconds
 
+    def wait(self, seconds: float, cpu_seconds: float) -> None:
+        """Add what the completion of a communication took."""
+        self.seconds += seconds
+        self.cpu_seconds += cpu_seconds
+
     def minus(self, other: Amounts) -> Amounts:
         """New amounts: these less `other`."""
         return Amounts(**{field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(Amounts)})
@@ -86,15 +91,16 @@ class Ledger:
         self.ranges: Ranges | None = None
         self.timeline = Timeline(device)
         self._lines: dict[tuple[str, str, str, str], Amounts] = {}
+        self._tracked: dict[int, tuple[weakref.ref[Any], int]] = {}
 
-    def record(self, collective: str, axis: str, dtype: str, amounts: Amounts) -> Amounts:
-        """Add `amounts` of elements of `dtype` to the line of this collective and axis in the current phase; returns the line."""
-        key = (collective, axis, self.current_phase, dtype)
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = Amounts()
-        line.add(amounts)
-        return line
+    @property
+    def by_steps(self) -> bool:
+        """Whether the start and the end of each communication must be reported, by `begin` and `complete`."""
+        return self.trace is not None or self.ranges is not None
+
+    def line(self, collective: str, axis: str, dtype: str) -> Amounts:
+        """The line of this collective, axis and dtype in the current phase, to add to."""
+        return self._lines.setdefault((collective, axis, self.current_phase, dtype), Amounts())
 
     def begin(self, collective: str, axis: str, dtype: str, amounts: Amounts, start: float, issue: float) -> Communication | None:
         """Write in the trace, if there is one, that a communication was begun at `start`, in a call of `issue` seconds.
@@ -108,8 +114,7 @@ class Ledger:
 
     def complete(self, line: Amounts, traced: Communication | None, seconds: float, cpu_seconds: float, wait: float) -> None:
         """Add to a communication's line what completing it took, and write in the trace how long the host was at it, `wait`."""
-        line.seconds += seconds
-        line.cpu_seconds += cpu_seconds
+        line.wait(seconds, cpu_seconds)
         if traced is not None:
             traced.end, traced.wait = time.perf_counter(), wait
 
@@ -197,13 +202,16 @@ class Ledger:
 
     def track(self, array: Any) -> Any:
         """Count the bytes of a workspace array while it lives; returns the array."""
-        self.workspace_bytes += array.nbytes
-        self.workspace_peak = max(self.workspace_peak, self.workspace_bytes)
-        weakref.finalize(array, self._release, array.nbytes)
+        nbytes = array.nbytes
+        self.workspace_bytes += nbytes
+        if self.workspace_bytes > self.workspace_peak:
+            self.workspace_peak = self.workspace_bytes
+        reference = weakref.ref(array, self._release)
+        self._tracked[id(reference)] = reference, nbytes
         return array
 
-    def _release(self, nbytes: int) -> None:
-        self.workspace_bytes -= nbytes
+    def _release(self, reference: weakref.ref[Any]) -> None:
+        self.workspace_bytes -= self._tracked.pop(id(reference))[1]
 
     def reset_peak(self) -> None:
         """Forget the workspace peak so far."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpi4py import MPI
 
 from ..arrays import Array
-from ..profile.ledger import Ledger
+from ..profile.ledger import Amounts, Ledger
 
 if TYPE_CHECKING:
     from .node_buffer import NodeRule
@@ -35,30 +35,55 @@ class Members:
     wanted: str = "auto"
 
 
-@dataclass(slots=True)
-class Call:
-    """A communication, checked: all members pass the same, but for their arrays, and `sizes` of an all-to-all.
+class Route:
+    """What the calls of one kind over an axis have in common: checked and counted once, by an axis that keeps it.
 
-    operation : the name of a collective, send or receive. array : what is sent, or overwritten. dim, sizes : along which
-    dim, and each member's extent there. into : where the result goes; None, a new array. view : whether the result may lie in
-    memory that the members share. blocking : whether it completes before the call returns. in_order : whether all members
-    complete it between the same two of their communications. op : the reduction. root : the root, or the other side of a
-    message. parts : workspace of a reduce-scatter. receive_sizes : of an all-to-all; None where all pieces are equal.
+    operation : the name of a collective, send or receive. on_device : whether the array lies on a device. dim, sizes : along
+    which dim, and each member's extent there. op : the reduction. root : the root, or the other side of a message. view : whether
+    the result may lie in memory that the members share. in_order : whether all members complete it between the same two of their
+    communications. receive_sizes : of an all-to-all; None where all pieces are equal. words, messages : what the ledger counts.
+    bound : the transport's own, kept from its first call on. lines : of the ledger, by phase and dtype.
     """
 
-    operation: str
+    __slots__ = (
+        *("bound", "dim", "in_order", "lines", "messages", "on_device", "op", "operation", "receive_sizes", "root", "sizes"),
+        *("tag", "view", "words"),
+    )
+
+    def __init__(
+        self,
+        operation: str,
+        on_device: bool,
+        words: int,
+        messages: int,
+        dim: int = 0,
+        sizes: Sequence[int] = (),
+        op: str = "sum",
+        root: int = 0,
+        tag: int = 0,
+        view: bool = False,
+        in_order: bool = True,
+        receive_sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.operation, self.on_device, self.words, self.messages = operation, on_device, words, messages
+        self.dim, self.sizes, self.op, self.root, self.tag = dim, sizes, op, root, tag
+        self.view, self.in_order, self.receive_sizes = view, in_order, receive_sizes
+        self.bound: Any = None
+        self.lines: dict[tuple[str, Any], Amounts] = {}
+
+
+class Call(NamedTuple):
+    """A communication, checked: all members pass the same, but for their arrays, and `sizes` of an all-to-all.
+
+    array : what is sent, or overwritten. into : where the result goes; None, a new array. blocking : whether it completes before
+    the call returns. parts : workspace of a reduce-scatter.
+    """
+
+    route: Route
     array: Array
-    dim: int = 0
-    sizes: Sequence[int] = ()
     into: Array | None = None
     blocking: bool = True
-    view: bool = False
-    in_order: bool = True
-    op: str = "sum"
-    root: int = 0
-    tag: int = 0
     parts: Array | None = None
-    receive_sizes: Sequence[int] | None = None
 
 
 class Counts(NamedTuple):

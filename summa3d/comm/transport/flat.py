@@ -33,21 +33,21 @@ class FlatTransport:
 
     def carry(self: Any, call: Call, members: Members) -> Carried:
         """Begin `call`; a blocking one completes on the host. Raises ShapeError for a dtype that it does not support."""
-        return getattr(self, "carry_" + call.operation)(call, members)
+        return getattr(self, "carry_" + call.route.operation)(call, members)
 
     def carry_all_gather(self: Any, call: Call, members: Members) -> Carried:
         """Begin an all-gather; along another dim than 0 the result is transposed when it has arrived."""
-        dim, into = call.dim, call.into
+        dim, into = call.route.dim, call.into
         front = contiguous(move_dim(call.array, dim, 0))
         rest = prod(front.shape[1:])
         direct = into is not None and dim == 0 and is_contiguous(into) and not overlap(into, front)
-        out = into if direct else empty((sum(call.sizes), *front.shape[1:]), call.array)
-        requests = self.all_gather(members.comm, front, out, [size * rest for size in call.sizes], call.blocking)
+        out = into if direct else empty((sum(call.route.sizes), *front.shape[1:]), call.array)
+        requests = self.all_gather(members.comm, front, out, [size * rest for size in call.route.sizes], call.blocking)
         return Carried(requests, lambda: out if direct else delivered(out, dim, into), (front, out), call.array)
 
     def carry_reduce_scatter(self: Any, call: Call, members: Members) -> Carried:
         """Begin a reduce-scatter: the transport's own where it sums, else an all-to-all and a local sum in the members' order."""
-        array, dim, sizes, into = call.array, call.dim, call.sizes, call.into
+        array, dim, sizes, into = call.array, call.route.dim, call.route.sizes, call.into
         self.operation(array, "sum")
         front = contiguous(move_dim(array, dim, 0))
         own, rest = sizes[members.index], prod(front.shape[1:])
@@ -74,7 +74,7 @@ class FlatTransport:
         array, into, send = call.array, call.into, contiguous(call.array)
         if is_half(array):
             wide = widen(send)
-            requests = self.all_reduce(members.comm, wide, wide, call.op, call.blocking)
+            requests = self.all_reduce(members.comm, wide, wide, call.route.op, call.blocking)
 
             def narrow() -> Array:
                 return cast(wide, array) if into is None else copy_into(into, cast(wide, array))
@@ -82,13 +82,13 @@ class FlatTransport:
             return Carried(requests, narrow, wide, wide)
         direct = into is not None and is_contiguous(into) and (into is array or not overlap(into, send))
         out = send if into is array and direct else into if direct else empty(array.shape, array)
-        requests = self.all_reduce(members.comm, send, out, call.op, call.blocking)
+        requests = self.all_reduce(members.comm, send, out, call.route.op, call.blocking)
         return Carried(requests, lambda: out if direct or into is None else copy_into(into, out), (send, out), array)
 
     def carry_broadcast(self: Any, call: Call, members: Members) -> Carried:
         """Begin a broadcast into the arrays of the members, in place."""
         array, buffer = call.array, contiguous(call.array)
-        requests = self.broadcast(members.comm, buffer, call.root, call.blocking)
+        requests = self.broadcast(members.comm, buffer, call.route.root, call.blocking)
         return Carried(requests, lambda: array if buffer is array else copy_into(array, buffer), buffer, array)
 
     def carry_reduce(self: Any, call: Call, members: Members) -> Carried:
@@ -96,8 +96,8 @@ class FlatTransport:
         array, into, half = call.array, call.into, is_half(call.array)
         send = widen(contiguous(array)) if half else contiguous(array)
         direct = into is not None and not half and is_contiguous(into)
-        out = None if members.index != call.root else into if direct else empty(send.shape, send)
-        requests = self.reduce(members.comm, send, out, call.op, call.root, call.blocking)
+        out = None if members.index != call.route.root else into if direct else empty(send.shape, send)
+        requests = self.reduce(members.comm, send, out, call.route.op, call.route.root, call.blocking)
 
         def finish() -> Array | None:
             if out is None or out is into:
@@ -107,23 +107,23 @@ class FlatTransport:
         return Carried(requests, finish, send, send)
 
     def carry_all_to_all(self: Any, call: Call, members: Members) -> Carried:
-        """Begin an all-to-all of the pieces along `call.dim`."""
-        front = contiguous(move_dim(call.array, call.dim, 0))
-        rest, equal = prod(front.shape[1:]), call.receive_sizes is None
-        received = call.sizes if call.receive_sizes is None else call.receive_sizes
+        """Begin an all-to-all of the pieces along `call.route.dim`."""
+        front = contiguous(move_dim(call.array, call.route.dim, 0))
+        rest, equal = prod(front.shape[1:]), call.route.receive_sizes is None
+        received = call.route.sizes if call.route.receive_sizes is None else call.route.receive_sizes
         out = empty((sum(received), *front.shape[1:]), call.array)
-        counts = Counts([size * rest for size in call.sizes], [size * rest for size in received], equal)
+        counts = Counts([size * rest for size in call.route.sizes], [size * rest for size in received], equal)
         requests = self.all_to_all(members.comm, front, out, counts, call.blocking)
-        return Carried(requests, lambda: delivered(out, call.dim, None), (front, out), call.array)
+        return Carried(requests, lambda: delivered(out, call.route.dim, None), (front, out), call.array)
 
     def carry_send(self: Any, call: Call, members: Members) -> Carried:
-        """Begin sending to the member `call.root`."""
+        """Begin sending to the member `call.route.root`."""
         buffer = contiguous(call.array)
-        return Carried(self.send(members.comm, buffer, call.root, call.tag), lambda: None, buffer, call.array)
+        return Carried(self.send(members.comm, buffer, call.route.root, call.route.tag), lambda: None, buffer, call.array)
 
     def carry_receive(self: Any, call: Call, members: Members) -> Carried:
-        """Begin receiving in place from the member `call.root`."""
-        requests = self.receive(members.comm, call.array, call.root, call.tag)
+        """Begin receiving in place from the member `call.route.root`."""
+        requests = self.receive(members.comm, call.array, call.route.root, call.route.tag)
         return Carried(requests, lambda: call.array, None, call.array)
 
 

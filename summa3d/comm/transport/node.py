@@ -5,17 +5,33 @@ Each collective writes this member's part into a slot, and then reads the parts 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, contiguous, copy_into, count, detached, empty, is_contiguous, is_half, is_torch, overlap, share, widen
-from .call import Call, Carried, Members
+from ..arrays import (
+    Array,
+    contiguous,
+    copy_into,
+    count,
+    detached,
+    empty,
+    is_contiguous,
+    is_half,
+    is_torch,
+    overlap,
+    place_of,
+    share,
+    widen,
+)
+from .call import Call, Carried, Members, Route
 from .host import HostTransport
-from .node_buffer import NodeBuffer, NodeRule, Slot, staged_dtype
+from .node_buffer import NodeBuffer, NodeRule, Slot, lasting, row_major, staged_dtype
+from .node_memory import SLOTS
 
 OPERATIONS = {"sum": "add", "max": "maximum", "min": "minimum"}
 ALL_REDUCE_LIMIT = 1 << 20
@@ -29,7 +45,7 @@ class NodeTransport:
         self.members, self.rule, self.host = members, rule, HostTransport()
         self._buffer: NodeBuffer | None = None
         self._made = False
-        self._supported: set[tuple[Any, str]] = set()  # dtypes and reductions that have been checked
+        self._staged: dict[tuple[Any, Any], bool] = {}
 
     @property
     def buffer(self) -> NodeBuffer | None:
@@ -50,19 +66,16 @@ class NodeTransport:
         Raises ShapeError for a dtype or a reduction that MPI does not support either, before a slot is taken. Any later error
         breaks the axis: the other members get GridError instead of waiting for this one.
         """
-        slot = self._buffer.slot_of(call.array) if self._buffer is not None and call.operation == "reduce_scatter" else None
-        if slot is None and not self._takes(call):
-            return None
-        kind = call.array.dtype, call.op
-        if kind not in self._supported:
-            self.host.datatype(call.array)
-            self.host.operation(call.array, call.op)
-            self._supported.add(kind)
-        buffer = self._buffer if self._made else self.buffer
-        if buffer is None:
+        route = call.route
+        bound, buffer = route.bound, self._buffer
+        slot = buffer.slot_of(call.array) if buffer is not None and route.operation == "reduce_scatter" else None
+        if bound is None or (slot is not None and bound is ELSEWHERE):  # bound before there was a buffer to allocate in
+            bound = route.bound = self._bind(route, call.array)
+            buffer = self._buffer
+        if buffer is None or (slot is None and not bound.here):
             return None
         try:
-            finish = _begun(buffer, call, slot, self.host)
+            finish = bound.begin(call, slot)
         except BaseException as error:
             buffer.fail(error)
             raise
@@ -70,12 +83,15 @@ class NodeTransport:
 
     def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
         """A buffer that the next reduce-scatter sums in place; None where there is none."""
-        buffer = self.buffer if staged_dtype(like) else None
-        return None if buffer is None else buffer.allocate(shape, like)
+        return self._buffer.allocate(shape, like) if self.offers_views(like) and self._buffer is not None else None
 
     def offers_views(self, array: Array) -> bool:
         """Whether a gather of such arrays may be read in place; the first call is collective."""
-        return staged_dtype(array) and self.buffer is not None
+        kind = array.dtype, place_of(array)
+        staged = self._staged.get(kind)
+        if staged is None:
+            staged = self._staged[kind] = staged_dtype(array)
+        return staged and (self._buffer if self._made else self.buffer) is not None
 
     def barrier(self) -> bool:
         """Wait, asleep, for every member; returns False if the axis has no node buffer."""
@@ -85,7 +101,7 @@ class NodeTransport:
         slot = buffer.take(0)
         assert slot is not None  # no memory is needed
 
-        def meet() -> None:
+        def meet(slot: Slot) -> None:
             slot.post()
             slot.wait_for_all()
 
@@ -93,204 +109,326 @@ class NodeTransport:
         slot.finish()
         return True
 
-    def _takes(self, call: Call) -> bool:
-        """Whether a call goes through the node buffer: decided by the operation, and the bytes that all members write there."""
-        array, operation, size = call.array, call.operation, self.members.size
+    def _bind(self, route: Route, array: Array) -> Bound | Elsewhere:
+        """The collective of `route`, bound to the slots; the first that goes through them makes them (collective)."""
+        here = self._takes(route, array)
+        kind = BOUND.get(route.operation)
+        if kind is None or not staged_dtype(array) or not (here or self._made):
+            return ELSEWHERE
+        self.host.datatype(array)
+        self.host.operation(array, route.op)
+        buffer = self.buffer
+        if buffer is None:
+            return ELSEWHERE
+        if route.operation == "all_reduce" and array.itemsize * count(array) > ALL_REDUCE_LIMIT:
+            kind = AllReduceInParts
+        return kind(buffer, route, array, here)
+
+    def _takes(self, route: Route, array: Array) -> bool:
+        """Whether calls go through the node buffer: decided by the operation, and the bytes that all members write there."""
+        operation, size = route.operation, self.members.size
         if operation == "all_gather":
-            if call.view and self.offers_views(array):
+            if route.view and self.offers_views(array):
                 return True
-            line = prod(array.shape[: call.dim]) * prod(array.shape[call.dim + 1 :])
-            return self.rule.takes(array, sum(call.sizes) * line)
+            line = prod(array.shape[: route.dim]) * prod(array.shape[route.dim + 1 :])
+            return self.rule.takes(array, sum(route.sizes) * line)
         if operation == "all_reduce":
             large = array.itemsize * count(array) > ALL_REDUCE_LIMIT
-            return self.rule.takes(array, size * count(array)) and (not large or (call.in_order and call.op == "sum"))
+            return self.rule.takes(array, size * count(array)) and (not large or (route.in_order and route.op == "sum"))
         if operation in ("reduce_scatter", "reduce"):
             return self.rule.takes(array, size * count(array))
         return operation == "broadcast" and self.rule.takes(array, count(array))
 
 
-def _begun(buffer: NodeBuffer, call: Call, slot: Slot | None, host: HostTransport) -> Callable[[], Array] | None:
-    """What completes `call`, begun in a slot; None on all members where the node lacks the memory."""
-    array = detached(call.array)
-    if call.operation == "all_gather":
-        taken = all_gather(buffer, array, call.dim, call.sizes, call.into, call.view)
-    elif call.operation == "reduce_scatter":
-        taken = reduce_scatter(buffer, array, call.dim, call.sizes, call.into, call.blocking, slot)
-    elif call.operation == "broadcast":
-        taken = broadcast(buffer, call.array, call.root)
-    elif call.operation == "reduce":
-        taken = reduce(buffer, array, call.op, call.into, call.root)
-    elif array.itemsize * count(array) > ALL_REDUCE_LIMIT:
-        return all_reduce_in_parts(buffer, array, call.into, call.blocking, host)
-    else:
-        taken = reduce(buffer, array, call.op, call.into)
-    return None if taken is None else taken.result
+class Elsewhere:
+    """A collective that is left to another transport."""
+
+    here = False
 
 
-def all_gather(buffer: NodeBuffer, block: Array, dim: int, sizes: Sequence[int], into: Array | None, view: bool) -> Slot | None:
-    """`Axis.all_gather`. With `view`, the result may lie in the slot; it does where the parts adjoin there."""
-    rest = prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
-    starts = [0, *accumulate(size * rest for size in sizes)]
-    slot = buffer.take(starts[-1] * block.itemsize)
-    if slot is None:
-        return None
-    before, after = tuple(block.shape[:dim]), tuple(block.shape[dim + 1 :])
-    copy_into(slot.held(block, starts[buffer.index], tuple(block.shape)), block)
-    slot.post()
-    shape = (*before, sum(sizes), *after)
-    like = slot.sample(block)
-    if view and into is None and prod(before) == 1:
-        buffer.view(slot)
+ELSEWHERE = Elsewhere()
 
-        def look() -> Array:
-            slot.wait_for_all()
-            return slot.part(like, 0, shape)
 
-        slot.read = look
-        return slot
+class Bound(ABC):
+    """A collective of one route, bound to the slots of a node buffer: what is copied and summed there is found once.
 
-    def read() -> Array:
-        out = empty(shape, like) if into is None else into
-        columns = [0, *accumulate(sizes)]
-        slot.wait_for_all()
-        if dim == 0:
-            return copy_into(out, slot.held(like, 0, shape))
-        for member in range(buffer.size):
-            part = slot.held(like, starts[member], (*before, sizes[member], *after))
-            copy_into(out[(slice(None),) * dim + (slice(columns[member], columns[member + 1]),)], part)
+    here : whether the route's calls go through the slots, or only those whose array was allocated there.
+    """
+
+    def __init__(self, buffer: NodeBuffer, route: Route, array: Array, here: bool = True) -> None:
+        self.buffer, self.here = buffer, here
+        self.like = empty((0,), detached(array))
+        self.shape, self.is_torch = tuple(array.shape), is_torch(array)
+        self.laid: list[Any] = [None] * SLOTS
+        self.op, self.combine = route.op, _operation(array, route.op)
+        self.prepare(route)
+        self.nbytes = self.elements * array.itemsize
+        buffer.grown.add(self)
+
+    elements: int
+    """The elements that all members write into a slot."""
+
+    def forget(self, place: int) -> None:
+        """The memory of a slot is replaced."""
+        self.laid[place] = None
+
+    def in_slot(self, slot: Slot) -> Any:
+        """The arrays of this collective in the memory of `slot`, made once."""
+        laid = self.laid[slot.place]
+        if laid is None:
+            with lasting(self.is_torch):
+                laid = self.laid[slot.place] = self.lay(slot)
+        return laid
+
+    def plain(self, array: Array) -> Array:
+        """`array` without its history of gradients."""
+        return array.detach() if self.is_torch and array.requires_grad else array
+
+    def reduced(self, parts: Sequence[Array], out: Array | None) -> Array:
+        """The members' parts reduced in their order: the same bits in every run. 16-bit floats are summed in float32."""
+        first, second, *others = parts
+        if self.op == "sum" and is_half(first):
+            total = widen(first)
+            for part in (second, *others):
+                total += widen(part)
+            return copy_into(empty(first.shape, first) if out is None else out, total)
+        if out is None:
+            out = self.combine(first, second) if self.is_torch else self.combine(first, second, out=empty(first.shape, first))
+        else:
+            self.combine(first, second, out=out)
+        for part in others:
+            self.combine(out, part, out=out)
         return out
 
-    slot.read = read
-    return slot
+    @abstractmethod
+    def prepare(self, route: Route) -> None:
+        """Compute `elements` and the offsets."""
+
+    @abstractmethod
+    def lay(self, slot: Slot) -> Any:
+        """Make the arrays of a slot."""
+
+    @abstractmethod
+    def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
+        """Write this member's part; what is returned completes the call. None on all members where the node lacks the memory."""
 
 
-def reduce_scatter(
-    buffer: NodeBuffer, array: Array, dim: int, sizes: Sequence[int], into: Array | None, blocking: bool, slot: Slot | None = None
-) -> Slot | None:
-    """`Axis.reduce_scatter`: every member reads its part of every array, and adds them in the members' order.
+class AllGather(Bound):
+    """`Axis.all_gather`. With `view`, the result may lie in the slot; it does where the parts adjoin there."""
 
-    With `slot`, `array` was allocated there, and lies already where it is read.
-    """
-    whole = count(array)
-    begin = sum(sizes[: buffer.index])
-    if slot is None:
-        slot = buffer.take(buffer.size * whole * array.itemsize)
+    def prepare(self, route: Route) -> None:
+        """The parts lie one after the other."""
+        dim, self.view = route.dim, route.view
+        before, after = self.shape[:dim], self.shape[dim + 1 :]
+        rest = prod(before) * prod(after)
+        self.adjoin = prod(before) == 1
+        self.starts = [0, *accumulate(size * rest for size in route.sizes)]
+        self.elements = self.starts[-1]
+        self.whole = (*before, sum(route.sizes), *after)
+        self.strides = row_major(self.whole)
+        columns = [0, *accumulate(route.sizes)]
+        self.places = [(slice(None),) * dim + (slice(*ends),) for ends in pairwise(columns)]
+        self.shapes = [(*before, size, *after) for size in route.sizes]
+
+    def lay(self, slot: Slot) -> tuple[Array, list[tuple[Any, Array]]]:
+        """This member's part, and from where to where the result is copied."""
+        index = self.buffer.index
+        mine = slot.part(self.like, self.starts[index], self.shapes[index])
+        if self.adjoin:
+            return mine, [(..., slot.part(self.like, 0, self.whole))]
+        parts = [slot.part(self.like, start, shape) for start, shape in zip(self.starts, self.shapes, strict=False)]
+        return mine, list(zip(self.places, parts, strict=True))
+
+    def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
+        """Copy this member's block."""
+        slot = self.buffer.take(self.nbytes)
         if slot is None:
             return None
-        mine = slot.held(array, buffer.index * whole, tuple(array.shape))
-        end = begin + sizes[buffer.index]
-        for part in (slice(0, begin), slice(end, array.shape[dim])):  # no other member reads this member's own part ...
-            at = (slice(None),) * dim + (part,)
-            copy_into(mine[at], array[at])
-        own = array[(slice(None),) * dim + (slice(begin, end),)]
-        if not blocking or (into is not None and overlap(into, own)):
-            own = copy_into(empty(own.shape, array), own)  # ... but the caller may overwrite it meanwhile, or the sum
-    else:
-        own = None
-    slot.post()
-    shape, at = tuple(array.shape), (slice(None),) * dim + (slice(begin, begin + sizes[buffer.index]),)
-    like = slot.sample(array)
-
-    def part_of(member: int) -> Array:
-        if member == buffer.index and own is not None:
-            return own
-        return slot.held(like, member * whole, shape)[at]
-
-    def read() -> Array:
-        out = into if into is not None else empty(part_of(buffer.index).shape, like)
-        slot.wait_for_all()
-        return _reduced(buffer, part_of, out, "sum")
-
-    slot.read = read
-    return slot
-
-
-def all_reduce_in_parts(
-    buffer: NodeBuffer, array: Array, into: Array | None, blocking: bool, host: HostTransport
-) -> Callable[[], Array] | None:
-    """`Axis.all_reduce` by sum of a large array: each member sums its share, and the shares are gathered.
-
-    What is returned completes it, and takes a slot of its own: all members call it at the same place among their
-    communications over this axis. `host` gathers where the node lacks the memory.
-    """
-    out = into if into is not None and is_contiguous(into) else empty(array.shape, array)
-    sizes = [share(count(array), buffer.size, member) for member in range(buffer.size)]
-    summing = reduce_scatter(buffer, contiguous(array).reshape(-1), 0, sizes, None, blocking)
-    if summing is None:
-        return None
-
-    def gather() -> Array:
-        try:
-            part, flat = summing.result(), out.reshape(-1)
-            gathering = all_gather(buffer, part, 0, sizes, flat, False)
-            if gathering is None:
-                host.all_gather(buffer.comm, part, flat, sizes, True)
-            else:
-                gathering.finish()
-            return out if into is None or out is into else copy_into(into, out)
-        except BaseException as error:
-            buffer.fail(error)
-            raise
-
-    return gather
-
-
-def broadcast(buffer: NodeBuffer, array: Array, root: int) -> Slot | None:
-    """`Axis.broadcast`: the root copies its array into the slot, the others read it."""
-    slot = buffer.take(count(array) * array.itemsize)
-    if slot is None:
-        return None
-    if buffer.index == root:
-        copy_into(slot.held(array, 0, tuple(array.shape)), detached(array))
+        copy_into(self.in_slot(slot)[0], self.plain(call.array))
         slot.post()
+        if self.view and call.into is None and self.adjoin:
+            self.buffer.view(slot)
+            slot.read = self.look
+        else:
+            slot.into, slot.read = call.into, self.read
+        return slot.result
 
-    def read() -> Array:
-        if buffer.index != root:
-            slot.wait(root)
-            copy_into(detached(array), slot.held(array, 0, tuple(array.shape)))
-        return array
+    def look(self, slot: Slot) -> Array:
+        """The slot's memory as the result."""
+        slot.wait_for_all()
+        return slot.part(self.like, 0, self.whole, self.strides)
 
-    slot.read = read
-    return slot
+    def read(self, slot: Slot) -> Array:
+        """Copy all members' blocks."""
+        out = empty(self.whole, self.like) if slot.into is None else slot.into
+        slot.wait_for_all()
+        for place, part in self.in_slot(slot)[1]:
+            copy_into(out if place is ... else out[place], part)
+        return out
 
 
-def reduce(buffer: NodeBuffer, array: Array, op: str, into: Array | None, root: int | None = None) -> Slot | None:
-    """`Axis.reduce`, or without a root `Axis.all_reduce`: every array is read in the members' order, for the same bits on all."""
-    whole, shape = count(array), tuple(array.shape)
-    slot = buffer.take(buffer.size * whole * array.itemsize)
-    if slot is None:
-        return None
-    like = slot.sample(array)
-    copy_into(slot.held(like, buffer.index * whole, shape), array)
-    slot.post()
+class ReduceScatter(Bound):
+    """`Axis.reduce_scatter`: every member reads its part of every array, and adds them in the members' order.
 
-    def part_of(member: int) -> Array:
-        return slot.held(like, member * whole, shape)
+    With a slot, the call's array was allocated there, and lies already where it is read.
+    """
 
-    def read() -> Array | None:
-        if root not in (None, buffer.index):
+    def prepare(self, route: Route) -> None:
+        """The arrays lie one after the other."""
+        self.each = prod(self.shape)
+        self.elements = self.buffer.size * self.each
+        ends = [0, *accumulate(route.sizes)]
+        before = (slice(None),) * route.dim
+        begin, end = ends[self.buffer.index], ends[self.buffer.index + 1]
+        self.own = (*before, slice(begin, end))
+        others = [part for part in (slice(0, begin), slice(end, ends[-1])) if part.start < part.stop]
+        self.others = [(*before, part) for part in others]
+
+    def lay(self, slot: Slot) -> tuple[list[Array], list[Array]]:
+        """Where the parts of the other members go, and all summands of this member's part."""
+        arrays = [slot.part(self.like, member * self.each, self.shape) for member in range(self.buffer.size)]
+        return [arrays[self.buffer.index][at] for at in self.others], [array[self.own] for array in arrays]
+
+    def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
+        """Copy what the others sum, unless it lies there."""
+        if slot is None:
+            slot = self.buffer.take(self.nbytes)
+            if slot is None:
+                return None
+            array = self.plain(call.array)
+            for part, at in zip(self.in_slot(slot)[0], self.others, strict=True):
+                copy_into(part, array[at])  # no other member reads this member's own part ...
+            own = array[self.own]
+            if not call.blocking or (call.into is not None and overlap(call.into, own)):
+                own = copy_into(empty(own.shape, array), own)  # ... but the caller may overwrite it meanwhile, or the sum
+            slot.own = own
+        slot.post()
+        slot.into, slot.read = call.into, self.read
+        return slot.result
+
+    def read(self, slot: Slot) -> Array:
+        """Sum this member's part."""
+        parts = self.in_slot(slot)[1]
+        if slot.own is not None:
+            parts = [*parts]
+            parts[self.buffer.index] = slot.own
+        slot.wait_for_all()
+        return self.reduced(parts, slot.into)
+
+
+class Reduce(Bound):
+    """`Axis.reduce` and `Axis.all_reduce`: every array is read in the members' order, for the same bits on all."""
+
+    def prepare(self, route: Route) -> None:
+        """The arrays lie one after the other."""
+        self.reads = route.root in (-1, self.buffer.index)
+        self.each = prod(self.shape)
+        self.elements = self.buffer.size * self.each
+
+    def lay(self, slot: Slot) -> list[Array]:
+        """All members' arrays."""
+        return [slot.part(self.like, member * self.each, self.shape) for member in range(self.buffer.size)]
+
+    def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
+        """Copy this member's array."""
+        slot = self.buffer.take(self.nbytes)
+        if slot is None:
+            return None
+        copy_into(self.in_slot(slot)[self.buffer.index], self.plain(call.array))
+        slot.post()
+        slot.into, slot.read = call.into, self.read
+        return slot.result
+
+    def read(self, slot: Slot) -> Array | None:
+        """Reduce all members' arrays, where this member is to have the result."""
+        if not self.reads:
             return None
         slot.wait_for_all()
-        first = part_of(0)
-        return _reduced(buffer, part_of, empty(first.shape, first) if into is None else into, op)
-
-    slot.read = read
-    return slot
+        return self.reduced(self.in_slot(slot), slot.into)
 
 
-def _reduced(buffer: NodeBuffer, part_of: Callable[[int], Array], out: Array, op: str) -> Array:
-    """The members' parts reduced in their order: the same bits in every run. 16-bit floats are summed in float32."""
-    first, second = part_of(0), part_of(1)
-    if op == "sum" and is_half(first):
-        total = widen(first)
-        for member in range(1, buffer.size):
-            total += widen(part_of(member))
-        return copy_into(out, total)
-    combine = _operation(first, op)
-    combine(first, second, out=out)
-    for member in range(2, buffer.size):
-        combine(out, part_of(member), out=out)
-    return out
+class Broadcast(Bound):
+    """`Axis.broadcast`: the root copies its array into the slot, the others read it."""
+
+    def prepare(self, route: Route) -> None:
+        """One array."""
+        self.root, self.elements = route.root, prod(self.shape)
+
+    def lay(self, slot: Slot) -> Array:
+        """The root's array."""
+        return slot.part(self.like, 0, self.shape)
+
+    def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
+        """On the root, copy its array."""
+        slot = self.buffer.take(self.nbytes)
+        if slot is None:
+            return None
+        if self.buffer.index == self.root:
+            copy_into(self.in_slot(slot), detached(call.array))
+            slot.post()
+        slot.into, slot.read = call.array, self.read
+        return slot.result
+
+    def read(self, slot: Slot) -> Array:
+        """Elsewhere, copy what the root has posted."""
+        array = slot.into
+        if self.buffer.index != self.root:
+            slot.wait(self.root)
+            copy_into(detached(array), self.in_slot(slot))
+        return array
+
+
+class AllReduceInParts(Bound):
+    """`Axis.all_reduce` by sum of a large array: each member sums its share, and the shares are gathered.
+
+    What completes it takes a slot of its own: all members call it at the same place among their communications over this axis.
+    MPI gathers where the node lacks the memory.
+    """
+
+    def prepare(self, route: Route) -> None:
+        """A reduce-scatter of the flat array, and a gather of its parts."""
+        buffer, n = self.buffer, prod(self.shape)
+        self.sizes = [share(n, buffer.size, member) for member in range(buffer.size)]
+        self.elements = 0
+        scatter = Route("reduce_scatter", False, 0, 0, 0, self.sizes)
+        self.scatter = ReduceScatter(buffer, scatter, empty((n,), self.like))
+        gather = Route("all_gather", False, 0, 0, 0, self.sizes)
+        self.gather = AllGather(buffer, gather, empty((self.sizes[buffer.index],), self.like))
+
+    def lay(self, slot: Slot) -> None:
+        """Make none: the two collectives have theirs."""
+
+    def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
+        """Begin the reduce-scatter."""
+        array, into = self.plain(call.array), call.into
+        out = into if into is not None and is_contiguous(into) else empty(array.shape, array)
+        summed = self.scatter.begin(Call(call.route, contiguous(array).reshape(-1), None, call.blocking))
+        if summed is None:
+            return None
+
+        def finish() -> Array:
+            try:
+                part, flat = summed(), out.reshape(-1)
+                gathered = self.gather.begin(Call(call.route, part, flat))
+                if gathered is None:
+                    HostTransport().all_gather(self.buffer.comm, part, flat, self.sizes, True)
+                else:
+                    gathered()
+                return out if into is None or out is into else copy_into(into, out)
+            except BaseException as error:
+                self.buffer.fail(error)
+                raise
+
+        return finish
+
+
+BOUND: dict[str, type[Bound]] = {
+    "all_gather": AllGather,
+    "reduce_scatter": ReduceScatter,
+    "all_reduce": Reduce,
+    "reduce": Reduce,
+    "broadcast": Broadcast,
+}
 
 
 def _operation(array: Array, op: str) -> Any:

@@ -9,9 +9,11 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
@@ -22,69 +24,60 @@ from .node_memory import BROKEN, CLOSED, FLAGS, LEFT, MAPPED, OFFERED, POSTED, S
 
 GRAIN = 1 << 18
 """Slots grow in steps of this many bytes."""
-PARTS = 1024
-"""Arrays on the slots of an axis that are kept; a step of training uses the same few again and again."""
 
 
 class Slot:
-    """One communication in a slot of a node buffer: this member posts its part, and `finish` reads the others' parts."""
+    """One communication in a slot of a node buffer: this member posts its part, and `finish` reads the others' parts.
+
+    read : what `finish` does, and returns the result. into, own : of that communication.
+    """
+
+    __slots__ = ("_result", "buffer", "into", "memory", "number", "own", "place", "read", "viewed")
 
     def __init__(self, buffer: NodeBuffer, number: int, memory: mmap.mmap | None) -> None:
         self.buffer, self.number, self.memory = buffer, number, memory
-        self._posted = buffer.index * SLOTS + number % SLOTS  # as NodeBuffer.flag counts them
-        self._closed = self._posted + CLOSED * buffer.size * SLOTS
-        self.read: Callable[[], Array] | None = None
+        self.place = number % SLOTS
+        self.read: Callable[[Slot], Array] | None = None
         self.viewed = False
+        self.into: Array = None
+        self.own: Array = None
         self._result: Array = None
 
-    def sample(self, like: Array) -> Array:
-        """An array of `like`'s kind and dtype that keeps nothing of the caller's alive."""
-        return empty((0,), like) if self.memory is None else self.buffer.flat(self.number % SLOTS, self.memory, like)
+    def part(self, like: Array, offset: int, shape: tuple[int, ...], strides: Sequence[int] | None = None) -> Array:
+        """An array of `like`'s kind and dtype on the slot's memory, `offset` elements from its start, in C order.
 
-    def held(self, like: Array, offset: int, shape: tuple[int, ...]) -> Array:
-        """`part`, made once and kept: for copies and sums that no caller sees."""
-        key = (self.number % SLOTS, like.dtype, offset, shape)
-        held = self.buffer.parts.get(key)
-        if held is None:
-            held = self.part(like, offset, shape)
-            if self.memory is not None:
-                self.buffer.keep_part(key, held)
-        return held
-
-    def part(self, like: Array, offset: int, shape: Sequence[int]) -> Array:
-        """An array of `like`'s kind and dtype on the slot's memory, `offset` elements from its start."""
+        strides : those of C order, where the caller has them
+        """
         count = prod(shape)
         if count == 0 or self.memory is None:
             return empty(shape, like)
-        flat = self.buffer.flat(self.number % SLOTS, self.memory, like)
+        flat = self.buffer.flat(self.place, self.memory, like)
         if is_torch(like):
-            return flat.as_strided(shape, row_major(shape), offset)
+            return flat.as_strided(shape, strides or row_major(shape), offset)
         return flat[offset : offset + count].reshape(shape)
 
     def post(self) -> None:
         """Signal that this member's part is written."""
-        self.buffer.flags.set(self._posted, self.number)
+        self.buffer.flags.set(self.buffer.own[POSTED][self.place], self.number)
 
     def wait(self, member: int) -> None:
         """Return once `member` has posted."""
         if member != self.buffer.index:
-            self.buffer.flags.wait(self.buffer.flag(POSTED, member, self.number), self.number)
+            self.buffer.flags.wait(self.buffer.flag(POSTED, member, self.place), self.number)
 
     def wait_for_all(self) -> None:
         """Return once every member has posted. Waits first for the member that was last before, so that this rank wakes once."""
-        buffer, number = self.buffer, self.number
-        first = buffer.flag(POSTED, 0, number)
-        last = buffer.last
-        for member in (last, *range(buffer.size)):
-            if member != buffer.index and buffer.flags.wait(first + member * SLOTS, number):
-                last = member
-        buffer.last = last
+        others = self.buffer.others[POSTED][self.place]
+        last = self.buffer.flags.wait_for(others, self.number)
+        if last >= 0 and last != others[0]:
+            others.remove(last)
+            others.insert(0, last)
 
     def finish(self) -> None:
         """Read the parts of all members; a second call does nothing. Closes the slot, unless the result is a view of it."""
         if self.read is not None:
             try:
-                self._result, self.read = self.read(), None
+                self._result, self.read = self.read(self), None
                 if not self.viewed:
                     self.close()
             except BaseException as error:
@@ -99,13 +92,14 @@ class Slot:
 
     def leave(self) -> None:
         """Signal that this member will not post."""
-        self.buffer.flags.set(self._posted, LEFT + self.number)
+        self.buffer.flags.set(self.buffer.own[POSTED][self.place], LEFT + self.number)
         self.close()
 
     def close(self) -> None:
         """Signal that this member no longer reads the slot."""
         self.viewed = False
-        self.buffer.flags.set(self._closed, self.number)
+        self.into = self.own = None
+        self.buffer.flags.set(self.buffer.own[CLOSED][self.place], self.number)
 
 
 class NodeBuffer:
@@ -119,13 +113,22 @@ class NodeBuffer:
 
     def __init__(self, comm: MPI.Intracomm, flags: Flags) -> None:
         self.comm, self.size, self.index, self.flags = comm, comm.size, comm.rank, flags
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing has been communicated yet."""
         self.number = 0
-        self.last = self.size - 1
         self.memories: list[mmap.mmap | None] = [None] * SLOTS
         self.slots: list[Slot | None] = [None] * SLOTS
-        self.parts: dict[tuple[int, Any, int, tuple[int, ...]], Array] = {}
+        self.flats: list[dict[Any, Array]] = [{} for _ in range(SLOTS)]
+        self.grown: WeakSet[Any] = WeakSet()
         self.viewed: Slot | None = None
         self.allocated: tuple[Slot, Array] | None = None
+        members = [member for member in range(self.size) if member != self.index]
+        self.own = [[self.flag(kind, self.index, place) for place in range(SLOTS)] for kind in range(FLAGS)]
+        self.others = [
+            [[self.flag(kind, member, place) for member in members[::-1]] for place in range(SLOTS)] for kind in range(FLAGS)
+        ]
 
     @classmethod
     def over(cls, comm: MPI.Intracomm, label: str, crowded: bool) -> NodeBuffer | None:
@@ -138,9 +141,9 @@ class NodeBuffer:
         """This rank's share of the slots: their bytes, divided by the number of members."""
         return sum(len(memory) for memory in self.memories if memory is not None) // self.size
 
-    def flag(self, kind: int, member: int, number: int) -> int:
-        """The flag of `member` of one kind for the slot of communication `number`."""
-        return (kind * self.size + member) * SLOTS + number % SLOTS
+    def flag(self, kind: int, member: int, place: int) -> int:
+        """The flag of `member` of one kind for a slot."""
+        return Flags.place(kind, self.size, member, place)
 
     def take(self, nbytes: int) -> Slot | None:
         """The next slot, with `nbytes` for all members together. None on all members where the node lacks the memory.
@@ -161,18 +164,17 @@ class NodeBuffer:
             before = self.slots[place]
             if before is not None:
                 before.finish()
-            first = self.flag(CLOSED, 0, number)
-            for member in range(self.size):
-                if member != self.index:
-                    self.flags.wait(first + member * SLOTS, number - SLOTS)
+            self.flags.wait_for(self.others[CLOSED][place], number - SLOTS)
             memory = self.memories[place]
             if nbytes > (0 if memory is None else len(memory)):
                 self.memories[place] = None
-                self.parts = {key: part for key, part in self.parts.items() if key[0] != place}
+                self.flats[place].clear()
+                for bound in self.grown:
+                    bound.forget(place)
                 memory = self.memories[place] = self._larger(-(-nbytes // GRAIN) * GRAIN)
             if nbytes and memory is None:
                 self.slots[place] = None
-                self.flags.set(self.flag(CLOSED, self.index, number), number)
+                self.flags.set(self.own[CLOSED][place], number)
                 return None
             slot = self.slots[place] = self.slot_type(self, number, memory)
             return slot
@@ -182,34 +184,29 @@ class NodeBuffer:
 
     def flat(self, place: int, memory: mmap.mmap, like: Array) -> Array:
         """All of a slot's memory as one array of `like`'s kind and dtype, made once."""
-        key = (place, like.dtype, 0, (-1,))
-        array = self.parts.get(key)
-        return self.keep_part(key, flat_array(memory, like)) if array is None else array
-
-    def keep_part(self, key: tuple[int, Any, int, tuple[int, ...]], part: Array) -> Array:
-        """Keep an array on the memory of a slot until that grows; of too many, forget all."""
-        if len(self.parts) >= PARTS:
-            self.parts.clear()
-        self.parts[key] = part
-        return part
+        array = self.flats[place].get(like.dtype)
+        if array is None:
+            array = self.flats[place][like.dtype] = flat_array(memory, like)
+        return array
 
     def _larger(self, nbytes: int) -> mmap.mmap | None:
         """Memory of `nbytes` for the slot that is being taken; None on all members where one cannot map it.
 
         The members agree by flags instead of MPI: a member that waits in MPI could not learn that another one has failed.
         """
-        number, note = self.number, self.flags.note(self.number % SLOTS)
+        number, place = self.number, self.number % SLOTS
+        note = self.flags.note(place)
         descriptor = -1
         try:
             if self.index == 0:
                 memory, descriptor = offered(nbytes, note)
-                self.flags.set(self.flag(OFFERED, 0, number), number)
+                self.flags.set(self.flag(OFFERED, 0, place), number)
             else:
-                self.flags.wait(self.flag(OFFERED, 0, number), number)
+                self.flags.wait(self.flag(OFFERED, 0, place), number)
                 memory = joined(nbytes, note)
-            self.flags.set(self.flag(MAPPED, self.index, number), 2 * number + (memory is not None))
+            self.flags.set(self.own[MAPPED][place], 2 * number + (memory is not None))
             for member in range(self.size):
-                flag = self.flag(MAPPED, member, number)
+                flag = self.flag(MAPPED, member, place)
                 self.flags.wait(flag, 2 * number)
                 if not self.flags.value(flag) % 2:
                     memory = None
@@ -231,8 +228,8 @@ class NodeBuffer:
         if not self.flags.broken:
             text = str(error) or "without a message"
             self.flags.report(self.index, f"member {self.index} failed in a collective ({type(error).__name__}: {text})")
-        for kind, number in itertools.product(range(FLAGS), range(SLOTS)):
-            self.flags.set(self.flag(kind, self.index, number), BROKEN)
+        for flag in itertools.chain(*self.own):
+            self.flags.set(flag, BROKEN)
 
     def view(self, slot: Slot) -> None:
         """The result of `slot` is a view, which stays until the next slot is taken."""
@@ -241,7 +238,7 @@ class NodeBuffer:
 
     def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
         """Memory of the next slot for this member to fill, and to reduce without a copy; None where there is none."""
-        count = prod(shape)
+        shape, count = tuple(shape), prod(shape)
         slot = self.take(self.size * count * like.itemsize)
         if slot is None:
             return None
@@ -268,8 +265,17 @@ def flat_array(memory: mmap.mmap, like: Array) -> Array:
         return np.frombuffer(memory, like.dtype, count)
     import torch
 
-    with torch.inference_mode(False):  # it is used again outside the mode that the caller may be in
+    with lasting(True):
         return torch.frombuffer(memory, dtype=like.dtype, count=count)
+
+
+def lasting(is_torch: bool) -> AbstractContextManager[Any]:
+    """Inside it, tensors are made that may be used again outside the inference mode that the caller may be in."""
+    if not is_torch:
+        return nullcontext()
+    import torch
+
+    return torch.inference_mode(False)
 
 
 def row_major(shape: Sequence[int]) -> list[int]:

@@ -9,7 +9,9 @@ import ctypes
 import mmap
 import os
 import platform
+import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -46,6 +48,8 @@ class _Time(ctypes.Structure):
 class Flags:
     """Counters in shared memory that only grow, each written by one member. `wait` sleeps until one has grown enough.
 
+    A flag is named by the place of its 64-bit word (`place`).
+
     A member that fails breaks its flags: a member that waits for one of them, now or later, gets GridError.
     """
 
@@ -54,6 +58,7 @@ class Flags:
         self._words = memoryview(memory).cast("q")
         self._first = address(np.frombuffer(memory, np.int64))
         self._spins = SPINS[crowded]
+        self._fence = threading.Lock()
         self._call = ctypes.CDLL(None, use_errno=True).syscall
         self._call.restype = ctypes.c_long
         self._call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
@@ -67,16 +72,37 @@ class Flags:
         """The shared memory that they need: a line for the whole axis, one for each flag, and the members' records."""
         return (1 + FLAGS * members * SLOTS) * LINE * 8 + members * RECORD + SLOTS * NOTE
 
+    @staticmethod
+    def place(kind: int, members: int, member: int, slot: int) -> int:
+        """The flag of one kind that `member` of `members` writes for a slot."""
+        return ((kind * members + member) * SLOTS + slot + 1) * LINE
+
     @property
     def broken(self) -> bool:
         """Whether some member has failed."""
         return bool(self._words[0])
 
     def set(self, flag: int, value: int) -> None:
-        """Raise `flag` to `value` and wake its waiters. A rank that sees the flag also sees what this rank stored before."""
-        place = (flag + 1) * LINE
-        self._words[place] = value
-        self._call(self._number, self._first + place * 8, WAKE, EVERYONE, None)
+        """Raise `flag` to `value` and wake its waiters. A rank that sees the flag also sees what this rank stored before.
+
+        The next word is 1 if a rank may sleep: else no system call is needed. The processor must not read it before others see
+        the flag; the lock is there for its locked instruction, which orders the two.
+        """
+        words = self._words
+        words[flag] = value
+        with self._fence:
+            sleeps = words[flag + 1]
+        if sleeps:
+            words[flag + 1] = 0
+            self._call(self._number, self._first + flag * 8, WAKE, EVERYONE, None)
+
+    def wait_for(self, flags: Sequence[int], value: int) -> int:
+        """Return once all of `flags` are at least `value`; the one for which this rank slept last, else -1."""
+        words, slept = self._words, -1
+        for flag in flags:
+            if not value <= words[flag] < LEFT and self.wait(flag, value):
+                slept = flag
+        return slept
 
     def wait(self, flag: int, value: int) -> bool:
         """Return once `flag` is at least `value`; whether this rank had to sleep for it.
@@ -84,14 +110,15 @@ class Flags:
         While asleep it lets MPI progress the requests in flight of this process. Raises GridError if the member that writes
         `flag` has failed, or skipped the communication that this rank waits for.
         """
-        words, place = self._words, (flag + 1) * LINE
+        words = self._words
         for _ in range(self._spins):
-            if (seen := words[place]) >= value and (seen < LEFT or self._arrived(seen, value)):
+            if (seen := words[flag]) >= value and (seen < LEFT or self._arrived(seen, value)):
                 return False
-        while (seen := words[place]) < value or (seen >= LEFT and not self._arrived(seen, value)):
+        while (seen := words[flag]) < value or (seen >= LEFT and not self._arrived(seen, value)):
             self.check()
             timeout = self._timeouts[IN_FLIGHT.advance()]
-            self._call(self._number, self._first + place * 8, WAIT, seen & 0xFFFFFFFF, timeout)
+            words[flag + 1] = 1  # before the kernel compares the flag with what was seen, each time
+            self._call(self._number, self._first + flag * 8, WAIT, seen & 0xFFFFFFFF, timeout)
         return True
 
     def _arrived(self, seen: int, value: int) -> bool:
@@ -129,7 +156,7 @@ class Flags:
 
     def value(self, flag: int) -> int:
         """What `flag` is now."""
-        return self._words[(flag + 1) * LINE]
+        return self._words[flag]
 
     def note(self, slot: int) -> memoryview:
         """The note in which the member that offers larger memory for a slot says where to find it."""

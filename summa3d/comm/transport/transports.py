@@ -49,7 +49,7 @@ class Transports:
             self.node.check()
         if not is_on_device(call.array):
             return self.host.carry(call, self.members)
-        return (self.between_two if call.operation in MESSAGES else self.of)(call.array).carry(call, self.members)
+        return (self.between_two if call.route.operation in MESSAGES else self.of)(call.array).carry(call, self.members)
 
     def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
         """A buffer that the next reduce-scatter sums in place; None where none of the transports has such memory (collective)."""

@@ -34,6 +34,8 @@ def _multiply_torch(left: Array, right: Array, out: Array | None, alpha: float, 
     import torch
 
     if out is not None:
+        if beta == 0 and alpha == 1:
+            return torch.mm(left, right, out=out)
         return torch.addmm(out, left, right, beta=beta, alpha=alpha, out=out)
     product = torch.mm(left, right)
     return product if alpha == 1 else product.mul_(alpha)
