@@ -1,15 +1,16 @@
-"""The BLAS that multiplies blocks of numpy arrays: numpy's own, MKL where it is installed, or a named one that passes a test."""
+"""The BLAS that multiplies blocks on the host: numpy's own, MKL where it is installed, a named one, or for tensors torch's."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from .dtypes import LETTERS
 from .errors import ConfigError
 
 VARIABLE = "SUMMA3D_BLAS"
+TAKES = "Give numpy, mkl, torch, or the file of a BLAS."
 BLAS_OVERRIDES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 """Variables that make OpenBLAS choose the kernels of another processor."""
 ROW_MAJOR, TRANSPOSE = 101, {"n": 111, "t": 112, "c": 113}
@@ -25,7 +27,12 @@ NAMES = ("scipy_cblas_{}gemm64_", "cblas_{}gemm64_", "cblas_{}gemm_64", "cblas_{
 SEQUENTIAL, GNU_THREADS = 1, 3  # MKL's threading layers
 CHECKED = 256  # side of a product that a library spreads over its threads
 
+OPENBLAS_NAMES = (("scipy_openblas_", "64_"), ("openblas_", "64_"), ("scipy_openblas_", ""), ("openblas_", ""))
+"""What stands before and after the names of OpenBLAS's own functions, in numpy's wheels and elsewhere."""
+
 Gemm = Callable[[np.ndarray, np.ndarray, str, np.ndarray, complex, complex], None]
+AtAddresses = Callable[..., None]
+"""gemm(form, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) of real matrices by rows, at these addresses."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +56,15 @@ class Library:
 def library() -> Library:
     """The BLAS of this process, chosen at the first call.
 
-    SUMMA3D_BLAS names the library: `numpy`, `mkl`, or the name or path of a library with the C interface (CBLAS). Without the
-    variable, MKL is chosen on an Intel processor where MKL is installed beside this interpreter (by the extra `mkl` or by
-    conda), else numpy's BLAS.
+    SUMMA3D_BLAS names the library: `numpy`, `mkl`, or the name or path of a library with the C interface (CBLAS); with `torch`,
+    which multiplies tensors alone, it is numpy's. Without the variable, MKL is chosen on an Intel processor where MKL is
+    installed beside this interpreter (by the extra `mkl` or by conda), else numpy's BLAS.
 
     Raises ConfigError for a library that cannot be loaded or computes a wrong product.
     """
     wanted = os.environ.get(VARIABLE, "")
-    if wanted == "numpy":
-        return _numpys(f"{VARIABLE}=numpy")
+    if wanted in ("numpy", "torch"):
+        return _numpys(f"{VARIABLE}={wanted}")
     if wanted and wanted != "mkl":
         return _named(wanted)
     file = _mkl_file()
@@ -67,7 +74,7 @@ def library() -> Library:
         )
     if file is None:
         return _numpys("the extra mkl, faster on Intel's processors, is not installed")
-    if not wanted and not _is_intel():
+    if not wanted and not _has("GenuineIntel"):
         return _numpys(f"the processor is not Intel's; {VARIABLE}=mkl takes the MKL that is installed")
     found = _mkl(file, f"{VARIABLE}=mkl" if wanted else "installed here, and the processor is Intel's")
     if found is None or _checked(found.handle, "float64") is None:
@@ -75,6 +82,90 @@ def library() -> Library:
             raise ConfigError(f"{VARIABLE}=mkl, but {file} cannot be used: its OpenMP runtime is missing, or a product is wrong.")
         return _numpys("MKL is installed but cannot be used")
     return found
+
+
+class Rule(NamedTuple):
+    """What multiplies torch's host tensors.
+
+    name : "torch", or the library with its version. reason : why. worth : m·n·k from which the library multiplies, by dtype;
+    below it, and for other dtypes, torch does. least : the fewest rows and columns of C that it takes.
+    """
+
+    name: str
+    reason: str
+    worth: dict[str, int]
+    least: int = 0
+
+
+TORCH = "torch"
+EVERY_SIZE = {"float32": 96**3, "float64": 96**3}
+"""m·n·k from which a call of the library is worth its preparation, where it is much the faster."""
+ZEN_4 = {"float32": 512**3, "float64": 128**3}, 64
+"""`worth` and `least` on Zen 4, whose units for AVX-512 are no wider than those for AVX2: where OpenBLAS is never the slower."""
+
+
+@cache
+def rule_for_tensors() -> Rule:
+    """What this process would multiply torch's host tensors by; the ranks of a grid agree on one (`Grid.blas`).
+
+    By numpy's OpenBLAS on AMD's processors with AVX-512, which torch's MKL does not use there. On Zen 5 that makes MKL less than
+    half as fast (float32, a core: 110 against 250 Gflop/s), on Zen 4 4 to 30 % slower in large products and as fast in small ones
+    (bench/local_blas.py). Elsewhere by torch itself. SUMMA3D_BLAS decides otherwise: `torch`, or the library that it names.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted == TORCH:
+        return Rule(TORCH, f"{VARIABLE}={TORCH}", {})
+    if wanted:
+        return Rule(library_name(), f"{VARIABLE}={wanted}", EVERY_SIZE, 2)
+    if not (_has("AuthenticAMD") and _has("avx512f")):
+        return Rule(TORCH, "numpy's BLAS is known to be faster only on AMD's processors with AVX-512", {})
+    if _openblas(library().handle) is None or gemm("float32") is None:
+        return Rule(TORCH, "numpy's BLAS is not an OpenBLAS that can be called", {})
+    reason = "torch's MKL does not use AVX-512 on AMD's processors"
+    return Rule(library_name(), reason, *(ZEN_4 if _family() == 25 else (EVERY_SIZE, 2)))
+
+
+def common_rule(rules: Sequence[Rule]) -> Rule:
+    """The rule of all ranks, from what each would take: the first rank's where all name one library, else torch."""
+    names = list(dict.fromkeys(rule.name for rule in rules))
+    return rules[0] if len(names) == 1 else Rule(TORCH, f"the ranks would take different ones: {', '.join(names)}", {})
+
+
+def library_name() -> str:
+    """The library's name, and OpenBLAS's version and the processor whose kernels it takes: all that its last bits depend on."""
+    taken = library()
+    return " ".join(filter(None, (taken.name, _openblas(taken.handle))))
+
+
+def _openblas(handle: Any) -> str | None:
+    """OpenBLAS's version and the processor whose kernels it takes; None for another BLAS."""
+    config, core = _own(handle, "get_config"), _own(handle, "get_corename")
+    if config is None or core is None:
+        return None
+    config.restype = core.restype = ctypes.c_char_p
+    return f"OpenBLAS {config().decode().split()[1]} {core().decode()}"
+
+
+def _own(handle: Any, name: str) -> Any:
+    """OpenBLAS's own function of this name; None for another BLAS."""
+    names = [f"{before}{name}{after}" for before, after in OPENBLAS_NAMES]
+    return next((function for one in names if (function := getattr(handle, one, None)) is not None), None)
+
+
+def follow_threads(count: int) -> None:
+    """Have the library multiply with `count` threads, as torch does, where it is OpenBLAS or MKL."""
+    threads, set_threads = _thread_count()
+    if threads is not None and threads() != count:
+        set_threads(count)
+
+
+@cache
+def _thread_count() -> tuple[Any, Any]:
+    """The library's functions that return and set how many threads it multiplies with; None twice where it has none."""
+    handle = library().handle
+    if hasattr(handle, "MKL_Set_Num_Threads"):
+        return handle.MKL_Get_Max_Threads, handle.MKL_Set_Num_Threads
+    return _own(handle, "get_num_threads"), _own(handle, "set_num_threads")
 
 
 @cache
@@ -89,11 +180,11 @@ def _named(wanted: str) -> Library:
         handle = _mkl(Path(wanted), f"{VARIABLE} names it") if "mkl_rt" in Path(wanted).name else None
         found = handle or Library(Path(wanted).name, f"{VARIABLE} names it", ctypes.CDLL(wanted))
     except OSError as error:
-        raise ConfigError(f"{VARIABLE}={wanted} cannot be loaded: {error}.\n  Give numpy, mkl, or the file of a BLAS.") from None
-    if _checked(found.handle, "float64") is None:
         raise ConfigError(
-            f"{VARIABLE}={wanted} has no cblas_dgemm that computes correct products.\n  Give numpy, mkl, or the file of a BLAS."
-        )
+            f"{VARIABLE}={wanted} cannot be loaded: {error}.\n  Give numpy, mkl, torch, or the file of a BLAS."
+        ) from None
+    if _checked(found.handle, "float64") is None:
+        raise ConfigError(f"{VARIABLE}={wanted} has no cblas_dgemm that computes correct products.\n  {TAKES}")
     return found
 
 
@@ -143,9 +234,17 @@ def _mkl_layer(environ: Mapping[str, str] = os.environ) -> int | None:
     return GNU_THREADS
 
 
-def _is_intel() -> bool:
+def _family() -> int | None:
+    """The processor's family: of AMD's with AVX-512, 25 is Zen 4 and 26 is Zen 5."""
     facts = Path("/proc/cpuinfo")
-    return facts.exists() and "GenuineIntel" in facts.read_text()
+    found = re.search(r"cpu family\s*:\s*(\d+)", facts.read_text()) if facts.exists() else None
+    return int(found[1]) if found else None
+
+
+def _has(word: str) -> bool:
+    """Whether the processor's vendor, or one of the features that it reports, is `word`."""
+    facts = Path("/proc/cpuinfo")
+    return facts.exists() and word in facts.read_text().split()
 
 
 def _checked(handle: Any, dtype: str) -> Gemm | None:
@@ -166,16 +265,34 @@ def _checked(handle: Any, dtype: str) -> Gemm | None:
     return bound if np.array_equal(out, want) and np.array_equal(square, large @ large) else None
 
 
-def _bound(library: Any, dtype: str) -> Gemm:
+@cache
+def at_addresses(dtype: str) -> AtAddresses | None:
+    """`gemm` for float32 or float64 as a function of addresses; None where `gemm` is."""
+    if gemm(dtype) is None:
+        return None
+    function = _function(library().handle, dtype)
+
+    def multiply(form: str, *arguments: float) -> None:
+        function(ROW_MAJOR, TRANSPOSE[form[0]], TRANSPOSE[form[1]], *arguments)
+
+    return multiply
+
+
+def _function(library: Any, dtype: str) -> Any:
+    """gemm of the C interface, with the types of its arguments."""
     names = [name.format(LETTERS[dtype]) for name in NAMES]
     function = next(getattr(library, name) for name in [*filter(lambda name: hasattr(library, name), names), names[-1]])
     # 64-bit integers fit both kinds of BLAS: on these platforms a 32-bit callee reads the low half of each argument.
     enum, number, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-    is_complex = dtype.startswith("complex")
-    scalar = pointer if is_complex else ctypes.c_float if dtype == "float32" else ctypes.c_double
+    scalar = pointer if dtype.startswith("complex") else ctypes.c_float if dtype == "float32" else ctypes.c_double
     operand = (pointer, number)
     function.restype = None
     function.argtypes = (enum, enum, enum, number, number, number, scalar, *operand, *operand, scalar, *operand)
+    return function
+
+
+def _bound(library: Any, dtype: str) -> Gemm:
+    function, is_complex = _function(library, dtype), dtype.startswith("complex")
 
     def gemm(a: np.ndarray, b: np.ndarray, form: str, out: np.ndarray, alpha: complex, beta: complex) -> None:
         if not out.flags.writeable:  # the library gets an address only and cannot check

@@ -86,9 +86,9 @@ def test_every_library_multiplies_every_form_order_and_stride(taken, name, dtype
 def test_mkl_is_taken_where_it_is_installed_on_an_intel_processor(taken, monkeypatch, tmp_path):
     if blas_library._mkl_file() is None:
         pytest.skip("the extra mkl is not installed")
-    monkeypatch.setattr(blas_library, "_is_intel", lambda: True)
+    monkeypatch.setattr(blas_library, "_has", lambda word: word == "GenuineIntel")
     assert taken(None).name.startswith("MKL 20")
-    monkeypatch.setattr(blas_library, "_is_intel", lambda: False)
+    monkeypatch.setattr(blas_library, "_has", lambda word: word == "AuthenticAMD")
     assert taken(None).is_numpys
     assert "not Intel's" in taken(None).reason
     assert taken("mkl").name.startswith("MKL 20")

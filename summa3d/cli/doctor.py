@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..blas_library import BLAS_OVERRIDES, library
+from ..blas_library import BLAS_OVERRIDES, library, rule_for_tensors
 from ..errors import ConfigError, LaunchError
 from ..launch import slurm
 from ..launch.runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
@@ -58,6 +58,7 @@ def examine() -> dict[str, object]:
         "packages": {name: _package_version(name) for name in PACKAGES},
         "blas": _blas(),
         "products": _products(warnings),
+        "tensors": _tensors(),
         "mpi": runtime and {"library": runtime.name, "file": str(runtime.library) if runtime.library else None},
         "launcher": launcher and list(launcher.command),
         **_slurm(runtime, warnings),
@@ -106,6 +107,17 @@ def _products(warnings: list[str]) -> str | None:
     except ConfigError as error:
         warnings.append(" ".join(str(error).split()))
         return None
+
+
+def _tensors() -> str | None:
+    """What multiplies torch's host tensors, and why."""
+    if _package_version("torch") is None:
+        return None
+    try:
+        rule = rule_for_tensors()
+    except ConfigError:  # `_products` warns of it
+        return None
+    return f"by {rule.name} ({rule.reason})"
 
 
 def _openblas_core_type() -> str | None:

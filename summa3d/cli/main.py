@@ -90,7 +90,7 @@ VARIABLES = {
     "SUMMA3D_DEVICE": "cpu or cuda: where gemm, train, generate and bench compute",
     "SUMMA3D_TRANSPORT": "auto, nccl, cuda-aware or pinned: what carries device arrays",
     "SUMMA3D_NODE_MEMORY": "no: leave communication inside a node to MPI",
-    "SUMMA3D_BLAS": "numpy, mkl or a file: the BLAS for numpy's blocks",
+    "SUMMA3D_BLAS": "numpy, mkl, torch (for tensors) or a file: what multiplies blocks on the host",
     "SUMMA3D_BIND": "no: do not bind ranks that outnumber the cores to one core each",
     "SUMMA3D_MPIEXEC": "a launcher, arguments too: what `summa3d launch` starts",
     "OMP_NUM_THREADS": "threads of a rank; by default ranks share the cores of their node",

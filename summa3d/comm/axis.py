@@ -13,7 +13,7 @@ from .checks import Checks
 from .pending import Completed, Pending, Shown
 from .profile.ledger import Amounts, Ledger
 from .profile.timeline import Timed
-from .transport.call import Call, Route, complete
+from .transport.call import Call, Route
 from .transport.node_buffer import NodeBuffer
 from .transport.transports import Transports
 
@@ -226,16 +226,15 @@ class Axis:
         route = self._routes.get(key)
         if route is not None and into is None and not self.check:
             return route
-        facts = {"shape": tuple(array.shape), "op": op} | ({} if root is None else {"root": root})
-        problem = None if root is None else self._checks.root_problem(root)
+        facts = {"shape": tuple(array.shape), "op": op, "root": root}
+        problem = self._checks.root_problem(root or 0)
         if problem is None and root in (None, self.index):
             problem = into_problem(into, array, array.shape)
         self._checks.agreed(name, array, facts, problem)
-        n = count(array)
-        own = share(n, self.size, self.index)
-        words, messages = ((self.size - 1) * own, self.size - 1)
+        own = share(count(array), self.size, self.index)
+        words, messages = (self.size - 1) * own, self.size - 1
         if root is None:
-            words, messages = n + (self.size - 2) * own, 2 * (self.size - 1)
+            words, messages = count(array) - own + words, 2 * messages
         route = Route(name, is_on_device(array), words, messages, op=op, root=-1 if root is None else root, in_order=in_order)
         return self._kept(key, route)
 
@@ -243,8 +242,8 @@ class Axis:
         received = self.index != root
         problem = self._checks.root_problem(root) or (self._checks.target_problem("broadcast", array) if received else None)
         self._checks.agreed("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
-        key = ("broadcast", array.shape, array.dtype, place_of(array), root)
-        return self._kept(key, Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root))
+        route = Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root)
+        return self._kept(("broadcast", array.shape, array.dtype, place_of(array), root), route)
 
     def _exchange(self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None) -> Route:
         dim, sizes, received = self._checks.pieces(array, dim, sizes, receive_sizes)
@@ -265,9 +264,7 @@ class Axis:
             return self._begin(call).wait()
         wall, cpu = time.perf_counter(), time.thread_time()
         carried = self.transports.carry(call)
-        if carried.requests:
-            complete(carried.requests)
-        result = carried.finish()
+        result = carried.complete()
         self._record(call.route, carried.moved, time.perf_counter() - wall, time.thread_time() - cpu)
         return result
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ..errors import GridError
+from ..blas_library import TORCH, Rule, common_rule, rule_for_tensors
+from ..errors import ConfigError, GridError
 from ..node_support import affinity, why_no_node_memory
 from .axis import Axis
 from .device.backend import Backend
@@ -57,6 +58,8 @@ class Grid:
     nodes: Sequence[int] = ()
     """The node of each rank, numbered from 0."""
     _node_rule: NodeRule | None = None
+    blas = Rule(TORCH, "nothing is multiplied here", {})
+    """What multiplies torch's host tensors, the same on all ranks."""
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class Grid:
         self._stand(topology, rank, check, Ledger(device), transports)
         if self.inside:
             self.nodes = _node_of_each_rank(self.comm)
+            self.blas = _rule_of_all(self.comm)
             wanted = node_memory is not False and why_no_node_memory() is None
             if self.size > 1 and self.comm.allreduce(wanted, MPI.MIN):
                 self._node_rule = NodeRule(_is_crowded(self.comm, self.nodes), node_memory is True)
@@ -259,6 +263,20 @@ class Grid:
         if members == list(range(self.size)):
             return self.comm
         return _comm_of_some(self.comm, members)
+
+
+def _rule_of_all(comm: MPI.Intracomm) -> Rule:
+    """What multiplies host tensors on all ranks. Raises ConfigError on all where one cannot follow SUMMA3D_BLAS."""
+    mine: Rule | ConfigError
+    try:
+        mine = rule_for_tensors()
+    except ConfigError as error:
+        mine = error
+    rules = comm.allgather(mine)
+    for found in rules:
+        if isinstance(found, ConfigError):
+            raise found
+    return common_rule(rules)
 
 
 class Unconnected(Transports):

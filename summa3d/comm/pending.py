@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from .arrays import Array
 from .profile.nvtx import Ranges
-from .transport.call import Carried, complete
+from .transport.call import Carried
 
 
 class Pending:
@@ -28,9 +28,7 @@ class Pending:
         carried = self._carried
         if carried is not None:
             wall, cpu = time.perf_counter(), time.thread_time()
-            if carried.requests:
-                complete(carried.requests)
-            self._result = carried.finish()
+            self._result = carried.complete()
             self._carried = None
             self._account(time.perf_counter() - wall, time.thread_time() - cpu)
             del self._account

@@ -55,7 +55,7 @@ class Storages(TorchDispatchMode):
         name, makes, mutates = _about(func)
         self._before(name, args)
         result = args[0] if name in IN_PLACE and args[0].is_meta else func(*args, **kwargs)
-        made = [one for one in _tensors(result) if self._track(one, args)]
+        made = [one for one in _tensors(result) if self._track(one, (*args, *kwargs.values()))]
         if self.converts and name in CONVERTING:
             dtype = kwargs.get("dtype")
             if dtype is not None and dtype != args[0].dtype:

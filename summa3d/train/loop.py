@@ -238,6 +238,7 @@ def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], 
         "scheme": run.config.scheme,
         "grid": run.config.grid.axes,
         "device": run.device.type,
+        "products_by": run.grid.blas.name if run.device.type == "cpu" else None,
         "step": run.done,
         "steps_taken": account.steps,
         "loss": entries[-1]["loss"] if entries else None,
@@ -291,7 +292,7 @@ def _work(run: Run, progress: Progress) -> Work:
     settings, dtype = run.config.train, torch_dtype(run.config.dtype)
     if not settings.peak_tflops:
         progress.doing("measuring a product")
-    peak = peak_flops(settings, run.grid.comm, run.device, dtype)
+    peak = peak_flops(settings, run.grid, run.device, dtype)
     flops = model_flops(run.model, run.config.model, settings.batch)
     return Work(flops, peak, run.device.type == "cpu")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from mpi4py import MPI
 
+from ..blas_library import TORCH, VARIABLE, Rule, library_name
 from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError, DataError
 from ..nn.models.registry import Model, build
@@ -27,9 +29,6 @@ from .on_root import on_root
 from .optimizer import AdamW
 from .precision import LossScale, torch_dtype
 from .progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 @dataclass
@@ -97,6 +96,8 @@ def prepare(
             f"train.steps is {config.train.steps}, but {saved.path} is after step {saved.step}. "
             f"Set train.steps to {saved.step} or more."
         )
+    if saved is not None and saved.step:
+        grid.blas = rule_before(saved.blas, grid, progress)
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm, progress.doing)
     if config.train.sample_tokens and config.model.architecture.causal:
         try:  # refused now, and not when the run ends
@@ -114,6 +115,20 @@ def prepare(
         run.done = saved.step
     on_root(comm, lambda: write_config(config, folder, saved, progress), ConfigError)
     return run
+
+
+def rule_before(before: Rule | None, grid: Grid, progress: Progress) -> Rule:
+    """What multiplied in the steps before, so that resuming changes no bit; else, and that is said, the rule of `grid`.
+
+    The latter where SUMMA3D_BLAS says so, or where some rank does not have that library. Collective.
+    """
+    if before is None or before.name == grid.blas.name:
+        return grid.blas if before is None else before._replace(reason=grid.blas.reason)
+    able = VARIABLE not in os.environ and before.name in (TORCH, library_name())
+    if grid.comm.allreduce(able, MPI.MIN):
+        return before._replace(reason="as in the steps before")
+    progress.say(f"products by {grid.blas.name}, before by {before.name}: results may differ in their last bits")
+    return grid.blas
 
 
 def write_config(config: Config, folder: Path, saved: checkpoint.Checkpoint | None, progress: Progress) -> None:

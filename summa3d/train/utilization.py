@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..gemm.local.multiply import multiply
 from .optimizer import named_parameters
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
+    from ..comm.grid import Grid
     from ..nn.config import ModelConfig
     from ..nn.models.registry import Model
     from .config import TrainConfig
@@ -57,20 +57,20 @@ def model_flops(model: Model, config: ModelConfig, rows: int) -> int:
     return rows * (6 * products + 12 * config.layers * config.sequence**2 * config.hidden)
 
 
-def peak_flops(settings: TrainConfig, comm: MPI.Intracomm, device: torch.device, dtype: torch.dtype) -> float:
+def peak_flops(settings: TrainConfig, grid: Grid, device: torch.device, dtype: torch.dtype) -> float:
     """The FLOP/s of all ranks' products together: `train.peak_tflops` a rank, or the best of some that all run at once.
 
     Collective.
     """
     if settings.peak_tflops:
-        return settings.peak_tflops * TERA * comm.size
+        return settings.peak_tflops * TERA * grid.size
     n = MEASURED_SIZE[device.type]
     a = torch.ones((n, n), dtype=dtype, device=device)
     seconds = []
     for _ in range(1 + MEASURED_TIMES):  # the first is slower, and all ranks' are
-        comm.Barrier()
+        grid.comm.Barrier()
         began = time.perf_counter()
-        (a @ a)[0, 0].item()
-        comm.Barrier()
+        multiply(a, a, "nn", rule=grid.blas)[0, 0].item()
+        grid.comm.Barrier()
         seconds.append(time.perf_counter() - began)
-    return 2 * n**3 * comm.size / min(seconds[1:])
+    return 2 * n**3 * grid.size / min(seconds[1:])

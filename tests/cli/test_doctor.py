@@ -81,7 +81,20 @@ def test_it_warns_of_a_library_path_that_hides_the_mpi_in_use(monkeypatch: pytes
 def test_without_json_it_prints_one_fact_a_line() -> None:
     ended = jobs.run_serial(["-m", "summa3d", "doctor"])
     names = [line.split()[0] for line in ended.stdout.splitlines() if not line.startswith("warning: ")]
-    assert names == ["python", "packages", "blas", "products", "mpi", "launcher", "cores", "nodes", "transport", "gpu", "device"]
+    assert names == [
+        "python",
+        "packages",
+        "blas",
+        "products",
+        "tensors",
+        "mpi",
+        "launcher",
+        "cores",
+        "nodes",
+        "transport",
+        "gpu",
+        "device",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from mpi4py import MPI
 from small_runs import metrics_of, shared_corpus, small_config, train_small
 
+from summa3d.comm.grid import Grid
 from summa3d.errors import ConfigError, Summa3dError
 from summa3d.train.checkpoint import folder as checkpoint
 from summa3d.train.loop import train
-from summa3d.train.prepare import prepare
+from summa3d.train.prepare import prepare, rule_before
 
 GRIDS = {1: (1, 1, 1), 2: (1, 2, 1), 8: (2, 2, 2)}
 MEASURED = (
@@ -173,3 +175,43 @@ def test_settings_that_change_are_named_and_the_older_ones_are_kept(
     comm.Barrier()
     train(small_config(shared_corpus(comm, shared_tmp_path), **grid, train__steps=2), comm, folder, overwrite=True)
     assert not [*folder.glob("config-*")]
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_resumed_run_multiplies_by_what_multiplied_before(comm: Any, shared_tmp_path: Path, monkeypatch: Any) -> None:
+    """The checkpoint says what; another is taken, and named, only where that is not to be had, or the user wants another."""
+    from summa3d.blas_library import EVERY_SIZE, TORCH, VARIABLE, Rule, library_name
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    library, torchs = Rule(library_name(), "", EVERY_SIZE, 2), Rule(TORCH, "", {})
+    said = Said()
+    with Grid(comm, {"x": 2}) as grid:
+        for here, before in ((library, torchs), (torchs, library), (library, library._replace(worth={"float64": 7}))):
+            grid.blas = here
+            assert rule_before(before, grid, said)[0::2] == before[0::2]
+        assert rule_before(None, grid, said) == grid.blas and said == []
+        missing = library if comm.rank == 0 else library._replace(name="OpenBLAS 0.0")
+        assert rule_before(missing._replace(name="OpenBLAS 0.0"), grid, said) == grid.blas
+        grid.blas = torchs
+        monkeypatch.setenv(VARIABLE, "torch")
+        assert rule_before(library, grid, said) == torchs
+    assert said == [
+        f"products by {library.name}, before by OpenBLAS 0.0: results may differ in their last bits",
+        f"products by torch, before by {library.name}: results may differ in their last bits",
+    ]
+
+
+class Said(list):
+    """What a progress line would say."""
+
+    say = list.append
+
+
+@pytest.mark.mpi(sizes=(1,))
+def test_run_and_checkpoint_say_what_multiplied(comm: Any, shared_tmp_path: Path) -> None:
+    train_small(comm, shared_tmp_path, **grid_of(1), train__steps=2, train__keep=1)
+    folder = shared_tmp_path / "run"
+    saved = checkpoint.read(checkpoint.newest(folder / "checkpoints"), comm)
+    with Grid(comm, {"x": 1}) as grid:
+        assert saved.blas == grid.blas
+        assert json.loads((folder / "summary.json").read_text())["products_by"] == grid.blas.name

@@ -111,11 +111,12 @@ class Carried:
     def __init__(self, requests: Requests, finish: Callable[[], Any], keep: Any, moved: Array) -> None:
         self.requests, self.finish, self.keep, self.moved = requests, finish, keep, moved
 
-
-def complete(requests: Requests) -> None:
-    """Wait for them: on the host for MPI's, on the caller's stream for a device's."""
-    if isinstance(requests[0], MPI.Request):
-        MPI.Request.Waitall(requests)
-    else:
-        for request in requests:
-            request.wait()
+    def complete(self) -> Any:
+        """Wait for the requests, on the host for MPI's and on the caller's stream for a device's; returns the result."""
+        requests = self.requests
+        if requests and isinstance(requests[0], MPI.Request):
+            MPI.Request.Waitall(requests)
+        else:
+            for request in requests:
+                request.wait()
+        return self.finish()

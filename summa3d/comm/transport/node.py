@@ -193,7 +193,8 @@ class Bound(ABC):
                 total += widen(part)
             return copy_into(empty(first.shape, first) if out is None else out, total)
         if out is None:
-            out = self.combine(first, second) if self.is_torch else self.combine(first, second, out=empty(first.shape, first))
+            new = self.is_torch and first.is_contiguous()  # else torch's result would not lie in C order
+            out = self.combine(first, second) if new else self.combine(first, second, out=empty(first.shape, first))
         else:
             self.combine(first, second, out=out)
         for part in others:

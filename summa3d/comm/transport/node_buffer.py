@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -269,13 +269,17 @@ def flat_array(memory: mmap.mmap, like: Array) -> Array:
         return torch.frombuffer(memory, dtype=like.dtype, count=count)
 
 
-def lasting(is_torch: bool) -> AbstractContextManager[Any]:
-    """Inside it, tensors are made that may be used again outside the inference mode that the caller may be in."""
+@contextmanager
+def lasting(is_torch: bool) -> Iterator[None]:
+    """Inside it, tensors are made that are used again outside the modes, such as inference, that the caller may be in."""
     if not is_torch:
-        return nullcontext()
+        yield
+        return
     import torch
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    return torch.inference_mode(False)
+    with torch.inference_mode(False), _disable_current_modes():
+        yield
 
 
 def row_major(shape: Sequence[int]) -> list[int]:

@@ -63,7 +63,7 @@ class Executor(ABC):
 
     def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:
         """Raise ShapeError unless the blocks have the plan's shapes and one dtype, α and β suit it, and C lies apart."""
-        plain = out is None and alpha == 1 and beta == 0
+        plain = out is None and isinstance(alpha, int) and isinstance(beta, int) and (alpha, beta) == (1, 0)
         kind = (a.shape, a.dtype, place_of(a), b.shape, b.dtype, place_of(b)) if plain else None
         if kind in self._checked:
             return

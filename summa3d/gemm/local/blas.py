@@ -6,11 +6,12 @@ import importlib
 
 import numpy as np
 
-from ...blas_library import gemm, library
+from ...blas_library import Rule, gemm, library
 from ...comm.arrays import Array, dtype_name, is_half, is_torch, library_of
 from ...dtypes import HALVES, LETTERS
 from .cublas import multiply_halves
 from .strides import by_rows, row_step
+from .tensors import multiplied
 
 OPS = "ntc"
 """op of a product: none, transpose, conjugate transpose."""
@@ -24,13 +25,20 @@ def adds_in_place(dtype: str) -> bool:
 
 
 def accumulate(
-    a: Array, b: Array, form: str, out: Array, alpha: complex = 1, beta: complex = 0, scratch: Array | None = None
+    a: Array,
+    b: Array,
+    form: str,
+    out: Array,
+    alpha: complex = 1,
+    beta: complex = 0,
+    scratch: Array | None = None,
+    rule: Rule | None = None,
 ) -> None:
     """out = α·op(A)·op(B) + β·out for one block each; `form` is two of the letters n, t, c. With β = 0, `out` is not read.
 
     Rows may be strided. Allocates nothing where a row's elements are adjacent and either β = 0 or `adds_in_place`; elsewhere
     `scratch`, an array of out's shape, saves an allocation. 16-bit floats are multiplied on a device, into 16 bits or float32; on
-    the host executors widen them first.
+    the host executors widen them first. `rule` says what multiplies torch's host tensors; default torch.
     """
     if 0 in out.shape:
         return
@@ -39,6 +47,8 @@ def accumulate(
     if is_torch(out):
         if a.dtype != out.dtype:
             return multiply_halves(a, b, form, out, float(alpha.real), float(beta.real))
+        if rule is not None and rule.worth and multiplied(a, b, form, out, alpha.real, beta.real, rule):
+            return
         import torch
 
         torch.addmm(out, _op(a, form[0]), _op(b, form[1]), alpha=alpha, beta=beta, out=out)

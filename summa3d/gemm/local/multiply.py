@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from ...blas_library import Rule
 from ...comm.arrays import Array, cast, empty, is_half, is_torch, widen
 from .blas import accumulate, add
+from .tensors import multiplied
 
 FORMS = ("nn", "nt", "tn", "tt")
 
 
-def multiply(a: Array, b: Array, form: str, out: Array | None = None, alpha: float = 1, beta: float = 0) -> Array:
+def multiply(
+    a: Array, b: Array, form: str, out: Array | None = None, alpha: float = 1, beta: float = 0, rule: Rule | None = None
+) -> Array:
     """C = α·op(A)·op(B) + β·C, where `form` says for A and B whether op is none (n) or the transpose (t).
 
     `out` is C, overwritten in place; without it a new array is returned and β must be 0. With β = 0, what `out` held is
-    never read. numpy's float16 is multiplied in float32 and rounded once.
+    never read. numpy's float16 is multiplied in float32 and rounded once. `rule` says what multiplies host tensors: by default
+    torch.
     """
     left = a.T if form[0] == "t" else a
     right = b.T if form[1] == "t" else b
     if is_torch(a):
+        if rule is not None and rule.worth:
+            target = a.new_empty((left.shape[0], right.shape[1])) if out is None else out
+            if multiplied(a, b, form, target, alpha, beta, rule):
+                return target
         return _multiply_torch(left, right, out, alpha, beta)
     if is_half(a):
         product = cast(alpha * (widen(left) @ widen(right)), a)

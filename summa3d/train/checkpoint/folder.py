@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...blas_library import Rule
 from ...comm.failure import agree_on_error
 from ...errors import CheckpointError
 from ...nn.config import ModelConfig
@@ -52,6 +53,12 @@ class Checkpoint:
     def config(self) -> dict[str, Any] | None:
         """The TOML table of the run that wrote the checkpoint; None where an earlier version wrote it."""
         return self.index.get("config")
+
+    @property
+    def blas(self) -> Rule | None:
+        """What multiplied host tensors in the steps before; None where an earlier version wrote the checkpoint."""
+        found = self.index["written_on"].get("blas")
+        return None if found is None else Rule(**found)
 
     @property
     def has_moments(self) -> bool:
@@ -172,7 +179,7 @@ def save(
     keep = config.train.keep
 
     def publish() -> None:
-        _publish(temporary, final, index_of(step, blocks, entries or [], config, loss_scale), keep)
+        _publish(temporary, final, index_of(step, blocks, entries or [], config, grid.blas, loss_scale), keep)
 
     on_root(grid.comm, publish, CheckpointError)
     return final
@@ -183,12 +190,13 @@ def index_of(
     blocks: Sequence[shards.TensorBlock],
     entries: Sequence[dict[str, Any]],
     config: Config,
+    blas: Rule,
     loss_scale: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The index of a checkpoint: the run's configuration, and the file of every slice of every global tensor.
 
-    The random state is the seed and the step, because weights, windows and dropout masks are functions of both. `loss_scale`
-    is `LossScale.state()`.
+    `blas` is what multiplied, on which the last bits of a step depend. The random state is the seed and the step, because
+    weights, windows and dropout masks are functions of both. `loss_scale` is `LossScale.state()`.
     """
     return {
         "format": FORMAT,
@@ -199,7 +207,7 @@ def index_of(
         "dtype": config.dtype,
         "model": toml.dump(config.model),
         "config": toml.dump(config),
-        "written_on": {"scheme": config.scheme, "grid": config.grid.axes},
+        "written_on": {"scheme": config.scheme, "grid": config.grid.axes, "blas": blas._asdict()},
         "files": {entry["file"]: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for entry in entries},
         "tensors": shards.tensor_table(blocks, entries),
     }

@@ -1,0 +1,61 @@
+"""Products of torch's host tensors by the process's BLAS, which on some processors is faster than torch's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...blas_library import Rule, at_addresses, follow_threads
+from ...comm.arrays import dtype_name
+from .strides import by_rows, row_step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def multiplied(a: Tensor, b: Tensor, form: str, out: Tensor, alpha: float, beta: float, rule: Rule) -> bool:
+    """out = α·op(A)·op(B) + β·out by the library of `rule`; False, with nothing done, where that is torch's to do.
+
+    It is torch's where the rule says so, and where torch would do more than multiply the elements in memory: record gradients,
+    autocast, transform or trace. Rows may be strided; what lies neither by rows nor by columns is torch's too. The version
+    counter of `out` is advanced, so that autograd notices what was overwritten.
+    """
+    rows, columns = out.shape
+    inner = a.shape[1] if form[0] == "n" else a.shape[0]
+    worth = rule.worth.get(dtype_name(out))
+    if worth is None or rows * columns * inner < worth or min(rows, columns) < rule.least or not _are_plain(a, b, out):
+        return False
+    multiply = at_addresses(dtype_name(out))
+    first, second, step = by_rows(a, form[0]), by_rows(b, form[1]), row_step(out)
+    if multiply is None or first is None or second is None or not step:
+        return False
+    import torch
+
+    follow_threads(torch.get_num_threads())
+    (left, turn_a), (right, turn_b) = first, second
+    operands = (left.data_ptr(), row_step(left), right.data_ptr(), row_step(right))
+    multiply(turn_a + turn_b, rows, columns, inner, alpha, *operands, beta, out.data_ptr(), step)
+    torch.autograd.graph.increment_version(out)
+    return True
+
+
+def _are_plain(*tensors: Tensor) -> bool:
+    """Whether these are elements of one dtype in the host's memory, of which nothing but their product is wanted."""
+    import torch
+
+    if (
+        torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+    ):
+        return False
+    recorded = torch.is_grad_enabled()
+    return all(
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.dtype == tensors[0].dtype
+        and not (tensor.is_conj() or tensor.is_neg() or (recorded and tensor.requires_grad))
+        and tensor.data_ptr() != 0
+        for tensor in tensors
+    )
