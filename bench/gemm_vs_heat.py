@@ -98,8 +98,7 @@ def raced(name: str, problem: Any, rounds: int, heat: Any, world: Any) -> dict[s
         return None
     for label, result in results.items():
         check(label, result, wanted)
-    facts = {"case": name, "ranks": world.size, "m": problem.m, "n": problem.n, "k": problem.k, "dtype": problem.dtype}
-    return row_of(seconds, problem.flops, next(iter(top.values())).flops, **facts, label=ours.entry.label, load=load)
+    return row_of(name, ours, seconds, next(iter(top.values())).flops, load, world.size)
 
 
 if __name__ == "__main__":

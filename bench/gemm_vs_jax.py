@@ -111,8 +111,7 @@ def raced(name: str, problem: Any, rounds: int, peer: Peer | None, world: Any) -
     seconds = in_turn({**top, OURS: ours, **{f"JAX {one}": Jax(one, peer) for one in shardings}}, world, rounds)
     if peer is None:
         return None
-    facts = {"case": name, "ranks": world.size, "m": problem.m, "n": problem.n, "k": problem.k, "dtype": problem.dtype}
-    return row_of(seconds, problem.flops, next(iter(top.values())).flops, **facts, label=ours.entry.label, load=load)
+    return row_of(name, ours, seconds, next(iter(top.values())).flops, load, world.size)
 
 
 def loaded(problem: Any, wanted: Any, peer: Peer) -> dict[str, float]:

@@ -74,31 +74,38 @@ def in_turn(contenders: Mapping[str, Contender], world: Any, rounds: int) -> dic
     return seconds
 
 
-def ceiling(world: Any, dtype: str) -> dict[str, Contender]:
-    """The contenders whose faster one is the ceiling of a round."""
+def ceiling(world: Any, dtype: str) -> dict[str, Cores]:
+    """The contenders whose fastest round is the ceiling."""
     return {name: Cores(world, dtype, library) for name, library in CEILINGS.items()}
 
 
-def rates(seconds: Mapping[str, list[float]], flops: int) -> list[float]:
-    """The rate of the cores in each round: `flops` over the time of the faster ceiling."""
-    return [flops / min(pair) for pair in zip(*(seconds[name] for name in CEILINGS), strict=True)]
+def rate(seconds: Mapping[str, list[float]], flops: int) -> float:
+    """The rate of the cores: `flops` over the least time of all rounds, since other work can only lower it."""
+    return flops / min(min(seconds[name]) for name in CEILINGS)
 
 
-def row_of(seconds: dict[str, list[float]], work: int, flops: int, **facts: Any) -> dict[str, Any]:
-    """A case in the result: of each contender the part of the ceiling and, of a peer, its time ÷ ours, round by round.
+def row_of(case: str, ours: Any, seconds: dict[str, list[float]], flops: int, load: float, ranks: int) -> dict[str, Any]:
+    """A case in the result: in each round the part of the ceiling that each contender reaches and, for a peer, its time ÷ ours.
 
-    Parameters
-    ----------
-    work : floating-point operations of the product
-    flops : those of the products that set the ceiling
+    `flops` are those of the products that set the ceiling.
     """
-    top = rates(seconds, flops)
+    problem, top = ours.entry.problem, rate(seconds, flops)
     raced = {name: times for name, times in seconds.items() if name not in CEILINGS}
-    parts = {name: [work / own / rate for own, rate in zip(times, top, strict=True)] for name, times in raced.items()}
-    quotients = {
-        name: [its / own for its, own in zip(times, seconds[OURS], strict=True)] for name, times in raced.items() if name != OURS
+    return {
+        "case": case,
+        **{name: getattr(problem, name) for name in ("m", "n", "k", "dtype")},
+        "ranks": ranks,
+        "load": load,
+        "label": ours.entry.label,
+        "seconds": seconds,
+        "ceiling": top,
+        "parts": {name: [problem.flops / taken / top for taken in times] for name, times in raced.items()},
+        "quotients": {
+            name: [its / mine for its, mine in zip(times, seconds[OURS], strict=True)]
+            for name, times in raced.items()
+            if name != OURS
+        },
     }
-    return {**facts, "seconds": seconds, "ceiling": top, "parts": parts, "quotients": quotients}
 
 
 def own(problem: Any, world: Any) -> Any:
@@ -160,7 +167,7 @@ def start(script: str, peer: str, arguments: list[str], args: argparse.Namespace
 def lines(row: Mapping[str, Any]) -> list[str]:
     """A row as text: of each side milliseconds and part of the ceiling, and of a peer its time ÷ ours."""
     what = f"{row['case']} {row['m']}×{row['n']}×{row['k']} {row['dtype']}, {row['ranks']} ranks"
-    said = [f"{what}, load {row['load']:.1f}; ceiling {median(row['ceiling']) / 1e9:.0f} Gflop/s; ours: {row['label']}"]
+    said = [f"{what}, load {row['load']:.1f}; ceiling {row['ceiling'] / 1e9:.0f} Gflop/s; ours: {row['label']}"]
     for name, parts in row["parts"].items():
         text = f"  {name}: {median(row['seconds'][name]) * 1e3:.1f} ms, {median(parts):.2f} of the ceiling"
         times = row["quotients"].get(name)
