@@ -1,7 +1,8 @@
-"""The scripts of bench/ that want a GPU: without one they say so; the host's way through them works."""
+"""The scripts of bench/: a short run of each; where a GPU or a peer is missing, the script says so and claims nothing."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
+HEAT, JAX = BENCH / "build" / "heat", BENCH / "build" / "jax" / "bin" / "python"
+SHORT = ("--ranks", "2", "--divide", "32", "--case", "tall", "--dtype", "float64", "--rounds", "2")
 
 
 def run(script: str, *arguments: str, **environ: str) -> str:
@@ -31,3 +34,62 @@ def test_the_race_against_cublas_can_be_tried_on_the_host(tmp_path):
     rows = json.loads((tmp_path / "race.json").read_text())["rows"]
     assert [(row["library"], row["dtype"]) for row in rows] == [("numpy", "float64"), ("torch", "bfloat16"), ("torch", "float64")]
     assert all(row["difference"] < 1e-2 and row["share"] > 0 for row in rows) and "hold" not in said.lower()
+
+
+@pytest.mark.parametrize(("script", "option"), [("gemm_vs_heat.py", "--packages"), ("gemm_vs_jax.py", "--python")])
+def test_without_a_peer_a_race_says_how_it_is_installed_and_claims_nothing(script, option, tmp_path):
+    said = run(script, option, str(tmp_path / "nothing"))
+    assert "is not compared" in said and "pip install" in said and "hold" not in said.lower()
+
+
+@pytest.mark.parametrize(
+    ("script", "shown"),
+    [
+        pytest.param(
+            "gemm_vs_heat.py", 4, marks=pytest.mark.skipif(not (HEAT / "heat").exists(), reason="heat is not installed")
+        ),
+        pytest.param("gemm_vs_jax.py", 5, marks=pytest.mark.skipif(not JAX.exists(), reason="JAX is not installed")),
+    ],
+)
+def test_a_race_times_every_split_of_the_peer_beside_ours(script, shown, tmp_path):
+    said = run(script, *SHORT, "--json", str(tmp_path / "race.json"))
+    (row,) = json.loads((tmp_path / "race.json").read_text())["rows"]
+    assert (row["m"], row["n"], row["k"], row["ranks"]) == (256, 16, 16, 2)
+    assert len(row["quotients"]) == shown and all(len(times) == 2 and min(times) > 0 for times in row["seconds"].values())
+    assert "never behind" in said.splitlines()[-1]
+
+
+def test_a_race_claims_half_as_much_again_where_the_peer_is_slow_and_no_loss_elsewhere(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    claims = importlib.import_module("race").claims
+    row = {"case": "square", "dtype": "float64", "ranks": 2}
+    slow = {**row, "parts": {"peer": [0.5]}, "quotients": {"peer": [1.6]}}
+    fast = {**row, "parts": {"peer": [0.9]}, "quotients": {"peer": [1.1]}}
+    assert [held for _, held in claims("peer", [slow, fast])] == [True, True]
+    assert [held for _, held in claims("peer", [slow | {"quotients": {"peer": [1.4]}}, fast])] == [False, True]
+    assert [held for _, held in claims("peer", [slow, fast | {"quotients": {"peer": [0.9]}}])] == [True, False]
+    assert [held for _, held in claims("peer", [fast])] == [True]
+
+
+def test_torchs_products_are_timed_beside_numpys_blas_by_shape(tmp_path):
+    said = run("local_blas.py", "--quick", "--rounds", "1", "--json", str(tmp_path / "table.json"))
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert {(row["form"], row["dtype"]) for row in rows} == {
+        (form, dtype) for form in ("nn", "nt", "tn") for dtype in ("float32", "float64")
+    }
+    assert all(row["product"]["median"] > 0 and row["sum"]["median"] > 0 for row in rows)
+    assert len([line for line in said.splitlines() if "never the slower" in line]) == 4
+
+
+def test_a_linears_overhead_is_that_of_its_calls(tmp_path):
+    said = run("linear_overhead.py", "--rounds", "1", "--json", str(tmp_path / "overhead.json"))
+    rows = json.loads((tmp_path / "overhead.json").read_text())["rows"]
+    assert list(rows) == ["torch", "serial", "cuboid"] and said.count("at most 100 µs") == 2
+    assert rows["torch"]["calls"]["forward"] < min(rows[name]["calls"]["forward"] for name in ("serial", "cuboid"))
+
+
+def test_a_linears_rate_stands_beside_that_of_the_cores(tmp_path):
+    said = run("linear_rate.py", "--size", "64", "--grid", "1,1,2", "--rounds", "2", "--json", str(tmp_path / "rate.json"))
+    seconds = json.loads((tmp_path / "rate.json").read_text())["seconds"]
+    assert all(len(times) == 2 and min(times) > 0 for times in seconds.values()) and len(seconds) == 3
+    assert "≥ 0.6 of the cores' rate" in said.splitlines()[-1]
