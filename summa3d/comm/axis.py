@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from math import prod
 
 from mpi4py import MPI
 
-from .arrays import Array, copy_into, count, dtype_name, into_problem, is_on_device, share
+from .arrays import Array, copy_into, count, into_problem, share
 from .checks import Checks
-from .pending import Completed, Pending, Shown
-from .profile.ledger import Amounts, Ledger
-from .profile.timeline import Timed
+from .pending import Begun, Completed, Pending
+from .profile.ledger import Ledger
 from .transport.call import Call
 from .transport.node_buffer import NodeBuffer
 from .transport.transports import Transports
@@ -241,27 +239,6 @@ class Axis:
             return self._carry_and_account(call, words, messages)
 
     def _carry_and_account(self, call: Call, words: int, messages: int) -> Pending:
-        """Start a call and record it in the ledger; `wait` of the returned Pending records its completion.
-
-        On a device the seconds are those of its events, and of MPI on the host as far as the transport has it there.
-        """
-        wall, cpu = time.perf_counter(), time.thread_time()
-        carried = self.transports.carry(call)
-        issue, cpu_seconds = time.perf_counter() - wall, time.thread_time() - cpu
-        name, ledger, requests = call.operation, self.ledger, carried.requests
-        moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
-        device = self.transports.of(moved) if is_on_device(moved) else None
-        kind = dtype_name(moved)
-        seconds = issue if device is None else device.on_host(issue)
-        amounts = Amounts(1, words, messages, words * moved.itemsize, seconds, cpu_seconds)
-        line = ledger.record(name, self.label, kind, amounts)
-        traced = ledger.begin(name, self.label, kind, amounts, wall, issue)
-        if device is not None:
-            ledger.expect(line, traced, [span for one in requests if isinstance(one, Timed) for span in one.spans])
-
-        def account(waited: float, cpu_seconds: float) -> None:
-            ledger.complete(line, traced, waited if device is None else device.on_host(waited), cpu_seconds, waited)
-
-        if ledger.ranges is None:
-            return Pending(carried, account)
-        return Shown(carried, account, ledger.ranges, f"wait for {name} {self.label}")
+        """Start a call and record it in the ledger; `wait` of the returned Pending records its completion."""
+        begun = Begun(self.transports.carry, self.transports.of, call)
+        return begun.recorded(self.ledger, self.label, words, messages)

@@ -114,7 +114,7 @@ def stuck(tracks: Tracks) -> dict[tuple[int, Hashable], Step]:
 
     A message passes when the step that sends it and the one that receives it have both begun: nothing is buffered.
     """
-    places = dict.fromkeys(tracks, 0)
+    places, begun = dict.fromkeys(tracks, 0), dict.fromkeys(tracks, -1)
     offered: set[Message] = set()
     posted: set[Message] = set()
     done: set[tuple[int, Hashable]] = set()
@@ -127,8 +127,10 @@ def stuck(tracks: Tracks) -> dict[tuple[int, Hashable], Step]:
                 step = steps[places[track]]
                 if not all((rank, needed) in done for needed in step.needs):
                     break
-                offered.update(step.sends, step.starts)
-                posted.update(step.receives)
+                if begun[track] != places[track]:  # which may let another rank's step end
+                    begun[track], moved = places[track], True
+                    offered.update(step.sends, step.starts)
+                    posted.update(step.receives)
                 if not offered.issuperset(step.receives) or not posted.issuperset(step.sends):
                     break
                 done.update((rank, event) for event in (*step.receives, step.op) if event is not None)

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from ..arrays import Array
 from ..profile.ledger import Ledger
+from .progress import is_done
 
 if TYPE_CHECKING:
     from .node_buffer import NodeRule
@@ -85,6 +86,11 @@ class Carried:
 
     def __init__(self, requests: Requests, finish: Callable[[], Any], keep: Any, moved: Array) -> None:
         self.requests, self.finish, self.keep, self.moved = requests, finish, keep, moved
+
+
+def is_complete(requests: Requests) -> bool:
+    """Whether they have completed, so that `complete` would not wait; MPI works on its own meanwhile."""
+    return all(is_done(request) if isinstance(request, MPI.Request) else request.done for request in requests)
 
 
 def complete(requests: Requests) -> None:
