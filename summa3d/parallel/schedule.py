@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import graphlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -273,8 +273,9 @@ def check(schedule: Schedule) -> None:
     behind its chunk's last backward, a T behind all other ops but the R of its chunk. Sends return at once and receives block:
     such a pipeline ends if and only if program order, data and streams leave no cycle.
     """
+    kinds = {op.kind for ops in schedule.programs for op in ops}
     for rank, ops in enumerate(schedule.programs):
-        problem = _counts_problem(schedule, ops) or _order_problem(ops) or _sums_problem(schedule, rank, ops)
+        problem = _counts_problem(schedule, ops) or _order_problem(ops) or _sums_problem(schedule, rank, ops, kinds)
         if problem is not None:
             raise ConfigError(f"{schedule}, rank {rank}: {problem}.")
     try:
@@ -341,15 +342,13 @@ def _order_problem(ops: Sequence[Op]) -> str | None:
     return None
 
 
-def _sums_problem(schedule: Schedule, rank: int, ops: Sequence[Op]) -> str | None:
-    reduced = any(op.kind == "R" for program in schedule.programs for op in program)
-    tied = any(op.kind == "T" for program in schedule.programs for op in program)
+def _sums_problem(schedule: Schedule, rank: int, ops: Sequence[Op], kinds: Collection[str]) -> str | None:
     ends = (schedule.homes[0], schedule.homes[-1])
     tables = [op for op in ops if op.kind == "T"]
-    if len(tables) != (tied and rank in ends):
+    if len(tables) != ("T" in kinds and rank in ends):
         return f"it has {len(tables)} ops T, and the ranks that hold a shared table, {ends[0]} and {ends[1]}, have one each"
     reductions = [op.chunk for op in ops if op.kind == "R"]
-    if sorted(reductions) != (list(range(schedule.v)) if reduced else []):
+    if sorted(reductions) != (list(range(schedule.v)) if "R" in kinds else []):
         return f"it reduces the chunks {reductions}, and each rank reduces each of its {schedule.v} once, or none"
     for place, op in enumerate(ops):
         for later in ops[place + 1 :] if op.kind in "RT" else ():
