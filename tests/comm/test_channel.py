@@ -54,8 +54,8 @@ def wanted(schedule, rank, words):
 @pytest.mark.mpi(sizes=(2, 3, 4))
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
 def test_a_pipeline_receives_its_words_each_in_the_phase_of_the_op_that_waits(comm, make_channel, name, chunks):
-    """Receives are posted an op ahead: in another phase, as often as not."""
-    grid, channel = make_channel(chunks)
+    """Receives are posted an op ahead: in another phase, as often as not. Headers of debug mode are not counted."""
+    grid, channel = make_channel(chunks, check=name == "gpipe")
     p, m, words = comm.size, 2 * comm.size, 5
     schedule = build(name, p, m, chunks)
     with grid.ledger.watch() as moved:
