@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pages
 import pytest
 
 from summa3d.cli import main as entry
@@ -45,6 +47,10 @@ def test_a_drawing_shows_all_chunks_and_json_says_the_same(capsys: pytest.Captur
     assert [rank["in_flight"] for rank in found["ranks"]] == [11, 9, 7, 5]
     assert [rank["received"] for rank in found["ranks"]] == [24, 32, 32, 24]
     assert len(found["ops"]) == 4 * 32 and max(op["end"] for op in found["ops"]) == 28.5
+    page = (pages.ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    _, listed = page.split("`summa3d plan schedule --json` prints: ")
+    keys = {*found, *found["ranks"][0], *found["ops"][0]}
+    assert keys <= set(re.findall(r"\w+", listed.split("\n\n")[0]))
     assert {(op["kind"], op["chunk"]) for op in found["ops"]} == {("F", 0), ("F", 1), ("B", 0), ("B", 1)}
 
 
