@@ -74,6 +74,8 @@ class Begun:
     those of its events.
     """
 
+    __slots__ = ("carried", "cpu_seconds", "device", "dtype", "issue", "itemsize", "operation", "seconds", "start")
+
     def __init__(self, carry: Callable[[Call], Carried], device_of: Callable[[Array], Any], call: Call) -> None:
         self.start, cpu = time.perf_counter(), time.thread_time()
         self.carried, self.operation = carry(call), call.operation

@@ -77,25 +77,24 @@ class Schedule:
         """The message that an op of a rank waits for; None where it needs none, or its input was made on the rank itself."""
         stage = self.stages[rank][op.chunk]
         if op.kind == "F":
-            return self._message("F", stage, op.micro, stage - 1, rank)
-        return self._message("B", stage, op.micro, stage + 1, rank) if op.kind in GRADIENT_SENDERS else None
+            return self._message("F", stage, op.micro, stage - 1)
+        return self._message("B", stage, op.micro, stage + 1) if op.kind in GRADIENT_SENDERS else None
 
     def sent(self, rank: int, op: Op) -> Message | None:
         """The message that an op of a rank sends; None where it sends none, or the next stage is held by the rank itself."""
         stage = self.stages[rank][op.chunk]
         if op.kind == "F":
-            return self._message("F", stage + 1, op.micro, stage, None)
-        return self._message("B", stage - 1, op.micro, stage, None) if op.kind in GRADIENT_SENDERS else None
+            return self._message("F", stage + 1, op.micro, stage)
+        return self._message("B", stage - 1, op.micro, stage) if op.kind in GRADIENT_SENDERS else None
 
     def __str__(self) -> str:
         return f"schedule {self.name} (p={self.p}, m={self.m}, v={self.v})"
 
-    def _message(self, kind: str, stage: int, micro: int, sender: int, target: int | None) -> Message | None:
+    def _message(self, kind: str, stage: int, micro: int, sender: int) -> Message | None:
         """The message from the stage `sender` to `stage`; None where one of them is not there, or both are held by one rank."""
-        if not (0 <= stage < len(self.homes) and 0 <= sender < len(self.homes)):
+        if min(stage, sender) < 0 or max(stage, sender) >= len(self.homes) or self.homes[stage] == self.homes[sender]:
             return None
-        source, target = self.homes[sender], self.homes[stage] if target is None else target
-        return Message(kind, stage, micro, source, target) if source != target else None
+        return Message(kind, stage, micro, self.homes[sender], self.homes[stage])
 
 
 # -- orders: the forwards and backwards of one rank ---------------------------------------------------------------------------
