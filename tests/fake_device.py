@@ -3,6 +3,8 @@
 lazy : nothing else runs, so that what was not waited for has not happened.
 eager : the transports' streams run ahead of the caller's as far as they can, so that what they do not wait for comes after them.
 random : now and then all streams run ahead where they meet no other rank, so that what nobody holds is freed and overwritten.
+concurrent : streams run beside each other, as a GPU's do: a message of NCCL holds up its own stream alone, until the other side
+    is there. When nothing moves for PATIENCE seconds, Deadlock is raised. Not one of MODES: collectives hold up the rank.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +25,11 @@ from mpi4py import MPI
 
 POISON = 0xFF  # NaN in floats, −1 in whole numbers
 MODES = ("lazy", "eager", "random")
+PATIENCE = 2.0
+
+
+class Deadlock(Exception):
+    """No stream of this rank can go on."""
 
 
 class Event:
@@ -43,12 +51,13 @@ class Op:
     def __init__(
         self,
         number: int,
-        run: Callable[[], None] | None,
+        run: Callable[[], Any] | None,
         waits: Event | None = None,
         meets_others: bool = False,
         milliseconds: float = 0.0,
     ) -> None:
         self.number, self.run, self.waits, self.meets_others, self.milliseconds = number, run, waits, meets_others, milliseconds
+        self.requests: list[MPI.Request] | None = None
 
 
 class Stream:
@@ -71,7 +80,7 @@ class Device:
     """
 
     def __init__(self, world: MPI.Intracomm, mode: str = "lazy", shared: bool = False, seed: int = 0) -> None:
-        assert mode in MODES
+        assert mode in (*MODES, "concurrent")
         self.world, self.mode, self.shared = world, mode, shared
         self.random = random.Random(seed)
         self.streams: list[Stream] = []
@@ -140,6 +149,8 @@ class Device:
 
     def synchronize(self, event: Event) -> None:
         self.host_waits += 1
+        if self.mode == "concurrent":
+            self._run_beside(lambda: event.done)
         while not event.done:
             self._run_others()
             if not event.done:
@@ -147,6 +158,8 @@ class Device:
 
     def finish(self) -> None:
         """Run all that is queued, in the order of queueing as far as the streams allow."""
+        if self.mode == "concurrent":
+            self._run_beside(lambda: not any(stream.queue for stream in self.streams))
         while any(stream.queue for stream in self.streams):
             ready = [stream for stream in self.streams if stream.queue and stream.blocked is None]
             self._step(min(ready, key=lambda stream: stream.queue[0].number))
@@ -172,6 +185,26 @@ class Device:
                 self._step(stream)
                 if self.random.random() < 0.1:
                     break
+
+    def _run_beside(self, ended: Callable[[], bool]) -> None:
+        """Let all streams run until `ended`, each as far as it can."""
+        moved = time.monotonic()
+        while not ended():
+            for stream in self.streams:
+                while stream.queue and stream.blocked is None and self._begin_or_end(stream):
+                    moved = time.monotonic()
+            if time.monotonic() - moved > PATIENCE:
+                raise Deadlock(f"{sum(bool(stream.queue) for stream in self.streams)} streams wait")
+
+    def _begin_or_end(self, stream: Stream) -> bool:
+        """Run the next op of a stream, which ends when its requests have; whether it has ended."""
+        op = stream.queue[0]
+        if op.requests is None:
+            op.requests = (op.run() if op.run is not None else None) or []
+        if not MPI.Request.Testall(op.requests):
+            return False
+        stream.queue.popleft()
+        return True
 
     def _step(self, stream: Stream) -> None:
         op = stream.queue.popleft()

@@ -68,9 +68,12 @@ class Nccl:
             self.group.append((stream, run, milliseconds))
 
     def _queue(self, ptr: int, runs: list[Callable[[], Any]], milliseconds: float) -> None:
-        def together() -> None:
+        def together() -> list[MPI.Request] | None:
             requests = [request for request in [run() for run in runs] if request is not None]
+            if self.device.mode == "concurrent":
+                return requests
             MPI.Request.Waitall(requests)
+            return None
 
         self.device.queue(self.device.streams[ptr - 1], together, meets_others=True, milliseconds=milliseconds)
 
@@ -91,6 +94,7 @@ class Communicator:
             ranks = world.recv(source=first, tag=tag)
         self.nccl, self.comm = nccl, world.Create_group(world.group.Incl(ranks), tag)
         self.destroyed = False
+        self.streams: set[int] = set()
 
     def _view(self, address: int, count: int, kind: int) -> np.ndarray:
         dtype = self.nccl.kinds[kind]
@@ -101,6 +105,7 @@ class Communicator:
         assert not self.destroyed and count > 0
         self.nccl.device.words += words
         self.nccl.device.calls.append((name, count, str(self.nccl.kinds[kind])))
+        self.streams.add(stream)
         self.nccl.call(stream, run, self.nccl.device.takes(name, count))
 
     def allGather(self, send: int, receive: int, count: int, kind: int, stream: int) -> None:
@@ -146,7 +151,8 @@ class Communicator:
 
     def send(self, send: int, count: int, kind: int, peer: int, stream: int) -> None:
         source = self._view(send, count, kind)
-        self._call("send", count, kind, stream, 0, lambda: self.comm.Isend(_bytes(source), peer))
+        begin = self.comm.Issend if self.nccl.device.mode == "concurrent" else self.comm.Isend
+        self._call("send", count, kind, stream, 0, lambda: begin(_bytes(source), peer))
 
     def recv(self, receive: int, count: int, kind: int, peer: int, stream: int) -> None:
         target = self._view(receive, count, kind)

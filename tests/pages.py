@@ -29,7 +29,7 @@ EXAMPLES = {"product.py", "script.py"}
 """Files that a reader is to write."""
 MADE = ("bench/build/", "checkpoints/", "runs/", "site/")
 """Folders that commands make."""
-NAME = re.compile(r"(?:summa3d|comm|layout|gemm|autograd|nn|dry)(?:\.\w+)+")
+NAME = re.compile(r"(?:summa3d|comm|layout|gemm|autograd|nn|dry|parallel)(?:\.\w+)+")
 OTHERS = ("module", "git", "cp", "cd", "df", "ls", "rm", "apptainer", "spack", "conda", "pip", "pre-commit")
 BUILTINS = (".", "source", "export")
 """Programs whose options are theirs to check."""

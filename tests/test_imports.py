@@ -100,6 +100,7 @@ NUMPY_ALONE = (
     "summa3d.layout",
     "summa3d.cli.main",
     "summa3d.nn",
+    "summa3d.parallel.simulate",
     "summa3d.train.config",
 )
 
@@ -112,7 +113,7 @@ def test_importing_loads_neither_torch_nor_cupy(module: str) -> None:
 
 
 def test_importing_summa3d_starts_no_mpi() -> None:
-    program = "import sys, summa3d, summa3d.cli.main; print('mpi4py.MPI' in sys.modules)"
+    program = "import sys, summa3d, summa3d.cli.main, summa3d.parallel.simulate; print('mpi4py.MPI' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
 

@@ -43,9 +43,10 @@ COMMANDS = {
     "bench": "Benchmark products and transformer blocks: algorithms and schemes side by side, strong and weak scaling.",
     "report": "Show tables and plots of the results of bench.",
     "plot": "Plot the losses of runs of train.",
+    "plan": "Draw the schedule of a pipeline: time, bubble, inputs in flight, messages.",
     "doctor": "Report what this installation uses, and warn of what may fail or be slow.",
 }
-WITHOUT_MPI = ("launch", "config", "report", "plot", "doctor")
+WITHOUT_MPI = ("launch", "config", "report", "plot", "plan", "doctor")
 EXAMPLES = {
     "launch": (
         "summa3d launch -n 4 train demo",
@@ -84,6 +85,11 @@ EXAMPLES = {
         "summa3d report --merge job1.jsonl job2.jsonl --format latex",
     ),
     "plot": ("summa3d plot runs/cuboid runs/oned --out losses.pdf",),
+    "plan": (
+        "summa3d plan schedule --pp 4 --micro-batches 8",
+        "summa3d plan schedule --pp 4 --micro-batches 8 --schedule interleaved --chunks 2 --png schedule.png",
+        "summa3d plan schedule --pp 3 --micro-batches 6 --layers 5,4,3",
+    ),
     "doctor": ("summa3d doctor", "summa3d doctor --json"),
 }
 VARIABLES = {

@@ -56,7 +56,7 @@ def is_on_device(array: Array) -> bool:
 
 def place_of(array: Array) -> Any:
     """Where the memory lies, as something to compare: torch's or CuPy's device; of numpy's arrays, a constant."""
-    return None if isinstance(array, np.ndarray) else getattr(array, "device", None)
+    return None if isinstance(array, np.ndarray) else getattr(array, "device", type(array))
 
 
 def library_of(array: Array) -> Any:

@@ -10,9 +10,8 @@ from mpi4py import MPI
 
 from .arrays import Array, copy_into, count, dtype_name, into_problem, is_on_device, place_of, share
 from .checks import Checks
-from .pending import Completed, Pending, Shown
+from .pending import Begun, Completed, Pending
 from .profile.ledger import Amounts, Ledger
-from .profile.timeline import Timed
 from .transport.call import Call, Route
 from .transport.node_buffer import NodeBuffer
 from .transport.transports import Transports
@@ -297,26 +296,5 @@ class Axis:
         return line
 
     def _carry_by_steps(self, call: Call) -> Pending:
-        """Start a call of which the ledger follows each step: for a trace, a profiler, a dry run, or on a device.
-
-        On a device the seconds are those of its events, and of MPI on the host as far as the transport has it there.
-        """
-        wall, cpu = time.perf_counter(), time.thread_time()
-        carried = self.transports.carry(call)
-        issue, cpu_seconds = time.perf_counter() - wall, time.thread_time() - cpu
-        route, ledger, requests = call.route, self.ledger, carried.requests
-        moved, carried.moved = carried.moved, None
-        device = self.transports.of(moved) if is_on_device(moved) else None
-        seconds = issue if device is None else device.on_host(issue)
-        line = self._record(route, moved, seconds, cpu_seconds)
-        amounts = Amounts(1, route.words, route.messages, route.words * moved.itemsize, seconds, cpu_seconds)
-        traced = ledger.begin(route.operation, self.label, dtype_name(moved), amounts, wall, issue)
-        if device is not None:
-            ledger.expect(line, traced, [span for one in requests if isinstance(one, Timed) for span in one.spans])
-
-        def account(waited: float, cpu_seconds: float) -> None:
-            ledger.complete(line, traced, waited if device is None else device.on_host(waited), cpu_seconds, waited)
-
-        if ledger.ranges is None:
-            return Pending(carried, account)
-        return Shown(carried, account, ledger.ranges, f"wait for {route.operation} {self.label}")
+        """Start a call of which the ledger follows each step: for a trace, a profiler, a dry run, or on a device."""
+        return Begun(self.transports.carry, self.transports.of, call).recorded(self.ledger, self.label)

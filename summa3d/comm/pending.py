@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
-from .arrays import Array
+from .arrays import Array, dtype_name, is_on_device
+from .profile.ledger import Amounts, Ledger
 from .profile.nvtx import Ranges
-from .transport.call import Carried
+from .profile.timeline import Timed
+from .transport.call import Call, Carried
 
 
 class Pending:
@@ -22,6 +25,11 @@ class Pending:
         self._carried: Carried | None = carried
         self._account = account
         self._result: Array = None
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once; never waits. What is sent may then be overwritten."""
+        return self._carried is None or self._carried.is_complete
 
     def wait(self) -> Array:
         """Complete the communication and return its result; a second call returns the same result."""
@@ -55,3 +63,39 @@ class Completed(Pending):
 
     def __init__(self, result: Array) -> None:
         self._carried, self._result = None, result
+
+
+class Begun:
+    """A communication that `carry` has begun, not yet in the ledger.
+
+    On a device, `device_of` gives the transport that knows what of the host's seconds is communication; the device's own are
+    those of its events.
+    """
+
+    __slots__ = ("carried", "cpu_seconds", "device", "dtype", "issue", "itemsize", "route", "seconds", "start")
+
+    def __init__(self, carry: Callable[[Call], Carried], device_of: Callable[[Array], Any], call: Call) -> None:
+        self.start, cpu = time.perf_counter(), time.thread_time()
+        self.carried, self.route = carry(call), call.route
+        self.issue, self.cpu_seconds = time.perf_counter() - self.start, time.thread_time() - cpu
+        moved, self.carried.moved = self.carried.moved, None  # what is in flight keeps only the buffers that it needs
+        self.dtype, self.itemsize = dtype_name(moved), moved.itemsize
+        self.device = device_of(moved) if is_on_device(moved) else None
+        self.seconds = self.issue if self.device is None else self.device.on_host(self.issue)
+
+    def recorded(self, ledger: Ledger, label: str) -> Pending:
+        """Record it in the ledger's current phase; `wait` of the returned Pending records its completion."""
+        route, name, device = self.route, self.route.operation, self.device
+        amounts = Amounts(1, route.words, route.messages, route.words * self.itemsize, self.seconds, self.cpu_seconds)
+        line = ledger.line(name, label, self.dtype)
+        line.add(amounts)
+        traced = ledger.begin(name, label, self.dtype, amounts, self.start, self.issue)
+        if device is not None:
+            ledger.expect(line, traced, [span for one in self.carried.requests if isinstance(one, Timed) for span in one.spans])
+
+        def account(waited: float, cpu_seconds: float) -> None:
+            ledger.complete(line, traced, waited if device is None else device.on_host(waited), cpu_seconds, waited)
+
+        if ledger.ranges is None:
+            return Pending(self.carried, account)
+        return Shown(self.carried, account, ledger.ranges, f"wait for {name} {label}")

@@ -45,6 +45,11 @@ class Arrival(Timed):
         self._backend, self._event, self._array, self._held, self.spans = backend, event, array, held, spans
         self._begun_on = backend.current(array).ptr
 
+    @property
+    def done(self) -> bool:
+        """Whether the device has passed it."""
+        return self._event.done
+
     def wait(self) -> None:
         """Make the caller's stream wait for the communication; the host does not wait."""
         stream = self._backend.current(self._array)

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from ..arrays import Array
 from ..profile.ledger import Amounts, Ledger
+from .progress import is_done
 
 if TYPE_CHECKING:
     from .node_buffer import NodeRule
@@ -120,3 +121,13 @@ class Carried:
             for request in requests:
                 request.wait()
         return self.finish()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `complete` would not wait; MPI works on its own meanwhile."""
+        return are_done(self.requests)
+
+
+def are_done(requests: Requests) -> bool:
+    """Whether all of them have completed; never waits."""
+    return all(is_done(one) if isinstance(one, MPI.Request) else one.done for one in requests)

@@ -42,6 +42,11 @@ class Message(Timed):
         self.spans = (Span("nccl"),) if count(array) else ()
         self.arrival: Arrival | None = None
 
+    @property
+    def done(self) -> bool:
+        """Whether the device has passed it; a message that has not been queued, it has not, unless it has no elements."""
+        return not self.spans if self.arrival is None else self.arrival.done
+
     def wait(self) -> None:
         """Queue all posted messages, then make the caller's stream wait for this one."""
         self.transport.launch_messages()
@@ -217,6 +222,19 @@ class NcclTransport(HostTransport):
         """Each member, and where its part of `array` begins."""
         starts = [0, *accumulate(counts)][:-1]
         return [(member, address(array) + start * array.itemsize) for member, start in enumerate(starts)]
+
+
+class NcclLink(NcclTransport):
+    """NCCL for the messages of one kind from one rank to one other: a communicator of these two, on a stream of its own.
+
+    Each message is queued at once. A group that waits for all of its messages, or a stream that carries others between them,
+    would let a message wait for one that is not sent before it has arrived.
+    """
+
+    def _posted(self, array: Array, peer: int, sends: bool) -> Requests:
+        requests = super()._posted(array, peer, sends)
+        self.launch_messages()
+        return requests
 
 
 class _Group:

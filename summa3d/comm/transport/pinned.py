@@ -13,7 +13,7 @@ from ..arrays import Array, address, count, dtype_name
 from ..device.backend import Backend
 from ..profile.timeline import Span, Timed, Timeline
 from .arrival import Held
-from .call import Counts, Requests
+from .call import Counts, Requests, are_done
 from .flat import FlatTransport
 from .host import HostTransport
 
@@ -74,6 +74,11 @@ class PinnedTransfer(Timed):
         self.h2d = Span("H2D copy")
         d2h_copies = [copy.d2h for copy in (sent, received) if copy is not None and copy.d2h is not None]
         self.spans = (*d2h_copies, *([] if received is None else [self.h2d]))
+
+    @property
+    def done(self) -> bool:
+        """Whether MPI is done."""
+        return are_done(self.requests)
 
     def wait(self) -> None:
         """Block the host until MPI is done, then queue the H2D copy."""

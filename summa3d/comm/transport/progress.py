@@ -35,11 +35,11 @@ class RequestsInFlight:
     def advance(self) -> bool:
         """Let MPI work on what is in flight; whether something still is."""
         if self._requests:
-            self._requests = [request for request in self._requests if not _completed(request)]
+            self._requests = [request for request in self._requests if not is_done(request)]
         return bool(self._requests)
 
 
-def _completed(request: MPI.Request) -> bool:
+def is_done(request: MPI.Request) -> bool:
     """Whether MPI has completed a request, or failed in it: the owner's wait raises the error."""
     try:
         return request.Get_status()

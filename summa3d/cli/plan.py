@@ -1,0 +1,139 @@
+"""`summa3d plan schedule`: draw the schedule of a pipeline, and say what it takes, keeps and sends. Starts no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, DataError
+from ..figures import FORMATS, draw
+from ..parallel import draw as drawing
+from ..parallel.schedule import SCHEDULES, build, split_layers
+from ..parallel.simulate import Timeline, in_flight, messages_of, timeline
+
+SCHEDULE = "Draw the order of a pipeline's forwards and backwards: a row for each rank, time from left to right."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `summa3d plan` to `parser`."""
+    plans = parser.add_subparsers(dest="plan", required=True, metavar="PLAN")
+    schedule = plans.add_parser("schedule", help=SCHEDULE, description=SCHEDULE)
+    schedule.add_argument("--pp", type=int, required=True, metavar="P", help="Number of ranks of the pipeline.")
+    schedule.add_argument("--micro-batches", type=int, required=True, metavar="M", help="Number of micro-batches of a step.")
+    schedule.add_argument("--schedule", default="1f1b", metavar="NAME", help=f"One of {', '.join(SCHEDULES)}.")
+    schedule.add_argument("--chunks", type=int, default=1, metavar="V", help="Number of stages a rank.")
+    schedule.add_argument(
+        "--layers",
+        type=layers,
+        metavar="L|L,L,…",
+        help="Number of layers of the model, or of each stage. The default is as many in each.",
+    )
+    schedule.add_argument("--forward", type=float, default=1.0, metavar="T", help="Time of a rank's forward over its layers.")
+    schedule.add_argument("--backward", type=float, default=2.0, metavar="T", help="Time of a rank's backward over its layers.")
+    schedule.add_argument("--png", type=Path, metavar="FILE", help=f"Write a figure too, as FILE ends in: {', '.join(FORMATS)}.")
+    schedule.add_argument(
+        "--json", action="store_true", help="Print JSON in place of text: totals, and all ops with their times."
+    )
+
+
+def layers(text: str) -> list[int]:
+    """Numbers with commas between them."""
+    return [int(number) for number in text.split(",")]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a schedule, and write its figure; returns the exit status. Raises ConfigError for sizes that do not fit."""
+    drawn, stages = simulated(args)
+    if args.png is not None:
+        _write(drawn, args.png)
+    if args.json:
+        print(json.dumps(as_json(drawn, stages)))
+        return 0
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    title, total = drawing.summary(drawn)
+    console.print(f"{title}; forward {args.forward:g}, backward {args.backward:g}\n")
+    for line in drawing.as_text(drawn, console.width if console.is_terminal else None):
+        console.print(line, no_wrap=True)
+    console.print("\n0a is the forward of micro-batch 0 in chunk a of its rank, 0A its backward, · no op.")
+    console.print(total)
+    console.print("\n".join(table(drawn)))
+    if args.png is not None:
+        print(f"written: {args.png}", file=sys.stderr)
+    return 0
+
+
+def simulated(args: argparse.Namespace) -> tuple[Timeline, tuple[int, ...] | None]:
+    """The timeline that the options ask for, and the layers of each stage. Raises ConfigError for what does not fit."""
+    if min(args.forward, args.backward) <= 0:
+        raise ConfigError(
+            f"--forward {args.forward:g} and --backward {args.backward:g} are times of an op: they must be positive."
+        )
+    schedule = build(args.schedule, args.pp, args.micro_batches, args.chunks)
+    stages = None
+    if args.layers is not None:
+        stages = split_layers(sum(args.layers), args.pp, args.chunks, args.layers if len(args.layers) > 1 else None)
+    return timeline(schedule, {"F": args.forward, "B": args.backward}, stages), stages
+
+
+def of_ranks(drawn: Timeline) -> Iterator[dict[str, Any]]:
+    """What each rank holds, waits for, keeps and exchanges."""
+    schedule = drawn.schedule
+    for rank in range(schedule.p):
+        program = list(messages_of(schedule, rank))
+        yield {
+            "stages": schedule.stages[rank],
+            "idle": drawn.idle[rank],
+            "in_flight": max(in_flight(schedule.ops_of(rank))),
+            "received": sum(received is not None for _, received, _ in program),
+            "sent": sum(sent is not None for _, _, sent in program),
+        }
+
+
+def table(drawn: Timeline) -> Iterator[str]:
+    """The lines of a table of the ranks, and of all messages."""
+    rows = list(of_ranks(drawn))
+    yield f"{'rank':<6}{'stages':<12}{'idle':>8}{'in flight':>12}{'received':>12}{'sent':>8}"
+    for rank, row in enumerate(rows):
+        stages = " ".join(map(str, row["stages"]))
+        yield f"{rank:<6}{stages:<12}{row['idle']:>8.6g}{row['in_flight']:>12}{row['received']:>12}{row['sent']:>8}"
+    sent = sum(row["sent"] for row in rows)
+    yield f"{sent} messages in all. In flight: the most inputs of its stages that a rank keeps for backward."
+
+
+def as_json(drawn: Timeline, stages: tuple[int, ...] | None) -> dict[str, Any]:
+    """Totals, ranks and ops of a timeline."""
+    schedule, ranks = drawn.schedule, list(of_ranks(drawn))
+    return {
+        "schedule": schedule.name,
+        "pp": schedule.p,
+        "micro_batches": schedule.m,
+        "chunks": schedule.v,
+        "layers": stages,
+        "time": drawn.time,
+        "work": drawn.ideal,
+        "bubble": drawn.time - drawn.ideal,
+        "messages": sum(row["sent"] for row in ranks),
+        "ranks": ranks,
+        "ops": [
+            {"rank": rank, "kind": op.kind, "chunk": op.chunk, "micro_batch": op.micro, "start": start, "end": end}
+            for rank, op, start, end in drawn.spans
+        ],
+    }
+
+
+def _write(drawn: Timeline, file: Path) -> None:
+    if file.suffix[1:] not in FORMATS:
+        raise DataError(f"--png {file} names no format; end it in one of .{', .'.join(FORMATS)}.")
+    try:
+        draw(partial(drawing.as_figure, drawn=drawn), [file])
+    except ImportError as error:
+        raise DataError(f"a figure needs matplotlib ({error}): pip install 'summa3d[plot]'.") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be written: {error}") from None

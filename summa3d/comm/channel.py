@@ -1,0 +1,263 @@
+"""Messages between the stages of a pipeline, over MPI or over NCCL's links between two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from ..errors import AgreementError, GridError
+from .arrays import Array, count, dtype_name, is_on_device
+from .axis import Axis
+from .checks import Checks
+from .pending import Begun, Pending
+from .transport.call import Call, Route
+from .transport.nccl import NcclLink, NcclTransport
+from .transport.progress import IN_FLIGHT
+
+KINDS = ("F", "B")
+"""Forward: the input of a stage; backward: the gradient of a stage's output."""
+HEADER = 192
+"""Bytes of what a message says of itself in debug mode."""
+
+
+class Link(NamedTuple):
+    """The messages of one kind from one member of the axis to one other."""
+
+    kind: str
+    source: int
+    target: int
+
+    @property
+    def turn(self) -> tuple[int, ...]:
+        """When it is opened: even edges, odd edges, then the one that closes the circle; each edge's links one after another."""
+        low, high = sorted(self[1:])
+        return (low % 2 if high == low + 1 else 2, low, high, KINDS.index(self.kind), self.source)
+
+
+def links_of(homes: Sequence[int]) -> dict[tuple[str, int], Link]:
+    """(kind, stage that receives) → the link that the message takes; stages of one member need none.
+
+    >>> sorted(links_of((0, 1, 0)))
+    [('B', 0), ('B', 1), ('F', 1), ('F', 2)]
+    """
+    found = {}
+    for stage, (lower, upper) in enumerate(pairwise(homes)):
+        if lower != upper:
+            found["F", stage + 1] = Link("F", lower, upper)
+            found["B", stage] = Link("B", upper, lower)
+    return found
+
+
+class Channel:
+    """What the members of a pipeline's axis send each other: inputs of stages (F), and gradients of their outputs (B).
+
+    A send starts at once and never blocks. A receive may be posted long before it is waited for; its words are counted in the
+    phase in which it is waited for. Messages of one kind to one stage arrive in the order of their sends. With debug checks a
+    message carries what it is, and its receiver compares.
+
+    ``channel.send(y, 2, "F", micro)`` on the member that holds stage 1, ``channel.receive(x, 2, "F", micro)`` on that of stage 2.
+
+    Parameters
+    ----------
+    axis : the members. homes : the member that holds each stage.
+
+    Making one is collective over the axis: messages have a communicator of their own. Device arrays need `open_device` first.
+    """
+
+    def __init__(self, axis: Axis, homes: Sequence[int]) -> None:
+        if not all(0 <= home < axis.size for home in homes):
+            raise GridError(f"axis {axis.label} has the members 0 to {axis.size - 1}; the stages' are given as {list(homes)}.")
+        self.axis, self.stages, self.links = axis, len(homes), links_of(homes)
+        self._own = {
+            way: {key: link for key, link in self.links.items() if link[end] == axis.index}
+            for way, end in (("send", 1), ("receive", 2))
+        }
+        self._members, self.ranks = axis.transports.members, tuple(range(axis.size))
+        if axis.size > 1 and axis.comm != MPI.COMM_NULL:  # a dry run has no communicator
+            self._members = replace(self._members, comm=axis.comm.Dup())
+            self.ranks = tuple(axis.comm.group.Translate_ranks(list(self.ranks), MPI.COMM_WORLD.group))
+        self._checks = Checks(self._members, axis.transports, axis.check)
+        self._nccl: dict[Link, NcclLink] = {}
+        self._sends: list[Pending] = []
+        self._posted: set[Incoming] = set()  # MPI writes into their arrays, whether or not somebody waits
+        self._headers: list[tuple[MPI.Request, bytes]] = []
+        self.waiting = ""
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator of the messages."""
+        return self._members.comm
+
+    def __repr__(self) -> str:
+        waits = f"waits for {self.waiting}" if self.waiting else "waits for no message"
+        return f"Channel({self.axis.label} {self.axis.index}: {waits}; {len(self._sends)} sends out)"
+
+    def open_device(self, array: Array) -> None:
+        """Open what carries messages that lie where `array` does (collective over the axis); nothing to open on the host.
+
+        NCCL has no tags, and serves a communicator's messages one after the other: each kind, neighbour and direction has a
+        link of its own.
+        """
+        transport = self.axis.transports.of(array)
+        if not isinstance(transport, NcclTransport) or self._nccl:
+            return
+        for link in sorted(set(self.links.values()), key=lambda link: link.turn):
+            if self.axis.index in (link.source, link.target):
+                ends = self.comm.group.Incl([link.source, link.target])
+                pair = self.comm.Create_group(ends)
+                self._nccl[link] = NcclLink(transport.timeline, pair)
+                pair.Free()
+                ends.Free()
+
+    def send(self, array: Array, stage: int, kind: str, micro: int = 0) -> None:
+        """Begin to send `array` to `stage`; it must not be written until the send is done (`progress`, `finish`)."""
+        self.progress()
+        link, tag = self._link("send", stage, kind), self._tag(stage, kind)
+        if self.axis.check:
+            header = _header(array, stage, kind, micro)
+            request = self.comm.Isend(header, link.target, tag + 2 * self.stages)
+            IN_FLIGHT.add([request])
+            self._headers.append((request, header))
+        begun = self._begin(Call(Route("send", is_on_device(array), 0, 0, root=link.target, tag=tag), array, None, False), link)
+        self._sends.append(begun.recorded(self.axis.ledger, self.axis.label))
+
+    def start_receive(self, out: Array, stage: int, kind: str, micro: int = 0) -> Incoming:
+        """Post the receive of what is sent to `stage`, into `out`; posted receives of one kind and stage are served in order."""
+        self._checks.target("receive", out)
+        link, tag = self._link("receive", stage, kind), self._tag(stage, kind)
+        sender = f"{self.axis.label} {link.source} (rank {self.ranks[link.source]}), tag {tag}"
+        name = f"{kind} of micro-batch {micro} for stage {stage} from {sender}"
+        route = Route("receive", is_on_device(out), count(out), 1, root=link.source, tag=tag)
+        incoming = Incoming(self, name, partial(self._begin, Call(route, out, None, False), link))
+        if self.axis.check:
+            incoming.expect(_header(out, stage, kind, micro), link.source, tag + 2 * self.stages)
+        else:
+            incoming.begin()
+        self._posted.add(incoming)
+        return incoming
+
+    def receive(self, out: Array, stage: int, kind: str, micro: int = 0) -> Array:
+        """Overwrite `out` by what is sent to `stage`. Words n, messages 1."""
+        return self.start_receive(out, stage, kind, micro).wait()
+
+    def progress(self) -> int:
+        """Let MPI work on what is in flight, let go of what has been sent, and return how many sends are still out.
+
+        Call it after each op: MPI moves most messages only while their sender is inside MPI.
+        """
+        IN_FLIGHT.advance()
+        self._headers = [header for header in self._headers if not header[0].Test()]
+        left = []
+        for pending in self._sends:
+            if pending.done:
+                pending.wait()
+            else:
+                left.append(pending)
+        self._sends = left
+        return len(left)
+
+    def finish(self) -> None:
+        """Return once all that was sent has arrived."""
+        self.waiting = "its own sends"
+        for pending in self._sends:
+            pending.wait()
+        MPI.Request.Waitall([request for request, _ in self._headers])
+        self._sends, self._headers, self.waiting = [], [], ""
+
+    def free(self) -> None:
+        """Finish, and release the communicators (collective over the axis)."""
+        self.finish()
+        for link in self._nccl.values():
+            link.close()
+        self._nccl.clear()
+        if self.comm != self.axis.comm:
+            self.comm.Free()
+
+    def _begin(self, call: Call, link: Link) -> Begun:
+        transport: Any = self.axis.transports.host
+        if is_on_device(call.array):
+            transport = self.axis.transports.between_two(call.array)
+            if isinstance(transport, NcclTransport):
+                if link not in self._nccl:
+                    raise GridError(
+                        "messages over NCCL need a link that all members have opened: call open_device(array) on them."
+                    )
+                transport, call.route.root = (
+                    self._nccl[link],
+                    int(call.route.operation == "send"),
+                )  # of two: the source, then the target
+        return Begun(lambda call: transport.carry(call, self._members), lambda array: transport, call)
+
+    def _tag(self, stage: int, kind: str) -> int:
+        """Neither order nor peer tells messages apart: of two members, one sends both kinds to the other."""
+        return 2 * stage + KINDS.index(kind)
+
+    def _link(self, way: str, stage: int, kind: str) -> Link:
+        """The link of a message that this member sends or receives. Raises GridError where there is none."""
+        own = self._own[way]
+        if (kind, stage) not in own:
+            known = ", ".join(f"{kind} for stage {stage}" for kind, stage in sorted(own)) or "nothing"
+            raise GridError(
+                f"{self.axis.label} {self.axis.index} does not {way} {kind} for stage {stage}. What it {way}s: {known}. "
+                "What goes from one stage of a member to the next is no message."
+            )
+        return own[kind, stage]
+
+
+class Incoming:
+    """A receive that has been posted. `wait` completes it, counts its words in the current phase, and returns the array.
+
+    In debug mode only its header is posted: what is not the awaited message may be larger than the array.
+    """
+
+    def __init__(self, channel: Channel, name: str, start: Callable[[], Begun]) -> None:
+        self._channel, self._name, self._start = channel, name, start
+        self._begun: Begun | None = None
+        self._header: tuple[MPI.Request, bytearray, bytes] | None = None
+        self._pending: Pending | None = None
+
+    def begin(self) -> Begun:
+        """Post the receive of the array, once."""
+        self._begun = self._begun or self._start()
+        return self._begun
+
+    def expect(self, header: bytes, source: int, tag: int) -> None:
+        """Post the receive of what the message says of itself, which must be `header`."""
+        arrived = bytearray(HEADER)
+        self._header = self._channel.comm.Irecv(arrived, source, tag), arrived, header
+        IN_FLIGHT.add([self._header[0]])
+
+    def wait(self) -> Array:
+        """Return the array that has arrived; a second call returns the same.
+
+        Raises AgreementError, in debug mode, where something else was sent.
+        """
+        channel = self._channel
+        if self._pending is None:
+            channel.waiting = self._name
+            if self._header is not None:
+                self._compare(*self._header)
+            self._pending = self.begin().recorded(channel.axis.ledger, channel.axis.label)
+        result = self._pending.wait()
+        channel.waiting = ""
+        channel._posted.discard(self)
+        return result
+
+    def _compare(self, request: MPI.Request, arrived: bytearray, expected: bytes) -> None:
+        request.Wait()
+        if arrived != expected:
+            sent, wanted = (bytes(text).rstrip(b"\0").decode() for text in (arrived, expected))
+            axis = self._channel.axis
+            raise AgreementError(f"{axis.label} {axis.index} waits for {wanted}, and was sent {sent}.")
+
+
+def _header(array: Array, stage: int, kind: str, micro: int) -> bytes:
+    """What a message is: the same text on both sides."""
+    shape = "×".join(map(str, array.shape))
+    text = f"{kind} of micro-batch {micro} for stage {stage}, {shape} {dtype_name(array)}".encode()
+    return text[:HEADER].ljust(HEADER, b"\0")

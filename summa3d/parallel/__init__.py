@@ -1,0 +1,1 @@
+"""Pipelines around a tensor-parallel model: schedules as data, and their simulation."""

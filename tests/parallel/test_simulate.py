@@ -1,0 +1,151 @@
+"""Every schedule of up to 8 ranks: makespan, memory in flight and messages by closed forms, and no deadlock whatever moves them.
+
+The same simulation must find the deadlocks of pipelines that are known to have them.
+"""
+
+from __future__ import annotations
+
+import graphlib
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from summa3d.parallel import simulate
+from summa3d.parallel.schedule import Message, Op, Schedule, build, dependencies, pair_stream
+from summa3d.parallel.simulate import asleep, by_blocking, by_groups, by_mpi, by_streams, in_flight, stuck, timeline
+
+PIPELINES = [2, 3, 4, 5, *(pytest.param(p, marks=pytest.mark.wide) for p in (6, 7, 8))]
+"""Numbers of ranks: 1 is accumulation, 8 the most that the proof of a pipeline of any size rests on."""
+STREAMS = {
+    "one": lambda kind, peer, sends: 0,
+    "kind": lambda kind, peer, sends: kind,
+    "peer": lambda kind, peer, sends: peer,
+    "kind and peer": lambda kind, peer, sends: (kind, peer),
+    "kind, peer and direction": pair_stream,
+}
+
+
+def schedules(p: int, names: str = "gpipe 1f1b interleaved") -> Iterator[Schedule]:
+    """All of p ranks, up to 3p + 2 micro-batches and 4 chunks; with sums in every other one."""
+    for m in range(1, 3 * p + 3):
+        for name in names.split():
+            for v in (2, 3, 4) if name == "interleaved" and m % p == 0 else (1,):
+                if name != "interleaved" or v > 1:
+                    yield build(name, p, m, v, replicas=m % 2 == 0, tied=m % 3 == 0)
+
+
+def peak(schedule: Schedule, rank: int) -> int:
+    """The closed form of the inputs in flight."""
+    p, m, v = schedule.p, schedule.m, schedule.v
+    most = {"gpipe": m, "1f1b": p - rank, "interleaved": 2 * (p - 1 - rank) + (v - 1) * p + 1}
+    return min(most[schedule.name], m * v)
+
+
+@pytest.mark.parametrize("p", PIPELINES)
+def test_makespan_memory_and_messages_are_those_of_the_closed_forms(p: int) -> None:
+    for schedule in schedules(p):
+        m, v = schedule.m, schedule.v
+        drawn = timeline(schedule)
+        assert drawn.time == pytest.approx(3 * m + 3 * (p - 1) / v), schedule
+        assert drawn.idle == pytest.approx([3 * (p - 1) / v] * p) and drawn.ideal == pytest.approx(3 * m)
+        received: Counter[int] = Counter()
+        sent: list[Message] = []
+        for rank in range(p):
+            assert max(in_flight(schedule.ops_of(rank))) == peak(schedule, rank), (schedule, rank)
+            assert in_flight(schedule.ops_of(rank))[-1] == 0
+            for _, comes, goes in simulate.messages_of(schedule, rank):
+                received[rank] += comes is not None
+                sent += [goes] if goes is not None else []
+        assert len(sent) == len(set(sent)) == sum(received.values()) == 2 * m * (p * v - 1)
+        assert received == {rank: m * (2 * v - (rank == 0) - (rank == p - 1)) for rank in range(p)}
+
+
+@pytest.mark.parametrize("p", PIPELINES)
+def test_no_schedule_deadlocks_over_mpi_without_buffers_or_over_the_streams_of_nccl(p: int) -> None:
+    for schedule in schedules(p):
+        assert stuck(by_mpi(schedule)) == {}, schedule
+        for ahead in (0, 1):
+            assert stuck(by_streams(schedule, ahead=ahead)) == {}, (schedule, ahead)
+
+
+@pytest.mark.parametrize("p", PIPELINES)
+def test_pipelines_that_block_in_their_sends_deadlock(p: int) -> None:
+    """With one micro-batch nothing comes the other way, and GPipe sends one way at a time."""
+    for schedule in schedules(p):
+        assert bool(stuck(by_blocking(schedule))) == (
+            schedule.name == "interleaved" or (schedule.name == "1f1b" and schedule.m > 1)
+        )
+
+
+@pytest.mark.parametrize("p", PIPELINES)
+def test_messages_that_nccl_groups_until_one_is_waited_for_deadlock(p: int) -> None:
+    """What is queued behind a group waits for all of it; receives that were posted ahead make it worse."""
+    for schedule in schedules(p):
+        assert bool(stuck(by_groups(schedule))) == (schedule.name == "interleaved" and schedule.m > p), schedule
+        if schedule.name == "interleaved" or p > 3:
+            assert stuck(by_groups(schedule, ahead=1)), schedule
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_the_check_by_a_topological_sort_agrees_with_the_simulation(p: int) -> None:
+    """Of any map of messages to streams: they deadlock if and only if there is a cycle."""
+    found = Counter[tuple[str, str]]()
+    for schedule in schedules(p):
+        for name, stream_of in STREAMS.items():
+            deadlocks = bool(stuck(by_streams(schedule, stream_of, ahead=0)))
+            sorter = graphlib.TopologicalSorter(dependencies(schedule, stream_of))
+            if deadlocks:
+                with pytest.raises(graphlib.CycleError):
+                    sorter.prepare()
+            else:
+                sorter.prepare()
+            found[schedule.name, name] += deadlocks
+    every = 3 * ((3 * p + 2) // p)
+    assert found["1f1b", "one"] == 3 * p + 1 and found["interleaved", "kind"] == every  # all but m = 1, and all
+    assert found["interleaved", "kind and peer"] == (every if p == 2 else 0)  # both neighbours of a rank are one peer
+    assert not any(found[name, "kind, peer and direction"] for name in ("gpipe", "1f1b", "interleaved"))
+
+
+SLEEPERS = [
+    *((p, name, 1) for p in (2, 3) for name in ("gpipe", "1f1b")),
+    *((2, "interleaved", v) for v in (2, 3, 4)),
+    *(pytest.param(3, "interleaved", v, marks=pytest.mark.wide) for v in (2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize(("p", "name", "v"), SLEEPERS)
+def test_ranks_that_sleep_in_sums_of_their_stage_deadlock_unless_they_keep_messages_moving(p: int, name: str, v: int) -> None:
+    for m in (1, 2, 3, 4) if v == 1 else (p, 2 * p)[: 4 // p]:
+        schedule = build(name, p, m, v)
+        assert asleep(schedule) is None, schedule
+        assert (asleep(schedule, progress=False) is None) == (name == "gpipe" or m == 1), schedule
+        assert asleep(schedule, inner=1, progress=False) is None, schedule
+
+
+def test_the_figures_of_the_paper() -> None:
+    """4 ranks and 8 micro-batches, a forward of 1 and a backward of 2; and larger ones."""
+    for (name, p, m, v), time in {
+        ("gpipe", 4, 8, 1): 33,
+        ("1f1b", 4, 8, 1): 33,
+        ("interleaved", 4, 8, 2): 28.5,
+        ("interleaved", 4, 8, 3): 27,
+        ("interleaved", 8, 32, 4): 101.25,
+    }.items():
+        assert timeline(build(name, p, m, v)).time == pytest.approx(time)
+
+
+def test_a_stage_with_more_layers_holds_the_others_up() -> None:
+    """2 stages of 3 and 1 layers: the first computes 1.5 times, the second half as long as the mean."""
+    drawn = timeline(build("gpipe", 2, 2), layers=(3, 1))
+    assert [(span.start, span.end) for span in drawn.spans] == [
+        *((0, 1.5), (1.5, 3), (4.5, 7.5), (7.5, 10.5)),
+        *((1.5, 2), (3, 3.5), (3.5, 4.5), (4.5, 5.5)),
+    ]
+    assert (drawn.time, drawn.ideal, drawn.idle) == (10.5, 6, [1.5, 7.5])
+
+
+def test_a_deadlock_is_told_by_the_step_of_each_rank() -> None:
+    first, second = stuck(by_blocking(build("1f1b", 2, 2))).values()
+    assert first.sends == (Message("F", 1, 1, 0, 1),) and second.sends == (Message("B", 0, 0, 1, 0),)
+    assert in_flight([Op("F", 0, 0), Op("X", 0, 0), Op("W", 0, 0), Op("R", 0)]) == [1, 1, 0, 0]
