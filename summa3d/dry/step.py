@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -40,7 +40,7 @@ class Setting:
     scheme: str
     axes: dict[str, int]
     rank: int = 0
-    order: str | None = None
+    order: Sequence[str] | None = None
     tile: dict[str, int] | None = None
     regather: bool = True
     vectors: str = "copied"

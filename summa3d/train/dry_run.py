@@ -58,7 +58,7 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
         config.scheme,
         grid.axes,
         rank,
-        grid.order,
+        grid.rank_order,
         grid.tile,
         config.regather,
         config.vectors,

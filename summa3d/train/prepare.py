@@ -140,7 +140,7 @@ def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) 
 
     Ranks with devices do not use the node's shared memory. Raises GridError where the sizes do not fit the number of ranks.
     """
-    order, tile = config.grid.order, config.grid.tile
+    order, tile = config.grid.rank_order, config.grid.tile
     shared = None if device.type == "cpu" else False
     grid = Grid(comm, config.grid.axes, order, tile, node_memory=shared, transport=config.transport)
     return grid, scheme(config.scheme, grid, config.regather, config.vectors, config.overlap)

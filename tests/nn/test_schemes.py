@@ -32,6 +32,18 @@ def test_loss_and_every_raw_gradient_equal_plain_torch(make_grid, world_size, ca
                 check_against_plain_torch(FAMILIES[family], scheme(name, make_grid(**axes)))
 
 
+@pytest.mark.mpi(sizes=(8,), timeout=110)
+@pytest.mark.parametrize("order", ["z,y,x,dp,pp", "pp,z,y"])
+@pytest.mark.parametrize("family, name", [("bert", "summa"), ("llama", "cuboid-sequence"), ("gpt2", "oned")])
+def test_inside_a_job_of_replicas_and_stages_a_model_is_that_of_its_inner_grid(make_grid, family, name, order):
+    axes = {"y": 2, "z": 2} if name == "cuboid-sequence" else {"x": 2, "y": 2} if name == "summa" else {"y": 4}
+    job = make_grid(**axes, dp=1, pp=2, order=[axis for axis in order.split(",") if axis in (*axes, "dp", "pp")])
+    on_grid = scheme(name, job)
+    assert on_grid.job is job and on_grid.grid.size == 4 and not {"dp", "pp"} & set(on_grid.grid.shape)
+    check_against_plain_torch(FAMILIES[family], on_grid)
+    assert not any("pp" in row.axis or "dp" in row.axis for row in job.ledger.rows())
+
+
 @pytest.mark.mpi(sizes=(27,), timeout=110)
 @pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=pytest.mark.wide)])
 def test_one_cube_of_27_ranks(make_grid, family):

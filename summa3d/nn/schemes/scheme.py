@@ -22,6 +22,7 @@ from ...autograd.differentiable import InFlight, Product, product
 from ...autograd.prefetch import Prefetcher, PrefetchSource
 from ...comm.axis import Axis
 from ...comm.grid import Grid
+from ...comm.topology import OUTER
 from ...errors import GridError, LayoutError
 from ...gemm.algorithms.plan import ProductPlan
 from ...gemm.algorithms.workspace import Workspace
@@ -62,7 +63,8 @@ class Scheme:
     Attributes
     ----------
     spec : the scheme as data
-    grid : the grid; or a `Place`, for the layouts and closed forms of any rank of any grid
+    grid : the inner grid, on which this rank's replica of its pipeline stage lies; or that of a `Place`, for the layouts and
+        closed forms of any rank of any grid
     regather : whether backward gathers operands again (memory 1/P) or keeps those that forward gathered (fewer words)
     vectors : how γ, β and biases are stored
     overlap : what may be in flight while layers compute
@@ -85,6 +87,11 @@ class Scheme:
     def name(self) -> str:
         """The scheme's name, a key of `SCHEME_SPECS`."""
         return self.spec.name
+
+    @property
+    def job(self) -> Grid:
+        """The grid of the whole job: the inner grid, times the replicas (dp) and the pipeline stages (pp)."""
+        return self.grid.job
 
     @property
     def residual(self) -> Layout:
@@ -268,7 +275,8 @@ def scheme(
         "cuboid-sequence" (any X×Y×Z, the residual stream splits sequences), "agarwal" (3-D as first published, q×q×q, for
         nn.MLP only)
     grid : a grid with the axes x, y, z, d that the scheme needs. A needed axis that is absent is added to the grid with size 1;
-        an axis of size 1 that the scheme does not need is ignored. None: one rank (serial only)
+        an axis of size 1 that the scheme does not need is ignored. The outer axes dp, pp, cp and ep may have any size: the
+        scheme lies on the part without them. None: one rank (serial only)
     regather : whether backward gathers operands again; read by the schemes that gather
     vectors : how γ, β and biases are stored: "copied"; "root-only", on row 0 alone (summa, as in Optimus); "diagonal" (cuboid
         with Y = Z, as in the 3-D paper)
@@ -286,7 +294,8 @@ def scheme(
             f"The {name} scheme needs a grid, such as summa3d.Grid(MPI.COMM_WORLD, {spec.grids(ranks)[0]}) on {ranks} ranks."
         )
     grid = grid or Grid(MPI.COMM_SELF, {"x": 1, "y": 1, "z": 1})
-    check_grid(spec, grid.shape)
-    check_vectors(spec, grid.shape, vectors)
+    inner = {axis: size for axis, size in grid.shape.items() if axis not in OUTER}
+    check_grid(spec, inner)
+    check_vectors(spec, inner, vectors)
     grid.add_axes(*spec.axes)
-    return Scheme(spec, grid, regather, vectors, overlap)
+    return Scheme(spec, grid.part(*(axis for axis in grid.shape if axis not in OUTER)), regather, vectors, overlap)
