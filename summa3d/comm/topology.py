@@ -13,7 +13,7 @@ from ..errors import GridError
 
 OUTER = ("cp", "ep", "dp", "pp")
 """Axes outside the tensor-parallel grid, over which no scheme splits a layer: contexts, experts, replicas, pipeline stages."""
-REPLICAS = ("cp", "ep", "dp")
+REPLICAS = ("dp", "cp", "ep")
 """Outer axes along which ranks hold copies of dense weights, and compute with other rows or positions."""
 DEFAULT_ORDER = ("z", "y", "x", "d", *OUTER)
 

@@ -21,6 +21,7 @@ from ..comm.profile import trace
 from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
 from ..nn.models.base import LanguageModel
+from ..parallel.states import named_parameters
 from . import metrics
 from .checkpoint import folder as checkpoint
 from .config import Config
@@ -30,7 +31,7 @@ from .lease import Lease
 from .loss_plot import draw_loss
 from .metrics import Recorder, Step, Stopwatch
 from .on_root import on_root
-from .optimizer import clip_factor, global_gradient_norm, learning_rate, named_parameters
+from .optimizer import clip_factor, global_gradient_norm, learning_rate
 from .precision import torch_dtype, working_weights
 from .prepare import Run, prepare
 from .progress import Progress
@@ -147,12 +148,11 @@ def take_step(run: Run, number: int) -> Step:
     """
     settings, ledger, scale = run.config.train, run.grid.ledger, run.loss_scale.value
     stopwatch = Stopwatch(ledger, torch.get_num_threads())
-    parameters = [p for _, p in named_parameters(run.model)]
     run.model.zero_grad(set_to_none=True)
     losses = [accumulate(run, number, part * settings.micro_batch) for part in range(settings.accumulate)]
     loss = total(losses)
     with ledger.phase("optimizer"):
-        norm = global_gradient_norm(parameters, run.grid) / scale
+        norm = global_gradient_norm(run.optimizer.gradients(), run.grid) / scale
         rate = learning_rate(number, settings)
         if run.loss_scale.accepts(number, loss, norm):
             run.optimizer.step(rate, clip_factor(norm, settings.clip, scale))

@@ -13,6 +13,7 @@ from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError, DataError
 from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
+from ..parallel.states import states_of
 from . import config as configuration
 from . import toml
 from .checkpoint import folder as checkpoint
@@ -60,7 +61,7 @@ class Run:
 
     def blocks(self) -> list[shards.TensorBlock]:
         """This rank's blocks of all tensors of a checkpoint: parameters and optimizer moments."""
-        return checkpoint.model_blocks(self.model) + checkpoint.optimizer_blocks(self.optimizer)
+        return checkpoint.weight_blocks(self.optimizer) + checkpoint.optimizer_blocks(self.optimizer)
 
 
 def prepare(
@@ -107,7 +108,8 @@ def prepare(
     model = build_model(config, plan, device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
     task = objective(config.model, corpus)
-    run = Run(config, folder, grid, plan, corpus, task, model, AdamW(model, config.train), loss_scale, device=device)
+    optimizer = AdamW(states_of(model, grid), config.train)
+    run = Run(config, folder, grid, plan, corpus, task, model, optimizer, loss_scale, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
         saved.load(run.blocks() if saved.has_moments else checkpoint.model_blocks(model), grid)

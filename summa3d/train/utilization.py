@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .optimizer import named_parameters
+from ..parallel.states import named_parameters
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from nn_oracle.volume import GPTVolume, product_cost
-from nn_parity import global_weights, whole
+from nn_parity import global_weights, gradients_of, whole
 from pairs import turns
 from scheme_table import FAMILIES, GPT2, check_against_plain_torch, rows_for, tokens_and_labels
 from torch.nn import functional
@@ -54,7 +54,7 @@ def test_hosted_and_diagonal_vectors_move_their_words_and_count_once_in_the_norm
         assert (backward.words, backward.messages) == (cost.backward.words, cost.backward.messages), axes
         gradients = [whole(model, parameter, p.grad) for parameter, p in model.named_parameters()]
         want = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
-        assert abs(global_gradient_norm(model.parameters(), grid) - want) <= 1e-12 * want
+        assert abs(global_gradient_norm(gradients_of(model.parameters()), grid) - want) <= 1e-12 * want
 
 
 @pytest.mark.mpi(sizes=(4,))
@@ -159,7 +159,7 @@ def test_parameters_are_held_by_the_ranks_of_their_stages_alone(make_grid, name)
             torch.testing.assert_close(y, distribute(alone(whole).detach(), inner.grid, inner.residual), rtol=1e-12, atol=0)
             y.square().sum().backward()
     want = torch.stack([p.grad.square().sum() for p in serial.parameters()]).sum().sqrt().item()
-    assert global_gradient_norm(layers.parameters(), job) == pytest.approx(want, rel=1e-12)
+    assert global_gradient_norm(gradients_of(layers.parameters()), job) == pytest.approx(want, rel=1e-12)
 
 
 def test_schemes_of_stages_share_prefetch_and_workspace_and_copies_of_a_model_have_their_own():
