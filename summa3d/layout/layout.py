@@ -163,8 +163,10 @@ class Layout:
 
     def holds_block(self, coordinates: Coordinates) -> bool:
         """Whether the rank holds a block: it is on the grid, and at an index that holds it on every root-only axis."""
+        if not self.root_only or not coordinates:
+            return bool(coordinates)
         at = dict(self.at)
-        return bool(coordinates) and all(
+        return all(
             coordinates[axis] in at[axis] if axis in at else coordinates[axis] == self.root_index(axis, coordinates)
             for axis in self.root_only
         )
