@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import devices
@@ -16,6 +16,11 @@ def whole(model: Any, name: str, block: Tensor) -> Tensor:
     """The global tensor of a parameter's block, or of its gradient's, on the host."""
     sharding = model.get_parameter(name).sharding
     return devices.to_host(collect(block, model.scheme.grid, sharding.layout, sharding.shape))
+
+
+def gradients_of(parameters: Iterable[Any]) -> list[tuple[Tensor, Any]]:
+    """The gradients that parameters have, each with its sharding."""
+    return [(p.grad, p.sharding) for p in parameters if p.grad is not None]
 
 
 def global_weights(model: Any) -> dict[str, Tensor]:

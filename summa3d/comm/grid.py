@@ -32,9 +32,10 @@ class Grid:
     ----------
     comm : the communicator whose ranks fill the grid.
     axes : axis name → size ≥ 1; the product must be the number of ranks.
-    order : axis names, fastest first: consecutive ranks differ in the first. A string names one-letter axes. Axes left out
-        follow, in the order of `axes`. The default puts z, then y, fastest: in a transformer block z carries 12 of every
-        16 units of activation traffic, y 4, and x only weights, so z belongs inside a node.
+    order : axis names, fastest first: consecutive ranks differ in the first. A text such as "z,y,x,dp"; without commas it
+        names one-letter axes. Axes left out follow, in the order of `axes`. The default puts z, then y, fastest: in a
+        transformer block z carries 12 of every 16 units of activation traffic, y 4, and x only weights, so z belongs inside a
+        node. Replicas (dp) and pipeline stages (pp) come last.
     tile : axis name → how many of its indices lie in one tile of consecutive ranks, so that a node holds a tile of the
         grid (the "bunched" arrangement of the 2-D paper). Must divide the axis.
     node_memory : whether axes whose ranks share a node communicate through its memory (transport/node.py): True always,
@@ -54,6 +55,7 @@ class Grid:
     """
 
     freed = False
+    sealed = False
     device: Backend | None = None
     nodes: Sequence[int] = ()
     """The node of each rank, numbered from 0."""
@@ -98,6 +100,12 @@ class Grid:
         self.coordinates = topology.coordinates_of(rank) if self.inside else {}
         self._transports = transports
         self._axes: dict[tuple[str, ...], Axis] = {}
+        self._parts: dict[tuple[str, ...], Part] = {}
+
+    @property
+    def job(self) -> Grid:
+        """The grid of the whole job, of which this is a part; itself, where it is no part."""
+        return self
 
     @property
     def shape(self) -> dict[str, int]:
@@ -128,11 +136,7 @@ class Grid:
         names = (key,) if isinstance(key, str) else tuple(key)
         if names in self._axes:
             return self._axes[names]
-        for name in names:
-            if name not in self.shape:
-                raise GridError(f"The grid has no axis {name!r}. Its axes: {', '.join(self.shape)}.")
-            if names.count(name) > 1:
-                raise GridError(f"A plane of axes {', '.join(names)} names axis {name!r} twice.")
+        _check_names(names, self.shape)
         return self._axis(names)
 
     @property
@@ -174,14 +178,57 @@ class Grid:
         if size < 1 or plane.size % size:
             fits = ", ".join(map(str, divisors(plane.size)))
             raise GridError(f"Runs of {size} do not divide the {plane.size} members of {plane.label}. Runs that do: {fits}.")
-        key = (*names, f"runs of {size}")
         if size == plane.size:
             return plane
-        if key not in self._axes:
-            first = plane.index - plane.index % size
-            members = self.topology.members(names, self.coordinates)[first : first + size]
-            self._axes[key] = self._new_axis(key, size, plane.index % size, self._comm_of(members))
-        return self._axes[key]
+        key = (*names, f"runs of {size}")
+        if key in self._axes:
+            return self._axes[key]
+        first = plane.index - plane.index % size
+        members = self.topology.members(names, self.coordinates)[first : first + size]
+        return self._joined(key, members, f"grid.run({names}, {size})", None)
+
+    def pick(self, axis: str, indices: Sequence[int]) -> Axis | None:
+        """The members of `axis` at these indices, in ascending order, as an axis; None on the other members.
+
+        The first use is collective over those members. Raises GridError for an index that the axis does not have.
+        """
+        line, wanted = self[axis], sorted(set(indices))
+        if not wanted or wanted[0] < 0 or wanted[-1] >= line.size:
+            raise GridError(f"Axis {axis} has the indices 0 to {line.size - 1}; grid.pick asks for {list(indices)}.")
+        if line.index not in wanted:
+            return None
+        if len(wanted) == line.size:
+            return line
+        ranks = self.topology.members((axis,), self.coordinates)
+        key, asked = (f"{axis}={'+'.join(map(str, wanted))}",), f"grid.pick({axis!r}, {tuple(wanted)})"
+        return self._joined(key, [ranks[index] for index in wanted], asked, self._node_rule)
+
+    def part(self, *names: str) -> Grid:
+        """The ranks that differ from this one on these axes alone, as a grid: a view, with this grid's axes and ledger.
+
+        Its `free` does nothing: the grid of the whole job owns what it shares. Moves nothing. Raises GridError for an axis that
+        the grid does not have.
+
+        >>> Place({"x": 2, "z": 3, "pp": 4}, rank=17).part("x", "z")
+        Grid(x=2, z=3, order=z,x, part of 24 ranks)
+        """
+        _check_names(names, self.shape)
+        key = tuple(name for name in self.shape if name in names)
+        if key == self.names:
+            return self
+        if not key:
+            raise GridError(f"A part of a grid needs at least one axis. Axes of {self}: {', '.join(self.shape)}.")
+        if key not in self._parts:
+            self._parts[key] = Part(self, key)
+        return self._parts[key]
+
+    def seal(self) -> None:
+        """Refuse new communicators from now on: an axis, a run or a pick of several ranks that was never asked for before.
+
+        Ranks of different pipeline stages run different operations; a communicator that is first made inside one waits for
+        ranks that are elsewhere. Moves nothing.
+        """
+        self.job.sealed = True
 
     def __repr__(self) -> str:
         part = "" if self.comm is self.common else f", ranks={','.join(map(str, self.ranks))}"
@@ -211,6 +258,8 @@ class Grid:
         """Release the axes' communicators (collective); a second call does nothing. The grid cannot communicate afterwards."""
         if self.freed:
             return
+        for part in self._parts.values():
+            part.release()
         self.freed = True
         for axis in self._axes.values():
             axis.transports.free()
@@ -237,13 +286,19 @@ class Grid:
                 f"Rank {self.common.rank} is outside {self}: it holds nothing, and takes no part in what the grid's ranks do.\n"
                 f"  Ask `grid.inside` first, or make the grid of all {self.common.size} ranks."
             )
-        if names not in self._axes:
+        if names in self._axes:
+            return self._axes[names]
+        members = self.topology.members(names, self.coordinates)
+        return self._joined(names, members, f"grid[{', '.join(map(repr, names))}]", self._node_rule)
+
+    def _joined(self, key: tuple[str, ...], members: list[int], asked: str, rule: NodeRule | None) -> Axis:
+        """The axis of these ranks, which is kept under `key`; `asked` is the call that asks for it."""
+        if key not in self._axes:
             self._check_in_use()
-            members = self.topology.members(names, self.coordinates)
-            one_node = len({self.nodes[rank] for rank in members}) == 1
-            node = self._node_rule if one_node else None
-            self._axes[names] = self._new_axis(names, len(members), members.index(self.rank), self._comm_of(members), node)
-        return self._axes[names]
+            comm = self._comm_of(members, asked)
+            node = rule if len({self.nodes[rank] for rank in members}) == 1 else None
+            self._axes[key] = self._new_axis(key, len(members), members.index(self.rank), comm, node)
+        return self._axes[key]
 
     def _new_axis(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Intracomm, node: NodeRule | None = None) -> Axis:
         members = Members("·".join(names), size, index, comm, self.ledger, node, self.transport)
@@ -257,12 +312,100 @@ class Grid:
         if self.freed:
             raise GridError(f"{self} was freed: its axes communicate no more. Make another grid.")
 
-    def _comm_of(self, members: list[int]) -> MPI.Intracomm:
+    def _comm_of(self, members: list[int], asked: str) -> MPI.Intracomm:
+        """The communicator of these ranks; `asked` is the call that asks for it, for the error of a sealed grid."""
         if len(members) == 1:
             return MPI.COMM_SELF
         if members == list(range(self.size)):
             return self.comm
+        _check_unsealed(self, asked)
         return _comm_of_some(self.comm, members)
+
+
+class Part(Grid):
+    """The ranks of a job's grid that differ on some of its axes alone, as a grid: what `Grid.part` returns."""
+
+    def __init__(self, job: Grid, names: tuple[str, ...]) -> None:
+        self._job, self.transport, self.device = job, job.transport, job.device
+        topology = job.topology.part(names)
+        rank = topology.rank_of(job.coordinates) if job.inside else MPI.UNDEFINED
+        self._stand(topology, rank, job.check, job.ledger, job._transports)
+        self.ranks = tuple(range(self.size))
+        if self.inside:
+            self.nodes = [job.nodes[rank] for rank in self._job_ranks()]
+
+    @property
+    def job(self) -> Grid:
+        """The grid of the whole job."""
+        return self._job
+
+    @property
+    def blas(self) -> Rule:  # type: ignore[override]
+        """What multiplies host tensors: the job's."""
+        return self._job.blas
+
+    @cached_property
+    def comm(self) -> MPI.Intracomm:  # type: ignore[override]
+        """The communicator of the part's ranks, in their order; its first use is collective over them."""
+        names = ", ".join(map(repr, self.names))
+        return self._job._comm_of(self._job_ranks(), f"grid.part({names}).comm") if self.inside else MPI.Intracomm()
+
+    @property
+    def common(self) -> MPI.Intracomm:  # type: ignore[override]
+        """The communicator that the part is on: its own."""
+        return self.comm
+
+    def _job_ranks(self) -> list[int]:
+        """The ranks of the job that fill the part, in its order."""
+        points = (self.coordinates_of(rank) for rank in range(self.size))
+        return [self._job.rank_of({**self._job.coordinates, **point}) for point in points]
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.shape.items())
+        return f"Grid({sizes}, order={','.join(self.order)}, part of {self._job.size} ranks)"
+
+    def run(self, names: tuple[str, ...], size: int) -> Axis:
+        """`Grid.run`, of the part's axes."""
+        _check_names(names, self.shape)
+        return self._job.run(names, size)
+
+    def pick(self, axis: str, indices: Sequence[int]) -> Axis | None:
+        """`Grid.pick`, of the part's axes."""
+        _check_names((axis,), self.shape)
+        return self._job.pick(axis, indices)
+
+    def part(self, *names: str) -> Grid:
+        """`Grid.part`, of the part's axes."""
+        _check_names(names, self.shape)
+        return self if set(names) == set(self.names) else self._job.part(*names)
+
+    def add_axes(self, *names: str) -> None:
+        """Give the part and its job these axes, of size 1. Raises GridError where the job has a larger one of that name."""
+        for name in names:
+            if name not in self.shape and self._job.shape.get(name, 1) > 1:
+                raise GridError(f"{self} cannot add axis {name}, which has size {self._job.shape[name]} on {self._job}.")
+        self._job.add_axes(*names)
+        super().add_axes(*names)
+
+    def free(self) -> None:
+        """Do nothing: the axes are the job's."""
+
+    def release(self) -> None:
+        """Release what the part alone has, when its job is freed."""
+        self.freed = True
+        for axis in self._axes.values():
+            axis.transports.free()
+        self._axes.clear()
+        self.kept.clear()
+        comm = vars(self).get("comm")
+        if comm not in (None, self._job.comm, self._job.common, MPI.COMM_SELF) and comm != MPI.COMM_NULL:
+            comm.Free()
+
+    def _axis(self, names: tuple[str, ...]) -> Axis:
+        return self._job._axis(names)
+
+    def _extent(self, comm: MPI.Intracomm) -> tuple[int, int]:
+        return self.size, self.rank
 
 
 def _rule_of_all(comm: MPI.Intracomm) -> Rule:
@@ -326,11 +469,30 @@ class Place(Grid):
         self.nodes = [0] * self.size if nodes is None else list(nodes)
         self._node_rule = node_rule
 
-    def _comm_of(self, members: list[int]) -> MPI.Intracomm:
+    def _comm_of(self, members: list[int], asked: str) -> MPI.Intracomm:
+        if len(members) > 1 and members != list(range(self.size)):
+            _check_unsealed(self, asked)
         return self.comm
 
     def _extent(self, comm: MPI.Intracomm) -> tuple[int, int]:
         return self.size, self.rank
+
+
+def _check_names(names: tuple[str, ...], shape: Mapping[str, int]) -> None:
+    for name in names:
+        if name not in shape:
+            raise GridError(f"The grid has no axis {name!r}. Its axes: {', '.join(shape)}.")
+        if names.count(name) > 1:
+            raise GridError(f"A plane of axes {', '.join(names)} names axis {name!r} twice.")
+
+
+def _check_unsealed(grid: Grid, asked: str) -> None:
+    """Raise GridError if the grid is sealed."""
+    if grid.sealed:
+        raise GridError(
+            f"{grid} is sealed: {asked} would make a new communicator, which other ranks may not be there to make.\n"
+            f"  Ask for {asked} on every rank before grid.seal()."
+        )
 
 
 def _comm_of_some(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:

@@ -11,7 +11,11 @@ from operator import index
 
 from ..errors import GridError
 
-DEFAULT_ORDER = ("z", "y", "x", "d")
+OUTER = ("cp", "ep", "dp", "pp")
+"""Axes outside the tensor-parallel grid, over which no scheme splits a layer: contexts, experts, replicas, pipeline stages."""
+REPLICAS = ("dp", "cp", "ep")
+"""Outer axes along which ranks hold copies of dense weights, and compute with other rows or positions."""
+DEFAULT_ORDER = ("z", "y", "x", "d", *OUTER)
 
 
 @dataclass
@@ -67,6 +71,11 @@ class Topology:
         """The ranks that share `coordinates` on all axes but `names`, in the order of the plane of `names`."""
         points = itertools.product(*(range(self.shape[name]) for name in names))
         return [self.rank_of({**coordinates, **dict(zip(names, point, strict=True))}) for point in points]
+
+    def part(self, names: Sequence[str]) -> Topology:
+        """The topology of the ranks that differ on these axes alone, numbered in the order of their ranks."""
+        order = tuple(name for name in self.order if name in names)
+        return Topology({name: self.shape[name] for name in names}, order, {name: self.tile[name] for name in names})
 
     def add(self, name: str) -> None:
         """Give the grid an axis of size 1, which a layout may then name; ranks stay where they are."""
@@ -131,11 +140,21 @@ def _checked_order(shape: Mapping[str, int], order: str | Sequence[str] | None) 
     for name, size in shape.items():
         if not isinstance(size, int) or size < 1:
             raise GridError(f"Axis {name} has size {size!r}; sizes are whole numbers ≥ 1.")
-    named = [name for name in DEFAULT_ORDER if name in shape] if order is None else list(order)
+    named = [name for name in DEFAULT_ORDER if name in shape] if order is None else axes_in(order)
     for name in named:
         if name not in shape or named.count(name) > 1:
-            raise GridError(f"order {''.join(named)!r} must name each axis at most once; the axes are {', '.join(shape)}.")
+            text = order if isinstance(order, str) else ",".join(named)
+            raise GridError(f"order {text!r} must name each axis at most once; the axes are {', '.join(shape)}.")
     return tuple(named + [name for name in shape if name not in named])
+
+
+def axes_in(order: str | Sequence[str]) -> list[str]:
+    """The axes that an order names: a text has commas between them, or is one-letter axes.
+
+    >>> axes_in("zyx"), axes_in("z,y,x,dp")
+    (['z', 'y', 'x'], ['z', 'y', 'x', 'dp'])
+    """
+    return [name.strip() for name in order.split(",")] if isinstance(order, str) and "," in order else list(order)
 
 
 def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> dict[str, int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
@@ -40,7 +40,7 @@ class Setting:
     scheme: str
     axes: dict[str, int]
     rank: int = 0
-    order: str | None = None
+    order: Sequence[str] | None = None
     tile: dict[str, int] | None = None
     regather: bool = True
     vectors: str = "copied"
@@ -116,7 +116,8 @@ class DryStep:
         """The most bytes held at any time of the step, the node's memory excluded."""
         base, held = self.parameters + self.moments + self.kept, net_of(self.first)
         optimizer = max((segment.top for segment, _ in self.optimizer), default=0)
-        return base + max(peak_of(self.first), held + max(peak_of(self.later), optimizer))
+        ended = self.copies if self.accumulate > 1 else 0  # with the last backward; of one micro-batch, with its own
+        return base + max(peak_of(self.first), held + peak_of(self.later), held - ended + optimizer)
 
     @property
     def workspace(self) -> int:
@@ -196,8 +197,9 @@ class _Run:
             self._drop()
             shared = self.place.ledger.workspace_bytes  # the rest that stays belongs to layers, such as rotary tables
             kept = shared + (tracer.storages.alive - shared) * setting.model.layers // self.config.layers
-            first = self._traced(self._pass)
-            later = self._traced(self._pass) if setting.accumulate > 1 else []
+            with ExitStack() as weights:
+                first = self._traced(lambda: self._pass(weights if setting.accumulate > 1 else None))
+                later = self._traced(self._pass, goes_on=True) if setting.accumulate > 1 else []
             whole = self._traced(lambda: self._optimize(update))
             for name, parameter in self.model.named_parameters():
                 if tracer.owners.cell_of(name) == middle:
@@ -218,8 +220,11 @@ class _Run:
             setting.accumulate, *composed, optimizer, parameters, copies, moments, kept, saved, node, whole_model, axes
         )
 
-    def _pass(self) -> None:
-        """A micro-batch's forward and backward."""
+    def _pass(self, weights: ExitStack | None = None) -> None:
+        """A micro-batch's forward and backward; `weights` keeps those that it computes with for the micro-batches after it."""
+        if weights is not None:
+            with self.tracer.ledger.phase("forward"):
+                weights.enter_context(self.training.weights(self.model))
         loss = self._forward()
         with self.tracer.ledger.phase("backward"):
             loss.backward()
@@ -239,8 +244,8 @@ class _Run:
         with self.tracer.ledger.phase(OPTIMIZER):
             update()
 
-    def _traced(self, run: Callable[[], None]) -> list[Segment]:
-        with self.tracer.recording() as segments:
+    def _traced(self, run: Callable[[], None], goes_on: bool = False) -> list[Segment]:
+        with self.tracer.recording(goes_on) as segments:
             run()
         return segments
 

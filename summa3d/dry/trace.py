@@ -175,10 +175,14 @@ class Tracer:
         self._begun, self._moves, self._phase = 0, 0, "forward"
 
     @contextmanager
-    def recording(self) -> Iterator[list[Segment]]:
-        """Record what the block does; yields the segments, complete when the block has ended."""
+    def recording(self, goes_on: bool = False) -> Iterator[list[Segment]]:
+        """Record what the block does; yields the segments, complete when the block has ended.
+
+        goes_on : whether it may use graphs of the recording before it, whose layers stay known
+        """
         self._segments, self._recording = [], True
-        self.owners.begin()
+        if not goes_on:
+            self.owners.begin()
         self._begun = self.storages.top = self.storages.alive
         try:
             yield self._segments

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..comm.arrays import Array, is_torch, to_host
 from ..errors import ShapeError
+from ..layout.layout import Layout
 from .distributed import Distributed
 
 NORMS = ("fro", "max", 1, inf)
@@ -25,7 +26,8 @@ def norm(matrix: Distributed, order: str | float = "fro") -> float:
         return norm(matrix.T, 1)
     values = magnitudes(matrix.block)
     if order == "fro":
-        return sqrt(_sum(matrix, np.array([np.sum(np.square(values))]), _splitting(matrix, (0, 1)))[0])
+        mine = np.sum(np.square(values)) if _counts(matrix) else 0.0
+        return sqrt(_sum(matrix, np.array([mine]), _splitting(matrix, (0, 1)))[0])
     if order == 1:
         values = _sum(matrix, np.sum(values, axis=0), matrix.layout.dims[0])
     return _largest(matrix, values)
@@ -42,6 +44,12 @@ def magnitudes(block: Array) -> np.ndarray:
 def _splitting(matrix: Distributed, dims: Iterable[int]) -> tuple[str, ...]:
     """The axes over which the values of these dims differ: those that split them, and those along which one rank hosts them."""
     return (*(axis for dim in dims for axis in matrix.layout.dims[dim]), *matrix.layout.root_only)
+
+
+def _counts(matrix: Distributed) -> bool:
+    """Whether this rank's block counts: of those that several indices of a root-only axis hold, the first."""
+    layout, at = matrix.layout, matrix.grid.coordinates
+    return not isinstance(layout, Layout) or all(at[axis] == layout.root_index(axis, at) for axis in layout.root_only)
 
 
 def _sum(matrix: Distributed, values: np.ndarray, axes: tuple[str, ...]) -> np.ndarray:

@@ -50,7 +50,8 @@ class Layout:
 
     An axis that appears nowhere holds equal copies, unless it is in `root_only` (behind ``@`` in the text): then one index
     holds the block and all others an empty one. ``m:x k:z @y=0`` is held at index 0 of y; ``h:z @y=z``, or
-    ``follows={"y": "z"}``, at the index on z: the block of a vector split by z lies on the diagonal y = z.
+    ``follows={"y": "z"}``, at the index on z: the block of a vector split by z lies on the diagonal y = z. ``h @pp=2``, or
+    ``at={"pp": (2,)}``, is held at index 2 of pp; ``v h @pp=0+3``, or ``at={"pp": (0, 3)}``, at both, as equal copies.
 
     Splits nest and are balanced at each level (`split_sizes`). Raises LayoutError where a text cannot be read, an axis appears
     twice, or `names` has another length than the dims.
@@ -59,10 +60,13 @@ class Layout:
     (2, 3)
     """
 
-    __slots__ = ("_hash", "_identity", "dims", "follows", "names", "root_only")
+    __slots__ = ("_hash", "_identity", "at", "dims", "follows", "names", "root_only")
     dims: tuple[tuple[str, ...], ...]
     root_only: tuple[str, ...]
+    """The axes along which some indices hold the block and the others an empty one."""
     follows: tuple[tuple[str, str], ...]
+    at: tuple[tuple[str, tuple[int, ...]], ...]
+    """The root-only axes whose block is not at index 0 alone, with the indices that hold it, ascending."""
     names: tuple[str, ...] | None
     _identity: tuple[object, ...]
     _hash: int
@@ -72,20 +76,26 @@ class Layout:
         *dims: Sequence[str],
         root_only: Sequence[str] = (),
         follows: Mapping[str, str] | None = None,
+        at: Mapping[str, Sequence[int]] | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
         if len(dims) == 1 and isinstance(dims[0], str):
             text = read(dims[0])
-            _check_text_alone(dims[0], text, root_only, follows, names)
-            dims, root_only, follows, names = text.dims, text.root_only, text.follows, text.names
+            _check_text_alone(dims[0], text, root_only, follows, at, names)
+            dims, root_only, follows, at, names = text.dims, text.root_only, text.follows, text.at, text.names
         own_dims = tuple([axes if type(axes) is tuple else _axes_of(axes) for axes in dims])
         own_root_only, own_follows = tuple(root_only), tuple(sorted(follows.items())) if follows else ()
+        own_at: tuple[tuple[str, tuple[int, ...]], ...] = ()
+        if at:
+            own_root_only += tuple(axis for axis in at if axis not in own_root_only)
+            own_at = tuple(sorted((axis, found) for axis in at if (found := _indices_of(axis, at[axis])) != (0,)))
         put = object.__setattr__
         put(self, "dims", own_dims)
         put(self, "root_only", own_root_only)
         put(self, "follows", own_follows)
+        put(self, "at", own_at)
         put(self, "names", _checked_names(tuple(names), len(own_dims)) if names else None)
-        put(self, "_identity", (own_dims, own_root_only, own_follows))
+        put(self, "_identity", (own_dims, own_root_only, own_follows, own_at))
         put(self, "_hash", hash(self._identity))
         flat = [axis for axes in (*own_dims, own_root_only) for axis in axes]
         if len(set(flat)) < len(flat) or own_follows:
@@ -95,7 +105,7 @@ class Layout:
         raise AttributeError("a Layout is immutable")
 
     def __reduce__(self) -> tuple[Callable[..., Layout], tuple[object, ...]]:
-        return _restored, (self.dims, self.root_only, dict(self.follows), self.names)
+        return _restored, (self.dims, self.root_only, dict(self.follows), dict(self.at), self.names)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self._identity == other._identity
@@ -104,7 +114,7 @@ class Layout:
         return self._hash
 
     def __str__(self) -> str:
-        return written(self.names, self.dims, self.root_only, dict(self.follows))
+        return written(self.names, self.dims, self.root_only, {**dict(self.follows), **dict(self.at)})
 
     def __repr__(self) -> str:
         return f"Layout({str(self)!r})"
@@ -116,7 +126,30 @@ class Layout:
 
     def named(self, *names: str) -> Layout:
         """The same layout with a label for each dim."""
-        return Layout(*self.dims, root_only=self.root_only, follows=dict(self.follows), names=names)
+        return self._with(self.dims, names)
+
+    def held_at(self, at: Mapping[str, Sequence[int]]) -> Layout:
+        """The same layout, held at these indices of these axes alone.
+
+        >>> Layout("h:z n").held_at({"pp": (2,)})
+        Layout('h:z n @pp=2')
+        """
+        return self._with(self.dims, self.names, {**dict(self.at), **at}) if at else self
+
+    def sharded_over(self, axes: Sequence[str]) -> Layout:
+        """The layout whose blocks are split further, along dim 0, by these axes as its finest: the shards of equal copies.
+
+        Short dims leave empty shards. Raises LayoutError for an axis that the layout names already.
+
+        >>> Layout("h:z n:y").sharded_over(("dp",))
+        Layout('h:(z,dp) n:y')
+        """
+        return self._with(((*self.dims[0], *axes), *self.dims[1:]), self.names)
+
+    def _with(
+        self, dims: tuple[tuple[str, ...], ...], names: Sequence[str] | None, at: Mapping[str, Sequence[int]] | None = None
+    ) -> Layout:
+        return Layout(*dims, root_only=self.root_only, follows=dict(self.follows), at=at or dict(self.at), names=names)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -124,18 +157,25 @@ class Layout:
         return frozenset(itertools.chain.from_iterable(self.dims))
 
     def root_index(self, axis: str, coordinates: Coordinates) -> int:
-        """The index on a root-only axis that holds the block of the line of ranks through `coordinates`."""
+        """The first index on a root-only axis that holds the block of the line of ranks through `coordinates`."""
         follows = dict(self.follows)
-        return coordinates[follows[axis]] if axis in follows else 0
+        return coordinates[follows[axis]] if axis in follows else dict(self.at).get(axis, (0,))[0]
 
     def holds_block(self, coordinates: Coordinates) -> bool:
-        """Whether the rank holds a block: it is on the grid, and the root on every root-only axis."""
-        return bool(coordinates) and all(coordinates[axis] == self.root_index(axis, coordinates) for axis in self.root_only)
+        """Whether the rank holds a block: it is on the grid, and at an index that holds it on every root-only axis."""
+        if not self.root_only or not coordinates:
+            return bool(coordinates)
+        at = dict(self.at)
+        return all(
+            coordinates[axis] in at[axis] if axis in at else coordinates[axis] == self.root_index(axis, coordinates)
+            for axis in self.root_only
+        )
 
     def is_primary(self, coordinates: Coordinates) -> bool:
-        """True on exactly one of the ranks that hold a block: the host, at index 0 of every axis that only copies it."""
-        splits = {*self.axes, *self.root_only}
-        return self.holds_block(coordinates) and all(index == 0 for axis, index in coordinates.items() if axis not in splits)
+        """True on one rank of each block's copies: at the first index that holds it, and at 0 of the axes that only copy it."""
+        copied = (index == 0 for axis, index in coordinates.items() if axis not in self.axes and axis not in self.root_only)
+        first = (coordinates[axis] == self.root_index(axis, coordinates) for axis in self.root_only)
+        return bool(coordinates) and all(first) and all(copied)
 
     def slices(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[slice, ...]:
         """The part of a global tensor of `shape` that the rank at `coordinates` holds, one slice per dim."""
@@ -143,6 +183,12 @@ class Layout:
             raise LayoutError(f"{self!r} describes {len(self.dims)} dims; a tensor of shape {tuple(shape)} has {len(shape)}.")
         if not coordinates:
             return (slice(0, 0),) * len(shape)
+        for axis, indices in self.at:
+            if grid_shape.get(axis, 0) <= indices[-1]:
+                raise LayoutError(
+                    f"{self!r} is held at index {indices[-1]} of axis {axis}, whose size is {grid_shape.get(axis, 'not known')}; "
+                    f"the grid has the axes {', '.join(f'{name}={size}' for name, size in grid_shape.items())}."
+                )
         result = []
         for n, axes in zip(shape, self.dims, strict=True):
             start, stop = 0, n
@@ -174,7 +220,7 @@ class Layout:
     def transposed(self) -> Layout:
         """The layout of the transpose: dims in reverse order."""
         names = None if self.names is None else self.names[::-1]
-        return Layout(*self.dims[::-1], root_only=self.root_only, follows=dict(self.follows), names=names)
+        return self._with(self.dims[::-1], names)
 
     def num_shards(self, dim: int, grid_shape: Mapping[str, int]) -> int:
         """Into how many parts `dim` is split."""
@@ -182,9 +228,13 @@ class Layout:
 
 
 def _restored(
-    dims: tuple[tuple[str, ...], ...], root_only: tuple[str, ...], follows: dict[str, str], names: tuple[str, ...] | None
+    dims: tuple[tuple[str, ...], ...],
+    root_only: tuple[str, ...],
+    follows: dict[str, str],
+    at: dict[str, tuple[int, ...]],
+    names: tuple[str, ...] | None,
 ) -> Layout:
-    return Layout(*dims, root_only=root_only, follows=follows, names=names)
+    return Layout(*dims, root_only=root_only, follows=follows, at=at, names=names)
 
 
 def _axes_of(axes: Sequence[str]) -> tuple[str, ...]:
@@ -192,6 +242,14 @@ def _axes_of(axes: Sequence[str]) -> tuple[str, ...]:
     if isinstance(axes, str) and axes and not axes.isidentifier():
         raise LayoutError(f"{axes!r} is not the axes of one dim. Write a layout as one text, Layout('m:x k:y'), or as tuples.")
     return tuple(axes)
+
+
+def _indices_of(axis: str, given: Sequence[int]) -> tuple[int, ...]:
+    """The indices that hold a block, ascending. Raises LayoutError where there is none, or one is no index."""
+    found = tuple(sorted(set(given)))
+    if not found or not all(isinstance(index, int) and index >= 0 for index in found):
+        raise LayoutError(f"at={{{axis!r}: {given!r}}} must name the indices that hold the block, such as {{{axis!r}: (0, 3)}}.")
+    return found
 
 
 def _check_text_alone(text: str, notation: Notation, *others: object) -> None:
@@ -205,7 +263,7 @@ def _check_text_alone(text: str, notation: Notation, *others: object) -> None:
 
 
 def _check(layout: Layout, axes: list[str]) -> None:
-    """Raise LayoutError where an axis appears twice, or one that is not root-only follows another."""
+    """Raise LayoutError where an axis appears twice, or one that is not root-only, or is held at an index, follows another."""
     for axis in axes:
         if axes.count(axis) > 1:
             raise LayoutError(
@@ -214,6 +272,8 @@ def _check(layout: Layout, axes: list[str]) -> None:
     for axis, other in layout.follows:
         if axis not in layout.root_only:
             raise LayoutError(f"follows={{{axis!r}: {other!r}}} needs {axis!r} in root_only, which is {layout.root_only}.")
+        if axis in dict(layout.at):
+            raise LayoutError(f"Axis {axis!r} cannot be held at {dict(layout.at)[axis]} and follow {other!r}. Give one of them.")
 
 
 @lru_cache(maxsize=1024)
@@ -241,6 +301,10 @@ class Sharding:
     def local_shape(self, grid: Grid) -> tuple[int, ...]:
         """Shape of this rank's block."""
         return self.layout.local_shape(self.shape, grid.shape, grid.coordinates)
+
+    def sharded_over(self, axes: Sequence[str]) -> Sharding:
+        """The sharding whose blocks are split further by these axes (`Layout.sharded_over`)."""
+        return Sharding(self.layout.sharded_over(axes), self.shape)
 
     def is_primary(self, grid: Grid) -> bool:
         """True on exactly one of the ranks that hold a copy of this rank's block (`Layout.is_primary`)."""

@@ -10,12 +10,14 @@ from typing import NamedTuple, NoReturn
 from ..errors import LayoutError
 
 WORD = re.compile(r"[^\s:(),@=\[\]]+")
+INDICES = re.compile(r"\d+(\+\d+)*")
+HELD = "an index, indices such as 0+3, or an axis of the dims"
 BLANKS = re.compile(r"\s*")
 HELP = (
     "  A layout names each dim in turn and the grid axes that split it, coarse first: 'b:(x,y) s h:z' (s is whole). A number "
     "stands for a dim without a name: '0:x 1:y'.\n"
-    "  '@' after the dims names root-only axes: 'm:x k:z @y=0'. Brackets are the block sizes of a block-cyclic matrix: "
-    "'m:x[64] k:y[32]'."
+    "  '@' after the dims names root-only axes: 'm:x k:z @y=0', 'v h @pp=0+3'. Brackets are the block sizes of a block-cyclic "
+    "matrix: 'm:x[64] k:y[32]'."
 )
 
 
@@ -29,16 +31,21 @@ class Notation(NamedTuple):
     """The block size of each dim of a block-cyclic matrix; None elsewhere."""
     root_only: tuple[str, ...]
     follows: dict[str, str]
+    at: dict[str, tuple[int, ...]]
+    """The root-only axes whose block is not at index 0 alone → the indices that hold it."""
 
 
 def written(
     names: Sequence[str] | None,
     dims: Sequence[Sequence[str]],
     root_only: Sequence[str] = (),
-    follows: Mapping[str, str] | None = None,
+    held: Mapping[str, str | Sequence[int]] | None = None,
     blocks: Sequence[int | None] = (),
 ) -> str:
-    """The text that `read` parses: ``m:(x,y) k:z``, ``0:x 1``, ``h:z @y=z``, ``m:x[64] k:y[32]``."""
+    """The text that `read` parses: ``m:(x,y) k:z``, ``0:x 1``, ``h:z @y=z``, ``v h @pp=0+3``, ``m:x[64] k:y[32]``.
+
+    held : root-only axis → the axis whose index it follows, or the indices that hold the block; else index 0 does
+    """
     items = []
     for position, axes in enumerate(dims):
         item = names[position] if names else str(position)
@@ -48,8 +55,9 @@ def written(
             item += f"[{blocks[position]}]"
         items.append(item)
     if root_only:
-        indices = follows or {}
-        items.append("@" + ",".join(f"{axis}={indices.get(axis, 0)}" for axis in root_only))
+        found = {axis: (held or {}).get(axis, (0,)) for axis in root_only}
+        texts = {axis: one if isinstance(one, str) else "+".join(map(str, one)) for axis, one in found.items()}
+        items.append("@" + ",".join(f"{axis}={text}" for axis, text in texts.items()))
     return " ".join(items)
 
 
@@ -82,8 +90,10 @@ class _Reader:
             blocks.append(self.block_size() if self.accept("[") else None)
             self.end_item()
         positions = names == [str(position) for position in range(len(names))]
-        follows = {axis: index for axis, index in root_only.items() if index != "0"}
-        return Notation(None if positions else tuple(names), tuple(dims), tuple(blocks), tuple(root_only), follows)
+        at = {axis: tuple(map(int, text.split("+"))) for axis, text in root_only.items() if INDICES.fullmatch(text)}
+        follows = {axis: other for axis, other in root_only.items() if axis not in at}
+        at = {axis: indices for axis, indices in at.items() if indices != (0,)}
+        return Notation(None if positions else tuple(names), tuple(dims), tuple(blocks), tuple(root_only), follows, at)
 
     def label(self, position: int) -> str:
         """The name of the dim at `position`; a number must be the position itself."""
@@ -111,7 +121,7 @@ class _Reader:
         return int(size)
 
     def root_only_axes(self) -> dict[str, str]:
-        """Axis → 0, or the axis whose index it follows; what stands behind '@', up to the end."""
+        """Axis → the indices that hold the block, or the axis whose index it follows; what stands behind '@', up to the end."""
         found: dict[str, str] = {}
         while True:
             self.skip_blanks()
@@ -119,9 +129,9 @@ class _Reader:
             if axis in found:
                 self.fail(start, f"another axis ({axis} is named before)")
             self.expect("=", "'='")
-            start, found[axis] = self.at, self.word("0, or an axis of the dims")
-            if found[axis].isdigit() and found[axis] != "0":
-                self.fail(start, "0, or an axis of the dims")
+            start, found[axis] = self.at, self.word(HELD)
+            if found[axis][0].isdigit() and not INDICES.fullmatch(found[axis]):
+                self.fail(start, HELD)
             self.skip_blanks()
             if self.at == len(self.text):
                 return found

@@ -15,7 +15,7 @@ class ShardedParameter(nn.Parameter):
 
     Attributes
     ----------
-    sharding : the layout and the global shape
+    sharding : the layout over the job's grid, and the global shape
     decay : whether weight decay applies (to matrices; not to biases and norms' γ and β)
     initial : the values that `initialise` writes: ("normal", std) or ("constant", value)
     """
@@ -36,10 +36,11 @@ def new_parameter(
 ) -> ShardedParameter:
     """Create this rank's block of a parameter of global `shape`, filled with NaN until `initialise` or a checkpoint writes it.
 
-    NaN makes a parameter that was never initialised visible in the first loss.
+    NaN makes a parameter that was never initialised visible in the first loss. `layout` is the one on the inner grid; ranks of
+    the job that do not hold the parameter (`Scheme.on`) have an empty block.
     """
-    sharding = Sharding(layout, shape)
-    parameter = ShardedParameter(torch.full(sharding.local_shape(scheme.grid), torch.nan, dtype=dtype))
+    sharding = Sharding(layout.held_at(dict(scheme.at)), shape)
+    parameter = ShardedParameter(torch.full(sharding.local_shape(scheme.job), torch.nan, dtype=dtype))
     parameter.sharding, parameter.decay, parameter.initial = sharding, decay, initial
     return parameter
 
@@ -58,6 +59,6 @@ def _fill(data: Tensor, parameter: ShardedParameter, scheme: Scheme, stream: int
     """Write a parameter's first values to `data`, from the random stream `stream`."""
     kind, value = parameter.initial
     if kind == "normal":
-        normal_(data, stream, parameter.sharding.shape, parameter.sharding.slices(scheme.grid), value)
+        normal_(data, stream, parameter.sharding.shape, parameter.sharding.slices(scheme.job), value)
     else:
         data.fill_(value)

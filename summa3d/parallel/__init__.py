@@ -1,1 +1,1 @@
-"""Pipelines around a tensor-parallel model: schedules as data, and their simulation."""
+"""Replicas and pipeline stages around a tensor-parallel model: states, schedules as data, and their simulation."""

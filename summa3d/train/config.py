@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.arrays import DEVICES
+from ..comm.topology import axes_in
 from ..comm.transport.select import NAMES as TRANSPORTS
 from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError
@@ -30,6 +31,7 @@ CHOSEN = ("", "grid", "scheme and grid")
 RECOMPUTE = ("none", "selective", "full")
 SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
 """Model families that can be trained on text → the number of special tokens that follow the tokenizer's own."""
+GRID_AXES = ("x", "y", "z", "d", "dp", "pp")
 SIZES = {"grid.x", "grid.y", "grid.z", "grid.d"}
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 NAMED_CONFIGS = Path(__file__).parent / "configs"
@@ -46,8 +48,11 @@ class GridConfig:
     x : ranks along axis x; where no size of the grid is given, `summa3d train` chooses all, where some are, the others are 1
     y : ranks along axis y, as x
     z : ranks along axis z, as x
-    d : ranks along axis d, the depth of tesseract, as x; the product of the four sizes is the number of ranks
-    order : the axes in rank order, fastest first
+    d : ranks along axis d, the depth of tesseract, as x; the product of all sizes is the number of ranks
+    dp : replicas of the model, each on its own rows of the batch; above 1 not available yet
+    pp : stages of a pipeline of the layers; above 1 not available yet
+    order : the axes in rank order, fastest first: "zyx", or names with commas, such as "z,y,x,d,dp,pp" (stages outermost) and
+        "z,y,x,d,pp,dp" (replicas outermost); axes that it leaves out follow
     tile : sizes of the sub-grid that one node holds, as {x = 2, y = 2}
 
     >>> GridConfig(x=2, z=4).axes
@@ -58,17 +63,33 @@ class GridConfig:
     y: int = 1
     z: int = 1
     d: int = 1
+    dp: int = 1
+    pp: int = 1
     order: str = "zyx"
     tile: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("x", "y", "z", "d"):
+        for name in GRID_AXES:
             at_least(f"grid.{name}", getattr(self, name), 1)
+        for name, what in (("dp", "Replicas"), ("pp", "Pipelines")):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"grid.{name} is {getattr(self, name)}. {what} are not available yet: leave grid.{name} at 1.")
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axis name → size: x, y and z always, d where its size exceeds 1."""
-        return {"x": self.x, "y": self.y, "z": self.z} | ({"d": self.d} if self.d > 1 else {})
+        """Axis name → size: x, y and z always, the others where their size exceeds 1."""
+        sizes = {name: getattr(self, name) for name in GRID_AXES}
+        return {name: size for name, size in sizes.items() if name in ("x", "y", "z") or size > 1}
+
+    @property
+    def rank_order(self) -> tuple[str, ...]:
+        """The axes of `axes` that `order` names, fastest first.
+
+        >>> GridConfig(x=2, y=2, z=2, order="z,y,x,d,dp,pp").rank_order
+        ('z', 'y', 'x')
+        """
+        absent = {name for name in GRID_AXES if name not in self.axes}
+        return tuple(name for name in axes_in(self.order) if name not in absent)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes.items())

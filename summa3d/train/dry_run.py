@@ -11,8 +11,9 @@ from ..dry.rank_classes import classes
 from ..dry.step import DryStep, Setting, Training, run
 from ..nn.models.registry import Model
 from ..node_support import why_no_node_memory
+from ..parallel.states import states_of
 from .config import Config, at_least, master_dtype
-from .optimizer import AdamW, global_gradient_norm, named_parameters
+from .optimizer import AdamW, global_gradient_norm
 from .precision import working_weights
 
 TERMS = ("parameters", "gradients", "optimizer", "activations", "workspace", "in_flight", "peak", "node")
@@ -58,7 +59,7 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
         config.scheme,
         grid.axes,
         rank,
-        grid.order,
+        grid.rank_order,
         grid.tile,
         config.regather,
         config.vectors,
@@ -75,10 +76,10 @@ def training_of(config: Config) -> Training:
     """What the training loop adds to a forward and a backward: 16-bit copies of weights, the gradients' norm and AdamW."""
 
     def optimizer(model: Model) -> tuple[Callable[[], None], int]:
-        adamw, parameters = AdamW(model, config.train), [p for _, p in named_parameters(model)]
+        adamw = AdamW(states_of(model, model.scheme.job), config.train)
 
         def update() -> None:
-            global_gradient_norm(parameters, model.scheme.grid)
+            global_gradient_norm(adamw.gradients(), model.scheme.job)
             adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0)
 
         return update, sum(moment.nbytes for kind in adamw.moments.values() for moment in kind.values())

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,6 +21,7 @@ from ..comm.profile import trace
 from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
 from ..nn.models.base import LanguageModel
+from ..parallel.states import named_parameters
 from . import metrics
 from .checkpoint import folder as checkpoint
 from .config import Config
@@ -30,7 +31,7 @@ from .lease import Lease
 from .loss_plot import draw_loss
 from .metrics import Recorder, Step, Stopwatch
 from .on_root import on_root
-from .optimizer import clip_factor, global_gradient_norm, learning_rate, named_parameters
+from .optimizer import clip_factor, global_gradient_norm, learning_rate
 from .precision import torch_dtype, working_weights
 from .prepare import Run, prepare
 from .progress import Progress
@@ -147,13 +148,16 @@ def take_step(run: Run, number: int) -> Step:
     """
     settings, ledger, scale = run.config.train, run.grid.ledger, run.loss_scale.value
     stopwatch = Stopwatch(ledger, torch.get_num_threads())
-    parameters = list(run.optimizer.parameters.values())
-    for parameter in parameters:
-        parameter.grad = None
-    losses = [accumulate(run, number, part * settings.micro_batch) for part in range(settings.accumulate)]
-    loss = total(losses)
+    for state in run.optimizer.states.values():
+        state.parameter.grad = None
+    *earlier, last = range(0, settings.batch, settings.micro_batch)
+    with ExitStack() as copies:  # made once a step; they end with the last forward, and its backward frees each that it has used
+        if earlier:
+            copies.enter_context(working_weights(run.model, run.config))
+        losses = [accumulate(run, number, row) for row in earlier]
+        loss = total([*losses, accumulate(run, number, last, copies)])
     with ledger.phase("optimizer"):
-        norm = global_gradient_norm(parameters, run.grid) / scale
+        norm = global_gradient_norm(run.optimizer.gradients(), run.grid) / scale
         rate = learning_rate(number, settings)
         if run.loss_scale.accepts(number, loss, norm):
             run.optimizer.step(rate, clip_factor(norm, settings.clip, scale))
@@ -164,13 +168,18 @@ def take_step(run: Run, number: int) -> Step:
     return step
 
 
-def accumulate(run: Run, number: int, first_row: int) -> Tensor:
-    """Forward and backward of a micro-batch; returns its part of the step's loss. Random numbers count steps from 0."""
+def accumulate(run: Run, number: int, first_row: int, copies: ExitStack | None = None) -> Tensor:
+    """Forward and backward of a micro-batch; returns its part of the step's loss. Random numbers count steps from 0.
+
+    copies : the context of the step's 16-bit copies, which ends between the two; None: those of this micro-batch alone
+    """
     settings, ledger = run.config.train, run.grid.ledger
     rows = run.objective.training(settings.seed, number - 1, first_row, settings.micro_batch)
     inputs = on_device(rows, run.device)
     with ledger.phase("forward"), working_weights(run.model, run.config):
         loss = run.model(**inputs, step=number - 1, first_row=first_row, **run.objective.counts(settings.batch))
+    if copies is not None:
+        copies.close()
     with ledger.phase("backward"):
         (loss * run.loss_scale.value).backward()
     return loss.detach()

@@ -18,9 +18,9 @@ from ..errors import DataError
 from ..figures import CAPTION, COLUMN, draw, look
 from ..nn.models.registry import build
 from ..nn.schemes.scheme import scheme
+from ..parallel.states import named_parameters
 from . import metrics, toml
 from .config import Config, GridConfig, load, read_table, to_table
-from .optimizer import named_parameters
 
 WINDOW = 50
 """The smooth line of the training loss is the mean over the last 1/WINDOW of a run's steps."""

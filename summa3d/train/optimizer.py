@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import cos, isfinite, pi, sqrt
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,55 +13,58 @@ from summa3d.kernels import dispatch
 
 if TYPE_CHECKING:
     from ..comm.grid import Grid
-    from ..nn.parameter import ShardedParameter
+    from ..layout.layout import Sharding
+    from ..parallel.states import State
     from .config import TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of AdamW's first and second moments."""
 
 
-def named_parameters(model: torch.nn.Module) -> list[tuple[str, ShardedParameter]]:
-    """Names and parameters of a model, each with its `sharding` and `decay`, in the same order on every rank."""
-    return [(name, cast("ShardedParameter", p)) for name, p in model.named_parameters()]
-
-
 class AdamW:
     """AdamW with decoupled weight decay on matrices (parameters with `p.decay`), and none on vectors.
 
-    `moments[moment][name]` is a moment of the parameter `name`, with the sharding of that parameter. Memory: two words per
-    local parameter element. Nothing is communicated.
+    `moments[moment][name]` is a moment of the parameter `name`, in its state's sharding of moments. Memory: two words per
+    element of it. Nothing is communicated.
     """
 
-    def __init__(self, model: torch.nn.Module, config: TrainConfig) -> None:
+    def __init__(self, states: Sequence[State], config: TrainConfig) -> None:
         self.config = config
-        self.parameters = dict(named_parameters(model))
-        self.moments = {moment: {name: torch.zeros_like(p.data) for name, p in self.parameters.items()} for moment in MOMENTS}
-        self._steps = dict.fromkeys(self.parameters, 0)
+        self.states = {state.name: state for state in states}
+        self.moments = {moment: {state.name: torch.zeros_like(state.weight) for state in states} for moment in MOMENTS}
+        self._steps = dict.fromkeys(self.states, 0)
 
     def start_at(self, step: int) -> None:
         """Set the number of steps already taken, on which the bias corrections depend."""
-        self._steps = dict.fromkeys(self.parameters, step)
+        self._steps = dict.fromkeys(self.states, step)
+
+    def gradients(self) -> list[tuple[torch.Tensor, Sharding]]:
+        """The gradients that this rank updates with, each with its sharding: what `global_gradient_norm` takes."""
+        found = [(state.gradient, state.shardings.moments) for state in self.states.values()]
+        return [(gradient, sharding) for gradient, sharding in found if gradient is not None]
 
     @torch.no_grad()
     def step(self, rate: float, factor: float = 1.0) -> None:
-        """Update every parameter that has a gradient, from gradient · factor, with learning rate `rate`.
+        """Update this rank's part of every weight that has a gradient, from gradient · factor, with learning rate `rate`.
 
         The call may leave gradients multiplied by `factor`.
         """
         for decay in (True, False):
-            names = [name for name, p in self.parameters.items() if p.decay is decay and p.grad is not None]
-            self._update(names, rate, self.config.weight_decay if decay else 0.0, factor)
+            found = [(state, state.gradient) for state in self.states.values() if state.parameter.decay is decay]
+            given = {state.name: gradient for state, gradient in found if gradient is not None}
+            self._update(given, rate, self.config.weight_decay if decay else 0.0, factor)
 
-    def _update(self, names: list[str], rate: float, weight_decay: float, factor: float) -> None:
+    def _update(self, given: dict[str, torch.Tensor], rate: float, weight_decay: float, factor: float) -> None:
         first, second = (self.moments[moment] for moment in MOMENTS)
+        names = list(given)
         for name in names:
             self._steps[name] += 1
-        weights = [self.parameters[name] for name in names]
+        weights = [self.states[name].weight for name in names]
         if not weights:
             return
         dispatch.kernels_for(weights[0]).adamw(
             weights,
-            [grad for name in names if (grad := self.parameters[name].grad) is not None],
+            list(given.values()),
             [first[name] for name in names],
             [second[name] for name in names],
             [self._steps[name] for name in names],
@@ -87,18 +90,20 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.learning_rate * (config.decay_to + (1 - config.decay_to) * (1 + cos(pi * done)) / 2)
 
 
-def global_gradient_norm(parameters: Iterable[ShardedParameter], grid: Grid) -> float:
+def global_gradient_norm(gradients: Iterable[tuple[torch.Tensor, Sharding]], grid: Grid) -> float:
     """The 2-norm of all gradients of the whole model, equal on every rank; collective.
+
+    gradients : this rank's blocks, each with its sharding over the job's grid `grid`
 
     Every element is counted once, in float64, by its primary rank (`Sharding.is_primary`). Moves one all-reduce of one word. The
     norm is finite only if all gradients on all ranks are finite, copies included, so that all ranks take the same decision.
     The host synchronizes with a device once.
     """
-    found = [p for p in parameters if p.grad is not None]
-    norms = [torch.linalg.vector_norm(cast(torch.Tensor, p.grad), dtype=torch.float64) for p in found]
+    found = list(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient, _ in found]
     squares = 0.0
-    for p, norm in zip(found, _read(norms), strict=True):
-        if p.sharding.is_primary(grid) or not isfinite(norm):
+    for (_, sharding), norm in zip(found, _read(norms), strict=True):
+        if sharding.is_primary(grid) or not isfinite(norm):
             squares += norm * norm
     return sqrt(float(grid.world.all_reduce(np.array([squares]))[0]))
 

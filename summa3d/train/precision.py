@@ -37,9 +37,10 @@ def torch_dtype(name: str) -> torch.dtype:
 def working_weights(model: torch.nn.Module, config: Config) -> Iterator[None]:
     """A context in which every layer computes with weights of `config.dtype`; the parameters themselves stay float32.
 
-    The copy is part of the autograd graph: backward widens a 16-bit gradient and adds it to the float32 `grad` of the parameter,
-    over micro-batches too. Each rank copies its local blocks before any all-gather, so that weights are communicated in 16
-    bits. Memory: 2 bytes per local weight until backward has used it. The context does nothing where `dtype` needs no copy.
+    The copies are part of the autograd graph of every loss that is computed with them: backward widens a 16-bit gradient and adds
+    it to the float32 `grad` of the parameter, over micro-batches too. Each rank copies its local blocks before any all-gather, so
+    that weights are communicated in 16 bits. Memory: 2 bytes per local weight until the context has ended and backward has used
+    it; a context inside another one uses its copies. The context does nothing where `dtype` needs no copy.
     """
     if config.dtype == master_dtype(config.dtype):
         yield

@@ -15,6 +15,7 @@ from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError, DataError
 from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
+from ..parallel.states import states_of
 from . import config as configuration
 from . import toml
 from .checkpoint import folder as checkpoint
@@ -59,7 +60,7 @@ class Run:
 
     def blocks(self) -> list[shards.TensorBlock]:
         """This rank's blocks of all tensors of a checkpoint: parameters and optimizer moments."""
-        return checkpoint.model_blocks(self.model) + checkpoint.optimizer_blocks(self.optimizer)
+        return checkpoint.weight_blocks(self.optimizer) + checkpoint.optimizer_blocks(self.optimizer)
 
 
 def prepare(
@@ -108,7 +109,8 @@ def prepare(
     model = build_model(config, plan, device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
     task = objective(config.model, corpus)
-    run = Run(config, folder, grid, plan, corpus, task, model, AdamW(model, config.train), loss_scale, device=device)
+    optimizer = AdamW(states_of(model, grid), config.train)
+    run = Run(config, folder, grid, plan, corpus, task, model, optimizer, loss_scale, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
         saved.load(run.blocks() if saved.has_moments else checkpoint.model_blocks(model), grid)
@@ -155,7 +157,7 @@ def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) 
 
     Ranks with devices do not use the node's shared memory. Raises GridError where the sizes do not fit the number of ranks.
     """
-    order, tile = config.grid.order, config.grid.tile
+    order, tile = config.grid.rank_order, config.grid.tile
     shared = None if device.type == "cpu" else False
     grid = Grid(comm, config.grid.axes, order, tile, node_memory=shared, transport=config.transport)
     return grid, scheme(config.scheme, grid, config.regather, config.vectors, config.overlap)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..gemm.local.multiply import multiply
-from .optimizer import named_parameters
+from ..parallel.states import named_parameters
 
 if TYPE_CHECKING:
     from ..comm.grid import Grid

@@ -205,6 +205,15 @@ def test_norms_count_each_element_once(comm, make_grid, dtype):
         assert matrix.T.norm() == pytest.approx(want["fro"], rel=1e-12) and matrix.T.norm(1) == matrix.norm(inf)
 
 
+@pytest.mark.mpi(sizes=(6,))
+def test_norms_count_a_matrix_held_at_two_indices_once(comm, make_grid):
+    grid, whole = make_grid(x=2, pp=3), random((5, 7))
+    for layout in ("m:x k @pp=0+2", "m:x k @pp=1"):
+        matrix = DistMatrix.from_global(whole, grid, layout)
+        assert matrix.norm() == pytest.approx(np.linalg.norm(whole), rel=1e-12)
+        assert [matrix.norm(order) for order in (1, inf)] == pytest.approx([np.linalg.norm(whole, order) for order in (1, inf)])
+
+
 @pytest.mark.mpi(sizes=(1, 6))
 def test_norms_of_empty_matrices_and_of_nan(comm, make_grid):
     grid, ownership = grid_of(comm, make_grid), Layout(("x", "y"), ("z",))

@@ -18,7 +18,7 @@ from summa3d.gemm import CuboidPlan
 from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.layout import BlockCyclic, Layout, collect, distribute, ownership, redistribute
 
-AXES = ("x", "y", "z", "d", "dp")
+AXES = ("x", "y", "z", "d", "dp", "pp")
 NAMES = ("m", "k", "n", "b", "s", "h", "heads", "größe")
 
 
@@ -36,7 +36,9 @@ def layouts(draw) -> Layout:
     splitting = [axis for axes in dims for axis in axes]
     follows = {axis: draw(st.sampled_from(splitting)) for axis in root_only if splitting and draw(st.booleans())}
     names = draw(st.none() | st.lists(st.sampled_from(NAMES), min_size=len(dims), max_size=len(dims)))
-    return Layout(*dims, root_only=root_only, follows=follows, names=names)
+    indices = st.lists(st.integers(0, 12), min_size=1, max_size=3)
+    at = {axis: draw(indices) for axis in root_only if axis not in follows and draw(st.booleans())}
+    return Layout(*dims, root_only=root_only, follows=follows, at=at, names=names)
 
 
 @st.composite
@@ -52,10 +54,11 @@ def cyclic_layouts(draw) -> BlockCyclic:
 def test_what_a_layout_prints_is_the_layout(layout):
     for other in (Layout(str(layout)), ownership(str(layout)), eval(repr(layout))):
         assert type(other) is Layout and other == layout and hash(other) == hash(layout)
-        assert (other.dims, other.root_only, other.follows, other.names or ()) == (
+        assert (other.dims, other.root_only, other.follows, other.at, other.names or ()) == (
             layout.dims,
             layout.root_only,
             layout.follows,
+            layout.at,
             layout.names or (),
         )
         assert str(other) == str(layout)
@@ -78,6 +81,9 @@ def test_what_a_block_cyclic_layout_prints_is_that_layout(layout):
         ("@y=0", Layout(root_only=("y",))),
         ("m:x k:z @y=0", Layout(("x",), ("z",), root_only=("y",))),
         ("h:(z,x) @y=z,d=0", Layout(("z", "x"), root_only=("y", "d"), follows={"y": "z"})),
+        ("h n:y @pp=2", Layout((), ("y",), at={"pp": (2,)})),
+        ("v h @y=0,pp=0+3", Layout((), (), root_only=("y",), at={"pp": (3, 0)})),
+        ("h @pp=0", Layout((), at={"pp": (0,)})),
         ("m:x[64] k:(y,z)[3]", BlockCyclic(("x", 64), (("y", "z"), 3))),
         ("m[8] k:y[3]", BlockCyclic(((), 8), ("y", 3))),
     ],
@@ -109,7 +115,7 @@ def test_names_are_labels_that_equality_ignores_and_copies_keep():
         ("m:x[0] k:y[1]", "at position 4: found '0] k:y.*whole number of at least 1"),
         ("m:x[8 k:y[8]", r"at position 5: .*expected '\]'"),
         ("h:z @y", "at position 6: found the end, expected '='"),
-        ("h:z @y=1", "at position 7: found '1', expected 0, or an axis"),
+        ("h:z @y=1+", "at position 7: found '1\\+', expected an index, indices such as 0\\+3, or an axis"),
         ("h:z @y=0 s", "at position 9: found 's', expected ',' or the end"),
         ("h:z @y=0,y=0", "at position 9: found 'y=0', expected another axis"),
         ("m:x k:x", "Axis 'x' splits two dims"),

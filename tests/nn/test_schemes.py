@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 from nn_oracle.volume import GPTVolume
+from nn_parity import gradients_of
 from pairs import some
 from scheme_table import FAMILIES, GPT2, GRIDS, check_against_plain_torch, rows_for, sequence_for, tokens_and_labels
 
@@ -30,6 +31,18 @@ def test_loss_and_every_raw_gradient_equal_plain_torch(make_grid, world_size, ca
         for family in FAMILIES:
             if (world_size, name, family) in cases:
                 check_against_plain_torch(FAMILIES[family], scheme(name, make_grid(**axes)))
+
+
+@pytest.mark.mpi(sizes=(8,), timeout=110)
+@pytest.mark.parametrize("order", ["z,y,x,dp,pp", "pp,z,y"])
+@pytest.mark.parametrize("family, name", [("bert", "summa"), ("llama", "cuboid-sequence"), ("gpt2", "oned")])
+def test_inside_a_job_of_replicas_and_stages_a_model_is_that_of_its_inner_grid(make_grid, family, name, order):
+    axes = {"y": 2, "z": 2} if name == "cuboid-sequence" else {"x": 2, "y": 2} if name == "summa" else {"y": 4}
+    job = make_grid(**axes, dp=1, pp=2, order=[axis for axis in order.split(",") if axis in (*axes, "dp", "pp")])
+    on_grid = scheme(name, job)
+    assert on_grid.job is job and on_grid.grid.size == 4 and not {"dp", "pp"} & set(on_grid.grid.shape)
+    check_against_plain_torch(FAMILIES[family], on_grid)
+    assert not any("pp" in row.axis or "dp" in row.axis for row in job.ledger.rows())
 
 
 @pytest.mark.mpi(sizes=(27,), timeout=110)
@@ -59,7 +72,7 @@ def test_a_step_moves_exactly_the_words_and_messages_of_its_formula(make_grid, w
         with grid.ledger.watch() as backward:
             loss.backward()
         with grid.ledger.watch() as optimizer:
-            global_gradient_norm(model.parameters(), grid)
+            global_gradient_norm(gradients_of(model.parameters()), grid)
         cost = GPTVolume(GPT2, on_grid, *tokens.shape).step()
         for moved, said in ((forward, cost.forward), (backward, cost.backward), (optimizer, cost.optimizer)):
             assert (moved.words, moved.messages) == (said.words, said.messages), (name, axes)
@@ -72,7 +85,7 @@ def test_the_gradient_norm_counts_every_element_once(make_grid, world_size):
         on_grid = scheme(name, None if axes is None else make_grid(**axes))
         model = GPT(config, on_grid, torch.float64, seed=3).eval()
         model(*tokens_and_labels(config, 12, 12)).backward()
-        norms.append(global_gradient_norm(model.parameters(), on_grid.grid))
+        norms.append(global_gradient_norm(gradients_of(model.parameters()), on_grid.grid))
     assert all(abs(norm - norms[0]) <= 1e-12 * norms[0] for norm in norms), norms
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 
 import pytest
 import torch
 from nn_oracle.volume import GPTVolume, product_cost
-from nn_parity import global_weights, whole
+from nn_parity import global_weights, gradients_of, whole
 from pairs import turns
 from scheme_table import FAMILIES, GPT2, check_against_plain_torch, rows_for, tokens_and_labels
 from torch.nn import functional
@@ -17,6 +18,7 @@ from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError, ShapeError
 from summa3d.layout import collect, distribute
 from summa3d.nn import GPT, MLP, initialise, scheme
+from summa3d.nn.overlap import Overlap
 from summa3d.train.optimizer import global_gradient_norm
 
 STORED = {
@@ -52,7 +54,7 @@ def test_hosted_and_diagonal_vectors_move_their_words_and_count_once_in_the_norm
         assert (backward.words, backward.messages) == (cost.backward.words, cost.backward.messages), axes
         gradients = [whole(model, parameter, p.grad) for parameter, p in model.named_parameters()]
         want = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
-        assert abs(global_gradient_norm(model.parameters(), grid) - want) <= 1e-12 * want
+        assert abs(global_gradient_norm(gradients_of(model.parameters()), grid) - want) <= 1e-12 * want
 
 
 @pytest.mark.mpi(sizes=(4,))
@@ -130,3 +132,48 @@ def test_a_model_on_the_faces_of_the_cube_is_refused(make_grid):
         GPT(GPT2, agarwal)
     with pytest.raises(ShapeError, match="global number of rows"):
         MLP(8, 8, agarwal)(torch.zeros(2, 4))
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("name", ["cuboid", "summa"])
+def test_parameters_are_held_by_the_ranks_of_their_stages_alone(make_grid, name):
+    """Three layers: of stage 0, of stage 1, and of both, as a tied table is."""
+    job = make_grid(y=2, pp=2)
+    here, inner = job.coordinates["pp"], scheme(name, job)
+    layers, serial = torch.nn.ModuleList(), torch.nn.ModuleList()
+    for holders in ((0,), (1,), (0, 1)):
+        layers.append(MLP(24, 29, inner.on(pp=holders), std=1.0, dtype=torch.float64))
+        serial.append(MLP(24, 29, scheme("serial"), std=1.0, dtype=torch.float64))
+    initialise(layers, inner, 5)
+    initialise(serial, scheme("serial"), 5)
+    whole = torch.randn(4, 3, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    x = distribute(whole, inner.grid, inner.residual)
+    for index, (layer, alone) in enumerate(zip(layers, serial, strict=True)):
+        for parameter, want in zip(layer.parameters(), alone.parameters(), strict=True):
+            sharding = parameter.sharding
+            assert (parameter.numel() > 0) == (index in (here, 2)) and sharding.layout.root_only == ("pp",)
+            assert torch.equal(collect(parameter.data, job, sharding.layout, sharding.shape), want.data)
+        alone(whole).square().sum().backward()
+        if index in (here, 2):
+            y = layer(x)
+            torch.testing.assert_close(y, distribute(alone(whole).detach(), inner.grid, inner.residual), rtol=1e-12, atol=0)
+            y.square().sum().backward()
+    want = torch.stack([p.grad.square().sum() for p in serial.parameters()]).sum().sqrt().item()
+    assert global_gradient_norm(gradients_of(layers.parameters()), job) == pytest.approx(want, rel=1e-12)
+
+
+def test_schemes_of_stages_share_prefetch_and_workspace_and_copies_of_a_model_have_their_own():
+    place = Place({"x": 2, "pp": 3})
+    whole = scheme("cuboid", place, overlap=Overlap(gather=1))
+    stages = [whole.on(pp=(index,)) for index in range(3)]
+    assert all(stage.prefetcher is whole.prefetcher and stage._shared is whole._shared for stage in stages)
+    copied = copy.deepcopy(stages)
+    assert len({id(stage._shared) for stage in copied}) == 1 and copied[0].prefetcher is not whole.prefetcher
+    assert whole.on(pp=(0, 2)).at == (("pp", (0, 2)),) and whole.on(dp=(0,)) == whole.on() == whole
+    for at, named in (
+        ({"pp": (3,)}, "pp=\\(3,\\): axis pp has the indices 0 to 2"),
+        ({"x": (1,)}, "x=\\(1,\\)"),
+        ({"cp": (1,)}, "cp"),
+    ):
+        with pytest.raises(LayoutError, match=f"Parameters cannot be held at {named}"):
+            whole.on(**at)

@@ -25,6 +25,13 @@ LAYOUTS = {
     "copies": Layout(("y",), ()),
     "whole": Layout((), ()),
 }
+STAGES = {
+    "w": Layout("m:z n @pp=1"),
+    "table": Layout("v:z h @pp=0+1"),
+    "copies": Layout("m n @pp=1").sharded_over(("z", "dp")),
+    "whole": Layout("m n:z").sharded_over(("dp",)),
+}
+"""Held by pipeline stages, at both ends, and in shards of the replicas' copies, of which some are empty."""
 SHAPES = {"w": (13, 7), "table": (11, 5), "copies": (3, 2), "whole": (4, 4)}
 GRID = {1: {"x": 1, "y": 1, "z": 1}, 2: {"x": 1, "y": 2, "z": 1}, 6: {"x": 1, "y": 3, "z": 2}, 8: {"x": 2, "y": 2, "z": 2}}
 
@@ -37,7 +44,7 @@ def whole(name: str, dtype: torch.dtype) -> torch.Tensor:
 def blocks(grid: Any, filled: bool, dtype: torch.dtype = torch.float64) -> list[TensorBlock]:
     """This rank's blocks of four tensors in four layouts; filled, or NaN to be filled."""
     made = []
-    for name, layout in LAYOUTS.items():
+    for name, layout in (STAGES if "pp" in grid.shape else LAYOUTS).items():
         sharding = Sharding(layout, SHAPES[name])
         block = whole(name, dtype)[sharding.slices(grid)].clone()
         made.append(TensorBlock(name, block if filled else torch.full_like(block, torch.nan), sharding))
@@ -79,8 +86,21 @@ def test_any_grid_reads_what_any_grid_wrote(comm: Any, make_grid: Callable[..., 
 
 
 @pytest.mark.mpi(sizes=(8,))
-def test_each_element_is_stored_once(comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path) -> None:
-    path = save(make_grid(**GRID[8]), shared_tmp_path, 1)
+def test_stages_and_shards_of_replicas_are_read_by_any_grid(
+    comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path
+) -> None:
+    job, inner = make_grid(z=2, dp=2, pp=2), make_grid(**GRID[8])
+    assert_filled(load(inner, path := save(job, shared_tmp_path, 1), comm), inner)
+    assert_filled(load(job, path, comm), job)
+    assert_filled(load(job, save(inner, shared_tmp_path, 2), comm), job)
+
+
+@pytest.mark.mpi(sizes=(8,))
+@pytest.mark.parametrize("shape", [GRID[8], {"z": 2, "dp": 2, "pp": 2}], ids=["inner", "job"])
+def test_each_element_is_stored_once(
+    comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path, shape: dict[str, int]
+) -> None:
+    path = save(make_grid(**shape), shared_tmp_path, 1)
     index = json.loads((path / "index.json").read_text())
     for name, shape in SHAPES.items():
         covered = torch.zeros(shape, dtype=torch.int64)

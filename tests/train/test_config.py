@@ -144,3 +144,12 @@ def test_a_grid_is_chosen_only_where_none_is_given(tmp_path: Path) -> None:
     assert loaded(4, run, "train.steps=9") == (first, "x=4,y=1,z=1", "scheme and grid")
     assert loaded(4, run, "scheme=oned") == ("oned", "x=4,y=1,z=1", "grid")
     assert loaded(6, run, "grid.x=3") == ("oned", "x=3,y=1,z=1", "")
+
+
+def test_replicas_and_stages_have_keys_and_an_order_but_are_refused_for_now():
+    grid = config.load("demo", ["grid.x=2", "grid.z=2", "grid.order=z,y,x,d,dp,pp"]).grid
+    assert grid.axes == {"x": 2, "y": 1, "z": 2} and grid.rank_order == ("z", "y", "x")
+    assert config.load("demo", []).grid.rank_order == ("z", "y", "x")
+    for key, what in (("dp", "Replicas"), ("pp", "Pipelines")):
+        with pytest.raises(ConfigError, match=rf"grid.{key} is 2\. {what} are not available yet: leave grid.{key} at 1"):
+            config.load("demo", [f"grid.{key}=2"])

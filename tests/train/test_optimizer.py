@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from nn_parity import gradients_of
 
+from summa3d.comm.grid import Place
 from summa3d.layout.layout import Layout, Sharding
+from summa3d.parallel.states import states_of
 from summa3d.train import config
 from summa3d.train.optimizer import AdamW, clip_factor, global_gradient_norm, learning_rate
 
@@ -43,7 +46,7 @@ def test_the_norm_counts_every_element_of_every_layout_once(comm: Any, make_grid
     whole = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).double() for seed in range(len(LAYOUTS))]
     parameters = [sharded(layout, grid, one) for layout, one in zip(LAYOUTS, whole, strict=True)]
     with grid.ledger.watch() as moved:
-        norm = global_gradient_norm(parameters, grid)
+        norm = global_gradient_norm(gradients_of(parameters), grid)
     assert norm == pytest.approx(torch.cat([one.flatten() for one in whole]).norm().item(), rel=1e-13)
     assert comm.allgather(norm) == [norm] * comm.size
     assert moved.calls == (comm.size > 1)
@@ -62,10 +65,13 @@ def test_scaled_gradients_are_divided_by_their_scale_before_they_are_clipped(lim
     model.vector.grad = torch.tensor([3.0, 4.0]) * 1024
     plain.vector.grad = torch.tensor(want)
     settings = config.load("demo", ["train.epsilon=1.0"]).train  # so large that the gradient's size tells
-    AdamW(model, settings).step(rate=0.1, factor=clip_factor(5.0, limit, scale=1024.0))
-    AdamW(plain, settings).step(rate=0.1)
+    AdamW(states_of(model, ALONE), settings).step(rate=0.1, factor=clip_factor(5.0, limit, scale=1024.0))
+    AdamW(states_of(plain, ALONE), settings).step(rate=0.1)
     assert not torch.equal(model.vector, torch.ones(2))
     torch.testing.assert_close(model.vector, plain.vector, rtol=1e-6, atol=0)
+
+
+ALONE = Place({"x": 1})
 
 
 class Pair(torch.nn.Module):
@@ -74,13 +80,14 @@ class Pair(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.matrix, self.vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-        self.matrix.decay, self.vector.decay = True, False  # type: ignore[attr-defined]
+        for p in (self.matrix, self.vector):
+            p.decay, p.sharding = p is self.matrix, Sharding(Layout(*[()] * p.dim()), tuple(p.shape))  # type: ignore[attr-defined]
 
 
 def test_weight_decay_shrinks_only_the_parameters_that_ask_for_it() -> None:
     model = Pair()
     model.matrix.grad, model.vector.grad = torch.zeros(2, 2), torch.zeros(2)
-    AdamW(model, config.load("demo", ["train.weight_decay=0.5"]).train).step(rate=0.1)
+    AdamW(states_of(model, ALONE), config.load("demo", ["train.weight_decay=0.5"]).train).step(rate=0.1)
     assert model.matrix.tolist() == [[pytest.approx(0.95)] * 2] * 2
     assert model.vector.tolist() == [1.0, 1.0]
 
@@ -88,13 +95,13 @@ def test_weight_decay_shrinks_only_the_parameters_that_ask_for_it() -> None:
 def test_steps_are_those_of_torch_also_when_it_goes_on_from_a_checkpoint() -> None:
     ours, theirs = Pair(), Pair()
     settings = config.load("demo", ["train.weight_decay=0.3", "train.betas=[0.8, 0.9]", "train.epsilon=1e-3"]).train
-    optimizer = AdamW(ours, settings)
+    optimizer = AdamW(states_of(ours, ALONE), settings)
     groups = [{"params": [theirs.matrix], "weight_decay": 0.3}, {"params": [theirs.vector], "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-3)
     for step in range(6):
         if step == 3:
             moments = optimizer.moments
-            optimizer = AdamW(ours, settings)
+            optimizer = AdamW(states_of(ours, ALONE), settings)
             optimizer.moments = moments
             optimizer.start_at(3)
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -12,9 +12,11 @@ from small_runs import metrics_of, shared_corpus, small_config, train_small
 
 from summa3d.errors import CheckpointError, ConfigError, Summa3dError
 from summa3d.layout import collect
+from summa3d.nn.parameter import ShardedParameter
 from summa3d.train import config
 from summa3d.train.checkpoint import folder as checkpoint
-from summa3d.train.loop import accumulate, take_step
+from summa3d.train.loop import accumulate, take_step, total
+from summa3d.train.optimizer import clip_factor, global_gradient_norm
 from summa3d.train.precision import LossScale
 from summa3d.train.prepare import Run, prepare
 
@@ -100,6 +102,36 @@ def test_gradients_of_micro_batches_are_added_in_float32_to_float32_weights(comm
         rounded += int((both[name].to(getattr(torch, dtype)).float() != both[name]).sum())
     assert rounded > 0  # sums that 16 bits cannot hold
     assert {moment.dtype for moments in run.optimizer.moments.values() for moment in moments.values()} == {torch.float32}
+
+
+@pytest.mark.mpi(sizes=(1, 4))
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_16_bit_copies_are_made_once_a_step_and_change_no_bit(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: str
+) -> None:
+    """Against a step whose micro-batches make their own, one after the other."""
+    keys = {"dtype": "bfloat16", "train__batch": 24, "train__accumulate": 3, "recompute": recompute, "overlap.gather": 1}
+    run = prepared(comm, shared_tmp_path, **keys, **(SCHEMES["cuboid"] if comm.size == 4 else {}))
+    made, convert = [], torch.Tensor.to
+
+    def counted(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        made.append(isinstance(tensor, ShardedParameter))
+        return convert(tensor, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    step = take_step(run, 1)
+    assert sum(made) == len(list(run.model.parameters()))
+    assert not any(type(p) is torch.Tensor for module in run.model.modules() for p in module._parameters.values())
+    once = {name: p.grad.clone() for name, p in run.model.named_parameters()}
+    apart = prepared(comm, shared_tmp_path, "apart", **keys, **(SCHEMES["cuboid"] if comm.size == 4 else {}))
+    loss = total([accumulate(apart, 1, row) for row in (0, 8, 16)])
+    norm = global_gradient_norm(apart.optimizer.gradients(), apart.grid)
+    factor = clip_factor(norm, apart.config.train.clip)
+    assert (loss, norm) == (step.loss, step.grad_norm)
+    for name, p in apart.model.named_parameters():
+        assert torch.equal(p.grad * factor, once[name]), name
+    run.grid.free()
+    apart.grid.free()
 
 
 @pytest.mark.mpi(sizes=(8,))

@@ -12,7 +12,6 @@ from small_runs import shared_corpus, small_config, train_small
 
 from summa3d.autograd.recompute import recompute
 from summa3d.errors import ConfigError
-from summa3d.nn.layers.attention_mask import visible
 from summa3d.nn.layers.dropout import Batch
 from summa3d.train import config
 from summa3d.train.loop import accumulate
@@ -87,7 +86,7 @@ def test_full_recomputation_moves_the_blocks_forward_once_more_and_selective_not
         run.scheme.residual.slices((12, 16, 24), run.grid.shape, run.grid.coordinates)
     ]
     with ledger.watch() as forward, torch.no_grad():
-        run.model.through_blocks(x.contiguous().to(run.device), Batch(12, 16), visible(run.scheme, True, None, None))
+        run.model.through(x.contiguous().to(run.device), 0, len(run.model.blocks), Batch(12, 16), run.model.visible({}))
     after = phases(moved["full"])
     assert after["forward"] == before["forward"] and after["optimizer"] == before["optimizer"]
     assert after["backward"] == tuple(a + b for a, b in zip(before["backward"], (forward.words, forward.messages), strict=True))

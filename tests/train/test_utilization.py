@@ -11,6 +11,7 @@ import torch
 from mpi4py import MPI
 from small_runs import metrics_of, small_config, train_small
 
+from summa3d.comm.grid import Grid
 from summa3d.dry.place import DryPlace
 from summa3d.errors import ConfigError
 from summa3d.nn.models.registry import build
@@ -40,10 +41,11 @@ def test_model_flops_are_the_products_of_a_step_less_what_is_computed_again(fami
 
 
 def test_the_peak_is_what_is_stated_or_a_product_of_this_machine() -> None:
-    stated = small_config("text", train__peak_tflops=0.25).train
-    assert peak_flops(stated, MPI.COMM_SELF, torch.device("cpu"), torch.float32) == 0.25e12
-    measured = small_config("text", train__peak_tflops=0).train
-    assert 1e8 < peak_flops(measured, MPI.COMM_SELF, torch.device("cpu"), torch.float32) < 1e14
+    with Grid(MPI.COMM_SELF, {"x": 1}) as grid:
+        stated = small_config("text", train__peak_tflops=0.25).train
+        assert peak_flops(stated, grid, torch.device("cpu"), torch.float32) == 0.25e12
+        measured = small_config("text", train__peak_tflops=0).train
+        assert 1e8 < peak_flops(measured, grid, torch.device("cpu"), torch.float32) < 1e14
 
 
 @pytest.mark.mpi(sizes=(2,))

@@ -22,7 +22,7 @@ class Workspace:
     """
 
     def __init__(self, grid: Grid) -> None:
-        self.ledger, self.rule = grid.ledger, grid.blas
+        self.ledger, self._grid = grid.ledger, grid
         self._buffers: dict[str, Array] = {}
 
     @property
@@ -54,12 +54,12 @@ class Workspace:
     ) -> None:
         """`blas.accumulate`: out = α·op(A)·op(B) + β·out."""
         with self.ledger.product(a, b, form, out):
-            blas.accumulate(a, b, form, out, alpha, beta, scratch, self.rule)
+            blas.accumulate(a, b, form, out, alpha, beta, scratch, self._grid.blas)
 
     def multiply(self, a: Array, b: Array, form: str, out: Array | None = None) -> Array:
         """`local.multiply`: op(A)·op(B), in `out` where it is given."""
         with self.ledger.product(a, b, form, a if out is None else out):
-            return multiply(a, b, form, out, rule=self.rule)
+            return multiply(a, b, form, out, rule=self._grid.blas)
 
     def copy(self, target: Array, source: Array) -> Array:
         """target = source; returns the target."""

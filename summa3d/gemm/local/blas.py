@@ -47,7 +47,7 @@ def accumulate(
     if is_torch(out):
         if a.dtype != out.dtype:
             return multiply_halves(a, b, form, out, float(alpha.real), float(beta.real))
-        if rule is not None and rule.worth and multiplied(a, b, form, out, alpha.real, beta.real, rule):
+        if rule is not None and multiplied(a, b, form, out, alpha.real, beta.real, rule) is not None:
             return
         import torch
 

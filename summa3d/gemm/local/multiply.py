@@ -22,11 +22,8 @@ def multiply(
     left = a.T if form[0] == "t" else a
     right = b.T if form[1] == "t" else b
     if is_torch(a):
-        if rule is not None and rule.worth:
-            target = a.new_empty((left.shape[0], right.shape[1])) if out is None else out
-            if multiplied(a, b, form, target, alpha, beta, rule):
-                return target
-        return _multiply_torch(left, right, out, alpha, beta)
+        product = None if rule is None else multiplied(a, b, form, out, alpha, beta, rule)
+        return _multiply_torch(left, right, out, alpha, beta) if product is None else product
     if is_half(a):
         product = cast(alpha * (widen(left) @ widen(right)), a)
         if out is None:

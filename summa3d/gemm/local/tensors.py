@@ -12,30 +12,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def multiplied(a: Tensor, b: Tensor, form: str, out: Tensor, alpha: float, beta: float, rule: Rule) -> bool:
-    """out = α·op(A)·op(B) + β·out by the library of `rule`; False, with nothing done, where that is torch's to do.
+def multiplied(a: Tensor, b: Tensor, form: str, out: Tensor | None, alpha: float, beta: float, rule: Rule) -> Tensor | None:
+    """out = α·op(A)·op(B) + β·out by the library of `rule`, in a new tensor without `out`.
+
+    None, with nothing done, where that is torch's to do.
 
     It is torch's where the rule says so, and where torch would do more than multiply the elements in memory: record gradients,
     autocast, transform or trace. Rows may be strided; what lies neither by rows nor by columns is torch's too. The version
     counter of `out` is advanced, so that autograd notices what was overwritten.
     """
-    rows, columns = out.shape
-    inner = a.shape[1] if form[0] == "n" else a.shape[0]
-    worth = rule.worth.get(dtype_name(out))
-    if worth is None or rows * columns * inner < worth or min(rows, columns) < rule.least or not _are_plain(a, b, out):
-        return False
-    multiply = at_addresses(dtype_name(out))
-    first, second, step = by_rows(a, form[0]), by_rows(b, form[1]), row_step(out)
-    if multiply is None or first is None or second is None or not step:
-        return False
+    worth = rule.worth.get(dtype_name(a)) if rule.worth else None
+    rows, inner = a.shape if form[0] == "n" else a.shape[::-1]
+    columns = b.shape[1 if form[1] == "n" else 0]
+    if worth is None or rows * columns * inner < worth or min(rows, columns) < rule.least:
+        return None
+    if not _are_plain(a, b, *([] if out is None else [out])):
+        return None
+    multiply = at_addresses(dtype_name(a))
+    first, second = by_rows(a, form[0]), by_rows(b, form[1])
+    if multiply is None or first is None or second is None or (out is not None and not row_step(out)):
+        return None
     import torch
+
+    if out is None:
+        out = a.new_empty((rows, columns))
 
     follow_threads(torch.get_num_threads())
     (left, turn_a), (right, turn_b) = first, second
     operands = (left.data_ptr(), row_step(left), right.data_ptr(), row_step(right))
-    multiply(turn_a + turn_b, rows, columns, inner, alpha, *operands, beta, out.data_ptr(), step)
+    multiply(turn_a + turn_b, rows, columns, inner, alpha, *operands, beta, out.data_ptr(), row_step(out))
     torch.autograd.graph.increment_version(out)
-    return True
+    return out
 
 
 def _are_plain(*tensors: Tensor) -> bool:

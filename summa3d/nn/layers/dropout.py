@@ -17,13 +17,14 @@ from .bias_fusion import bias_dropout_add
 
 @dataclass(frozen=True)
 class Batch:
-    """The global sizes of one forward pass, and the key of its dropout masks.
+    """The sizes of one forward pass on the inner grid, where its rows lie in the whole step, and what keys its dropout masks.
 
     Attributes
     ----------
-    rows, sequence : the global b and s of this micro-batch
+    rows, sequence : b and s of this micro-batch, or of this replica's part of it
     seed, step : the seed and the step of the run
-    first_row : the index of this micro-batch's row 0 in the batch of the whole step
+    first_row : the index of row 0 in the batch of the whole step
+    count, pairs : what the sums over labels and over relations are divided by; None: those counted in these rows
     """
 
     rows: int
@@ -31,6 +32,8 @@ class Batch:
     seed: int = 0
     step: int = 0
     first_row: int = 0
+    count: int | None = None
+    pairs: int | None = None
 
 
 class Dropout(nn.Module):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import islice
+from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ...autograd.recompute import recompute
-from ...errors import ShapeError
+from ...comm.topology import REPLICAS, describe
+from ...errors import ConfigError, ShapeError
 from ...layout.distribute import collect
 from ...layout.layout import Layout
 from ..config import ModelConfig
@@ -23,9 +28,20 @@ from ..schemes.scheme import Scheme
 from .batch_check import check_ids, check_shapes
 from .block import Block
 
+Inputs = Mapping[str, Tensor]
+"""The tensors of a micro-batch by name, as the family's `forward` takes them: global on the inner grid, equal on its ranks."""
 
-class Body(nn.Module):
+
+def given(**tensors: Tensor | None) -> Inputs:
+    """The tensors that are given, by name."""
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+class Body(nn.Module, ABC):
     """A stack of blocks on a residual stream, preceded by dropout; a family adds the embedding and the heads.
+
+    A forward is made of cells: `enter` maps a batch to the residual stream, `through` takes the stream through some layers, and
+    `leave` maps it to the loss. A pipeline runs them on the stages that hold their parameters; `forward` is their composition.
 
     Parameters
     ----------
@@ -69,20 +85,53 @@ class Body(nn.Module):
         if self.scheme.prefetcher is not None:
             self.scheme.prefetcher.forget()
 
-    def through_blocks(self, x: Tensor, batch: Batch, sees: Visible) -> Tensor:
-        """Run the residual stream x through the blocks, with recomputation where `recompute` chose it."""
+    @abstractmethod
+    def check(self, inputs: Inputs) -> None:
+        """Raise an error where the model cannot take a batch: on every rank alike, and before any communication."""
 
-        def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    def batch_of(
+        self, inputs: Inputs, step: int = 0, first_row: int = 0, count: int | None = None, pairs: int | None = None
+    ) -> Batch:
+        """Check a batch and return what its cells need to know of it; the arguments are those of `forward`."""
+        self.check(inputs)
+        sequence = inputs["tokens"].shape[-1] if "tokens" in inputs else self.config.sequence
+        return Batch(len(next(iter(inputs.values()))), sequence, self.seed, step, first_row, count, pairs)
+
+    @abstractmethod
+    def enter(self, inputs: Inputs, batch: Batch) -> Tensor:
+        """The residual stream before the first layer, this rank's block of [b, s, h] as stored."""
+
+    @abstractmethod
+    def leave(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
+        """The loss of the residual stream x after the last layer: one number, the same on every rank of the inner grid."""
+
+    def visible(self, inputs: Inputs) -> Visible:
+        """Which keys each query of this rank's sequences may attend to, in every layer."""
+        return visible(self.scheme, self.config.architecture.causal, inputs.get("attention_mask"), inputs.get("documents"))
+
+    def through(self, x: Tensor, first: int, last: int, batch: Batch, visible: Visible) -> Tensor:
+        """Run the residual stream x through the layers first … last−1, with recomputation where `recompute` chose it."""
+
+        def run(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
             for block in blocks:
-                x = block(x, batch, sees)
+                x = block(x, batch, visible)
             return x
 
         if not self.recomputed_layers:
-            return run(self.blocks, x)
-        for first in range(0, len(self.blocks), self.recomputed_layers):
-            blocks = self.blocks[first : first + self.recomputed_layers]
-            x = recompute(partial(run, blocks), [x], list(blocks))
+            return run(islice(self.blocks, first, last), x)
+        for start in range(first, last, self.recomputed_layers):
+            blocks = list(islice(self.blocks, start, min(start + self.recomputed_layers, last)))
+            x = recompute(partial(run, blocks), [x], blocks)
         return x
+
+    def encoded(self, inputs: Inputs, batch: Batch) -> Tensor:
+        """The residual stream after the last layer."""
+        x = self.enter(inputs, batch)
+        return self.through(x, 0, len(self.blocks), batch, self.visible(inputs))
+
+    def loss_of(self, inputs: Inputs, batch: Batch) -> Tensor:
+        """The loss of a batch: all cells, one after the other."""
+        return self.leave(self.encoded(inputs, batch), inputs, batch)
 
     def drop(self, x: Tensor, batch: Batch) -> Tensor:
         """The embedding dropout of the residual stream x."""
@@ -116,7 +165,15 @@ class Body(nn.Module):
         logits : this rank's block of [b, s, n] or [b, n] in `layout`, n being `classes`
         labels : global [b, s] or [b]; labels < 0 are not counted
         count : the divisor of the sum; default the number of counted labels
+
+        Raises ConfigError without `count` where replicas hold other rows of the step: each counts its own labels alone.
         """
+        replicas = {axis: size for axis, size in self.scheme.job.shape.items() if axis in REPLICAS and size > 1}
+        if count is None and replicas:
+            raise ConfigError(
+                f"A loss on {prod(replicas.values())} replicas ({describe(replicas)}) needs `count`, the number of counted "
+                "labels of the whole step."
+            )
         count = max(int((labels >= 0).sum()), 1) if count is None else count
         if labels.dim() == 1:
             mine = labels[Layout(layout.dims[0]).slices(labels.shape, self.scheme.grid.shape, self.scheme.grid.coordinates)]
@@ -173,38 +230,40 @@ class LanguageModel(Body):
         documents : global [b, s] ids of packed documents, runs of equal ids: a token attends to its own document, and learned
             positions restart with each
         """
-        check_shapes(tokens, labels=labels, attention_mask=attention_mask, documents=documents)
-        self.check_labels(labels)
-        batch = Batch(len(tokens), tokens.shape[-1], self.seed, step, first_row)
+        inputs = given(tokens=tokens, labels=labels, attention_mask=attention_mask, documents=documents)
+        return self.loss_of(inputs, self.batch_of(inputs, step, first_row, count))
+
+    def check(self, inputs: Inputs) -> None:
+        """Raise LayoutError, ShapeError or DataError for tokens, labels or masks that the model cannot take (`check_tokens`)."""
+        check_shapes(**inputs)
+        if "labels" in inputs:
+            self.check_labels(inputs["labels"])
+        self.check_tokens(inputs["tokens"])
+
+    def enter(self, inputs: Inputs, batch: Batch) -> Tensor:
+        """The embedded tokens with their positions, after dropout, [b/(XY), s, h/Z]."""
+        positions = restarting_positions(inputs["documents"]) if "documents" in inputs else None
+        x = self.embedding(self.scheme.block_of(inputs["tokens"], self.embedding.tokens_layout))
+        return self.drop(self.positioned(x, batch.sequence, positions), batch)
+
+    def leave(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
+        """The loss of the next tokens: final norm, head, and cross entropy."""
         head = self.output()
-        logits = head.head(self.residual_stream(tokens, batch, attention_mask, documents))
-        return self.loss(logits, labels, head.logits_layout, self.config.vocabulary, count)
+        return self.loss(head.head(self.norm(x)), inputs["labels"], head.logits_layout, self.config.vocabulary, batch.count)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, attention_mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """The global logits [b, s, v] of every position, on every rank. The arguments are those of `forward`."""
-        check_shapes(tokens, attention_mask=attention_mask, documents=documents)
-        batch, head = Batch(len(tokens), tokens.shape[-1], self.seed), self.output()
-        logits = head.head(self.residual_stream(tokens, batch, attention_mask, documents))
-        return self.whole_logits(logits, head.logits_layout, batch)
+        inputs, head = given(tokens=tokens, attention_mask=attention_mask, documents=documents), self.output()
+        batch = self.batch_of(inputs)
+        return self.whole_logits(head.head(self.norm(self.encoded(inputs, batch))), head.logits_layout, batch)
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor) -> Tensor:
         """The global logits [b, v] of the token that follows each row, on every rank. tokens : global [b, s]"""
         scheme, head, (rows, length) = self.scheme, self.output(), tokens.shape
         whole = functional.pad(tokens, (0, -length % scheme.residual.num_shards(1, scheme.grid.shape)))
-        batch = Batch(rows, whole.shape[1], self.seed)
-        x = self.residual_stream(whole, batch)  # causal: the padding changes no position before it
+        inputs = {"tokens": whole}
+        x = self.norm(self.encoded(inputs, self.batch_of(inputs)))  # causal: the padding changes no position before it
         logits = head.head(scheme.tokens_at(x, length - 1, whole.shape[1]), scheme.pooled, rows=rows)
         return collect(logits, scheme.grid, scheme.after_linear(scheme.pooled), (rows, self.config.vocabulary))
-
-    def residual_stream(
-        self, tokens: Tensor, batch: Batch, attention_mask: Tensor | None = None, documents: Tensor | None = None
-    ) -> Tensor:
-        """The normalised residual stream after the last block, [b/(XY), s, h/Z]."""
-        self.check_tokens(tokens)
-        positions = None if documents is None else restarting_positions(documents)
-        x = self.embedding(self.scheme.block_of(tokens, self.embedding.tokens_layout))
-        x = self.drop(self.positioned(x, batch.sequence, positions), batch)
-        sees = visible(self.scheme, self.config.architecture.causal, attention_mask, documents)
-        return self.norm(self.through_blocks(x, batch, sees))

@@ -9,7 +9,7 @@ from ...autograd.relayout import relayout
 from ...errors import ShapeError
 from ...layout.distribute import collect
 from ..config import ModelConfig
-from ..layers.attention_mask import restarting_positions, visible
+from ..layers.attention_mask import restarting_positions
 from ..layers.bias_fusion import bias_gelu
 from ..layers.dropout import Batch
 from ..layers.embedding import Embedding, Positions
@@ -17,7 +17,7 @@ from ..layers.linear import Linear
 from ..layers.norm import LayerNorm
 from ..parameter import initialise, new_parameter
 from ..schemes.scheme import Scheme
-from .base import Body
+from .base import Body, Inputs, given
 from .batch_check import check_ids, check_shapes
 
 TYPES = 2
@@ -80,44 +80,47 @@ class BERT(Body):
         relation : global [b], 0 where the second sentence follows the first, 1 where it does not, < 0 where it is not counted;
             None: no second loss
         """
-        check_shapes(tokens, labels=labels, types=types, attention_mask=attention_mask, documents=documents)
+        masks = given(attention_mask=attention_mask, documents=documents)
+        inputs = {**given(tokens=tokens, labels=labels, types=types, relation=relation), **masks}
+        return self.loss_of(inputs, self.batch_of(inputs, step, first_row, count, pairs))
+
+    def check(self, inputs: Inputs) -> None:
+        """Raise LayoutError, ShapeError or DataError for tensors that the model cannot take (`check_tokens`)."""
+        tokens, relation = inputs["tokens"], inputs.get("relation")
+        check_shapes(**{name: tensor for name, tensor in inputs.items() if name != "relation"})
         if relation is not None and relation.shape != tokens.shape[:1]:
             raise ShapeError(f"relation has shape {tuple(relation.shape)}; {len(tokens)} rows need shape ({len(tokens)},).")
-        self.check_labels(labels)
+        if "labels" in inputs:
+            self.check_labels(inputs["labels"])
         check_ids("relation", relation, 2, "there are 2 classes", ignored=True)
-        batch = Batch(len(tokens), tokens.shape[-1], self.seed, step, first_row)
-        x = self.residual_stream(tokens, batch, types, attention_mask, documents)
-        loss = self.loss(self._token_logits(x, batch), labels, self.embedding.logits_layout, self.config.vocabulary, count)
-        if relation is None:
+        self.check_tokens(tokens)
+        check_ids("types", inputs.get("types"), TYPES, f"there are {TYPES}")
+
+    def enter(self, inputs: Inputs, batch: Batch) -> Tensor:
+        """The embedded tokens with their positions and types, after norm and dropout, [b/(XY), s, h/Z]."""
+        tokens = inputs["tokens"]
+        positions = restarting_positions(inputs["documents"]) if "documents" in inputs else None
+        x = self.embedding(self.scheme.block_of(tokens, self.embedding.tokens_layout))
+        x = self.positions(x, batch.sequence, positions)
+        x = self.token_types(x, batch.sequence, inputs["types"] if "types" in inputs else torch.zeros_like(tokens))
+        return self.drop(self.embedding_norm(x), batch)
+
+    def leave(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
+        """The loss of the masked tokens, plus that of the relations, if there are any."""
+        logits = self._token_logits(x, batch)
+        loss = self.loss(logits, inputs["labels"], self.embedding.logits_layout, self.config.vocabulary, batch.count)
+        if "relation" not in inputs:
             return loss
-        return loss + self.loss(self._relation_logits(x, batch), relation, self.relation.output_layout, 2, pairs)
+        return loss + self.loss(self._relation_logits(x, batch), inputs["relation"], self.relation.output_layout, 2, batch.pairs)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, types: Tensor | None = None, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The global logits of every token [b, s, v] and of every sequence's relation [b, 2], on every rank."""
-        check_shapes(tokens, types=types, attention_mask=attention_mask)
-        batch = Batch(len(tokens), tokens.shape[-1], self.seed)
-        x = self.residual_stream(tokens, batch, types, attention_mask)
+        inputs = given(tokens=tokens, types=types, attention_mask=attention_mask)
+        batch = self.batch_of(inputs)
+        x = self.encoded(inputs, batch)
         relation = collect(self._relation_logits(x, batch), self.scheme.grid, self.relation.output_layout, (len(tokens), 2))
         return self.whole_logits(self._token_logits(x, batch), self.embedding.logits_layout, batch), relation
-
-    def residual_stream(
-        self,
-        tokens: Tensor,
-        batch: Batch,
-        types: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Tensor:
-        """The residual stream after the last block, [b/(XY), s, h/Z]."""
-        self.check_tokens(tokens)
-        check_ids("types", types, TYPES, f"there are {TYPES}")
-        positions = None if documents is None else restarting_positions(documents)
-        x = self.embedding(self.scheme.block_of(tokens, self.embedding.tokens_layout))
-        x = self.positions(x, batch.sequence, positions)
-        x = self.token_types(x, batch.sequence, torch.zeros_like(tokens) if types is None else types)
-        x = self.drop(self.embedding_norm(x), batch)
-        return self.through_blocks(x, batch, visible(self.scheme, self.config.architecture.causal, attention_mask, documents))
 
     def _token_logits(self, x: Tensor, batch: Batch) -> Tensor:
         """[b/(XY), s, h/Z] → [b/(XZ), s, v/Y]."""

@@ -9,14 +9,13 @@ from ...autograd.collectives import sum_gradient
 from ...errors import ShapeError
 from ...layout.distribute import collect
 from ..config import ModelConfig
-from ..layers.attention_mask import Visible
 from ..layers.dropout import Batch
 from ..layers.embedding import Positions
 from ..layers.linear import Linear
 from ..layers.norm import new_norm
 from ..parameter import initialise, new_parameter
 from ..schemes.scheme import Scheme
-from .base import Body
+from .base import Body, Inputs
 from .batch_check import check_ids
 
 
@@ -53,30 +52,39 @@ class ViT(Body):
         step, first_row : the step of the run, and the index of row 0 in the step's whole batch; they key the dropout masks
         count : the divisor of the sum; default the counted labels of this micro-batch
         """
-        if labels.shape != images.shape[:1]:
-            raise ShapeError(f"labels have shape {tuple(labels.shape)}; {len(images)} images need shape ({len(images)},).")
-        check_ids("labels", labels, self.classes, f"there are {self.classes} classes", ignored=True)
-        logits = self._class_logits(images, Batch(len(images), self.config.sequence, self.seed, step, first_row))
-        return self.loss(logits, labels, self.head.output_layout, self.classes, count)
+        inputs = {"images": images, "labels": labels}
+        return self.loss_of(inputs, self.batch_of(inputs, step, first_row, count))
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
         """The global logits [b, classes] on every rank. images : global [b, channels, side, side]"""
-        logits = self._class_logits(images, Batch(len(images), self.config.sequence, self.seed))
+        inputs = {"images": images}
+        batch = self.batch_of(inputs)
+        logits = self._class_logits(self.encoded(inputs, batch), batch)
         return collect(logits, self.scheme.grid, self.head.output_layout, (len(images), self.classes))
 
-    def _class_logits(self, images: Tensor, batch: Batch) -> Tensor:
-        """This rank's block of [b, classes]."""
-        x = self.norm(self.through_blocks(self._embedded(images, batch), batch, Visible()))
-        return self.head(self.scheme.first_tokens(x), batch.rows)
-
-    def _embedded(self, images: Tensor, batch: Batch) -> Tensor:
-        """The residual stream before the first block: class token and patches with positions, [b/(XY), s, h/Z]."""
-        shape = (self.channels, self.side, self.side)
+    def check(self, inputs: Inputs) -> None:
+        """Raise LayoutError, ShapeError or DataError for images or labels that the model cannot take."""
+        images, labels, shape = inputs["images"], inputs.get("labels"), (self.channels, self.side, self.side)
+        if labels is not None and labels.shape != images.shape[:1]:
+            raise ShapeError(f"labels have shape {tuple(labels.shape)}; {len(images)} images need shape ({len(images)},).")
+        check_ids("labels", labels, self.classes, f"there are {self.classes} classes", ignored=True)
         if images.shape[1:] != shape:
             raise ShapeError(f"images have shape {tuple(images.shape)}; the model takes [batch, {', '.join(map(str, shape))}].")
-        self.scheme.check(self.config, batch.rows)
-        scheme, grid = self.scheme, self.scheme.grid
+        self.scheme.check(self.config, len(images))
+
+    def leave(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
+        """The loss of the classes, which the class token predicts."""
+        logits = self._class_logits(x, batch)
+        return self.loss(logits, inputs["labels"], self.head.output_layout, self.classes, batch.count)
+
+    def _class_logits(self, x: Tensor, batch: Batch) -> Tensor:
+        """[b/(XY), s, h/Z] → this rank's block of [b, classes]."""
+        return self.head(self.scheme.first_tokens(self.norm(x)), batch.rows)
+
+    def enter(self, inputs: Inputs, batch: Batch) -> Tensor:
+        """Class token and patches with positions, after dropout, [b/(XY), s, h/Z]."""
+        images, scheme, grid = inputs["images"], self.scheme, self.scheme.grid
         whole = (batch.rows, batch.sequence, self.patches.k)
         rows, _, pixels = self.patches.input_layout.slices(whole, grid.shape, grid.coordinates)
         flat = self._flattened(images[rows])[..., pixels].to(self.patches.weight.dtype)

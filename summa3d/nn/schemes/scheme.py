@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
@@ -22,6 +22,7 @@ from ...autograd.differentiable import InFlight, Product, product
 from ...autograd.prefetch import Prefetcher, PrefetchSource
 from ...comm.axis import Axis
 from ...comm.grid import Grid
+from ...comm.topology import OUTER
 from ...errors import GridError, LayoutError
 from ...gemm.algorithms.plan import ProductPlan
 from ...gemm.algorithms.workspace import Workspace
@@ -52,6 +53,23 @@ class Lookup:
     copies: tuple[str, ...]
 
 
+class Shared:
+    """What the schemes of one model share, those of all its pipeline stages: the prefetch and the workspace of products."""
+
+    def __init__(self, grid: Grid, overlap: Overlap) -> None:
+        self.grid, self.overlap = grid, overlap
+
+    @cached_property
+    def prefetcher(self) -> Prefetcher | None:
+        """The prefetch of gathered weights; None where the overlap prefetches nothing."""
+        return Prefetcher(self.overlap.gather) if self.overlap.gather else None
+
+    @cached_property
+    def workspace(self) -> Workspace:
+        """One workspace for all products of the model: those that use it are complete before the next one begins."""
+        return Workspace(self.grid)
+
+
 @dataclass(frozen=True)
 class Scheme:
     """The layouts and products of a transformer on a grid.
@@ -62,10 +80,12 @@ class Scheme:
     Attributes
     ----------
     spec : the scheme as data
-    grid : the grid; or a `Place`, for the layouts and closed forms of any rank of any grid
+    grid : the inner grid, on which this rank's replica of its pipeline stage lies; or that of a `Place`, for the layouts and
+        closed forms of any rank of any grid
     regather : whether backward gathers operands again (memory 1/P) or keeps those that forward gathered (fewer words)
     vectors : how γ, β and biases are stored
     overlap : what may be in flight while layers compute
+    at : outer axis → the indices of the job's grid that hold the parameters (`on`); elsewhere their blocks are empty
     """
 
     spec: SchemeSpec
@@ -73,18 +93,47 @@ class Scheme:
     regather: bool = True
     vectors: str = "copied"
     overlap: Overlap = DEFAULT
+    at: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    _shared: Shared = field(default=None, repr=False, compare=False)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if vars(self)["_shared"] is None:
+            object.__setattr__(self, "_shared", Shared(self.grid, self.overlap))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scheme:
         """Return the scheme of a copied model: on the same grid, with its own prefetch and workspace."""
-        copied = memo[id(self)] = replace(self)
-        if "prefetcher" in vars(self):  # the module's hooks hold it too, and are copied with the module
-            vars(copied)["prefetcher"] = copy.deepcopy(self.prefetcher, memo)
+        shared: Shared = memo.setdefault(id(self._shared), Shared(self.grid, self.overlap))
+        copied = memo[id(self)] = replace(self, _shared=shared)
+        if "prefetcher" in vars(self._shared) and "prefetcher" not in vars(shared):
+            # The module's hooks hold it too, and are copied with the module.
+            vars(shared)["prefetcher"] = copy.deepcopy(self._shared.prefetcher, memo)
         return copied
+
+    def on(self, **at: Sequence[int]) -> Scheme:
+        """The scheme of a pipeline stage: parameters made with it are held at these indices of outer axes alone.
+
+        ``scheme.on(pp=(2,))`` is that of stage 2. It shares the prefetch and the workspace of the others. An axis of size 1, or
+        one that the job lacks, has the index 0 alone. Moves nothing. Raises LayoutError for an inner axis, or a missing index.
+        """
+        for axis, indices in at.items():
+            size = self.job.shape.get(axis, 1)
+            if axis not in OUTER or not indices or not all(0 <= index < size for index in indices):
+                raise LayoutError(
+                    f"Parameters cannot be held at {axis}={tuple(indices)}: axis {axis} has the indices 0 to {size - 1}, and "
+                    f"parameters are held at indices of {', '.join(OUTER)}."
+                )
+        found = {**dict(self.at), **{axis: tuple(sorted(set(indices))) for axis, indices in at.items()}}
+        return replace(self, at=tuple((axis, found[axis]) for axis in found if self.job.shape.get(axis, 1) > 1))
 
     @property
     def name(self) -> str:
         """The scheme's name, a key of `SCHEME_SPECS`."""
         return self.spec.name
+
+    @property
+    def job(self) -> Grid:
+        """The grid of the whole job: the inner grid, times the replicas (dp) and the pipeline stages (pp)."""
+        return self.grid.job
 
     @property
     def residual(self) -> Layout:
@@ -166,7 +215,7 @@ class Scheme:
         """
         rows = self.vector_rows(self.after_linear(layout))
         in_flight = InFlight(source, self.overlap.input_gradient)
-        return product(self.plan(layout, form, m, n, k), self.grid, self.regather, rows, self._workspace, in_flight)
+        return product(self.plan(layout, form, m, n, k), self.grid, self.regather, rows, self._shared.workspace, in_flight)
 
     def prefetch_source(
         self, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)
@@ -177,15 +226,10 @@ class Scheme:
         """
         return PrefetchSource(self.prefetcher, parts, make) if self.prefetcher is not None else None
 
-    @cached_property
+    @property
     def prefetcher(self) -> Prefetcher | None:
         """The prefetch of gathered weights; None where the overlap prefetches nothing."""
-        return Prefetcher(self.overlap.gather) if self.overlap.gather else None
-
-    @cached_property
-    def _workspace(self) -> Workspace:
-        """One workspace for all products of the model: those that use it are complete before the next one begins."""
-        return Workspace(self.grid)
+        return self._shared.prefetcher
 
     @property
     def lookup(self) -> Lookup:
@@ -268,7 +312,8 @@ def scheme(
         "cuboid-sequence" (any X×Y×Z, the residual stream splits sequences), "agarwal" (3-D as first published, q×q×q, for
         nn.MLP only)
     grid : a grid with the axes x, y, z, d that the scheme needs. A needed axis that is absent is added to the grid with size 1;
-        an axis of size 1 that the scheme does not need is ignored. None: one rank (serial only)
+        an axis of size 1 that the scheme does not need is ignored. The outer axes dp, pp, cp and ep may have any size: the
+        scheme lies on the part without them. None: one rank (serial only)
     regather : whether backward gathers operands again; read by the schemes that gather
     vectors : how γ, β and biases are stored: "copied"; "root-only", on row 0 alone (summa, as in Optimus); "diagonal" (cuboid
         with Y = Z, as in the 3-D paper)
@@ -286,7 +331,8 @@ def scheme(
             f"The {name} scheme needs a grid, such as summa3d.Grid(MPI.COMM_WORLD, {spec.grids(ranks)[0]}) on {ranks} ranks."
         )
     grid = grid or Grid(MPI.COMM_SELF, {"x": 1, "y": 1, "z": 1})
-    check_grid(spec, grid.shape)
-    check_vectors(spec, grid.shape, vectors)
+    inner = {axis: size for axis, size in grid.shape.items() if axis not in OUTER}
+    check_grid(spec, inner)
+    check_vectors(spec, inner, vectors)
     grid.add_axes(*spec.axes)
-    return Scheme(spec, grid, regather, vectors, overlap)
+    return Scheme(spec, grid.part(*(axis for axis in grid.shape if axis not in OUTER)), regather, vectors, overlap)

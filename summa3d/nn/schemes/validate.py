@@ -13,9 +13,6 @@ from ...layout.layout import Layout
 from ..config import ModelConfig
 from .registry import SCHEME_SPECS, SchemeSpec
 
-OUTER = ("dp", "pp", "cp", "ep")
-"""Axes outside the tensor-parallel grid, over which no scheme splits a layer."""
-
 
 @dataclass(frozen=True)
 class Need:
@@ -77,15 +74,13 @@ def check_sizes(
 
 
 def check_grid(spec: SchemeSpec, shape: Mapping[str, int]) -> None:
-    """Raise GridError, naming the grids that would work, where the scheme does not support a grid of `shape`.
+    """Raise GridError, naming the grids that would work, where the scheme does not support an inner grid of `shape`.
 
-    An axis of size 1 may be absent. An axis over which the scheme does not split must have size 1 or be one of `OUTER`.
+    An axis of size 1 may be absent. An axis over which the scheme does not split must have size 1.
     """
-    ranks = prod(size for axis, size in shape.items() if axis not in OUTER)
     own = {axis: shape.get(axis, 1) for axis in spec.axes}
-    if own not in spec.grids(ranks):
-        used = {axis: size for axis, size in shape.items() if axis not in OUTER}
-        raise GridError(misfit(f"The {spec.name} scheme", used, spec.grids))
+    if own not in spec.grids(prod(shape.values())):
+        raise GridError(misfit(f"The {spec.name} scheme", shape, spec.grids))
 
 
 def check_vectors(spec: SchemeSpec, shape: Mapping[str, int], vectors: str) -> None:

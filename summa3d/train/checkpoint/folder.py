@@ -19,10 +19,11 @@ from ...blas_library import Rule
 from ...comm.failure import agree_on_error
 from ...errors import CheckpointError
 from ...nn.config import ModelConfig
+from ...parallel.states import named_parameters
 from .. import toml
 from ..config import Config, master_dtype
 from ..on_root import on_root
-from ..optimizer import AdamW, named_parameters
+from ..optimizer import AdamW
 from . import shards
 
 if TYPE_CHECKING:
@@ -142,10 +143,16 @@ def model_blocks(model: torch.nn.Module) -> list[shards.TensorBlock]:
     return [shards.TensorBlock(f"model.{name}", p.data, p.sharding) for name, p in named_parameters(model)]
 
 
+def weight_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
+    """The weights that the optimizer updates, as they are stored, as blocks of global tensors."""
+    states = optimizer.states.values()
+    return [shards.TensorBlock(f"model.{one.name}", one.parameter.data, one.shardings.stored) for one in states]
+
+
 def optimizer_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
-    """The optimizer's moments as blocks of global tensors; each has the sharding of its parameter."""
+    """The optimizer's moments as blocks of global tensors."""
     return [
-        shards.TensorBlock(f"optimizer.{moment}.{name}", tensor, optimizer.parameters[name].sharding)
+        shards.TensorBlock(f"optimizer.{moment}.{name}", tensor, optimizer.states[name].shardings.moments)
         for moment, tensors in optimizer.moments.items()
         for name, tensor in tensors.items()
     ]

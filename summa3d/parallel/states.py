@@ -1,0 +1,98 @@
+"""The states of a parameter, each with a sharding of its own: weight as used and as stored, gradient, moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from ..comm.topology import REPLICAS
+from ..layout.layout import Sharding
+from ..nn.parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from ..comm.grid import Grid
+
+
+@dataclass(frozen=True)
+class Shardings:
+    """How the states of one parameter lie on the job's grid.
+
+    Attributes
+    ----------
+    used : the weight as layers use it, equal on all replicas
+    stored : the weight as the optimizer updates and a checkpoint keeps it
+    gradient : the accumulated gradient
+    moments : the optimizer's moments, and the part of weight and gradient that this rank updates
+    """
+
+    used: Sharding
+    stored: Sharding
+    gradient: Sharding
+    moments: Sharding
+
+    @classmethod
+    def of(cls, used: Sharding, replicas: Sequence[str] = (), zero: int = 0, halves: bool = False) -> Shardings:
+        """The shardings of a parameter of which `replicas` hold copies.
+
+        Parameters
+        ----------
+        zero : 0, all states lie as the weight is used; 1 (ZeRO-1), the moments are sharded over the replicas
+        halves : whether layers use 16-bit copies of it: with zero 1 the wider weight is sharded as well
+
+        >>> found = Shardings.of(Sharding(Layout("h:z n"), (8, 4)), ("dp",), zero=1)
+        >>> str(found.gradient.layout), str(found.moments.layout)
+        ('h:z n', 'h:(z,dp) n')
+        """
+        sharded = used.sharded_over(replicas) if zero and replicas else used
+        return cls(used, sharded if halves else used, used, sharded)
+
+
+def replicas_of(used: Sharding, grid: Grid) -> tuple[str, ...]:
+    """The axes along which replicas hold equal copies of a parameter, which take other rows or positions of the batch."""
+    named = {*used.layout.axes, *used.layout.root_only}
+    return tuple(axis for axis in REPLICAS if grid.shape.get(axis, 1) > 1 and axis not in named)
+
+
+@dataclass(frozen=True)
+class State:
+    """The states of one parameter on this rank of the job's grid; its moments belong to the optimizer."""
+
+    name: str
+    parameter: ShardedParameter
+    shardings: Shardings
+    grid: Grid
+
+    @property
+    def weight(self) -> Tensor:
+        """The part of the stored weight that this rank updates, in place."""
+        return self._part(self.parameter.data, self.shardings.stored)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The part of the accumulated gradient that this rank updates with; None where there is none."""
+        grad = self.parameter.grad
+        return None if grad is None else self._part(grad, self.shardings.gradient)
+
+    def _part(self, block: Tensor, sharding: Sharding) -> Tensor:
+        """The part of a block that the moments' sharding has: a view."""
+        moments = self.shardings.moments
+        if sharding is moments or sharding == moments:
+            return block
+        whole, part = sharding.slices(self.grid)[0], moments.slices(self.grid)[0]
+        return block[part.start - whole.start : part.stop - whole.start]
+
+
+def named_parameters(model: torch.nn.Module) -> list[tuple[str, ShardedParameter]]:
+    """Names and parameters of a model, each with its `sharding` and `decay`, in the same order on every rank."""
+    return [(name, cast(ShardedParameter, p)) for name, p in model.named_parameters()]
+
+
+def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0) -> list[State]:
+    """The states of a model's parameters on the job's grid, in the same order on every rank. Moves nothing."""
+    return [
+        State(name, p, Shardings.of(p.sharding, replicas_of(p.sharding, grid), zero), grid) for name, p in named_parameters(model)
+    ]

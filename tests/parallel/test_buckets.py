@@ -1,0 +1,102 @@
+"""Buckets of gradients: what is in one, who owns which part, and the sums and words of a reduction by buckets."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+
+from summa3d.comm.grid import Place
+from summa3d.errors import ConfigError
+from summa3d.layout import Layout
+from summa3d.nn import scheme
+from summa3d.nn.parameter import new_parameter
+from summa3d.parallel.buckets import buckets_of
+from summa3d.parallel.states import states_of
+
+SHAPES = {"first": (11, 4), "second": (2, 6), "vector": (5,), "last": (7, 8)}
+"""Odd rows, and fewer than replicas."""
+
+
+def states_on(grid):
+    """The states of four parameters, split by z along one dim; one of a stage, and one as an expert's."""
+    module = torch.nn.Module()
+    on_grid = scheme("cuboid", grid)
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        layout = Layout(*([()] * (len(shape) - 1)), ("z",)) if index % 2 else Layout(("z",), *[()] * (len(shape) - 1))
+        stage = on_grid.on(pp=(1,)) if name == "vector" else on_grid.on(ep=(0,)) if name == "last" else on_grid
+        setattr(module, name, new_parameter(stage, layout, shape, ("constant", 0.0), torch.float64, True))
+    return states_of(module, grid)
+
+
+def chunk_of(name: str) -> int:
+    return int(name in ("vector", "last"))
+
+
+@pytest.mark.parametrize("size", [1, 200, 1 << 20])
+@pytest.mark.parametrize("rank", [0, 7, 23])
+def test_every_element_has_one_owner_by_the_nested_split(size, rank):
+    grid = Place({"z": 2, "dp": 3, "ep": 2, "pp": 2}, rank)
+    states = {state.name: state for state in states_on(grid)}
+    buckets = buckets_of(list(states.values()), chunk_of, size)
+    held = [name for name in reversed(SHAPES) if states[name].parameter.numel()]
+    assert sorted(name for bucket in buckets for name in bucket.names) == sorted(held)
+    for bucket in buckets:
+        assert bucket.axes == (("dp",) if "last" in bucket.names else ("dp", "ep"))
+        assert {chunk_of(name) for name in bucket.names} == {bucket.chunk} and len(bucket.members) == prod(
+            grid.shape[axis] for axis in bucket.axes
+        )
+        mine = grid[bucket.axes].index
+        for position, name in enumerate(bucket.names):
+            parts = [member[position] for member in bucket.members]
+            block = states[name].parameter
+            assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])] and parts[-1].stop == len(block)
+            assert sum(part.words for part in parts) == block.numel()
+            shard = states[name].shardings.used.sharded_over(bucket.axes).local_shape(grid)
+            assert (parts[mine].stop - parts[mine].start, parts[mine].words) == (shard[0], prod(shard))
+        assert bucket.sizes == [sum(part.words for part in member) for member in bucket.members]
+
+
+def test_buckets_are_filled_from_the_last_parameter_to_the_first():
+    grid = Place({"z": 2, "dp": 3, "ep": 1, "pp": 2}, rank=11)
+    states = states_on(grid)
+    one_chunk = [bucket.names for bucket in buckets_of(states, lambda name: 0, 1 << 20)]
+    assert one_chunk == [("last", "vector", "second", "first")]
+    assert [bucket.names for bucket in buckets_of(states, lambda name: 0, 1)] == [("last",), ("vector",), ("second",), ("first",)]
+    assert [(bucket.chunk, bucket.names) for bucket in buckets_of(states, chunk_of, 1 << 20)] == [
+        (1, ("last", "vector")),
+        (0, ("second", "first")),
+    ]
+    reached = {state.name: state.parameter.nbytes for state in states}
+    size = reached["last"] + 1
+    assert next(bucket.names for bucket in buckets_of(states, lambda name: 0, size)) == ("last", "vector")
+    assert buckets_of(states_on(Place({"z": 2, "pp": 2}, 3)), chunk_of, 1) == []
+    with pytest.raises(ConfigError, match="A bucket of 0 bytes holds no gradient"):
+        buckets_of(states, chunk_of, 0)
+
+
+@pytest.mark.mpi(sizes=(12,))
+def test_a_reduction_by_buckets_of_any_size_is_the_sum_over_the_replicas_in_its_words(make_grid):
+    grid = make_grid(z=2, dp=3, ep=1, pp=2)
+    states = states_on(grid)
+    generator = torch.Generator().manual_seed(100 * grid.coordinates["dp"])
+    gradients = {state.name: torch.randn(state.parameter.shape, dtype=torch.float64, generator=generator) for state in states}
+    want = {name: sum(grid["dp"].all_gather(gradient[None]).unbind(0)) for name, gradient in gradients.items()}
+    for size in (1, 100, 1 << 20):
+        found = {name: torch.full_like(gradient, torch.nan) for name, gradient in gradients.items()}
+        words = 0
+        with grid.ledger.watch() as moved:
+            for bucket in buckets_of(states, chunk_of, size):
+                plane = grid[bucket.axes]
+                own = plane.reduce_scatter(bucket.pack(gradients), sizes=bucket.sizes)
+                for name, part in bucket.parts_in(own, plane.index, gradients).items():
+                    (state,) = (state for state in states if state.name == name)
+                    sharded = state.shardings.used.sharded_over(bucket.axes)
+                    start = sharded.slices(grid)[0].start - state.shardings.used.slices(grid)[0].start
+                    assert torch.equal(part, want[name][start : start + len(part)]) and part.shape == sharded.local_shape(grid)
+                bucket.unpack(plane.all_gather(own, sizes=bucket.sizes), found)
+                mine = bucket.sizes[plane.index]
+                words += (plane.size - 1) * mine + sum(bucket.sizes) - mine
+        assert all(torch.equal(found[name], want[name]) for name in want)
+        assert moved.words == words
