@@ -162,7 +162,7 @@ class NodeBuffer:
             self.number = number = self.number + 1
             place = number % SLOTS
             before = self.slots[place]
-            if before is not None:
+            if before is not None and before.read is not None:
                 before.finish()
             self.flags.wait_for(self.others[CLOSED][place], number - SLOTS)
             memory = self.memories[place]
