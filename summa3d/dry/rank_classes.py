@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 
+from ..comm.topology import REPLICAS
 from ..layout.layout import Layout
 from ..nn.config import ModelConfig
 from ..nn.schemes.scheme import Scheme
@@ -22,6 +23,9 @@ def classes(setting: Setting) -> dict[int, int]:
     place = setting.place()
     on_grid = setting.on(place)
     shapes = list(_tensors(on_grid, setting.model, setting.batch))
+    replicas = tuple(axis for axis in REPLICAS if place.shape.get(axis, 1) > 1)
+    if replicas:  # each owns a part of every parameter, and the larger ones come first
+        shapes += [(layout.sharded_over(replicas), shape) for layout, shape in shapes]
     found: dict[object, list[int]] = {}
     for rank in range(prod(setting.axes.values())):
         at = place.coordinates_of(rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ def buckets_of(states: Sequence[State], chunk_of: Callable[[str], int], size: in
     found = []
     for (chunk, axes, _), of_kind in kinds.items():
         for together in _filled(of_kind, size):
-            parts = zip(*(_parts(state, axes) for state in together), strict=True)
+            parts = zip(*(map(partial(_part, state), state.rows) for state in together), strict=True)
             found.append(Bucket(chunk, axes, tuple(parts)))
     return found
 
@@ -111,13 +112,5 @@ def _filled(states: Iterable[State], size: int) -> Iterator[list[State]]:
         yield together
 
 
-def _parts(state: State, axes: tuple[str, ...]) -> list[Part]:
-    """The rows of this rank's block that each member of the plane of replicas owns."""
-    used, grid = state.shardings.used, state.grid
-    sharded, block = used.sharded_over(axes), used.slices(grid)[0]
-    words = state.parameter[0].numel()
-    found = []
-    for point in itertools.product(*(range(grid.shape[axis]) for axis in axes)):
-        rows = sharded.layout.slices(used.shape, grid.shape, {**grid.coordinates, **dict(zip(axes, point, strict=True))})[0]
-        found.append(Part(state.name, rows.start - block.start, rows.stop - block.start, (rows.stop - rows.start) * words))
-    return found
+def _part(state: State, rows: slice) -> Part:
+    return Part(state.name, rows.start, rows.stop, (rows.stop - rows.start) * state.parameter[0].numel())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -66,23 +68,65 @@ class State:
     shardings: Shardings
     grid: Grid
 
+    @cached_property
+    def owned(self) -> Sharding:
+        """The partition of the parameter over all ranks that hold copies: each sums, counts and writes its own rows."""
+        return self.shardings.used.sharded_over(replicas_of(self.shardings.used, self.grid))
+
+    @cached_property
+    def rows(self) -> list[slice]:
+        """The rows of this rank's block that each of the ranks with copies owns, in the order of their plane."""
+        used, grid = self.shardings.used, self.grid
+        axes, start = replicas_of(used, grid), used.slices(grid)[0].start
+        found = []
+        for point in itertools.product(*(range(grid.shape[axis]) for axis in axes)):
+            at = {**grid.coordinates, **dict(zip(axes, point, strict=True))}
+            rows = self.owned.layout.slices(used.shape, grid.shape, at)[0]
+            found.append(slice(rows.start - start, rows.stop - start))
+        return found
+
+    def pieces(self, block: Tensor) -> list[Tensor]:
+        """A block in the moments' sharding, cut where another rank begins to own: views.
+
+        An update by pieces has the same bits where all replicas update everything as where each updates its own: a kernel may
+        round the last elements of a tensor otherwise than those before them.
+        """
+        return [block] if self.shardings.moments == self.owned else [block[rows] for rows in self.rows]
+
     @property
     def weight(self) -> Tensor:
         """The part of the stored weight that this rank updates, in place."""
-        return self._part(self.parameter.data, self.shardings.stored)
+        return self._part(self.parameter.data, self.shardings.stored, self.shardings.moments)
+
+    @property
+    def owned_weight(self) -> Tensor:
+        """The part of the stored weight that this rank owns."""
+        return self._part(self.weight, self.shardings.moments, self.owned)
+
+    @property
+    def accumulated(self) -> Tensor | None:
+        """The gradient that backward accumulates; None where there is none."""
+        return self.parameter.grad
 
     @property
     def gradient(self) -> Tensor | None:
         """The part of the accumulated gradient that this rank updates with; None where there is none."""
-        grad = self.parameter.grad
-        return None if grad is None else self._part(grad, self.shardings.gradient)
+        return self._part_of_gradient(self.shardings.moments)
 
-    def _part(self, block: Tensor, sharding: Sharding) -> Tensor:
-        """The part of a block that the moments' sharding has: a view."""
-        moments = self.shardings.moments
-        if sharding is moments or sharding == moments:
+    @property
+    def owned_gradient(self) -> Tensor | None:
+        """The part of the accumulated gradient that this rank owns; None where there is none."""
+        return self._part_of_gradient(self.owned)
+
+    def _part_of_gradient(self, wanted: Sharding) -> Tensor | None:
+        whole = self.accumulated
+        return None if whole is None else self._part(whole, self.shardings.gradient, wanted)
+
+    def _part(self, block: Tensor, sharding: Sharding, wanted: Sharding) -> Tensor:
+        """The part of a block in `sharding` that a finer sharding has: a view."""
+        if sharding is wanted or sharding == wanted:
             return block
-        whole, part = sharding.slices(self.grid)[0], moments.slices(self.grid)[0]
+        whole, part = sharding.slices(self.grid)[0], wanted.slices(self.grid)[0]
         return block[part.start - whole.start : part.stop - whole.start]
 
 

@@ -48,8 +48,8 @@ class GridConfig:
     x : ranks along axis x; where no size of the grid is given, `summa3d train` chooses all, where some are, the others are 1
     y : ranks along axis y, as x
     z : ranks along axis z, as x
-    d : ranks along axis d, the depth of tesseract, as x; the product of all sizes is the number of ranks
-    dp : replicas of the model, each on its own rows of the batch; above 1 not available yet
+    d : ranks along axis d, the depth of tesseract, as x; the product of all sizes of the grid is the number of ranks
+    dp : replicas of the model, each on its own rows of the batch; their gradients are summed once a step
     pp : stages of a pipeline of the layers; above 1 not available yet
     order : the axes in rank order, fastest first: "zyx", or names with commas, such as "z,y,x,d,dp,pp" (stages outermost) and
         "z,y,x,d,pp,dp" (replicas outermost); axes that it leaves out follow
@@ -71,9 +71,8 @@ class GridConfig:
     def __post_init__(self) -> None:
         for name in GRID_AXES:
             at_least(f"grid.{name}", getattr(self, name), 1)
-        for name, what in (("dp", "Replicas"), ("pp", "Pipelines")):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"grid.{name} is {getattr(self, name)}. {what} are not available yet: leave grid.{name} at 1.")
+        if self.pp > 1:
+            raise ConfigError(f"grid.pp is {self.pp}. Pipelines are not available yet: leave grid.pp at 1.")
 
     @property
     def axes(self) -> dict[str, int]:
@@ -103,7 +102,7 @@ class TrainConfig:
     ----------
     steps : optimizer steps of the whole run
     batch : rows (sequences) of one optimizer step on the whole grid
-    accumulate : micro-batches of equal size that `batch` is divided into
+    accumulate : micro-batches of equal size that `batch` is divided into; each is divided over the replicas (grid.dp)
     seed : of weights, batches and dropout masks
     learning_rate : the largest learning rate, which is reached after `warmup` steps
     warmup : steps in which the rate rises linearly from 0 to `learning_rate`
@@ -168,8 +167,28 @@ class TrainConfig:
 
     @property
     def micro_batch(self) -> int:
-        """Rows of one forward and backward pass: batch / accumulate."""
+        """Rows of one forward and backward pass of all replicas: batch / accumulate."""
         return self.batch // self.accumulate
+
+
+@dataclass(frozen=True)
+class ReplicasConfig:
+    """The table `replicas`: what replicas of the model (grid.dp) keep and exchange. Neither key changes a bit of the results.
+
+    Attributes
+    ----------
+    zero : 0, each replica keeps all of the optimizer's moments; 1 (ZeRO-1), they are sharded over the replicas. Both move the
+        same words
+    bucket : bytes of gradients that are summed over the replicas in one message, at least
+    """
+
+    zero: int = 1
+    bucket: int = 25 << 20
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1):
+            raise ConfigError(f"replicas.zero is {self.zero}; it must be 0 (copied moments) or 1 (sharded moments).")
+        at_least("replicas.bucket", self.bucket, 1)
 
 
 @dataclass(frozen=True)
@@ -324,6 +343,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     overlap: Overlap = field(default_factory=Overlap)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
@@ -349,6 +369,24 @@ class Config:
             )
         if self.model.family in SPECIAL_TOKENS:
             self._check_vocabulary()
+        self._check_replicas()
+
+    @property
+    def rows(self) -> int:
+        """Rows of one forward and backward pass of one replica: batch / (accumulate · dp)."""
+        return self.train.micro_batch // self.grid.dp
+
+    def _check_replicas(self) -> None:
+        batch, accumulate, dp = self.train.batch, self.train.accumulate, self.grid.dp
+        if batch % (accumulate * dp):
+            near = batch // (accumulate * dp) * accumulate * dp
+            batches = ", ".join(str(near + step * accumulate * dp) for step in (0, 1, 2) if near + step)
+            fits = ", ".join(str(n) for n in range(1, batch // accumulate + 1) if batch // accumulate % n == 0)
+            raise ConfigError(
+                f"train.batch {batch} cannot be divided into train.accumulate = {accumulate} equal micro-batches on each of "
+                f"grid.dp = {dp} replicas.\n"
+                f"  Batches that fit: {batches}. Values of grid.dp that fit batch {batch}: {fits}."
+            )
 
     def check_text(self) -> None:
         """Raise ConfigError for a model that cannot be trained on text, which a dry run can take all the same."""

@@ -11,6 +11,7 @@ from ..dry.rank_classes import classes
 from ..dry.step import DryStep, Setting, Training, run
 from ..nn.models.registry import Model
 from ..node_support import why_no_node_memory
+from ..parallel.replicas import Replicas
 from ..parallel.states import states_of
 from .config import Config, at_least, master_dtype
 from .optimizer import AdamW, global_gradient_norm
@@ -55,7 +56,7 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
     grid, shared = config.grid, 1 if why_no_node_memory() else ranks_per_node
     return Setting(
         config.model,
-        config.train.micro_batch,
+        config.rows,
         config.scheme,
         grid.axes,
         rank,
@@ -73,14 +74,20 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
 
 
 def training_of(config: Config) -> Training:
-    """What the training loop adds to a forward and a backward: 16-bit copies of weights, the gradients' norm and AdamW."""
+    """What the training loop adds to a forward and a backward: 16-bit copies of weights, sums over the replicas, AdamW."""
+    zero, bucket = config.replicas.zero, config.replicas.bucket
 
     def optimizer(model: Model) -> tuple[Callable[[], None], int]:
-        adamw = AdamW(states_of(model, model.scheme.job), config.train)
+        grid = model.scheme.job
+        states = states_of(model, grid, zero)
+        adamw = AdamW(states, config.train)
 
         def update() -> None:
-            global_gradient_norm(adamw.gradients(), model.scheme.job)
-            adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0)
+            replicas = Replicas.of([state for state in states if state.accumulated is not None], grid, zero, bucket)
+            replicas.reduce()
+            replicas.total(0.0)
+            global_gradient_norm(adamw.gradients(), grid)
+            replicas.update(lambda: adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0))
 
         return update, sum(moment.nbytes for kind in adamw.moments.values() for moment in kind.values())
 
@@ -90,7 +97,7 @@ def training_of(config: Config) -> Training:
 def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, Any]:
     """What the ranks do and hold where so many consecutive ones share a node, on the host or on devices."""
     first = setting_of(config, 0, ranks_per_node, on_device)
-    first.on(first.place()).check(config.model, config.train.micro_batch)
+    first.on(first.place()).check(config.model, config.rows)
     training = training_of(config)
     steps: dict[int, tuple[DryStep, int]] = {
         rank: (run(setting_of(config, rank, ranks_per_node, on_device), training), many) for rank, many in classes(first).items()

@@ -157,10 +157,12 @@ def take_step(run: Run, number: int) -> Step:
         losses = [accumulate(run, number, row) for row in earlier]
         loss = total([*losses, accumulate(run, number, last, copies)])
     with ledger.phase("optimizer"):
+        run.replicas.reduce()
+        loss = run.replicas.total(loss)
         norm = global_gradient_norm(run.optimizer.gradients(), run.grid) / scale
         rate = learning_rate(number, settings)
         if run.loss_scale.accepts(number, loss, norm):
-            run.optimizer.step(rate, clip_factor(norm, settings.clip, scale))
+            run.replicas.update(lambda: run.optimizer.step(rate, clip_factor(norm, settings.clip, scale)))
     step = Step(number, loss, norm, rate, tokens=settings.batch * run.config.model.sequence)
     if run.loss_scale.dynamic:
         step.loss_scale, step.skipped_steps = scale, run.loss_scale.skipped
@@ -171,10 +173,13 @@ def take_step(run: Run, number: int) -> Step:
 def accumulate(run: Run, number: int, first_row: int, copies: ExitStack | None = None) -> Tensor:
     """Forward and backward of a micro-batch; returns its part of the step's loss. Random numbers count steps from 0.
 
+    Of its rows, which begin with `first_row` of the step's batch, each replica takes its own.
+
     copies : the context of the step's 16-bit copies, which ends between the two; None: those of this micro-batch alone
     """
     settings, ledger = run.config.train, run.grid.ledger
-    rows = run.objective.training(settings.seed, number - 1, first_row, settings.micro_batch)
+    first_row += run.replicas.plane.index * run.config.rows
+    rows = run.objective.training(settings.seed, number - 1, first_row, run.config.rows)
     inputs = on_device(rows, run.device)
     with ledger.phase("forward"), working_weights(run.model, run.config):
         loss = run.model(**inputs, step=number - 1, first_row=first_row, **run.objective.counts(settings.batch))
@@ -196,15 +201,16 @@ def total(losses: Sequence[Tensor]) -> float:
 
 def evaluate(run: Run) -> float:
     """The mean loss on the held-out rows, which are the same in every evaluation; collective."""
-    settings = run.config.train
-    rows, micro = settings.evaluate_batches * settings.batch, settings.micro_batch
+    settings, own = run.config.train, run.config.rows
+    rows, micro, first = settings.evaluate_batches * settings.batch, settings.micro_batch, run.replicas.plane.index * own
     inputs = on_device(run.objective.held_out(rows), run.device)
     run.model.eval()
     with torch.no_grad(), run.grid.ledger.phase("other"), working_weights(run.model, run.config):
-        parts = [{name: whole[row : row + micro] for name, whole in inputs.items()} for row in range(0, rows, micro)]
+        parts = [{name: whole[row : row + own] for name, whole in inputs.items()} for row in range(first, rows, micro)]
         losses = [run.model(**part, **run.objective.counts(micro)) for part in parts]
+        mean = run.replicas.total(total(losses)) / len(parts)
     run.model.train()
-    return total(losses) / len(parts)
+    return mean
 
 
 def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> dict[str, Any]:

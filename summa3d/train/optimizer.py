@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import cos, isfinite, pi, sqrt
 from typing import TYPE_CHECKING
 
@@ -39,8 +39,11 @@ class AdamW:
         self._steps = dict.fromkeys(self.states, step)
 
     def gradients(self) -> list[tuple[torch.Tensor, Sharding]]:
-        """The gradients that this rank updates with, each with its sharding: what `global_gradient_norm` takes."""
-        found = [(state.gradient, state.shardings.moments) for state in self.states.values()]
+        """The gradients that this rank owns, each with its sharding: what `global_gradient_norm` takes.
+
+        They are the same with moments that are copied over the replicas and with sharded ones, and so is the norm.
+        """
+        found = [(state.owned_gradient, state.owned) for state in self.states.values()]
         return [(gradient, sharding) for gradient, sharding in found if gradient is not None]
 
     @torch.no_grad()
@@ -59,15 +62,19 @@ class AdamW:
         names = list(given)
         for name in names:
             self._steps[name] += 1
-        weights = [self.states[name].weight for name in names]
-        if not weights:
+        if not names:
             return
+
+        def pieces(block_of: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
+            return [piece for name in names for piece in self.states[name].pieces(block_of(name))]
+
+        weights = pieces(lambda name: self.states[name].weight)
         dispatch.kernels_for(weights[0]).adamw(
             weights,
-            list(given.values()),
-            [first[name] for name in names],
-            [second[name] for name in names],
-            [self._steps[name] for name in names],
+            pieces(given.__getitem__),
+            pieces(first.__getitem__),
+            pieces(second.__getitem__),
+            [self._steps[name] for name in names for _ in self.states[name].pieces(first[name])],
             rate,
             self.config.betas,
             self.config.epsilon,

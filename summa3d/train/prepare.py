@@ -15,6 +15,7 @@ from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError, DataError
 from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
+from ..parallel.replicas import Replicas
 from ..parallel.states import states_of
 from . import config as configuration
 from . import toml
@@ -44,6 +45,7 @@ class Run:
     objective: Objective
     model: Model
     optimizer: AdamW
+    replicas: Replicas
     loss_scale: LossScale
     done: int = 0
     device: torch.device = HOST
@@ -59,7 +61,7 @@ class Run:
         return self.folder / "metrics.jsonl"
 
     def blocks(self) -> list[shards.TensorBlock]:
-        """This rank's blocks of all tensors of a checkpoint: parameters and optimizer moments."""
+        """This rank's blocks of all tensors of a checkpoint: the parts of parameters that it owns, and optimizer moments."""
         return checkpoint.weight_blocks(self.optimizer) + checkpoint.optimizer_blocks(self.optimizer)
 
 
@@ -87,7 +89,7 @@ def prepare(
     config.check_text()
     device = open_device(config.device, comm, config.tf32)
     grid, plan = open_grid(config, comm, device)
-    plan.check(config.model, config.train.micro_batch)
+    plan.check(config.model, config.rows)
     if config.train.tensorboard:
         on_root(comm, check_tensorboard, ConfigError)
     on_root(comm, lambda: open_folder(folder, resume, overwrite, lease, progress), ConfigError)
@@ -109,11 +111,14 @@ def prepare(
     model = build_model(config, plan, device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
     task = objective(config.model, corpus)
-    optimizer = AdamW(states_of(model, grid), config.train)
-    run = Run(config, folder, grid, plan, corpus, task, model, optimizer, loss_scale, device=device)
+    states = states_of(model, grid, config.replicas.zero)
+    optimizer = AdamW(states, config.train)
+    replicas = Replicas.of(states, grid, config.replicas.zero, config.replicas.bucket)
+    run = Run(config, folder, grid, plan, corpus, task, model, optimizer, replicas, loss_scale, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
-        saved.load(run.blocks() if saved.has_moments else checkpoint.model_blocks(model), grid)
+        moments = checkpoint.optimizer_blocks(optimizer) if saved.has_moments else []
+        saved.load([*checkpoint.model_blocks(model), *moments], grid)
         run.done = saved.step
     on_root(comm, lambda: write_config(config, folder, saved, progress), ConfigError)
     return run

@@ -6,10 +6,12 @@ No MPI, no training.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import pytest
 
+from summa3d.cli.train import chooser
 from summa3d.errors import ConfigError
 from summa3d.train import config
 
@@ -146,10 +148,24 @@ def test_a_grid_is_chosen_only_where_none_is_given(tmp_path: Path) -> None:
     assert loaded(6, run, "grid.x=3") == ("oned", "x=3,y=1,z=1", "")
 
 
-def test_replicas_and_stages_have_keys_and_an_order_but_are_refused_for_now():
+def test_stages_have_a_key_and_an_order_but_are_refused_for_now():
     grid = config.load("demo", ["grid.x=2", "grid.z=2", "grid.order=z,y,x,d,dp,pp"]).grid
     assert grid.axes == {"x": 2, "y": 1, "z": 2} and grid.rank_order == ("z", "y", "x")
     assert config.load("demo", []).grid.rank_order == ("z", "y", "x")
-    for key, what in (("dp", "Replicas"), ("pp", "Pipelines")):
-        with pytest.raises(ConfigError, match=rf"grid.{key} is 2\. {what} are not available yet: leave grid.{key} at 1"):
-            config.load("demo", [f"grid.{key}=2"])
+    with pytest.raises(ConfigError, match=r"grid.pp is 2\. Pipelines are not available yet: leave grid.pp at 1"):
+        config.load("demo", ["grid.pp=2"])
+
+
+def test_replicas_divide_the_batch_and_a_chosen_grid_leaves_them_alone():
+    found = config.load("demo", ["grid.dp=3", "grid.z=2", "train.batch=12", "train.accumulate=2"])
+    assert (found.rows, found.grid.rank_order, found.grid.axes) == (2, ("z", "y", "x"), {"x": 1, "y": 1, "z": 2, "dp": 3})
+    with pytest.raises(ConfigError, match=r"batch 16 .* = 2 .* grid.dp = 3 .*\n.* fit: 12, 18, 24.* 16: 1, 2, 4, 8\."):
+        config.load("demo", ["grid.dp=3", "train.batch=16", "train.accumulate=2"])
+    with pytest.raises(ConfigError, match=r"replicas.zero is 2; it must be 0 \(copied moments\) or 1"):
+        config.load("demo", ["replicas.zero=2"])
+    with pytest.raises(ConfigError, match=r"replicas.bucket is 0; it must be at least 1"):
+        config.load("demo", ["replicas.bucket=0"])
+    chosen = config.load_for(6, "demo", ["grid.dp=3", "train.batch=12", "train.accumulate=1"], chooser("train"))
+    assert chosen.grid.dp == 3 and prod(chosen.grid.axes.values()) == 6 and chosen.chosen
+    with pytest.raises(ConfigError, match=r"grid.dp is 3, which does not divide 4 ranks. Values that do: 1, 2, 4"):
+        config.load_for(4, "demo", ["grid.dp=3", "train.batch=12"], chooser("train"))

@@ -144,9 +144,8 @@ def model_blocks(model: torch.nn.Module) -> list[shards.TensorBlock]:
 
 
 def weight_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
-    """The weights that the optimizer updates, as they are stored, as blocks of global tensors."""
-    states = optimizer.states.values()
-    return [shards.TensorBlock(f"model.{one.name}", one.parameter.data, one.shardings.stored) for one in states]
+    """The parts of the weights that this rank owns as blocks of global tensors: what a checkpoint keeps of them."""
+    return [shards.TensorBlock(f"model.{state.name}", state.owned_weight, state.owned) for state in optimizer.states.values()]
 
 
 def optimizer_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:

@@ -1,0 +1,129 @@
+"""Data-parallel replicas: the rows that each takes, the sums of their gradients in buckets, and what is gathered afterwards."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..comm.topology import REPLICAS
+from .buckets import Bucket, buckets_of
+from .states import State
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..comm.axis import Axis
+    from ..comm.grid import Grid
+    from ..comm.pending import Pending
+
+IN_FLIGHT = 2
+"""Buckets whose sums are in flight at once: so many slots an axis has in a node's memory, and so many messages are held."""
+
+
+def plane_of(grid: Grid) -> Axis:
+    """The plane of all replicas of a grid, in which each takes other rows; without replicas, an axis of this rank alone."""
+    return grid[tuple(axis for axis in REPLICAS if grid.shape.get(axis, 1) > 1)]
+
+
+@dataclass
+class Replicas:
+    """The replicas of a model, seen from this rank: each computes with its own rows, and all take the same optimizer step.
+
+    A step sums the gradients once, whatever the number of micro-batches: `start` each bucket after the last backward of its
+    parameters, `finish` before the gradient norm, then `update`.
+
+    Attributes
+    ----------
+    states : the states of the model's parameters
+    grid : the grid of the whole job
+    buckets : which gradients travel together
+    zero : 0, moments are copied, and `update` gathers the summed gradients; 1 (ZeRO-1), moments are sharded, and it gathers the
+        weights. Both move 2(D−1)/D words per element of a parameter with D replicas (mean over them), and give the same bits
+    """
+
+    states: dict[str, State]
+    grid: Grid
+    buckets: list[Bucket]
+    zero: int = 1
+    _in_flight: deque[tuple[Bucket, Pending]] = field(default_factory=deque)
+
+    @classmethod
+    def of(
+        cls, states: Sequence[State], grid: Grid, zero: int, bucket: int, chunk_of: Callable[[str], int] = lambda name: 0
+    ) -> Replicas:
+        """The replicas of these states. bucket : bytes of a bucket; chunk_of : as of `buckets_of`. Moves nothing."""
+        return cls({state.name: state for state in states}, grid, buckets_of(states, chunk_of, bucket), zero)
+
+    @property
+    def plane(self) -> Axis:
+        """The plane of all replicas."""
+        return plane_of(self.grid)
+
+    def total(self, number: float) -> float:
+        """The sum of a number over the replicas, the same on all; collective. Moves an all-reduce of one word."""
+        return float(self.plane.all_reduce(np.array([number]))[0])
+
+    def reduce(self) -> None:
+        """Sum all gradients over the replicas; collective. Each rank then holds the sums of the rows that it owns."""
+        for bucket in self.buckets:
+            self.start(bucket)
+        self.finish()
+
+    def start(self, bucket: Bucket) -> None:
+        """Begin the sums of a bucket: every replica, in the same order of buckets. A gradient that there is not is 0."""
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._end_oldest()
+        states = [self.states[name] for name in bucket.names]
+        for state in states:
+            if state.accumulated is None:
+                state.parameter.grad = torch.zeros_like(state.parameter)
+        message = bucket.pack(_blocks(states, lambda state: state.accumulated))
+        pending = self.grid[bucket.axes].start_reduce_scatter(message, sizes=bucket.sizes)
+        self._in_flight.append((bucket, pending))
+
+    def finish(self) -> None:
+        """Wait for the sums of all buckets that were started."""
+        while self._in_flight:
+            self._end_oldest()
+
+    def update(self, step: Callable[[], None]) -> None:
+        """Run an optimizer's step between what it needs and what its weights need, so that all replicas end with the same."""
+        if self.zero == 0:
+            self._gather(lambda state: state.accumulated, lambda state: state.owned_gradient)
+        step()
+        if self.zero > 0:
+            self.gather_weights()
+
+    def gather_weights(self) -> None:
+        """Overwrite the weights that layers use by the parts that the replicas own; collective."""
+        self._gather(lambda state: state.parameter.data, lambda state: state.weight)
+
+    def _end_oldest(self) -> None:
+        bucket, pending = self._in_flight.popleft()
+        states = [self.states[name] for name in bucket.names]
+        blocks, index = _blocks(states, lambda state: state.accumulated), self.grid[bucket.axes].index
+        for name, part in bucket.parts_in(pending.wait(), index, blocks).items():
+            _given(self.states[name].owned_gradient).copy_(part)
+
+    @torch.no_grad()
+    def _gather(self, whole: Callable[[State], Tensor | None], own: Callable[[State], Tensor | None]) -> None:
+        """Overwrite the whole blocks of all buckets by the parts that each replica owns."""
+        for bucket in self.buckets:
+            states = [self.states[name] for name in bucket.names]
+            blocks = _blocks(states, whole)
+            message = torch.cat([_given(own(state)).to(blocks[state.name].dtype).reshape(-1) for state in states])
+            bucket.unpack(self.grid[bucket.axes].all_gather(message, sizes=bucket.sizes), blocks)
+
+
+def _blocks(states: Sequence[State], of: Callable[[State], Tensor | None]) -> dict[str, Tensor]:
+    return {state.name: _given(of(state)) for state in states}
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "`start` gave every parameter of a bucket a gradient"
+    return tensor

@@ -1,0 +1,200 @@
+"""Replicas: runs with `grid.dp` are the serial run, move the words of their formula, and do not depend on zero or on buckets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from nn_parity import global_weights, whole
+from scheme_table import FAMILIES
+from small_runs import metrics_of, shared_corpus, small_config, train_small
+
+from summa3d.dry.step import run as run_dry
+from summa3d.nn import build, scheme
+from summa3d.parallel.replicas import Replicas
+from summa3d.parallel.states import states_of
+from summa3d.train.dry_run import setting_of, training_of
+from summa3d.train.loop import take_step
+from summa3d.train.prepare import prepare
+
+BERT = {"model__family": "bert", "model__vocabulary": 259}
+LLAMA = {"model__family": "llama", "model__kv_heads": 2, "model__ffn": 36}
+RUNS: dict[int, list[dict[str, Any]]] = {
+    2: [{"scheme": "serial", "grid__dp": 2}],
+    3: [{"scheme": "serial", "grid__dp": 3, **BERT}],
+    4: [{"scheme": "oned", "grid__dp": 2, "grid__y": 2, **LLAMA}],
+    8: [
+        {"scheme": "cuboid", "grid__dp": 2, "grid__y": 2, "grid__z": 2, "vectors": "diagonal"},
+        {"scheme": "summa", "grid__dp": 2, "grid__x": 2, "grid__y": 2, "vectors": "root-only", **BERT},
+    ],
+    9: [{"scheme": "summa", "grid__dp": 3, "grid__x": 3, "grid__order": "dp,x", **LLAMA}],
+}
+STEPS = {"train__steps": 20, "train__clip": 0.5, "train__batch": 36, "train__accumulate": 2, "train__keep": 0}
+STEPS |= {"train__evaluate_batches": 1, "train__evaluate_every": 10, "model__attention_dropout": 0.05}
+NUMBERS = ("loss", "grad_norm", "validation_loss")
+
+
+def numbers_of(folder: Path) -> list[float]:
+    return [line[name] for line in metrics_of(folder) for name in NUMBERS if name in line]
+
+
+def trained(comm: Any, folder: Path, name: str, **changes: Any) -> list[float]:
+    """Loss and norm of every step, and the validation losses, of a run in the folder `name`."""
+    if comm.rank == 0:
+        (folder / name).mkdir(parents=True)
+    comm.Barrier()
+    train_small(comm, folder / name, **changes)
+    return comm.bcast(numbers_of(folder / name) if comm.rank == 0 else None)
+
+
+def check_against_serial(comm: Any, folder: Path, changes: dict[str, Any], tolerance: float, **more: Any) -> None:
+    alone = {**STEPS, **{key: value for key, value in changes.items() if not key.startswith(("grid", "vectors"))}, **more}
+    want = trained(MPI.COMM_SELF, folder, "serial", **{**alone, "scheme": "serial"}) if comm.rank == 0 else None
+    want = comm.bcast(want)
+    got = trained(comm, folder, "replicas", **STEPS, **changes, **more)
+    assert len(got) == 42 and got == pytest.approx(want, rel=tolerance, abs=0)
+
+
+@pytest.mark.mpi(sizes=tuple(RUNS), timeout=300)
+def test_20_clipped_steps_of_replicas_are_the_serial_runs(comm: Any, world_size: int, shared_tmp_path: Path) -> None:
+    for number, changes in enumerate(RUNS[world_size]):
+        check_against_serial(comm, shared_tmp_path / str(number), changes, 1e-9)
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=200)
+def test_so_they_are_in_fewer_bits(comm: Any, world_size: int, shared_tmp_path: Path) -> None:
+    check_against_serial(comm, shared_tmp_path / "single", RUNS[world_size][0], 2e-4, dtype="float32")
+    check_against_serial(comm, shared_tmp_path / "half", RUNS[world_size][0], 1e-1, dtype="bfloat16")
+
+
+@pytest.mark.mpi(sizes=(3,), timeout=200)
+@pytest.mark.parametrize("dtype", ["float64"])
+def test_zero_and_the_size_of_buckets_change_no_bit(comm: Any, world_size: int, shared_tmp_path: Path, dtype: str) -> None:
+    settings = {**STEPS, **RUNS[world_size][0], "dtype": dtype}
+    want = trained(comm, shared_tmp_path, "one", **settings)
+    for name, changes in (("zero", {"replicas__zero": 0}), ("word", {"replicas__bucket": 1})):
+        assert trained(comm, shared_tmp_path, name, **settings, **changes) == want
+
+
+CASES = {
+    "gpt2": ("serial", {"dp": 2}),
+    "llama": ("oned", {"y": 2, "dp": 2}),
+    "bert": ("cuboid", {"y": 2, "z": 2, "dp": 2}),
+}
+
+
+@pytest.mark.mpi(sizes=(2, 4, 8))
+def test_raw_gradients_are_the_whole_batchs_where_one_replica_has_no_label(make_grid: Any, world_size: int) -> None:
+    name, (kind, axes) = list(CASES.items())[(2, 4, 8).index(world_size)]
+    grid, family = make_grid(**axes), FAMILIES[name]
+    on_grid = scheme(kind, grid)
+    config = family.config(on_grid)
+    model = build(config, on_grid, torch.float64, seed=3)
+    plain = family.plain(config, global_weights(model), seed=3)
+    batch = family.batch(config, 8, 12)
+    batch["labels"][4:] = -100  # those of the second replica
+    counts = {"count": int((batch["labels"] >= 0).sum())} | ({"pairs": 8} if name == "bert" else {})
+    replicas = Replicas.of(states_of(model, grid, 1), grid, 1, 500)
+    first = 4 * replicas.plane.index
+    mine = {key: tensor[first : first + 4] for key, tensor in batch.items()}
+    loss = model(**mine, step=4, first_row=5 + first, **counts)
+    loss.backward()
+    want = plain.loss(**batch, step=4, first_row=5)
+    want.backward()
+    assert replicas.total(loss.item()) == pytest.approx(want.item(), rel=1e-12)
+    replicas.reduce()
+    replicas.update(lambda: None)
+    for state in replicas.states.values():
+        expected = plain.weights[state.name].grad[state.owned.slices(grid)]
+        assert state.owned_gradient is not None
+        assert (state.owned_gradient - expected).norm() <= 1e-9 * plain.weights[state.name].grad.norm(), state.name
+    weights = {key: whole(model, key, p.data) for key, p in model.named_parameters()}
+    assert all(torch.equal(weights[key], weight.detach()) for key, weight in plain.weights.items())  # gathered from their owners
+
+
+@pytest.mark.mpi(sizes=(4, 6), timeout=100)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_step_moves_each_gradient_and_each_weight_once(comm: Any, world_size: int, shared_tmp_path: Path, zero: int) -> None:
+    """2(D−1)/D words an element, of each part exactly; one word for the loss; as the dry run says, and all else as alone."""
+    dp = world_size // 2
+    changes = {
+        "scheme": "cuboid",
+        "grid__z": 2,
+        "grid__dp": dp,
+        "train__accumulate": 2,
+        "train__batch": 24,
+        "replicas__zero": zero,
+    }
+    config = small_config(shared_corpus(comm, shared_tmp_path), **{**changes, "model__layers": 2, "replicas__bucket": 5000})
+    run = prepare(config, comm, shared_tmp_path / f"run{zero}")
+    take_step(run, 1)
+    before = moved_by(run)
+    take_step(run, 2)
+    step = {key: words - before.get(key, 0) for key, words in moved_by(run).items() if words > before.get(key, 0)}
+    formula = 0
+    for state in run.replicas.states.values():
+        own, block = state.owned.local_shape(run.grid), state.parameter.numel()
+        mine = torch.Size(own).numel()
+        formula += (dp - 1) * mine + block - mine
+    loss = 1 if run.grid["dp"].index else dp - 1
+    assert step["optimizer", "dp"] == formula + loss
+    assert {phase for phase, axis in step if "dp" in axis and axis != run.grid.world.label} == {"optimizer"}
+    dry = run_dry(setting_of(config, comm.rank), training_of(config)).words()
+    assert step == {(phase, axis): words for phase, axes in dry.items() for axis, words in axes.items() if words}
+
+
+def moved_by(run: Any) -> dict[tuple[str, str], int]:
+    """Words by phase and axis since the start; recomputation is backward's."""
+    found: dict[tuple[str, str], int] = {}
+    for row in run.grid.ledger.rows():
+        found[row.phase, row.axis] = found.get((row.phase, row.axis), 0) + row.amounts.words
+    return found
+
+
+LEGS = [
+    (2, {"scheme": "serial", "grid__dp": 2}),
+    (1, {"scheme": "serial"}),
+    (4, {"scheme": "oned", "grid__y": 2, "grid__dp": 2, "replicas__zero": 0}),
+    (3, {"scheme": "serial", "grid__dp": 3}),
+    (3, {"scheme": "serial", "grid__dp": 3}),
+]
+"""Ranks and their grids, for two steps each."""
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=110)
+def test_a_run_goes_on_with_other_replicas_and_each_writes_its_share(comm: Any, shared_tmp_path: Path) -> None:
+    whole, legs = shared_tmp_path / "whole", shared_tmp_path / "legs"
+    constant = {"train__decay_to": 1.0}
+    if comm.rank == 0:
+        whole.mkdir()
+        legs.mkdir()
+        train_small(MPI.COMM_SELF, whole, scheme="serial", train__steps=2 * len(LEGS), **constant)
+    comm.Barrier()
+    for done, (ranks, settings) in enumerate(LEGS):
+        part = comm.Split(color=0 if comm.rank < ranks else MPI.UNDEFINED)
+        if part != MPI.COMM_NULL:
+            train_small(part, legs, resume=done > 0, train__steps=2 * (done + 1), **constant, **settings)
+            if part.rank == 0:
+                index = json.loads((legs / "run" / "checkpoints" / f"step-{2 * (done + 1)}" / "index.json").read_text())
+                sizes = [entry["bytes"] for entry in index["files"].values()]
+                assert len(sizes) == ranks and max(sizes) <= 1.2 * sum(sizes) / ranks
+            part.Free()
+        comm.Barrier()
+    assert numbers_of(legs) == pytest.approx(numbers_of(whole), rel=1e-9)
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=110)
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_a_run_of_replicas_that_is_resumed_repeats_every_bit(comm: Any, shared_tmp_path: Path, dtype: str) -> None:
+    """In float16 some of the first steps are skipped."""
+    settings = {**RUNS[4][0], "dtype": dtype, "train__decay_to": 1.0, "loss_scale__initial": 2.0**22, "train__steps": 6}
+    want = trained(comm, shared_tmp_path, "whole", **settings)
+    trained(comm, shared_tmp_path, "parts", **{**settings, "train__steps": 3})
+    train_small(comm, shared_tmp_path / "parts", resume=True, **settings)
+    if comm.rank == 0:
+        losses = [[line["loss"] for line in metrics_of(shared_tmp_path / name)] for name in ("whole", "parts")]
+        assert losses[0] == losses[1] and numbers_of(shared_tmp_path / "parts")[-3:] == want[-3:]
