@@ -67,3 +67,17 @@ def train_small(comm: Any, folder: Path, resume: bool = False, **changes: object
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The metrics lines of the run in `folder`/run."""
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def micro_batch(run: Any, number: int, first_row: int) -> Any:
+    """Forward and backward of one micro-batch of step `number`, by the model's own forward; returns its part of the loss."""
+    from summa3d.train.device import on_device
+    from summa3d.train.precision import working_weights
+
+    settings = run.config.train
+    inputs = on_device(run.objective.training(settings.seed, number - 1, first_row, settings.micro_batch), run.device)
+    with run.grid.ledger.phase("forward"), working_weights(run.model, run.config):
+        loss = run.model(**inputs, step=number - 1, first_row=first_row, **run.objective.counts(settings.batch))
+    with run.grid.ledger.phase("backward"):
+        (loss * run.loss_scale.value).backward()
+    return loss.detach()

@@ -88,6 +88,15 @@ def test_a_linears_overhead_is_that_of_its_calls(tmp_path):
     assert rows["torch"]["calls"]["forward"] < min(rows[name]["calls"]["forward"] for name in ("serial", "cuboid"))
 
 
+def test_a_step_on_eight_ranks_stands_beside_one_ranks(tmp_path):
+    said = run("step.py", "--model", "tiny", "--rounds", "1", "--json", str(tmp_path / "step.json"))
+    found = json.loads((tmp_path / "step.json").read_text())["models"]["tiny"]
+    assert (
+        found["alone"][0] > 0 and found["together"][0] > 0 and abs(sum(part[0] for part in found["shares"].values()) - 1) < 1e-9
+    )
+    assert "at most 40 ms a step on 8 ranks" in said.splitlines()[-1]
+
+
 def test_a_linears_rate_stands_beside_that_of_the_cores(tmp_path):
     said = run("linear_rate.py", "--size", "64", "--grid", "1,1,2", "--rounds", "2", "--json", str(tmp_path / "rate.json"))
     seconds = json.loads((tmp_path / "rate.json").read_text())["seconds"]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +135,8 @@ class _Pass:
 class Prefetcher:
     """Prefetch of gathered weights: up to `depth` all-gathers in flight ahead of the layers that use them.
 
+    Each chunk of a pipeline stage has orders of its own; `chunk` is the one whose forward or backward comes next.
+
     All ranks of the grid use it alike, in the same order. A forward of a followed module prefetches in the order of the last
     forward; a backward prefetches in the order of the last backward, which includes the layers that it recomputes. The first
     pass of each kind prefetches nothing. If a pass leaves the recorded order, the all-gathers in flight are completed and
@@ -149,7 +152,8 @@ class Prefetcher:
         self._backward: _Pass | None = None
         self._inside = 0
         self._records_gradient = False
-        self._order: dict[bool, list[Use]] = {}
+        self._order: dict[tuple[int, bool], list[Use]] = {}
+        self.chunk = 0
 
     def follow(self, module: nn.Module) -> None:
         """Make each forward of `module` a pass. A followed module inside another one is part of the outer pass."""
@@ -186,12 +190,21 @@ class Prefetcher:
         if torch._C._current_graph_task_id() < 0:
             return self._forward
         if self._backward is None:  # a backward's first gather comes before any recomputed graph runs
-            self._backward = _Pass(self._order.get(True, []), self.depth, True)
+            self._backward = _Pass(self._order.get((self.chunk, True), []), self.depth, True)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
         return self._backward
 
-    def _begin(self, module: nn.Module, inputs: Any) -> None:
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """The block is one pass: a forward that calls parts of a model, without the hooks of `follow`."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _begin(self, module: nn.Module | None = None, inputs: Any = None) -> None:
         self._inside += 1
         if self._inside > 1:
             return
@@ -199,19 +212,19 @@ class Prefetcher:
             self._backward.drain()
             self._backward = None
         self._records_gradient = torch.is_grad_enabled()
-        self._forward = _Pass(self._order.get(False, []), self.depth, False)
+        self._forward = _Pass(self._order.get((self.chunk, False), []), self.depth, False)
         self._forward.start_prefetches()
 
-    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _end(self, module: nn.Module | None = None, inputs: Any = None, output: Any = None) -> None:
         self._inside -= 1
         if self._inside == 0 and self._forward is not None:
             self._forward.drain()
-            self._order[False], self._forward = self._forward.seen, None
+            self._order[self.chunk, False], self._forward = self._forward.seen, None
 
     def _end_backward(self) -> None:
         if self._backward is not None:
             self._backward.drain()
-            self._order[True] = self._backward.seen
+            self._order[self.chunk, True] = self._backward.seen
             for use in self._backward.seen:
                 use.source.forget()
             self._backward = None

@@ -141,18 +141,17 @@ def chooser(command: str) -> Choose:
     """Chooses the scheme and the grid of the fewest words, and says so on rank 0's stderr in the name of `command`."""
     from mpi4py import MPI
 
-    from ..comm.topology import divisors
     from ..nn.choose import choose
 
     def chosen(config: Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
-        dp = config.grid.dp
-        if ranks % dp:
-            raise ConfigError(
-                f"grid.dp is {dp}, which does not divide {ranks} ranks. Values that do: {', '.join(map(str, divisors(ranks)))}."
-            )
-        found = choose(config.model, config.rows, ranks // dp, schemes, config.regather, config.vectors)
+        outer = config.grid.dp * config.grid.pp
+        found = choose(config.model, config.rows, ranks, schemes, config.regather, config.vectors)
         if MPI.COMM_WORLD.rank == 0 and ranks > 1:
-            print(f"summa3d {command}: {found}{f', on each of {dp} replicas' if dp > 1 else ''}", file=sys.stderr, flush=True)
+            print(
+                f"summa3d {command}: {found}{f', on each of {outer} replicas and stages' if outer > 1 else ''}",
+                file=sys.stderr,
+                flush=True,
+            )
         return found.scheme, found.grid
 
     return chosen

@@ -174,17 +174,8 @@ SCHEDULES = {
 }
 
 
-def build(name: str, p: int, m: int, v: int = 1, replicas: bool = False, tied: bool = False) -> Schedule:
-    """The schedule `name` on p ranks, checked.
-
-    replicas : whether gradients are reduced over replicas: each rank has an R a chunk. tied : whether the first and the last
-    stage share a table: the ranks that hold them have a T each, unless it is one rank.
-
-    On one rank every schedule is the accumulation of gradients. Raises ConfigError for an unknown name, or sizes that do not fit.
-
-    >>> [str(op) for op in build("1f1b", p=2, m=2).ops_of(1)]
-    ['F 0.0', 'B 0.0', 'F 0.1', 'B 0.1']
-    """
+def rule_of(name: str, p: int, m: int, v: int = 1) -> Rule:
+    """The rule of the schedule `name` on p ranks. Raises ConfigError for an unknown name, or sizes that do not fit."""
     if name not in SCHEDULES:
         nearest = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.4)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
@@ -197,6 +188,21 @@ def build(name: str, p: int, m: int, v: int = 1, replicas: bool = False, tied: b
     rule = SCHEDULES[name] if p > 1 else SCHEDULES["1f1b"]
     if (problem := rule.problem(name, p, m, v)) is not None:
         raise ConfigError(problem)
+    return rule
+
+
+def build(name: str, p: int, m: int, v: int = 1, replicas: bool = False, tied: bool = False) -> Schedule:
+    """The schedule `name` on p ranks, checked.
+
+    replicas : whether gradients are reduced over replicas: each rank has an R a chunk. tied : whether the first and the last
+    stage share a table: the ranks that hold them have a T each, unless it is one rank.
+
+    On one rank every schedule is the accumulation of gradients. Raises ConfigError for an unknown name, or sizes that do not fit.
+
+    >>> [str(op) for op in build("1f1b", p=2, m=2).ops_of(1)]
+    ['F 0.0', 'B 0.0', 'F 0.1', 'B 0.1']
+    """
+    rule = rule_of(name, p, m, v)
     homes = rule.homes(p, v)
     ends = (homes[0], homes[-1])
     programs = []

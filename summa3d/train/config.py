@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..nn.config import ModelConfig
 from ..nn.overlap import Overlap
 from ..nn.schemes.registry import SCHEME_SPECS
+from ..parallel.schedule import rule_of, split_layers
 from . import toml
 
 if sys.version_info >= (3, 11):
@@ -50,7 +51,7 @@ class GridConfig:
     z : ranks along axis z, as x
     d : ranks along axis d, the depth of tesseract, as x; the product of all sizes of the grid is the number of ranks
     dp : replicas of the model, each on its own rows of the batch; their gradients are summed once a step
-    pp : stages of a pipeline of the layers; above 1 not available yet
+    pp : ranks of a pipeline, each of which holds some of the layers (the table `pipeline`)
     order : the axes in rank order, fastest first: "zyx", or names with commas, such as "z,y,x,d,dp,pp" (stages outermost) and
         "z,y,x,d,pp,dp" (replicas outermost); axes that it leaves out follow
     tile : sizes of the sub-grid that one node holds, as {x = 2, y = 2}
@@ -71,8 +72,6 @@ class GridConfig:
     def __post_init__(self) -> None:
         for name in GRID_AXES:
             at_least(f"grid.{name}", getattr(self, name), 1)
-        if self.pp > 1:
-            raise ConfigError(f"grid.pp is {self.pp}. Pipelines are not available yet: leave grid.pp at 1.")
 
     @property
     def axes(self) -> dict[str, int]:
@@ -92,6 +91,36 @@ class GridConfig:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes.items())
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """The table `pipeline`: how the layers are cut into the stages of a pipeline of grid.pp ranks, and in which order they run.
+
+    Attributes
+    ----------
+    schedule : "gpipe", all forwards and then all backwards; "1f1b", a forward and a backward in turn; "interleaved", 1f1b over
+        several chunks of layers a rank, which takes multiples of grid.pp as train.accumulate
+    chunks : stages of each rank; 2 or more with interleaved, else 1
+    layers : "balanced"; or the number of layers of each of the grid.pp · chunks stages, in order, such as "4,3"
+
+    >>> PipelineConfig(layers="4,3").counts
+    (4, 3)
+    """
+
+    schedule: str = "1f1b"
+    chunks: int = 1
+    layers: str = "balanced"
+
+    def __post_init__(self) -> None:
+        at_least("pipeline.chunks", self.chunks, 1)
+        if self.layers != "balanced" and not all(number.strip().isdigit() for number in self.layers.split(",")):
+            raise ConfigError(f'pipeline.layers = {self.layers!r} is neither "balanced" nor numbers with commas, such as "4,3".')
+
+    @property
+    def counts(self) -> tuple[int, ...] | None:
+        """The numbers of layers of the stages; None where they are balanced."""
+        return None if self.layers == "balanced" else tuple(int(number) for number in self.layers.split(","))
 
 
 @dataclass(frozen=True)
@@ -340,6 +369,7 @@ class Config:
     transport: str = "auto"
     chosen: str = ""
     grid: GridConfig = field(default_factory=GridConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     overlap: Overlap = field(default_factory=Overlap)
@@ -367,6 +397,7 @@ class Config:
                 f"recompute_layers = {self.recompute_layers} groups layers that are recomputed as a whole, which "
                 f'recompute = "{self.recompute}" does not do. Set recompute to "full", or leave recompute_layers at 1.'
             )
+        self._check_pipeline()
         if self.model.family in SPECIAL_TOKENS:
             self._check_vocabulary()
         self._check_replicas()
@@ -395,6 +426,15 @@ class Config:
                 f"A {self.model.family} model cannot be trained on text. "
                 f"Values of model.family that can: {', '.join(SPECIAL_TOKENS)}."
             )
+
+    def _check_pipeline(self) -> None:
+        pp, chunks = self.grid.pp, self.pipeline.chunks
+        try:
+            rule_of(self.pipeline.schedule, pp, self.train.accumulate, chunks)
+            split_layers(self.model.layers, pp, chunks, self.pipeline.counts)
+        except ConfigError as error:
+            sizes = f"grid.pp = {pp}, pipeline.chunks = {chunks}, train.accumulate = {self.train.accumulate}"
+            raise ConfigError(f"pipeline.schedule {self.pipeline.schedule!r} ({sizes}): {error}") from None
 
     def _check_vocabulary(self) -> None:
         special = SPECIAL_TOKENS[self.model.family]
@@ -460,8 +500,13 @@ def load_for(ranks: int, source: str, assignments: Sequence[str], choose: Choose
     config = from_table(table)
     if SIZES & {f"grid.{key}" for key in table.get("grid", {})}:
         return config
-    free = "scheme" not in table
-    name, sizes = choose(config, ranks, SCHEMES if free else (config.scheme,))
+    free, outer = "scheme" not in table, prod(size for axis, size in config.grid.axes.items() if f"grid.{axis}" not in SIZES)
+    if ranks % outer:
+        raise ConfigError(
+            f"{ranks} ranks cannot be divided into {outer} equal parts (grid.dp {config.grid.dp} · grid.pp {config.grid.pp}). "
+            f"Numbers of ranks that fit: {', '.join(str(outer * many) for many in (ranks // outer, ranks // outer + 1) if many)}."
+        )
+    name, sizes = choose(config, ranks // outer, SCHEMES if free else (config.scheme,))
     grid = toml.build(GridConfig, {**toml.dump(config.grid), **sizes}, "grid.")
     return replace(config, scheme=name, grid=grid, chosen=CHOSEN[1 + free])
 

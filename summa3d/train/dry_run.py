@@ -9,6 +9,7 @@ from typing import Any
 from ..comm.device.select import requested_device
 from ..dry.rank_classes import classes
 from ..dry.step import DryStep, Setting, Training, run
+from ..errors import ConfigError
 from ..nn.models.registry import Model
 from ..node_support import why_no_node_memory
 from ..parallel.replicas import Replicas
@@ -37,8 +38,13 @@ def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]
     `mean_bytes` over all ranks.
 
     Raises, as the run itself would, GridError and LayoutError for a grid or sizes that do not fit, and ConfigError for less than
-    one rank a node.
+    one rank a node, and for a pipeline.
     """
+    if config.grid.pp > 1:
+        raise ConfigError(
+            f"--dry-run of a pipeline (grid.pp = {config.grid.pp}) is not available yet. Set grid.pp=1 for the whole model's "
+            "figures, or draw the schedule with `summa3d plan schedule`."
+        )
     ranks = prod(config.grid.axes.values())
     if ranks_per_node is not None:
         at_least("ranks per node", ranks_per_node, 1)

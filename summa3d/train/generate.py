@@ -178,6 +178,8 @@ def _open_grid(config: Config, comm: MPI.Intracomm, device: torch.device) -> tup
     size = int(np.prod(list(config.grid.axes.values())))
     if comm.size == 1:
         return (grid := Grid(comm, {"x": 1, "y": 1, "z": 1})), scheme("serial", grid)
+    if config.grid.pp > 1:
+        raise GridError(f"The run's grid {config.grid} has a pipeline, on which no text is generated. Generate on 1 rank.")
     if comm.size != size:
         fits = "1 rank" if size == 1 else f"1 rank or on {size}"
         places = "1 place" if size == 1 else f"{size} places"

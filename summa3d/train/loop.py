@@ -12,15 +12,18 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from ..comm.axis import Axis
 from ..comm.failure import Watchdog
 from ..comm.profile import trace
 from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
-from ..nn.models.base import LanguageModel
+from ..nn.layers.dropout import Batch
+from ..nn.models.base import Inputs, LanguageModel
 from ..parallel.states import named_parameters
 from . import metrics
 from .checkpoint import folder as checkpoint
@@ -150,15 +153,10 @@ def take_step(run: Run, number: int) -> Step:
     stopwatch = Stopwatch(ledger, torch.get_num_threads())
     for state in run.optimizer.states.values():
         state.parameter.grad = None
-    *earlier, last = range(0, settings.batch, settings.micro_batch)
-    with ExitStack() as copies:  # made once a step; they end with the last forward, and its backward frees each that it has used
-        if earlier:
-            copies.enter_context(working_weights(run.model, run.config))
-        losses = [accumulate(run, number, row) for row in earlier]
-        loss = total([*losses, accumulate(run, number, last, copies)])
+    losses = accumulate(run, number)
     with ledger.phase("optimizer"):
         run.replicas.reduce()
-        loss = run.replicas.total(loss)
+        loss = run.replicas.total(total(losses, run.pipeline.axis))
         norm = global_gradient_norm(run.optimizer.gradients(), run.grid) / scale
         rate = learning_rate(number, settings)
         if run.loss_scale.accepts(number, loss, norm):
@@ -170,47 +168,53 @@ def take_step(run: Run, number: int) -> Step:
     return step
 
 
-def accumulate(run: Run, number: int, first_row: int, copies: ExitStack | None = None) -> Tensor:
-    """Forward and backward of a micro-batch; returns its part of the step's loss. Random numbers count steps from 0.
+def accumulate(run: Run, number: int) -> list[Tensor]:
+    """Forward and backward of all micro-batches of a step, in the order of the pipeline's schedule.
 
-    Of its rows, which begin with `first_row` of the step's batch, each replica takes its own.
+    Returns their parts of the step's loss on the last stage of a pipeline, and none on the others. Random numbers count steps
+    from 0.
 
-    copies : the context of the step's 16-bit copies, which ends between the two; None: those of this micro-batch alone
+    Of a micro-batch's rows each replica takes its own.
     """
-    settings, ledger = run.config.train, run.grid.ledger
-    first_row += run.replicas.plane.index * run.config.rows
-    rows = run.objective.training(settings.seed, number - 1, first_row, run.config.rows)
-    inputs = on_device(rows, run.device)
-    with ledger.phase("forward"), working_weights(run.model, run.config):
-        loss = run.model(**inputs, step=number - 1, first_row=first_row, **run.objective.counts(settings.batch))
-    if copies is not None:
-        copies.close()
-    with ledger.phase("backward"):
-        (loss * run.loss_scale.value).backward()
-    return loss.detach()
+    settings, counts = run.config.train, run.objective.counts(run.config.train.batch)
+
+    def feed(micro: int) -> tuple[Inputs, Batch]:
+        first_row = micro * settings.micro_batch + run.replicas.plane.index * run.config.rows
+        rows = run.objective.training(settings.seed, number - 1, first_row, run.config.rows)
+        inputs = on_device(rows, run.device)
+        return inputs, run.model.batch_of(inputs, number - 1, first_row, **counts)
+
+    with ExitStack() as copies:  # made once a step; they end with the last forward, and its backward frees each that it has used
+        copies.enter_context(working_weights(run.model, run.config))
+        return run.pipeline.run(settings.accumulate, feed, scale=run.loss_scale.value, forwarded=copies.close)
 
 
-def total(losses: Sequence[Tensor]) -> float:
-    """The sum of `losses` in float64, in order.
+def total(losses: Sequence[Tensor], axis: Axis | None = None) -> float:
+    """The sum of `losses` in float64, in order; then over the members of `axis`, the ranks of a pipeline.
 
     >>> total([torch.tensor(0.5), torch.tensor(1.25)])
     1.75
     """
-    return float(sum(loss.double() for loss in losses))
+    loss = float(sum(loss.double() for loss in losses))
+    return loss if axis is None else float(axis.all_reduce(np.array([loss]))[0])
 
 
 def evaluate(run: Run) -> float:
     """The mean loss on the held-out rows, which are the same in every evaluation; collective."""
     settings, own = run.config.train, run.config.rows
     rows, micro, first = settings.evaluate_batches * settings.batch, settings.micro_batch, run.replicas.plane.index * own
-    inputs = on_device(run.objective.held_out(rows), run.device)
+    held_out, counts = on_device(run.objective.held_out(rows), run.device), run.objective.counts(micro)
+
+    def feed(index: int) -> tuple[Inputs, Batch]:
+        row = first + index * micro
+        inputs = {name: whole[row : row + own] for name, whole in held_out.items()}
+        return inputs, run.model.batch_of(inputs, **counts)
+
     run.model.eval()
     with torch.no_grad(), run.grid.ledger.phase("other"), working_weights(run.model, run.config):
-        parts = [{name: whole[row : row + own] for name, whole in inputs.items()} for row in range(first, rows, micro)]
-        losses = [run.model(**part, **run.objective.counts(micro)) for part in parts]
-        mean = run.replicas.total(total(losses)) / len(parts)
+        loss = run.replicas.total(total(run.pipeline.run(rows // micro, feed), run.pipeline.axis))
     run.model.train()
-    return mean
+    return loss / (rows // micro)
 
 
 def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> dict[str, Any]:
@@ -230,9 +234,9 @@ def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> 
 
 
 def continue_prompt(run: Run) -> str:
-    """The sample at the end of a run: a small model is loaded and run by rank 0 alone, a large one runs on the grid."""
+    """The sample at the end of a run: a small model, and that of a pipeline, is run by rank 0 alone, a large one on the grid."""
     settings = run.config.train
-    if settings.keep and _parameters(run) < ONE_RANK_PARAMETERS:
+    if settings.keep and (run.config.grid.pp > 1 or _parameters(run) < ONE_RANK_PARAMETERS):
 
         def on_one_rank() -> str:
             model, plan, config, tokenizer = load(run.folder, MPI.COMM_SELF, run.device)

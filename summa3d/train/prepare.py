@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError, DataError
 from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
+from ..parallel.pipeline import Pipeline, stages_of
 from ..parallel.replicas import Replicas
 from ..parallel.states import states_of
 from . import config as configuration
@@ -47,6 +48,7 @@ class Run:
     optimizer: AdamW
     replicas: Replicas
     loss_scale: LossScale
+    pipeline: Pipeline
     done: int = 0
     device: torch.device = HOST
 
@@ -90,6 +92,11 @@ def prepare(
     device = open_device(config.device, comm, config.tf32)
     grid, plan = open_grid(config, comm, device)
     plan.check(config.model, config.rows)
+    if config.grid.pp > 1 and config.train.sample_tokens and not config.train.keep:
+        raise ConfigError(
+            "A pipeline (grid.pp > 1) draws its sample from a checkpoint, on one rank, and train.keep=0 writes none. "
+            "Set train.keep to 1 or more, or train.sample_tokens to 0."
+        )
     if config.train.tensorboard:
         on_root(comm, check_tensorboard, ConfigError)
     on_root(comm, lambda: open_folder(folder, resume, overwrite, lease, progress), ConfigError)
@@ -114,7 +121,8 @@ def prepare(
     states = states_of(model, grid, config.replicas.zero)
     optimizer = AdamW(states, config.train)
     replicas = Replicas.of(states, grid, config.replicas.zero, config.replicas.bucket)
-    run = Run(config, folder, grid, plan, corpus, task, model, optimizer, replicas, loss_scale, device=device)
+    pipeline = Pipeline(model, config.pipeline.schedule, config.rows, torch_dtype(config.dtype))
+    run = Run(config, folder, grid, plan, corpus, task, model, optimizer, replicas, loss_scale, pipeline, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
         moments = checkpoint.optimizer_blocks(optimizer) if saved.has_moments else []
@@ -165,7 +173,11 @@ def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) 
     order, tile = config.grid.rank_order, config.grid.tile
     shared = None if device.type == "cpu" else False
     grid = Grid(comm, config.grid.axes, order, tile, node_memory=shared, transport=config.transport)
-    return grid, scheme(config.scheme, grid, config.regather, config.vectors, config.overlap)
+    plan = scheme(config.scheme, grid, config.regather, config.vectors, config.overlap)
+    if config.grid.pp > 1:
+        how = config.pipeline
+        plan = replace(plan, stages=stages_of(how.schedule, config.grid.pp, how.chunks, config.model.layers, how.counts))
+    return grid, plan
 
 
 def open_checkpoint(config: Config, comm: MPI.Intracomm, folder: Path) -> checkpoint.Checkpoint | None:

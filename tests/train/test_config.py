@@ -148,12 +148,10 @@ def test_a_grid_is_chosen_only_where_none_is_given(tmp_path: Path) -> None:
     assert loaded(6, run, "grid.x=3") == ("oned", "x=3,y=1,z=1", "")
 
 
-def test_stages_have_a_key_and_an_order_but_are_refused_for_now():
+def test_replicas_and_stages_have_an_order_of_axes() -> None:
     grid = config.load("demo", ["grid.x=2", "grid.z=2", "grid.order=z,y,x,d,dp,pp"]).grid
     assert grid.axes == {"x": 2, "y": 1, "z": 2} and grid.rank_order == ("z", "y", "x")
     assert config.load("demo", []).grid.rank_order == ("z", "y", "x")
-    with pytest.raises(ConfigError, match=r"grid.pp is 2\. Pipelines are not available yet: leave grid.pp at 1"):
-        config.load("demo", ["grid.pp=2"])
 
 
 def test_replicas_divide_the_batch_and_a_chosen_grid_leaves_them_alone():
@@ -167,5 +165,36 @@ def test_replicas_divide_the_batch_and_a_chosen_grid_leaves_them_alone():
         config.load("demo", ["replicas.bucket=0"])
     chosen = config.load_for(6, "demo", ["grid.dp=3", "train.batch=12", "train.accumulate=1"], chooser("train"))
     assert chosen.grid.dp == 3 and prod(chosen.grid.axes.values()) == 6 and chosen.chosen
-    with pytest.raises(ConfigError, match=r"grid.dp is 3, which does not divide 4 ranks. Values that do: 1, 2, 4"):
+    with pytest.raises(ConfigError, match=r"4 ranks cannot be divided into 3 equal parts .* fit: 3, 6"):
         config.load_for(4, "demo", ["grid.dp=3", "train.batch=12"], chooser("train"))
+
+
+@pytest.mark.parametrize(
+    ("assignments", "words"),
+    [
+        (["grid.pp=3", "pipeline.schedule=1f1v"], ["1f1v", "did you mean '1f1b'", "gpipe, 1f1b, interleaved"]),
+        (["grid.pp=3", "pipeline.schedule=interleaved"], ["at least 2 chunks", "grid.pp = 3"]),
+        (["grid.pp=2", "pipeline.schedule=interleaved", "pipeline.chunks=2", "train.accumulate=1"], ["multiple of 2", "fit: 2"]),
+        (["grid.pp=4", "model.layers=3"], ["3 layers cannot fill the 4 stages", "3 ranks × 1"]),
+        (["grid.pp=2", "model.layers=3", "pipeline.layers=2,2"], ["sum to 3", "sum to 4", "2,1"]),
+        (["grid.pp=3", "model.layers=3", "pipeline.layers=3,0,0"], ["only the first and the last stage"]),
+        (["grid.pp=2", "pipeline.layers=even"], ["pipeline.layers = 'even'", '"4,3"']),
+        (["pipeline.chunks=2"], ["schedule 1f1b", "chunks"]),
+    ],
+)
+def test_a_pipeline_that_does_not_fit_is_refused_with_what_fits(assignments: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load("demo", assignments)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_grid_is_chosen_for_the_ranks_of_one_stage() -> None:
+    asked = []
+
+    def choose(chosen: config.Config, ranks: int, schemes: object) -> tuple[str, dict[str, int]]:
+        asked.append(ranks)
+        return "cuboid", {"x": ranks, "y": 1, "z": 1}
+
+    assert config.load_for(8, "demo", ["grid.pp=2"], choose).grid.axes == {"x": 4, "y": 1, "z": 1, "pp": 2} and asked == [4]
+    with pytest.raises(ConfigError, match=r"3 ranks cannot be divided into 2 equal parts .* fit: 2, 4"):
+        config.load_for(3, "demo", ["grid.pp=2"], choose)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from mpi4py import MPI
-from small_runs import metrics_of, shared_corpus, small_config, train_small
+from small_runs import metrics_of, micro_batch, shared_corpus, small_config, train_small
 
 from summa3d.errors import CheckpointError, ConfigError, Summa3dError
 from summa3d.layout import collect
 from summa3d.nn.parameter import ShardedParameter
 from summa3d.train import config
 from summa3d.train.checkpoint import folder as checkpoint
-from summa3d.train.loop import accumulate, take_step, total
+from summa3d.train.loop import take_step, total
 from summa3d.train.optimizer import clip_factor, global_gradient_norm
 from summa3d.train.precision import LossScale
 from summa3d.train.prepare import Run, prepare
@@ -71,11 +71,11 @@ def test_16_bit_runs_reach_the_loss_of_float32_within_2_percent(comm: Any, share
 def test_16_bit_gradients_are_near_float64s_in_every_scheme(comm: Any, shared_tmp_path: Path, dtype: str) -> None:
     llama = {"model__family": "llama", "model__heads": 12, "model__kv_heads": 2, "train__batch": 8}
     exact = prepared(MPI.COMM_SELF, shared_tmp_path, f"exact-{comm.rank}", scheme="serial", **llama)
-    loss, want = accumulate(exact, 1, 0).item(), {name: p.grad for name, p in exact.model.named_parameters()}
+    loss, want = micro_batch(exact, 1, 0).item(), {name: p.grad for name, p in exact.model.named_parameters()}
     for name, axes in SCHEMES.items():
         run = prepared(comm, shared_tmp_path, scheme=name, dtype=dtype, **axes, **llama)
         run.loss_scale.value = 1024.0 if dtype == "float16" else 1.0
-        assert accumulate(run, 1, 0).item() == pytest.approx(loss, rel=2e-3), name
+        assert micro_batch(run, 1, 0).item() == pytest.approx(loss, rel=2e-3), name
         for one, p in run.model.named_parameters():
             whole = collect(p.grad, run.grid, p.sharding.layout, p.sharding.shape).double() / run.loss_scale.value
             assert (whole - want[one]).norm() < 0.03 * want[one].norm(), (name, one)
@@ -87,12 +87,12 @@ def test_16_bit_gradients_are_near_float64s_in_every_scheme(comm: Any, shared_tm
 def test_gradients_of_micro_batches_are_added_in_float32_to_float32_weights(comm: Any, shared_tmp_path: Path, dtype: str) -> None:
     run = prepared(comm, shared_tmp_path, dtype=dtype, train__batch=24, train__accumulate=2)
     for row in (0, 12):
-        accumulate(run, 1, row)
+        micro_batch(run, 1, row)
     both = {name: p.grad.clone() for name, p in run.model.named_parameters()}
     total = {name: torch.zeros_like(grad) for name, grad in both.items()}
     for row in (0, 12):
         run.model.zero_grad()
-        accumulate(run, 1, row)
+        micro_batch(run, 1, row)
         for name, p in run.model.named_parameters():
             total[name] += p.grad
     rounded = 0
@@ -124,7 +124,7 @@ def test_16_bit_copies_are_made_once_a_step_and_change_no_bit(
     assert not any(type(p) is torch.Tensor for module in run.model.modules() for p in module._parameters.values())
     once = {name: p.grad.clone() for name, p in run.model.named_parameters()}
     apart = prepared(comm, shared_tmp_path, "apart", **keys, **(SCHEMES["cuboid"] if comm.size == 4 else {}))
-    loss = total([accumulate(apart, 1, row) for row in (0, 8, 16)])
+    loss = total([micro_batch(apart, 1, row) for row in (0, 8, 16)])
     norm = global_gradient_norm(apart.optimizer.gradients(), apart.grid)
     factor = clip_factor(norm, apart.config.train.clip)
     assert (loss, norm) == (step.loss, step.grad_norm)

@@ -8,13 +8,12 @@ from typing import Any
 import devices
 import pytest
 import torch
-from small_runs import shared_corpus, small_config, train_small
+from small_runs import micro_batch, shared_corpus, small_config, train_small
 
 from summa3d.autograd.recompute import recompute
 from summa3d.errors import ConfigError
 from summa3d.nn.layers.dropout import Batch
 from summa3d.train import config
-from summa3d.train.loop import accumulate
 from summa3d.train.prepare import Run, prepare
 
 GRIDS = {1: (1, 1, 1), 2: (1, 2, 1), 4: (1, 2, 2), 8: (2, 2, 2)}
@@ -28,7 +27,7 @@ MODELS = [
 def gradients(run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and accumulated gradients of two micro-batches."""
     run.model.zero_grad()
-    losses = [accumulate(run, 1, row).item() for row in (0, 12)]
+    losses = [micro_batch(run, 1, row).item() for row in (0, 12)]
     return losses, {name: p.grad.clone() for name, p in run.model.named_parameters()}
 
 
@@ -79,7 +78,7 @@ def test_full_recomputation_moves_the_blocks_forward_once_more_and_selective_not
     for kind in ("none", "selective", "full"):
         run.model.recompute(kind)
         with ledger.watch() as moved[kind]:
-            accumulate(run, 1, 0)
+            micro_batch(run, 1, 0)
     before = phases(moved["none"])
     assert phases(moved["selective"]) == before
     x = torch.randn(12, 16, 24, dtype=torch.float64)[

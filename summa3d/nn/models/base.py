@@ -66,8 +66,9 @@ class Body(nn.Module, ABC):
     def add_blocks(self, dtype: torch.dtype) -> None:
         """Create the embedding dropout and the blocks."""
         self.dropout = Dropout(self.config.dropout, "embedding", self.scheme, self.scheme.residual)
-        names = (f"blocks.{index}" for index in range(self.config.layers))
-        self.blocks = nn.ModuleList(Block(self.config, self.scheme, name, dtype) for name in names)
+        self.blocks = nn.ModuleList(
+            Block(self.config, self.scheme.on_layer(index), f"blocks.{index}", dtype) for index in range(self.config.layers)
+        )
 
     def recompute(self, kind: str, layers: int = 1) -> None:
         """Choose which activations backward recomputes instead of keeping.
@@ -193,9 +194,9 @@ class LanguageModel(Body):
 
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
         super().__init__(config, scheme, seed)
-        self.embedding = Embedding(config.vocabulary, config.hidden, scheme, dtype=dtype)
+        self.embedding = Embedding(config.vocabulary, config.hidden, scheme.on_ends(True, config.tied), dtype=dtype)
         self.add_blocks(dtype)
-        self.norm = new_norm(config, scheme, dtype=dtype)
+        self.norm = new_norm(config, scheme.on_ends(last=True), dtype=dtype)
 
     def output(self) -> Embedding:
         """The table of the head, which maps the residual stream to logits."""

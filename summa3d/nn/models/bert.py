@@ -39,17 +39,18 @@ class BERT(Body):
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
         super().__init__(config, scheme, seed)
         h, v, eps = config.hidden, config.vocabulary, config.eps
-        self.embedding = Embedding(v, h, scheme, dtype=dtype)
-        self.positions = Positions(config.sequence, h, scheme, dtype=dtype)
-        self.token_types = Positions(TYPES, h, scheme, dtype=dtype)
-        self.embedding_norm = LayerNorm(h, scheme, eps=eps, dtype=dtype)
+        first, last = scheme.on_ends(first=True), scheme.on_ends(last=True)
+        self.embedding = Embedding(v, h, scheme.on_ends(True, True), dtype=dtype)
+        self.positions = Positions(config.sequence, h, first, dtype=dtype)
+        self.token_types = Positions(TYPES, h, first, dtype=dtype)
+        self.embedding_norm = LayerNorm(h, first, eps=eps, dtype=dtype)
         self.add_blocks(dtype)
-        self.pooler = Linear(h, h, scheme, scheme.pooled, dtype=dtype)
-        self.relation = Linear(h, 2, scheme, self.pooler.output_layout, dtype=dtype)
-        self.transform = Linear(h, h, scheme, dtype=dtype)
-        self.transform_norm = LayerNorm(h, scheme, self.transform.output_layout, eps, dtype)
+        self.pooler = Linear(h, h, last, scheme.pooled, dtype=dtype)
+        self.relation = Linear(h, 2, last, self.pooler.output_layout, dtype=dtype)
+        self.transform = Linear(h, h, last, dtype=dtype)
+        self.transform_norm = LayerNorm(h, last, self.transform.output_layout, eps, dtype)
         bias = scheme.vector(self.embedding.logits_layout)
-        self.head_bias = new_parameter(scheme, bias, (v,), ("constant", 0.0), dtype, decay=False)
+        self.head_bias = new_parameter(last, bias, (v,), ("constant", 0.0), dtype, decay=False)
         initialise(self, scheme, seed)
 
     def forward(

@@ -17,7 +17,7 @@ class GPT(LanguageModel):
 
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
         super().__init__(config, scheme, dtype, seed)
-        self.positions = Positions(config.sequence, config.hidden, scheme, dtype=dtype)
+        self.positions = Positions(config.sequence, config.hidden, scheme.on_ends(first=True), dtype=dtype)
         initialise(self, scheme, seed)
 
     def positioned(self, x: Tensor, sequence: int, positions: Tensor | None) -> Tensor:

@@ -20,7 +20,8 @@ class Llama(LanguageModel):
 
     def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
         super().__init__(config, scheme, dtype, seed)
-        self.head = None if config.tied else Embedding(config.vocabulary, config.hidden, scheme, dtype=dtype)
+        last = scheme.on_ends(last=True)
+        self.head = None if config.tied else Embedding(config.vocabulary, config.hidden, last, dtype=dtype)
         initialise(self, scheme, seed)
 
     def output(self) -> Embedding:

@@ -33,13 +33,14 @@ class ViT(Body):
         super().__init__(config, scheme, seed)
         self.side, self.patch, self.channels, self.classes = config.image_sizes
         pixels = self.channels * self.patch**2
-        self.patches = Linear(pixels, config.hidden, scheme, scheme.after_linear(scheme.residual), dtype=dtype)
+        first, last = scheme.on_ends(first=True), scheme.on_ends(last=True)
+        self.patches = Linear(pixels, config.hidden, first, scheme.after_linear(scheme.residual), dtype=dtype)
         layout = scheme.vector(scheme.residual)
-        self.class_token = new_parameter(scheme, layout, (config.hidden,), ("normal", 0.02), dtype, decay=False)
-        self.positions = Positions(config.sequence, config.hidden, scheme, dtype=dtype)
+        self.class_token = new_parameter(first, layout, (config.hidden,), ("normal", 0.02), dtype, decay=False)
+        self.positions = Positions(config.sequence, config.hidden, first, dtype=dtype)
         self.add_blocks(dtype)
-        self.norm = new_norm(config, scheme, dtype=dtype)
-        self.head = Linear(config.hidden, self.classes, scheme, scheme.pooled, dtype=dtype)
+        self.norm = new_norm(config, last, dtype=dtype)
+        self.head = Linear(config.hidden, self.classes, last, scheme.pooled, dtype=dtype)
         initialise(self, scheme, seed)
 
     def forward(self, images: Tensor, labels: Tensor, step: int = 0, first_row: int = 0, count: int | None = None) -> Tensor:

@@ -29,6 +29,7 @@ from ...gemm.algorithms.workspace import Workspace
 from ...layout.layout import Layout, split_sizes
 from ..config import ModelConfig
 from ..overlap import DEFAULT, Overlap
+from ..stages import Stages
 from .registry import SCHEME_SPECS, SchemeSpec, is_sequence_fine, row_axes
 from .validate import check_grid, check_sizes, check_vectors
 
@@ -86,6 +87,7 @@ class Scheme:
     vectors : how γ, β and biases are stored
     overlap : what may be in flight while layers compute
     at : outer axis → the indices of the job's grid that hold the parameters (`on`); elsewhere their blocks are empty
+    stages : the stages of the job's pipeline (axis pp); None, every rank holds the whole model
     """
 
     spec: SchemeSpec
@@ -94,6 +96,7 @@ class Scheme:
     vectors: str = "copied"
     overlap: Overlap = DEFAULT
     at: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    stages: Stages | None = None
     _shared: Shared = field(default=None, repr=False, compare=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -124,6 +127,16 @@ class Scheme:
                 )
         found = {**dict(self.at), **{axis: tuple(sorted(set(indices))) for axis, indices in at.items()}}
         return replace(self, at=tuple((axis, found[axis]) for axis in found if self.job.shape.get(axis, 1) > 1))
+
+    def on_layer(self, layer: int) -> Scheme:
+        """The scheme of the stage that has this layer."""
+        return self if self.stages is None else self.on(pp=(self.stages.home_of(layer),))
+
+    def on_ends(self, first: bool = False, last: bool = False) -> Scheme:
+        """The scheme of the first stage, of the last one, or of what both hold."""
+        if self.stages is None:
+            return self
+        return self.on(pp=[self.stages.homes[end] for end, held in ((0, first), (-1, last)) if held])
 
     @property
     def name(self) -> str:

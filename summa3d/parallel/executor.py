@@ -1,0 +1,157 @@
+"""The executor of pipeline programs: a training step is its forwards and backwards, in the order of the rank's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm.channel import Channel, Incoming
+from ..comm.profile.ledger import Ledger
+from ..nn.layers.dropout import Batch
+from ..nn.models.base import Body, Inputs
+from .schedule import Message, Op, Schedule
+
+Feed = Callable[[int], tuple[Inputs, Batch]]
+"""A micro-batch by its number: equal on all stages, each of which takes from it what it needs."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers first … last−1 of a model, with what is before its first layer (`enters`) and behind its last (`leaves`)."""
+
+    model: Body
+    chunk: int
+    first: int
+    last: int
+    enters: bool
+    leaves: bool
+
+    def forward(self, x: Tensor | None, inputs: Inputs, batch: Batch) -> Tensor:
+        """The stream behind the stage for the stream x before it (None: it enters); the loss, where the stage is the last."""
+        model = self.model
+        x = model.enter(inputs, batch) if x is None else x
+        x = model.through(x, self.first, self.last, batch, model.visible(inputs))
+        return model.leave(x, inputs, batch) if self.leaves else x
+
+
+class _Root(torch.autograd.Function):
+    """A scalar whose backward continues with a gradient that is put into `slot`: it keeps the graph of y, and not y."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, slot: list[Tensor]) -> Tensor:
+        ctx.slot = slot
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.slot.pop(), None
+
+
+class Flight(NamedTuple):
+    """What backward needs of a forward: the stage's input, the root of its graph, and where its output's gradient goes."""
+
+    x: Tensor | None
+    root: Tensor
+    slot: list[Tensor]
+
+
+@dataclass
+class Executor:
+    """What runs the program of one rank of a pipeline.
+
+    Attributes
+    ----------
+    rank : the rank's index in the pipeline. stages : its stages, one a chunk. channel : to its neighbours; None where p = 1
+    buffer : makes an array for a received stream of a micro-batch of a `Batch`
+    sums : kind → what an op R or T of a chunk does
+    flights : what is in flight: (chunk, micro-batch) → what its backward needs
+    """
+
+    rank: int
+    stages: Sequence[Stage]
+    ledger: Ledger
+    channel: Channel | None
+    buffer: Callable[[], Tensor]
+    sums: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
+    flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
+
+    def run(
+        self, schedule: Schedule, feed: Feed, scale: float = 1.0, forwarded: Callable[[], None] | None = None
+    ) -> list[Tensor]:
+        """Run the rank's program, and return the losses of its micro-batches in order: on the last stage; elsewhere none.
+
+        Without gradients (torch.no_grad), its forwards alone. scale : the loss is multiplied by it before backward.
+        forwarded : called once, behind the last forward.
+        """
+        trains, self.flights, losses = torch.is_grad_enabled(), {}, []
+        program = [op for op in schedule.ops_of(self.rank) if trains or op.kind == "F"]
+        last = max(place for place, op in enumerate(program) if op.kind == "F")
+        posted: dict[Message, Incoming] = {}
+        for place, op in enumerate(program):
+            with self.ledger.run(str(op)):
+                for ahead in program[place : place + 2]:  # the next op's receive is posted before it is needed
+                    self._post(schedule.received(self.rank, ahead), posted)
+                message, sent = schedule.received(self.rank, op), schedule.sent(self.rank, op)
+                incoming = None if message is None else posted.pop(message)
+                if op.kind == "F":
+                    micro = feed(op.micro)
+                    with self.ledger.phase("forward" if trains else "other"):
+                        losses += self._forward(op, incoming, sent, micro, trains)
+                else:
+                    with self.ledger.phase("backward"):
+                        self._other(op, incoming, sent, scale)
+                if self.channel is not None:
+                    self.channel.progress()
+            if place == last and forwarded is not None:
+                forwarded()
+        if self.channel is not None:
+            self.channel.finish()
+        return losses
+
+    def _post(self, message: Message | None, posted: dict[Message, Incoming]) -> None:
+        if message is not None and message not in posted and self.channel is not None:
+            posted[message] = self.channel.start_receive(self.buffer(), message.stage, message.kind, message.micro)
+
+    def _send(self, array: Tensor, message: Message) -> None:
+        assert self.channel is not None
+        self.channel.send(array.detach().contiguous(), message.stage, message.kind, message.micro)
+
+    def _forward(
+        self, op: Op, incoming: Incoming | None, sent: Message | None, micro: tuple[Inputs, Batch], trains: bool
+    ) -> list[Tensor]:
+        stage, slot = self.stages[op.chunk], list[Tensor]()
+        x = None if incoming is None else incoming.wait().requires_grad_(trains)
+        prefetcher = stage.model.scheme.prefetcher
+        if prefetcher is None:
+            y = stage.forward(x, *micro)
+        else:
+            prefetcher.chunk = op.chunk
+            with prefetcher.forward_pass():
+                y = stage.forward(x, *micro)
+        if trains:
+            self.flights[op.chunk, op.micro] = Flight(x, y if sent is None else _Root.apply(y, slot), slot)
+        if sent is None:
+            return [y.detach()]
+        self._send(y, sent)
+        return []
+
+    def _other(self, op: Op, incoming: Incoming | None, sent: Message | None, scale: float) -> None:
+        if op.kind != "B":
+            self.sums[op.kind](op.chunk)
+            return
+        flight = self.flights.pop((op.chunk, op.micro))
+        prefetcher = self.stages[op.chunk].model.scheme.prefetcher
+        if prefetcher is not None:
+            prefetcher.chunk = op.chunk
+        if incoming is None:
+            (flight.root * scale).backward()
+        else:
+            flight.slot.append(incoming.wait())
+            flight.root.backward()
+        if sent is not None and flight.x is not None:
+            assert flight.x.grad is not None
+            self._send(flight.x.grad, sent)

@@ -1,0 +1,87 @@
+"""A model's pipeline on the job's grid: its stages on this rank, the channel between them, and the sum of a tied table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.axis import Axis
+from ..comm.channel import Channel
+from ..nn.models.base import Body
+from ..nn.parameter import ShardedParameter
+from ..nn.stages import Stages
+from .executor import Executor, Feed, Stage
+from .schedule import SCHEDULES, Schedule, build, split_layers
+from .states import named_parameters
+
+
+def stages_of(schedule: str, p: int, v: int, layers: int, counts: Sequence[int] | None = None) -> Stages:
+    """The stages of `layers` layers under a schedule of p ranks and v chunks. Raises ConfigError where they cannot be filled.
+
+    >>> stages_of("1f1b", 2, 1, 5)
+    Stages(homes=(0, 1), layers=(3, 2))
+    """
+    return Stages(SCHEDULES[schedule].homes(p, v), split_layers(layers, p, v, counts))
+
+
+class Pipeline:
+    """A model that is held in stages along axis pp of the job's grid; without that axis, one stage on one rank.
+
+    Parameters
+    ----------
+    model : built on a scheme with `stages`
+    schedule : the schedule's name
+    rows : the rows of a micro-batch
+    dtype : of the residual stream between layers
+
+    Making one is collective over the job. It has all communicators that span stages, so that none is made inside an op.
+    """
+
+    def __init__(self, model: Body, schedule: str, rows: int, dtype: torch.dtype) -> None:
+        scheme, job = model.scheme, model.scheme.job
+        stages = scheme.stages or Stages((0,), (len(model.blocks),))
+        self.model, self.name, self.homes, self.axis = model, schedule, stages.homes, None
+        self.rows, self.dtype, self.device = rows, dtype, next(model.parameters()).device
+        self.sequence = model.config.sequence
+        channel = None
+        if scheme.stages is not None:
+            self.axis = job["pp"]
+            channel = Channel(self.axis, self.homes)
+            channel.open_device(self.stream())
+        self.rank = 0 if self.axis is None else self.axis.index
+        ends, own = len(self.homes) - 1, [stage for stage, home in enumerate(self.homes) if home == self.rank]
+        held = [Stage(model, c, *stages.extents[k], enters=k == 0, leaves=k == ends) for c, k in enumerate(own)]
+        self.tied = self._tied_table()
+        self.holders: Axis | None = None if self.tied is None else job.pick("pp", (self.homes[0], self.homes[-1]))
+        sums = {"T": self._sum_tied}
+        self.executor = Executor(self.rank, held, job.ledger, channel, self.stream, sums)
+        self.schedule = lru_cache(4)(self._schedule)
+
+    def _schedule(self, micro_batches: int) -> Schedule:
+        p = max(self.homes) + 1
+        return build(self.name, p, micro_batches, len(self.homes) // p, tied=self.tied is not None)
+
+    def run(self, micro_batches: int, feed: Feed, **options: Any) -> list[Tensor]:
+        """Run a step of so many micro-batches; the options and the result are those of `Executor.run`."""
+        return self.executor.run(self.schedule(micro_batches), feed, **options)
+
+    def stream(self) -> Tensor:
+        """An array for this rank's block of the residual stream of a micro-batch, as stored."""
+        scheme = self.model.scheme
+        shape = (self.rows, self.sequence, self.model.config.hidden)
+        block = scheme.residual.local_shape(shape, scheme.grid.shape, scheme.grid.coordinates)
+        return scheme.as_stored(torch.empty(block, dtype=self.dtype, device=self.device))
+
+    def _tied_table(self) -> ShardedParameter | None:
+        """The table that the first and the last stage share, where they lie on two ranks."""
+        held = (p for _, p in named_parameters(self.model) if len(dict(p.sharding.layout.at).get("pp", ())) > 1)
+        return next(held, None)
+
+    def _sum_tied(self, chunk: int) -> None:
+        """Sum the complete gradient of the tied table over the two ranks that hold it."""
+        assert self.tied is not None and self.tied.grad is not None and self.holders is not None
+        self.tied.grad = self.holders.all_reduce(self.tied.grad)
