@@ -98,10 +98,9 @@ class State:
         """The part of the stored weight that this rank updates, in place."""
         return self._part(self.parameter.data, self.shardings.stored, self.shardings.moments)
 
-    @property
-    def owned_weight(self) -> Tensor:
-        """The part of the stored weight that this rank owns."""
-        return self._part(self.weight, self.shardings.moments, self.owned)
+    def owned_part(self, block: Tensor) -> Tensor:
+        """The part that this rank owns of a block in the moments' sharding: a view."""
+        return self._part(block, self.shardings.moments, self.owned)
 
     @property
     def accumulated(self) -> Tensor | None:

@@ -72,7 +72,7 @@ def test_so_they_are_in_fewer_bits(comm: Any, world_size: int, shared_tmp_path: 
 
 
 @pytest.mark.mpi(sizes=(3,), timeout=200)
-@pytest.mark.parametrize("dtype", ["float64"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_zero_and_the_size_of_buckets_change_no_bit(comm: Any, world_size: int, shared_tmp_path: Path, dtype: str) -> None:
     settings = {**STEPS, **RUNS[world_size][0], "dtype": dtype}
     want = trained(comm, shared_tmp_path, "one", **settings)
@@ -168,7 +168,7 @@ LEGS = [
 @pytest.mark.mpi(sizes=(4,), timeout=110)
 def test_a_run_goes_on_with_other_replicas_and_each_writes_its_share(comm: Any, shared_tmp_path: Path) -> None:
     whole, legs = shared_tmp_path / "whole", shared_tmp_path / "legs"
-    constant = {"train__decay_to": 1.0}
+    constant = {"train__decay_to": 1.0, "train__evaluate_every": 2}
     if comm.rank == 0:
         whole.mkdir()
         legs.mkdir()
