@@ -62,7 +62,7 @@ class Run:
 
     def blocks(self) -> list[shards.TensorBlock]:
         """This rank's share of all tensors of a checkpoint: the parts of parameters and optimizer moments that it owns."""
-        return checkpoint.owned_blocks(self.optimizer)
+        return checkpoint.own_blocks(self.optimizer)
 
 
 def prepare(

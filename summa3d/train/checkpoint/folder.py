@@ -143,12 +143,14 @@ def model_blocks(model: torch.nn.Module) -> list[shards.TensorBlock]:
     return [shards.TensorBlock(f"model.{name}", p.data, p.sharding) for name, p in named_parameters(model)]
 
 
-def owned_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
+def own_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
     """The parts of weights and moments that this rank owns as blocks of global tensors: its share of a checkpoint."""
     states = optimizer.states.values()
-    weights = [shards.TensorBlock(f"model.{one.name}", one.owned_part(one.weight), one.owned) for one in states]
+    weights = [shards.TensorBlock(f"model.{one.name}", one.own_part(one.weight), one.partition) for one in states]
     return weights + [
-        shards.TensorBlock(f"optimizer.{moment}.{name}", optimizer.states[name].owned_part(tensor), optimizer.states[name].owned)
+        shards.TensorBlock(
+            f"optimizer.{moment}.{name}", optimizer.states[name].own_part(tensor), optimizer.states[name].partition
+        )
         for moment, tensors in optimizer.moments.items()
         for name, tensor in tensors.items()
     ]
