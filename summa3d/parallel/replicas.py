@@ -94,7 +94,7 @@ class Replicas:
     def update(self, step: Callable[[], None]) -> None:
         """Run an optimizer's step between what it needs and what its weights need, so that all replicas end with the same."""
         if self.zero == 0:
-            self._gather(lambda state: state.accumulated, lambda state: state.owned_gradient)
+            self._gather(lambda state: state.accumulated, lambda state: state.own_gradient)
         step()
         if self.zero > 0:
             self.gather_weights()
@@ -108,7 +108,7 @@ class Replicas:
         states = [self.states[name] for name in bucket.names]
         blocks, index = _blocks(states, lambda state: state.accumulated), self.grid[bucket.axes].index
         for name, part in bucket.parts_in(pending.wait(), index, blocks).items():
-            _given(self.states[name].owned_gradient).copy_(part)
+            _given(self.states[name].own_gradient).copy_(part)
 
     @torch.no_grad()
     def _gather(self, whole: Callable[[State], Tensor | None], own: Callable[[State], Tensor | None]) -> None:

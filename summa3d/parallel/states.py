@@ -69,7 +69,7 @@ class State:
     grid: Grid
 
     @cached_property
-    def owned(self) -> Sharding:
+    def partition(self) -> Sharding:
         """The partition of the parameter over all ranks that hold copies: each sums, counts and writes its own rows."""
         return self.shardings.used.sharded_over(replicas_of(self.shardings.used, self.grid))
 
@@ -81,7 +81,7 @@ class State:
         found = []
         for point in itertools.product(*(range(grid.shape[axis]) for axis in axes)):
             at = {**grid.coordinates, **dict(zip(axes, point, strict=True))}
-            rows = self.owned.layout.slices(used.shape, grid.shape, at)[0]
+            rows = self.partition.layout.slices(used.shape, grid.shape, at)[0]
             found.append(slice(rows.start - start, rows.stop - start))
         return found
 
@@ -91,17 +91,16 @@ class State:
         An update by pieces has the same bits where all replicas update everything as where each updates its own: a kernel may
         round the last elements of a tensor otherwise than those before them.
         """
-        return [block] if self.shardings.moments == self.owned else [block[rows] for rows in self.rows]
+        return [block] if self.shardings.moments == self.partition else [block[rows] for rows in self.rows]
 
     @property
     def weight(self) -> Tensor:
         """The part of the stored weight that this rank updates, in place."""
         return self._part(self.parameter.data, self.shardings.stored, self.shardings.moments)
 
-    @property
-    def owned_weight(self) -> Tensor:
-        """The part of the stored weight that this rank owns."""
-        return self._part(self.weight, self.shardings.moments, self.owned)
+    def own_part(self, block: Tensor) -> Tensor:
+        """The part that this rank owns of a block in the moments' sharding: a view."""
+        return self._part(block, self.shardings.moments, self.partition)
 
     @property
     def accumulated(self) -> Tensor | None:
@@ -114,9 +113,9 @@ class State:
         return self._part_of_gradient(self.shardings.moments)
 
     @property
-    def owned_gradient(self) -> Tensor | None:
+    def own_gradient(self) -> Tensor | None:
         """The part of the accumulated gradient that this rank owns; None where there is none."""
-        return self._part_of_gradient(self.owned)
+        return self._part_of_gradient(self.partition)
 
     def _part_of_gradient(self, wanted: Sharding) -> Tensor | None:
         whole = self.accumulated

@@ -43,7 +43,7 @@ class AdamW:
 
         They are the same with moments that are copied over the replicas and with sharded ones, and so is the norm.
         """
-        found = [(state.owned_gradient, state.owned) for state in self.states.values()]
+        found = [(state.own_gradient, state.partition) for state in self.states.values()]
         return [(gradient, sharding) for gradient, sharding in found if gradient is not None]
 
     @torch.no_grad()

@@ -63,8 +63,8 @@ class Run:
         return self.folder / "metrics.jsonl"
 
     def blocks(self) -> list[shards.TensorBlock]:
-        """This rank's blocks of all tensors of a checkpoint: the parts of parameters that it owns, and optimizer moments."""
-        return checkpoint.weight_blocks(self.optimizer) + checkpoint.optimizer_blocks(self.optimizer)
+        """This rank's share of all tensors of a checkpoint: the parts of parameters and optimizer moments that it owns."""
+        return checkpoint.own_blocks(self.optimizer)
 
 
 def prepare(

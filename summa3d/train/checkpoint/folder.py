@@ -143,13 +143,21 @@ def model_blocks(model: torch.nn.Module) -> list[shards.TensorBlock]:
     return [shards.TensorBlock(f"model.{name}", p.data, p.sharding) for name, p in named_parameters(model)]
 
 
-def weight_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
-    """The parts of the weights that this rank owns as blocks of global tensors: what a checkpoint keeps of them."""
-    return [shards.TensorBlock(f"model.{state.name}", state.owned_weight, state.owned) for state in optimizer.states.values()]
+def own_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
+    """The parts of weights and moments that this rank owns as blocks of global tensors: its share of a checkpoint."""
+    states = optimizer.states.values()
+    weights = [shards.TensorBlock(f"model.{one.name}", one.own_part(one.weight), one.partition) for one in states]
+    return weights + [
+        shards.TensorBlock(
+            f"optimizer.{moment}.{name}", optimizer.states[name].own_part(tensor), optimizer.states[name].partition
+        )
+        for moment, tensors in optimizer.moments.items()
+        for name, tensor in tensors.items()
+    ]
 
 
 def optimizer_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
-    """The optimizer's moments as blocks of global tensors."""
+    """The optimizer's moments on this rank as blocks of global tensors."""
     return [
         shards.TensorBlock(f"optimizer.{moment}.{name}", tensor, optimizer.states[name].shardings.moments)
         for moment, tensors in optimizer.moments.items()
