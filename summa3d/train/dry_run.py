@@ -41,8 +41,8 @@ def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]
     """
     if config.grid.pp > 1:
         raise ConfigError(
-            f"--dry-run of a pipeline (grid.pp = {config.grid.pp}) is not available yet. Set grid.pp=1 for the whole model's figures, "
-            "or draw the schedule with `summa3d plan schedule`."
+            f"--dry-run of a pipeline (grid.pp = {config.grid.pp}) is not available yet. Set grid.pp=1 for the figures of the "
+            "whole model, or draw the schedule with `summa3d plan schedule`."
         )
     ranks = prod(config.grid.axes.values())
     if ranks_per_node is not None:

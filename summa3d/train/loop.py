@@ -230,9 +230,7 @@ def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> 
 
 
 def continue_prompt(run: Run) -> str:
-    """The sample at the end of a run: a small model is loaded and run by rank 0 alone, as after a pipeline; a large one runs on
-    the grid.
-    """
+    """The sample at the end of a run: rank 0 alone runs a small model, or that of a pipeline; a large one runs on the grid."""
     settings = run.config.train
     if settings.keep and (run.config.grid.pp > 1 or _parameters(run) < ONE_RANK_PARAMETERS):
 
