@@ -51,6 +51,22 @@ class _Root(torch.autograd.Function):
         return ctx.slot.pop(), None
 
 
+class Step(NamedTuple):
+    """An op of a rank's program, with the message that it waits for and the one that it sends."""
+
+    op: Op
+    received: Message | None
+    sent: Message | None
+
+
+Program = Sequence[Step]
+
+
+def program_of(schedule: Schedule, rank: int) -> Program:
+    """The program of a rank under a schedule."""
+    return [Step(op, schedule.received(rank, op), schedule.sent(rank, op)) for op in schedule.ops_of(rank)]
+
+
 class Flight(NamedTuple):
     """What backward needs of a forward: the stage's input, the root of its graph, and where its output's gradient goes."""
 
@@ -65,13 +81,12 @@ class Executor:
 
     Attributes
     ----------
-    rank : the rank's index in the pipeline. stages : its stages, one a chunk. channel : to its neighbours; None where p = 1
-    buffer : makes an array for a received stream of a micro-batch of a `Batch`
+    stages : its stages, one a chunk. channel : to its neighbours; None where p = 1
+    buffer : makes an array that a stream or its gradient is received into
     sums : kind → what an op R or T of a chunk does
     flights : what is in flight: (chunk, micro-batch) → what its backward needs
     """
 
-    rank: int
     stages: Sequence[Stage]
     ledger: Ledger
     channel: Channel | None
@@ -79,23 +94,20 @@ class Executor:
     sums: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
     flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
 
-    def run(
-        self, schedule: Schedule, feed: Feed, scale: float = 1.0, forwarded: Callable[[], None] | None = None
-    ) -> list[Tensor]:
-        """Run the rank's program, and return the losses of its micro-batches in order: on the last stage; elsewhere none.
+    def run(self, program: Program, feed: Feed, scale: float = 1.0, forwarded: Callable[[], None] | None = None) -> list[Tensor]:
+        """Run a program, and return the losses of its micro-batches in order: on the last stage; elsewhere none.
 
         Without gradients (torch.no_grad), its forwards alone. scale : the loss is multiplied by it before backward.
         forwarded : called once, behind the last forward.
         """
         trains, self.flights, losses = torch.is_grad_enabled(), {}, []
-        program = [op for op in schedule.ops_of(self.rank) if trains or op.kind == "F"]
-        last = max(place for place, op in enumerate(program) if op.kind == "F")
+        program = program if trains else [step for step in program if step.op.kind == "F"]
+        last = max(place for place, step in enumerate(program) if step.op.kind == "F")
         posted: dict[Message, Incoming] = {}
-        for place, op in enumerate(program):
+        for place, (op, message, sent) in enumerate(program):
             with self.ledger.run(str(op)):
                 for ahead in program[place : place + 2]:  # the next op's receive is posted before it is needed
-                    self._post(schedule.received(self.rank, ahead), posted)
-                message, sent = schedule.received(self.rank, op), schedule.sent(self.rank, op)
+                    self._post(ahead.received, posted)
                 incoming = None if message is None else posted.pop(message)
                 if op.kind == "F":
                     micro = feed(op.micro)

@@ -14,7 +14,7 @@ from ..comm.channel import Channel
 from ..nn.models.base import Body
 from ..nn.parameter import ShardedParameter
 from ..nn.stages import Stages
-from .executor import Executor, Feed, Stage
+from .executor import Executor, Feed, Program, Stage, program_of
 from .schedule import SCHEDULES, Schedule, build, split_layers
 from .states import named_parameters
 
@@ -58,16 +58,20 @@ class Pipeline:
         self.tied = self._tied_table()
         self.holders: Axis | None = None if self.tied is None else job.pick("pp", (self.homes[0], self.homes[-1]))
         sums = {"T": self._sum_tied}
-        self.executor = Executor(self.rank, held, job.ledger, channel, self.stream, sums)
-        self.schedule = lru_cache(4)(self._schedule)
+        self.executor = Executor(held, job.ledger, channel, self.stream, sums)
+        self.program = lru_cache(4)(self._program)
 
-    def _schedule(self, micro_batches: int) -> Schedule:
+    def _program(self, micro_batches: int) -> Program:
+        return program_of(self.schedule(micro_batches), self.rank)
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """The schedule of a step of so many micro-batches, checked."""
         p = max(self.homes) + 1
         return build(self.name, p, micro_batches, len(self.homes) // p, tied=self.tied is not None)
 
     def run(self, micro_batches: int, feed: Feed, **options: Any) -> list[Tensor]:
         """Run a step of so many micro-batches; the options and the result are those of `Executor.run`."""
-        return self.executor.run(self.schedule(micro_batches), feed, **options)
+        return self.executor.run(self.program(micro_batches), feed, **options)
 
     def stream(self) -> Tensor:
         """An array for this rank's block of the residual stream of a micro-batch, as stored."""

@@ -503,7 +503,7 @@ def load_for(ranks: int, source: str, assignments: Sequence[str], choose: Choose
     free, outer = "scheme" not in table, prod(size for axis, size in config.grid.axes.items() if f"grid.{axis}" not in SIZES)
     if ranks % outer:
         raise ConfigError(
-            f"{ranks} ranks cannot be divided into {outer} equal parts (grid.dp {config.grid.dp} · grid.pp {config.grid.pp}). "
+            f"{ranks} rank(s) cannot be divided into {outer} equal parts (grid.dp {config.grid.dp} · grid.pp {config.grid.pp}). "
             f"Numbers of ranks that fit: {', '.join(str(outer * many) for many in (ranks // outer, ranks // outer + 1) if many)}."
         )
     name, sizes = choose(config, ranks // outer, SCHEMES if free else (config.scheme,))

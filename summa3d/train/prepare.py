@@ -109,11 +109,7 @@ def prepare(
     if saved is not None and saved.step:
         grid.blas = rule_before(saved.blas, grid, progress)
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm, progress.doing)
-    if config.train.sample_tokens and config.model.architecture.causal:
-        try:  # refused now, and not when the run ends
-            corpus.tokenizer.encode(config.train.sample_prompt.encode())
-        except DataError as error:
-            raise DataError(f"train.sample_prompt: {error} With train.sample_tokens=0 none is read.") from error
+    check_prompt(config, corpus)
     progress.doing("building the model")
     model = build_model(config, plan, device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
@@ -130,6 +126,15 @@ def prepare(
         run.done = saved.step
     on_root(comm, lambda: write_config(config, folder, saved, progress), ConfigError)
     return run
+
+
+def check_prompt(config: Config, corpus: tokens.Tokens) -> None:
+    """Raise DataError for a sample prompt that the tokenizer cannot read: now, and not when the run ends."""
+    if config.train.sample_tokens and config.model.architecture.causal:
+        try:
+            corpus.tokenizer.encode(config.train.sample_prompt.encode())
+        except DataError as error:
+            raise DataError(f"train.sample_prompt: {error} With train.sample_tokens=0 none is read.") from error
 
 
 def rule_before(before: Rule | None, grid: Grid, progress: Progress) -> Rule:

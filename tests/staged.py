@@ -1,0 +1,176 @@
+"""Models in the stages of a pipeline, beside the same models whole: for tests, and as a program for a job of four ranks.
+
+staged.py STEPS
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import devices
+import torch
+from plain_bert import sentence_pairs
+from scheme_table import GPT2, LLAMA, next_tokens
+
+from summa3d.nn import build, scheme
+from summa3d.nn.schemes.scheme import Scheme
+from summa3d.parallel.pipeline import Pipeline, stages_of
+
+FAMILIES = {
+    "gpt2": GPT2,
+    "llama": replace(LLAMA, kv_heads=6, tied_head=False),
+    "tied": replace(LLAMA, kv_heads=6, tied_head=True),
+    "bert": replace(GPT2, family="bert"),
+}
+ROWS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline: its scheme and inner axes, schedule, micro-batches, chunks, layers of each stage, and the model's family."""
+
+    pp: int
+    m: int
+    schedule: str = "1f1b"
+    chunks: int = 1
+    layers: tuple[int, ...] | int = 5
+    family: str = "llama"
+    scheme: str = "serial"
+    axes: tuple[tuple[str, int], ...] = ()
+    recompute: int = 0
+
+    def config(self) -> Any:
+        layers = self.layers if isinstance(self.layers, int) else sum(self.layers)
+        return replace(FAMILIES[self.family], layers=layers, dropout=0.1)
+
+    def __str__(self) -> str:
+        inner = "".join(f"·{axis}{size}" for axis, size in self.axes)
+        return f"{self.schedule}-pp{self.pp}{inner}-v{self.chunks}-m{self.m}-{self.family}"
+
+
+Y2, Z2, XY2, YZ2 = (("y", 2),), (("z", 2),), (("x", 2), ("y", 2)), (("y", 2), ("z", 2))
+CASES = {
+    2: [
+        Case(2, 3, "gpipe"),
+        Case(2, 3, layers=(0, 3)),
+        Case(2, 4, "interleaved", 2, family="gpt2", recompute=2),
+        Case(2, 1, family="bert", layers=(2, 1)),
+    ],
+    3: [Case(3, m, layers=7, family=family) for m, family in ((1, "tied"), (7, "gpt2"))],
+    4: [
+        Case(4, 5, family="tied"),
+        Case(2, 3, scheme="oned", axes=Y2, family="gpt2", layers=3),
+        Case(2, 3, scheme="cuboid", axes=Z2, layers=(1, 2), recompute=1),
+    ],
+    8: [
+        Case(2, 2, scheme="summa", axes=XY2, family="bert", layers=3),
+        Case(2, 4, "interleaved", 2, scheme="cuboid", axes=YZ2, layers=4),
+    ],
+}
+WIDE = {
+    3: [Case(3, m, layers=7, family=family) for m, family in ((2, "llama"), (3, "gpt2"))],
+    4: [Case(2, 2, scheme="oned-sp", axes=Y2, layers=3), Case(4, 4, "interleaved", 2, layers=9, family="tied")],
+    8: [
+        Case(4, 4, "interleaved", 2, scheme="cuboid-sequence", axes=Z2, layers=9, family="tied"),
+        Case(4, 3, scheme="oned", axes=Y2, layers=4, family="bert"),
+        Case(2, 2, "gpipe", scheme="tesseract", axes=XY2, layers=3, family="gpt2"),
+    ],
+}
+"""Sweeps of `make test-all`."""
+
+
+class Piped:
+    """A pipelined model, and the same model whole on each inner grid: both with the same weights."""
+
+    def __init__(self, case: Case, make_grid: Any, check: bool = True) -> None:
+        self.case, self.config = case, case.config()
+        self.grid = make_grid(check=check, **dict(case.axes), pp=case.pp)
+        self.whole = scheme(case.scheme, self.grid)
+        counts = None if isinstance(case.layers, int) else case.layers
+        staged = replace(self.whole, stages=stages_of(case.schedule, case.pp, case.chunks, self.config.layers, counts))
+        self.model, self.copies = (self.built(plan) for plan in (staged, self.whole))
+        self.pipeline = Pipeline(self.model, case.schedule, ROWS, torch.float64)
+        self.executor, self.rank = self.pipeline.executor, self.pipeline.rank
+        self.inputs = [self.batch(micro) for micro in range(case.m)]
+
+    def built(self, plan: Scheme) -> Any:
+        model = build(self.config, plan, torch.float64, seed=3)
+        model.recompute("full" if self.case.recompute else "none", max(1, self.case.recompute))
+        return model.to(devices.NAME) if devices.NAME == "cuda" else model
+
+    def batch(self, micro: int) -> dict[str, torch.Tensor]:
+        make = sentence_pairs if self.config.family == "bert" else next_tokens
+        found = make(self.config, ROWS * self.case.m, self.config.sequence)
+        part = {name: whole[micro * ROWS : (micro + 1) * ROWS].clone() for name, whole in found.items()}
+        if micro == 0 and self.case.m > 1:
+            part["labels"][:] = -1  # a mean of means would differ
+        return part
+
+    def options(self, micro: int) -> dict[str, int]:
+        found = {"step": 2, "first_row": micro * ROWS, "count": 37}
+        return {**found, "pairs": 5} if self.config.family == "bert" else found
+
+    def feed(self, micro: int) -> Any:
+        return self.inputs[micro], self.model.batch_of(self.inputs[micro], **self.options(micro))
+
+
+def accumulate(piped: Piped, model: Any) -> list[torch.Tensor]:
+    """Plain accumulation: a forward and a backward of each micro-batch in turn."""
+    losses = []
+    for micro, inputs in enumerate(piped.inputs):
+        loss = model(**inputs, **piped.options(micro))
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def check_gradients(piped: Piped) -> None:
+    tied = piped.pipeline.tied
+    for (name, p), copy in zip(piped.model.named_parameters(), piped.copies.parameters(), strict=True):
+        if not p.sharding.layout.holds_block(piped.grid.coordinates):
+            assert p.numel() == 0 and p.grad is None, name
+        elif p is tied:
+            assert (p.grad - copy.grad).norm() <= 1e-12 * copy.grad.norm(), name
+        else:
+            assert torch.equal(p.grad, copy.grad), (piped.case, name)
+
+
+def main(steps: str) -> None:
+    """Steps of two pipelines on four ranks, each against plain accumulation."""
+    from mpi4py import MPI
+
+    from summa3d.comm.failure import install_abort_hook
+    from summa3d.comm.grid import Grid
+
+    install_abort_hook()
+
+    def make_grid(check: bool, **axes: int) -> Grid:
+        return Grid(MPI.COMM_WORLD, axes, check=False, node_memory=True)
+
+    torch.set_num_threads(1)
+    wide = {"hidden": 96, "sequence": 96, "heads": 12}
+    for case in (Case(2, 4, "interleaved", 2, scheme="cuboid", axes=Z2, layers=4), Case(4, 5)):
+        FAMILIES["llama"] = replace(FAMILIES["llama"], **wide)
+        piped, chance = Piped(case, make_grid), random.Random(MPI.COMM_WORLD.rank)
+        assert piped.pipeline.stream().nbytes >= 1 << 17
+
+        def feed(micro: int, piped: Piped = piped, chance: random.Random = chance) -> Any:
+            time.sleep(chance.random() / 100)
+            return piped.feed(micro)
+
+        accumulate(piped, piped.copies)
+        for _ in range(int(steps)):
+            piped.model.zero_grad()
+            piped.pipeline.run(case.m, feed)
+            check_gradients(piped)
+        piped.executor.channel.free()
+    if MPI.COMM_WORLD.rank == 0:
+        print("done")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,114 @@
+"""Training in a pipeline: the losses of one rank, one run over several grids, and the bits of a run that was interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+from small_runs import metrics_of, small_config, train_small
+
+from summa3d.errors import ConfigError, GridError
+from summa3d.train import generate
+from summa3d.train.dry_run import predict
+
+Settings = dict[str, Any]
+INTERLEAVED: Settings = {"pipeline__schedule": "interleaved", "pipeline__chunks": 2}
+LONG: Settings = {
+    "model__sequence": 8,
+    "train__steps": 20,
+    "train__batch": 12,
+    "train__accumulate": 3,
+    "train__evaluate_every": 10,
+    "train__checkpoint_every": 0,
+    "train__keep": 0,
+    "train__clip": 0.5,
+}
+LLAMA: Settings = {"model__family": "llama", "model__kv_heads": 2, "model__ffn": 36}
+BERT: Settings = {"model__family": "bert", "model__vocabulary": 263}
+GRIDS: dict[int, list[tuple[Settings, Settings]]] = {
+    2: [({"model__layers": 3}, {"grid__pp": 2, "scheme": "serial", "recompute": "full"})],
+    3: [({"model__layers": 7, **LLAMA}, {"grid__pp": 3, "scheme": "serial", "pipeline__schedule": "gpipe"})],
+    4: [
+        ({"model__layers": 3, **LLAMA}, {"grid__pp": 2, "grid__y": 2, "scheme": "oned"}),
+        ({"model__layers": 4, **BERT, "train__accumulate": 2}, {"grid__pp": 2, "grid__z": 2, "scheme": "cuboid", **INTERLEAVED}),
+    ],
+    8: [({"model__layers": 2}, {"grid__pp": 2, "grid__x": 2, "grid__y": 2, "scheme": "summa", "pipeline__layers": "2,0"})],
+}
+"""Ranks → the model and the pipeline of each run."""
+
+
+def numbers(folder: Path, name: str) -> list[float]:
+    return [line[name] for line in metrics_of(folder) if name in line]
+
+
+@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=200)
+def test_20_steps_in_a_pipeline_have_the_losses_and_norms_of_one_rank(comm: Any, shared_tmp_path: Path) -> None:
+    for index, (model, pipeline) in enumerate(GRIDS[comm.size]):
+        alone, staged = shared_tmp_path / f"alone{index}", shared_tmp_path / f"staged{index}"
+        if comm.rank == 0:
+            alone.mkdir()
+            staged.mkdir()
+            train_small(MPI.COMM_SELF, alone, scheme="serial", **{**LONG, **model})
+        comm.Barrier()
+        train_small(comm, staged, **{**LONG, **model, **pipeline})
+        for name in ("loss", "grad_norm", "validation_loss"):
+            got, want = numbers(staged, name), numbers(alone, name)
+            assert got == pytest.approx(want, rel=1e-9), name
+        assert len(got) == 2
+
+
+LEGS: list[tuple[int, Settings]] = [
+    (2, {"grid__pp": 2, "scheme": "serial"}),
+    (1, {"scheme": "serial"}),
+    (4, {"grid__pp": 4, "scheme": "serial", **INTERLEAVED}),
+    (4, {"grid__pp": 2, "grid__z": 2, "scheme": "cuboid"}),
+]
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=150)
+def test_a_run_that_changes_its_pipeline_every_two_steps_is_one_run(comm: Any, shared_tmp_path: Path) -> None:
+    whole, legs = shared_tmp_path / "whole", shared_tmp_path / "legs"
+    keys = {"model__layers": 8, "train__accumulate": 4, "train__batch": 8, "train__decay_to": 1.0}
+    if comm.rank == 0:
+        whole.mkdir()
+        legs.mkdir()
+        train_small(MPI.COMM_SELF, whole, scheme="serial", train__steps=2 * len(LEGS), **keys)
+    comm.Barrier()
+    for done, (ranks, settings) in enumerate(LEGS):
+        part = comm.Split(color=0 if comm.rank < ranks else MPI.UNDEFINED)
+        if part != MPI.COMM_NULL:
+            train_small(part, legs, resume=done > 0, train__steps=2 * (done + 1), **{**keys, **settings})
+            part.Free()
+        comm.Barrier()
+    for name in ("loss", "grad_norm", "validation_loss"):
+        assert numbers(legs, name)[-1] == pytest.approx(numbers(whole, name)[-1], rel=1e-9), name
+    assert numbers(legs, "loss") == pytest.approx(numbers(whole, "loss"), rel=1e-9)
+
+
+@pytest.mark.mpi(sizes=(2,), timeout=100)
+def test_a_pipeline_that_goes_on_has_the_bits_of_one_that_was_never_stopped(comm: Any, shared_tmp_path: Path) -> None:
+    """In bfloat16, whose copies are made once a step; and a sample is drawn on one rank, from the checkpoint."""
+    keys = {"grid__pp": 2, "scheme": "serial", "dtype": "bfloat16", "model__layers": 4, "train__accumulate": 4}
+    keys |= {**INTERLEAVED, "train__decay_to": 1.0, "train__checkpoint_every": 2, "train__evaluate_every": 2}
+    whole, halves = shared_tmp_path / "whole", shared_tmp_path / "halves"
+    if comm.rank == 0:
+        whole.mkdir()
+        halves.mkdir()
+    comm.Barrier()
+    train_small(comm, whole, train__steps=4, **keys)
+    train_small(comm, halves, train__steps=2, **keys)
+    summary = train_small(comm, halves, resume=True, train__steps=4, train__sample_tokens=3, **keys)
+    for name in ("loss", "grad_norm", "validation_loss"):
+        assert numbers(halves, name) == numbers(whole, name), name
+    assert summary["grid"]["pp"] == 2 and summary["sample"].startswith("def ")
+    with pytest.raises(GridError, match=r"pp=2 has a pipeline, on which no text is generated\. Generate on 1 rank"):
+        generate.load(halves / "run", comm)
+    with pytest.raises(ConfigError, match=r"draws its sample from a checkpoint.* Set train.keep to 1"):
+        train_small(comm, whole, resume=True, **{**keys, "train__sample_tokens": 3, "train__keep": 0})
+
+
+def test_a_dry_run_of_a_pipeline_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--dry-run of a pipeline \(grid.pp = 2\) is not available yet"):
+        predict(small_config("stdlib", grid__pp=2, model__layers=2))
