@@ -165,7 +165,7 @@ def test_replicas_divide_the_batch_and_a_chosen_grid_leaves_them_alone():
         config.load("demo", ["replicas.bucket=0"])
     chosen = config.load_for(6, "demo", ["grid.dp=3", "train.batch=12", "train.accumulate=1"], chooser("train"))
     assert chosen.grid.dp == 3 and prod(chosen.grid.axes.values()) == 6 and chosen.chosen
-    with pytest.raises(ConfigError, match=r"4 ranks cannot be divided into 3 equal parts .* fit: 3, 6"):
+    with pytest.raises(ConfigError, match=r"4 rank\(s\) cannot be divided into 3 equal parts .* fit: 3, 6"):
         config.load_for(4, "demo", ["grid.dp=3", "train.batch=12"], chooser("train"))
 
 

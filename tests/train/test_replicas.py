@@ -26,10 +26,17 @@ LLAMA = {"model__family": "llama", "model__kv_heads": 2, "model__ffn": 36}
 RUNS: dict[int, list[dict[str, Any]]] = {
     2: [{"scheme": "serial", "grid__dp": 2}],
     3: [{"scheme": "serial", "grid__dp": 3, **BERT}],
-    4: [{"scheme": "oned", "grid__dp": 2, "grid__y": 2, **LLAMA}],
+    4: [
+        {"scheme": "oned", "grid__dp": 2, "grid__y": 2, **LLAMA},
+        {"scheme": "serial", "grid__dp": 2, "grid__pp": 2, "model__layers": 3},
+    ],
     8: [
         {"scheme": "cuboid", "grid__dp": 2, "grid__y": 2, "grid__z": 2, "vectors": "diagonal", "train__batch": 24},
         {"scheme": "summa", "grid__dp": 2, "grid__x": 2, "grid__y": 2, "vectors": "root-only", "train__batch": 24, **BERT},
+        {
+            **{"scheme": "cuboid", "grid__dp": 2, "grid__pp": 2, "grid__z": 2, "pipeline__schedule": "interleaved"},
+            **{"pipeline__chunks": 2, "model__layers": 5, "recompute": "full"},
+        },
     ],
     9: [{"scheme": "summa", "grid__dp": 3, "grid__x": 3, "grid__order": "dp,x", **LLAMA}],
 }
@@ -52,7 +59,7 @@ def trained(comm: Any, folder: Path, name: str, **changes: Any) -> list[float]:
 
 
 def check_against_serial(comm: Any, folder: Path, changes: dict[str, Any], tolerance: float, **more: Any) -> None:
-    alone = {**STEPS, **{key: value for key, value in changes.items() if not key.startswith(("grid", "vectors"))}, **more}
+    alone = {**STEPS, **{key: value for key, value in changes.items() if not key.startswith(("grid", "vectors", "pipeline"))}, **more}
     want = trained(MPI.COMM_SELF, folder, "serial", **{**alone, "scheme": "serial"}) if comm.rank == 0 else None
     want = comm.bcast(want)
     got = trained(comm, folder, "replicas", **{**STEPS, **changes, **more})
