@@ -103,7 +103,11 @@ def test_on_a_device_every_product_and_communication_has_its_time_by_events_and_
     assert spans["products on the device"] == spans["products"] > 0
     assert begun.pop("axis x·y·z") == 1 and "axis x·y·z on the device" not in spans  # the norm, which lies on the host
     assert begun["axis z"] > 0 and {axis: spans[f"{axis} on the device"] for axis in begun} == begun
-    assert [event["name"] for event in events if event["ph"] == "X" and tracks[event["tid"]] == "runs"] == ["F 0.0", "B 0.0", "step 2"]
+    assert [event["name"] for event in events if event["ph"] == "X" and tracks[event["tid"]] == "runs"] == [
+        "F 0.0",
+        "B 0.0",
+        "step 2",
+    ]
 
 
 @pytest.mark.mpi(sizes=(1, 2), timeout=60)
