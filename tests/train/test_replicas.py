@@ -35,7 +35,7 @@ RUNS: dict[int, list[dict[str, Any]]] = {
         {"scheme": "summa", "grid__dp": 2, "grid__x": 2, "grid__y": 2, "vectors": "root-only", "train__batch": 24, **BERT},
         {
             **{"scheme": "cuboid", "grid__dp": 2, "grid__pp": 2, "grid__z": 2, "pipeline__schedule": "interleaved"},
-            **{"pipeline__chunks": 2, "model__layers": 5, "recompute": "full"},
+            **{"pipeline__chunks": 2, "model__layers": 5, "recompute": "full", "train__batch": 24},
         },
     ],
     9: [{"scheme": "summa", "grid__dp": 3, "grid__x": 3, "grid__order": "dp,x", **LLAMA}],
@@ -59,7 +59,11 @@ def trained(comm: Any, folder: Path, name: str, **changes: Any) -> list[float]:
 
 
 def check_against_serial(comm: Any, folder: Path, changes: dict[str, Any], tolerance: float, **more: Any) -> None:
-    alone = {**STEPS, **{key: value for key, value in changes.items() if not key.startswith(("grid", "vectors", "pipeline"))}, **more}
+    alone = {
+        **STEPS,
+        **{key: value for key, value in changes.items() if not key.startswith(("grid", "vectors", "pipeline"))},
+        **more,
+    }
     want = trained(MPI.COMM_SELF, folder, "serial", **{**alone, "scheme": "serial"}) if comm.rank == 0 else None
     want = comm.bcast(want)
     got = trained(comm, folder, "replicas", **{**STEPS, **changes, **more})
