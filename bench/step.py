@@ -21,7 +21,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "demo": (),
     "tiny": ("model.hidden=16", "model.heads=4", "model.sequence=8", "model.layers=4", "train.batch=8"),
 }
-STEPS = {"demo": (2, 2), "tiny": (20, 20)}  # steps of a round: alone, on all ranks
+STEPS = {"demo": (3, 8), "tiny": (20, 40)}  # steps of a round: alone, on all ranks
 WARM_UP = 3
 EFFICIENCY, GOAL, TINY = 0.67, 0.8, 0.040
 
@@ -92,14 +92,17 @@ def race(name: str, rounds: int, folder: Path, world: Any, cores: int) -> tuple[
 
     still = ("train.steps=100000", "train.evaluate_every=0", "train.checkpoint_every=0", "train.keep=0")
     together = prepare(load("demo", [*MODELS[name], *GRID, *still]), world, folder / name)
-    alone = prepare(load("demo", [*MODELS[name], *still, "scheme=serial"]), MPI.COMM_SELF, folder / f"{name}-alone-{world.rank}")
+    alone = None
+    if world.rank == 0:
+        alone = prepare(load("demo", [*MODELS[name], *still, "scheme=serial"]), MPI.COMM_SELF, folder / f"{name}-alone")
+    world.Barrier()
     found: dict[str, Any] = {"alone": [], "together": [], "shares": {"arithmetic": [], "communication": [], "idle": []}}
     with torch.autograd.set_multithreading_enabled(False):
         for turn in range(-1, rounds):
             for run, count, times in ((alone, STEPS[name][0], found["alone"]), (together, STEPS[name][1], found["together"])):
                 together.grid.world.barrier()
                 begin, steps = time.perf_counter(), []
-                if run is together or world.rank == 0:
+                if run is not None:
                     steps = [take_step(run, 1 + index) for index in range(count if turn >= 0 else WARM_UP)]
                 together.grid.world.barrier()
                 seconds = time.perf_counter() - begin
