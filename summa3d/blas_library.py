@@ -139,11 +139,23 @@ def library_name() -> str:
 
 def _openblas(handle: Any) -> str | None:
     """OpenBLAS's version and the processor whose kernels it takes; None for another BLAS."""
-    config, core = _own(handle, "get_config"), _own(handle, "get_corename")
-    if config is None or core is None:
+    config, core = _said(handle, "get_config"), _said(handle, "get_corename")
+    return None if config is None or core is None else f"OpenBLAS {config.split()[1]} {core}"
+
+
+def numpys_core_type() -> str | None:
+    """The processor whose kernels numpy's OpenBLAS takes, chosen at run time; None where numpy has another BLAS."""
+    return _said(_numpys("").handle, "get_corename")
+
+
+def _said(handle: Any, name: str) -> str | None:
+    """The text that OpenBLAS's own function of this name returns; None for another BLAS."""
+    ask = _own(handle, name)
+    if ask is None:
         return None
-    config.restype = core.restype = ctypes.c_char_p
-    return f"OpenBLAS {config().decode().split()[1]} {core().decode()}"
+    ask.restype = ctypes.c_char_p
+    answer: bytes = ask()
+    return answer.decode()
 
 
 def _own(handle: Any, name: str) -> Any:
@@ -180,9 +192,7 @@ def _named(wanted: str) -> Library:
         handle = _mkl(Path(wanted), f"{VARIABLE} names it") if "mkl_rt" in Path(wanted).name else None
         found = handle or Library(Path(wanted).name, f"{VARIABLE} names it", ctypes.CDLL(wanted))
     except OSError as error:
-        raise ConfigError(
-            f"{VARIABLE}={wanted} cannot be loaded: {error}.\n  Give numpy, mkl, torch, or the file of a BLAS."
-        ) from None
+        raise ConfigError(f"{VARIABLE}={wanted} cannot be loaded: {error}.\n  {TAKES}") from None
     if _checked(found.handle, "float64") is None:
         raise ConfigError(f"{VARIABLE}={wanted} has no cblas_dgemm that computes correct products.\n  {TAKES}")
     return found
@@ -236,15 +246,20 @@ def _mkl_layer(environ: Mapping[str, str] = os.environ) -> int | None:
 
 def _family() -> int | None:
     """The processor's family: of AMD's with AVX-512, 25 is Zen 4 and 26 is Zen 5."""
-    facts = Path("/proc/cpuinfo")
-    found = re.search(r"cpu family\s*:\s*(\d+)", facts.read_text()) if facts.exists() else None
+    found = re.search(r"cpu family\s*:\s*(\d+)", _processor())
     return int(found[1]) if found else None
 
 
 def _has(word: str) -> bool:
     """Whether the processor's vendor, or one of the features that it reports, is `word`."""
+    return word in _processor().split()
+
+
+@cache
+def _processor() -> str:
+    """What the kernel says of the first processor; of all others it says the same."""
     facts = Path("/proc/cpuinfo")
-    return facts.exists() and word in facts.read_text().split()
+    return facts.read_text().partition("\n\n")[0] if facts.exists() else ""
 
 
 def _checked(handle: Any, dtype: str) -> Gemm | None:

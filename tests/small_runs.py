@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,30 @@ def train_small(comm: Any, folder: Path, resume: bool = False, **changes: object
     from summa3d.train.loop import train
 
     return train(small_config(shared_corpus(comm, folder), **changes), comm, folder / "run", resume=resume)
+
+
+def train_in_legs(
+    comm: Any, folder: Path, legs: Sequence[tuple[int, dict[str, Any]]], **keys: object
+) -> Iterator[tuple[Any, int]]:
+    """A serial run in `folder`/whole, and the same run in `folder`/legs: two steps each on so many ranks with these settings.
+
+    Yields the ranks and the step after each leg, on its ranks.
+    """
+    from mpi4py import MPI
+
+    whole, parts = folder / "whole", folder / "legs"
+    if comm.rank == 0:
+        whole.mkdir()
+        parts.mkdir()
+        train_small(MPI.COMM_SELF, whole, scheme="serial", train__steps=2 * len(legs), **keys)
+    comm.Barrier()
+    for done, (ranks, settings) in enumerate(legs):
+        part = comm.Split(color=0 if comm.rank < ranks else MPI.UNDEFINED)
+        if part != MPI.COMM_NULL:
+            train_small(part, parts, resume=done > 0, train__steps=2 * (done + 1), **{**keys, **settings})
+            yield part, 2 * (done + 1)
+            part.Free()
+        comm.Barrier()
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.metadata
 import json
 import os
@@ -13,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..blas_library import BLAS_OVERRIDES, library, rule_for_tensors
+from ..blas_library import BLAS_OVERRIDES, library, numpys_core_type, rule_for_tensors
 from ..errors import ConfigError, LaunchError
 from ..launch import slurm
 from ..launch.runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
@@ -97,7 +96,7 @@ def _blas() -> dict[str, str | None]:
     import numpy
 
     build = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]
-    return {"name": build.get("name"), "version": build.get("version"), "core_type": _openblas_core_type()}
+    return {"name": build.get("name"), "version": build.get("version"), "core_type": numpys_core_type()}
 
 
 def _products(warnings: list[str]) -> str | None:
@@ -118,26 +117,6 @@ def _tensors() -> str | None:
     except ConfigError:  # `_products` warns of it
         return None
     return f"by {rule.name} ({rule.reason})"
-
-
-def _openblas_core_type() -> str | None:
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    files = {line.split(maxsplit=5)[5] for line in lines if "openblas" in line and "/" in line}
-    for file in sorted(files):
-        library = ctypes.CDLL(file)
-        for name in (
-            "openblas_get_corename",
-            "scipy_openblas_get_corename64_",
-            "scipy_openblas_get_corename",
-            "openblas_get_corename64_",
-        ):
-            if hasattr(library, name):
-                ask = getattr(library, name)
-                ask.restype = ctypes.c_char_p
-                answer: bytes = ask()
-                return answer.decode()
-    return None
 
 
 def _transport() -> str:

@@ -144,14 +144,11 @@ def chooser(command: str) -> Choose:
     from ..nn.choose import choose
 
     def chosen(config: Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
-        outer = config.grid.dp * config.grid.pp
+        outer = config.grid.outer
         found = choose(config.model, config.rows, ranks, schemes, config.regather, config.vectors)
-        if MPI.COMM_WORLD.rank == 0 and ranks > 1:
-            print(
-                f"summa3d {command}: {found}{f', on each of {outer} replicas and stages' if outer > 1 else ''}",
-                file=sys.stderr,
-                flush=True,
-            )
+        if MPI.COMM_WORLD.rank == 0 and ranks * outer > 1:
+            parts = f", on each of {outer} replicas and stages" if outer > 1 else ""
+            print(f"summa3d {command}: {found}{parts}", file=sys.stderr, flush=True)
         return found.scheme, found.grid
 
     return chosen

@@ -61,7 +61,7 @@ class Axis:
         next communication over this axis.
         """
         if self.size == 1:
-            return block if into is None else copy_into(into, block)
+            return alone(block, into)
         return self._complete(Call(self._gather(block, dim, sizes, into, view), block, into))
 
     def reduce_scatter(
@@ -78,13 +78,13 @@ class Axis:
         of workspace, `parts`, allocated here unless it is given. 16-bit floats are accumulated in float32 and rounded once.
         """
         if self.size == 1:
-            return array if into is None else copy_into(into, array)
+            return alone(array, into)
         return self._complete(Call(self._scatter(array, dim, sizes, into), array, into, True, parts))
 
     def all_reduce(self, array: Array, op: str = "sum", into: Array | None = None) -> Array:
         """Reduce the members' arrays by `op` (sum, max, min) on all of them. Words n + (g−2)·n_r, messages 2(g−1)."""
         if self.size == 1:
-            return array if into is None or into is array else copy_into(into, array)
+            return alone(array, into)
         return self._complete(Call(self._reduction("all_reduce", array, op, into), array, into))
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
@@ -94,7 +94,7 @@ class Axis:
     def reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Array | None:
         """Reduce onto the root; None elsewhere. `into`, for the root, may be `array` itself. Words (g−1)·n_r, messages g−1."""
         if self.size == 1:
-            return array if into is None or into is array else copy_into(into, array)
+            return alone(array, into)
         return self._complete(Call(self._reduction("reduce", array, op, into, root), array, into))
 
     def all_to_all(
@@ -126,7 +126,7 @@ class Axis:
     ) -> Pending:
         """`all_gather`, in flight."""
         if self.size == 1:
-            return Completed(block if into is None else copy_into(into, block))
+            return Completed(alone(block, into))
         return self._begin(Call(self._gather(block, dim, sizes, into, view), block, into, False))
 
     def start_reduce_scatter(
@@ -134,13 +134,13 @@ class Axis:
     ) -> Pending:
         """`reduce_scatter`, in flight."""
         if self.size == 1:
-            return Completed(array if into is None else copy_into(into, array))
+            return Completed(alone(array, into))
         return self._begin(Call(self._scatter(array, dim, sizes, into), array, into, False))
 
     def start_all_reduce(self, array: Array, op: str = "sum", into: Array | None = None, in_order: bool = False) -> Pending:
         """`all_reduce`, in flight. `in_order`: all members complete it between the same two of their communications."""
         if self.size == 1:
-            return Completed(array if into is None or into is array else copy_into(into, array))
+            return Completed(alone(array, into))
         return self._begin(Call(self._reduction("all_reduce", array, op, into, in_order=in_order), array, into, False))
 
     def start_broadcast(self, array: Array, root: int = 0) -> Pending:
@@ -150,7 +150,7 @@ class Axis:
     def start_reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Pending:
         """`reduce`, in flight."""
         if self.size == 1:
-            return Completed(array if into is None or into is array else copy_into(into, array))
+            return Completed(alone(array, into))
         return self._begin(Call(self._reduction("reduce", array, op, into, root), array, into, False))
 
     def start_all_to_all(
@@ -201,8 +201,8 @@ class Axis:
 
     def _gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, view: bool) -> Route:
         key = ("all_gather", block.shape, block.dtype, place_of(block), dim, sizes and tuple(sizes), view)
-        route = self._routes.get(key)
-        if route is not None and into is None and not self.check:
+        route = self._known(key, into)
+        if route is not None:
             return route
         dim, sizes = self._checks.settled("all_gather", block, dim, sizes, False, into)
         words = (sum(sizes) - sizes[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
@@ -210,8 +210,8 @@ class Axis:
 
     def _scatter(self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None) -> Route:
         key = ("reduce_scatter", array.shape, array.dtype, place_of(array), dim, sizes and tuple(sizes))
-        route = self._routes.get(key)
-        if route is not None and into is None and not self.check:
+        route = self._known(key, into)
+        if route is not None:
             return route
         dim, sizes = self._checks.settled("reduce_scatter", array, dim, sizes, True, into)
         words = (self.size - 1) * sizes[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
@@ -222,8 +222,8 @@ class Axis:
     ) -> Route:
         """The route of an all-reduce, or of a reduce onto `root`."""
         key = (name, array.shape, array.dtype, place_of(array), op, root, in_order)
-        route = self._routes.get(key)
-        if route is not None and into is None and not self.check:
+        route = self._known(key, into)
+        if route is not None:
             return route
         facts = {"shape": tuple(array.shape), "op": op, "root": root}
         problem = self._checks.root_problem(root or 0)
@@ -249,6 +249,10 @@ class Axis:
         arriving = sizes if received is None else received
         words = (sum(arriving) - arriving[self.index]) * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
         return Route("all_to_all", is_on_device(array), words, self.size - 1, dim, sizes, receive_sizes=received)
+
+    def _known(self, key: Hashable, into: Array | None) -> Route | None:
+        """The route of calls like this one; None where this one must be checked itself."""
+        return None if into is not None or self.check else self._routes.get(key)
 
     def _kept(self, key: Hashable, route: Route) -> Route:
         if len(self._routes) >= ROUTES:
@@ -287,14 +291,14 @@ class Axis:
         line = route.lines.get(key)
         if line is None:
             line = route.lines[key] = self.ledger.line(route.operation, self.label, dtype_name(moved))
-        line.calls += 1
-        line.words += route.words
-        line.messages += route.messages
-        line.bytes += route.words * moved.itemsize
-        line.seconds += seconds
-        line.cpu_seconds += cpu_seconds
+        line.add(Amounts(1, route.words, route.messages, route.words * moved.itemsize, seconds, cpu_seconds))
         return line
 
     def _carry_by_steps(self, call: Call) -> Pending:
         """Start a call of which the ledger follows each step: for a trace, a profiler, a dry run, or on a device."""
         return Begun(self.transports.carry, self.transports.of, call).recorded(self.ledger, self.label)
+
+
+def alone(array: Array, into: Array | None) -> Array:
+    """The result of a collective over an axis of one member."""
+    return array if into is None or into is array else copy_into(into, array)

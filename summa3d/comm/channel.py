@@ -187,10 +187,8 @@ class Channel:
                     raise GridError(
                         "messages over NCCL need a link that all members have opened: call open_device(array) on them."
                     )
-                transport, call.route.root = (
-                    self._nccl[link],
-                    int(call.route.operation == "send"),
-                )  # of two: the source, then the target
+                transport = self._nccl[link]
+                call.route.root = int(call.route.operation == "send")  # of two: the source, then the target
         return Begun(lambda call: transport.carry(call, self._members), lambda array: transport, call)
 
     def _tag(self, stage: int, kind: str) -> int:

@@ -71,7 +71,9 @@ class State:
     @cached_property
     def partition(self) -> Sharding:
         """The partition of the parameter over all ranks that hold copies: each sums, counts and writes its own rows."""
-        return self.shardings.used.sharded_over(replicas_of(self.shardings.used, self.grid))
+        used, moments = self.shardings.used, self.shardings.moments
+        finest = used.sharded_over(replicas_of(used, self.grid))
+        return moments if moments == finest else finest
 
     @cached_property
     def rows(self) -> list[slice]:
@@ -91,7 +93,7 @@ class State:
         An update by pieces has the same bits where all replicas update everything as where each updates its own: a kernel may
         round the last elements of a tensor otherwise than those before them.
         """
-        return [block] if self.shardings.moments == self.partition else [block[rows] for rows in self.rows]
+        return [block] if self.shardings.moments is self.partition else [block[rows] for rows in self.rows]
 
     @property
     def weight(self) -> Tensor:

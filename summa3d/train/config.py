@@ -74,6 +74,11 @@ class GridConfig:
             at_least(f"grid.{name}", getattr(self, name), 1)
 
     @property
+    def outer(self) -> int:
+        """How many parts of the job have a grid of x, y, z and d of their own: replicas times ranks of a pipeline."""
+        return self.dp * self.pp
+
+    @property
     def axes(self) -> dict[str, int]:
         """Axis name → size: x, y and z always, the others where their size exceeds 1."""
         sizes = {name: getattr(self, name) for name in GRID_AXES}
@@ -500,7 +505,7 @@ def load_for(ranks: int, source: str, assignments: Sequence[str], choose: Choose
     config = from_table(table)
     if SIZES & {f"grid.{key}" for key in table.get("grid", {})}:
         return config
-    free, outer = "scheme" not in table, prod(size for axis, size in config.grid.axes.items() if f"grid.{axis}" not in SIZES)
+    free, outer = "scheme" not in table, config.grid.outer
     if ranks % outer:
         raise ConfigError(
             f"{ranks} rank(s) cannot be divided into {outer} equal parts (grid.dp {config.grid.dp} · grid.pp {config.grid.pp}). "

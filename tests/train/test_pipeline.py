@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from mpi4py import MPI
-from small_runs import metrics_of, small_config, train_small
+from small_runs import metrics_of, small_config, train_in_legs, train_small
 
 from summa3d.errors import ConfigError, GridError
 from summa3d.train import generate
@@ -71,17 +71,7 @@ LEGS: list[tuple[int, Settings]] = [
 def test_a_run_that_changes_its_pipeline_every_two_steps_is_one_run(comm: Any, shared_tmp_path: Path) -> None:
     whole, legs = shared_tmp_path / "whole", shared_tmp_path / "legs"
     keys = {"model__layers": 8, "train__accumulate": 4, "train__batch": 8, "train__decay_to": 1.0}
-    if comm.rank == 0:
-        whole.mkdir()
-        legs.mkdir()
-        train_small(MPI.COMM_SELF, whole, scheme="serial", train__steps=2 * len(LEGS), **keys)
-    comm.Barrier()
-    for done, (ranks, settings) in enumerate(LEGS):
-        part = comm.Split(color=0 if comm.rank < ranks else MPI.UNDEFINED)
-        if part != MPI.COMM_NULL:
-            train_small(part, legs, resume=done > 0, train__steps=2 * (done + 1), **{**keys, **settings})
-            part.Free()
-        comm.Barrier()
+    assert len(list(train_in_legs(comm, shared_tmp_path, LEGS, **keys))) == sum(comm.rank < ranks for ranks, _ in LEGS)
     for name in ("loss", "grad_norm", "validation_loss"):
         assert numbers(legs, name)[-1] == pytest.approx(numbers(whole, name)[-1], rel=1e-9), name
     assert numbers(legs, "loss") == pytest.approx(numbers(whole, "loss"), rel=1e-9)

@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 from nn_parity import global_weights, whole
 from scheme_table import FAMILIES
-from small_runs import metrics_of, shared_corpus, small_config, train_small
+from small_runs import metrics_of, shared_corpus, small_config, train_in_legs, train_small
 
 from summa3d.dry.step import run as run_dry
 from summa3d.nn import build, scheme
@@ -189,21 +189,11 @@ LEGS = [
 def test_a_run_goes_on_with_other_replicas_and_each_writes_its_share(comm: Any, shared_tmp_path: Path) -> None:
     whole, legs = shared_tmp_path / "whole", shared_tmp_path / "legs"
     constant = {"train__decay_to": 1.0, "train__evaluate_every": 2}
-    if comm.rank == 0:
-        whole.mkdir()
-        legs.mkdir()
-        train_small(MPI.COMM_SELF, whole, scheme="serial", train__steps=2 * len(LEGS), **constant)
-    comm.Barrier()
-    for done, (ranks, settings) in enumerate(LEGS):
-        part = comm.Split(color=0 if comm.rank < ranks else MPI.UNDEFINED)
-        if part != MPI.COMM_NULL:
-            train_small(part, legs, resume=done > 0, train__steps=2 * (done + 1), **constant, **settings)
-            if part.rank == 0:
-                index = json.loads((legs / "run" / "checkpoints" / f"step-{2 * (done + 1)}" / "index.json").read_text())
-                sizes = [entry["bytes"] for entry in index["files"].values()]
-                assert len(sizes) == ranks and max(sizes) <= 1.2 * sum(sizes) / ranks
-            part.Free()
-        comm.Barrier()
+    for part, step in train_in_legs(comm, shared_tmp_path, LEGS, **constant):
+        if part.rank == 0:
+            index = json.loads((legs / "run" / "checkpoints" / f"step-{step}" / "index.json").read_text())
+            sizes = [entry["bytes"] for entry in index["files"].values()]
+            assert len(sizes) == part.size and max(sizes) <= 1.2 * sum(sizes) / part.size
     assert numbers_of(legs) == pytest.approx(numbers_of(whole), rel=1e-9)
 
 
