@@ -157,6 +157,15 @@ def axes_in(order: str | Sequence[str]) -> list[str]:
     return [name.strip() for name in order.split(",")] if isinstance(order, str) and "," in order else list(order)
 
 
+def replica_axes(shape: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a grid of this shape along which there are several replicas.
+
+    >>> replica_axes({"z": 2, "ep": 1, "pp": 2, "dp": 3})
+    ('dp',)
+    """
+    return tuple(axis for axis in REPLICAS if shape.get(axis, 1) > 1)
+
+
 def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> dict[str, int]:
     for name, size in (tile or {}).items():
         if name not in shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 
-from ..comm.topology import REPLICAS
+from ..comm.topology import replica_axes
 from ..layout.layout import Layout
 from ..nn.config import ModelConfig
 from ..nn.schemes.scheme import Scheme
@@ -23,7 +23,7 @@ def classes(setting: Setting) -> dict[int, int]:
     place = setting.place()
     on_grid = setting.on(place)
     shapes = list(_tensors(on_grid, setting.model, setting.batch))
-    replicas = tuple(axis for axis in REPLICAS if place.shape.get(axis, 1) > 1)
+    replicas = replica_axes(place.shape)
     if replicas:  # each owns a part of every parameter, and the larger ones come first
         shapes += [(layout.sharded_over(replicas), shape) for layout, shape in shapes]
     found: dict[object, list[int]] = {}

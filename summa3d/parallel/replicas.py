@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..comm.topology import REPLICAS
+from ..comm.topology import replica_axes
 from .buckets import Bucket, buckets_of
 from .states import State
 
@@ -27,7 +27,7 @@ IN_FLIGHT = 2
 
 def plane_of(grid: Grid) -> Axis:
     """The plane of all replicas of a grid, in which each takes other rows; without replicas, an axis of this rank alone."""
-    return grid[tuple(axis for axis in REPLICAS if grid.shape.get(axis, 1) > 1)]
+    return grid[replica_axes(grid.shape)]
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from ..comm.topology import REPLICAS
+from ..comm.topology import replica_axes
 from ..layout.layout import Sharding
 from ..nn.parameter import ShardedParameter
 
@@ -56,7 +56,7 @@ class Shardings:
 def replicas_of(used: Sharding, grid: Grid) -> tuple[str, ...]:
     """The axes along which replicas hold equal copies of a parameter, which take other rows or positions of the batch."""
     named = {*used.layout.axes, *used.layout.root_only}
-    return tuple(axis for axis in REPLICAS if grid.shape.get(axis, 1) > 1 and axis not in named)
+    return tuple(axis for axis in replica_axes(grid.shape) if axis not in named)
 
 
 @dataclass(frozen=True)

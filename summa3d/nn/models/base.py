@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...autograd.recompute import recompute
-from ...comm.topology import REPLICAS, describe
+from ...comm.topology import describe, replica_axes
 from ...errors import ConfigError, ShapeError
 from ...layout.distribute import collect
 from ...layout.layout import Layout
@@ -169,7 +169,8 @@ class Body(nn.Module, ABC):
 
         Raises ConfigError without `count` where replicas hold other rows of the step: each counts its own labels alone.
         """
-        replicas = {axis: size for axis, size in self.scheme.job.shape.items() if axis in REPLICAS and size > 1}
+        shape = self.scheme.job.shape
+        replicas = {axis: shape[axis] for axis in replica_axes(shape)}
         if count is None and replicas:
             raise ConfigError(
                 f"A loss on {prod(replicas.values())} replicas ({describe(replicas)}) needs `count`, the number of counted "
