@@ -8,28 +8,30 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..comm.axis import Axis
+from ..comm.pending import Completed, Pending
 from .differentiable import Product
 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, product: Product, rows: Axis | None) -> Tensor:
         flat = a.flatten(0, -2)
         c, kept = product.forward(flat, b)
         if bias is not None:
             c += bias
         ctx.save_for_backward(*kept)
-        ctx.product, ctx.lead = product, a.shape[:-1]
+        ctx.product, ctx.rows, ctx.lead = product, rows, a.shape[:-1]
         return c.unflatten(0, (-1, *a.shape[1:-1]))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         product: Product = ctx.product
         a, b = ctx.saved_tensors
         c = grad.flatten(0, -2).contiguous()
         need_a, need_b, need_bias, *_ = ctx.needs_input_grad
-        bias = product.rows.start_all_reduce(c.sum(0)) if need_bias and product.rows is not None else None
+        bias = _start_sum(c.sum(0), ctx.rows) if need_bias else None
         shared = product.share(c) if need_a or need_b else c
         grad_a = product.start_grad_a(shared, b) if need_a else None
         if grad_a and not product.in_flight.input_gradient:
@@ -40,10 +42,15 @@ class _Matmul(torch.autograd.Function):
             grad_b.wait() if grad_b else None,
             bias.wait() if bias else None,
             None,
+            None,
         )
 
 
-def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -> Tensor:
+def _start_sum(partial: Tensor, rows: Axis | None) -> Pending:
+    return Completed(partial) if rows is None else rows.start_all_reduce(partial)
+
+
+def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None, sums_bias: bool = True) -> Tensor:
     """Compute C = op(A)·op(B) + bias with gradients, on this rank's blocks.
 
     Parameters
@@ -52,6 +59,7 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -
     b : this rank's block of B
     product : a plan bound to a grid (`product(plan, grid)`); it says what backward keeps and what may be in flight
     bias : this rank's block of the bias, along C's columns and equal on the ranks of `product.rows`; or None
+    sums_bias : whether backward sums the bias gradient over those ranks; else it is this rank's summand
 
     Returns this rank's block of C, with the leading dims of `a`.
 
@@ -64,4 +72,4 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -
     """
     if torch.is_grad_enabled() and product.source is not None:
         product.source.saved = b.detach()
-    return _Matmul.apply(a, b, bias, product)
+    return _Matmul.apply(a, b, bias, product, product.rows if sums_bias else None)

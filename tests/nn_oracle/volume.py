@@ -117,9 +117,19 @@ class GPTVolume:
 
         Layer norm has 2 words a row and 2 vectors, RMSNorm 1 of each.
         """
-        layout, each = layout or self.scheme.residual, 2 if self.config.architecture.norm == "layer" else 1
-        statistics = all_reduce(each * self._rows(layout), layout.dims[-1], *self._grid)
-        return StepCost(statistics, statistics) + self.vectors(layout, self.config.hidden, each)
+        layout = layout or self.scheme.residual
+        return self._statistics(layout) + self.vectors(layout, self.config.hidden, self._each)
+
+    @property
+    def _each(self) -> int:
+        return 2 if self.config.architecture.norm == "layer" else 1
+
+    def _statistics(self, layout: Layout) -> StepCost:
+        statistics = all_reduce(self._each * self._rows(layout), layout.dims[-1], *self._grid)
+        return StepCost(statistics, statistics)
+
+    def _norm_vectors(self, norms: int) -> list[tuple[Layout, int, int]]:
+        return [(self.scheme.residual, self.config.hidden, self._each)] * norms
 
     def linears(self) -> StepCost:
         """The four linears of a block, without their biases."""
@@ -132,8 +142,18 @@ class GPTVolume:
         """The linears with their biases, and two norms."""
         h, f, stream = self.config.hidden, self.config.ffn_dim, self.scheme.residual
         inner = self.scheme.after_linear(stream)
-        biases = (self.vectors(layout, n) for layout, n in ((inner, 3 * h), (stream, h), (inner, f), (stream, h)))
-        return sum(biases, self.linears()) + self.norm().times(2)
+        biases = [(inner, 3 * h, 1), (stream, h, 1), (inner, f, 1), (stream, h, 1)]
+        return self.linears() + self._statistics(stream).times(2) + self.joint([*biases, *self._norm_vectors(2)])
+
+    def joint(self, vectors: list[tuple[Layout, int, int]]) -> StepCost:
+        """The vectors of a block, (layout, n, count) each: one all-reduce of all gradients that are summed over one plane."""
+        if self.scheme.vectors != "copied":
+            return sum((self.vectors(*vector) for vector in vectors), StepCost(NONE, NONE))
+        planes: dict[tuple[str, ...], int] = {}
+        for layout, n, count in vectors:
+            plane = tuple(axis for axis in row_axes(layout) if self._grid[0][axis] > 1)
+            planes[plane] = planes.get(plane, 0) + count * block_words(Layout(layout.dims[-1]), (n,), *self._grid)
+        return StepCost(NONE, sum((all_reduce(words, plane, *self._grid) for plane, words in planes.items()), NONE))
 
     def small_table(self, entries: int) -> StepCost:
         """The gradient of a table that is added to the stream, such as the positions."""

@@ -37,7 +37,8 @@ class LlamaVolume(GPTVolume):
 
     def block(self) -> StepCost:
         """The linears, the shared kv heads, and two norms."""
-        return self.linears() + self.shared_heads() + self.norm().times(2)
+        statistics = self._statistics(self.scheme.residual).times(2)
+        return self.linears() + self.shared_heads() + statistics + self.joint(self._norm_vectors(2))
 
     def embedding(self) -> StepCost:
         """Tokens alone."""

@@ -56,6 +56,7 @@ class Linear(nn.Module):
         self.weight = new_parameter(scheme, stored, (k, n), ("normal", std), dtype, decay=True)
         vector = scheme.vector(self.output_layout)
         self.bias = new_parameter(scheme, vector, (n,), ("constant", 0.0), dtype, decay=False) if bias else None
+        self.vector_rows, self.vectors_summed = scheme.vector_rows(self.output_layout), False
         self._source = scheme.prefetch_source(self._weights)
         self._product = ProductCache(self._new_product, 8)
 
@@ -79,7 +80,7 @@ class Linear(nn.Module):
             return self._times(x, rows, bias)
         if bias is None or dispatch.kernels_for(x) is reference:
             return self._times(x, rows, bias), None
-        return self._times(x, rows, None), sum_gradient(bias, self.scheme.vector_rows(self.output_layout))
+        return self._times(x, rows, None), bias if self.vectors_summed else sum_gradient(bias, self.vector_rows)
 
     def _times(self, x: Tensor, rows: int | None, bias: Tensor | None) -> Tensor:
         if x.dim() < 2:
@@ -91,7 +92,7 @@ class Linear(nn.Module):
             )
         rows = x.shape[:-1].numel() * self.scheme.rows(self.input_layout).size if rows is None else rows
         weight = self.weight.t() if self.transposed else self.weight
-        return matmul(x, weight, self._product(rows), bias)
+        return matmul(x, weight, self._product(rows), bias, sums_bias=not self.vectors_summed)
 
     def extra_repr(self) -> str:
         """The sizes and layouts that torch prints for the module."""

@@ -26,7 +26,9 @@ class _Normalise(torch.autograd.Function):
     """Layer norm, or without β root-mean-square norm."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, columns: Axis, rows: Axis, n: int, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, columns: Axis, rows: Axis | None, n: int, eps: float
+    ) -> Tensor:
         ctx.columns, ctx.rows, ctx.n = columns, rows, n
         if beta is not None and _uses_torch_layer_norm(x, columns):
             y, mean, inverse = torch.native_layer_norm(x, (n,), gamma, beta, eps)
@@ -48,7 +50,7 @@ class _Normalise(torch.autograd.Function):
         else:
             summed = ctx.columns.start_all_reduce
             grad_x, vectors = dispatch.kernels_for(grad).norm_gradient(grad, x, gamma, mean, inverse, ctx.n, summed)
-        grad_gamma, *grad_beta = ctx.rows.all_reduce(vectors).unbind()
+        grad_gamma, *grad_beta = (vectors if ctx.rows is None else ctx.rows.all_reduce(vectors)).unbind()
         return grad_x, grad_gamma, grad_beta[0] if grad_beta else None, None, None, None, None
 
 
@@ -63,7 +65,8 @@ class _Norm(nn.Module):
         super().__init__()
         self.n, self.eps = n, eps
         self.layout = scheme.residual if layout is None else Layout.of(layout)
-        self.scheme, self.columns, self.rows = scheme, scheme.columns(self.layout), scheme.vector_rows(self.layout)
+        self.scheme, self.columns = scheme, scheme.columns(self.layout)
+        self.vector_rows, self.vectors_summed = scheme.vector_rows(self.layout), False
         self.weight = self._vector(1.0, dtype)
         self.bias = self._vector(0.0, dtype) if self.centred else None
 
@@ -74,7 +77,8 @@ class _Norm(nn.Module):
         """This rank's block of y for its block of x, in the same layout."""
         gamma = self.scheme.broadcast_vector(self.weight, self.layout, self.n)
         beta = None if self.bias is None else self.scheme.broadcast_vector(self.bias, self.layout, self.n)
-        return _Normalise.apply(x, gamma, beta, self.columns, self.rows, self.n, self.eps)
+        rows = None if self.vectors_summed else self.vector_rows
+        return _Normalise.apply(x, gamma, beta, self.columns, rows, self.n, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.n}, eps={self.eps}, {self.layout}"
@@ -89,7 +93,8 @@ class LayerNorm(_Norm):
     layout : the layout of x, or its text; default the residual stream's
 
     Words: one all-reduce of 2 words a row over the axes that split the last dim, forward and backward; in backward one
-    all-reduce of γ's and β's gradients over the axes that split the rows (vectors "copied"). Memory kept: x and 2 words a row.
+    all-reduce of γ's and β's gradients over the axes that split the rows (vectors "copied"; a block joins the sums of its
+    vectors). Memory kept: x and 2 words a row.
     """
 
     centred = True
@@ -104,7 +109,8 @@ class RMSNorm(_Norm):
     layout : the layout of x, or its text; default the residual stream's
 
     Words: one all-reduce of 1 word a row over the axes that split the last dim, forward and backward; in backward one
-    all-reduce of γ's gradient over the axes that split the rows (vectors "copied"). Memory kept: x and 1 word a row.
+    all-reduce of γ's gradient over the axes that split the rows (vectors "copied"; a block joins the sums of its vectors).
+    Memory kept: x and 1 word a row.
     """
 
     centred = False

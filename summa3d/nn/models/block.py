@@ -11,6 +11,7 @@ from ..config import ModelConfig
 from ..layers.attention import new_attention
 from ..layers.attention_mask import Visible
 from ..layers.dropout import Batch, Dropout
+from ..layers.joint_sums import JointSums
 from ..layers.mlp import new_mlp
 from ..layers.norm import new_norm
 from ..schemes.scheme import Scheme
@@ -35,9 +36,14 @@ class Block(nn.Module):
         self.mlp = new_mlp(config, scheme, out_std, dtype)
         self.attention_dropout = Dropout(config.dropout, f"{name}.attention_branch", scheme, scheme.residual)
         self.mlp_dropout = Dropout(config.dropout, f"{name}.mlp_branch", scheme, scheme.residual)
+        self._joint_sums = JointSums(scheme.grid.shape, self)
 
     def forward(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
         """This rank's block of the residual stream, [b/(XY), s, h/Z] in the cuboid → the same layout."""
+        with self._joint_sums():
+            return self._run(x, batch, visible)
+
+    def _run(self, x: Tensor, batch: Batch, visible: Visible) -> Tensor:
         if self.post_norm:  # both branches return their last bias, and `_add` fuses it
             x = self.attention_norm(self._add(self.attention_dropout, self.attention(x, batch, visible, True), batch, x))
             return self.mlp_norm(self._add(self.mlp_dropout, self.mlp(x, skip_bias_add=True), batch, x))

@@ -1,0 +1,85 @@
+"""One sum for the gradients of a block's vectors that are split alike, where each layer would sum its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ...autograd.recompute import weights_in
+from ...comm.axis import Axis
+
+
+class _Joint(torch.autograd.Function):
+    """Returns the vectors; backward sums their gradients over an axis, in one all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, *vectors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        ctx.set_materialize_grads(False)
+        return tuple(vector.view_as(vector) for vector in vectors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [grad for grad in grads if grad is not None]
+        joined = torch.cat(given)
+        sums = iter(ctx.axis.all_reduce(joined, into=joined).split([len(grad) for grad in given]))
+        return None, *(None if grad is None else next(sums) for grad in grads)
+
+
+class WithVectors(Protocol):
+    """A layer whose vectors are equal on the members of `vector_rows`, each of which applies them to other rows.
+
+    Attributes
+    ----------
+    vector_rows : the plane over which the vectors' gradients are summed
+    vectors_summed : whether something else than the layer sums them (`JointSums`)
+    """
+
+    vector_rows: Axis
+    vectors_summed: bool
+
+
+class JointSums:
+    """The joint sums of the vectors in `modules`: of all that are summed over the same plane, one all-reduce a backward.
+
+    shape : axis → size of the grid
+
+    Its words are those of the sums that the layers would take one by one, up to the rounding of an all-reduce's parts.
+    """
+
+    def __init__(self, shape: Mapping[str, int], *modules: nn.Module) -> None:
+        found: dict[tuple[str, ...], tuple[Axis, list[tuple[nn.Module, str]]]] = {}
+        for layer in (part for module in modules for part in module.modules()):
+            rows: Axis | None = getattr(layer, "vector_rows", None)
+            if rows is None or rows.size == 1:
+                continue
+            plane = tuple(axis for axis in rows.names if shape[axis] > 1)
+            vectors = [(layer, name) for name, vector in layer._parameters.items() if vector is not None and vector.dim() == 1]
+            found.setdefault(plane, (rows, []))[1].extend(vectors)
+        self._groups = [(rows, places) for rows, places in found.values() if len(places) > 1]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Within the block, the layers use vectors whose gradients are summed jointly, once all of them are complete."""
+        if not self._groups or not torch.is_grad_enabled():
+            yield
+            return
+        places, used = list[tuple[nn.Module, str]](), list[Tensor]()
+        for rows, together in self._groups:
+            places += together
+            used += _Joint.apply(rows, *(module._parameters[name] for module, name in together))
+        layers = [cast(WithVectors, module) for module, _ in places]
+        with weights_in(places, used):
+            for layer in layers:
+                layer.vectors_summed = True
+            try:
+                yield
+            finally:
+                for layer in layers:
+                    layer.vectors_summed = False
