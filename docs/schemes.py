@@ -45,8 +45,8 @@ f = {CONFIG.ffn_dim}, v = {CONFIG.vocabulary}.
 appears nowhere holds equal copies; `@y=0` is held at y = 0 alone. *words* are what a rank receives there in a forward pass,
 averaged over the ranks; a weight's line has its product's, the table's that of the lookup. *backward* has that of both gradients,
 gathered operands gathered again; of the table with that of the learned positions.
-Vectors (γ, β, biases) are split as the last dim of what they are added to, and copied on the other axes. Backward sums the gradients
-of all vectors of a block that are copied over the same axes of rows in one all-reduce, which the tables leave out.
+Vectors (γ, β, biases) are split as the last dim of what they are added to, and copied on the other axes. Backward sums the
+gradients of all vectors of a block that are copied over the same axes of rows in one all-reduce, which the tables leave out.
 """
 NOTES = {
     "serial": "One rank: the cuboid of 1×1×1.",

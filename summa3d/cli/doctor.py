@@ -14,12 +14,11 @@ from typing import Any
 
 from ..blas_library import BLAS_OVERRIDES, library, numpys_core_type, rule_for_tensors
 from ..errors import ConfigError, LaunchError
-from ..launch import slurm
-from ..launch.runtime import Runtime, find_launcher, loaded_runtime, shared_memory_free, usable_cores
+from ..launch import segments, slurm
+from ..launch.runtime import Runtime, find_launcher, loaded_runtime, usable_cores
 from ..node_support import why_no_node_memory
 
 PACKAGES = ("numpy", "mpi4py", "torch", "safetensors", "tokenizers", "matplotlib", "cupy")
-SHM_PER_RANK = 5 << 20  # bytes: with MPICH, 8 ranks were measured to need 40 MB of /dev/shm, 64 ranks 330 MB
 SHM_RANKS = 27  # the largest number of ranks in the tests
 NODE_VARIABLES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "OMPI_MCA_orte_num_nodes")
 
@@ -188,7 +187,7 @@ def _warnings(runtime: Runtime | None) -> list[str]:
         for name in BLAS_OVERRIDES
         if name in os.environ
     ]
-    return found + _load_warnings() + _shm_warnings() + (_shadow_warnings(runtime) if runtime else [])
+    return found + _load_warnings() + segments.warnings(SHM_RANKS) + (_shadow_warnings(runtime) if runtime else [])
 
 
 def _load_warnings() -> list[str]:
@@ -198,18 +197,6 @@ def _load_warnings() -> list[str]:
     return [
         f"the load is {load:.1f} on {cores} core{'s' if cores > 1 else ''}: other work shares them, and times will vary. "
         "OMP_NUM_THREADS=1 keeps a rank from waiting for threads that have no core"
-    ]
-
-
-def _shm_warnings(folder: str = "/dev/shm") -> list[str]:
-    if not os.path.isdir(folder):
-        return []
-    free = shared_memory_free(folder)
-    if free >= SHM_PER_RANK * SHM_RANKS:
-        return []
-    return [
-        f"{folder} has {free >> 20} MiB free: enough for about {free // SHM_PER_RANK} ranks of MPICH (5 MiB each). "
-        "Start a container with more (docker run --shm-size=1g)"
     ]
 
 

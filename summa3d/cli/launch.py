@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import LaunchError
-from ..launch.runtime import find_launcher, loaded_runtime, rank_environment, usable_cores
+from ..launch import segments
+from ..launch.runtime import Runtime, find_launcher, loaded_runtime, rank_environment, usable_cores
 from .main import COMMANDS, unknown_command
 
 SCRIPT = "summa3d.launch.script"
@@ -33,17 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def mpi_command(
-    ranks: int, arguments: list[str], environ: Mapping[str, str] = os.environ
+    ranks: int, arguments: list[str], environ: Mapping[str, str] = os.environ, runtime: Runtime | None = None
 ) -> tuple[list[str], dict[str, str], str]:
     """The launcher's command line and environment, and a one-line summary, for a program of this interpreter on `ranks` ranks.
 
     Parameters
     ----------
     arguments : arguments of the Python interpreter, as ["-m", "summa3d", "doctor"]
+    runtime : the MPI library that mpi4py loads; None, it is looked for
 
     Raises LaunchError where no launcher belongs to the MPI library that mpi4py loads.
     """
-    runtime = loaded_runtime()
+    runtime = runtime or loaded_runtime()
     launcher = find_launcher(runtime, environ)
     cores = usable_cores()
     settings, words = rank_environment(runtime.vendor, ranks, cores, environ)
@@ -74,8 +76,11 @@ def program(args: argparse.Namespace) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Replace this process by the launcher; never returns. Raises LaunchError where the launcher cannot be started."""
-    command, environment, account = mpi_command(args.ranks, program(args))
+    arguments, runtime = program(args), loaded_runtime()
+    command, environment, account = mpi_command(args.ranks, arguments, runtime=runtime)
     print(f"summa3d launch: {account}", file=sys.stderr, flush=True)
+    for warning in segments.warnings(args.ranks) if runtime.vendor == "mpich" else ():
+        print(f"summa3d launch: {warning}", file=sys.stderr, flush=True)
     if sys.stderr.isatty() and Path(command[0]).name != "srun":  # which forwards whole lines
         environment["SUMMA3D_TERMINAL"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
     try:

@@ -26,6 +26,7 @@ from ..launch.runtime import (
     version_of,
     waiting_settings,
 )
+from ..launch.segments import unname
 from ..launch.slurm import TYPE_VARIABLE, advice
 from ..node_support import affinity, forbidden
 
@@ -98,6 +99,7 @@ VARIABLES = {
     "SUMMA3D_NODE_MEMORY": "no: leave communication inside a node to MPI",
     "SUMMA3D_BLAS": "numpy, mkl, torch (for tensors) or a file: what multiplies blocks on the host",
     "SUMMA3D_BIND": "no: do not bind ranks that outnumber the cores to one core each",
+    "SUMMA3D_UNLINK": "no: let MPICH's shared segments keep their names in /dev/shm until the job ends",
     "SUMMA3D_MPIEXEC": "a launcher, arguments too: what `summa3d launch` starts",
     "OMP_NUM_THREADS": "threads of a rank; by default ranks share the cores of their node",
     "OMP_WAIT_POLICY": "active: idle threads spin; by default they sleep",
@@ -280,11 +282,12 @@ def start_mpi(most_threads: int | None = None) -> None:
     most_threads : the most BLAS threads of a rank, where the user has not set their number
 
     Raises LaunchError where mpi4py finds no MPI library, and where the launcher belongs to another MPI than the one that mpi4py
-    loads, so that each process would be a job of one rank; ConfigError for an unknown value of SUMMA3D_BIND.
+    loads, so that each process would be a job of one rank; ConfigError for an unknown value of SUMMA3D_BIND or SUMMA3D_UNLINK.
     """
     import mpi4py
 
-    forbidden("SUMMA3D_BIND")  # raises an error for an unknown value, on every rank
+    for variable in ("SUMMA3D_BIND", "SUMMA3D_UNLINK"):
+        forbidden(variable)  # raises an error for an unknown value, on every rank
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = True
     try:
@@ -300,6 +303,8 @@ def start_mpi(most_threads: int | None = None) -> None:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
     _check_launcher(version, size=MPI.COMM_WORLD.size)
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    if vendor_of(version) == "mpich" and not forbidden("SUMMA3D_UNLINK"):
+        unname(node)
     _share_cores(node, most_threads)
     node.Free()
     from ..comm.failure import install_abort_hook

@@ -241,11 +241,6 @@ def let_idle_threads_sleep() -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
-def shared_memory_free(folder: str = "/dev/shm") -> int:
-    """The free bytes of a shared-memory folder; 0 where the folder does not exist."""
-    return shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
-
-
 def rank_environment(vendor: str, ranks: int, cores: int, environ: Mapping[str, str] = os.environ) -> tuple[dict[str, str], str]:
     """Environment variables for `ranks` ranks on `cores` cores of one node, and a summary. Variables that are set stay.
 

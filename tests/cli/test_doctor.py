@@ -13,6 +13,7 @@ import numpy
 import pytest
 
 from summa3d.cli import doctor
+from summa3d.launch import segments
 from summa3d.launch.runtime import Runtime, find_launcher, loaded_runtime, usable_cores
 
 Disk = namedtuple("Disk", "total used free")
@@ -64,10 +65,14 @@ def test_it_warns_of_an_exported_core_type() -> None:
 
 def test_it_warns_of_a_small_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(64 << 20, 0, 64 << 20))
-    (warning,) = doctor._shm_warnings(str(tmp_path))
-    assert "64 MiB free" in warning and "12 ranks" in warning
+    (warning,) = segments.warnings(27, tmp_path)
+    assert "64 MiB free" in warning and "12 ranks" in warning and "--shm-size" in warning
+    (tmp_path / "mpich_shm_1a_0").write_bytes(b"x")
+    (warning,) = segments.warnings(27, tmp_path)
+    assert warning.endswith(f"rm {tmp_path / 'mpich_shm_1a_0'}")
+    assert segments.warnings(12, tmp_path) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(1 << 30, 0, 1 << 30))
-    assert doctor._shm_warnings(str(tmp_path)) == []
+    assert segments.warnings(27, tmp_path) == []
 
 
 def test_it_warns_of_a_library_path_that_hides_the_mpi_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

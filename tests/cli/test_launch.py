@@ -184,7 +184,7 @@ def test_bad_arguments_are_told_once_by_all_ranks_together() -> None:
 
 def test_a_switch_of_the_environment_that_says_neither_yes_nor_no_is_one_message() -> None:
     product = ["gemm", "--m", "8", "--n", "8", "--k", "8"]
-    for variable in ("SUMMA3D_BIND", "SUMMA3D_NODE_MEMORY"):
+    for variable in ("SUMMA3D_BIND", "SUMMA3D_NODE_MEMORY", "SUMMA3D_UNLINK"):
         ended = jobs.run_serial(["-m", "summa3d", "launch", "-n", "2", *product], extra={variable: "off"})
         assert ended.status == 1 and "Traceback" not in ended.stderr
         assert ended.stderr.count(f"ConfigError: {variable} is 'off'; it takes yes or no.") == 1, ended.stderr

@@ -6,6 +6,7 @@ Starts real jobs with `summa3d launch`; see killed_rank.py for those that kill t
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from small_runs import assignments, metrics_of, write_corpus
 
 from summa3d.cli.launch import mpi_command
+from summa3d.launch.runtime import loaded_runtime
 
 pytestmark = pytest.mark.skipif(devices.NAME == "pretended", reason="other processes have no pretended device")
 
@@ -88,6 +90,7 @@ def test_a_rank_killed_in_a_step_ends_the_job_soon(tmp_path: Path, uninterrupted
     endless = launch(train_arguments(tmp_path, train__steps=100_000, train__keep=1))
     try:
         wait_for(lambda: (tmp_path / "run" / "checkpoints" / "step-10").is_dir())
+        mapped = Path(f"/proc/{rank_process(tmp_path / 'run', 1)}/maps").read_text()
         os.kill(rank_process(tmp_path / "run", 1), signal.SIGKILL)
         began = time.monotonic()
         endless.communicate(timeout=PATIENCE)
@@ -96,6 +99,9 @@ def test_a_rank_killed_in_a_step_ends_the_job_soon(tmp_path: Path, uninterrupted
     assert time.monotonic() - began < ENDS_WITHIN
     assert endless.returncode != 0
     assert not list(rank_processes(tmp_path / "run"))
+    segments = set(re.findall(r"(/dev/shm/mpich_shm_\S+)", mapped))
+    assert segments or loaded_runtime().vendor != "mpich"
+    assert not [segment for segment in segments if Path(segment).exists()], "a killed job leaves no shared memory"
     assert numbers(tmp_path)[0]["loss"] == uninterrupted[0]["loss"]
 
 
