@@ -62,9 +62,10 @@ class Step(NamedTuple):
 Program = Sequence[Step]
 
 
-def program_of(schedule: Schedule, rank: int) -> Program:
-    """The program of a rank under a schedule."""
-    return [Step(op, schedule.received(rank, op), schedule.sent(rank, op)) for op in schedule.ops_of(rank)]
+def program_of(schedule: Schedule, rank: int, overlap: bool = True) -> Program:
+    """The program of a rank under a schedule. Without `overlap` its sums over replicas (R) start behind all other ops."""
+    ops = schedule.ops_of(rank) if overlap else sorted(schedule.ops_of(rank), key=lambda op: op.kind == "R")
+    return [Step(op, schedule.received(rank, op), schedule.sent(rank, op)) for op in ops]
 
 
 class Flight(NamedTuple):
@@ -113,9 +114,12 @@ class Executor:
                     micro = feed(op.micro)
                     with self.ledger.phase("forward" if trains else "other"):
                         losses += self._forward(op, incoming, sent, micro, trains)
-                else:
+                elif op.kind == "B":
                     with self.ledger.phase("backward"):
-                        self._other(op, incoming, sent, scale)
+                        self._backward(op, incoming, sent, scale)
+                else:
+                    with self.ledger.phase("optimizer" if op.kind == "R" else "backward"):
+                        self.sums[op.kind](op.chunk)
                 if self.channel is not None:
                     self.channel.progress()
             if place == last and forwarded is not None:
@@ -151,10 +155,7 @@ class Executor:
         self._send(y, sent)
         return []
 
-    def _other(self, op: Op, incoming: Incoming | None, sent: Message | None, scale: float) -> None:
-        if op.kind != "B":
-            self.sums[op.kind](op.chunk)
-            return
+    def _backward(self, op: Op, incoming: Incoming | None, sent: Message | None, scale: float) -> None:
         flight = self.flights.pop((op.chunk, op.micro))
         prefetcher = self.stages[op.chunk].model.scheme.prefetcher
         if prefetcher is not None:

@@ -34,8 +34,8 @@ def plane_of(grid: Grid) -> Axis:
 class Replicas:
     """The replicas of a model, seen from this rank: each computes with its own rows, and all take the same optimizer step.
 
-    A step sums the gradients once, whatever the number of micro-batches: `start` each bucket after the last backward of its
-    parameters, `finish` before the gradient norm, then `update`.
+    A step sums the gradients once, whatever the number of micro-batches: `start_chunk` after the chunk's last backward (an op R
+    of the schedule), `finish` before the gradient norm, then `update`.
 
     Attributes
     ----------
@@ -73,6 +73,12 @@ class Replicas:
         for bucket in self.buckets:
             self.start(bucket)
         self.finish()
+
+    def start_chunk(self, chunk: int) -> None:
+        """Begin the sums of a chunk's buckets: on every replica at the same place between the other chunks' ops."""
+        for bucket in self.buckets:
+            if bucket.chunk == chunk:
+                self.start(bucket)
 
     def start(self, bucket: Bucket) -> None:
         """Begin the sums of a bucket: every replica, in the same order of buckets. A gradient that there is not is 0."""

@@ -207,17 +207,19 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ReplicasConfig:
-    """The table `replicas`: what replicas of the model (grid.dp) keep and exchange. Neither key changes a bit of the results.
+    """The table `replicas`: what replicas of the model (grid.dp) keep and exchange. No key changes a bit of the results.
 
     Attributes
     ----------
     zero : 0, each replica keeps all of the optimizer's moments; 1 (ZeRO-1), they are sharded over the replicas. Both move the
         same words
     bucket : bytes of gradients that are summed over the replicas in one message, at least
+    overlap : whether the gradients of a pipeline chunk are summed while other chunks compute; else after the last backward
     """
 
     zero: int = 1
     bucket: int = 25 << 20
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1):

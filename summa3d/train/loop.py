@@ -155,7 +155,7 @@ def take_step(run: Run, number: int) -> Step:
         state.parameter.grad = None
     losses = accumulate(run, number)
     with ledger.phase("optimizer"):
-        run.replicas.reduce()
+        run.replicas.finish()
         loss = run.replicas.total(total(losses, run.pipeline.axis))
         norm = global_gradient_norm(run.optimizer.gradients(), run.grid) / scale
         rate = learning_rate(number, settings)

@@ -15,7 +15,7 @@ from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError, DataError
 from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
-from ..parallel.pipeline import Pipeline, stages_of
+from ..parallel.pipeline import Pipeline, chunks_of, stages_of
 from ..parallel.replicas import Replicas
 from ..parallel.states import states_of
 from . import config as configuration
@@ -116,8 +116,9 @@ def prepare(
     task = objective(config.model, corpus)
     states = states_of(model, grid, config.replicas.zero)
     optimizer = AdamW(states, config.train)
-    replicas = Replicas.of(states, grid, config.replicas.zero, config.replicas.bucket)
-    pipeline = Pipeline(model, config.pipeline.schedule, config.rows, torch_dtype(config.dtype))
+    replicas = Replicas.of(states, grid, config.replicas.zero, config.replicas.bucket, chunks_of(model))
+    dtype, overlap = torch_dtype(config.dtype), config.replicas.overlap
+    pipeline = Pipeline(model, config.pipeline.schedule, config.rows, dtype, replicas, overlap)
     run = Run(config, folder, grid, plan, corpus, task, model, optimizer, replicas, loss_scale, pipeline, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
