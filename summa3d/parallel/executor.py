@@ -86,6 +86,7 @@ class Executor:
     buffer : makes an array that a stream or its gradient is received into
     sums : kind → what an op R or T of a chunk does
     flights : what is in flight: (chunk, micro-batch) → what its backward needs
+    op : what it runs, or has failed in; None between programs
     """
 
     stages: Sequence[Stage]
@@ -94,6 +95,16 @@ class Executor:
     buffer: Callable[[], Tensor]
     sums: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
     flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
+    op: Op | None = None
+
+    @property
+    def state(self) -> str:
+        """Where this rank is: its op, the rank that it waits for, and how many of its sends are out.
+
+        "F 1.3 waits for pp 2 (rank 12), tag 6; 2 sends out"
+        """
+        op = "between steps" if self.op is None else str(self.op)
+        return op if self.channel is None else op + self.channel.state
 
     def run(self, program: Program, feed: Feed, scale: float = 1.0, forwarded: Callable[[], None] | None = None) -> list[Tensor]:
         """Run a program, and return the losses of its micro-batches in order: on the last stage; elsewhere none.
@@ -106,6 +117,7 @@ class Executor:
         last = max(place for place, step in enumerate(program) if step.op.kind == "F")
         posted: dict[Message, Incoming] = {}
         for place, (op, message, sent) in enumerate(program):
+            self.op = op
             with self.ledger.run(str(op)):
                 for ahead in program[place : place + 2]:  # the next op's receive is posted before it is needed
                     self._post(ahead.received, posted)
@@ -126,6 +138,7 @@ class Executor:
                 forwarded()
         if self.channel is not None:
             self.channel.finish()
+        self.op = None
         return losses
 
     def _post(self, message: Message | None, posted: dict[Message, Incoming]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from ..comm.axis import Axis
 from ..comm.channel import Channel
+from ..comm.failure import check_agreement
 from ..nn.models.base import Body
 from ..nn.parameter import ShardedParameter
 from ..nn.stages import Stages
@@ -66,7 +68,8 @@ class Pipeline:
     replicas : what sums the gradients over the replicas of the job, in buckets of the chunks of `chunks_of`; None, nothing does
     overlap : whether the sums of a chunk start behind its last backward; else they start behind all backwards
 
-    Making one is collective over the job. It has all communicators that span stages, so that none is made inside an op.
+    Making one is collective over the job. It has all communicators of a step, so that none is made inside an op: afterwards the
+    grid may be sealed.
     """
 
     def __init__(
@@ -95,6 +98,24 @@ class Pipeline:
         sums = {"T": self._sum_tied, "R": self._sum_replicas}
         self.executor = Executor(held_stages(model), job.ledger, channel, self.stream, sums)
         self.program = lru_cache(4)(self._program)
+        scheme.connect()
+
+    def check(self, micro_batches: int) -> None:
+        """Raise AgreementError unless all ranks of the job have the same pipeline, and all replicas the same buckets. Collective.
+
+        What differs is named: the schedule of so many micro-batches, the stages, the stream that they send, or the buckets.
+        """
+        model, schedule = self.model, self.schedule(micro_batches)
+        facts = {
+            "schedule": f"{schedule}, ops {crc32(repr(schedule.programs).encode()):08x}",
+            "ranks of the stages": self.homes,
+            "layers of the stages": (model.scheme.stages or Stages((0,), (len(model.blocks),))).layers,
+            "stream between stages": (self.rows, self.sequence, model.config.hidden, self.dtype, str(model.scheme.residual)),
+            "overlap of the sums over replicas": self.overlap,
+        }
+        check_agreement(model.scheme.job.comm, "the pipeline", facts)
+        if self.replicas is not None:
+            self.replicas.check()
 
     def _program(self, micro_batches: int) -> Program:
         return program_of(self.schedule(micro_batches), self.rank, self.overlap)

@@ -119,6 +119,8 @@ def prepare(
     replicas = Replicas.of(states, grid, config.replicas.zero, config.replicas.bucket, chunks_of(model))
     dtype, overlap = torch_dtype(config.dtype), config.replicas.overlap
     pipeline = Pipeline(model, config.pipeline.schedule, config.rows, dtype, replicas, overlap)
+    pipeline.check(config.train.accumulate)
+    grid.seal()
     run = Run(config, folder, grid, plan, corpus, task, model, optimizer, replicas, loss_scale, pipeline, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)

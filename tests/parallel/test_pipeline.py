@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,13 @@ import pytest
 import torch
 from mpi4py import MPI
 from staged import CASES, WIDE, Y2, Case, Piped, accumulate, check_gradients
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from summa3d.errors import AgreementError
 from summa3d.layout import collect
 from summa3d.nn import build, scheme
 from summa3d.parallel.executor import Stage
+from summa3d.parallel.simulate import in_flight
 
 
 def sent_and_received(piped: Piped) -> tuple[int, int]:
@@ -31,18 +37,33 @@ def most_in_flight(case: Case, rank: int) -> int:
     return known[case.schedule]
 
 
-def kept_after_each_op(piped: Piped) -> list[int]:
-    """Filled by a step: how many stage inputs are in flight whenever the channel is asked for progress."""
-    counts: list[int] = []
-    channel = piped.executor.channel
-    progress = channel.progress
+class Noting:
+    """A ledger that counts, at the end of each op of a pipeline: stage inputs in flight, sends out, and stage outputs alive."""
 
-    def counting() -> int:
-        counts.append(len(piped.executor.flights))
-        return progress()
+    def __init__(self, executor: Any) -> None:
+        self.executor, self.ledger, executor.ledger = executor, executor.ledger, self
+        self.outputs: list[StorageWeakRef] = []
+        self.counts: list[tuple[int, int, int]] = []
+        noted = self
 
-    channel.progress = counting
-    return counts
+        class Noted(Stage):
+            def forward(self, x: Any, inputs: Any, batch: Any) -> Any:
+                y = super().forward(x, inputs, batch)
+                if not self.leaves:
+                    noted.outputs.append(StorageWeakRef(y.untyped_storage()))
+                return y
+
+        executor.stages = [Noted(**vars(stage)) for stage in executor.stages]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ledger, name)
+
+    @contextmanager
+    def run(self, name: str) -> Iterator[None]:
+        with self.ledger.run(name):
+            yield
+        alive = sum(not output.expired() for output in self.outputs)
+        self.counts.append((len(self.executor.flights), len(self.executor.channel._sends), alive))
 
 
 @pytest.mark.mpi(sizes=tuple(CASES), timeout=300)
@@ -50,10 +71,13 @@ def kept_after_each_op(piped: Piped) -> list[int]:
 def test_a_step_has_the_bits_of_accumulation_and_moves_the_words_of_its_messages(
     make_grid: Any, world_size: int, cases: dict[int, list[Case]]
 ) -> None:
-    """Losses and raw gradients equal in bits; of a tied table, whose two parts are summed last, to the last digits."""
+    """Losses and raw gradients equal in bits; of a tied table, whose two parts are summed last, to the last digits.
+
+    In flight is the schedule's number after each op, and of a stage's outputs no more is alive than sends are out.
+    """
     for case in cases.get(world_size, ()):
         piped = Piped(case, make_grid)
-        counts = kept_after_each_op(piped)
+        noted = Noting(piped.executor)
         with piped.grid.ledger.watch() as moved:
             losses = piped.pipeline.run(case.m, piped.feed)
         want = accumulate(piped, piped.copies)
@@ -62,7 +86,10 @@ def test_a_step_has_the_bits_of_accumulation_and_moves_the_words_of_its_messages
         assert all(torch.equal(loss, one) for loss, one in zip(losses, want, strict=last)), case
         check_gradients(piped)
         check_words(piped, moved)
-        assert max(counts) == most_in_flight(case, piped.rank) and counts[-1] == 0, case
+        kept, sends, alive = zip(*noted.counts, strict=True)
+        assert list(kept) == in_flight(piped.pipeline.schedule(case.m).ops_of(piped.rank)), case
+        assert max(kept) == most_in_flight(case, piped.rank), case
+        assert all(few <= many for few, many in zip(alive, sends, strict=True)), (case, noted.counts)
         piped.executor.channel.free()
 
 
@@ -113,6 +140,60 @@ def test_messages_that_move_only_inside_mpi_arrive(tmp_path: Path) -> None:
     """No copies between address spaces, blocks that MPI does not send ahead, and ops that end at random times."""
     ended = jobs.run([str(Path(__file__).parents[1] / "staged.py"), "2"], 4, extra={"MPIR_CVAR_CH4_CMA_ENABLE": "0"})
     assert ended.status == 0 and "done" in ended.stdout, ended.stdout + ended.stderr
+
+
+STUCK = """
+import sys, time
+sys.path.append({tests!r})
+from mpi4py import MPI
+from staged import Case, Piped
+from summa3d.comm.failure import Watchdog, install_abort_hook, telling_where
+from summa3d.comm.grid import Grid
+install_abort_hook()
+rank = MPI.COMM_WORLD.rank
+piped = Piped(Case(2, 2), lambda check, **axes: Grid(MPI.COMM_WORLD, axes), check=False)
+def feed(micro):
+    if (rank, micro) == (0, 1):
+        time.sleep({seconds})
+        raise ValueError("broken")
+    return piped.feed(micro)
+piped.pipeline.run(2, piped.feed)
+with telling_where(lambda: piped.executor.state), Watchdog({watchdog}):
+    piped.pipeline.run(2, feed)
+"""
+
+
+def test_a_hang_or_a_failure_is_told_with_the_op_that_each_rank_is_in(tmp_path: Path) -> None:
+    tests = str(jobs.ROOT / "tests")
+    (tmp_path / "hang.py").write_text(STUCK.format(tests=tests, seconds=60, watchdog=4))
+    hung = jobs.run(["hang.py"], 2, cwd=tmp_path)
+    assert hung.status != 0
+    assert re.search(r"rank 0 of 2 \[F 0\.1; \d sends out\]: no progress for 4 s", hung.stderr), hung.stderr
+    assert re.search(r"rank 1 of 2 \[F 0\.1 waits for pp 0 \(rank 0\), tag 2; \d sends out\]: no progress for 4 s", hung.stderr)
+    (tmp_path / "fail.py").write_text(STUCK.format(tests=tests, seconds=0, watchdog=60))
+    failed = jobs.run(["fail.py"], 2, cwd=tmp_path)
+    assert failed.status != 0
+    assert re.search(r"uncaught exception on rank 0 of 2 \[F 0\.1; \d sends out\]:", failed.stderr), failed.stderr
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=100)
+def test_ranks_that_do_not_agree_on_the_pipeline_are_told_in_what(make_grid: Any, world_size: int) -> None:
+    case = Case(2, 3, scheme="oned", axes=Y2, family="gpt2", layers=3)
+    piped = Piped(case, make_grid)
+    piped.pipeline.check(3)
+    with pytest.raises(AgreementError) as raised:
+        piped.pipeline.check(3 + (piped.grid.rank == 2))
+    assert re.fullmatch(
+        r"the 4 ranks do not agree on the pipeline:\n  schedule: "
+        r"'schedule 1f1b \(p=2, m=3, v=1\), ops \w+' on ranks 0, 1, 3; 'schedule 1f1b \(p=2, m=4, v=1\), ops \w+' on rank 2",
+        str(raised.value),
+    )
+    piped.pipeline.rows += piped.grid.rank == 1
+    with pytest.raises(
+        AgreementError, match=r"on the pipeline:\n  stream between stages: \(4, .* on ranks 0, 2, 3; \(5, .*rank 1$"
+    ):
+        piped.pipeline.check(3)
+    piped.executor.channel.free()
 
 
 class Sleeping(torch.autograd.Function):

@@ -221,6 +221,14 @@ class Scheme:
         """The plane of axes that split the last dim of an activation, over which row statistics are summed."""
         return self.grid[layout.dims[-1]]
 
+    def connect(self) -> list[Axis]:
+        """Make and return the axes over which layers communicate, which are else made at their first use; collective."""
+        inner, at_token = self.after_linear(self.residual), self.after_linear(self.pooled)
+        layouts, lookup = (self.residual, inner, self.pooled, at_token, Layout(self.residual.dims[1])), self.lookup
+        planes = [self.grid[axes] for axes in (lookup.gathered, lookup.part, lookup.copies)]
+        planes += [of(layout) for layout in layouts for of in (self.rows, self.columns)]
+        return [*planes, self.grid.world, self.grid.ranked]
+
     def product(self, layout: Layout, form: str, m: int, n: int, k: int, source: PrefetchSource | None = None) -> Product:
         """Bind the product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt"), with its gradients.
 
