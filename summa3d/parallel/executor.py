@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..comm.channel import Channel, Incoming
 from ..comm.profile.ledger import Ledger
+from ..layout.copies import Copies
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Body, Inputs
 from .schedule import Message, Op, Schedule
@@ -68,6 +69,27 @@ def program_of(schedule: Schedule, rank: int, overlap: bool = True) -> Program:
     return [Step(op, schedule.received(rank, op), schedule.sent(rank, op)) for op in ops]
 
 
+@dataclass(frozen=True)
+class Wire:
+    """The form in which streams travel from stage to stage: each member of `copies` sends its part, all receive the whole.
+
+    shape, dtype, device : of a rank's block of the stream, as stored
+    """
+
+    copies: Copies
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def buffer(self) -> Tensor:
+        """An array that a message is received into."""
+        return torch.empty(self.copies.sizes(self.shape)[self.copies.axis.index], dtype=self.dtype, device=self.device)
+
+    def arrived(self, incoming: Incoming) -> Tensor:
+        """The stream that arrives: gathered, where ranks hold copies of it."""
+        return self.copies.whole(incoming.wait(), self.shape)
+
+
 class Flight(NamedTuple):
     """What backward needs of a forward: the stage's input, the root of its graph, and where its output's gradient goes."""
 
@@ -83,7 +105,7 @@ class Executor:
     Attributes
     ----------
     stages : its stages, one a chunk. channel : to its neighbours; None where p = 1
-    buffer : makes an array that a stream or its gradient is received into
+    wire : how a stream and its gradient travel
     sums : kind → what an op R or T of a chunk does
     flights : what is in flight: (chunk, micro-batch) → what its backward needs
     op : what it runs, or has failed in; None between programs
@@ -92,7 +114,7 @@ class Executor:
     stages: Sequence[Stage]
     ledger: Ledger
     channel: Channel | None
-    buffer: Callable[[], Tensor]
+    wire: Wire
     sums: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
     flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
     op: Op | None = None
@@ -143,17 +165,17 @@ class Executor:
 
     def _post(self, message: Message | None, posted: dict[Message, Incoming]) -> None:
         if message is not None and message not in posted and self.channel is not None:
-            posted[message] = self.channel.start_receive(self.buffer(), message.stage, message.kind, message.micro)
+            posted[message] = self.channel.start_receive(self.wire.buffer(), message.stage, message.kind, message.micro)
 
     def _send(self, array: Tensor, message: Message) -> None:
         assert self.channel is not None
-        self.channel.send(array.detach().contiguous(), message.stage, message.kind, message.micro)
+        self.channel.send(self.wire.copies.part(array), message.stage, message.kind, message.micro)
 
     def _forward(
         self, op: Op, incoming: Incoming | None, sent: Message | None, micro: tuple[Inputs, Batch], trains: bool
     ) -> list[Tensor]:
         stage, slot = self.stages[op.chunk], list[Tensor]()
-        x = None if incoming is None else incoming.wait().requires_grad_(trains)
+        x = None if incoming is None else self.wire.arrived(incoming).requires_grad_(trains)
         prefetcher = stage.model.scheme.prefetcher
         if prefetcher is None:
             y = stage.forward(x, *micro)
@@ -176,7 +198,7 @@ class Executor:
         if incoming is None:
             (flight.root * scale).backward()
         else:
-            flight.slot.append(incoming.wait())
+            flight.slot.append(self.wire.arrived(incoming))
             flight.root.backward()
         if sent is not None and flight.x is not None:
             assert flight.x.grad is not None

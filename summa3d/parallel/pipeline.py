@@ -13,10 +13,11 @@ from torch import Tensor
 from ..comm.axis import Axis
 from ..comm.channel import Channel
 from ..comm.failure import check_agreement
+from ..layout.copies import Copies
 from ..nn.models.base import Body
 from ..nn.parameter import ShardedParameter
 from ..nn.stages import Stages
-from .executor import Executor, Feed, Program, Stage, program_of
+from .executor import Executor, Feed, Program, Stage, Wire, program_of
 from .replicas import Replicas
 from .schedule import SCHEDULES, Schedule, build, split_layers
 from .states import named_parameters
@@ -50,8 +51,8 @@ def chunks_of(model: Body) -> Callable[[str], int]:
     layers = {str(layer): stage.chunk for stage in stages for layer in range(stage.first, stage.last)}
 
     def chunk_of(name: str) -> int:
-        room, _, rest = name.partition(".")
-        return layers[rest.partition(".")[0]] if room == "blocks" else ends
+        first, _, rest = name.partition(".")
+        return layers[rest.partition(".")[0]] if first == "blocks" else ends
 
     return chunk_of
 
@@ -67,6 +68,8 @@ class Pipeline:
     dtype : of the residual stream between layers
     replicas : what sums the gradients over the replicas of the job, in buckets of the chunks of `chunks_of`; None, nothing does
     overlap : whether the sums of a chunk start behind its last backward; else they start behind all backwards
+    scatter : whether ranks that hold copies of the stream send a part each, and gather the whole where it arrives; else each
+        sends the whole
 
     Making one is collective over the job. It has all communicators of a step, so that none is made inside an op: afterwards the
     grid may be sealed.
@@ -80,6 +83,7 @@ class Pipeline:
         dtype: torch.dtype,
         replicas: Replicas | None = None,
         overlap: bool = True,
+        scatter: bool = True,
     ) -> None:
         scheme, job = model.scheme, model.scheme.job
         stages = scheme.stages or Stages((0,), (len(model.blocks),))
@@ -92,11 +96,13 @@ class Pipeline:
             channel = Channel(self.axis, self.homes)
             channel.open_device(self.stream())
         self.rank = 0 if self.axis is None else self.axis.index
-        self.replicas, self.overlap = replicas, overlap
+        self.replicas, self.overlap, self.scatter = replicas, overlap, scatter
         self.tied = self._tied_table()
         self.holders: Axis | None = None if self.tied is None else job.pick("pp", (self.homes[0], self.homes[-1]))
         sums = {"T": self._sum_tied, "R": self._sum_replicas}
-        self.executor = Executor(held_stages(model), job.ledger, channel, self.stream, sums)
+        stream = self.stream()
+        wire = Wire(scheme.copies if scatter else Copies(job[()]), tuple(stream.shape), dtype, self.device)
+        self.executor = Executor(held_stages(model), job.ledger, channel, wire, sums)
         self.program = lru_cache(4)(self._program)
         scheme.connect()
 
@@ -112,6 +118,7 @@ class Pipeline:
             "layers of the stages": (model.scheme.stages or Stages((0,), (len(model.blocks),))).layers,
             "stream between stages": (self.rows, self.sequence, model.config.hidden, self.dtype, str(model.scheme.residual)),
             "overlap of the sums over replicas": self.overlap,
+            "scatter of the stream": self.scatter,
         }
         check_agreement(model.scheme.job.comm, "the pipeline", facts)
         if self.replicas is not None:

@@ -108,6 +108,8 @@ class PipelineConfig:
         several chunks of layers a rank, which takes multiples of grid.pp as train.accumulate
     chunks : stages of each rank; 2 or more with interleaved, else 1
     layers : "balanced"; or the number of layers of each of the grid.pp · chunks stages, in order, such as "4,3"
+    scatter : whether tensor-parallel ranks that hold copies of the residual stream (scheme oned) send a part of it each to the
+        next stage, where it is gathered (Megatron-LM's scatter/gather); else each sends the whole
 
     >>> PipelineConfig(layers="4,3").counts
     (4, 3)
@@ -116,6 +118,7 @@ class PipelineConfig:
     schedule: str = "1f1b"
     chunks: int = 1
     layers: str = "balanced"
+    scatter: bool = True
 
     def __post_init__(self) -> None:
         at_least("pipeline.chunks", self.chunks, 1)

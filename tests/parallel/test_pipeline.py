@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_a_step_has_the_bits_of_accumulation_and_moves_the_words_of_its_messages
 
 
 def check_words(piped: Piped, moved: Any) -> None:
-    block, (forward, backward) = piped.pipeline.stream().numel(), sent_and_received(piped)
+    block, (forward, backward) = piped.executor.wire.buffer().numel(), sent_and_received(piped)
     found = {"forward": 0, "backward": 0}
     for row in moved.rows:
         if "pp" in row.axis and row.collective == "receive":
@@ -104,6 +105,29 @@ def check_words(piped: Piped, moved: Any) -> None:
     table = sum(row.amounts.words for row in moved.rows if "pp" in row.axis and row.collective == "all_reduce")
     assert table == (0 if piped.pipeline.holders is None else piped.pipeline.tied.numel()), piped.case
     assert all(row.axis.startswith("pp") or set(row.axis) <= set("xyzd·") for row in moved.rows), moved.rows
+
+
+@pytest.mark.mpi(sizes=(4, 6), timeout=100)
+def test_copies_of_the_stream_travel_once(make_grid: Any, world_size: int) -> None:
+    """Each rank of oned sends its part, and the next stage gathers the whole: the same bits as where each sends all."""
+    case = Case(2, 3, scheme="oned", axes=(("y", world_size // 2),), layers=3)
+    moved, results = [], []
+    for scatter in (True, False):
+        piped = Piped(case, make_grid, scatter=scatter)
+        with piped.grid.ledger.watch() as watched:
+            losses = piped.pipeline.run(case.m, piped.feed)
+        words: dict[tuple[str, str], int] = defaultdict(int)
+        for row in watched.rows:
+            words[row.axis, row.phase] += row.amounts.words
+        moved.append(words)
+        results.append([*losses, *(p.grad for p in piped.model.parameters() if p.grad is not None)])
+        piped.executor.channel.free()
+    assert len(results[0]) == len(results[1]) > 12 and all(map(torch.equal, *results))
+    block, share = piped.pipeline.stream().numel(), piped.pipeline.stream().numel() // (world_size // 2)
+    for phase, messages in zip(("forward", "backward"), sent_and_received(piped), strict=True):
+        assert moved[0]["pp", phase] == case.m * messages * share
+        assert moved[1]["pp", phase] == case.m * messages * block
+        assert moved[0]["y", phase] - moved[1]["y", phase] == case.m * messages * (block - share)
 
 
 @pytest.mark.mpi(sizes=(2, 4), timeout=200)
@@ -132,7 +156,7 @@ def test_without_gradients_only_forwards_run(make_grid: Any) -> None:
         assert not piped.executor.flights and all(p.grad is None for p in piped.model.parameters())
         assert torch.equal(torch.stack(losses or want), torch.stack(want))
         forward = sum(row.amounts.words for row in moved.rows if row.axis == "pp")
-        assert forward == case.m * piped.pipeline.stream().numel() * sent_and_received(piped)[0]
+        assert forward == case.m * piped.executor.wire.buffer().numel() * sent_and_received(piped)[0]
         piped.executor.channel.free()
 
 
