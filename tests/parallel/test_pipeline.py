@@ -242,7 +242,7 @@ def test_a_step_of_sleeping_stages_takes_the_time_of_its_schedule(
     comm: Any, make_grid: Any, schedule: str, chunks: int, units: float
 ) -> None:
     """8 micro-batches on 4 ranks, in units of a rank's forward: from the first op of the trace to the last."""
-    unit = 0.04
+    unit = 0.1
     piped = Piped(Case(4, 8, schedule, chunks, layers=8), make_grid, check=False)
 
     class Asleep(Stage):
@@ -260,5 +260,8 @@ def test_a_step_of_sleeping_stages_takes_the_time_of_its_schedule(
         piped.grid.ledger.stop_trace()
         starts, ends = zip(*(span[1:] for span in trace.runs), strict=True)
         found.append((comm.allreduce(max(ends), MPI.MAX) - comm.allreduce(min(starts), MPI.MIN)) / unit)
+        if found[-1] <= 1.10 * units:  # else other work on the machine may have slowed it
+            break
+    print(f"{schedule}: {min(found):.2f} units, the best of {[round(one, 2) for one in found]}; {units} by its formula")
     assert 0.98 * units <= min(found) <= 1.10 * units, found
     piped.executor.channel.free()
