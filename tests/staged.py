@@ -86,14 +86,14 @@ WIDE = {
 class Piped:
     """A pipelined model, and the same model whole on each inner grid: both with the same weights."""
 
-    def __init__(self, case: Case, make_grid: Any, check: bool = True) -> None:
+    def __init__(self, case: Case, make_grid: Any, check: bool = True, scatter: bool = True) -> None:
         self.case, self.config = case, case.config()
         self.grid = make_grid(check=check, **dict(case.axes), pp=case.pp)
         self.whole = scheme(case.scheme, self.grid)
         counts = None if isinstance(case.layers, int) else case.layers
         staged = replace(self.whole, stages=stages_of(case.schedule, case.pp, case.chunks, self.config.layers, counts))
         self.model, self.copies = (self.built(plan) for plan in (staged, self.whole))
-        self.pipeline = Pipeline(self.model, case.schedule, ROWS, torch.float64)
+        self.pipeline = Pipeline(self.model, case.schedule, ROWS, torch.float64, scatter=scatter)
         self.executor, self.rank = self.pipeline.executor, self.pipeline.rank
         self.inputs = [self.batch(micro) for micro in range(case.m)]
 

@@ -88,6 +88,13 @@ def test_a_linears_overhead_is_that_of_its_calls(tmp_path):
     assert rows["torch"]["calls"]["forward"] < min(rows[name]["calls"]["forward"] for name in ("serial", "cuboid"))
 
 
+def test_the_executors_overhead_is_that_of_its_operations(tmp_path):
+    said = run("executor_overhead.py", "--rounds", "1", "--json", str(tmp_path / "overhead.json"))
+    found = json.loads((tmp_path / "overhead.json").read_text())
+    assert found["ops"] == 128 and all(len(times) == 1 and times[0] > 0 for times in found["seconds"].values())
+    assert "at most 50 µs of Python an operation" in said.splitlines()[-1]
+
+
 def test_a_step_on_eight_ranks_stands_beside_one_ranks(tmp_path):
     said = run("step.py", "--model", "tiny", "--rounds", "1", "--json", str(tmp_path / "step.json"))
     found = json.loads((tmp_path / "step.json").read_text())["models"]["tiny"]

@@ -86,7 +86,7 @@ class Channel:
         self._sends: list[Pending] = []
         self._posted: set[Incoming] = set()  # MPI writes into their arrays, whether or not somebody waits
         self._headers: list[tuple[MPI.Request, bytes]] = []
-        self.waiting = ""
+        self.waiting: Incoming | str = ""
 
     @property
     def comm(self) -> MPI.Intracomm:
@@ -94,8 +94,13 @@ class Channel:
         return self._members.comm
 
     def __repr__(self) -> str:
-        waits = f"waits for {self.waiting}" if self.waiting else "waits for no message"
-        return f"Channel({self.axis.label} {self.axis.index}: {waits}; {len(self._sends)} sends out)"
+        return f"Channel({self.axis.label} {self.axis.index}{self.state})"
+
+    @property
+    def state(self) -> str:
+        """What this member waits for, and how many of its sends are out; made when it is asked for."""
+        waits = f" waits for {self.waiting}" if self.waiting else ""
+        return f"{waits}; {len(self._sends)} sends out"
 
     def open_device(self, array: Array) -> None:
         """Open what carries messages that lie where `array` does (collective over the axis); nothing to open on the host.
@@ -130,10 +135,8 @@ class Channel:
         """Post the receive of what is sent to `stage`, into `out`; posted receives of one kind and stage are served in order."""
         self._checks.target("receive", out)
         link, tag = self._link("receive", stage, kind), self._tag(stage, kind)
-        sender = f"{self.axis.label} {link.source} (rank {self.ranks[link.source]}), tag {tag}"
-        name = f"{kind} of micro-batch {micro} for stage {stage} from {sender}"
         route = Route("receive", is_on_device(out), count(out), 1, root=link.source, tag=tag)
-        incoming = Incoming(self, name, partial(self._begin, Call(route, out, None, False), link))
+        incoming = Incoming(self, link, tag, partial(self._begin, Call(route, out, None, False), link))
         if self.axis.check:
             incoming.expect(_header(out, stage, kind, micro), link.source, tag + 2 * self.stages)
         else:
@@ -213,11 +216,15 @@ class Incoming:
     In debug mode only its header is posted: what is not the awaited message may be larger than the array.
     """
 
-    def __init__(self, channel: Channel, name: str, start: Callable[[], Begun]) -> None:
-        self._channel, self._name, self._start = channel, name, start
+    def __init__(self, channel: Channel, link: Link, tag: int, start: Callable[[], Begun]) -> None:
+        self._channel, self._link, self._tag, self._start = channel, link, tag, start
         self._begun: Begun | None = None
         self._header: tuple[MPI.Request, bytearray, bytes] | None = None
         self._pending: Pending | None = None
+
+    def __str__(self) -> str:
+        source = self._link.source
+        return f"{self._channel.axis.label} {source} (rank {self._channel.ranks[source]}), tag {self._tag}"
 
     def begin(self) -> Begun:
         """Post the receive of the array, once."""
@@ -237,7 +244,7 @@ class Incoming:
         """
         channel = self._channel
         if self._pending is None:
-            channel.waiting = self._name
+            channel.waiting = self
             if self._header is not None:
                 self._compare(*self._header)
             self._pending = self.begin().recorded(channel.axis.ledger, channel.axis.label)

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -54,7 +54,7 @@ def report_and_abort(kind: type[BaseException], error: BaseException, trace: Tra
     status = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
     if _may_speak():
         sys.stdout.flush()
-        sys.stderr.write(_report(kind, error, trace, of_rank=f" on rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"))
+        sys.stderr.write(_report(kind, error, trace, of_rank=f" on {_who()}"))
         sys.stderr.flush()
         time.sleep(TIME_TO_BE_HEARD)
         abort(status)
@@ -78,8 +78,7 @@ def end_job(status: int) -> None:
     """End every rank with `status` where this one alone asks to exit (``sys.exit(3)`` in the middle of a run)."""
     if _has_peers() and status != 0:
         if _may_speak():
-            who = f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
-            sys.stderr.write(f"{who} exits with status {status}, and so the job ends\n")
+            sys.stderr.write(f"{_who()} exits with status {status}, and so the job ends\n")
         abort(status)
 
 
@@ -141,6 +140,32 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     return head + "".join(traceback.format_exception(kind, error, trace))
 
 
+_state: Callable[[], str] = str
+"""What tells where this rank is, in a line; nothing, as a rule."""
+
+
+@contextlib.contextmanager
+def telling_where(state: Callable[[], str]) -> Iterator[None]:
+    """While the block runs, and once it has failed, reports of a failure or a hang of this rank say `state()`.
+
+    It is called for such a report only, from any thread.
+    """
+    global _state
+    before, _state = _state, state
+    yield
+    _state = before
+
+
+def _who() -> str:
+    return f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}{_where()}"
+
+
+def _where() -> str:
+    """Where this rank is, in brackets; nothing where nothing tells it."""
+    state = _state()
+    return f" [{state}]" if state else ""
+
+
 class Watchdog:
     """Ends a job that makes no progress: unless `touch` is called every `seconds`, this rank prints its stacks and exits.
 
@@ -193,7 +218,7 @@ class Watchdog:
 
     def _stacks(self) -> str:
         """Return the stacks of all threads but the watchdog's own, as one text so that ranks do not mix their lines."""
-        who = f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}" if _has_peers() else "this process"
+        who = _who() if _has_peers() else f"this process{_where()}"
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         lines = [f"{who}: {self.what} for {self.seconds:g} s; the job ends. Its stacks, innermost call last:\n"]
         for ident, frame in sys._current_frames().items():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..comm.channel import Channel, Incoming
 from ..comm.profile.ledger import Ledger
+from ..layout.copies import Copies
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Body, Inputs
 from .schedule import Message, Op, Schedule
@@ -62,9 +63,31 @@ class Step(NamedTuple):
 Program = Sequence[Step]
 
 
-def program_of(schedule: Schedule, rank: int) -> Program:
-    """The program of a rank under a schedule."""
-    return [Step(op, schedule.received(rank, op), schedule.sent(rank, op)) for op in schedule.ops_of(rank)]
+def program_of(schedule: Schedule, rank: int, overlap: bool = True) -> Program:
+    """The program of a rank under a schedule. Without `overlap` its sums over replicas (R) start behind all other ops."""
+    ops = schedule.ops_of(rank) if overlap else sorted(schedule.ops_of(rank), key=lambda op: op.kind == "R")
+    return [Step(op, schedule.received(rank, op), schedule.sent(rank, op)) for op in ops]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The form in which streams travel from stage to stage: each member of `copies` sends its part, all receive the whole.
+
+    shape, dtype, device : of a rank's block of the stream, as stored
+    """
+
+    copies: Copies
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def buffer(self) -> Tensor:
+        """An array that a message is received into."""
+        return torch.empty(self.copies.sizes(self.shape)[self.copies.axis.index], dtype=self.dtype, device=self.device)
+
+    def arrived(self, incoming: Incoming) -> Tensor:
+        """The stream that arrives: gathered, where ranks hold copies of it."""
+        return self.copies.whole(incoming.wait(), self.shape)
 
 
 class Flight(NamedTuple):
@@ -82,17 +105,28 @@ class Executor:
     Attributes
     ----------
     stages : its stages, one a chunk. channel : to its neighbours; None where p = 1
-    buffer : makes an array that a stream or its gradient is received into
+    wire : how a stream and its gradient travel
     sums : kind → what an op R or T of a chunk does
     flights : what is in flight: (chunk, micro-batch) → what its backward needs
+    op : what it runs, or has failed in; None between programs
     """
 
     stages: Sequence[Stage]
     ledger: Ledger
     channel: Channel | None
-    buffer: Callable[[], Tensor]
+    wire: Wire
     sums: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
     flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
+    op: Op | None = None
+
+    @property
+    def state(self) -> str:
+        """Where this rank is: its op, the rank that it waits for, and how many of its sends are out.
+
+        "F 1.3 waits for pp 2 (rank 12), tag 6; 2 sends out"
+        """
+        op = "between steps" if self.op is None else str(self.op)
+        return op if self.channel is None else op + self.channel.state
 
     def run(self, program: Program, feed: Feed, scale: float = 1.0, forwarded: Callable[[], None] | None = None) -> list[Tensor]:
         """Run a program, and return the losses of its micro-batches in order: on the last stage; elsewhere none.
@@ -105,6 +139,7 @@ class Executor:
         last = max(place for place, step in enumerate(program) if step.op.kind == "F")
         posted: dict[Message, Incoming] = {}
         for place, (op, message, sent) in enumerate(program):
+            self.op = op
             with self.ledger.run(str(op)):
                 for ahead in program[place : place + 2]:  # the next op's receive is posted before it is needed
                     self._post(ahead.received, posted)
@@ -113,30 +148,34 @@ class Executor:
                     micro = feed(op.micro)
                     with self.ledger.phase("forward" if trains else "other"):
                         losses += self._forward(op, incoming, sent, micro, trains)
-                else:
+                elif op.kind == "B":
                     with self.ledger.phase("backward"):
-                        self._other(op, incoming, sent, scale)
+                        self._backward(op, incoming, sent, scale)
+                else:
+                    with self.ledger.phase("optimizer" if op.kind == "R" else "backward"):
+                        self.sums[op.kind](op.chunk)
                 if self.channel is not None:
                     self.channel.progress()
             if place == last and forwarded is not None:
                 forwarded()
         if self.channel is not None:
             self.channel.finish()
+        self.op = None
         return losses
 
     def _post(self, message: Message | None, posted: dict[Message, Incoming]) -> None:
         if message is not None and message not in posted and self.channel is not None:
-            posted[message] = self.channel.start_receive(self.buffer(), message.stage, message.kind, message.micro)
+            posted[message] = self.channel.start_receive(self.wire.buffer(), message.stage, message.kind, message.micro)
 
     def _send(self, array: Tensor, message: Message) -> None:
         assert self.channel is not None
-        self.channel.send(array.detach().contiguous(), message.stage, message.kind, message.micro)
+        self.channel.send(self.wire.copies.part(array), message.stage, message.kind, message.micro)
 
     def _forward(
         self, op: Op, incoming: Incoming | None, sent: Message | None, micro: tuple[Inputs, Batch], trains: bool
     ) -> list[Tensor]:
         stage, slot = self.stages[op.chunk], list[Tensor]()
-        x = None if incoming is None else incoming.wait().requires_grad_(trains)
+        x = None if incoming is None else self.wire.arrived(incoming).requires_grad_(trains)
         prefetcher = stage.model.scheme.prefetcher
         if prefetcher is None:
             y = stage.forward(x, *micro)
@@ -151,10 +190,7 @@ class Executor:
         self._send(y, sent)
         return []
 
-    def _other(self, op: Op, incoming: Incoming | None, sent: Message | None, scale: float) -> None:
-        if op.kind != "B":
-            self.sums[op.kind](op.chunk)
-            return
+    def _backward(self, op: Op, incoming: Incoming | None, sent: Message | None, scale: float) -> None:
         flight = self.flights.pop((op.chunk, op.micro))
         prefetcher = self.stages[op.chunk].model.scheme.prefetcher
         if prefetcher is not None:
@@ -162,7 +198,7 @@ class Executor:
         if incoming is None:
             (flight.root * scale).backward()
         else:
-            flight.slot.append(incoming.wait())
+            flight.slot.append(self.wire.arrived(incoming))
             flight.root.backward()
         if sent is not None and flight.x is not None:
             assert flight.x.grad is not None

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from ..comm.axis import Axis
 from ..comm.channel import Channel
+from ..comm.failure import check_agreement
+from ..layout.copies import Copies
 from ..nn.models.base import Body
 from ..nn.parameter import ShardedParameter
 from ..nn.stages import Stages
-from .executor import Executor, Feed, Program, Stage, program_of
+from .executor import Executor, Feed, Program, Stage, Wire, program_of
+from .replicas import Replicas
 from .schedule import SCHEDULES, Schedule, build, split_layers
 from .states import named_parameters
 
@@ -28,6 +32,31 @@ def stages_of(schedule: str, p: int, v: int, layers: int, counts: Sequence[int] 
     return Stages(SCHEDULES[schedule].homes(p, v), split_layers(layers, p, v, counts))
 
 
+def held_stages(model: Body) -> list[Stage]:
+    """The stages of a model that this rank holds, one a chunk."""
+    stages = model.scheme.stages or Stages((0,), (len(model.blocks),))
+    rank, ends = model.scheme.job.coordinates.get("pp", 0), len(stages.homes) - 1
+    own = [stage for stage, home in enumerate(stages.homes) if home == rank]
+    return [Stage(model, chunk, *stages.extents[k], enters=k == 0, leaves=k == ends) for chunk, k in enumerate(own)]
+
+
+def chunks_of(model: Body) -> Callable[[str], int]:
+    """Name of a parameter that this rank holds → the chunk whose last backward completes its gradient.
+
+    What the first stage has before its layers is complete with that stage, and so is a table that the last one shares on the same
+    rank: its backward is the last of all. What is behind the layers is complete with the last stage.
+    """
+    stages = held_stages(model)
+    ends = 0 if stages[0].enters else len(stages) - 1
+    layers = {str(layer): stage.chunk for stage in stages for layer in range(stage.first, stage.last)}
+
+    def chunk_of(name: str) -> int:
+        first, _, rest = name.partition(".")
+        return layers[rest.partition(".")[0]] if first == "blocks" else ends
+
+    return chunk_of
+
+
 class Pipeline:
     """A model that is held in stages along axis pp of the job's grid; without that axis, one stage on one rank.
 
@@ -37,11 +66,25 @@ class Pipeline:
     schedule : the schedule's name
     rows : the rows of a micro-batch
     dtype : of the residual stream between layers
+    replicas : what sums the gradients over the replicas of the job, in buckets of the chunks of `chunks_of`; None, nothing does
+    overlap : whether the sums of a chunk start behind its last backward; else they start behind all backwards
+    scatter : whether ranks that hold copies of the stream send a part each, and gather the whole where it arrives; else each
+        sends the whole
 
-    Making one is collective over the job. It has all communicators that span stages, so that none is made inside an op.
+    Making one is collective over the job. It has all communicators of a step, so that none is made inside an op: afterwards the
+    grid may be sealed.
     """
 
-    def __init__(self, model: Body, schedule: str, rows: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Body,
+        schedule: str,
+        rows: int,
+        dtype: torch.dtype,
+        replicas: Replicas | None = None,
+        overlap: bool = True,
+        scatter: bool = True,
+    ) -> None:
         scheme, job = model.scheme, model.scheme.job
         stages = scheme.stages or Stages((0,), (len(model.blocks),))
         self.model, self.name, self.homes, self.axis = model, schedule, stages.homes, None
@@ -53,21 +96,41 @@ class Pipeline:
             channel = Channel(self.axis, self.homes)
             channel.open_device(self.stream())
         self.rank = 0 if self.axis is None else self.axis.index
-        ends, own = len(self.homes) - 1, [stage for stage, home in enumerate(self.homes) if home == self.rank]
-        held = [Stage(model, c, *stages.extents[k], enters=k == 0, leaves=k == ends) for c, k in enumerate(own)]
+        self.replicas, self.overlap, self.scatter = replicas, overlap, scatter
         self.tied = self._tied_table()
         self.holders: Axis | None = None if self.tied is None else job.pick("pp", (self.homes[0], self.homes[-1]))
-        sums = {"T": self._sum_tied}
-        self.executor = Executor(held, job.ledger, channel, self.stream, sums)
+        sums = {"T": self._sum_tied, "R": self._sum_replicas}
+        stream = self.stream()
+        wire = Wire(scheme.copies if scatter else Copies(job[()]), tuple(stream.shape), dtype, self.device)
+        self.executor = Executor(held_stages(model), job.ledger, channel, wire, sums)
         self.program = lru_cache(4)(self._program)
+        scheme.connect()
+
+    def check(self, micro_batches: int) -> None:
+        """Raise AgreementError unless all ranks of the job have the same pipeline, and all replicas the same buckets. Collective.
+
+        What differs is named: the schedule of so many micro-batches, the stages, the stream that they send, or the buckets.
+        """
+        model, schedule = self.model, self.schedule(micro_batches)
+        facts = {
+            "schedule": f"{schedule}, ops {crc32(repr(schedule.programs).encode()):08x}",
+            "ranks of the stages": self.homes,
+            "layers of the stages": (model.scheme.stages or Stages((0,), (len(model.blocks),))).layers,
+            "stream between stages": (self.rows, self.sequence, model.config.hidden, self.dtype, str(model.scheme.residual)),
+            "overlap of the sums over replicas": self.overlap,
+            "scatter of the stream": self.scatter,
+        }
+        check_agreement(model.scheme.job.comm, "the pipeline", facts)
+        if self.replicas is not None:
+            self.replicas.check()
 
     def _program(self, micro_batches: int) -> Program:
-        return program_of(self.schedule(micro_batches), self.rank)
+        return program_of(self.schedule(micro_batches), self.rank, self.overlap)
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The schedule of a step of so many micro-batches, checked."""
-        p = max(self.homes) + 1
-        return build(self.name, p, micro_batches, len(self.homes) // p, tied=self.tied is not None)
+        p, summed = max(self.homes) + 1, self.replicas is not None and self.replicas.plane.size > 1
+        return build(self.name, p, micro_batches, len(self.homes) // p, summed, self.tied is not None)
 
     def run(self, micro_batches: int, feed: Feed, **options: Any) -> list[Tensor]:
         """Run a step of so many micro-batches; the options and the result are those of `Executor.run`."""
@@ -89,3 +152,8 @@ class Pipeline:
         """Sum the complete gradient of the tied table over the two ranks that hold it."""
         assert self.tied is not None and self.tied.grad is not None and self.holders is not None
         self.tied.grad = self.holders.all_reduce(self.tied.grad)
+
+    def _sum_replicas(self, chunk: int) -> None:
+        """Start the sums of a chunk's gradients over the replicas."""
+        assert self.replicas is not None
+        self.replicas.start_chunk(chunk)

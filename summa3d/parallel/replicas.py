@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..comm.failure import check_agreement
 from ..comm.topology import replica_axes
 from .buckets import Bucket, buckets_of
 from .states import State
@@ -34,8 +35,8 @@ def plane_of(grid: Grid) -> Axis:
 class Replicas:
     """The replicas of a model, seen from this rank: each computes with its own rows, and all take the same optimizer step.
 
-    A step sums the gradients once, whatever the number of micro-batches: `start` each bucket after the last backward of its
-    parameters, `finish` before the gradient norm, then `update`.
+    A step sums the gradients once, whatever the number of micro-batches: `start_chunk` after the chunk's last backward (an op R
+    of the schedule), `finish` before the gradient norm, then `update`.
 
     Attributes
     ----------
@@ -56,8 +57,23 @@ class Replicas:
     def of(
         cls, states: Sequence[State], grid: Grid, zero: int, bucket: int, chunk_of: Callable[[str], int] = lambda name: 0
     ) -> Replicas:
-        """The replicas of these states. bucket : bytes of a bucket; chunk_of : as of `buckets_of`. Moves nothing."""
-        return cls({state.name: state for state in states}, grid, buckets_of(states, chunk_of, bucket), zero)
+        """The replicas of these states; collective over them. bucket : bytes of a bucket; chunk_of : as of `buckets_of`."""
+        found = cls({state.name: state for state in states}, grid, buckets_of(states, chunk_of, bucket), zero)
+        for axes in (*found.planes, replica_axes(grid.shape)):
+            grid[axes]  # makes its communicator
+        return found
+
+    @property
+    def planes(self) -> list[tuple[str, ...]]:
+        """The planes over which gradients are summed."""
+        return list(dict.fromkeys(bucket.axes for bucket in self.buckets))
+
+    def check(self) -> None:
+        """Raise AgreementError unless all replicas have the same buckets, naming those that differ; collective."""
+        for axes in self.planes:
+            mine = [bucket for bucket in self.buckets if bucket.axes == axes]
+            facts = {f"bucket {place}": (one.chunk, one.names, one.sizes) for place, one in enumerate(mine)}
+            check_agreement(self.grid[axes].comm, f"the buckets of {'·'.join(axes)}", facts)
 
     @property
     def plane(self) -> Axis:
@@ -73,6 +89,12 @@ class Replicas:
         for bucket in self.buckets:
             self.start(bucket)
         self.finish()
+
+    def start_chunk(self, chunk: int) -> None:
+        """Begin the sums of a chunk's buckets: on every replica at the same place between the other chunks' ops."""
+        for bucket in self.buckets:
+            if bucket.chunk == chunk:
+                self.start(bucket)
 
     def start(self, bucket: Bucket) -> None:
         """Begin the sums of a bucket: every replica, in the same order of buckets. A gradient that there is not is 0."""

@@ -108,6 +108,8 @@ class PipelineConfig:
         several chunks of layers a rank, which takes multiples of grid.pp as train.accumulate
     chunks : stages of each rank; 2 or more with interleaved, else 1
     layers : "balanced"; or the number of layers of each of the grid.pp · chunks stages, in order, such as "4,3"
+    scatter : whether tensor-parallel ranks that hold copies of the residual stream (scheme oned) send a part of it each to the
+        next stage, where it is gathered (Megatron-LM's scatter/gather); else each sends the whole
 
     >>> PipelineConfig(layers="4,3").counts
     (4, 3)
@@ -116,6 +118,7 @@ class PipelineConfig:
     schedule: str = "1f1b"
     chunks: int = 1
     layers: str = "balanced"
+    scatter: bool = True
 
     def __post_init__(self) -> None:
         at_least("pipeline.chunks", self.chunks, 1)
@@ -207,17 +210,19 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ReplicasConfig:
-    """The table `replicas`: what replicas of the model (grid.dp) keep and exchange. Neither key changes a bit of the results.
+    """The table `replicas`: what replicas of the model (grid.dp) keep and exchange. No key changes a bit of the results.
 
     Attributes
     ----------
     zero : 0, each replica keeps all of the optimizer's moments; 1 (ZeRO-1), they are sharded over the replicas. Both move the
         same words
     bucket : bytes of gradients that are summed over the replicas in one message, at least
+    overlap : whether the gradients of a pipeline chunk are summed while other chunks compute; else after the last backward
     """
 
     zero: int = 1
     bucket: int = 25 << 20
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1):

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from ..comm.axis import Axis
-from ..comm.failure import Watchdog
+from ..comm.failure import Watchdog, telling_where
 from ..comm.profile import trace
 from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
@@ -92,7 +92,11 @@ def train(
         progress.say(_opening(run))
         progress.start(run.done)
         began = time.perf_counter()
-        with _watchdog(config.train.watchdog) as watchdog, torch.autograd.set_multithreading_enabled(False):
+        with (
+            telling_where(lambda: run.pipeline.executor.state),
+            _watchdog(config.train.watchdog) as watchdog,
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             run_steps(run, recorder, lease, progress, watchdog, traced)
         recorder.close()
         summary = finish(run, recorder, time.perf_counter() - began, progress)
@@ -155,7 +159,7 @@ def take_step(run: Run, number: int) -> Step:
         state.parameter.grad = None
     losses = accumulate(run, number)
     with ledger.phase("optimizer"):
-        run.replicas.reduce()
+        run.replicas.finish()
         loss = run.replicas.total(total(losses, run.pipeline.axis))
         norm = global_gradient_norm(run.optimizer.gradients(), run.grid) / scale
         rate = learning_rate(number, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from ..comm.grid import Grid
 from ..errors import CheckpointError, ConfigError, DataError
 from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
-from ..parallel.pipeline import Pipeline, stages_of
+from ..parallel.pipeline import Pipeline, chunks_of, stages_of
 from ..parallel.replicas import Replicas
-from ..parallel.states import states_of
+from ..parallel.states import State, states_of
 from . import config as configuration
 from . import toml
 from .checkpoint import folder as checkpoint
@@ -116,8 +117,7 @@ def prepare(
     task = objective(config.model, corpus)
     states = states_of(model, grid, config.replicas.zero)
     optimizer = AdamW(states, config.train)
-    replicas = Replicas.of(states, grid, config.replicas.zero, config.replicas.bucket)
-    pipeline = Pipeline(model, config.pipeline.schedule, config.rows, torch_dtype(config.dtype))
+    replicas, pipeline = open_pipeline(config, model, states)
     run = Run(config, folder, grid, plan, corpus, task, model, optimizer, replicas, loss_scale, pipeline, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
@@ -126,6 +126,17 @@ def prepare(
         run.done = saved.step
     on_root(comm, lambda: write_config(config, folder, saved, progress), ConfigError)
     return run
+
+
+def open_pipeline(config: Config, model: Model, states: Sequence[State]) -> tuple[Replicas, Pipeline]:
+    """The replicas and the pipeline of a run's model, the same on all ranks; then the grid is sealed. Collective."""
+    grid, how = model.scheme.job, config.pipeline
+    replicas = Replicas.of(states, grid, config.replicas.zero, config.replicas.bucket, chunks_of(model))
+    dtype, overlap = torch_dtype(config.dtype), config.replicas.overlap
+    pipeline = Pipeline(model, how.schedule, config.rows, dtype, replicas, overlap, how.scatter)
+    pipeline.check(config.train.accumulate)
+    grid.seal()
+    return replicas, pipeline
 
 
 def check_prompt(config: Config, corpus: tokens.Tokens) -> None:

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from summa3d.comm.grid import Place
-from summa3d.errors import ConfigError
+from summa3d.errors import AgreementError, ConfigError
 from summa3d.layout import Layout
 from summa3d.nn import scheme
 from summa3d.nn.parameter import new_parameter
 from summa3d.parallel.buckets import buckets_of
+from summa3d.parallel.replicas import Replicas
 from summa3d.parallel.states import states_of
 
 SHAPES = {"first": (11, 4), "second": (2, 6), "vector": (5,), "last": (7, 8)}
@@ -100,3 +101,15 @@ def test_a_reduction_by_buckets_of_any_size_is_the_sum_over_the_replicas_in_its_
                 words += (plane.size - 1) * mine + sum(bucket.sizes) - mine
         assert all(torch.equal(found[name], want[name]) for name in want)
         assert moved.words == words
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_replicas_whose_buckets_differ_are_told_which(make_grid):
+    grid = make_grid(dp=2)
+    module = torch.nn.Module()
+    module.only = new_parameter(scheme("serial", grid), Layout((), ()), (4, 3), ("constant", 0.0), torch.float64, True)
+    states = states_of(module, grid)
+    Replicas.of(states, grid, 1, 1).check()
+    chunk = grid.coordinates["dp"]
+    with pytest.raises(AgreementError, match=r"on the buckets of dp:\n  bucket 0: \(0, .*rank 0; \(1, .*rank 1$"):
+        Replicas.of(states, grid, 1, 1, lambda name: chunk).check()

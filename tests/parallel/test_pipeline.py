@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,13 @@ import pytest
 import torch
 from mpi4py import MPI
 from staged import CASES, WIDE, Y2, Case, Piped, accumulate, check_gradients
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from summa3d.errors import AgreementError
 from summa3d.layout import collect
 from summa3d.nn import build, scheme
 from summa3d.parallel.executor import Stage
+from summa3d.parallel.simulate import in_flight
 
 
 def sent_and_received(piped: Piped) -> tuple[int, int]:
@@ -31,18 +38,33 @@ def most_in_flight(case: Case, rank: int) -> int:
     return known[case.schedule]
 
 
-def kept_after_each_op(piped: Piped) -> list[int]:
-    """Filled by a step: how many stage inputs are in flight whenever the channel is asked for progress."""
-    counts: list[int] = []
-    channel = piped.executor.channel
-    progress = channel.progress
+class Noting:
+    """A ledger that counts, at the end of each op of a pipeline: stage inputs in flight, sends out, and stage outputs alive."""
 
-    def counting() -> int:
-        counts.append(len(piped.executor.flights))
-        return progress()
+    def __init__(self, executor: Any) -> None:
+        self.executor, self.ledger, executor.ledger = executor, executor.ledger, self
+        self.outputs: list[StorageWeakRef] = []
+        self.counts: list[tuple[int, int, int]] = []
+        noted = self
 
-    channel.progress = counting
-    return counts
+        class Noted(Stage):
+            def forward(self, x: Any, inputs: Any, batch: Any) -> Any:
+                y = super().forward(x, inputs, batch)
+                if not self.leaves:
+                    noted.outputs.append(StorageWeakRef(y.untyped_storage()))
+                return y
+
+        executor.stages = [Noted(**vars(stage)) for stage in executor.stages]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ledger, name)
+
+    @contextmanager
+    def run(self, name: str) -> Iterator[None]:
+        with self.ledger.run(name):
+            yield
+        alive = sum(not output.expired() for output in self.outputs)
+        self.counts.append((len(self.executor.flights), len(self.executor.channel._sends), alive))
 
 
 @pytest.mark.mpi(sizes=tuple(CASES), timeout=300)
@@ -50,10 +72,13 @@ def kept_after_each_op(piped: Piped) -> list[int]:
 def test_a_step_has_the_bits_of_accumulation_and_moves_the_words_of_its_messages(
     make_grid: Any, world_size: int, cases: dict[int, list[Case]]
 ) -> None:
-    """Losses and raw gradients equal in bits; of a tied table, whose two parts are summed last, to the last digits."""
+    """Losses and raw gradients equal in bits; of a tied table, whose two parts are summed last, to the last digits.
+
+    In flight is the schedule's number after each op, and of a stage's outputs no more is alive than sends are out.
+    """
     for case in cases.get(world_size, ()):
         piped = Piped(case, make_grid)
-        counts = kept_after_each_op(piped)
+        noted = Noting(piped.executor)
         with piped.grid.ledger.watch() as moved:
             losses = piped.pipeline.run(case.m, piped.feed)
         want = accumulate(piped, piped.copies)
@@ -62,12 +87,15 @@ def test_a_step_has_the_bits_of_accumulation_and_moves_the_words_of_its_messages
         assert all(torch.equal(loss, one) for loss, one in zip(losses, want, strict=last)), case
         check_gradients(piped)
         check_words(piped, moved)
-        assert max(counts) == most_in_flight(case, piped.rank) and counts[-1] == 0, case
+        kept, sends, alive = zip(*noted.counts, strict=True)
+        assert list(kept) == in_flight(piped.pipeline.schedule(case.m).ops_of(piped.rank)), case
+        assert max(kept) == most_in_flight(case, piped.rank), case
+        assert all(few <= many for few, many in zip(alive, sends, strict=True)), (case, noted.counts)
         piped.executor.channel.free()
 
 
 def check_words(piped: Piped, moved: Any) -> None:
-    block, (forward, backward) = piped.pipeline.stream().numel(), sent_and_received(piped)
+    block, (forward, backward) = piped.executor.wire.buffer().numel(), sent_and_received(piped)
     found = {"forward": 0, "backward": 0}
     for row in moved.rows:
         if "pp" in row.axis and row.collective == "receive":
@@ -77,6 +105,29 @@ def check_words(piped: Piped, moved: Any) -> None:
     table = sum(row.amounts.words for row in moved.rows if "pp" in row.axis and row.collective == "all_reduce")
     assert table == (0 if piped.pipeline.holders is None else piped.pipeline.tied.numel()), piped.case
     assert all(row.axis.startswith("pp") or set(row.axis) <= set("xyzd·") for row in moved.rows), moved.rows
+
+
+@pytest.mark.mpi(sizes=(4, 6), timeout=100)
+def test_copies_of_the_stream_travel_once(make_grid: Any, world_size: int) -> None:
+    """Each rank of oned sends its part, and the next stage gathers the whole: the same bits as where each sends all."""
+    case = Case(2, 3, scheme="oned", axes=(("y", world_size // 2),), layers=3)
+    moved, results = [], []
+    for scatter in (True, False):
+        piped = Piped(case, make_grid, scatter=scatter)
+        with piped.grid.ledger.watch() as watched:
+            losses = piped.pipeline.run(case.m, piped.feed)
+        words: dict[tuple[str, str], int] = defaultdict(int)
+        for row in watched.rows:
+            words[row.axis, row.phase] += row.amounts.words
+        moved.append(words)
+        results.append([*losses, *(p.grad for p in piped.model.parameters() if p.grad is not None)])
+        piped.executor.channel.free()
+    assert len(results[0]) == len(results[1]) > 12 and all(map(torch.equal, *results))
+    block, share = piped.pipeline.stream().numel(), piped.pipeline.stream().numel() // (world_size // 2)
+    for phase, messages in zip(("forward", "backward"), sent_and_received(piped), strict=True):
+        assert moved[0]["pp", phase] == case.m * messages * share
+        assert moved[1]["pp", phase] == case.m * messages * block
+        assert moved[0]["y", phase] - moved[1]["y", phase] == case.m * messages * (block - share)
 
 
 @pytest.mark.mpi(sizes=(2, 4), timeout=200)
@@ -105,7 +156,7 @@ def test_without_gradients_only_forwards_run(make_grid: Any) -> None:
         assert not piped.executor.flights and all(p.grad is None for p in piped.model.parameters())
         assert torch.equal(torch.stack(losses or want), torch.stack(want))
         forward = sum(row.amounts.words for row in moved.rows if row.axis == "pp")
-        assert forward == case.m * piped.pipeline.stream().numel() * sent_and_received(piped)[0]
+        assert forward == case.m * piped.executor.wire.buffer().numel() * sent_and_received(piped)[0]
         piped.executor.channel.free()
 
 
@@ -113,6 +164,60 @@ def test_messages_that_move_only_inside_mpi_arrive(tmp_path: Path) -> None:
     """No copies between address spaces, blocks that MPI does not send ahead, and ops that end at random times."""
     ended = jobs.run([str(Path(__file__).parents[1] / "staged.py"), "2"], 4, extra={"MPIR_CVAR_CH4_CMA_ENABLE": "0"})
     assert ended.status == 0 and "done" in ended.stdout, ended.stdout + ended.stderr
+
+
+STUCK = """
+import sys, time
+sys.path.append({tests!r})
+from mpi4py import MPI
+from staged import Case, Piped
+from summa3d.comm.failure import Watchdog, install_abort_hook, telling_where
+from summa3d.comm.grid import Grid
+install_abort_hook()
+rank = MPI.COMM_WORLD.rank
+piped = Piped(Case(2, 2), lambda check, **axes: Grid(MPI.COMM_WORLD, axes), check=False)
+def feed(micro):
+    if (rank, micro) == (0, 1):
+        time.sleep({seconds})
+        raise ValueError("broken")
+    return piped.feed(micro)
+piped.pipeline.run(2, piped.feed)
+with telling_where(lambda: piped.executor.state), Watchdog({watchdog}):
+    piped.pipeline.run(2, feed)
+"""
+
+
+def test_a_hang_or_a_failure_is_told_with_the_op_that_each_rank_is_in(tmp_path: Path) -> None:
+    tests = str(jobs.ROOT / "tests")
+    (tmp_path / "hang.py").write_text(STUCK.format(tests=tests, seconds=60, watchdog=4))
+    hung = jobs.run(["hang.py"], 2, cwd=tmp_path)
+    assert hung.status != 0
+    assert re.search(r"rank 0 of 2 \[F 0\.1; \d sends out\]: no progress for 4 s", hung.stderr), hung.stderr
+    assert re.search(r"rank 1 of 2 \[F 0\.1 waits for pp 0 \(rank 0\), tag 2; \d sends out\]: no progress for 4 s", hung.stderr)
+    (tmp_path / "fail.py").write_text(STUCK.format(tests=tests, seconds=0, watchdog=60))
+    failed = jobs.run(["fail.py"], 2, cwd=tmp_path)
+    assert failed.status != 0
+    assert re.search(r"uncaught exception on rank 0 of 2 \[F 0\.1; \d sends out\]:", failed.stderr), failed.stderr
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=100)
+def test_ranks_that_do_not_agree_on_the_pipeline_are_told_in_what(make_grid: Any, world_size: int) -> None:
+    case = Case(2, 3, scheme="oned", axes=Y2, family="gpt2", layers=3)
+    piped = Piped(case, make_grid)
+    piped.pipeline.check(3)
+    with pytest.raises(AgreementError) as raised:
+        piped.pipeline.check(3 + (piped.grid.rank == 2))
+    assert re.fullmatch(
+        r"the 4 ranks do not agree on the pipeline:\n  schedule: "
+        r"'schedule 1f1b \(p=2, m=3, v=1\), ops \w+' on ranks 0, 1, 3; 'schedule 1f1b \(p=2, m=4, v=1\), ops \w+' on rank 2",
+        str(raised.value),
+    )
+    piped.pipeline.rows += piped.grid.rank == 1
+    with pytest.raises(
+        AgreementError, match=r"on the pipeline:\n  stream between stages: \(4, .* on ranks 0, 2, 3; \(5, .*rank 1$"
+    ):
+        piped.pipeline.check(3)
+    piped.executor.channel.free()
 
 
 class Sleeping(torch.autograd.Function):
@@ -137,7 +242,7 @@ def test_a_step_of_sleeping_stages_takes_the_time_of_its_schedule(
     comm: Any, make_grid: Any, schedule: str, chunks: int, units: float
 ) -> None:
     """8 micro-batches on 4 ranks, in units of a rank's forward: from the first op of the trace to the last."""
-    unit = 0.04
+    unit = 0.1
     piped = Piped(Case(4, 8, schedule, chunks, layers=8), make_grid, check=False)
 
     class Asleep(Stage):
@@ -155,5 +260,8 @@ def test_a_step_of_sleeping_stages_takes_the_time_of_its_schedule(
         piped.grid.ledger.stop_trace()
         starts, ends = zip(*(span[1:] for span in trace.runs), strict=True)
         found.append((comm.allreduce(max(ends), MPI.MAX) - comm.allreduce(min(starts), MPI.MIN)) / unit)
+        if found[-1] <= 1.10 * units:  # else other work on the machine may have slowed it
+            break
+    print(f"{schedule}: {min(found):.2f} units, the best of {[round(one, 2) for one in found]}; {units} by its formula")
     assert 0.98 * units <= min(found) <= 1.10 * units, found
     piped.executor.channel.free()

@@ -88,13 +88,48 @@ def test_so_they_are_in_fewer_bits(comm: Any, world_size: int, shared_tmp_path: 
     check_against_serial(comm, shared_tmp_path / "half", RUNS[world_size][0], 1e-1, dtype="bfloat16")
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=200)
+INTERLEAVED = {"scheme": "serial", "grid__dp": 2, "grid__pp": 2, "pipeline__schedule": "interleaved", "pipeline__chunks": 2}
+INTERLEAVED["model__layers"] = 5
+
+
+@pytest.mark.mpi(sizes=(3, 4), timeout=200)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_zero_and_the_size_of_buckets_change_no_bit(comm: Any, world_size: int, shared_tmp_path: Path, dtype: str) -> None:
-    settings = {**STEPS, **RUNS[world_size][0], "dtype": dtype}
+def test_zero_overlap_and_the_size_of_buckets_change_no_bit(
+    comm: Any, world_size: int, shared_tmp_path: Path, dtype: str
+) -> None:
+    settings = {**STEPS, **(RUNS[3][0] if world_size == 3 else {**INTERLEAVED, "train__steps": 5}), "dtype": dtype}
     want = trained(comm, shared_tmp_path, "one", **settings)
-    for name, changes in (("zero", {"replicas__zero": 0}), ("word", {"replicas__bucket": 1})):
+    for name, changes in (
+        ("zero", {"replicas__zero": 0}),
+        ("word", {"replicas__bucket": 1}),
+        ("late", {"replicas__overlap": False, "replicas__bucket": 1000}),
+    ):
         assert trained(comm, shared_tmp_path, name, **settings, **changes) == want
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=100)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_sums_of_a_chunk_start_behind_its_last_backward(comm: Any, shared_tmp_path: Path, overlap: bool) -> None:
+    """While the other chunk computes; those of the tied table behind its sum over the stages. Without overlap, behind all."""
+    changes = {**INTERLEAVED, "train__accumulate": 4, "train__batch": 24, "replicas__overlap": overlap}
+    config = small_config(shared_corpus(comm, shared_tmp_path), **{**changes, "replicas__bucket": 5000})
+    run = prepare(config, comm, shared_tmp_path / f"run{overlap}")
+    assert run.grid.sealed  # a step makes no communicator
+    trace = run.grid.ledger.start_trace()
+    take_step(run, 1)
+    run.grid.ledger.stop_trace()
+    ops = {name: span for name, *span in trace.runs}
+    assert [name for name in ops if name[0] in "BRT"][-5:] == {
+        (0, True): ["R 1", "B 0.2", "B 0.3", "T 0", "R 0"],
+        (0, False): ["B 0.2", "B 0.3", "T 0", "R 1", "R 0"],
+        (1, True): ["B 0.2", "B 0.3", "R 0", "T 1", "R 1"],
+        (1, False): ["B 0.2", "B 0.3", "T 1", "R 0", "R 1"],
+    }[run.pipeline.rank, overlap]
+    for chunk in range(2):
+        first, last = ops[f"R {chunk}"]
+        sums = [one for one in trace.communications if one.axis == "dp" and first <= one.start <= last]
+        assert len(sums) == sum(bucket.chunk == chunk for bucket in run.replicas.buckets) > 0
+        assert {one.phase for one in sums} == {"optimizer"}
 
 
 CASES = {

@@ -26,6 +26,7 @@ from ...comm.topology import OUTER
 from ...errors import GridError, LayoutError
 from ...gemm.algorithms.plan import ProductPlan
 from ...gemm.algorithms.workspace import Workspace
+from ...layout.copies import Copies
 from ...layout.layout import Layout, split_sizes
 from ..config import ModelConfig
 from ..overlap import DEFAULT, Overlap
@@ -220,6 +221,20 @@ class Scheme:
     def columns(self, layout: Layout) -> Axis:
         """The plane of axes that split the last dim of an activation, over which row statistics are summed."""
         return self.grid[layout.dims[-1]]
+
+    @property
+    def copies(self) -> Copies:
+        """The ranks that hold equal copies of the residual stream: along axes that neither split it nor leave it to one index."""
+        named = {*self.residual.axes, *self.residual.root_only}
+        return Copies(self.grid[tuple(axis for axis, size in self.grid.shape.items() if size > 1 and axis not in named)])
+
+    def connect(self) -> list[Axis]:
+        """Make and return the axes over which layers and gradient norm communicate, else made at first use; collective."""
+        inner, at_token = self.after_linear(self.residual), self.after_linear(self.pooled)
+        layouts, lookup = (self.residual, inner, self.pooled, at_token, Layout(self.residual.dims[1])), self.lookup
+        planes = [self.grid[axes] for axes in (lookup.gathered, lookup.part, lookup.copies)]
+        planes += [of(layout) for layout in layouts for of in (self.rows, self.columns)]
+        return [*planes, self.copies.axis, self.grid.world, self.grid.ranked, self.job.world]
 
     def product(self, layout: Layout, form: str, m: int, n: int, k: int, source: PrefetchSource | None = None) -> Product:
         """Bind the product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt"), with its gradients.
