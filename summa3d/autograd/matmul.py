@@ -8,29 +8,32 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .debts import Debt
 from .differentiable import Product
 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, product: Product, debt: Debt | None) -> Tensor:
         flat = a.flatten(0, -2)
         c, kept = product.forward(flat, b)
         if bias is not None:
             c += bias
         ctx.save_for_backward(*kept)
-        ctx.product, ctx.lead = product, a.shape[:-1]
+        ctx.product, ctx.lead, ctx.debt = product, a.shape[:-1], debt
         return c.unflatten(0, (-1, *a.shape[1:-1]))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         product: Product = ctx.product
         a, b = ctx.saved_tensors
         c = grad.flatten(0, -2).contiguous()
         need_a, need_b, need_bias, *_ = ctx.needs_input_grad
         bias = product.rows.start_all_reduce(c.sum(0)) if need_bias and product.rows is not None else None
         shared = product.share(c) if need_a or need_b else c
+        if ctx.debt is not None:
+            ctx.debt.record(a, product.keep_share(c, shared))
         grad_a = product.start_grad_a(shared, b) if need_a else None
         if grad_a and not product.in_flight.input_gradient:
             grad_a.wait()
@@ -39,6 +42,7 @@ class _Matmul(torch.autograd.Function):
             grad_a.wait().unflatten(0, ctx.lead) if grad_a else None,
             grad_b.wait() if grad_b else None,
             bias.wait() if bias else None,
+            None,
             None,
         )
 
@@ -59,9 +63,13 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -
     cuboid, mean per rank: forward [(Y−1)mk + (X−1)kn + (Z−1)mn]/P, backward [(Z−1)mn + (Y−1)mk + (X−1)kn]/P, and with regather
     [(Y−1)mk + (X−1)kn]/P more (`gemm.volume` has the other algorithms' words). The bias gradient is one all-reduce over
     `product.rows`.
+    Where gradients of B are postponed (`autograd.debts`), backward records a debt instead of dB.
     Memory kept for backward: both shards; for the cuboid with regather=False, both gathered operands.
     Source: Bian et al. 2021, Algorithms 2, 4 and 6, a closed set (with 6 read as AᵀB).
     """
     if torch.is_grad_enabled() and product.source is not None:
         product.source.saved = b.detach()
-    return _Matmul.apply(a, b, bias, product)
+    debts = product.in_flight.debts
+    if debts is None or debts.recorded is None or not (a.requires_grad and b.requires_grad):
+        return _Matmul.apply(a, b, bias, product, None)
+    return _Matmul.apply(a, b.detach(), bias, product, Debt(product, b))

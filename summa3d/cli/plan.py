@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"{title}; forward {args.forward:g}, backward {args.backward:g}{split}\n")
     for line in drawing.as_text(drawn, console.width if console.is_terminal else None):
         console.print(line, no_wrap=True)
-    backward = "0A the gradient of its input, 0w those of its weights (chunk b: 0x)" if drawn.schedule.split else "0A its backward"
+    backward = (
+        "0A the gradient of its input, 0w those of its weights (chunk b: 0x)" if drawn.schedule.split else "0A its backward"
+    )
     console.print(f"\n0a is the forward of micro-batch 0 in chunk a of its rank, {backward}, · no op.")
     console.print(total)
     console.print("\n".join(table(drawn)))

@@ -180,7 +180,11 @@ def test_a_cycle_is_told_op_by_op() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("ifib", (2, 2, 1), "there is no schedule 'ifib'; did you mean '1f1b'? Schedules: gpipe, 1f1b, interleaved, zb-h1, zb-v."),
+        (
+            "ifib",
+            (2, 2, 1),
+            "did you mean '1f1b'? Schedules: gpipe, 1f1b, interleaved, zb-h1, zb-v.",
+        ),
         ("quick", (2, 2, 1), "there is no schedule 'quick'. Schedules: gpipe, 1f1b, interleaved, zb-h1, zb-v."),
         ("interleaved", (4, 6, 2), "6 is no multiple of 4. Numbers of micro-batches that fit: 4, 8. Schedule 1f1b takes any."),
         ("interleaved", (4, 3, 2), "3 is no multiple of 4. Numbers of micro-batches that fit: 4. Schedule 1f1b takes any."),
@@ -190,7 +194,11 @@ def test_a_cycle_is_told_op_by_op() -> None:
         ("zb-h1", (4, 4, 2), "schedule zb-h1 has one chunk a rank, not 2. Use chunks 1, or schedule interleaved."),
         ("zb-v", (4, 4, 1), "schedule zb-v has 2 chunks a rank, not 1. Use chunks 2, or schedule zb-h1."),
         ("zb-v", (4, 3, 2), "3 are fewer than 4. Numbers of micro-batches that fit: 4 and more. Schedule zb-h1 takes any."),
-        ("zb-w", (4, 4, 2), "there is no schedule 'zb-w'; did you mean 'zb-v'? Schedules: gpipe, 1f1b, interleaved, zb-h1, zb-v."),
+        (
+            "zb-w",
+            (4, 4, 2),
+            "there is no schedule 'zb-w'; did you mean 'zb-v'? Schedules: gpipe, 1f1b, interleaved, zb-h1, zb-v.",
+        ),
         ("1f1b", (2, 0, 1), "a pipeline needs a positive number of micro-batches, not 0."),
     ],
 )

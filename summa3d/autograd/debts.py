@@ -1,0 +1,94 @@
+"""Postponed weight gradients: backward takes the gradients of inputs, and keeps what those of weights need as debts.
+
+A debt is paid by dB, which continues into the graph behind B alone: a 16-bit copy, joined columns, a transpose, the parameter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .root import root_of
+
+if TYPE_CHECKING:
+    from .differentiable import Product
+
+
+class Debt:
+    """The dB that a product owes to B. Of B it keeps the graph alone."""
+
+    def __init__(self, product: Product, b: Tensor) -> None:
+        self.product = product
+        self.slot: list[Tensor] = []
+        self.root = root_of(b, self.slot)
+        self.a: Tensor | None = None
+        self.c: Tensor | None = None
+
+    def record(self, a: Tensor, c: Tensor) -> None:
+        """Keep A and dC as the product keeps them: this rank's shards, or copies of what is gathered, no view of a node's memory."""
+        debts = self.product.in_flight.debts
+        assert debts is not None and debts.recorded is not None, "a backward of postponed gradients runs within `postponed`"
+        self.a, self.c = a, c
+        debts.recorded.append(self)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Compute dB, for the next backward of `root`; collective, in the words of dB and of dC where it is gathered again."""
+        assert self.a is not None and self.c is not None, "backward has recorded what dB needs"
+        self.slot.append(self.product.start_grad_b(self.product.share_again(self.c), self.a).wait())
+        self.a = self.c = None
+
+    def targets(self) -> frozenset[int]:
+        """Which parameters dB reaches, by identity."""
+        return frozenset(_leaves(self.root.grad_fn))
+
+
+def _leaves(node: Any) -> Iterator[int]:
+    if hasattr(node, "variable"):
+        yield id(node.variable)
+    for behind, _ in node.next_functions:
+        if behind is not None:
+            yield from _leaves(behind)
+
+
+class Debts:
+    """Whether the products of a model postpone their weight gradients, and where backward records the debts.
+
+    Attributes
+    ----------
+    recorded : the debts of the forward or backward that runs; None, weight gradients are taken in backward
+    """
+
+    def __init__(self) -> None:
+        self.recorded: list[Debt] | None = None
+
+    @contextmanager
+    def postponed(self, recorded: list[Debt] | None) -> Iterator[None]:
+        """Within the with-block, a forward, or a backward that recomputes one, has its debts recorded in this list."""
+        before, self.recorded = self.recorded, recorded
+        try:
+            yield
+        finally:
+            self.recorded = before
+
+
+def pay(debts: list[Debt]) -> None:
+    """Compute the gradients that are owed and add them to the parameters, in the order of backward; empties the list. Collective.
+
+    The gradients of a weight that several products use are summed before they are added, as one backward does: the same bits.
+    """
+    of_weights: dict[frozenset[int], list[Debt]] = {}
+    for debt in debts:
+        of_weights.setdefault(debt.targets(), []).append(debt)
+    debts.clear()
+    waiting = deque(of_weights.values())
+    while waiting:
+        together = waiting.popleft()
+        for debt in together:
+            debt.settle()
+        torch.autograd.backward([debt.root for debt in together])
