@@ -30,7 +30,7 @@ class Debt:
         self.c: Tensor | None = None
 
     def record(self, a: Tensor, c: Tensor) -> None:
-        """Keep A and dC as the product keeps them: this rank's shards, or copies of what is gathered, no view of a node's memory."""
+        """Keep A and dC as the product keeps them: shards, or copies of what is gathered, but no view of a node's memory."""
         debts = self.product.in_flight.debts
         assert debts is not None and debts.recorded is not None, "a backward of postponed gradients runs within `postponed`"
         self.a, self.c = a, c
