@@ -190,14 +190,14 @@ UNITS = {("1f1b", 1): 33.0, ("interleaved", 2): 28.5, ("zb-h1", 1): 27.0, ("zb-v
 @pytest.mark.mpi(sizes=(4,), timeout=200)
 def test_steps_of_sleeping_stages_take_the_times_of_their_schedules(comm: Any, make_grid: Any) -> None:
     """8 micro-batches on 4 ranks, in units of a rank's forward: from the first op of the trace to the last."""
-    unit, m, best = 0.06, 8, {}
+    unit, m, best = 0.15, 8, {}
     for (schedule, chunks), units in UNITS.items():
         piped = Piped(Case(4, m, schedule, chunks, layers=8), make_grid, check=False)
         stages, weight = piped.executor.stages, torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         model = SimpleNamespace(scheme=piped.model.scheme, weight=weight, product=Asleep(piped, unit / chunks))
         piped.executor.stages = [AsleepStage(**{**vars(stage), "model": model}) for stage in stages]
         stream, found = piped.pipeline.stream().zero_(), []
-        while len(found) < 3 and not (found and min(found) <= 1.02 * units):
+        while len(found) < 3 and not (found and min(found) <= 1.05 * units):
             comm.Barrier()
             trace = piped.grid.ledger.start_trace()
             piped.pipeline.run(m, lambda micro, stream=stream: ({"stream": stream}, None))
