@@ -6,42 +6,37 @@ A debt is paid by dB, which continues into the graph behind B alone: a 16-bit co
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .root import root_of
 
-if TYPE_CHECKING:
-    from .differentiable import Product
-
 
 class Debt:
-    """The dB that a product owes to B. Of B it keeps the graph alone."""
+    """A gradient dB that is owed to a weight B. Of B it keeps the graph alone."""
 
-    def __init__(self, product: Product, b: Tensor) -> None:
-        self.product = product
+    def __init__(self, b: Tensor, debts: Debts) -> None:
+        self.debts = debts
         self.slot: list[Tensor] = []
         self.root = root_of(b, self.slot)
-        self.a: Tensor | None = None
-        self.c: Tensor | None = None
+        self.gradient: Callable[[], Tensor] | None = None
 
-    def record(self, a: Tensor, c: Tensor) -> None:
-        """Keep A and dC as the product keeps them: shards, or copies of what is gathered, but no view of a node's memory."""
-        debts = self.product.in_flight.debts
-        assert debts is not None and debts.recorded is not None, "a backward of postponed gradients runs within `postponed`"
-        self.a, self.c = a, c
-        debts.recorded.append(self)
+    def record(self, gradient: Callable[[], Tensor]) -> None:
+        """Record the debt where the backward that runs has its debts recorded. gradient : computes dB when it is paid."""
+        assert self.debts.recorded is not None, "a backward of postponed gradients runs within `postponed`"
+        self.gradient = gradient
+        self.debts.recorded.append(self)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Compute dB, for the next backward of `root`; collective, in the words of dB and of dC where it is gathered again."""
-        assert self.a is not None and self.c is not None, "backward has recorded what dB needs"
-        self.slot.append(self.product.start_grad_b(self.product.share_again(self.c), self.a).wait())
-        self.a = self.c = None
+        """Compute dB, for the next backward of `root`, and let go of what it is computed from."""
+        assert self.gradient is not None, "backward has recorded it"
+        self.slot.append(self.gradient())
+        self.gradient = None
 
     def targets(self) -> frozenset[int]:
         """Which parameters dB reaches, by identity."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class _Matmul(torch.autograd.Function):
         bias = product.rows.start_all_reduce(c.sum(0)) if need_bias and product.rows is not None else None
         shared = product.share(c) if need_a or need_b else c
         if ctx.debt is not None:
-            ctx.debt.record(a, product.keep_share(c, shared))
+            ctx.debt.record(partial(_weight_gradient, product, a, product.keep_share(c, shared)))
         grad_a = product.start_grad_a(shared, b) if need_a else None
         if grad_a and not product.in_flight.input_gradient:
             grad_a.wait()
@@ -45,6 +46,12 @@ class _Matmul(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _weight_gradient(product: Product, a: Tensor, kept: Tensor) -> Tensor:
+    """The dB that was postponed, of A and dC as the product keeps them: shards or copies, no view of a node's memory."""
+    found: Tensor = product.start_grad_b(product.share_again(kept), a).wait()
+    return found
 
 
 def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -> Tensor:
@@ -72,4 +79,4 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None) -
     debts = product.in_flight.debts
     if debts is None or debts.recorded is None or not (a.requires_grad and b.requires_grad):
         return _Matmul.apply(a, b, bias, product, None)
-    return _Matmul.apply(a, b.detach(), bias, product, Debt(product, b))
+    return _Matmul.apply(a, b.detach(), bias, product, Debt(b, debts))
