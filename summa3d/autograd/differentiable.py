@@ -23,6 +23,7 @@ from ..gemm.algorithms.oned import OnedPlan
 from ..gemm.algorithms.plan import ProductPlan
 from ..gemm.algorithms.registry import algorithm_of
 from ..gemm.algorithms.workspace import Workspace
+from .debts import Debts
 from .prefetch import PrefetchSource
 
 
@@ -34,10 +35,12 @@ class InFlight:
     ----------
     source : the prefetch source of B; None for no prefetch
     input_gradient : whether dA's sum is in flight while dB is computed
+    debts : whether dB is postponed, and where it is recorded; None, it never is
     """
 
     source: PrefetchSource | None = None
     input_gradient: bool = True
+    debts: Debts | None = None
 
 
 class Product(ABC):
@@ -70,6 +73,14 @@ class Product(ABC):
     def share(self, c: Tensor) -> Tensor:
         """Return what both gradients need of dC, computed once: this rank's block, or the gathered dC."""
         return c
+
+    def keep_share(self, c: Tensor, shared: Tensor) -> Tensor:
+        """Return what a postponed dB keeps of dC, whose block is c, until `share_again`."""
+        return c
+
+    def share_again(self, kept: Tensor) -> Tensor:
+        """Return the shared dC of what `keep_share` kept."""
+        return self.share(kept)
 
     @abstractmethod
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
@@ -106,6 +117,14 @@ class Gathered(Product):
     def share(self, c: Tensor) -> Tensor:
         """Return dC gathered along z; a view is valid until the next collective on z."""
         return self.cuboid.gather_c(c, view=True)
+
+    def keep_share(self, c: Tensor, shared: Tensor) -> Tensor:
+        """Return this rank's block of dC, or (without `regather`) a copy of the gathered dC."""
+        return c if self.regather or shared is c else shared.clone()
+
+    def share_again(self, kept: Tensor) -> Tensor:
+        """Return dC gathered along z: again, or (without `regather`) as it was kept."""
+        return self.share(kept) if self.regather else kept
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """Start dA; the reduce-scatter along y is in flight when this returns."""

@@ -47,12 +47,14 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[3:]
-        tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needs, strict=True)]
-        with torch.enable_grad(), weights_in(ctx.places, tensors[ctx.inputs :]):
-            end = get_gradient_edge(ctx.run(*tensors[: ctx.inputs]))  # only the graph is needed: the output is freed
-        wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
-        grads = iter(torch.autograd.grad(end, wanted, grad))
+        needs, saved = ctx.needs_input_grad[3:], ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_(need) for x, need in zip(saved[: ctx.inputs], needs, strict=False)]
+            weights = [weight.view_as(weight) for weight in saved[ctx.inputs :]]  # one a place; debts continue behind them
+            with weights_in(ctx.places, weights):
+                end = get_gradient_edge(ctx.run(*inputs))  # only the graph is needed: the output is freed
+        wanted = [tensor for tensor, need in zip((*inputs, *weights), needs, strict=True) if need]
+        grads = iter(torch.autograd.grad(end, wanted, grad, allow_unused=True))  # this graph has no postponed weights
         return None, None, None, *(next(grads) if need else None for need in needs)
 
 

@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     schedule.add_argument("--forward", type=float, default=1.0, metavar="T", help="Time of a rank's forward over its layers.")
     schedule.add_argument("--backward", type=float, default=2.0, metavar="T", help="Time of a rank's backward over its layers.")
+    schedule.add_argument(
+        "--weights",
+        type=float,
+        metavar="T",
+        help="Time that the gradients of weights take of it, where a schedule splits the backward. The default is half.",
+    )
     schedule.add_argument("--png", type=Path, metavar="FILE", help=f"Write a figure too, as FILE ends in: {', '.join(FORMATS)}.")
     schedule.add_argument(
         "--json", action="store_true", help="Print JSON in place of text: totals, and all ops with their times."
@@ -58,10 +64,14 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     title, total = drawing.summary(drawn)
-    console.print(f"{title}; forward {args.forward:g}, backward {args.backward:g}\n")
+    split = f" (weights {weights_time(args):g})" if drawn.schedule.split else ""
+    console.print(f"{title}; forward {args.forward:g}, backward {args.backward:g}{split}\n")
     for line in drawing.as_text(drawn, console.width if console.is_terminal else None):
         console.print(line, no_wrap=True)
-    console.print("\n0a is the forward of micro-batch 0 in chunk a of its rank, 0A its backward, · no op.")
+    backward = (
+        "0A the gradient of its input, 0w those of its weights (chunk b: 0x)" if drawn.schedule.split else "0A its backward"
+    )
+    console.print(f"\n0a is the forward of micro-batch 0 in chunk a of its rank, {backward}, · no op.")
     console.print(total)
     console.print("\n".join(table(drawn)))
     if args.png is not None:
@@ -75,11 +85,20 @@ def simulated(args: argparse.Namespace) -> tuple[Timeline, tuple[int, ...] | Non
         raise ConfigError(
             f"--forward {args.forward:g} and --backward {args.backward:g} are times of an op: they must be positive."
         )
+    weights = weights_time(args)
+    if not 0 < weights < args.backward:
+        raise ConfigError(f"--weights {weights:g} is a part of --backward {args.backward:g}: it must be positive and smaller.")
     schedule = build(args.schedule, args.pp, args.micro_batches, args.chunks)
     stages = None
     if args.layers is not None:
         stages = split_layers(sum(args.layers), args.pp, args.chunks, args.layers if len(args.layers) > 1 else None)
-    return timeline(schedule, {"F": args.forward, "B": args.backward}, stages), stages
+    seconds = {"F": args.forward, "B": args.backward, "X": args.backward - weights, "W": weights}
+    return timeline(schedule, seconds, stages), stages
+
+
+def weights_time(args: argparse.Namespace) -> float:
+    """The time of the gradients of weights."""
+    return args.backward / 2 if args.weights is None else float(args.weights)
 
 
 def of_ranks(drawn: Timeline) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 from math import gcd, lcm
-from string import ascii_lowercase
+from string import ascii_lowercase, ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
 from ..figures import BOTH_COLUMNS, CAPTION
@@ -15,8 +15,10 @@ from .simulate import Timeline
 if TYPE_CHECKING:
     from rich.text import Text
 
-HUES = {"F": (0x1F, 0x4E, 0x9C), "B": (0x1B, 0x7A, 0x3D)}
-"""Forward and backward in the first chunk; later chunks are lighter."""
+HUES = {"F": (0x1F, 0x4E, 0x9C), "B": (0x1B, 0x7A, 0x3D), "X": (0x1B, 0x7A, 0x3D), "W": (0xA6, 0x4B, 0x00)}
+"""Kinds of ops in the first chunk; later chunks are lighter."""
+LETTERS = {"F": ascii_lowercase, "B": ascii_uppercase, "X": ascii_uppercase, "W": "wxyz"}
+"""Kinds of ops in text: the letter of each chunk."""
 LIGHTEST = 0.65
 """How far the last chunk's colour lies between its hue and white."""
 IDLE = "#bdbdbd"
@@ -42,7 +44,7 @@ def colour(op: Op, chunks: int) -> tuple[str, bool]:
 def as_text(drawn: Timeline, width: int | None = None) -> Iterator[Text]:
     """Lines of a timeline, in bands of at most `width` columns: a ruler, then a row for each rank.
 
-    A micro-batch's number is followed by the letter of its chunk: small for a forward, capital for a backward.
+    A micro-batch's number is followed by the letter of its op and chunk (`LETTERS`).
     """
     from rich.text import Text
 
@@ -78,8 +80,8 @@ def cells(drawn: Timeline, rank: int, step: float, box: int) -> list[tuple[str, 
         first, last = round(span.start / step), round(span.end / step)
         if span.rank != rank or last == first:
             continue
-        letter = ascii_lowercase[span.op.chunk % len(ascii_lowercase)]
-        name = f"{span.op.micro}{letter if span.op.kind == 'F' else letter.upper()}"
+        letters = LETTERS[span.op.kind]
+        name = f"{span.op.micro}{letters[span.op.chunk % len(letters)]}"
         background, light = colour(span.op, drawn.schedule.v)
         style = f"{'black' if light else 'white'} on {background}"
         row[first] = name.rjust(box), style
@@ -140,4 +142,5 @@ def _several(number: int, what: str) -> str:
 def legend(drawn: Timeline) -> str:
     """What colours mean."""
     lighter = "; later chunks are lighter" if drawn.schedule.v > 1 else ""
-    return f"Blue: forward, green: backward{lighter}; grey: idle. Micro-batches count from 0."
+    backward = "green: gradients of inputs, brown: of weights" if drawn.schedule.split else "green: backward"
+    return f"Blue: forward, {backward}{lighter}; grey: idle. Micro-batches count from 0."

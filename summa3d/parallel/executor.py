@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..autograd.debts import Debt, pay
+from ..autograd.root import root_of
 from ..comm.channel import Channel, Incoming
 from ..comm.profile.ledger import Ledger
 from ..layout.copies import Copies
@@ -37,19 +39,6 @@ class Stage:
         x = model.enter(inputs, batch) if x is None else x
         x = model.through(x, self.first, self.last, batch, model.visible(inputs))
         return model.leave(x, inputs, batch) if self.leaves else x
-
-
-class _Root(torch.autograd.Function):
-    """A scalar whose backward continues with a gradient that is put into `slot`: it keeps the graph of y, and not y."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, slot: list[Tensor]) -> Tensor:
-        ctx.slot = slot
-        return y.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.slot.pop(), None
 
 
 class Step(NamedTuple):
@@ -91,11 +80,15 @@ class Wire:
 
 
 class Flight(NamedTuple):
-    """What backward needs of a forward: the stage's input, the root of its graph, and where its output's gradient goes."""
+    """What backward needs of a forward: the stage's input, the root of its graph, and where its output's gradient goes.
+
+    debts : where X leaves what W needs; None where B takes both gradients
+    """
 
     x: Tensor | None
     root: Tensor
     slot: list[Tensor]
+    debts: list[Debt] | None
 
 
 @dataclass
@@ -108,6 +101,9 @@ class Executor:
     wire : how a stream and its gradient travel
     sums : kind → what an op R or T of a chunk does
     flights : what is in flight: (chunk, micro-batch) → what its backward needs
+    owed : (chunk, micro-batch) → the weight gradients that its X has postponed, and its W takes
+    handed : (kind, chunk, micro-batch) → the message of one of its stages to the next one, where both are its own
+    split : whether backward is split into X and W
     op : what it runs, or has failed in; None between programs
     """
 
@@ -117,6 +113,9 @@ class Executor:
     wire: Wire
     sums: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
     flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
+    owed: dict[tuple[int, int], list[Debt]] = field(default_factory=dict)
+    handed: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
+    split: bool = False
     op: Op | None = None
 
     @property
@@ -134,8 +133,9 @@ class Executor:
         Without gradients (torch.no_grad), its forwards alone. scale : the loss is multiplied by it before backward.
         forwarded : called once, behind the last forward.
         """
-        trains, self.flights, losses = torch.is_grad_enabled(), {}, []
+        trains, self.flights, self.owed, self.handed, losses = torch.is_grad_enabled(), {}, {}, {}, []
         program = program if trains else [step for step in program if step.op.kind == "F"]
+        self.split = any(step.op.kind == "X" for step in program)
         last = max(place for place, step in enumerate(program) if step.op.kind == "F")
         posted: dict[Message, Incoming] = {}
         for place, (op, message, sent) in enumerate(program):
@@ -148,9 +148,12 @@ class Executor:
                     micro = feed(op.micro)
                     with self.ledger.phase("forward" if trains else "other"):
                         losses += self._forward(op, incoming, sent, micro, trains)
-                elif op.kind == "B":
+                elif op.kind in "BX":
                     with self.ledger.phase("backward"):
                         self._backward(op, incoming, sent, scale)
+                elif op.kind == "W":
+                    with self.ledger.phase("backward"):
+                        pay(self.owed.pop((op.chunk, op.micro)))
                 else:
                     with self.ledger.phase("optimizer" if op.kind == "R" else "backward"):
                         self.sums[op.kind](op.chunk)
@@ -167,39 +170,51 @@ class Executor:
         if message is not None and message not in posted and self.channel is not None:
             posted[message] = self.channel.start_receive(self.wire.buffer(), message.stage, message.kind, message.micro)
 
-    def _send(self, array: Tensor, message: Message) -> None:
-        assert self.channel is not None
-        self.channel.send(self.wire.copies.part(array), message.stage, message.kind, message.micro)
+    def _pass(self, array: Tensor, kind: str, chunk: int, op: Op, message: Message | None) -> None:
+        """Send an array to the stage that takes it; without a message that is this rank's own, in `chunk`."""
+        if message is None:
+            self.handed[kind, chunk, op.micro] = array.detach().contiguous()
+        else:
+            assert self.channel is not None
+            self.channel.send(self.wire.copies.part(array), message.stage, message.kind, message.micro)
+
+    def _taken(self, kind: str, op: Op, incoming: Incoming | None) -> Tensor:
+        """What another stage has sent, or a stage of this rank has passed."""
+        return self.handed.pop((kind, op.chunk, op.micro)) if incoming is None else self.wire.arrived(incoming)
 
     def _forward(
         self, op: Op, incoming: Incoming | None, sent: Message | None, micro: tuple[Inputs, Batch], trains: bool
     ) -> list[Tensor]:
         stage, slot = self.stages[op.chunk], list[Tensor]()
-        x = None if incoming is None else self.wire.arrived(incoming).requires_grad_(trains)
-        prefetcher = stage.model.scheme.prefetcher
-        if prefetcher is None:
-            y = stage.forward(x, *micro)
-        else:
-            prefetcher.chunk = op.chunk
-            with prefetcher.forward_pass():
+        x = None if stage.enters else self._taken("F", op, incoming).requires_grad_(trains)
+        scheme, debts = stage.model.scheme, list[Debt]() if self.split else None
+        with scheme.debts.postponed(debts):
+            if scheme.prefetcher is None:
                 y = stage.forward(x, *micro)
+            else:
+                scheme.prefetcher.chunk = op.chunk
+                with scheme.prefetcher.forward_pass():
+                    y = stage.forward(x, *micro)
         if trains:
-            self.flights[op.chunk, op.micro] = Flight(x, y if sent is None else _Root.apply(y, slot), slot)
-        if sent is None:
+            self.flights[op.chunk, op.micro] = Flight(x, y if stage.leaves else root_of(y, slot), slot, debts)
+        if stage.leaves:
             return [y.detach()]
-        self._send(y, sent)
+        self._pass(y, "F", op.chunk + 1, op, sent)
         return []
 
     def _backward(self, op: Op, incoming: Incoming | None, sent: Message | None, scale: float) -> None:
-        flight = self.flights.pop((op.chunk, op.micro))
-        prefetcher = self.stages[op.chunk].model.scheme.prefetcher
-        if prefetcher is not None:
-            prefetcher.chunk = op.chunk
-        if incoming is None:
-            (flight.root * scale).backward()
-        else:
-            flight.slot.append(self.wire.arrived(incoming))
-            flight.root.backward()
-        if sent is not None and flight.x is not None:
+        flight, stage = self.flights.pop((op.chunk, op.micro)), self.stages[op.chunk]
+        scheme = stage.model.scheme
+        if scheme.prefetcher is not None:
+            scheme.prefetcher.chunk = op.chunk
+        with scheme.debts.postponed(flight.debts):
+            if stage.leaves:
+                (flight.root * scale).backward()
+            else:
+                flight.slot.append(self._taken("B", op, incoming))
+                flight.root.backward()
+        if flight.debts is not None:
+            self.owed[op.chunk, op.micro] = flight.debts
+        if flight.x is not None:
             assert flight.x.grad is not None
-            self._send(flight.x.grad, sent)
+            self._pass(flight.x.grad, "B", op.chunk - 1, op, sent)

@@ -69,6 +69,11 @@ class Schedule:
         """The stages of each rank, one a chunk."""
         return tuple(tuple(stage for stage, home in enumerate(self.homes) if home == rank) for rank in range(self.p))
 
+    @cached_property
+    def split(self) -> bool:
+        """Whether backward is split into gradients of inputs (X) and of weights (W)."""
+        return any(op.kind == "X" for ops in self.programs for op in ops)
+
     def ops_of(self, rank: int) -> tuple[Op, ...]:
         """The program of a rank."""
         return self.programs[rank]
@@ -133,9 +138,48 @@ def _in_turn(forwards: Sequence[Op], backwards: Sequence[Op], ahead: int) -> lis
     return [*forwards[:ahead], *(op for pair in paired for op in pair), *backwards[len(forwards) - ahead :]]
 
 
+def zb_h1(p: int, m: int, v: int, rank: int) -> list[Op]:
+    """`one_f_one_b` whose gradients of weights wait, and fill what was idle: `rank` of them are always behind.
+
+    In flight: min(p − rank, m) from F to X, at most min(p, m) from F to W. Source: Qi et al. 2024, ZB-H1.
+    """
+    return _first(m, *"F" * (p - 1 - rank), *"FX" * min(rank, m), *"FXW" * (m - rank), *"W" * rank)
+
+
+def zb_v(p: int, m: int, v: int, rank: int) -> list[Op]:
+    """Two chunks a rank in a V (`folded`): the rank of the first stage has the last one too, and backward begins where F ends.
+
+    In flight: min(2p, m + 1 + rank) chunks from F to W. m must be at least p. Source: Qi et al. 2024, ZB-V.
+    """
+    down, up = ("F0", "X0", "W0"), ("F1", "X1", "W1")
+    fill = ["F0"] * (2 * (p - rank) - 1) + ["F1", "F0"] * rank + [*up] * (p - rank)
+    drain = ["X0", "X1"] * rank + ["X0", "W0"] * (p - rank) + ["W1"] * rank + ["W0"] * rank
+    return _first(m, *fill, *[*down, *up] * (m - p), *drain)
+
+
+def _first(m: int, *kinds: str) -> list[Op]:
+    """Ops by kind and chunk (0 where it is left out), each for the next of m micro-batches, and left out behind the last."""
+    micros: Counter[str] = Counter()
+    found = []
+    for kind in kinds:
+        if micros[kind] < m:
+            found.append(Op(kind[0], int(kind[1:] or 0), micros[kind]))
+        micros[kind] += 1
+    return found
+
+
 def looped(p: int, v: int) -> tuple[int, ...]:
     """The rank of each stage where stages go round: stage k on rank k mod p."""
     return tuple(stage % p for stage in range(p * v))
+
+
+def folded(p: int, v: int) -> tuple[int, ...]:
+    """The rank of each stage where stages go to the last rank and back, as a V: two that follow at a turn are held by one rank.
+
+    >>> folded(3, 2)
+    (0, 1, 2, 2, 1, 0)
+    """
+    return tuple(p - 1 - stage % p if stage // p % 2 else stage % p for stage in range(p * v))
 
 
 # -- the registry -------------------------------------------------------------------------------------------------------------
@@ -159,6 +203,17 @@ def _several(name: str, p: int, m: int, v: int) -> str | None:
     )
 
 
+def _folded(name: str, p: int, m: int, v: int) -> str | None:
+    if v != 2:
+        return f"schedule {name} has 2 chunks a rank, not {v}. Use chunks 2, or schedule zb-h1."
+    if m >= p:
+        return None
+    return (
+        f"schedule {name} needs at least as many micro-batches as the pipeline has ranks, and {m} are fewer than {p}. "
+        f"Numbers of micro-batches that fit: {p} and more. Schedule zb-h1 takes any."
+    )
+
+
 class Rule(NamedTuple):
     """A schedule by name: its order, the homes of its stages, and the reason why sizes do not fit it."""
 
@@ -171,6 +226,8 @@ SCHEDULES = {
     "gpipe": Rule(gpipe, looped, _single),
     "1f1b": Rule(one_f_one_b, looped, _single),
     "interleaved": Rule(interleaved, looped, _several),
+    "zb-h1": Rule(zb_h1, looped, _single),
+    "zb-v": Rule(zb_v, folded, _folded),
 }
 
 
@@ -339,7 +396,9 @@ def _counts_problem(schedule: Schedule, ops: Sequence[Op]) -> str | None:
 
 def _order_problem(ops: Sequence[Op]) -> str | None:
     latest: dict[tuple[str, int], Op] = {}
-    for op in ops:
+    for place, op in enumerate(ops):
+        if op.kind == "W" and (needed := op._replace(kind="X")) not in ops[:place]:
+            return f"{op} comes before {needed}"
         before = latest.get((op.kind, op.chunk))
         if op.kind not in "FRT" and before is not None and before.micro > op.micro:
             return f"{op} comes after {before}, and gradients would be summed in another order"

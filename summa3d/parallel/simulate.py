@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from .schedule import GRADIENT_ENDS, Message, Op, Schedule, StreamOf, dependencies, pair_stream
 
-SECONDS: Mapping[str, float] = {"F": 1.0, "B": 2.0}
-"""Time of a rank's forward and backward over all its layers, in units: what the paper's figures assume."""
+SECONDS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "X": 1.0, "W": 1.0}
+"""Time of a rank's ops over all its layers, in units: what the papers' figures assume."""
 
 
 class Span(NamedTuple):
@@ -81,9 +81,12 @@ def timeline(schedule: Schedule, seconds: Mapping[str, float] = SECONDS, layers:
     return Timeline(schedule, tuple(spans[place] for place in sorted(spans)))
 
 
-def in_flight(ops: Sequence[Op]) -> list[int]:
-    """How many inputs of chunks a rank keeps, after each of its ops: a backward of weights releases one."""
-    steps = {"F": 1, **dict.fromkeys(GRADIENT_ENDS, -1)}
+def in_flight(ops: Sequence[Op], ends: Sequence[str] = GRADIENT_ENDS) -> list[int]:
+    """How many inputs of chunks a rank keeps, after each of its ops: a backward of weights releases one.
+
+    ends : the kinds that end a flight; GRADIENT_SENDERS for what the gradient of an input ends
+    """
+    steps = {"F": 1, **dict.fromkeys(ends, -1)}
     return list(accumulate(steps.get(op.kind, 0) for op in ops))
 
 

@@ -105,8 +105,9 @@ class PipelineConfig:
     Attributes
     ----------
     schedule : "gpipe", all forwards and then all backwards; "1f1b", a forward and a backward in turn; "interleaved", 1f1b over
-        several chunks of layers a rank, which takes multiples of grid.pp as train.accumulate
-    chunks : stages of each rank; 2 or more with interleaved, else 1
+        several chunks of layers a rank, which takes multiples of grid.pp as train.accumulate; "zb-h1", 1f1b that takes gradients
+        of weights in idle times; "zb-v", so over two chunks a rank in a V, which takes grid.pp or more as train.accumulate
+    chunks : stages of each rank; 2 or more with interleaved, 2 with zb-v, else 1
     layers : "balanced"; or the number of layers of each of the grid.pp · chunks stages, in order, such as "4,3"
     scatter : whether tensor-parallel ranks that hold copies of the residual stream (scheme oned) send a part of it each to the
         next stage, where it is gathered (Megatron-LM's scatter/gather); else each sends the whole

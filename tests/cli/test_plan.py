@@ -54,6 +54,20 @@ def test_a_drawing_shows_all_chunks_and_json_says_the_same(capsys: pytest.Captur
     assert {(op["kind"], op["chunk"]) for op in found["ops"]} == {("F", 0), ("F", 1), ("B", 0), ("B", 1)}
 
 
+def test_a_split_backward_has_a_box_for_each_half(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--pp", "4", "--micro-batches", "8", "--schedule", "zb-v", "--chunks", "2"]
+    text = printed(capsys, *words)
+    assert text.startswith("zb-v, 4 ranks × 2 chunks, 8 micro-batches; forward 1, backward 2 (weights 1)\n")
+    assert "time 25.5 = 24 of work + bubble 1.5 (6.2% of the work)" in text
+    rows = [line for line in text.splitlines() if line.startswith("rank ") and "stages" not in line]
+    assert all(row.count(f"{micro}{letter}") == 1 for row in rows for micro in range(8) for letter in "abABwx")
+    assert "0w those of its weights (chunk b: 0x)" in text
+    found = json.loads(printed(capsys, *words, "--weights", "0.5", "--json"))
+    lengths = {(op["kind"], op["end"] - op["start"]) for op in found["ops"]}
+    assert lengths == {("F", 0.5), ("X", 0.75), ("W", 0.25)}
+    assert [rank["stages"] for rank in found["ranks"]] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+
+
 def test_a_narrow_terminal_gets_bands_that_are_the_whole_timeline() -> None:
     drawn = timeline(build("interleaved", 2, 4, 2))
     (whole, first, second), bands = [list(map(str, as_text(drawn)))[:3], list(map(str, as_text(drawn, 40)))]
@@ -97,6 +111,8 @@ def test_a_figure_is_written_in_the_format_of_its_ending(tmp_path: Path, capsys:
         (["--pp", "4", "--micro-batches", "8", "--layers", "3"], "What fits: 3 ranks × 1"),
         (["--pp", "2", "--micro-batches", "8", "--layers", "3,2,1"], "need 2 numbers of layers"),
         (["--pp", "2", "--micro-batches", "8", "--backward", "0"], "they must be positive"),
+        (["--pp", "2", "--micro-batches", "8", "--weights", "2"], "part of --backward 2: it must be positive and smaller."),
+        (["--pp", "4", "--micro-batches", "3", "--schedule", "zb-v", "--chunks", "2"], "that fit: 4 and more."),
         (["--pp", "2", "--micro-batches", "8", "--png", "schedule.bmp"], "end it in one of .png, .svg, .pdf."),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from summa3d.errors import ConfigError
 from summa3d.layout import split_sizes
-from summa3d.parallel.schedule import SCHEDULES, Op, Schedule, build, check, looped, split_layers
+from summa3d.parallel.schedule import SCHEDULES, Op, Schedule, build, check, folded, looped, split_layers
 
 GOLDEN = {
     ("1f1b", 1): (
@@ -25,6 +25,22 @@ GOLDEN = {
         None,
         "F0.0 F0.1 F0.2 F0.3 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3 F0.4 B0.0 F0.5 B0.1 F0.6 B0.2 F0.7 B0.3 F1.4 B1.4 "
         "F1.5 B1.5 F1.6 B1.6 F1.7 B1.7 B0.4 B0.5 B0.6 B0.7",
+    ),
+    ("zb-h1", 1): (
+        "F0 F1 F2 F3 X0 W0 F4 X1 W1 F5 X2 W2 F6 X3 W3 F7 X4 W4 X5 W5 X6 W6 X7 W7",
+        None,
+        None,
+        "F0 X0 F1 X1 F2 X2 F3 X3 W0 F4 X4 W1 F5 X5 W2 F6 X6 W3 F7 X7 W4 W5 W6 W7",
+    ),
+    ("zb-v", 2): (
+        "F0.0 F0.1 F0.2 F0.3 F0.4 F0.5 F0.6 F1.0 X1.0 W1.0 F1.1 X1.1 W1.1 F1.2 X1.2 W1.2 F1.3 X1.3 W1.3 F0.7 X0.0 W0.0 F1.4 "
+        "X1.4 W1.4 X0.1 W0.1 F1.5 X1.5 W1.5 X0.2 W0.2 F1.6 X1.6 W1.6 X0.3 W0.3 F1.7 X1.7 W1.7 X0.4 W0.4 X0.5 W0.5 X0.6 W0.6 "
+        "X0.7 W0.7",
+        None,
+        None,
+        "F0.0 F1.0 F0.1 F1.1 F0.2 F1.2 F0.3 F1.3 X1.0 W1.0 F0.4 X0.0 W0.0 F1.4 X1.1 W1.1 F0.5 X0.1 W0.1 F1.5 X1.2 W1.2 F0.6 "
+        "X0.2 W0.2 F1.6 X1.3 W1.3 F0.7 X0.3 W0.3 F1.7 X1.4 W1.4 X0.4 X1.5 X0.5 X1.6 X0.6 X1.7 X0.7 W0.4 W1.5 W1.6 W1.7 W0.5 "
+        "W0.6 W0.7",
     ),
 }
 """The orders of 4 ranks and 8 micro-batches; where there is one chunk, it is left out."""
@@ -50,7 +66,7 @@ def test_orders_of_4_ranks_and_8_micro_batches(name: str, chunks: int) -> None:
         assert text is None or schedule.ops_of(rank) == ops(text), rank
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_a_pipeline_of_one_rank_is_accumulation_and_sends_nothing(name: str) -> None:
     schedule = build(name, 1, 3, replicas=True, tied=True)
     assert schedule.ops_of(0) == ops("F0 B0 F1 B1 F2 B2 R:0")
@@ -64,6 +80,18 @@ def test_stages_go_round_and_messages_follow_them() -> None:
     assert schedule.sent(1, Op("F", 0, 1)) == schedule.received(0, Op("F", 1, 1)) == ("F", 2, 1, 1, 0)
     assert schedule.sent(1, Op("F", 1, 1)) is schedule.received(1, Op("B", 1, 1)) is None  # the loss is at home
     assert schedule.sent(0, Op("B", 1, 0)) == schedule.received(1, Op("B", 0, 0)) == ("B", 1, 0, 0, 1)
+
+
+def test_stages_in_a_v_meet_on_the_last_rank_and_end_on_the_first() -> None:
+    schedule = build("zb-v", 3, 3, 2, replicas=True, tied=True)
+    assert schedule.homes == folded(3, 2) == (0, 1, 2, 2, 1, 0) and schedule.stages == ((0, 5), (1, 4), (2, 3))
+    assert schedule.sent(2, Op("F", 0, 1)) is schedule.received(2, Op("F", 1, 1)) is None  # the turn is no message
+    assert schedule.sent(2, Op("X", 1, 1)) is schedule.received(2, Op("X", 0, 1)) is None
+    assert schedule.sent(1, Op("X", 1, 0)) == schedule.received(2, Op("X", 1, 0)) == ("B", 3, 0, 1, 2)
+    assert schedule.sent(0, Op("X", 1, 2)) == ("B", 4, 2, 0, 1) and schedule.sent(0, Op("F", 1, 2)) is None
+    assert schedule.sent(0, Op("W", 1, 2)) is schedule.received(0, Op("W", 0, 2)) is None
+    assert not any(op.kind == "T" for program in schedule.programs for op in program)  # one rank has the shared table
+    assert all(tuple(op for op in program if op.kind == "R") == ops("R:1 R:0") for program in schedule.programs[:2])
 
 
 def test_sums_come_behind_the_backwards_that_they_need() -> None:
@@ -127,12 +155,20 @@ def test_sums_in_the_wrong_place_are_refused(text: str, problem: str) -> None:
 
 
 def test_split_backwards_are_taken_and_kept_in_order() -> None:
-    """What zero-bubble schedules will need: X sends the gradient, W follows it."""
+    """X sends the gradient, W follows it."""
     whole = build("1f1b", 2, 2, replicas=True, tied=True)
     split = replace(whole, programs=(ops("F0 F1 X0 W0 X1 W1 T:0 R:0"), ops("F0 X0 F1 X1 W0 W1 T:0 R:0")))
     check(split)
-    with pytest.raises(ConfigError, match="deadlocks"):
-        check(changed(split, 0, "F0 F1 W0 X0 X1 W1 T:0 R:0"))
+    for text, problem in (
+        ("F0 F1 W0 X0 X1 W1 T:0 R:0", r"W 0\.0 comes before X 0\.0"),
+        ("F0 F1 X0 X1 W1 W0 T:0 R:0", r"W 0\.0 comes after W 0\.1"),
+        ("F0 F1 X1 X0 W0 W1 T:0 R:0", r"X 0\.0 comes after X 0\.1"),
+        ("F0 F1 X0 X1 W0 T:0 R:0", r"W 0\.1 is there 0 times"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            check(changed(split, 0, text))
+    with pytest.raises(ConfigError, match=r"R 0 comes before W 0\.1"):
+        check(changed(build("zb-h1", 2, 2, replicas=True), 0, "F0 F1 X0 W0 X1 R:0 W1"))
 
 
 def test_a_cycle_is_told_op_by_op() -> None:
@@ -144,13 +180,25 @@ def test_a_cycle_is_told_op_by_op() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("ifib", (2, 2, 1), "there is no schedule 'ifib'; did you mean '1f1b'? Schedules: gpipe, 1f1b, interleaved."),
-        ("quick", (2, 2, 1), "there is no schedule 'quick'. Schedules: gpipe, 1f1b, interleaved."),
+        (
+            "ifib",
+            (2, 2, 1),
+            "did you mean '1f1b'? Schedules: gpipe, 1f1b, interleaved, zb-h1, zb-v.",
+        ),
+        ("quick", (2, 2, 1), "there is no schedule 'quick'. Schedules: gpipe, 1f1b, interleaved, zb-h1, zb-v."),
         ("interleaved", (4, 6, 2), "6 is no multiple of 4. Numbers of micro-batches that fit: 4, 8. Schedule 1f1b takes any."),
         ("interleaved", (4, 3, 2), "3 is no multiple of 4. Numbers of micro-batches that fit: 4. Schedule 1f1b takes any."),
         ("interleaved", (4, 4, 1), "needs at least 2 chunks a rank, not 1. Use chunks 2, or schedule 1f1b."),
         ("gpipe", (4, 4, 2), "schedule gpipe has one chunk a rank, not 2. Use chunks 1, or schedule interleaved."),
         ("interleaved", (1, 4, 2), "a pipeline of one rank has one chunk, not 2. Use chunks 1, or at least 2 pipeline ranks."),
+        ("zb-h1", (4, 4, 2), "schedule zb-h1 has one chunk a rank, not 2. Use chunks 1, or schedule interleaved."),
+        ("zb-v", (4, 4, 1), "schedule zb-v has 2 chunks a rank, not 1. Use chunks 2, or schedule zb-h1."),
+        ("zb-v", (4, 3, 2), "3 are fewer than 4. Numbers of micro-batches that fit: 4 and more. Schedule zb-h1 takes any."),
+        (
+            "zb-w",
+            (4, 4, 2),
+            "there is no schedule 'zb-w'; did you mean 'zb-v'? Schedules: gpipe, 1f1b, interleaved, zb-h1, zb-v.",
+        ),
         ("1f1b", (2, 0, 1), "a pipeline needs a positive number of micro-batches, not 0."),
     ],
 )
@@ -161,9 +209,12 @@ def test_sizes_that_do_not_fit_are_told_with_those_that_do(name: str, sizes: tup
 
 
 def test_every_schedule_takes_what_its_errors_name() -> None:
-    assert set(SCHEDULES) == {"gpipe", "1f1b", "interleaved"}
+    assert set(SCHEDULES) == {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}
     for m in (4, 8):
         build("interleaved", 4, m, 2)
+        build("zb-v", 4, m, 2)
+    for m in (1, 3):
+        build("zb-h1", 4, m)
 
 
 @pytest.mark.parametrize("layers", range(1, 24))

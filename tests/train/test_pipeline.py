@@ -15,6 +15,8 @@ from summa3d.train.dry_run import predict
 
 Settings = dict[str, Any]
 INTERLEAVED: Settings = {"pipeline__schedule": "interleaved", "pipeline__chunks": 2}
+ZB_H1: Settings = {"pipeline__schedule": "zb-h1"}
+ZB_V: Settings = {"pipeline__schedule": "zb-v", "pipeline__chunks": 2}
 LONG: Settings = {
     "model__sequence": 8,
     "train__steps": 20,
@@ -28,13 +30,23 @@ LONG: Settings = {
 LLAMA: Settings = {"model__family": "llama", "model__kv_heads": 2, "model__ffn": 36}
 BERT: Settings = {"model__family": "bert", "model__vocabulary": 263}
 GRIDS: dict[int, list[tuple[Settings, Settings]]] = {
-    2: [({"model__layers": 3}, {"grid__pp": 2, "scheme": "serial", "recompute": "full"})],
+    2: [
+        ({"model__layers": 3}, {"grid__pp": 2, "scheme": "serial", "recompute": "full"}),
+        ({"model__layers": 4}, {"grid__pp": 2, "scheme": "serial", **ZB_V}),
+    ],
     3: [({"model__layers": 7, **LLAMA}, {"grid__pp": 3, "scheme": "serial", "pipeline__schedule": "gpipe"})],
     4: [
         ({"model__layers": 3, **LLAMA}, {"grid__pp": 2, "grid__y": 2, "scheme": "oned"}),
         ({"model__layers": 4, **BERT, "train__accumulate": 2}, {"grid__pp": 2, "grid__z": 2, "scheme": "cuboid", **INTERLEAVED}),
+        ({"model__layers": 4, **LLAMA}, {"grid__pp": 4, "scheme": "serial", "recompute": "full", **ZB_H1}),
     ],
-    8: [({"model__layers": 2}, {"grid__pp": 2, "grid__x": 2, "grid__y": 2, "scheme": "summa", "pipeline__layers": "2,0"})],
+    8: [
+        ({"model__layers": 2}, {"grid__pp": 2, "grid__x": 2, "grid__y": 2, "scheme": "summa", "pipeline__layers": "2,0"}),
+        (
+            {"model__layers": 8, "train__batch": 16, "train__accumulate": 4},
+            {"grid__pp": 4, "grid__z": 2, "scheme": "cuboid", **ZB_V},
+        ),
+    ],
 }
 """Ranks → the model and the pipeline of each run."""
 
@@ -63,6 +75,7 @@ LEGS: list[tuple[int, Settings]] = [
     (2, {"grid__pp": 2, "scheme": "serial"}),
     (1, {"scheme": "serial"}),
     (4, {"grid__pp": 4, "scheme": "serial", **INTERLEAVED}),
+    (4, {"grid__pp": 4, "scheme": "serial", **ZB_V}),
     (4, {"grid__pp": 2, "grid__z": 2, "scheme": "cuboid"}),
 ]
 

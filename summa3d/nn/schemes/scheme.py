@@ -18,6 +18,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from ...autograd.collectives import all_gather, broadcast_from, scatter_from
+from ...autograd.debts import Debts
 from ...autograd.differentiable import InFlight, Product, product
 from ...autograd.prefetch import Prefetcher, PrefetchSource
 from ...comm.axis import Axis
@@ -56,10 +57,10 @@ class Lookup:
 
 
 class Shared:
-    """What the schemes of one model share, those of all its pipeline stages: the prefetch and the workspace of products."""
+    """What the schemes of one model share, those of all its pipeline stages: prefetch, workspace and debts of products."""
 
     def __init__(self, grid: Grid, overlap: Overlap) -> None:
-        self.grid, self.overlap = grid, overlap
+        self.grid, self.overlap, self.debts = grid, overlap, Debts()
 
     @cached_property
     def prefetcher(self) -> Prefetcher | None:
@@ -242,7 +243,7 @@ class Scheme:
         source : the layer's prefetch source, from the method `prefetch_source`; None for no prefetch
         """
         rows = self.vector_rows(self.after_linear(layout))
-        in_flight = InFlight(source, self.overlap.input_gradient)
+        in_flight = InFlight(source, self.overlap.input_gradient, self.debts)
         return product(self.plan(layout, form, m, n, k), self.grid, self.regather, rows, self._shared.workspace, in_flight)
 
     def prefetch_source(
@@ -258,6 +259,11 @@ class Scheme:
     def prefetcher(self) -> Prefetcher | None:
         """The prefetch of gathered weights; None where the overlap prefetches nothing."""
         return self._shared.prefetcher
+
+    @property
+    def debts(self) -> Debts:
+        """Whether the products of all layers postpone their weight gradients."""
+        return self._shared.debts
 
     @property
     def lookup(self) -> Lookup:

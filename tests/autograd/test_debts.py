@@ -1,0 +1,102 @@
+"""Postponed weight gradients of single layers: the bits of one backward, and what a debt keeps until it is paid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from summa3d.autograd.debts import Debt, pay
+from summa3d.autograd.recompute import recompute
+from summa3d.nn import scheme
+from summa3d.nn.layers.fused_linear import FusedLinear
+from summa3d.nn.layers.linear import Linear
+from summa3d.nn.parameter import initialise
+
+
+def layers(*widths: int, **options: Any) -> list[Linear]:
+    """Linear layers of 5 inputs on one rank."""
+    plan = scheme("serial")
+    found = torch.nn.ModuleList(Linear(5, width, plan, dtype=torch.float64, **options) for width in widths)
+    initialise(found, plan, seed=2)
+    return list(found)
+
+
+def rows(number: int) -> torch.Tensor:
+    return torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(number)).requires_grad_()
+
+
+@pytest.mark.mpi(sizes=(1,))
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_debt_is_paid_with_the_bits_of_backward_and_biases_do_not_wait(comm: Any, transposed: bool) -> None:
+    (layer,), x, owed = layers(4, transposed=transposed), rows(1), list[Debt]()
+    layer(x).square().sum().backward()
+    want = [grad.clone() for grad in (x.grad, layer.bias.grad, layer.weight.grad)]
+    x.grad = layer.bias.grad = layer.weight.grad = None
+    with layer.scheme.debts.postponed(owed):
+        layer(x).square().sum().backward()
+    assert layer.weight.grad is None and len(owed) == 1
+    assert torch.equal(x.grad, want[0]) and torch.equal(layer.bias.grad, want[1])
+    pay(owed)
+    assert owed == [] and torch.equal(layer.weight.grad, want[2])
+    layer(x).sum().backward()  # nothing is postponed any more
+    assert not torch.equal(layer.weight.grad, want[2])
+
+
+@pytest.mark.mpi(sizes=(1,))
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+def test_a_weight_that_several_products_use_gets_their_sum_at_once(comm: Any, again: bool) -> None:
+    """Joined with another, and alone: a large gradient that is there already makes the order of sums visible."""
+    first, second = layers(5, 5, bias=False)
+    joined = FusedLinear("width", first, second)
+    x = rows(1)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.tanh(sum(joined(x))) + x
+        return x
+
+    def gradients(owed: list[Debt] | None) -> list[Any]:
+        x.grad = None
+        for weight in (first.weight, second.weight):
+            weight.grad = torch.full_like(weight, 1e6 / 3)
+        with first.scheme.debts.postponed(owed):
+            (recompute(run, [x], [first, second]) if again else run(x)).square().sum().backward()
+        pay(owed or [])
+        return [x.grad, first.weight.grad, second.weight.grad]
+
+    for got, want in zip(gradients([]), gradients(None), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.mpi(sizes=(1,))
+def test_a_debt_keeps_no_weight(comm: Any) -> None:
+    """Joined columns are a copy, which lives until backward has used it."""
+    linears, x, owed = layers(5, 5, bias=False), rows(1), list[Debt]()
+    joined, copies = FusedLinear("width", *linears), []
+    side_by_side = joined._side_by_side
+
+    def watched(weights: Any) -> torch.Tensor:
+        made = side_by_side(weights)
+        copies.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    joined._side_by_side = watched  # type: ignore[method-assign]
+    with linears[0].scheme.debts.postponed(owed):
+        y = sum(joined(x)).square().sum()
+        assert not copies[0].expired()
+        y.backward()
+    del y
+    assert copies[0].expired() and len(owed) == 1 and all(linear.weight.grad is None for linear in linears)
+    pay(owed)
+    assert all(linear.weight.grad.any() for linear in linears)
+
+
+@pytest.mark.mpi(sizes=(1,))
+def test_a_product_whose_input_needs_no_gradient_postpones_nothing(comm: Any) -> None:
+    (layer,), owed = layers(4), list[Debt]()
+    with layer.scheme.debts.postponed(owed):
+        layer(rows(1).detach()).sum().backward()
+    assert owed == [] and layer.weight.grad.any()
