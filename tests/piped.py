@@ -22,7 +22,7 @@ from summa3d.comm.axis import Axis
 from summa3d.comm.channel import Channel
 from summa3d.comm.failure import install_abort_hook
 from summa3d.comm.grid import Grid
-from summa3d.parallel.schedule import Message, Schedule, build
+from summa3d.parallel.schedule import GRADIENT_ENDS, Message, Schedule, build
 
 DELAY = 0.001
 """Seconds that an op takes at most."""
@@ -95,7 +95,10 @@ def run(schedule: Schedule, channel: Channel, inner: Axis, words: int, chance: r
                 )
                 channel.send(y, message.stage, message.kind, message.micro)
             channel.progress()
-        (kept.add if op.kind == "F" else kept.remove)(op[1:])
+        if op.kind == "F":
+            kept.add(op[1:])
+        elif op.kind in GRADIENT_ENDS:
+            kept.remove(op[1:])
         counts.append(len(kept))
     channel.finish()
     return counts

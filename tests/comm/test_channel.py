@@ -16,13 +16,13 @@ import pytest
 from summa3d.comm.channel import Channel, Link, links_of
 from summa3d.dry.place import DryPlace
 from summa3d.errors import AgreementError, GridError, ShapeError
-from summa3d.parallel.schedule import build, looped
+from summa3d.parallel.schedule import SCHEDULES, build, looped
 
 WITHOUT_COPIES = {"MPIR_CVAR_CH4_CMA_ENABLE": "0"}
 """MPI then moves a large message only while its sender is inside MPI."""
 MIB = 2**17
 """Elements of a block of 1 MiB."""
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def make_channel(comm, make_grid):
     """A grid of all ranks along pp, and its channel, which is freed at the end."""
     made = []
 
-    def make(chunks=1, **options):
+    def make(chunks=1, homes=looped, **options):
         grid = make_grid(order=["z", "pp"], pp=comm.size, z=1, **options)
-        made.append(Channel(grid["pp"], looped(comm.size, chunks)))
+        made.append(Channel(grid["pp"], homes(comm.size, chunks)))
         return grid, made[-1]
 
     yield make
@@ -52,16 +52,19 @@ def wanted(schedule, rank, words):
 
 
 @pytest.mark.mpi(sizes=(2, 3, 4))
-@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
-def test_a_pipeline_receives_its_words_each_in_the_phase_of_the_op_that_waits(comm, make_channel, name, chunks):
+@pytest.mark.parametrize("name", CHUNKS)
+def test_a_pipeline_receives_its_words_each_in_the_phase_of_the_op_that_waits(comm, make_channel, name):
     """Receives are posted an op ahead: in another phase, as often as not. Headers of debug mode are not counted."""
-    grid, channel = make_channel(chunks, check=name == "gpipe")
+    chunks = CHUNKS[name]
+    grid, channel = make_channel(chunks, SCHEDULES[name].homes, check=name == "gpipe")
     p, m, words = comm.size, 2 * comm.size, 5
     schedule = build(name, p, m, chunks)
     with grid.ledger.watch() as moved:
         kept = piped.run(schedule, channel, grid["z"], words, random.Random(comm.rank), piped.Host())
     expected = wanted(schedule, comm.rank, words)
-    forwards, backwards = m * (chunks - (comm.rank == 0)), m * (chunks - (comm.rank == p - 1))
+    first, last = int(comm.rank == 0), int(comm.rank == p - 1)
+    not_sent = (first + last, first + last) if name == "zb-v" else (first, last)
+    forwards, backwards = (m * (chunks - none) for none in not_sent)
     assert [expected.get(phase, [0, 0])[1] for phase in ("forward", "backward")] == [forwards, backwards]
     received = {row.phase: [row.amounts.words, row.amounts.messages] for row in moved.rows if row.collective == "receive"}
     assert received == expected and moved.words == sum(count for count, _ in expected.values())
@@ -191,18 +194,21 @@ def test_device_arrays_travel_by_pinned_copies_and_are_counted_alike(comm, make_
 
 
 @pytest.mark.mpi(sizes=(2, 3, 4))
-@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
-def test_over_nccl_each_kind_neighbour_and_direction_has_a_communicator_and_a_stream(comm, make_channel, name, chunks):
+@pytest.mark.parametrize("name", CHUNKS)
+def test_over_nccl_each_kind_neighbour_and_direction_has_a_communicator_and_a_stream(comm, make_channel, name):
     """They are opened before the first step: what opens a communicator inside one may wait for ranks that are elsewhere."""
     device = fake_device.use(fake_device.Device(comm, "concurrent", seed=comm.rank))
-    grid, channel = make_channel(chunks, transport="nccl", device=device, check=False)
+    chunks = CHUNKS[name]
+    grid, channel = make_channel(chunks, SCHEDULES[name].homes, transport="nccl", device=device, check=False)
     arrays, p = piped.Fake(device), comm.size
     channel.open_device(arrays.full(1, 0.0))
     opened = {link: one.communicator for link, one in channel._nccl.items()}
-    ring = [(rank, (rank + 1) % p) for rank in range(p if chunks > 1 else p - 1)]
-    everywhere = [("F", *edge) for edge in ring] + [("B", *edge[::-1]) for edge in ring]
+    edges = [(rank, (rank + 1) % p) for rank in range(p if name == "interleaved" else p - 1)]
+    forward = edges + [edge[::-1] for edge in edges if name == "zb-v"]
+    everywhere = [("F", *edge) for edge in forward] + [("B", *edge[::-1]) for edge in forward]
     assert sorted(map(tuple, opened)) == sorted(link for link in everywhere if comm.rank in link[1:])
-    assert chunks == 1 or len(opened) == 4
+    neighbours = 2 if name == "interleaved" else (comm.rank > 0) + (comm.rank < p - 1)
+    assert len(opened) == 2 * neighbours * (2 if name == "zb-v" else 1)
     streams, names = len(device.streams), device.nccl.names
     schedule = build(name, p, 2 * p, chunks)
     for step in range(2):
@@ -246,6 +252,7 @@ SLOW = pytest.mark.wide
 JOBS = [
     ("interleaved", 2, 4, 2, 4, False),
     ("1f1b", 2, 4, 1, 4, True),
+    ("zb-v", 2, 4, 2, 4, False),
     *(
         pytest.param(name, p, m, v, ranks, ssend, marks=SLOW)
         for ssend in (False, True)
@@ -258,6 +265,8 @@ JOBS = [
             ("interleaved", 2, 6, 4, 4),
             ("interleaved", 3, 6, 2, 3),
             ("interleaved", 4, 8, 2, 4),
+            ("zb-h1", 4, 8, 1, 4),
+            ("zb-v", 4, 6, 2, 4),
         )
     ),
 ]

@@ -175,6 +175,11 @@ def test_replicas_divide_the_batch_and_a_chosen_grid_leaves_them_alone():
         (["grid.pp=3", "pipeline.schedule=1f1v"], ["1f1v", "did you mean '1f1b'", "gpipe, 1f1b, interleaved"]),
         (["grid.pp=3", "pipeline.schedule=interleaved"], ["at least 2 chunks", "grid.pp = 3"]),
         (["grid.pp=2", "pipeline.schedule=interleaved", "pipeline.chunks=2", "train.accumulate=1"], ["multiple of 2", "fit: 2"]),
+        (
+            ["grid.pp=4", "pipeline.schedule=zb-v", "pipeline.chunks=2", "train.accumulate=3"],
+            ["3 are fewer than 4", "4 and more"],
+        ),
+        (["grid.pp=4", "pipeline.schedule=zb-v", "train.accumulate=4"], ["has 2 chunks a rank, not 1", "Use chunks 2"]),
         (["grid.pp=4", "model.layers=3"], ["3 layers cannot fill the 4 stages", "3 ranks × 1"]),
         (["grid.pp=2", "model.layers=3", "pipeline.layers=2,2"], ["sum to 3", "sum to 4", "2,1"]),
         (["grid.pp=3", "model.layers=3", "pipeline.layers=3,0,0"], ["only the first and the last stage"]),

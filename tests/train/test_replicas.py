@@ -29,6 +29,10 @@ RUNS: dict[int, list[dict[str, Any]]] = {
     4: [
         {"scheme": "oned", "grid__dp": 2, "grid__y": 2, **LLAMA},
         {"scheme": "serial", "grid__dp": 2, "grid__pp": 2, "model__layers": 3},
+        {
+            **{"scheme": "serial", "grid__dp": 2, "grid__pp": 2, "pipeline__schedule": "zb-v", "pipeline__chunks": 2},
+            **{"model__layers": 4, "replicas__bucket": 1000, **LLAMA},
+        },
     ],
     8: [
         {"scheme": "cuboid", "grid__dp": 2, "grid__y": 2, "grid__z": 2, "vectors": "diagonal", "train__batch": 24},
