@@ -54,6 +54,7 @@ class Case:
     regather: bool = True
     gather: int = 0
     dtype: str = "float64"
+    distributed: bool = False
 
     def config(self) -> Any:
         layers = self.layers if isinstance(self.layers, int) else sum(self.layers)
@@ -114,7 +115,7 @@ class Piped:
     def built(self, plan: Scheme) -> Any:
         model = build(self.config, plan, torch_dtype(master_dtype(self.case.dtype)), seed=3)
         kind = "selective" if self.case.selective else "full" if self.case.recompute else "none"
-        model.recompute(kind, max(1, self.case.recompute))
+        model.recompute(kind, max(1, self.case.recompute), self.case.distributed)
         return model.to(devices.NAME) if devices.NAME == "cuda" else model
 
     def batch(self, micro: int) -> dict[str, torch.Tensor]:

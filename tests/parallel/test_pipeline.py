@@ -43,12 +43,15 @@ class Noting:
 
     def __init__(self, executor: Any) -> None:
         self.executor, self.ledger, executor.ledger = executor, executor.ledger, self
+        self.inputs: list[StorageWeakRef] = []
         self.outputs: list[StorageWeakRef] = []
         self.counts: list[tuple[int, int, int]] = []
         noted = self
 
         class Noted(Stage):
             def forward(self, x: Any, inputs: Any, batch: Any) -> Any:
+                if x is not None:
+                    noted.inputs.append(StorageWeakRef(x.untyped_storage()))
                 y = super().forward(x, inputs, batch)
                 if not self.leaves:
                     noted.outputs.append(StorageWeakRef(y.untyped_storage()))
@@ -105,6 +108,26 @@ def check_words(piped: Piped, moved: Any) -> None:
     table = sum(row.amounts.words for row in moved.rows if "pp" in row.axis and row.collective == "all_reduce")
     assert table == (0 if piped.pipeline.holders is None else piped.pipeline.tied.numel()), piped.case
     assert all(row.axis.startswith("pp") or set(row.axis) <= set("xyzd·") for row in moved.rows), moved.rows
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=100)
+@pytest.mark.parametrize("distributed", [True, False])
+def test_of_an_input_whose_parts_are_kept_nothing_else_is_alive(make_grid: Any, world_size: int, distributed: bool) -> None:
+    """Behind its forward, on ranks of oned that recompute from their parts; else the input lives until its backward."""
+    piped = Piped(Case(2, 3, scheme="oned", axes=Y2, layers=4, recompute=1, distributed=distributed), make_grid)
+    noted, alive = Noting(piped.executor), []
+    progress = piped.executor.channel.progress
+
+    def counting() -> int:
+        alive.append(sum(not one.expired() for one in noted.inputs))
+        return progress()
+
+    piped.executor.channel.progress = counting
+    piped.pipeline.run(3, piped.feed)
+    accumulate(piped, piped.copies)
+    check_gradients(piped)
+    assert len(noted.inputs) == (3 if piped.rank else 0) and max(alive) == (0 if distributed or not piped.rank else 1)
+    piped.executor.channel.free()
 
 
 @pytest.mark.mpi(sizes=(4, 6), timeout=100)
