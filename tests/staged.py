@@ -15,9 +15,10 @@ from typing import Any
 import devices
 import torch
 from plain_bert import sentence_pairs
+from plain_vit import pictures
 from scheme_table import GPT2, LLAMA, next_tokens
 
-from summa3d.nn import build, scheme
+from summa3d.nn import ModelConfig, build, scheme
 from summa3d.nn.overlap import Overlap
 from summa3d.nn.schemes.scheme import Scheme
 from summa3d.parallel.pipeline import Pipeline, stages_of
@@ -30,6 +31,7 @@ FAMILIES = {
     "tied": replace(LLAMA, kv_heads=6, tied_head=True),
     "bert": replace(GPT2, family="bert"),
     "even": replace(GPT2, ffn=4 * GPT2.hidden, vocabulary=40),
+    "vit": ModelConfig(family="vit", layers=1, hidden=24, heads=6, image=12, patch=4, classes=5),
 }
 ROWS = 4
 
@@ -54,6 +56,7 @@ class Case:
     regather: bool = True
     gather: int = 0
     dtype: str = "float64"
+    distributed: bool = False
 
     def config(self) -> Any:
         layers = self.layers if isinstance(self.layers, int) else sum(self.layers)
@@ -72,6 +75,7 @@ CASES = {
         Case(2, 3, layers=(0, 3)),
         Case(2, 4, "interleaved", 2, family="gpt2", recompute=2),
         Case(2, 1, family="bert", layers=(2, 1)),
+        Case(2, 3, family="vit", layers=(2, 1)),
     ],
     3: [Case(3, m, layers=7, family=family) for m, family in ((1, "tied"), (7, "gpt2"))],
     4: [
@@ -90,6 +94,7 @@ WIDE = {
     8: [
         Case(4, 4, "interleaved", 2, scheme="cuboid-sequence", axes=Z2, layers=9, family="tied"),
         Case(4, 3, scheme="oned", axes=Y2, layers=4, family="bert"),
+        Case(2, 2, scheme="cuboid", axes=YZ2, family="vit", layers=3, recompute=1),
         Case(2, 2, "gpipe", scheme="tesseract", axes=XY2, layers=3, family="gpt2"),
     ],
 }
@@ -114,11 +119,11 @@ class Piped:
     def built(self, plan: Scheme) -> Any:
         model = build(self.config, plan, torch_dtype(master_dtype(self.case.dtype)), seed=3)
         kind = "selective" if self.case.selective else "full" if self.case.recompute else "none"
-        model.recompute(kind, max(1, self.case.recompute))
+        model.recompute(kind, max(1, self.case.recompute), self.case.distributed)
         return model.to(devices.NAME) if devices.NAME == "cuda" else model
 
     def batch(self, micro: int) -> dict[str, torch.Tensor]:
-        make = sentence_pairs if self.config.family == "bert" else next_tokens
+        make = {"bert": sentence_pairs, "vit": pictures}.get(self.config.family, next_tokens)
         found = make(self.config, ROWS * self.case.m, self.config.sequence)
         part = {name: whole[micro * ROWS : (micro + 1) * ROWS].clone() for name, whole in found.items()}
         if micro == 0 and self.case.m > 1:
@@ -152,7 +157,8 @@ def accumulate(piped: Piped, model: Any) -> list[torch.Tensor]:
 
 def check_gradients(piped: Piped) -> None:
     """Gradients equal in bits; of a table that two stages share, whose two parts are summed otherwise, to the last digits."""
-    tied = piped.model.embedding.weight if piped.case.pp > 1 and piped.config.tied else None
+    has_table = piped.config.tied and piped.config.family != "vit"
+    tied = piped.model.embedding.weight if piped.case.pp > 1 and has_table else None
     tolerance = 1e-12 if piped.dtype == torch.float64 else 1e-2
     for (name, p), copy in zip(piped.model.named_parameters(), piped.copies.parameters(), strict=True):
         if not p.sharding.layout.holds_block(piped.grid.coordinates):

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
+from ..layout.copies import Copies
+
 Place = tuple[nn.Module, str]
 """Where a weight is stored: the module and the parameter's name in it."""
 
@@ -39,26 +41,34 @@ def _put(places: Sequence[Place], weights: Sequence[Any]) -> None:
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Tensor], places: list[Place], inputs: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.run, ctx.places, ctx.inputs = run, places, inputs
+    def forward(
+        ctx: Any, run: Callable[..., Tensor], places: list[Place], copies: Copies | None, inputs: int, *tensors: Tensor
+    ) -> Tensor:
+        kept = tensors[:inputs] if copies is None else [copies.part(tensor) for tensor in tensors[:inputs]]
+        ctx.save_for_backward(*kept, *tensors[inputs:])
+        ctx.run, ctx.places, ctx.copies, ctx.shapes = run, places, copies, [tensor.shape for tensor in tensors[:inputs]]
         return run(*tensors[:inputs])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs, saved = ctx.needs_input_grad[3:], ctx.saved_tensors
+        needs, saved, shapes = ctx.needs_input_grad[4:], ctx.saved_tensors, ctx.shapes
+        kept = saved[: len(shapes)]
+        if ctx.copies is not None:
+            kept = [ctx.copies.whole(part, shape) for part, shape in zip(kept, shapes, strict=True)]
         with torch.enable_grad():
-            inputs = [x.detach().requires_grad_(need) for x, need in zip(saved[: ctx.inputs], needs, strict=False)]
-            weights = [weight.view_as(weight) for weight in saved[ctx.inputs :]]  # one a place; debts continue behind them
+            inputs = [x.detach().requires_grad_(need) for x, need in zip(kept, needs, strict=False)]
+            weights = [weight.view_as(weight) for weight in saved[len(shapes) :]]  # one a place; debts continue behind them
             with weights_in(ctx.places, weights):
                 end = get_gradient_edge(ctx.run(*inputs))  # only the graph is needed: the output is freed
         wanted = [tensor for tensor, need in zip((*inputs, *weights), needs, strict=True) if need]
         grads = iter(torch.autograd.grad(end, wanted, grad, allow_unused=True))  # this graph has no postponed weights
-        return None, None, None, *(next(grads) if need else None for need in needs)
+        return None, None, None, None, *(next(grads) if need else None for need in needs)
 
 
-def recompute(run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Sequence[nn.Module] = ()) -> Tensor:
+def recompute(
+    run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Sequence[nn.Module] = (), copies: Copies | None = None
+) -> Tensor:
     """Return `run(*inputs)` and keep only the inputs; backward runs it again first. The gradients are bitwise the same.
 
     Parameters
@@ -68,12 +78,15 @@ def recompute(run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Seq
     inputs : this rank's blocks. Each rank keeps its own shard, and nothing is gathered in order to be kept (the distributed
         checkpointed activations of Xu et al. 2021, §3.2.3, without their buffer).
     modules : the modules whose weights `run` uses. Backward runs with the weights of forward (16-bit copies, for example).
+    copies : the ranks that hold equal copies of the inputs: each keeps its part, and backward gathers the whole first
+        (Megatron-LM's --distribute-saved-activations); None, each keeps all
 
-    Words: forward those of `run`; backward those of `run` again and those of the gradients. Memory kept: the inputs.
+    Words: forward those of `run`; backward those of `run` again, those of the gradients, and n − n_r of each input of n elements
+    of which `copies` keeps a part. Memory kept: the inputs, or their parts.
     Source: Chen et al. 2016, §3.
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
     places = places_of(modules)
     weights: list[Any] = [module._parameters[name] for module, name in places]
-    return _Recompute.apply(run, places, len(inputs), *inputs, *weights)
+    return _Recompute.apply(run, places, copies, len(inputs), *inputs, *weights)

@@ -46,7 +46,7 @@ class Setting:
     vectors: str = "copied"
     overlap: Overlap = DEFAULT
     dtype: str = "float32"
-    recompute: tuple[str, int] = ("none", 1)
+    recompute: tuple[Any, ...] = ("none", 1)
     accumulate: int = 1
     ranks_per_node: int = 1
     on_device: bool = False

@@ -51,7 +51,8 @@ class Layout:
     An axis that appears nowhere holds equal copies, unless it is in `root_only` (behind ``@`` in the text): then one index
     holds the block and all others an empty one. ``m:x k:z @y=0`` is held at index 0 of y; ``h:z @y=z``, or
     ``follows={"y": "z"}``, at the index on z: the block of a vector split by z lies on the diagonal y = z. ``h @pp=2``, or
-    ``at={"pp": (2,)}``, is held at index 2 of pp; ``v h @pp=0+3``, or ``at={"pp": (0, 3)}``, at both, as equal copies.
+    ``at={"pp": (2,)}``, is held at index 2 of pp; ``v h @pp=0+3``, or ``at={"pp": (0, 3)}``, at both, as equal copies; and
+    ``v:pp h @pp=0+3`` at both, a half each: an axis that is held at several indices may split a dim, for those indices.
 
     Splits nest and are balanced at each level (`split_sizes`). Raises LayoutError where a text cannot be read, an axis appears
     twice, or `names` has another length than the dims.
@@ -86,9 +87,11 @@ class Layout:
         own_dims = tuple([axes if type(axes) is tuple else _axes_of(axes) for axes in dims])
         own_root_only, own_follows = tuple(root_only), tuple(sorted(follows.items())) if follows else ()
         own_at: tuple[tuple[str, tuple[int, ...]], ...] = ()
+        once = own_root_only
         if at:
             own_root_only += tuple(axis for axis in at if axis not in own_root_only)
             own_at = tuple(sorted((axis, found) for axis in at if (found := _indices_of(axis, at[axis])) != (0,)))
+            once = tuple(axis for axis in own_root_only if len(dict(own_at).get(axis, ())) < 2)
         put = object.__setattr__
         put(self, "dims", own_dims)
         put(self, "root_only", own_root_only)
@@ -97,7 +100,7 @@ class Layout:
         put(self, "names", _checked_names(tuple(names), len(own_dims)) if names else None)
         put(self, "_identity", (own_dims, own_root_only, own_follows, own_at))
         put(self, "_hash", hash(self._identity))
-        flat = [axis for axes in (*own_dims, own_root_only) for axis in axes]
+        flat = [axis for axes in (*own_dims, once) for axis in axes]
         if len(set(flat)) < len(flat) or own_follows:
             _check(self, flat)
 
@@ -139,7 +142,8 @@ class Layout:
     def sharded_over(self, axes: Sequence[str]) -> Layout:
         """The layout whose blocks are split further, along dim 0, by these axes as its finest: the shards of equal copies.
 
-        Short dims leave empty shards. Raises LayoutError for an axis that the layout names already.
+        Short dims leave empty shards. Raises LayoutError for an axis that the layout names already, unless it is held at several
+        indices of it.
 
         >>> Layout("h:z n:y").sharded_over(("dp",))
         Layout('h:(z,dp) n:y')
@@ -174,8 +178,11 @@ class Layout:
     def is_primary(self, coordinates: Coordinates) -> bool:
         """True on one rank of each block's copies: at the first index that holds it, and at 0 of the axes that only copy it."""
         copied = (index == 0 for axis, index in coordinates.items() if axis not in self.axes and axis not in self.root_only)
-        first = (coordinates[axis] == self.root_index(axis, coordinates) for axis in self.root_only)
-        return bool(coordinates) and all(first) and all(copied)
+        first = (
+            axis in self.axes or coordinates[axis] == self.root_index(axis, coordinates)  # in axes: each holds its own part
+            for axis in self.root_only
+        )
+        return self.holds_block(coordinates) and all(first) and all(copied)
 
     def slices(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[slice, ...]:
         """The part of a global tensor of `shape` that the rank at `coordinates` holds, one slice per dim."""
@@ -189,17 +196,18 @@ class Layout:
                     f"{self!r} is held at index {indices[-1]} of axis {axis}, whose size is {grid_shape.get(axis, 'not known')}; "
                     f"the grid has the axes {', '.join(f'{name}={size}' for name, size in grid_shape.items())}."
                 )
-        result = []
+        result, held, holds = [], dict(self.at), self.holds_block(coordinates)
         for n, axes in zip(shape, self.dims, strict=True):
             start, stop = 0, n
             for axis in axes:
                 if axis not in grid_shape:
                     raise LayoutError(f"{self!r} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
-                start, stop = split_range(start, stop, grid_shape[axis], coordinates[axis])
+                parts, index = grid_shape[axis], coordinates[axis]
+                if axis in held:
+                    parts, index = len(held[axis]), held[axis].index(index) if holds else 0
+                start, stop = split_range(start, stop, parts, index)
             result.append(slice(start, stop))
-        if not self.holds_block(coordinates):
-            return tuple(slice(part.start, part.start) for part in result)
-        return tuple(result)
+        return tuple(result) if holds else tuple(slice(part.start, part.start) for part in result)
 
     def runs(
         self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates
@@ -224,7 +232,8 @@ class Layout:
 
     def num_shards(self, dim: int, grid_shape: Mapping[str, int]) -> int:
         """Into how many parts `dim` is split."""
-        return prod(grid_shape[axis] for axis in self.dims[dim])
+        held = dict(self.at)
+        return prod(len(held[axis]) if axis in held else grid_shape[axis] for axis in self.dims[dim])
 
 
 def _restored(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..autograd.debts import Debt, pay
-from ..autograd.root import root_of
+from ..autograd.root import leaf_of, root_of
 from ..comm.channel import Channel, Incoming
 from ..comm.profile.ledger import Ledger
 from ..layout.copies import Copies
@@ -80,14 +80,14 @@ class Wire:
 
 
 class Flight(NamedTuple):
-    """What backward needs of a forward: the stage's input, the root of its graph, and where its output's gradient goes.
+    """What backward needs of a forward: the root of its graph, and where the gradients of its output and input are put.
 
     debts : where X leaves what W needs; None where B takes both gradients
     """
 
-    x: Tensor | None
     root: Tensor
-    slot: list[Tensor]
+    of_output: list[Tensor]
+    of_input: list[Tensor]
     debts: list[Debt] | None
 
 
@@ -185,8 +185,10 @@ class Executor:
     def _forward(
         self, op: Op, incoming: Incoming | None, sent: Message | None, micro: tuple[Inputs, Batch], trains: bool
     ) -> list[Tensor]:
-        stage, slot = self.stages[op.chunk], list[Tensor]()
-        x = None if stage.enters else self._taken("F", op, incoming).requires_grad_(trains)
+        stage, of_output, of_input = self.stages[op.chunk], list[Tensor](), list[Tensor]()
+        x = None if stage.enters else self._taken("F", op, incoming)
+        if x is not None and trains:
+            x = leaf_of(x, of_input)
         scheme, debts = stage.model.scheme, list[Debt]() if self.split else None
         with scheme.debts.postponed(debts):
             if scheme.prefetcher is None:
@@ -196,7 +198,8 @@ class Executor:
                 with scheme.prefetcher.forward_pass():
                     y = stage.forward(x, *micro)
         if trains:
-            self.flights[op.chunk, op.micro] = Flight(x, y if stage.leaves else root_of(y, slot), slot, debts)
+            root = y if stage.leaves else root_of(y, of_output)
+            self.flights[op.chunk, op.micro] = Flight(root, of_output, of_input, debts)
         if stage.leaves:
             return [y.detach()]
         self._pass(y, "F", op.chunk + 1, op, sent)
@@ -211,10 +214,9 @@ class Executor:
             if stage.leaves:
                 (flight.root * scale).backward()
             else:
-                flight.slot.append(self._taken("B", op, incoming))
+                flight.of_output.append(self._taken("B", op, incoming))
                 flight.root.backward()
         if flight.debts is not None:
             self.owed[op.chunk, op.micro] = flight.debts
-        if flight.x is not None:
-            assert flight.x.grad is not None
-            self._pass(flight.x.grad, "B", op.chunk - 1, op, sent)
+        if not stage.enters:
+            self._pass(flight.of_input.pop(), "B", op.chunk - 1, op, sent)

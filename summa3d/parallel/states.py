@@ -76,6 +76,12 @@ class State:
         return moments if moments == finest else finest
 
     @cached_property
+    def share(self) -> Sharding:
+        """The part that this rank counts and writes: its partition, divided among the stages that hold a tied table."""
+        shared = [axis for axis, indices in self.partition.layout.at if len(indices) > 1]
+        return self.partition.sharded_over(shared) if shared else self.partition
+
+    @cached_property
     def rows(self) -> list[slice]:
         """The rows of this rank's block that each of the ranks with copies owns, in the order of their plane."""
         used, grid = self.shardings.used, self.grid
@@ -101,8 +107,8 @@ class State:
         return self._part(self.parameter.data, self.shardings.stored, self.shardings.moments)
 
     def own_part(self, block: Tensor) -> Tensor:
-        """The part that this rank owns of a block in the moments' sharding: a view."""
-        return self._part(block, self.shardings.moments, self.partition)
+        """The part of `share` of a block in the moments' sharding: a view."""
+        return self._part(block, self.shardings.moments, self.share)
 
     @property
     def accumulated(self) -> Tensor | None:
@@ -118,6 +124,11 @@ class State:
     def own_gradient(self) -> Tensor | None:
         """The part of the accumulated gradient that this rank owns; None where there is none."""
         return self._part_of_gradient(self.partition)
+
+    @property
+    def counted_gradient(self) -> Tensor | None:
+        """The part of `share` of the accumulated gradient; None where there is none."""
+        return self._part_of_gradient(self.share)
 
     def _part_of_gradient(self, wanted: Sharding) -> Tensor | None:
         whole = self.accumulated

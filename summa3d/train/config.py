@@ -359,6 +359,9 @@ class Config:
     recompute : "none"; "full" recomputes every `recompute_layers` layers from their input; "selective" recomputes the attention
         core alone
     recompute_layers : layers that "full" recomputes as one
+    distribute_saved_activations : whether of the inputs that "full" keeps each rank keeps its part alone where several hold
+        copies (scheme oned), and gathers the whole before it recomputes: memory 1/P, (P−1)/P more words of the stream a stretch.
+        Other schemes keep parts as it is
     overlap : communication that is in flight during computation (`nn.overlap`)
     transport : transport of device arrays between ranks; "auto" leaves the choice to SUMMA3D_TRANSPORT, else to the library
     chosen : what `summa3d train` has chosen for its number of ranks, and chooses again for another one: "", "grid" or "scheme
@@ -375,6 +378,7 @@ class Config:
     vectors: str = "copied"
     recompute: str = "none"
     recompute_layers: int = 1
+    distribute_saved_activations: bool = False
     device: str | None = None
     tf32: bool = False
     transport: str = "auto"
@@ -407,6 +411,11 @@ class Config:
             raise ConfigError(
                 f"recompute_layers = {self.recompute_layers} groups layers that are recomputed as a whole, which "
                 f'recompute = "{self.recompute}" does not do. Set recompute to "full", or leave recompute_layers at 1.'
+            )
+        if self.distribute_saved_activations and self.recompute != "full":
+            raise ConfigError(
+                "distribute_saved_activations distributes the inputs of layers that are recomputed as a whole, which "
+                f'recompute = "{self.recompute}" does not keep. Set recompute to "full", or leave distribute_saved_activations.'
             )
         self._check_pipeline()
         if self.model.family in SPECIAL_TOKENS:

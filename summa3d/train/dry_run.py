@@ -72,7 +72,7 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
         config.vectors,
         config.overlap,
         master_dtype(config.dtype),
-        (config.recompute, config.recompute_layers),
+        (config.recompute, config.recompute_layers, config.distribute_saved_activations),
         config.train.accumulate,
         shared,
         on_device,

@@ -39,11 +39,11 @@ class AdamW:
         self._steps = dict.fromkeys(self.states, step)
 
     def gradients(self) -> list[tuple[torch.Tensor, Sharding]]:
-        """The gradients that this rank owns, each with its sharding: what `global_gradient_norm` takes.
+        """The gradients that this rank counts, each with its sharding: what `global_gradient_norm` takes.
 
         They are the same with moments that are copied over the replicas and with sharded ones, and so is the norm.
         """
-        found = [(state.own_gradient, state.partition) for state in self.states.values()]
+        found = [(state.counted_gradient, state.share) for state in self.states.values()]
         return [(gradient, sharding) for gradient, sharding in found if gradient is not None]
 
     @torch.no_grad()

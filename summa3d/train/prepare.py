@@ -177,7 +177,7 @@ def build_model(config: Config, plan: Scheme, device: torch.device = HOST) -> Mo
     """The model of a configuration on `device`, with the initial weights of its seed, in the dtype of master weights."""
     with device:
         model = build(config.model, plan, torch_dtype(master_dtype(config.dtype)), config.train.seed)
-    model.recompute(config.recompute, config.recompute_layers)
+    model.recompute(config.recompute, config.recompute_layers, config.distribute_saved_activations)
     return model
 
 

@@ -32,6 +32,17 @@ def test_a_held_block_lies_at_its_indices_and_is_empty_elsewhere():
         assert (held == 2 * len(indices)).all() and (primary == 1).all()
 
 
+def test_indices_that_hold_copies_hold_a_part_each_where_the_axis_splits_a_dim():
+    layout = Layout("v:(z,dp) h @pp=0+2").sharded_over(("pp",))
+    assert str(layout) == "v:(z,dp,pp) h @pp=0+2" and Layout(str(layout)) == layout and layout.num_shards(0, GRID) == 8
+    held = np.zeros((13, 3), int)
+    for coordinates, slices in layout.blocks((13, 3), GRID):
+        held[slices] += 1
+        assert layout.is_primary(coordinates) == layout.holds_block(coordinates) == (coordinates["pp"] != 1)
+    assert (held == 1).all()
+    assert [layout.local_shape((13, 3), GRID, {"z": 0, "dp": 0, "pp": pp}) for pp in range(3)] == [(2, 3), (0, 0), (2, 3)]
+
+
 def test_where_a_layout_is_held_is_part_of_its_identity():
     copied = Layout("h:z n")
     assert STAGE not in (TIED, copied) and copied.held_at({"pp": (2,)}) == STAGE
@@ -86,6 +97,7 @@ def test_shards_of_copies_are_the_parts_of_each_block_in_order(n, dp, cp, held):
 def test_held_and_sharded_tensors_are_collected_and_redistributed(make_grid):
     grid, whole = make_grid(**GRID), np.arange(35.0).reshape(5, 7)
     layouts = [STAGE, TIED, STAGE.sharded_over(("dp",)), TIED.sharded_over(("dp",)), Layout("m:(dp,pp) n:z"), Layout("m n")]
+    layouts.append(TIED.sharded_over(("dp", "pp")))
     for source, target in itertools.permutations(layouts, 2):
         block = distribute(whole, grid, source)
         assert np.array_equal(collect(block, grid, source, whole.shape), whole)

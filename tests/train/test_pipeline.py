@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,9 @@ def test_a_pipeline_that_goes_on_has_the_bits_of_one_that_was_never_stopped(comm
     summary = train_small(comm, halves, resume=True, train__steps=4, train__sample_tokens=3, **keys)
     for name in ("loss", "grad_norm", "validation_loss"):
         assert numbers(halves, name) == numbers(whole, name), name
+    index = json.loads((halves / "run" / "checkpoints" / "step-4" / "index.json").read_text())
+    sizes = [entry["bytes"] for entry in index["files"].values()]
+    assert len(sizes) == 2 and max(sizes) <= 1.05 * sum(sizes) / 2  # of the tied table each stage writes half
     assert summary["grid"]["pp"] == 2 and summary["sample"].startswith("def ")
     with pytest.raises(GridError, match=r"pp=2 has a pipeline, on which no text is generated\. Generate on 1 rank"):
         generate.load(halves / "run", comm)

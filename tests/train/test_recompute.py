@@ -11,9 +11,12 @@ import torch
 from small_runs import micro_batch, shared_corpus, small_config, train_small
 
 from summa3d.autograd.recompute import recompute
+from summa3d.dry.step import run as run_dry
 from summa3d.errors import ConfigError
 from summa3d.nn.layers.dropout import Batch
 from summa3d.train import config
+from summa3d.train.dry_run import setting_of, training_of
+from summa3d.train.loop import take_step
 from summa3d.train.prepare import Run, prepare
 
 GRIDS = {1: (1, 1, 1), 2: (1, 2, 1), 4: (1, 2, 2), 8: (2, 2, 2)}
@@ -134,6 +137,39 @@ def test_less_is_kept_the_more_is_computed_again(comm: Any, shared_tmp_path: Pat
     assert kept["full", 2] - kept["full", 4] == stream
 
 
+@pytest.mark.skipif(devices.NAME != "cpu", reason="a device keeps no masks")
+@pytest.mark.mpi(sizes=(4,))
+def test_ranks_that_hold_copies_keep_a_part_of_a_recomputed_input_each(comm: Any, shared_tmp_path: Path) -> None:
+    """The whole is gathered before it is computed again: the same bits, the words of the gathers, as the dry run says."""
+    model = {"scheme": "oned", "model__layers": 3, "model__heads": 12, "recompute": "full", "recompute_layers": 2}
+    results, kept, moved = [], [], []
+    for distributed in (False, True):
+        run = prepared(comm, shared_tmp_path, (1, 4, 1), distribute_saved_activations=distributed, **model)
+        results.append(gradients(run))
+        kept.append(saved_bytes(run))
+        before = words_of(run)
+        take_step(run, 1)
+        moved.append({key: words - before.get(key, 0) for key, words in words_of(run).items()})
+        dry = run_dry(setting_of(run.config, comm.rank), training_of(run.config)).words()
+        assert {key: words for key, words in moved[-1].items() if words} == {
+            (phase, axis): words for phase, axes in dry.items() for axis, words in axes.items() if words
+        }
+        run.grid.free()
+    assert results[0][0] == results[1][0] and all(torch.equal(results[0][1][name], grad) for name, grad in results[1][1].items())
+    stream = 12 * 16 * 24  # of each rank; two stretches keep one
+    assert kept[0] - kept[1] == 2 * (stream - stream // 4) * 8
+    extra = {key: words - moved[0][key] for key, words in moved[1].items() if words != moved[0][key]}
+    assert extra == {("backward", "y"): 2 * 2 * (stream - stream // 4)}  # of two micro-batches
+
+
+def words_of(run: Run) -> dict[tuple[str, str], int]:
+    """Words by phase and axis since the start."""
+    found: dict[tuple[str, str], int] = {}
+    for row in run.grid.ledger.rows():
+        found[row.phase, row.axis] = found.get((row.phase, row.axis), 0) + row.amounts.words
+    return found
+
+
 def test_a_recomputed_function_keeps_its_inputs_alone_and_needs_no_gradient_to_run() -> None:
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     scale = torch.nn.Linear(3, 3).double()
@@ -173,6 +209,7 @@ def test_a_run_recomputes_as_its_configuration_says(comm: Any, shared_tmp_path: 
         (["recompute=ful"], ["'ful'", "'full'", "selective"]),
         (["recompute_layers=0"], ["recompute_layers is 0"]),
         (["recompute_layers=2"], ["recompute_layers = 2", '"none"', '"full"']),
+        (["distribute_saved_activations=true"], ["distribute_saved_activations", '"none"', '"full"']),
     ],
 )
 def test_a_recomputation_that_no_run_can_have_is_refused(assignments: list[str], words: list[str]) -> None:

@@ -57,7 +57,7 @@ class Body(nn.Module, ABC):
     def __init__(self, config: ModelConfig, scheme: Scheme, seed: int) -> None:
         super().__init__()
         self.config, self.scheme, self.seed = config, scheme, seed
-        self.recomputed_layers = 0
+        self.recomputed_layers, self.distributed_inputs = 0, False
         if scheme.prefetcher is not None:
             scheme.prefetcher.follow(self)
         shape, inner = scheme.grid.shape, scheme.after_linear(scheme.residual)
@@ -70,7 +70,7 @@ class Body(nn.Module, ABC):
             Block(self.config, self.scheme.on_layer(index), f"blocks.{index}", dtype) for index in range(self.config.layers)
         )
 
-    def recompute(self, kind: str, layers: int = 1) -> None:
+    def recompute(self, kind: str, layers: int = 1, distributed: bool = False) -> None:
         """Choose which activations backward recomputes instead of keeping.
 
         Parameters
@@ -78,8 +78,10 @@ class Body(nn.Module, ABC):
         kind : "none"; "full", which keeps the input of every `layers` blocks, each rank its own shard; "selective", which
             recomputes the attention core alone, from q, k and v: most of the memory for a small part of the arithmetic, no words
         layers : the number of blocks of one recomputed stretch (full)
+        distributed : whether ranks that hold copies of the input keep a part of it each, and gather it before it is recomputed
         """
         self.recomputed_layers = layers if kind == "full" else 0
+        self.distributed_inputs = distributed
         for module in self.modules():
             if isinstance(module, AttentionCore):
                 module.recomputed = kind == "selective"
@@ -122,7 +124,7 @@ class Body(nn.Module, ABC):
             return run(islice(self.blocks, first, last), x)
         for start in range(first, last, self.recomputed_layers):
             blocks = list(islice(self.blocks, start, min(start + self.recomputed_layers, last)))
-            x = recompute(partial(run, blocks), [x], blocks)
+            x = recompute(partial(run, blocks), [x], blocks, self.scheme.copies if self.distributed_inputs else None)
         return x
 
     def encoded(self, inputs: Inputs, batch: Batch) -> Tensor:
