@@ -150,8 +150,10 @@ class Pipeline:
 
     def _sum_tied(self, chunk: int) -> None:
         """Sum the complete gradient of the tied table over the two ranks that hold it."""
-        assert self.tied is not None and self.tied.grad is not None and self.holders is not None
-        self.tied.grad = self.holders.all_reduce(self.tied.grad)
+        assert self.tied is not None and self.holders is not None
+        total = self.tied.grad if self.replicas is None else self.replicas.of_parameter(self.tied).accumulated
+        assert total is not None
+        self.holders.all_reduce(total, into=total)
 
     def _sum_replicas(self, chunk: int) -> None:
         """Start the sums of a chunk's gradients over the replicas."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..comm.axis import Axis
     from ..comm.grid import Grid
     from ..comm.pending import Pending
+    from ..nn.parameter import ShardedParameter
 
 IN_FLIGHT = 2
 """Buckets whose sums are in flight at once: so many slots an axis has in a node's memory, and so many messages are held."""
@@ -80,6 +81,10 @@ class Replicas:
         """The plane of all replicas."""
         return plane_of(self.grid)
 
+    def of_parameter(self, parameter: ShardedParameter) -> State:
+        """The state of a parameter."""
+        return next(state for state in self.states.values() if state.parameter is parameter)
+
     def total(self, number: float) -> float:
         """The sum of a number over the replicas, the same on all; collective. Moves an all-reduce of one word."""
         return float(self.plane.all_reduce(np.array([number]))[0])
@@ -103,7 +108,7 @@ class Replicas:
         states = [self.states[name] for name in bucket.names]
         for state in states:
             if state.accumulated is None:
-                state.parameter.grad = torch.zeros_like(state.parameter)
+                state.add(state.parameter.new_zeros(state.shape))
         message = bucket.pack(_blocks(states, lambda state: state.accumulated))
         pending = self.grid[bucket.axes].start_reduce_scatter(message, sizes=bucket.sizes)
         self._in_flight.append((bucket, pending))
@@ -122,8 +127,8 @@ class Replicas:
             self.gather_weights()
 
     def gather_weights(self) -> None:
-        """Overwrite the weights that layers use by the parts that the replicas own; collective."""
-        self._gather(lambda state: state.parameter.data, lambda state: state.weight)
+        """Overwrite the weights that layers use by the parts that the replicas own, in their dtype; collective."""
+        self._gather(lambda state: state.used, lambda state: state.weight)
 
     def _end_oldest(self) -> None:
         bucket, pending = self._in_flight.popleft()

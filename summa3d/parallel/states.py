@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -59,14 +60,68 @@ def replicas_of(used: Sharding, grid: Grid) -> tuple[str, ...]:
     return tuple(axis for axis in replica_axes(grid.shape) if axis not in named)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class State:
-    """The states of one parameter on this rank of the job's grid; its moments belong to the optimizer."""
+    """The states of one parameter on this rank of the job's grid; its moments belong to the optimizer.
+
+    Attributes
+    ----------
+    parameter : its data are the stored weight
+    copy : what layers use where the stored weight is sharded: its copy in the sharding `used`, in 16 bits, a leaf whose gradients
+        are added to `total`
+    total : the accumulated gradient, where it is not `parameter.grad`
+    """
 
     name: str
     parameter: ShardedParameter
     shardings: Shardings
     grid: Grid
+    copy: Tensor | None = None
+    total: Tensor | None = None
+
+    def shard(self, dtype: torch.dtype) -> None:
+        """Store this rank's part alone of a weight that all replicas hold, and give layers a copy of `dtype`. Moves nothing."""
+        used, stored = self.shardings.used, self.shardings.stored
+        if stored != used:
+            self.copy = self.parameter.data.to(dtype).requires_grad_()
+            self.copy.register_post_accumulate_grad_hook(self._take)
+            self.parameter.data = self._part(self.parameter.data, used, stored).clone()
+
+    def _take(self, leaf: Tensor) -> None:
+        """Add what backward has left in the copy, widened, and leave nothing there."""
+        assert leaf.grad is not None
+        gradient, leaf.grad = leaf.grad.to(self.parameter.dtype), None
+        self.add(gradient)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of this rank's block of the weight as layers use it."""
+        return self.shardings.used.local_shape(self.grid)
+
+    @property
+    def numel(self) -> int:
+        """The elements of that block."""
+        return prod(self.shape)
+
+    @property
+    def used(self) -> Tensor:
+        """The weight that layers use, which all replicas hold."""
+        return self.parameter.data if self.copy is None else self.copy.detach()
+
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """The weight for layers that compute in `dtype`: backward widens its gradient and adds it to `accumulated`."""
+        return self.parameter.to(dtype) if self.copy is None else self.copy
+
+    def clear(self) -> None:
+        """Drop the accumulated gradient."""
+        self.parameter.grad = self.total = None
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient, in the sharding of `gradient` and the parameter's dtype, to the accumulated one."""
+        if self.copy is None:
+            self.parameter.grad = gradient if self.parameter.grad is None else self.parameter.grad + gradient
+        else:
+            self.total = gradient if self.total is None else self.total.add_(gradient)
 
     @cached_property
     def partition(self) -> Sharding:
@@ -107,7 +162,7 @@ class State:
     @property
     def accumulated(self) -> Tensor | None:
         """The gradient that backward accumulates; None where there is none."""
-        return self.parameter.grad
+        return self.parameter.grad if self.copy is None else self.total
 
     @property
     def gradient(self) -> Tensor | None:
@@ -136,8 +191,15 @@ def named_parameters(model: torch.nn.Module) -> list[tuple[str, ShardedParameter
     return [(name, cast(ShardedParameter, p)) for name, p in model.named_parameters()]
 
 
-def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0) -> list[State]:
-    """The states of a model's parameters on the job's grid, in the same order on every rank. Moves nothing."""
-    return [
-        State(name, p, Shardings.of(p.sharding, replicas_of(p.sharding, grid), zero), grid) for name, p in named_parameters(model)
-    ]
+def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0, dtype: torch.dtype | None = None) -> list[State]:
+    """The states of a model's parameters on the job's grid, in the same order on every rank. Moves nothing.
+
+    zero : as of `Shardings.of`. dtype : that layers compute in; default the parameters' own
+    """
+    found = []
+    for name, p in named_parameters(model):
+        wanted = p.dtype if dtype is None else dtype
+        state = State(name, p, Shardings.of(p.sharding, replicas_of(p.sharding, grid), zero, wanted != p.dtype), grid)
+        state.shard(wanted)
+        found.append(state)
+    return found

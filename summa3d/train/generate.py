@@ -17,6 +17,7 @@ from ..errors import CheckpointError, ConfigError, GridError, LayoutError
 from ..nn.models.base import LanguageModel
 from ..nn.models.registry import Model
 from ..nn.schemes.scheme import Scheme, scheme
+from ..parallel.states import states_of
 from . import config as configuration
 from .checkpoint import folder as checkpoint
 from .data import corpus
@@ -169,7 +170,7 @@ def load(
     if saved is None:
         raise CheckpointError(f"{folder} holds no complete checkpoint yet.")
     model = build_model(config, plan, device)
-    saved.load(checkpoint.model_blocks(model), grid)
+    saved.load(checkpoint.weight_blocks(states_of(model, grid)), grid)
     model.to(torch_dtype(config.dtype))
     return model, plan, config, corpus.load_tokenizer(config.data, folder / "data")
 

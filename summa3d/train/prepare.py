@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from .lease import Lease
 from .metrics import check_tensorboard
 from .on_root import on_root
 from .optimizer import AdamW
-from .precision import LossScale, torch_dtype
+from .precision import LossScale, torch_dtype, working_weights
 from .progress import SILENT, Progress
 
 
@@ -62,6 +63,10 @@ class Run:
     def metrics(self) -> Path:
         """The path of metrics.jsonl."""
         return self.folder / "metrics.jsonl"
+
+    def working_weights(self) -> AbstractContextManager[None]:
+        """A context in which layers compute with weights of the run's dtype."""
+        return working_weights(self.model, self.optimizer.states.values(), torch_dtype(self.config.dtype))
 
     def blocks(self) -> list[shards.TensorBlock]:
         """This rank's share of all tensors of a checkpoint: the parts of parameters and optimizer moments that it owns."""
@@ -115,14 +120,16 @@ def prepare(
     model = build_model(config, plan, device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
     task = objective(config.model, corpus)
-    states = states_of(model, grid, config.replicas.zero)
+    states = states_of(model, grid, config.replicas.zero, torch_dtype(config.dtype))
     optimizer = AdamW(states, config.train)
     replicas, pipeline = open_pipeline(config, model, states)
     run = Run(config, folder, grid, plan, corpus, task, model, optimizer, replicas, loss_scale, pipeline, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
         moments = checkpoint.optimizer_blocks(optimizer) if saved.has_moments else []
-        saved.load([*checkpoint.model_blocks(model), *moments], grid)
+        saved.load([*checkpoint.weight_blocks(states), *moments], grid)
+        if any(state.copy is not None for state in states):
+            replicas.gather_weights()
         run.done = saved.step
     on_root(comm, lambda: write_config(config, folder, saved, progress), ConfigError)
     return run
