@@ -238,7 +238,7 @@ def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> 
 
 
 def continue_prompt(run: Run) -> str:
-    """The sample at the end of a run: a small model, and that of a pipeline, is run by rank 0 alone, a large one on the grid."""
+    """The sample at the end of a run: a small model is run by rank 0 alone, a large one on the grid."""
     settings = run.config.train
     if settings.keep and _parameters(run) < ONE_RANK_PARAMETERS:
 
@@ -248,9 +248,8 @@ def continue_prompt(run: Run) -> str:
 
         return on_root(run.grid.comm, on_one_rank, CheckpointError)
     with run.working_weights():
-        return sample(
-            run.model, run.scheme, run.config.model, run.tokens.tokenizer, settings.sample_prompt, settings.sample_tokens
-        )
+        what = (run.tokens.tokenizer, settings.sample_prompt, settings.sample_tokens)
+        return sample(run.model, run.scheme, run.config.model, *what, pipeline=run.pipeline)
 
 
 def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

@@ -98,11 +98,6 @@ def prepare(
     device = open_device(config.device, comm, config.tf32)
     grid, plan = open_grid(config, comm, device)
     plan.check(config.model, config.rows)
-    if config.grid.pp > 1 and config.train.sample_tokens and not config.train.keep:
-        raise ConfigError(
-            "A pipeline (grid.pp > 1) draws its sample from a checkpoint, on one rank, and train.keep=0 writes none. "
-            "Set train.keep to 1 or more, or train.sample_tokens to 0."
-        )
     if config.train.tensorboard:
         on_root(comm, check_tensorboard, ConfigError)
     on_root(comm, lambda: open_folder(folder, resume, overwrite, lease, progress), ConfigError)

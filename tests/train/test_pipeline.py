@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 from small_runs import metrics_of, small_config, train_in_legs, train_small
 
-from summa3d.errors import ConfigError, GridError
+from summa3d.errors import ConfigError
 from summa3d.train import generate
 from summa3d.train.dry_run import predict
 
@@ -92,7 +92,7 @@ def test_a_run_that_changes_its_pipeline_every_two_steps_is_one_run(comm: Any, s
 
 @pytest.mark.mpi(sizes=(2,), timeout=100)
 def test_a_pipeline_that_goes_on_has_the_bits_of_one_that_was_never_stopped(comm: Any, shared_tmp_path: Path) -> None:
-    """In bfloat16, whose copies are made once a step; and a sample is drawn on one rank, from the checkpoint."""
+    """In bfloat16, whose copies are made once a step; and one rank, the run's stages and those of a checkpoint say the same."""
     keys = {"grid__pp": 2, "scheme": "serial", "dtype": "bfloat16", "model__layers": 4, "train__accumulate": 4}
     keys |= {**INTERLEAVED, "train__decay_to": 1.0, "train__checkpoint_every": 2, "train__evaluate_every": 2}
     whole, halves = shared_tmp_path / "whole", shared_tmp_path / "halves"
@@ -106,10 +106,14 @@ def test_a_pipeline_that_goes_on_has_the_bits_of_one_that_was_never_stopped(comm
     for name in ("loss", "grad_norm", "validation_loss"):
         assert numbers(halves, name) == numbers(whole, name), name
     assert summary["grid"]["pp"] == 2 and summary["sample"].startswith("def ")
-    with pytest.raises(GridError, match=r"pp=2 has a pipeline, on which no text is generated\. Generate on 1 rank"):
-        generate.load(halves / "run", comm)
-    with pytest.raises(ConfigError, match=r"draws its sample from a checkpoint.* Set train.keep to 1"):
-        train_small(comm, whole, resume=True, **{**keys, "train__sample_tokens": 3, "train__keep": 0})
+    staged = train_small(comm, whole, resume=True, **{**keys, "train__steps": 4, "train__sample_tokens": 3, "train__keep": 0})
+    model, plan, settings, tokenizer = generate.load(halves / "run", comm)
+    with plan.job.ledger.watch() as moved:
+        text = generate.sample(model, plan, settings.model, tokenizer, "def ", 3)
+    assert text == summary["sample"] == staged["sample"]
+    streams, logits = (4 + 5 + 6) * 24, 3 * 256  # one row of growing length; two of four stages receive on rank 1, one on rank 0
+    assert moved.words == (2 * streams if comm.rank else streams + logits)
+    plan.job.free()
 
 
 def test_a_dry_run_of_a_pipeline_is_refused() -> None:
