@@ -65,11 +65,11 @@ class Bucket:
             rows.copy_(message[start : start + part.words].view(rows.shape))
             start += part.words
 
-    def parts_in(self, own: Tensor, index: int, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parts of member `index`, as views of what a reduce-scatter left it, shaped as rows of `blocks`."""
+    def parts_in(self, own: Tensor, index: int, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """The parts of member `index`, as views of what a reduce-scatter left it: rows of blocks of these shapes."""
         found, start = {}, 0
         for part in self.members[index]:
-            found[part.name] = own[start : start + part.words].view(part.stop - part.start, *blocks[part.name].shape[1:])
+            found[part.name] = own[start : start + part.words].view(part.stop - part.start, *shapes[part.name][1:])
             start += part.words
         return found
 

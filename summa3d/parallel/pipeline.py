@@ -185,7 +185,7 @@ class Pipeline:
     def _sum_tied(self, chunk: int) -> None:
         """Sum the complete gradient of the tied table over the two ranks that hold it."""
         assert self.tied is not None and self.holders is not None
-        total = self.tied.grad if self.replicas is None else self.replicas.of_parameter(self.tied).accumulated
+        total = self.tied.grad if self.replicas is None else self.replicas.accumulated(self.tied)
         assert total is not None
         self.holders.all_reduce(total, into=total)
 

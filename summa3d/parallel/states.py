@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -43,15 +43,16 @@ class Shardings:
 
         Parameters
         ----------
-        zero : 0, all states lie as the weight is used; 1 (ZeRO-1), the moments are sharded over the replicas
-        halves : whether layers use 16-bit copies of it: with zero 1 the wider weight is sharded as well
+        zero : 0, all states lie as the weight is used; 1 (ZeRO-1), the moments are sharded over the replicas; 2, the accumulated
+            gradient as well; 3, the stored weight as well
+        halves : whether layers use 16-bit copies of it: with zero 1 and 2 the wider weight is sharded as well
 
         >>> found = Shardings.of(Sharding(Layout("h:z n"), (8, 4)), ("dp",), zero=1)
         >>> str(found.gradient.layout), str(found.moments.layout)
         ('h:z n', 'h:(z,dp) n')
         """
         sharded = used.sharded_over(replicas) if zero and replicas else used
-        return cls(used, sharded if halves else used, used, sharded)
+        return cls(used, sharded if halves or zero > 2 else used, sharded if zero > 1 else used, sharded)
 
 
 def replicas_of(used: Sharding, grid: Grid) -> tuple[str, ...]:
@@ -67,9 +68,9 @@ class State:
     Attributes
     ----------
     parameter : its data are the stored weight
-    copy : what layers use where the stored weight is sharded: its copy in the sharding `used`, in 16 bits, a leaf whose gradients
-        are added to `total`
+    copy : of zero 1 and 2, what layers use where the stored weight is sharded: in 16 bits, in the sharding `used`, a leaf
     total : the accumulated gradient, where it is not `parameter.grad`
+    taken : called with the gradients of the weight that layers use, whole, where they are not accumulated as they are
     """
 
     name: str
@@ -78,20 +79,35 @@ class State:
     grid: Grid
     copy: Tensor | None = None
     total: Tensor | None = None
+    taken: Callable[[State, Tensor], None] | None = None
 
-    def shard(self, dtype: torch.dtype) -> None:
-        """Store this rank's part alone of a weight that all replicas hold, and give layers a copy of `dtype`. Moves nothing."""
+    def shard(self, dtype: torch.dtype, copied: bool) -> None:
+        """Store this rank's part alone of a weight that is stored in shards, and give layers, if `copied`, a copy of `dtype`.
+
+        Moves nothing.
+        """
         used, stored = self.shardings.used, self.shardings.stored
-        if stored != used:
+        if stored != used and copied:
             self.copy = self.parameter.data.to(dtype).requires_grad_()
-            self.copy.register_post_accumulate_grad_hook(self._take)
+        if stored != used:
             self.parameter.data = self._part(self.parameter.data, used, stored).clone()
+        if self.apart:
+            leaf = self.parameter if self.copy is None else self.copy
+            leaf.register_post_accumulate_grad_hook(self._take)
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether gradients are accumulated in `total`: they have another sharding or dtype than what layers use."""
+        return self.copy is not None or self.shardings.gradient != self.shardings.stored
 
     def _take(self, leaf: Tensor) -> None:
-        """Add what backward has left in the copy, widened, and leave nothing there."""
+        """Accumulate what backward has left in a leaf, widened, and leave nothing there."""
         assert leaf.grad is not None
         gradient, leaf.grad = leaf.grad.to(self.parameter.dtype), None
-        self.add(gradient)
+        if self.taken is None:
+            self.add(gradient)
+        else:
+            self.taken(self, gradient)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -118,10 +134,10 @@ class State:
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient, in the sharding of `gradient` and the parameter's dtype, to the accumulated one."""
-        if self.copy is None:
-            self.parameter.grad = gradient if self.parameter.grad is None else self.parameter.grad + gradient
-        else:
+        if self.apart:
             self.total = gradient if self.total is None else self.total.add_(gradient)
+        else:
+            self.parameter.grad = gradient if self.parameter.grad is None else self.parameter.grad + gradient
 
     @cached_property
     def partition(self) -> Sharding:
@@ -162,7 +178,7 @@ class State:
     @property
     def accumulated(self) -> Tensor | None:
         """The gradient that backward accumulates; None where there is none."""
-        return self.parameter.grad if self.copy is None else self.total
+        return self.total if self.apart else self.parameter.grad
 
     @property
     def gradient(self) -> Tensor | None:
@@ -200,6 +216,6 @@ def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0, dtype: torch.dt
     for name, p in named_parameters(model):
         wanted = p.dtype if dtype is None else dtype
         state = State(name, p, Shardings.of(p.sharding, replicas_of(p.sharding, grid), zero, wanted != p.dtype), grid)
-        state.shard(wanted)
+        state.shard(wanted, copied=zero < 3)
         found.append(state)
     return found

@@ -223,12 +223,14 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ReplicasConfig:
-    """The table `replicas`: what replicas of the model (grid.dp) keep and exchange. No key changes a bit of the results.
+    """The table `replicas`: what replicas of the model (grid.dp) keep and exchange.
+
+    No key changes a bit of the results, but for zero 2 and 3, which add gradients in another order.
 
     Attributes
     ----------
-    zero : 0, each replica keeps all of the optimizer's moments; 1 (ZeRO-1), they are sharded over the replicas. Both move the
-        same words
+    zero : 0, each replica keeps all of the optimizer's moments; 1 (ZeRO-1), they are sharded over the replicas, which moves the
+        same words; 2, accumulated gradients too, (m+1)/2 times the words with m micro-batches; 3, weights too, 3m/2 times
     bucket : bytes of gradients that are summed over the replicas in one message, at least
     overlap : whether the gradients of a pipeline chunk are summed while other chunks compute; else after the last backward
     """
@@ -238,8 +240,11 @@ class ReplicasConfig:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        if self.zero not in (0, 1):
-            raise ConfigError(f"replicas.zero is {self.zero}; it must be 0 (copied moments) or 1 (sharded moments).")
+        if self.zero not in (0, 1, 2, 3):
+            raise ConfigError(
+                f"replicas.zero is {self.zero}; it must be 0 (all is copied), 1 (moments are sharded), 2 (gradients too) or 3 "
+                "(weights too)."
+            )
         at_least("replicas.bucket", self.bucket, 1)
 
 

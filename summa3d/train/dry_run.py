@@ -87,9 +87,11 @@ def training_of(config: Config) -> Training:
 
     def optimizer(model: Model) -> tuple[Callable[[], None], int]:
         grid, states = model.scheme.job, of_model(model)
-        adamw = AdamW(states, config.train)
+        adamw, taking = AdamW(states, config.train), Replicas.of(states, grid, zero, bucket) if zero == 2 else None
 
         def update() -> None:
+            if taking is not None:
+                taking.reduce()
             replicas = Replicas.of([state for state in states if state.accumulated is not None], grid, zero, bucket)
             replicas.reduce()
             replicas.total(0.0)

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from ..blas_library import TORCH, VARIABLE, Rule, library_name
 from ..comm.grid import Grid
+from ..comm.topology import replica_axes
 from ..errors import CheckpointError, ConfigError, DataError
 from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
@@ -112,7 +113,7 @@ def prepare(
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm, progress.doing)
     check_prompt(config, corpus)
     progress.doing("building the model")
-    model = build_model(config, plan, device)
+    model = build_model(config, with_zero(plan, config), device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
     task = objective(config.model, corpus)
     states = states_of(model, grid, config.replicas.zero, torch_dtype(config.dtype))
@@ -181,6 +182,11 @@ def build_model(config: Config, plan: Scheme, device: torch.device = HOST) -> Mo
         model = build(config.model, plan, torch_dtype(master_dtype(config.dtype)), config.train.seed)
     model.recompute(config.recompute, config.recompute_layers)
     return model
+
+
+def with_zero(plan: Scheme, config: Config) -> Scheme:
+    """The scheme of a training run, whose layers gather their weights from the replicas where those share them (zero 3)."""
+    return replace(plan, sharded=replica_axes(plan.job.shape)) if config.replicas.zero == 3 else plan
 
 
 def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) -> tuple[Grid, Scheme]:

@@ -91,7 +91,7 @@ def test_a_reduction_by_buckets_of_any_size_is_the_sum_over_the_replicas_in_its_
             for bucket in buckets_of(states, chunk_of, size):
                 plane = grid[bucket.axes]
                 own = plane.reduce_scatter(bucket.pack(gradients), sizes=bucket.sizes)
-                for name, part in bucket.parts_in(own, plane.index, gradients).items():
+                for name, part in bucket.parts_in(own, plane.index, {name: one.shape for name, one in gradients.items()}).items():
                     (state,) = (state for state in states if state.name == name)
                     sharded = state.shardings.used.sharded_over(bucket.axes)
                     start = sharded.slices(grid)[0].start - state.shardings.used.slices(grid)[0].start
