@@ -44,7 +44,7 @@ def working_weights(model: torch.nn.Module, states: Iterable[State], dtype: torc
     uses its copies. The context does nothing where the parameters have that dtype.
     """
     wider = {id(state.parameter): state for state in states if state.parameter.dtype != dtype}
-    found = {place: id(place[0]._parameters[place[1]]) for place in places_of([model])}
+    found = {place: id(place[0]._parameters[place[1]]) for place in (places_of([model]) if wider else ())}
     places = [place for place in found if found[place] in wider]
     copies = {key: wider[key].weight_in(dtype) for key in dict.fromkeys(found[place] for place in places)}
     with weights_in(places, [copies[found[place]] for place in places]):

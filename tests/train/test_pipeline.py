@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 from mpi4py import MPI
-from small_runs import metrics_of, small_config, train_in_legs, train_small
+from small_runs import metrics_of, shared_corpus, small_config, train_in_legs, train_small
 
 from summa3d.errors import ConfigError
 from summa3d.train import generate
 from summa3d.train.dry_run import predict
+from summa3d.train.loop import evaluate, take_step
+from summa3d.train.prepare import prepare
 
 Settings = dict[str, Any]
 INTERLEAVED: Settings = {"pipeline__schedule": "interleaved", "pipeline__chunks": 2}
@@ -69,6 +71,16 @@ def test_20_steps_in_a_pipeline_have_the_losses_and_norms_of_one_rank(comm: Any,
             got, want = numbers(staged, name), numbers(alone, name)
             assert got == pytest.approx(want, rel=1e-9), name
         assert len(got) == 2
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=100)
+def test_every_stage_and_replica_knows_the_loss_and_the_norm(comm: Any, shared_tmp_path: Path) -> None:
+    settings = {"scheme": "serial", "grid__pp": 2, "grid__dp": 2, "model__layers": 2, "train__accumulate": 3}
+    run = prepare(small_config(shared_corpus(comm, shared_tmp_path), **settings), comm, shared_tmp_path / "run")
+    step = take_step(run, 1)
+    validation = evaluate(run)
+    assert set(comm.allgather((step.loss, step.grad_norm, validation))) == {(step.loss, step.grad_norm, validation)}
+    assert 5 < step.loss < 6 and abs(validation - step.loss) < 0.5  # of a model that guesses among 256 bytes
 
 
 LEGS: list[tuple[int, Settings]] = [
