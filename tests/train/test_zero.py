@@ -76,9 +76,10 @@ GRIDS: dict[int, list[dict[str, Any]]] = {
     4: [
         {"scheme": "oned", "grid__dp": 2, "grid__y": 2, **LLAMA},
         {**PIPED, "model__layers": 4},
+        {**PIPED, "model__layers": 4, "pipeline__schedule": "zb-v"},
         {"scheme": "cuboid", "grid__dp": 2, "grid__x": 2, "regather": False, "recompute": "full"},
     ],
-    6: [{"scheme": "serial", "grid__dp": 3, "grid__pp": 2, "model__layers": 3, **BERT}],
+    6: [{"scheme": "serial", "grid__dp": 3, "grid__pp": 2, "model__layers": 3, "pipeline__schedule": "zb-h1", **BERT}],
     8: [
         {"scheme": "cuboid", "grid__dp": 2, "grid__y": 2, "grid__z": 2, "vectors": "diagonal", "overlap__gather": 1},
         {"scheme": "summa-transposed", "grid__dp": 2, "grid__x": 2, "grid__y": 2, "vectors": "root-only", **BERT},
