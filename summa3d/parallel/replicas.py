@@ -91,10 +91,16 @@ class Replicas:
         return plane_of(self.grid)
 
     def accumulated(self, parameter: ShardedParameter) -> Tensor | None:
-        """The accumulated gradient of a parameter; with zero 2, which sums it over the replicas before, this rank's part."""
+        """The accumulated gradient of a parameter, behind all backwards.
+
+        With zero 2, which sums it over the replicas before, this rank's part: what backward has left is summed now.
+        """
+        state = next(state for state in self.states.values() if state.parameter is parameter)
         if self.zero == 2:
+            for chunk in {bucket.chunk for bucket in self.buckets if state.name in bucket.names}:
+                self.start_chunk(chunk)
             self.finish()
-        return next(state.accumulated for state in self.states.values() if state.parameter is parameter)
+        return state.accumulated
 
     def total(self, number: float) -> float:
         """The sum of a number over the replicas, the same on all; collective. Moves an all-reduce of one word."""

@@ -16,8 +16,8 @@ from summa3d.parallel.buckets import buckets_of
 from summa3d.parallel.replicas import Replicas
 from summa3d.parallel.states import states_of
 
-SHAPES = {"first": (11, 4), "second": (2, 6), "vector": (5,), "last": (7, 8)}
-"""Odd rows, and fewer than replicas."""
+SHAPES = {"first": (11, 4), "second": (8, 6), "vector": (5,), "last": (7, 8)}
+"""Odd rows, fewer than replicas, and 8, whose nested split over 3 · 2 replicas is not the balanced one over 6."""
 
 
 def states_on(grid):
