@@ -97,12 +97,29 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 def micro_batch(run: Any, number: int, first_row: int) -> Any:
     """Forward and backward of one micro-batch of step `number`, by the model's own forward; returns its part of the loss."""
     from summa3d.train.device import on_device
-    from summa3d.train.precision import working_weights
 
     settings = run.config.train
     inputs = on_device(run.objective.training(settings.seed, number - 1, first_row, settings.micro_batch), run.device)
-    with run.grid.ledger.phase("forward"), working_weights(run.model, run.config):
+    with run.grid.ledger.phase("forward"), run.working_weights():
         loss = run.model(**inputs, step=number - 1, first_row=first_row, **run.objective.counts(settings.batch))
     with run.grid.ledger.phase("backward"):
         (loss * run.loss_scale.value).backward()
     return loss.detach()
+
+
+def tensors_of(path: Path) -> dict[str, Any]:
+    """The whole tensors of the checkpoint at `path`, weights and moments, in its dtypes."""
+    import torch
+    from mpi4py import MPI
+
+    from summa3d.comm.grid import Place
+    from summa3d.layout.layout import Layout, Sharding
+    from summa3d.train.checkpoint import folder, shards
+
+    saved, found = folder.read(path, MPI.COMM_SELF), {}
+    with shards.Reader(path, saved.index["tensors"]) as reader:
+        for name, entry in saved.index["tensors"].items():
+            found[name] = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+            whole = Sharding(Layout(*[()] * len(entry["shape"])), tuple(entry["shape"]))
+            reader.read(shards.TensorBlock(name, found[name], whole), Place({"x": 1}))
+    return found

@@ -22,7 +22,8 @@ from summa3d.nn import ModelConfig, build, scheme
 from summa3d.nn.overlap import Overlap
 from summa3d.nn.schemes.scheme import Scheme
 from summa3d.parallel.pipeline import Pipeline, stages_of
-from summa3d.train.config import Config, master_dtype
+from summa3d.parallel.states import states_of
+from summa3d.train.config import master_dtype
 from summa3d.train.precision import torch_dtype, working_weights
 
 FAMILIES = {
@@ -107,7 +108,7 @@ class Piped:
     def __init__(self, case: Case, make_grid: Any, check: bool = True, scatter: bool = True) -> None:
         self.case, self.config = case, case.config()
         self.grid = make_grid(check=check, **dict(case.axes), pp=case.pp)
-        self.settings, self.dtype = Config(dtype=case.dtype), torch_dtype(case.dtype)
+        self.dtype = torch_dtype(case.dtype)
         self.whole = scheme(case.scheme, self.grid, case.regather, overlap=Overlap(case.gather))
         counts = None if isinstance(case.layers, int) else case.layers
         staged = replace(self.whole, stages=stages_of(case.schedule, case.pp, case.chunks, self.config.layers, counts))
@@ -140,7 +141,7 @@ class Piped:
     def step(self) -> list[torch.Tensor]:
         """The losses of a step; its gradients are accumulated."""
         with ExitStack() as copies:
-            copies.enter_context(working_weights(self.model, self.settings))
+            copies.enter_context(working_weights(self.model, states_of(self.model, self.grid), self.dtype))
             return self.pipeline.run(self.case.m, self.feed, forwarded=copies.close)
 
 
@@ -148,7 +149,7 @@ def accumulate(piped: Piped, model: Any) -> list[torch.Tensor]:
     """Plain accumulation: a forward and a backward of each micro-batch in turn."""
     losses = []
     for micro, inputs in enumerate(piped.inputs):
-        with working_weights(model, piped.settings):
+        with working_weights(model, states_of(model, piped.grid), piped.dtype):
             loss = model(**inputs, **piped.options(micro))
         loss.backward()
         losses.append(loss.detach())

@@ -6,8 +6,8 @@ The set is closed: every gradient of NN, NT, TN and TT is a product of the same 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -82,6 +82,10 @@ class Product(ABC):
         """Return the shared dC of what `keep_share` kept."""
         return self.share(kept)
 
+    def kept_b(self, b: Tensor) -> Tensor:
+        """Return what `forward` keeps of this rank's block of B."""
+        return b
+
     @abstractmethod
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """Start dA from the shared dC and the kept B; its sum over ranks may be in flight when this returns."""
@@ -89,6 +93,67 @@ class Product(ABC):
     @abstractmethod
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
         """Start dB from the shared dC and the kept A; its sum over ranks may be in flight when this returns."""
+
+
+class Sharded(Product):
+    """A product of which replicas hold shards of B's block, by rows (ZeRO-3): B is gathered before each use, dB reduce-scattered.
+
+    Backward keeps the shard. The gathers may be prefetched, and then those of the product itself are not.
+
+    Parameters
+    ----------
+    product : the product of the whole block, without a prefetch source
+    plane : the replicas
+    sizes : the rows of each one's shard
+    transposed : whether the shards are of Bᵀ
+    source : the prefetch source of B's shard; None for no prefetch
+    """
+
+    def __init__(
+        self, product: Product, plane: Axis, sizes: Sequence[int], transposed: bool, source: PrefetchSource | None = None
+    ) -> None:
+        super().__init__(product.plan, product.rows, replace(product.in_flight, source=source))
+        self.product, self.plane, self.sizes, self.transposed = product, plane, sizes, transposed
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return C's block, what the product keeps of A, and the shard of B."""
+        c, (kept, _) = self.product.forward(a, self._gathered(b, forward=True))
+        return c, (kept, b)
+
+    @property
+    def source(self) -> PrefetchSource | None:
+        """The source of the shard of B."""
+        return self.in_flight.source
+
+    def share(self, c: Tensor) -> Tensor:
+        """Return what both gradients need of dC."""
+        return self.product.share(c)
+
+    def keep_share(self, c: Tensor, shared: Tensor) -> Tensor:
+        """Return what the product's postponed dB keeps of dC."""
+        return self.product.keep_share(c, shared)
+
+    def share_again(self, kept: Tensor) -> Tensor:
+        """Return the shared dC of what `keep_share` kept."""
+        return self.product.share_again(kept)
+
+    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+        """Start dA with B gathered again."""
+        return self.product.start_grad_a(shared, self.product.kept_b(self._gathered(b, forward=False)))
+
+    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+        """Start the sum of dB over the replicas, of which each receives its shard."""
+        whole = self.product.start_grad_b(shared, a).wait()
+        return self.plane.start_reduce_scatter((whole.t() if self.transposed else whole).contiguous(), sizes=self.sizes)
+
+    def _start(self, shard: Tensor) -> Pending:
+        return self.plane.start_all_gather(shard.contiguous(), sizes=self.sizes)
+
+    def _gathered(self, b: Tensor, forward: bool) -> Tensor:
+        source = self.in_flight.source
+        found = None if source is None else source.prefetcher.gather(source, forward, b, self._start)
+        whole: Tensor = self.plane.ledger.track(self._start(b).wait() if found is None else found)
+        return whole.t() if self.transposed else whole
 
 
 class Gathered(Product):
@@ -125,6 +190,10 @@ class Gathered(Product):
     def share_again(self, kept: Tensor) -> Tensor:
         """Return dC gathered along z: again, or (without `regather`) as it was kept."""
         return self.share(kept) if self.regather else kept
+
+    def kept_b(self, b: Tensor) -> Tensor:
+        """Return the shard of B, or (without `regather`) B gathered along x."""
+        return b if self.regather else self.cuboid.gather_b(b, False)
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """Start dA; the reduce-scatter along y is in flight when this returns."""

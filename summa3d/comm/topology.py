@@ -122,8 +122,8 @@ def _misfit(shape: Mapping[str, int], ranks: int) -> str:
     places, plural = prod(shape.values()), "s" if prod(shape.values()) > 1 else ""
     there = "is 1 rank" if ranks == 1 else f"are {ranks} ranks"
     return (
-        f"Grid {describe(shape)} has {places} place{plural}, but there {there}.\n"
-        f"  Start {places} rank{plural}, or choose a grid of {ranks}: {' · '.join(describe(fit) for fit in fits)}."
+        f"Grid {describe(shape)} has {places} place{plural}, but there {there}. "
+        f"Start {places} rank{plural}, or choose a grid of {ranks}: {' · '.join(describe(fit) for fit in fits)}."
     )
 
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -64,11 +65,11 @@ class Bucket:
             rows.copy_(message[start : start + part.words].view(rows.shape))
             start += part.words
 
-    def parts_in(self, own: Tensor, index: int, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parts of member `index`, as views of what a reduce-scatter left it, shaped as rows of `blocks`."""
+    def parts_in(self, own: Tensor, index: int, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """The parts of member `index`, as views of what a reduce-scatter left it: rows of blocks of these shapes."""
         found, start = {}, 0
         for part in self.members[index]:
-            found[part.name] = own[start : start + part.words].view(part.stop - part.start, *blocks[part.name].shape[1:])
+            found[part.name] = own[start : start + part.words].view(part.stop - part.start, *shapes[part.name][1:])
             start += part.words
         return found
 
@@ -90,7 +91,7 @@ def buckets_of(states: Sequence[State], chunk_of: Callable[[str], int], size: in
     kinds: dict[tuple[int, tuple[str, ...], torch.dtype], list[State]] = {}
     for state in reversed(states):
         axes = replicas_of(state.shardings.used, state.grid)
-        if axes and state.parameter.numel():
+        if axes and state.numel:
             kinds.setdefault((chunk_of(state.name), axes, state.parameter.dtype), []).append(state)
     found = []
     for (chunk, axes, _), of_kind in kinds.items():
@@ -105,7 +106,7 @@ def _filled(states: Iterable[State], size: int) -> Iterator[list[State]]:
     together: list[State] = []
     for state in states:
         together.append(state)
-        if sum(one.parameter.nbytes for one in together) >= size:
+        if sum(one.numel * one.parameter.itemsize for one in together) >= size:
             yield together
             together = []
     if together:
@@ -113,4 +114,4 @@ def _filled(states: Iterable[State], size: int) -> Iterator[list[State]]:
 
 
 def _part(state: State, rows: slice) -> Part:
-    return Part(state.name, rows.start, rows.stop, (rows.stop - rows.start) * state.parameter[0].numel())
+    return Part(state.name, rows.start, rows.stop, (rows.stop - rows.start) * prod(state.shape[1:]))

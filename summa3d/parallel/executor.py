@@ -38,7 +38,11 @@ class Stage:
         model = self.model
         x = model.enter(inputs, batch) if x is None else x
         x = model.through(x, self.first, self.last, batch, model.visible(inputs))
-        return model.leave(x, inputs, batch) if self.leaves else x
+        return self.end(x, inputs, batch) if self.leaves else x
+
+    def end(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
+        """What the stream behind the last layer becomes."""
+        return self.model.leave(x, inputs, batch)
 
 
 class Step(NamedTuple):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -14,12 +15,13 @@ from ..comm.axis import Axis
 from ..comm.channel import Channel
 from ..comm.failure import check_agreement
 from ..layout.copies import Copies
-from ..nn.models.base import Body
+from ..nn.layers.dropout import Batch
+from ..nn.models.base import Body, Inputs, LanguageModel
 from ..nn.parameter import ShardedParameter
 from ..nn.stages import Stages
 from .executor import Executor, Feed, Program, Stage, Wire, program_of
 from .replicas import Replicas
-from .schedule import SCHEDULES, Schedule, build, split_layers
+from .schedule import SCHEDULES, Op, Schedule, build, split_layers
 from .states import named_parameters
 
 
@@ -55,6 +57,17 @@ def chunks_of(model: Body) -> Callable[[str], int]:
         return layers[rest.partition(".")[0]] if first == "blocks" else ends
 
     return chunk_of
+
+
+@dataclass(frozen=True)
+class StageToLogits(Stage):
+    """A stage that leads to the logits of one position."""
+
+    position: int
+
+    def end(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
+        """The global logits [b, v] of the position."""
+        return cast(LanguageModel, self.model).leave_at(x, self.position, batch)
 
 
 class Pipeline:
@@ -136,10 +149,31 @@ class Pipeline:
         """Run a step of so many micro-batches; the options and the result are those of `Executor.run`."""
         return self.executor.run(self.program(micro_batches), feed, **options)
 
-    def stream(self) -> Tensor:
-        """An array for this rank's block of the residual stream of a micro-batch, as stored."""
+    @torch.no_grad()
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """The global logits [b, v] of the token that follows each row, on every rank of the job.
+
+        tokens : global [b, s], equal on every rank. Words: those of the messages between stages, of b rows, and b·v along pp from
+        the last stage on every rank that does not hold it.
+        """
+        model = cast(LanguageModel, self.model)
+        inputs = model.padded(tokens)
+        batch = model.batch_of(inputs)
+        p, stages = max(self.homes) + 1, len(self.homes)
+        forwards = tuple(Op("F", chunk, 0) for chunk in range(stages // p))
+        program = program_of(Schedule(self.name, p, 1, stages // p, tuple(self.homes), (forwards,) * p), self.rank)
+        held = [StageToLogits(**vars(stage), position=tokens.shape[1] - 1) for stage in self.executor.stages]
+        wire = replace(self.executor.wire, shape=tuple(self.stream(batch.rows, batch.sequence).shape))
+        found = Executor(held, self.executor.ledger, self.executor.channel, wire).run(program, lambda micro: (inputs, batch))
+        if self.axis is None:
+            return found[0]
+        logits = found[0] if found else torch.empty(batch.rows, model.config.vocabulary, dtype=self.dtype, device=self.device)
+        return self.axis.broadcast(logits, self.homes[-1])
+
+    def stream(self, rows: int | None = None, sequence: int | None = None) -> Tensor:
+        """An array for this rank's block of the residual stream, as stored; default of a micro-batch."""
         scheme = self.model.scheme
-        shape = (self.rows, self.sequence, self.model.config.hidden)
+        shape = (rows or self.rows, sequence or self.sequence, self.model.config.hidden)
         block = scheme.residual.local_shape(shape, scheme.grid.shape, scheme.grid.coordinates)
         return scheme.as_stored(torch.empty(block, dtype=self.dtype, device=self.device))
 
@@ -150,8 +184,10 @@ class Pipeline:
 
     def _sum_tied(self, chunk: int) -> None:
         """Sum the complete gradient of the tied table over the two ranks that hold it."""
-        assert self.tied is not None and self.tied.grad is not None and self.holders is not None
-        self.tied.grad = self.holders.all_reduce(self.tied.grad)
+        assert self.tied is not None and self.holders is not None
+        total = self.tied.grad if self.replicas is None else self.replicas.accumulated(self.tied)
+        assert total is not None
+        self.holders.all_reduce(total, into=total)
 
     def _sum_replicas(self, chunk: int) -> None:
         """Start the sums of a chunk's gradients over the replicas."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ..comm.axis import Axis
     from ..comm.grid import Grid
     from ..comm.pending import Pending
+    from ..nn.parameter import ShardedParameter
 
 IN_FLIGHT = 2
 """Buckets whose sums are in flight at once: so many slots an axis has in a node's memory, and so many messages are held."""
@@ -36,7 +38,8 @@ class Replicas:
     """The replicas of a model, seen from this rank: each computes with its own rows, and all take the same optimizer step.
 
     A step sums the gradients once, whatever the number of micro-batches: `start_chunk` after the chunk's last backward (an op R
-    of the schedule), `finish` before the gradient norm, then `update`.
+    of the schedule), `finish` before the gradient norm, then `update`. With zero 2 it sums those of each micro-batch, a bucket as
+    soon as backward has left all of its gradients (`take`), and adds the sums to this rank's part.
 
     Attributes
     ----------
@@ -44,7 +47,9 @@ class Replicas:
     grid : the grid of the whole job
     buckets : which gradients travel together
     zero : 0, moments are copied, and `update` gathers the summed gradients; 1 (ZeRO-1), moments are sharded, and it gathers the
-        weights. Both move 2(D−1)/D words per element of a parameter with D replicas (mean over them), and give the same bits
+        weights. Both move 2(D−1)/D words per element of a parameter with D replicas (mean over them), and give the same bits. 2,
+        accumulated gradients are sharded as well: (m+1)(D−1)/D words with m micro-batches. 3, weights as well: layers gather them
+        and sum their gradients themselves, and nothing is left to do here
     """
 
     states: dict[str, State]
@@ -52,15 +57,20 @@ class Replicas:
     buckets: list[Bucket]
     zero: int = 1
     _in_flight: deque[tuple[Bucket, Pending]] = field(default_factory=deque)
+    _taken: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, states: Sequence[State], grid: Grid, zero: int, bucket: int, chunk_of: Callable[[str], int] = lambda name: 0
     ) -> Replicas:
         """The replicas of these states; collective over them. bucket : bytes of a bucket; chunk_of : as of `buckets_of`."""
-        found = cls({state.name: state for state in states}, grid, buckets_of(states, chunk_of, bucket), zero)
+        buckets = buckets_of(states, chunk_of, bucket) if zero < 3 else []
+        found = cls({state.name: state for state in states}, grid, buckets, zero)
         for axes in (*found.planes, replica_axes(grid.shape)):
             grid[axes]  # makes its communicator
+        for one in buckets if zero == 2 else ():
+            for name in one.names:
+                found.states[name].taken = partial(found.take, one)
         return found
 
     @property
@@ -80,31 +90,46 @@ class Replicas:
         """The plane of all replicas."""
         return plane_of(self.grid)
 
+    def accumulated(self, parameter: ShardedParameter) -> Tensor | None:
+        """The accumulated gradient of a parameter, behind all backwards.
+
+        With zero 2, which sums it over the replicas before, this rank's part: what backward has left is summed now.
+        """
+        state = next(state for state in self.states.values() if state.parameter is parameter)
+        if self.zero == 2:
+            for chunk in {bucket.chunk for bucket in self.buckets if state.name in bucket.names}:
+                self.start_chunk(chunk)
+            self.finish()
+        return state.accumulated
+
     def total(self, number: float) -> float:
         """The sum of a number over the replicas, the same on all; collective. Moves an all-reduce of one word."""
         return float(self.plane.all_reduce(np.array([number]))[0])
 
     def reduce(self) -> None:
         """Sum all gradients over the replicas; collective. Each rank then holds the sums of the rows that it owns."""
-        for bucket in self.buckets:
-            self.start(bucket)
+        for chunk in dict.fromkeys(bucket.chunk for bucket in self.buckets):
+            self.start_chunk(chunk)
         self.finish()
 
     def start_chunk(self, chunk: int) -> None:
         """Begin the sums of a chunk's buckets: on every replica at the same place between the other chunks' ops."""
         for bucket in self.buckets:
-            if bucket.chunk == chunk:
+            if bucket.chunk == chunk and (self.zero < 2 or self._taken.keys() & bucket.names):
                 self.start(bucket)
+
+    def take(self, bucket: Bucket, state: State, gradient: Tensor) -> None:
+        """Take a micro-batch's gradient of a parameter of a bucket, and begin the bucket's sums if it is the last one of them."""
+        before = self._taken.get(state.name)
+        self._taken[state.name] = gradient if before is None else before + gradient
+        if self._taken.keys() >= set(bucket.names):
+            self.start(bucket)
 
     def start(self, bucket: Bucket) -> None:
         """Begin the sums of a bucket: every replica, in the same order of buckets. A gradient that there is not is 0."""
         while len(self._in_flight) >= IN_FLIGHT:
             self._end_oldest()
-        states = [self.states[name] for name in bucket.names]
-        for state in states:
-            if state.accumulated is None:
-                state.parameter.grad = torch.zeros_like(state.parameter)
-        message = bucket.pack(_blocks(states, lambda state: state.accumulated))
+        message = bucket.pack({name: self._summand(self.states[name]) for name in bucket.names})
         pending = self.grid[bucket.axes].start_reduce_scatter(message, sizes=bucket.sizes)
         self._in_flight.append((bucket, pending))
 
@@ -112,6 +137,10 @@ class Replicas:
         """Wait for the sums of all buckets that were started."""
         while self._in_flight:
             self._end_oldest()
+        for name in [name for bucket in self.buckets for name in bucket.names] if self.zero == 2 else ():
+            state = self.states[name]
+            if state.accumulated is None:
+                state.add(torch.zeros_like(state.weight))
 
     def update(self, step: Callable[[], None]) -> None:
         """Run an optimizer's step between what it needs and what its weights need, so that all replicas end with the same."""
@@ -122,15 +151,26 @@ class Replicas:
             self.gather_weights()
 
     def gather_weights(self) -> None:
-        """Overwrite the weights that layers use by the parts that the replicas own; collective."""
-        self._gather(lambda state: state.parameter.data, lambda state: state.weight)
+        """Overwrite the weights that layers use by the parts that the replicas own, in their dtype; collective."""
+        self._gather(lambda state: state.used, lambda state: state.weight)
 
     def _end_oldest(self) -> None:
         bucket, pending = self._in_flight.popleft()
-        states = [self.states[name] for name in bucket.names]
-        blocks, index = _blocks(states, lambda state: state.accumulated), self.grid[bucket.axes].index
-        for name, part in bucket.parts_in(pending.wait(), index, blocks).items():
-            _given(self.states[name].own_gradient).copy_(part)
+        shapes, index = {name: self.states[name].shape for name in bucket.names}, self.grid[bucket.axes].index
+        for name, part in bucket.parts_in(pending.wait(), index, shapes).items():
+            if self.zero < 2:
+                _given(self.states[name].own_gradient).copy_(part)
+            else:
+                self.states[name].add(part)
+
+    def _summand(self, state: State) -> Tensor:
+        """What this rank adds to the sum of a parameter's gradients, whole."""
+        if self.zero == 2:
+            taken = self._taken.pop(state.name, None)
+            return state.parameter.new_zeros(state.shape) if taken is None else taken
+        if state.accumulated is None:
+            state.add(state.parameter.new_zeros(state.shape))
+        return _given(state.accumulated)
 
     @torch.no_grad()
     def _gather(self, whole: Callable[[State], Tensor | None], own: Callable[[State], Tensor | None]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -42,15 +43,16 @@ class Shardings:
 
         Parameters
         ----------
-        zero : 0, all states lie as the weight is used; 1 (ZeRO-1), the moments are sharded over the replicas
-        halves : whether layers use 16-bit copies of it: with zero 1 the wider weight is sharded as well
+        zero : 0, all states lie as the weight is used; 1 (ZeRO-1), the moments are sharded over the replicas; 2, the accumulated
+            gradient as well; 3, the stored weight as well
+        halves : whether layers use 16-bit copies of it: with zero 1 and 2 the wider weight is sharded as well
 
         >>> found = Shardings.of(Sharding(Layout("h:z n"), (8, 4)), ("dp",), zero=1)
         >>> str(found.gradient.layout), str(found.moments.layout)
         ('h:z n', 'h:(z,dp) n')
         """
         sharded = used.sharded_over(replicas) if zero and replicas else used
-        return cls(used, sharded if halves else used, used, sharded)
+        return cls(used, sharded if halves or zero > 2 else used, sharded if zero > 1 else used, sharded)
 
 
 def replicas_of(used: Sharding, grid: Grid) -> tuple[str, ...]:
@@ -59,14 +61,83 @@ def replicas_of(used: Sharding, grid: Grid) -> tuple[str, ...]:
     return tuple(axis for axis in replica_axes(grid.shape) if axis not in named)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class State:
-    """The states of one parameter on this rank of the job's grid; its moments belong to the optimizer."""
+    """The states of one parameter on this rank of the job's grid; its moments belong to the optimizer.
+
+    Attributes
+    ----------
+    parameter : its data are the stored weight
+    copy : of zero 1 and 2, what layers use where the stored weight is sharded: in 16 bits, in the sharding `used`, a leaf
+    total : the accumulated gradient, where it is not `parameter.grad`
+    taken : called with the gradients of the weight that layers use, whole, where they are not accumulated as they are
+    """
 
     name: str
     parameter: ShardedParameter
     shardings: Shardings
     grid: Grid
+    copy: Tensor | None = None
+    total: Tensor | None = None
+    taken: Callable[[State, Tensor], None] | None = None
+
+    def shard(self, dtype: torch.dtype, copied: bool) -> None:
+        """Store this rank's part alone of a weight that is stored in shards, and give layers, if `copied`, a copy of `dtype`.
+
+        Moves nothing.
+        """
+        used, stored = self.shardings.used, self.shardings.stored
+        if stored != used and copied:
+            self.copy = self.parameter.data.to(dtype).requires_grad_()
+        if stored != used:
+            self.parameter.data = self._part(self.parameter.data, used, stored).clone()
+        if self.apart:
+            leaf = self.parameter if self.copy is None else self.copy
+            leaf.register_post_accumulate_grad_hook(self._take)
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether gradients are accumulated in `total`: they have another sharding or dtype than what layers use."""
+        return self.copy is not None or self.shardings.gradient != self.shardings.stored
+
+    def _take(self, leaf: Tensor) -> None:
+        """Accumulate what backward has left in a leaf, widened, and leave nothing there."""
+        assert leaf.grad is not None
+        gradient, leaf.grad = leaf.grad.to(self.parameter.dtype), None
+        if self.taken is None:
+            self.add(gradient)
+        else:
+            self.taken(self, gradient)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of this rank's block of the weight as layers use it."""
+        return self.shardings.used.local_shape(self.grid)
+
+    @property
+    def numel(self) -> int:
+        """The elements of that block."""
+        return prod(self.shape)
+
+    @property
+    def used(self) -> Tensor:
+        """The weight that layers use, which all replicas hold."""
+        return self.parameter.data if self.copy is None else self.copy.detach()
+
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """The weight for layers that compute in `dtype`: backward widens its gradient and adds it to `accumulated`."""
+        return self.parameter.to(dtype) if self.copy is None else self.copy
+
+    def clear(self) -> None:
+        """Drop the accumulated gradient."""
+        self.parameter.grad = self.total = None
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient, in the sharding of `gradient` and the parameter's dtype, to the accumulated one."""
+        if self.apart:
+            self.total = gradient if self.total is None else self.total.add_(gradient)
+        else:
+            self.parameter.grad = gradient if self.parameter.grad is None else self.parameter.grad + gradient
 
     @cached_property
     def partition(self) -> Sharding:
@@ -113,7 +184,7 @@ class State:
     @property
     def accumulated(self) -> Tensor | None:
         """The gradient that backward accumulates; None where there is none."""
-        return self.parameter.grad
+        return self.total if self.apart else self.parameter.grad
 
     @property
     def gradient(self) -> Tensor | None:
@@ -147,8 +218,15 @@ def named_parameters(model: torch.nn.Module) -> list[tuple[str, ShardedParameter
     return [(name, cast(ShardedParameter, p)) for name, p in model.named_parameters()]
 
 
-def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0) -> list[State]:
-    """The states of a model's parameters on the job's grid, in the same order on every rank. Moves nothing."""
-    return [
-        State(name, p, Shardings.of(p.sharding, replicas_of(p.sharding, grid), zero), grid) for name, p in named_parameters(model)
-    ]
+def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0, dtype: torch.dtype | None = None) -> list[State]:
+    """The states of a model's parameters on the job's grid, in the same order on every rank. Moves nothing.
+
+    zero : as of `Shardings.of`. dtype : that layers compute in; default the parameters' own
+    """
+    found = []
+    for name, p in named_parameters(model):
+        wanted = p.dtype if dtype is None else dtype
+        state = State(name, p, Shardings.of(p.sharding, replicas_of(p.sharding, grid), zero, wanted != p.dtype), grid)
+        state.shard(wanted, copied=zero < 3)
+        found.append(state)
+    return found

@@ -33,6 +33,8 @@ RECOMPUTE = ("none", "selective", "full")
 SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
 """Model families that can be trained on text → the number of special tokens that follow the tokenizer's own."""
 GRID_AXES = ("x", "y", "z", "d", "dp", "pp")
+NOT_YET = {"cp": "context parallelism", "ep": "expert parallelism"}
+"""Axes that are named, and not available yet → what they are for."""
 SIZES = {"grid.x", "grid.y", "grid.z", "grid.d"}
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 NAMED_CONFIGS = Path(__file__).parent / "configs"
@@ -52,6 +54,8 @@ class GridConfig:
     d : ranks along axis d, the depth of tesseract, as x; the product of all sizes of the grid is the number of ranks
     dp : replicas of the model, each on its own rows of the batch; their gradients are summed once a step
     pp : ranks of a pipeline, each of which holds some of the layers (the table `pipeline`)
+    cp : contexts, the parts of each sequence; not available yet: 1
+    ep : ranks that share the experts of a layer; not available yet: 1
     order : the axes in rank order, fastest first: "zyx", or names with commas, such as "z,y,x,d,dp,pp" (stages outermost) and
         "z,y,x,d,pp,dp" (replicas outermost); axes that it leaves out follow
     tile : sizes of the sub-grid that one node holds, as {x = 2, y = 2}
@@ -66,12 +70,20 @@ class GridConfig:
     d: int = 1
     dp: int = 1
     pp: int = 1
+    cp: int = 1
+    ep: int = 1
     order: str = "zyx"
     tile: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
         for name in GRID_AXES:
             at_least(f"grid.{name}", getattr(self, name), 1)
+        for name, what in NOT_YET.items():
+            if getattr(self, name) != 1:
+                raise ConfigError(
+                    f"grid.{name} is {getattr(self, name)}: {what} is not available yet. Set grid.{name} to 1; "
+                    f"axes of other sizes: {', '.join(GRID_AXES)}."
+                )
 
     @property
     def outer(self) -> int:
@@ -91,7 +103,7 @@ class GridConfig:
         >>> GridConfig(x=2, y=2, z=2, order="z,y,x,d,dp,pp").rank_order
         ('z', 'y', 'x')
         """
-        absent = {name for name in GRID_AXES if name not in self.axes}
+        absent = {name for name in (*GRID_AXES, *NOT_YET) if name not in self.axes}
         return tuple(name for name in axes_in(self.order) if name not in absent)
 
     def __str__(self) -> str:
@@ -191,8 +203,8 @@ class TrainConfig:
         if self.batch % self.accumulate:
             fits = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
             raise ConfigError(
-                f"train.batch {self.batch} cannot be divided into train.accumulate = {self.accumulate} equal micro-batches.\n"
-                f"  Values of train.accumulate that fit batch {self.batch}: {', '.join(map(str, fits))}."
+                f"train.batch {self.batch} cannot be divided into train.accumulate = {self.accumulate} equal micro-batches. "
+                f"Values of train.accumulate that fit batch {self.batch}: {', '.join(map(str, fits))}."
             )
         if not 0 <= self.decay_to <= 1:
             raise ConfigError(f"train.decay_to = {self.decay_to}; it is a fraction of train.learning_rate, in [0, 1].")
@@ -211,12 +223,14 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ReplicasConfig:
-    """The table `replicas`: what replicas of the model (grid.dp) keep and exchange. No key changes a bit of the results.
+    """The table `replicas`: what replicas of the model (grid.dp) keep and exchange.
+
+    No key changes a bit of the results, but for zero 2 and 3, which add gradients in another order.
 
     Attributes
     ----------
-    zero : 0, each replica keeps all of the optimizer's moments; 1 (ZeRO-1), they are sharded over the replicas. Both move the
-        same words
+    zero : 0, each replica keeps all of the optimizer's moments; 1 (ZeRO-1), they are sharded over the replicas, which moves the
+        same words; 2, accumulated gradients too, (m+1)/2 times the words with m micro-batches; 3, weights too, 3m/2 times
     bucket : bytes of gradients that are summed over the replicas in one message, at least
     overlap : whether the gradients of a pipeline chunk are summed while other chunks compute; else after the last backward
     """
@@ -226,8 +240,11 @@ class ReplicasConfig:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        if self.zero not in (0, 1):
-            raise ConfigError(f"replicas.zero is {self.zero}; it must be 0 (copied moments) or 1 (sharded moments).")
+        if self.zero not in (0, 1, 2, 3):
+            raise ConfigError(
+                f"replicas.zero is {self.zero}; it must be 0 (all is copied), 1 (moments are sharded), 2 (gradients too) or 3 "
+                "(weights too)."
+            )
         at_least("replicas.bucket", self.bucket, 1)
 
 
@@ -435,8 +452,8 @@ class Config:
             fits = ", ".join(str(n) for n in range(1, batch // accumulate + 1) if batch // accumulate % n == 0)
             raise ConfigError(
                 f"train.batch {batch} cannot be divided into train.accumulate = {accumulate} equal micro-batches on each of "
-                f"grid.dp = {dp} replicas.\n"
-                f"  Batches that fit: {batches}. Values of grid.dp that fit batch {batch}: {fits}."
+                f"grid.dp = {dp} replicas. "
+                f"Batches that fit: {batches}. Values of grid.dp that fit batch {batch}: {fits}."
             )
 
     def check_text(self) -> None:

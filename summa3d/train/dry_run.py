@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..parallel.replicas import Replicas
 from ..parallel.states import states_of
 from .config import Config, at_least, master_dtype
 from .optimizer import AdamW, global_gradient_norm
-from .precision import working_weights
+from .precision import torch_dtype, working_weights
 
 TERMS = ("parameters", "gradients", "optimizer", "activations", "workspace", "in_flight", "peak", "node")
 CLIPPED = 0.5
@@ -81,14 +82,16 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
 
 def training_of(config: Config) -> Training:
     """What the training loop adds to a forward and a backward: 16-bit copies of weights, sums over the replicas, AdamW."""
-    zero, bucket = config.replicas.zero, config.replicas.bucket
+    zero, bucket, dtype = config.replicas.zero, config.replicas.bucket, torch_dtype(config.dtype)
+    of_model = lru_cache(1)(lambda model: states_of(model, model.scheme.job, zero, dtype))
 
     def optimizer(model: Model) -> tuple[Callable[[], None], int]:
-        grid = model.scheme.job
-        states = states_of(model, grid, zero)
-        adamw = AdamW(states, config.train)
+        grid, states = model.scheme.job, of_model(model)
+        adamw, taking = AdamW(states, config.train), Replicas.of(states, grid, zero, bucket) if zero == 2 else None
 
         def update() -> None:
+            if taking is not None:
+                taking.reduce()
             replicas = Replicas.of([state for state in states if state.accumulated is not None], grid, zero, bucket)
             replicas.reduce()
             replicas.total(0.0)
@@ -97,7 +100,7 @@ def training_of(config: Config) -> Training:
 
         return update, sum(moment.nbytes for kind in adamw.moments.values() for moment in kind.values())
 
-    return Training(lambda model: working_weights(model, config), optimizer)
+    return Training(lambda model: working_weights(model, of_model(model), dtype), optimizer)
 
 
 def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, Any]:

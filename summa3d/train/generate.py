@@ -17,6 +17,8 @@ from ..errors import CheckpointError, ConfigError, GridError, LayoutError
 from ..nn.models.base import LanguageModel
 from ..nn.models.registry import Model
 from ..nn.schemes.scheme import Scheme, scheme
+from ..parallel.pipeline import Pipeline
+from ..parallel.states import states_of
 from . import config as configuration
 from .checkpoint import folder as checkpoint
 from .data import corpus
@@ -45,6 +47,7 @@ def sample(
     top_k: int = 0,
     seed: int = 1,
     show: Callable[[str], None] | None = None,
+    pipeline: Pipeline | None = None,
 ) -> str:
     """Continue `prompt` by `count` tokens and return the whole text; collective, the same text on every rank.
 
@@ -57,6 +60,7 @@ def sample(
     top_k : samples from the k likeliest tokens; 0 samples from all tokens
     seed : the text is a function of the weights, the prompt and the seed
     show : called with the pieces of the whole text as they come
+    pipeline : that of a model in stages; default a new one, for which communicators are made
 
     Raises ConfigError for a model that does not predict the next token.
     """
@@ -65,11 +69,14 @@ def sample(
     known = [int(token) for token in tokenizer.encode(prompt.encode())]
     rows, device = smallest_batch(plan, config), next(model.parameters()).device
     shown = Shown(show) if show is not None else None
+    if pipeline is None and plan.stages is not None:
+        pipeline = Pipeline(model, "1f1b", rows, next(model.parameters()).dtype)
+    next_logits = model.next_logits if pipeline is None else pipeline.next_logits
     model.eval()
     with torch.no_grad():
         for position in range(count):
             context = torch.tensor(known[-config.sequence :], device=device).expand(rows, -1).contiguous()  # [b, s]
-            logits = model.next_logits(context)[0].double().cpu().numpy()[: tokenizer.vocabulary]  # [v]
+            logits = next_logits(context)[0].double().cpu().numpy()[: tokenizer.vocabulary]  # [v]
             known.append(choose(logits, temperature, top_k, uniform(seed, position)))
             if shown is not None:
                 shown.update(tokenizer.decode(known), last=position + 1 == count)
@@ -169,7 +176,7 @@ def load(
     if saved is None:
         raise CheckpointError(f"{folder} holds no complete checkpoint yet.")
     model = build_model(config, plan, device)
-    saved.load(checkpoint.model_blocks(model), grid)
+    saved.load(checkpoint.weight_blocks(states_of(model, grid)), grid)
     model.to(torch_dtype(config.dtype))
     return model, plan, config, corpus.load_tokenizer(config.data, folder / "data")
 
@@ -178,8 +185,6 @@ def _open_grid(config: Config, comm: MPI.Intracomm, device: torch.device) -> tup
     size = int(np.prod(list(config.grid.axes.values())))
     if comm.size == 1:
         return (grid := Grid(comm, {"x": 1, "y": 1, "z": 1})), scheme("serial", grid)
-    if config.grid.pp > 1:
-        raise GridError(f"The run's grid {config.grid} has a pipeline, on which no text is generated. Generate on 1 rank.")
     if comm.size != size:
         fits = "1 rank" if size == 1 else f"1 rank or on {size}"
         places = "1 place" if size == 1 else f"{size} places"

@@ -35,7 +35,7 @@ from .loss_plot import draw_loss
 from .metrics import Recorder, Step, Stopwatch
 from .on_root import on_root
 from .optimizer import clip_factor, global_gradient_norm, learning_rate
-from .precision import torch_dtype, working_weights
+from .precision import torch_dtype
 from .prepare import Run, prepare
 from .progress import Progress
 from .utilization import Work, model_flops, peak_flops
@@ -156,7 +156,7 @@ def take_step(run: Run, number: int) -> Step:
     settings, ledger, scale = run.config.train, run.grid.ledger, run.loss_scale.value
     stopwatch = Stopwatch(ledger, torch.get_num_threads())
     for state in run.optimizer.states.values():
-        state.parameter.grad = None
+        state.clear()
     losses = accumulate(run, number)
     with ledger.phase("optimizer"):
         run.replicas.finish()
@@ -189,7 +189,7 @@ def accumulate(run: Run, number: int) -> list[Tensor]:
         return inputs, run.model.batch_of(inputs, number - 1, first_row, **counts)
 
     with ExitStack() as copies:  # made once a step; they end with the last forward, and its backward frees each that it has used
-        copies.enter_context(working_weights(run.model, run.config))
+        copies.enter_context(run.working_weights())
         return run.pipeline.run(settings.accumulate, feed, scale=run.loss_scale.value, forwarded=copies.close)
 
 
@@ -215,7 +215,7 @@ def evaluate(run: Run) -> float:
         return inputs, run.model.batch_of(inputs, **counts)
 
     run.model.eval()
-    with torch.no_grad(), run.grid.ledger.phase("other"), working_weights(run.model, run.config):
+    with torch.no_grad(), run.grid.ledger.phase("other"), run.working_weights():
         loss = run.replicas.total(total(run.pipeline.run(rows // micro, feed), run.pipeline.axis))
     run.model.train()
     return loss / (rows // micro)
@@ -238,19 +238,18 @@ def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> 
 
 
 def continue_prompt(run: Run) -> str:
-    """The sample at the end of a run: a small model, and that of a pipeline, is run by rank 0 alone, a large one on the grid."""
+    """The sample at the end of a run: a small model is run by rank 0 alone, a large one on the grid."""
     settings = run.config.train
-    if settings.keep and (run.config.grid.pp > 1 or _parameters(run) < ONE_RANK_PARAMETERS):
+    if settings.keep and _parameters(run) < ONE_RANK_PARAMETERS:
 
         def on_one_rank() -> str:
             model, plan, config, tokenizer = load(run.folder, MPI.COMM_SELF, run.device)
             return sample(model, plan, config.model, tokenizer, settings.sample_prompt, settings.sample_tokens)
 
         return on_root(run.grid.comm, on_one_rank, CheckpointError)
-    with working_weights(run.model, run.config):
-        return sample(
-            run.model, run.scheme, run.config.model, run.tokens.tokenizer, settings.sample_prompt, settings.sample_tokens
-        )
+    with run.working_weights():
+        what = (run.tokens.tokenizer, settings.sample_prompt, settings.sample_tokens)
+        return sample(run.model, run.scheme, run.config.model, *what, pipeline=run.pipeline)
 
 
 def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

@@ -5,7 +5,7 @@ The layers compute in the dtype of their weights and need no change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
@@ -15,9 +15,9 @@ import torch
 
 from ..autograd.recompute import places_of, weights_in
 from ..errors import Summa3dError
-from .config import master_dtype
 
 if TYPE_CHECKING:
+    from ..parallel.states import State
     from .config import Config, LossScaleConfig
 
 SMALLEST_SCALE = 1.0
@@ -34,21 +34,20 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 @contextmanager
-def working_weights(model: torch.nn.Module, config: Config) -> Iterator[None]:
-    """A context in which every layer computes with weights of `config.dtype`; the parameters themselves stay float32.
+def working_weights(model: torch.nn.Module, states: Iterable[State], dtype: torch.dtype) -> Iterator[None]:
+    """A context in which every layer of a model computes with weights of `dtype`; the parameters themselves stay float32.
 
     The copies are part of the autograd graph of every loss that is computed with them: backward widens a 16-bit gradient and adds
-    it to the float32 `grad` of the parameter, over micro-batches too. Each rank copies its local blocks before any all-gather, so
-    that weights are communicated in 16 bits. Memory: 2 bytes per local weight until the context has ended and backward has used
-    it; a context inside another one uses its copies. The context does nothing where `dtype` needs no copy.
+    it to the float32 sum of the parameter's state, over micro-batches too. Each rank copies its local blocks before any
+    all-gather, so that weights are communicated in 16 bits. Memory: 2 bytes per local weight until the context has ended and
+    backward has used it; where replicas share the master weights (`State.copy`), the copies stay. A context inside another one
+    uses its copies. The context does nothing where the parameters have that dtype.
     """
-    if config.dtype == master_dtype(config.dtype):
-        yield
-        return
-    dtype = torch_dtype(config.dtype)
-    places = places_of([model])
-    copies = {id(p): p.to(dtype) for p in model.parameters()}
-    with weights_in(places, [copies[id(module._parameters[name])] for module, name in places]):
+    wider = {id(state.parameter): state for state in states if state.parameter.dtype != dtype}
+    found = {place: id(place[0]._parameters[place[1]]) for place in (places_of([model]) if wider else ())}
+    places = [place for place in found if found[place] in wider]
+    copies = {key: wider[key].weight_in(dtype) for key in dict.fromkeys(found[place] for place in places)}
+    with weights_in(places, [copies[found[place]] for place in places]):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mpi4py import MPI
 
 from ..blas_library import TORCH, VARIABLE, Rule, library_name
 from ..comm.grid import Grid
+from ..comm.topology import replica_axes
 from ..errors import CheckpointError, ConfigError, DataError
 from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
@@ -31,7 +33,7 @@ from .lease import Lease
 from .metrics import check_tensorboard
 from .on_root import on_root
 from .optimizer import AdamW
-from .precision import LossScale, torch_dtype
+from .precision import LossScale, torch_dtype, working_weights
 from .progress import SILENT, Progress
 
 
@@ -63,6 +65,10 @@ class Run:
         """The path of metrics.jsonl."""
         return self.folder / "metrics.jsonl"
 
+    def working_weights(self) -> AbstractContextManager[None]:
+        """A context in which layers compute with weights of the run's dtype."""
+        return working_weights(self.model, self.optimizer.states.values(), torch_dtype(self.config.dtype))
+
     def blocks(self) -> list[shards.TensorBlock]:
         """This rank's share of all tensors of a checkpoint: the parts of parameters and optimizer moments that it owns."""
         return checkpoint.own_blocks(self.optimizer)
@@ -93,11 +99,6 @@ def prepare(
     device = open_device(config.device, comm, config.tf32)
     grid, plan = open_grid(config, comm, device)
     plan.check(config.model, config.rows)
-    if config.grid.pp > 1 and config.train.sample_tokens and not config.train.keep:
-        raise ConfigError(
-            "A pipeline (grid.pp > 1) draws its sample from a checkpoint, on one rank, and train.keep=0 writes none. "
-            "Set train.keep to 1 or more, or train.sample_tokens to 0."
-        )
     if config.train.tensorboard:
         on_root(comm, check_tensorboard, ConfigError)
     on_root(comm, lambda: open_folder(folder, resume, overwrite, lease, progress), ConfigError)
@@ -112,17 +113,19 @@ def prepare(
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm, progress.doing)
     check_prompt(config, corpus)
     progress.doing("building the model")
-    model = build_model(config, plan, device)
+    model = build_model(config, with_zero(plan, config), device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
     task = objective(config.model, corpus)
-    states = states_of(model, grid, config.replicas.zero)
+    states = states_of(model, grid, config.replicas.zero, torch_dtype(config.dtype))
     optimizer = AdamW(states, config.train)
     replicas, pipeline = open_pipeline(config, model, states)
     run = Run(config, folder, grid, plan, corpus, task, model, optimizer, replicas, loss_scale, pipeline, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
         moments = checkpoint.optimizer_blocks(optimizer) if saved.has_moments else []
-        saved.load([*checkpoint.model_blocks(model), *moments], grid)
+        saved.load([*checkpoint.weight_blocks(states), *moments], grid)
+        if any(state.copy is not None for state in states):
+            replicas.gather_weights()
         run.done = saved.step
     on_root(comm, lambda: write_config(config, folder, saved, progress), ConfigError)
     return run
@@ -179,6 +182,11 @@ def build_model(config: Config, plan: Scheme, device: torch.device = HOST) -> Mo
         model = build(config.model, plan, torch_dtype(master_dtype(config.dtype)), config.train.seed)
     model.recompute(config.recompute, config.recompute_layers, config.distribute_saved_activations)
     return model
+
+
+def with_zero(plan: Scheme, config: Config) -> Scheme:
+    """The scheme of a training run, whose layers gather their weights from the replicas where those share them (zero 3)."""
+    return replace(plan, sharded=replica_axes(plan.job.shape)) if config.replicas.zero == 3 else plan
 
 
 def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) -> tuple[Grid, Scheme]:

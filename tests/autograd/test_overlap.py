@@ -18,11 +18,11 @@ from torch import Tensor
 
 from summa3d.nn import ModelConfig, build, scheme
 from summa3d.nn.overlap import Overlap
+from summa3d.parallel.states import states_of
 from summa3d.train import loop
-from summa3d.train.config import Config
 from summa3d.train.dry_run import predict
 from summa3d.train.loop import finish
-from summa3d.train.precision import working_weights
+from summa3d.train.precision import torch_dtype, working_weights
 
 # 12 heads and h = 24 are divided by every axis here; v and f are primes that none divides. GPT's head is tied, Llama's not.
 GPT = ModelConfig(layers=2, hidden=24, heads=12, ffn=29, sequence=12, vocabulary=37, dropout=0.1)
@@ -48,14 +48,14 @@ def steps(model: Any, recompute: tuple[str, int], dtype: str = "float64") -> Tra
     """Steps of accumulated micro-batches, after each of which the weights change in place; an evaluation between."""
     plan, model_config = model.scheme, model.config
     model.recompute(*recompute)
-    settings = Config(dtype=dtype)
+    states, dtype = states_of(model, plan.grid), torch_dtype(dtype)
     rows, trace, before = rows_for(plan), Trace([], [], []), [p.detach().clone() for p in model.parameters()]
     batches = [tokens_and_labels(model_config, rows, sequence_for(plan, 12)) for part in range(MICRO_BATCHES)]
     for step in range(STEPS):
         model.zero_grad(set_to_none=True)
         with plan.grid.ledger.watch() as moved:
             for part, (tokens, labels) in enumerate(batches):
-                with working_weights(model, settings):
+                with working_weights(model, states, dtype):
                     loss = model(tokens, labels, step=step, first_row=part * rows)
                 loss.backward()
                 trace.losses.append(loss.item())

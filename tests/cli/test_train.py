@@ -185,3 +185,52 @@ def test_arguments_that_make_no_sense_are_refused(arguments: list[str], words: s
     done = summa3d(*arguments)
     assert done.returncode != 0 and done.stdout == ""
     assert words in done.stderr and "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 3
+
+
+PIPELINE = ("grid.pp=4", "pipeline.schedule=interleaved", "pipeline.chunks=2", "model.layers=8")
+MISFITS = [
+    (("train.accumulate=5",), "train.batch 24 cannot be divided into train.accumulate = 5 equal micro-batches. Values of"),
+    (("grid.dp=5",), "grid.dp = 5 replicas. Batches that fit: 20, 25, 30. Values of grid.dp that fit batch 24: 1, 2, 3, 4, 6"),
+    ((*PIPELINE, "train.accumulate=2"), "2 is no multiple of 4. Numbers of micro-batches that fit: 4. Schedule 1f1b takes any."),
+    (("grid.pp=2", "model.layers=1"), "1 layers cannot fill the 2 stages of 2 pipeline ranks × 1 chunks. What fits: 1 ranks"),
+    (
+        ("grid.pp=2", "grid.dp=2", "grid.y=2", "scheme=oned"),
+        "Grid x=1,y=2,z=1,dp=2,pp=2 has 8 places, but there are 6 ranks. Start 8 ranks, or choose a grid of 6: ",
+    ),
+    (("grid.pp=2", "grid.dp=2"), "6 rank(s) cannot be divided into 4 equal parts (grid.dp 2 · grid.pp 2). Numbers of ranks that"),
+    (("grid.pp=2", "pipeline.schedule=ifib"), "there is no schedule 'ifib'; did you mean '1f1b'? Schedules: gpipe, 1f1b"),
+    (
+        ("grid.cp=2",),
+        "grid.cp is 2: context parallelism is not available yet. Set grid.cp to 1; axes of other sizes: x, y, z, d, dp",
+    ),
+    (
+        ("grid.ep=2",),
+        "grid.ep is 2: expert parallelism is not available yet. Set grid.ep to 1; axes of other sizes: x, y, z, d, dp",
+    ),
+]
+"""Settings of `train demo`, and what is said of them."""
+EACH = """
+import json, sys
+from summa3d.cli.main import _run
+from summa3d.errors import Summa3dError
+for words in json.loads(sys.argv[1]):
+    try:
+        _run("train", words)
+    except Summa3dError as error:
+        print(json.dumps(str(error)))
+"""
+"""The command several times in one process."""
+
+
+def test_pipelines_and_replicas_that_do_not_fit_are_told_in_one_line() -> None:
+    commands = []
+    for changes, _ in MISFITS:
+        ranks = ["--ranks", "6"] if any("grid.dp=2" in change for change in changes) else []
+        commands.append(["demo", "--dry-run", *ranks, *[part for change in changes for part in ("--set", change)]])
+    done = subprocess.run([jobs.python(), "-c", EACH, json.dumps(commands)], capture_output=True, text=True, timeout=PATIENCE)
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and len(said) == len(MISFITS), done.stdout + done.stderr
+    for (_, words), message in zip(MISFITS, said, strict=True):
+        assert words in message and "\n" not in message
+    alone = summa3d("train", *commands[-1])
+    assert alone.returncode == 1 and alone.stdout == "" and alone.stderr == f"ConfigError: {said[-1]}\n"

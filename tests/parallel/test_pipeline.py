@@ -181,6 +181,26 @@ def test_without_gradients_only_forwards_run(make_grid: Any) -> None:
         piped.executor.channel.free()
 
 
+SPOKEN = {
+    2: [Case(2, 2, "zb-v", 2, layers=4, family="tied"), Case(2, 3, layers=(0, 3))],
+    4: [Case(2, 3, scheme="oned", axes=Y2, family="gpt2", layers=3), Case(2, 2, scheme="oned-sp", axes=Y2, layers=3)],
+}
+
+
+@pytest.mark.mpi(sizes=tuple(SPOKEN), timeout=100)
+def test_the_next_tokens_logits_are_the_whole_models_on_every_rank(make_grid: Any, world_size: int) -> None:
+    """Of 5 tokens, which axes that split the sequence cannot share; the last stage broadcasts them."""
+    for case in SPOKEN[world_size]:
+        piped = Piped(case, make_grid)
+        tokens = torch.arange(20).reshape(4, 5) % piped.config.vocabulary
+        with piped.grid.ledger.watch() as moved:
+            found = piped.pipeline.next_logits(tokens)
+        assert torch.equal(found, piped.copies.next_logits(tokens)), case
+        spoken = sum(row.amounts.words for row in moved.rows if row.axis == "pp" and row.collective == "broadcast")
+        assert spoken == (0 if piped.rank == piped.pipeline.homes[-1] else found.numel())
+        piped.executor.channel.free()
+
+
 def test_messages_that_move_only_inside_mpi_arrive(tmp_path: Path) -> None:
     """No copies between address spaces, blocks that MPI does not send ahead, and ops that end at random times."""
     ended = jobs.run([str(Path(__file__).parents[1] / "staged.py"), "2"], 4, extra={"MPIR_CVAR_CH4_CMA_ENABLE": "0"})

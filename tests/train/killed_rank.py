@@ -1,7 +1,8 @@
-"""`summa3d ARGS…` on a rank that kills itself in the middle of writing checkpoint step-4.
+"""`summa3d ARGS…` on a rank that kills itself: at an op of a step, or in the middle of writing a checkpoint.
 
-Started by test_killed.py. KILLED="1 file": rank 1, when half of its file is on the disk. KILLED="0 rename": rank 0, when all
-is but the final name.
+Started by test_killed.py. KILLED="RANK STEP KIND COUNT": at the COUNT-th op of this kind in a step: F, B, T, a bucket of R, the
+`norm` of the gradient, or the `update`; with a negative count, at its end. In a checkpoint, KIND is `file`, when half of the
+file is on the disk, or `rename`, on rank 0, when all is but the final name. KILLED_AT: a file that receives the time.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from summa3d.cli.main import main
+from summa3d.comm.profile.ledger import Ledger
 from summa3d.launch.runtime import launched_as
 from summa3d.train.checkpoint import shards
 
-TEMPORARY = ".tmp-step-4"
-
 
 def die() -> None:
+    Path(os.environ["KILLED_AT"]).write_text(str(time.time()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -37,15 +41,58 @@ def no_rename(source: Any, target: Any, **options: Any) -> None:
     rename(source, target, **options)
 
 
-save_file, rename = shards.save_file, os.rename
+class Counted:
+    """Dies at the `count`-th op of a kind in the step: at its beginning, or at its end where `count` is negative."""
+
+    def __init__(self, kind: str, count: int) -> None:
+        self.kind, self.left, self.ends, self.armed = kind, abs(count), count < 0, False
+
+    @contextmanager
+    def around(self, kind: str) -> Iterator[None]:
+        self.left -= self.armed and kind == self.kind
+        dies = self.armed and kind == self.kind and self.left == 0
+        if dies and not self.ends:
+            die()
+        yield
+        if dies:
+            die()
+
+    @contextmanager
+    def run(self, ledger: Ledger, name: str) -> Iterator[None]:
+        self.armed = self.armed or name == f"step {STEP}"
+        with self.around(name[0] if name[:2] in ("F ", "B ", "T ") else "other"), span(ledger, name):
+            yield
+
+    def calling(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, as an op of this kind."""
+
+        def called(*arguments: Any) -> Any:
+            with self.around(kind):
+                return function(*arguments)
+
+        return called
+
+
+save_file, rename, span = shards.save_file, os.rename, Ledger.run
 
 if __name__ == "__main__":
-    rank, _, moment = os.environ["KILLED"].partition(" ")
+    RANK, STEP, KIND, COUNT = os.environ["KILLED"].split()
+    TEMPORARY = f".tmp-step-{STEP}"
     launched = launched_as()
     assert launched is not None
-    if launched[1] == int(rank):
-        if moment == "file":
+    if launched[1] == int(RANK):
+        if KIND == "file":
             shards.save_file = half_a_file
-        else:
+        elif KIND == "rename":
             os.rename = no_rename
+        else:
+            from summa3d.parallel.replicas import Replicas
+            from summa3d.train import loop
+            from summa3d.train.optimizer import AdamW
+
+            counted = Counted(KIND, int(COUNT))
+            Ledger.run = lambda ledger, name: counted.run(ledger, name)
+            Replicas.start = counted.calling("R", Replicas.start)
+            loop.global_gradient_norm = counted.calling("norm", loop.global_gradient_norm)
+            AdamW.step = counted.calling("update", AdamW.step)
     sys.exit(main(sys.argv[1:]))

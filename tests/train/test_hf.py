@@ -21,6 +21,7 @@ from small_runs import assignments, metrics_of, train_small, write_corpus
 
 from summa3d.errors import CheckpointError, DataError
 from summa3d.nn.schemes.scheme import scheme
+from summa3d.parallel.states import states_of
 from summa3d.train import config
 from summa3d.train.checkpoint import folder as checkpoint
 from summa3d.train.checkpoint import huggingface_files
@@ -159,7 +160,7 @@ def test_an_imported_model_has_the_logits_of_transformers_on_every_scheme(
     for name, axes in GRIDS[comm.size]:
         plan = scheme(name, make_grid(**axes))
         ours = build_model(settings, plan)
-        opened(run, comm).load(checkpoint.model_blocks(ours), plan.grid)
+        opened(run, comm).load(checkpoint.weight_blocks(states_of(ours, plan.grid)), plan.grid)
         for found, expected in zip(our_logits(ours, family), want, strict=True):
             assert (found - expected).abs().max() < 1e-5, name
 

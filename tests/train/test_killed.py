@@ -1,11 +1,13 @@
-"""A rank is killed, in a step or in the middle of writing a checkpoint: the job ends, and --resume brings the same end.
+"""A rank is killed, at any op of a step or in the middle of writing a checkpoint: the job ends, and --resume brings the same end.
 
 Starts real jobs with `summa3d launch`; see killed_rank.py for those that kill themselves.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import devices
+import jobs
 import pytest
 from small_runs import assignments, metrics_of, write_corpus
 
@@ -70,12 +73,14 @@ def resume(folder: Path, from_step: str) -> None:
     assert f"resumed after step {from_step}" in output
 
 
-@pytest.mark.parametrize("killed", ["1 file", "0 rename"])
+@pytest.mark.parametrize("killed", ["1 4 file 1", "0 4 rename 1"])
 def test_a_rank_killed_while_a_checkpoint_is_written(tmp_path: Path, uninterrupted: list[dict[str, Any]], killed: str) -> None:
     write_corpus(tmp_path / "corpus.txt")
     program = str(Path(__file__).with_name("killed_rank.py"))
     command, environment, _ = mpi_command(RANKS, [program, *train_arguments(tmp_path)])
-    job = subprocess.run(command, env={**environment, "KILLED": killed}, capture_output=True, timeout=PATIENCE)
+    job = subprocess.run(
+        command, env={**environment, "KILLED": killed, "KILLED_AT": str(tmp_path / "at")}, capture_output=True, timeout=PATIENCE
+    )
     assert job.returncode != 0
     assert saved(tmp_path) == ["step-2"]
     assert (tmp_path / "run" / "checkpoints" / ".tmp-step-4").is_dir(), "it was not killed while writing"
@@ -129,3 +134,55 @@ def rank_processes(run: Path) -> Iterator[tuple[int, int]]:
 
 def rank_process(run: Path, rank: int) -> int:
     return dict(rank_processes(run))[rank]
+
+
+KINDS = {"F": 2, "B": 2, "T": 1, "R": 2, "norm": 1, "update": 1, "file": 1, "rename": 1}
+"""What a rank is killed in, and how many there are in a step, or in a checkpoint."""
+REPLICAS: dict[str, object] = {
+    **{"scheme": "serial", "grid__pp": 2, "grid__dp": 2, "model__layers": 2, "model__sequence": 8, "train__batch": 8},
+    **{"train__accumulate": 2, "train__checkpoint_every": 1, "train__evaluate_every": 0, "replicas__bucket": 20_000},
+}
+"""Two stages, which share a table, and two replicas of each, with more than one bucket of gradients."""
+
+
+def kills(number: int) -> list[str]:
+    """Seeded kills, each in a step of its own: of every kind in turn, on any rank, at the beginning or the end of any such op."""
+    chance, found = random.Random(2026), []
+    for step in range(2, number + 2):
+        kind = list(KINDS)[(step * 5) % len(KINDS)]
+        count = chance.choice((-1, 1)) * chance.randint(1, KINDS[kind])
+        found.append(f"{0 if kind == 'rename' else chance.randrange(4)} {step} {kind} {count}")
+    return found
+
+
+def replicas_job(folder: Path, steps: int, *more: str, killed: str = "-1 0 - 0") -> jobs.Ended:
+    settings = assignments(folder / "corpus.txt", train__steps=steps, **REPLICAS)
+    arguments = ["train", "demo", "--run", str(folder / "run"), *[part for one in settings for part in ("--set", one)], *more]
+    program = str(Path(__file__).with_name("killed_rank.py"))
+    return jobs.run([program, *arguments], 4, extra={"KILLED": killed, "KILLED_AT": str(folder / "at")}, timeout=PATIENCE)
+
+
+def files_of(folder: Path, step: int) -> dict[str, Any]:
+    """Name, size and checksum of the files of a checkpoint."""
+    return json.loads((folder / "run" / "checkpoints" / f"step-{step}" / "index.json").read_text())["files"]
+
+
+@pytest.mark.parametrize("number", [4, pytest.param(40, marks=pytest.mark.wide)])
+def test_replicas_of_a_pipeline_that_are_killed_again_and_again_end_with_the_same_bits(tmp_path: Path, number: int) -> None:
+    """Each job takes one step more than the one before it, and is killed in the next, or while it saves that."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+        write_corpus(folder / "corpus.txt")
+    steps = number + 2
+    assert (ended := replicas_job(whole, steps)).status == 0, ended.stderr
+    for done, killed in enumerate(kills(number)):
+        ended = replicas_job(parts, steps, *["--resume"] * (done > 0), killed=killed)
+        at = parts / "at"
+        assert ended.status != 0 and at.exists(), (killed, ended.stdout, ended.stderr)
+        assert time.time() - float(at.read_text()) < ENDS_WITHIN, killed
+        at.unlink()
+        assert f"step-{done + 1}" in saved(parts) and f"step-{done + 2}" not in saved(parts), killed
+        assert numbers(parts)[: done + 1] == numbers(whole)[: done + 1], killed
+    assert (ended := replicas_job(parts, steps, "--resume")).status == 0, ended.stderr
+    assert numbers(parts) == numbers(whole) and files_of(parts, steps) == files_of(whole, steps)

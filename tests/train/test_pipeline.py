@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from mpi4py import MPI
-from small_runs import metrics_of, small_config, train_in_legs, train_small
+from small_runs import metrics_of, shared_corpus, small_config, train_in_legs, train_small
 
-from summa3d.errors import ConfigError, GridError
+from summa3d.errors import ConfigError
 from summa3d.train import generate
 from summa3d.train.dry_run import predict
+from summa3d.train.loop import evaluate, take_step
+from summa3d.train.prepare import prepare
 
 Settings = dict[str, Any]
 INTERLEAVED: Settings = {"pipeline__schedule": "interleaved", "pipeline__chunks": 2}
@@ -72,6 +74,16 @@ def test_20_steps_in_a_pipeline_have_the_losses_and_norms_of_one_rank(comm: Any,
         assert len(got) == 2
 
 
+@pytest.mark.mpi(sizes=(4,), timeout=100)
+def test_every_stage_and_replica_knows_the_loss_and_the_norm(comm: Any, shared_tmp_path: Path) -> None:
+    settings = {"scheme": "serial", "grid__pp": 2, "grid__dp": 2, "model__layers": 2, "train__accumulate": 3}
+    run = prepare(small_config(shared_corpus(comm, shared_tmp_path), **settings), comm, shared_tmp_path / "run")
+    step = take_step(run, 1)
+    validation = evaluate(run)
+    assert set(comm.allgather((step.loss, step.grad_norm, validation))) == {(step.loss, step.grad_norm, validation)}
+    assert 5 < step.loss < 6 and abs(validation - step.loss) < 0.5  # of a model that guesses among 256 bytes
+
+
 LEGS: list[tuple[int, Settings]] = [
     (2, {"grid__pp": 2, "scheme": "serial"}),
     (1, {"scheme": "serial"}),
@@ -93,7 +105,7 @@ def test_a_run_that_changes_its_pipeline_every_two_steps_is_one_run(comm: Any, s
 
 @pytest.mark.mpi(sizes=(2,), timeout=100)
 def test_a_pipeline_that_goes_on_has_the_bits_of_one_that_was_never_stopped(comm: Any, shared_tmp_path: Path) -> None:
-    """In bfloat16, whose copies are made once a step; and a sample is drawn on one rank, from the checkpoint."""
+    """In bfloat16, whose copies are made once a step; and one rank, the run's stages and those of a checkpoint say the same."""
     keys = {"grid__pp": 2, "scheme": "serial", "dtype": "bfloat16", "model__layers": 4, "train__accumulate": 4}
     keys |= {**INTERLEAVED, "train__decay_to": 1.0, "train__checkpoint_every": 2, "train__evaluate_every": 2}
     whole, halves = shared_tmp_path / "whole", shared_tmp_path / "halves"
@@ -110,10 +122,14 @@ def test_a_pipeline_that_goes_on_has_the_bits_of_one_that_was_never_stopped(comm
     sizes = [entry["bytes"] for entry in index["files"].values()]
     assert len(sizes) == 2 and max(sizes) <= 1.05 * sum(sizes) / 2  # of the tied table each stage writes half
     assert summary["grid"]["pp"] == 2 and summary["sample"].startswith("def ")
-    with pytest.raises(GridError, match=r"pp=2 has a pipeline, on which no text is generated\. Generate on 1 rank"):
-        generate.load(halves / "run", comm)
-    with pytest.raises(ConfigError, match=r"draws its sample from a checkpoint.* Set train.keep to 1"):
-        train_small(comm, whole, resume=True, **{**keys, "train__sample_tokens": 3, "train__keep": 0})
+    staged = train_small(comm, whole, resume=True, **{**keys, "train__steps": 4, "train__sample_tokens": 3, "train__keep": 0})
+    model, plan, settings, tokenizer = generate.load(halves / "run", comm)
+    with plan.job.ledger.watch() as moved:
+        text = generate.sample(model, plan, settings.model, tokenizer, "def ", 3)
+    assert text == summary["sample"] == staged["sample"]
+    streams, logits = (4 + 5 + 6) * 24, 3 * 256  # one row of growing length; two of four stages receive on rank 1, one on rank 0
+    assert moved.words == (2 * streams if comm.rank else streams + logits)
+    plan.job.free()
 
 
 def test_a_dry_run_of_a_pipeline_is_refused() -> None:

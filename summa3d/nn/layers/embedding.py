@@ -59,7 +59,8 @@ class Embedding(nn.Module):
         tokens = self.scheme.as_stored(tokens)
         grid, size = self.scheme.grid, self.part.stop - self.part.start
         gathered = grid[self.lookup.gathered]
-        weight = sum_gradient(self.weight, grid[self.lookup.copies])
+        whole = self.scheme.gathered(self.weight, self.scheme.table(self.scheme.residual), (self.vocabulary, self.hidden))
+        weight = sum_gradient(whole, grid[self.lookup.copies])
         table = all_gather(weight, gathered, 0, split_sizes(size, gathered.size))  # [v/part, h/Z]
         here = (tokens >= self.part.start) & (tokens < self.part.stop)
         if size == 0:
@@ -98,9 +99,9 @@ class Positions(nn.Module):
 
     def __init__(self, sequence: int, hidden: int, scheme: Scheme, std: float = 0.02, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.scheme, self.rows = scheme, scheme.rows(scheme.residual)
-        layout = Layout((), scheme.residual.dims[-1])
-        self.weight = new_parameter(scheme, layout, (sequence, hidden), ("normal", std), dtype, decay=True)
+        self.scheme, self.rows, self.shape = scheme, scheme.rows(scheme.residual), (sequence, hidden)
+        self.layout = Layout((), scheme.residual.dims[-1])
+        self.weight = new_parameter(scheme, self.layout, self.shape, ("normal", std), dtype, decay=True)
 
     def forward(self, x: Tensor, sequence: int, indices: Tensor | None = None) -> Tensor:
         """Add rows of the table to x, this rank's block of the residual stream.
@@ -110,7 +111,7 @@ class Positions(nn.Module):
         sequence : the global s; rows 0 … s−1 are added
         indices : the rows to add instead, global [b, s], such as the positions of packed documents or BERT's token types
         """
-        table = sum_gradient(self.weight, self.rows)
+        table = sum_gradient(self.scheme.gathered(self.weight, self.layout, self.shape), self.rows)
         if indices is None:
             mine = Layout(self.scheme.residual.dims[1]).slices((sequence,), self.scheme.grid.shape, self.scheme.grid.coordinates)
             rows = table[mine]

@@ -64,7 +64,8 @@ class Linear(nn.Module):
         return (self.weight,)
 
     def _new_product(self, rows: int) -> Product:
-        return self.scheme.product(self.input_layout, "nt" if self.transposed else "nn", rows, self.n, self.k, self._source)
+        form = "nt" if self.transposed else "nn"
+        return self.scheme.product(self.input_layout, form, rows, self.n, self.k, self._source, self.transposed)
 
     def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X; with `skip_bias_add` a pair, so that the next kernel adds b (bias fusion).
@@ -91,7 +92,7 @@ class Linear(nn.Module):
                 f"[rows, {self.k}] and the global number of rows; it was given {tuple(x.shape)} and rows={rows}."
             )
         rows = x.shape[:-1].numel() * self.scheme.rows(self.input_layout).size if rows is None else rows
-        weight = self.weight.t() if self.transposed else self.weight
+        weight = self.weight.t() if self.transposed and not self.scheme.sharded else self.weight
         return matmul(x, weight, self._product(rows), bias, sums_bias=not self.vectors_summed)
 
     def extra_repr(self) -> str:

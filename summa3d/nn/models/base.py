@@ -265,9 +265,19 @@ class LanguageModel(Body):
     @torch.no_grad()
     def next_logits(self, tokens: Tensor) -> Tensor:
         """The global logits [b, v] of the token that follows each row, on every rank. tokens : global [b, s]"""
-        scheme, head, (rows, length) = self.scheme, self.output(), tokens.shape
-        whole = functional.pad(tokens, (0, -length % scheme.residual.num_shards(1, scheme.grid.shape)))
-        inputs = {"tokens": whole}
-        x = self.norm(self.encoded(inputs, self.batch_of(inputs)))  # causal: the padding changes no position before it
-        logits = head.head(scheme.tokens_at(x, length - 1, whole.shape[1]), scheme.pooled, rows=rows)
-        return collect(logits, scheme.grid, scheme.after_linear(scheme.pooled), (rows, self.config.vocabulary))
+        inputs = self.padded(tokens)
+        batch = self.batch_of(inputs)
+        return self.leave_at(self.encoded(inputs, batch), tokens.shape[1] - 1, batch)
+
+    def padded(self, tokens: Tensor) -> Inputs:
+        """The batch of global tokens [b, s], which may have any length: causal, padding changes no position before it."""
+        return {
+            "tokens": functional.pad(tokens, (0, -tokens.shape[1] % self.scheme.residual.num_shards(1, self.scheme.grid.shape)))
+        }
+
+    def leave_at(self, x: Tensor, position: int, batch: Batch) -> Tensor:
+        """The global logits [b, v] of one position of the residual stream x after the last layer, on every rank that holds it."""
+        scheme, head = self.scheme, self.output()
+        here = scheme.tokens_at(self.norm(x), position, batch.sequence)
+        logits = head.head(here, scheme.pooled, rows=batch.rows)
+        return collect(logits, scheme.grid, scheme.after_linear(scheme.pooled), (batch.rows, self.config.vocabulary))

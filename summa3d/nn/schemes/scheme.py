@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...autograd.collectives import all_gather, broadcast_from, scatter_from
 from ...autograd.debts import Debts
-from ...autograd.differentiable import InFlight, Product, product
+from ...autograd.differentiable import InFlight, Product, Sharded, product
 from ...autograd.prefetch import Prefetcher, PrefetchSource
 from ...comm.axis import Axis
 from ...comm.grid import Grid
@@ -90,6 +90,8 @@ class Scheme:
     overlap : what may be in flight while layers compute
     at : outer axis → the indices of the job's grid that hold the parameters (`on`); elsewhere their blocks are empty
     stages : the stages of the job's pipeline (axis pp); None, every rank holds the whole model
+    sharded : the axes of replicas that hold shards of the weights, by rows (ZeRO-3): layers gather a weight where they use it,
+        and reduce-scatter its gradient
     """
 
     spec: SchemeSpec
@@ -99,6 +101,7 @@ class Scheme:
     overlap: Overlap = DEFAULT
     at: tuple[tuple[str, tuple[int, ...]], ...] = ()
     stages: Stages | None = None
+    sharded: tuple[str, ...] = ()
     _shared: Shared = field(default=None, repr=False, compare=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -199,6 +202,7 @@ class Scheme:
         A copied vector is returned unchanged. A root-only vector is broadcast by its root; a diagonal one is broadcast
         and then all-gathered along the rows' coarse axis. Backward reduce-scatters and reduces the gradient the same way.
         """
+        stored = self.gathered(stored, self.vector(layout), (n,))
         if self.vectors == "copied":
             return stored
         grid, at, shape = self.grid, self.grid.coordinates, (n,)
@@ -210,6 +214,22 @@ class Scheme:
             (whole,) = Layout(layout.dims[-1]).local_shape(shape, grid.shape, at)
             vector = all_gather(vector, grid[axis], 0, split_sizes(whole, grid[axis].size))
         return vector
+
+    def gathered(self, stored: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
+        """Return this rank's block of a parameter of global `shape` and inner `layout`, from the shards that replicas hold of it.
+
+        Where they hold copies, `stored` itself. Backward reduce-scatters the gradient over the replicas.
+        """
+        if not self.sharded:
+            return stored
+        return all_gather(stored, self.job[self.sharded], 0, self._shard_sizes(layout, shape))
+
+    def _shard_sizes(self, layout: Layout, shape: tuple[int, ...]) -> list[int]:
+        """The rows of each replica's shard of this rank's block."""
+        sizes = [layout.local_shape(shape, self.grid.shape, self.grid.coordinates)[0]]
+        for axis in self.sharded:
+            sizes = [part for size in sizes for part in split_sizes(size, self.job.shape[axis])]
+        return sizes
 
     def vector_rows(self, layout: Layout) -> Axis:
         """The plane over which a layer sums its vector's gradient: the rows' axes; no axis where `broadcast_vector` sums it."""
@@ -235,16 +255,23 @@ class Scheme:
         layouts, lookup = (self.residual, inner, self.pooled, at_token, Layout(self.residual.dims[1])), self.lookup
         planes = [self.grid[axes] for axes in (lookup.gathered, lookup.part, lookup.copies)]
         planes += [of(layout) for layout in layouts for of in (self.rows, self.columns)]
-        return [*planes, self.copies.axis, self.grid.world, self.grid.ranked, self.job.world]
+        return [*planes, self.copies.axis, self.grid.world, self.grid.ranked, self.job.world, self.job[self.sharded]]
 
-    def product(self, layout: Layout, form: str, m: int, n: int, k: int, source: PrefetchSource | None = None) -> Product:
+    def product(
+        self, layout: Layout, form: str, m: int, n: int, k: int, source: PrefetchSource | None = None, transposed: bool = False
+    ) -> Product:
         """Bind the product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt"), with its gradients.
 
         source : the layer's prefetch source, from the method `prefetch_source`; None for no prefetch
+        transposed : whether replicas hold shards of the transpose of the product's right operand
         """
-        rows = self.vector_rows(self.after_linear(layout))
-        in_flight = InFlight(source, self.overlap.input_gradient, self.debts)
-        return product(self.plan(layout, form, m, n, k), self.grid, self.regather, rows, self._shared.workspace, in_flight)
+        rows, plan = self.vector_rows(self.after_linear(layout)), self.plan(layout, form, m, n, k)
+        in_flight = InFlight(None if self.sharded else source, self.overlap.input_gradient, self.debts)
+        found = product(plan, self.grid, self.regather, rows, self._shared.workspace, in_flight)
+        if not self.sharded:
+            return found
+        stored, shape = (plan.b_layout.transposed(), plan.b_shape[::-1]) if transposed else (plan.b_layout, plan.b_shape)
+        return Sharded(found, self.job[self.sharded], self._shard_sizes(stored, shape), transposed, source)
 
     def prefetch_source(
         self, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)

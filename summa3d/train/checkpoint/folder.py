@@ -19,7 +19,6 @@ from ...blas_library import Rule
 from ...comm.failure import agree_on_error
 from ...errors import CheckpointError
 from ...nn.config import ModelConfig
-from ...parallel.states import named_parameters
 from .. import toml
 from ..config import Config, master_dtype
 from ..on_root import on_root
@@ -27,10 +26,10 @@ from ..optimizer import AdamW
 from . import shards
 
 if TYPE_CHECKING:
-    import torch
     from mpi4py import MPI
 
     from ...comm.grid import Grid
+    from ...parallel.states import State
 
 FORMAT = "summa3d-checkpoint"
 VERSION = 1
@@ -138,9 +137,9 @@ def identity(model: ModelConfig) -> dict[str, Any]:
     return {f"model.{key}": table[key] for key in sorted(table) if key not in FREE_KEYS}
 
 
-def model_blocks(model: torch.nn.Module) -> list[shards.TensorBlock]:
-    """The model's parameters as blocks of global tensors."""
-    return [shards.TensorBlock(f"model.{name}", p.data, p.sharding) for name, p in named_parameters(model)]
+def weight_blocks(states: Sequence[State]) -> list[shards.TensorBlock]:
+    """The stored weights as blocks of global tensors."""
+    return [shards.TensorBlock(f"model.{one.name}", one.parameter.data, one.shardings.stored) for one in states]
 
 
 def own_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
