@@ -122,9 +122,10 @@ def test_zero_overlap_and_the_size_of_buckets_change_no_bit(
 def test_the_sums_of_a_chunk_start_behind_its_last_backward(comm: Any, shared_tmp_path: Path, overlap: bool) -> None:
     """While the other chunk computes; those of the tied table behind its sum over the stages. Without overlap, behind all."""
     changes = {**INTERLEAVED, "train__accumulate": 4, "train__batch": 24, "replicas__overlap": overlap}
+    changes["pipeline__scatter"] = overlap
     config = small_config(shared_corpus(comm, shared_tmp_path), **{**changes, "replicas__bucket": 5000})
     run = prepare(config, comm, shared_tmp_path / f"run{overlap}")
-    assert run.grid.sealed  # a step makes no communicator
+    assert run.grid.sealed and run.pipeline.scatter is overlap  # a step makes no communicator
     trace = run.grid.ledger.start_trace()
     take_step(run, 1)
     run.grid.ledger.stop_trace()
