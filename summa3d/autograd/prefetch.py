@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from ..comm.pending import Pending
 
 Stamp = tuple[tuple[Any, ...], ...]
+Flight = tuple[int, int]
+"""The chunk and the micro-batch of a forward and its backward."""
 
 
 class PrefetchSource:
@@ -30,11 +32,11 @@ class PrefetchSource:
 
     Attributes
     ----------
-    found : the parameters that the last forward used; a recomputation prefetches from them
-    saved : B's block as forward saved it for backward
+    found : the parameters that the forward of the prefetcher's flight used; a recomputation prefetches from them
+    saved : B's block as that forward saved it for backward
     start : starts the all-gather of a block of B
 
-    `found` and `saved` are held until backward has gathered them, or has ended.
+    `found` and `saved` are held until the flight's backward has gathered them, or has ended.
     """
 
     def __init__(
@@ -42,19 +44,42 @@ class PrefetchSource:
     ) -> None:
         self.prefetcher, self.parts, self.make = prefetcher, parts, make
         self.start: Callable[[Tensor], Pending] | None = None
-        self.found: Sequence[Tensor] | None = None
-        self.saved: Tensor | None = None
+        self._found: dict[Flight, Sequence[Tensor]] = {}
+        self._saved: dict[Flight, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrefetchSource:
         """Return the source of a copied layer: it reads the copy's parameters and holds no tensor yet."""
         copied = memo[id(self)] = copy.copy(self)
         copied.prefetcher, copied.parts, copied.make = copy.deepcopy((self.prefetcher, self.parts, self.make), memo)
-        copied.start = copied.found = copied.saved = None
+        copied.start, copied._found, copied._saved = None, {}, {}
         return copied
 
+    @property
+    def found(self) -> Sequence[Tensor] | None:
+        """None where the flight has no forward."""
+        return self._found.get(self.prefetcher.flight)
+
+    @found.setter
+    def found(self, parts: Sequence[Tensor]) -> None:
+        self._found[self.prefetcher.flight] = parts
+
+    @property
+    def saved(self) -> Tensor | None:
+        """None where the flight has no forward, or has gathered it."""
+        return self._saved.get(self.prefetcher.flight)
+
+    @saved.setter
+    def saved(self, block: Tensor) -> None:
+        self._saved[self.prefetcher.flight] = block
+
     def forget(self) -> None:
-        """Release the tensors of the last forward."""
-        self.found = self.saved = None
+        """Release the tensors of the flight."""
+        self._found.pop(self.prefetcher.flight, None)
+        self.release()
+
+    def release(self) -> None:
+        """Release the block of B of the flight."""
+        self._saved.pop(self.prefetcher.flight, None)
 
 
 class Use(NamedTuple):
@@ -98,7 +123,7 @@ class _Pass:
             prefetched = None
         self.seen.append(use)
         if not use.forward:
-            use.source.saved = None
+            use.source.release()
         gathered: Tensor = (start(b) if prefetched is None else prefetched.pending).wait()
         self.start_prefetches()
         return gathered
@@ -135,7 +160,8 @@ class _Pass:
 class Prefetcher:
     """Prefetch of gathered weights: up to `depth` all-gathers in flight ahead of the layers that use them.
 
-    Each chunk of a pipeline stage has orders of its own; `chunk` is the one whose forward or backward comes next.
+    Each chunk of a pipeline stage has orders of its own, and each of its micro-batches the tensors of its own forward. `flight`
+    is the chunk and the micro-batch whose forward or backward comes next.
 
     All ranks of the grid use it alike, in the same order. A forward of a followed module prefetches in the order of the last
     forward; a backward prefetches in the order of the last backward, which includes the layers that it recomputes. The first
@@ -153,7 +179,7 @@ class Prefetcher:
         self._inside = 0
         self._records_gradient = False
         self._order: dict[tuple[int, bool], list[Use]] = {}
-        self.chunk = 0
+        self.flight: Flight = (0, 0)
 
     def follow(self, module: nn.Module) -> None:
         """Make each forward of `module` a pass. A followed module inside another one is part of the outer pass."""
@@ -190,7 +216,7 @@ class Prefetcher:
         if torch._C._current_graph_task_id() < 0:
             return self._forward
         if self._backward is None:  # a backward's first gather comes before any recomputed graph runs
-            self._backward = _Pass(self._order.get((self.chunk, True), []), self.depth, True)
+            self._backward = _Pass(self._order.get((self.flight[0], True), []), self.depth, True)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
         return self._backward
@@ -212,19 +238,19 @@ class Prefetcher:
             self._backward.drain()
             self._backward = None
         self._records_gradient = torch.is_grad_enabled()
-        self._forward = _Pass(self._order.get((self.chunk, False), []), self.depth, False)
+        self._forward = _Pass(self._order.get((self.flight[0], False), []), self.depth, False)
         self._forward.start_prefetches()
 
     def _end(self, module: nn.Module | None = None, inputs: Any = None, output: Any = None) -> None:
         self._inside -= 1
         if self._inside == 0 and self._forward is not None:
             self._forward.drain()
-            self._order[self.chunk, False], self._forward = self._forward.seen, None
+            self._order[self.flight[0], False], self._forward = self._forward.seen, None
 
     def _end_backward(self) -> None:
         if self._backward is not None:
             self._backward.drain()
-            self._order[self.chunk, True] = self._backward.seen
+            self._order[self.flight[0], True] = self._backward.seen
             for use in self._backward.seen:
                 use.source.forget()
             self._backward = None

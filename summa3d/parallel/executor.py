@@ -198,7 +198,7 @@ class Executor:
             if scheme.prefetcher is None:
                 y = stage.forward(x, *micro)
             else:
-                scheme.prefetcher.chunk = op.chunk
+                scheme.prefetcher.flight = op.chunk, op.micro
                 with scheme.prefetcher.forward_pass():
                     y = stage.forward(x, *micro)
         if trains:
@@ -213,7 +213,7 @@ class Executor:
         flight, stage = self.flights.pop((op.chunk, op.micro)), self.stages[op.chunk]
         scheme = stage.model.scheme
         if scheme.prefetcher is not None:
-            scheme.prefetcher.chunk = op.chunk
+            scheme.prefetcher.flight = op.chunk, op.micro
         with scheme.debts.postponed(flight.debts):
             if stage.leaves:
                 (flight.root * scale).backward()

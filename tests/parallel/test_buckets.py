@@ -20,7 +20,7 @@ SHAPES = {"first": (11, 4), "second": (8, 6), "vector": (5,), "last": (7, 8)}
 """Odd rows, fewer than replicas, and 8, whose nested split over 3 · 2 replicas is not the balanced one over 6."""
 
 
-def states_on(grid):
+def states_on(grid, zero=0):
     """The states of four parameters, split by z along one dim; one of a stage, and one as an expert's."""
     module = torch.nn.Module()
     on_grid = scheme("cuboid", grid)
@@ -28,7 +28,7 @@ def states_on(grid):
         layout = Layout(*([()] * (len(shape) - 1)), ("z",)) if index % 2 else Layout(("z",), *[()] * (len(shape) - 1))
         stage = on_grid.on(pp=(1,)) if name == "vector" else on_grid.on(ep=(0,)) if name == "last" else on_grid
         setattr(module, name, new_parameter(stage, layout, shape, ("constant", 0.0), torch.float64, True))
-    return states_of(module, grid)
+    return states_of(module, grid, zero)
 
 
 def chunk_of(name: str) -> int:
@@ -113,3 +113,21 @@ def test_replicas_whose_buckets_differ_are_told_which(make_grid):
     chunk = grid.coordinates["dp"]
     with pytest.raises(AgreementError, match=r"on the buckets of dp:\n  bucket 0: \(0, .*rank 0; \(1, .*rank 1$"):
         Replicas.of(states, grid, 1, 1, lambda name: chunk).check()
+
+
+@pytest.mark.mpi(sizes=(12,))
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_gradient_that_there_is_not_is_0(make_grid, zero):
+    """Of a parameter that no loss depends on, on all replicas alike."""
+    grid = make_grid(z=2, dp=3, ep=1, pp=2)
+    replicas = Replicas.of(states_on(grid, zero), grid, zero, 1 << 20, chunk_of)
+    for state in replicas.states.values():
+        if state.name != "second" and state.numel:
+            ones = torch.ones(state.shape, dtype=torch.float64)
+            state.add(ones) if zero < 2 else state.taken(state, ones)
+    replicas.reduce()
+    for state in replicas.states.values():
+        if state.numel:
+            want = 0 if state.name == "second" else 3
+            assert state.own_gradient.shape == state.partition.local_shape(grid)
+            assert (state.own_gradient == want).all(), state.name

@@ -6,13 +6,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jobs
 import pytest
 import torch
-from staged import CASES, WIDE, Y2, Case, Piped, accumulate, check_gradients
+from staged import CASES, WIDE, X2, Y2, Case, Piped, accumulate, check_gradients
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from summa3d.errors import AgreementError
@@ -179,6 +180,29 @@ def test_without_gradients_only_forwards_run(make_grid: Any) -> None:
         forward = sum(row.amounts.words for row in moved.rows if row.axis == "pp")
         assert forward == case.m * piped.executor.wire.buffer().numel() * sent_and_received(piped)[0]
         piped.executor.channel.free()
+
+
+def note_flights(piped: Piped, counts: list[int]) -> None:
+    counts.append(len(piped.executor.flights))
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=100)
+def test_each_chunk_prefetches_in_its_own_order_and_copies_end_with_the_last_forward(make_grid: Any) -> None:
+    """A prefetch that is dropped would be counted; the backwards that are left free each copy that they have used."""
+    words = {}
+    for gather in (0, 2):
+        case = Case(2, 4, "interleaved", 2, scheme="cuboid", axes=X2, layers=5, gather=gather)
+        piped = Piped(case, make_grid)
+        for _ in range(2):
+            ended = list[int]()
+            with piped.grid.ledger.watch() as moved:
+                piped.pipeline.run(case.m, piped.feed, forwarded=partial(note_flights, piped, ended))
+        ops = piped.pipeline.schedule(case.m).ops_of(piped.rank)
+        last = max(place for place, op in enumerate(ops) if op.kind == "F")
+        assert ended == [in_flight(ops)[last]] and ended[0] > 0
+        words[gather] = sum(row.amounts.words for row in moved.rows if row.axis == "x")
+        piped.executor.channel.free()
+    assert words[2] == words[0] > 0
 
 
 SPOKEN = {

@@ -37,7 +37,7 @@ def train(folder: Path, ranks: int, *more: str, **changes: Any) -> None:
     """A job that trains in `folder`."""
     settings = assignments(folder / "corpus.txt", **SETTINGS, **changes)
     words = ["train", "demo", "--run", str(folder / "run"), *[part for one in settings for part in ("--set", one)], *more]
-    ended = jobs.run(["-m", "summa3d", *words], ranks, timeout=300)
+    ended = jobs.run(["-m", "summa3d", *words], ranks, timeout=900)
     assert ended.status == 0, ended.stdout + ended.stderr
 
 
