@@ -78,6 +78,22 @@ def net_of(parts: Sequence[Part]) -> int:
     return sum(times * segment.net for segment, times in parts)
 
 
+class Traced(NamedTuple):
+    """An op of a program as it was traced.
+
+    posted : bytes of the receive that was posted for it, one op before. parts : what it does. left : bytes, negative, that are
+    gone when the next op has begun, such as those of what it had received.
+    """
+
+    posted: int
+    parts: Sequence[Part]
+    left: int
+
+    def extent(self) -> tuple[int, int]:
+        """The peak and the net of its bytes."""
+        return peak_of(self.parts), net_of(self.parts)
+
+
 def operations(parts: Sequence[Part]) -> Iterator[tuple[Op, int]]:
     """Every operation with its number of repetitions."""
     for segment, times in parts:
@@ -109,6 +125,26 @@ def joined(segments: Sequence[Segment]) -> Segment:
         whole.net += segment.net
         whole.ops += segment.ops
     return whole
+
+
+def most_held(before: int, program: Sequence[Traced], message: int) -> int:
+    """The peak of bytes held in a program of ops, beyond those held before it.
+
+    before : bytes made before the first op. message : of a send, which may not have arrived before the next op has ended.
+
+    As in the executor, an op first posts the receive of the next one, and then lets go of what the last one has left.
+    """
+    extents = {id(op): op.extent() for op in program}
+    top = held = before + (program[0].posted if program else 0)
+    left = 0
+    for op, following in zip(program, [*program[1:], None], strict=True):
+        held += 0 if following is None else following.posted
+        top = max(top, held)
+        held += left
+        peak, net = extents[id(op)]
+        top = max(top, held + message + peak)
+        held, left = held + net, op.left
+    return top
 
 
 def moved(parts: Sequence[Part], what: str) -> dict[str, dict[str, int]]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 from ..comm.device.select import requested_device
-from ..dry.rank_classes import classes
-from ..dry.step import DryStep, Setting, Training, run
-from ..errors import ConfigError
-from ..nn.models.registry import Model
+from ..dry.rank_classes import steps
+from ..dry.step import Setting, Training
 from ..node_support import why_no_node_memory
-from ..parallel.replicas import Replicas
-from ..parallel.states import states_of
+from ..parallel.pipeline import Pipeline
+from ..parallel.states import State
 from .config import Config, at_least, master_dtype
+from .loop import total
 from .optimizer import AdamW, global_gradient_norm
 from .precision import torch_dtype, working_weights
 
@@ -39,13 +37,8 @@ def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]
     `mean_bytes` over all ranks.
 
     Raises, as the run itself would, GridError and LayoutError for a grid or sizes that do not fit, and ConfigError for less than
-    one rank a node, and for a pipeline.
+    one rank a node.
     """
-    if config.grid.pp > 1:
-        raise ConfigError(
-            f"--dry-run of a pipeline (grid.pp = {config.grid.pp}) is not available yet. Set grid.pp=1 for the whole model's "
-            "figures, or draw the schedule with `summa3d plan schedule`."
-        )
     ranks = prod(config.grid.axes.values())
     if ranks_per_node is not None:
         at_least("ranks per node", ranks_per_node, 1)
@@ -77,25 +70,27 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
         config.train.accumulate,
         shared,
         on_device,
+        config.pipeline.schedule,
+        config.pipeline.chunks,
+        config.pipeline.counts,
+        config.dtype,
+        config.replicas.zero,
+        config.replicas.bucket,
+        config.replicas.overlap,
     )
 
 
 def training_of(config: Config) -> Training:
-    """What the training loop adds to a forward and a backward: 16-bit copies of weights, sums over the replicas, AdamW."""
-    zero, bucket, dtype = config.replicas.zero, config.replicas.bucket, torch_dtype(config.dtype)
-    of_model = lru_cache(1)(lambda model: states_of(model, model.scheme.job, zero, dtype))
+    """What the training loop adds to the ops of a program: 16-bit copies of weights before them, the optimizer behind them."""
 
-    def optimizer(model: Model) -> tuple[Callable[[], None], int]:
-        grid, states = model.scheme.job, of_model(model)
-        adamw, taking = AdamW(states, config.train), Replicas.of(states, grid, zero, bucket) if zero == 2 else None
+    def optimizer(pipeline: Pipeline, states: Sequence[State]) -> tuple[Callable[[], None], int]:
+        adamw, replicas = AdamW(states, config.train), pipeline.replicas
+        assert replicas is not None
 
         def update() -> None:
-            if taking is not None:
-                taking.reduce()
-            replicas = Replicas.of([state for state in states if state.accumulated is not None], grid, zero, bucket)
-            replicas.reduce()
-            replicas.total(0.0)
-            global_gradient_norm(adamw.gradients(), grid)
+            replicas.finish()
+            replicas.total(total([], pipeline.axis))
+            global_gradient_norm(adamw.gradients(), replicas.grid)
             replicas.update(lambda: adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0))
 
         return update, sum(moment.nbytes for kind in adamw.moments.values() for moment in kind.values())
@@ -107,13 +102,10 @@ def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, A
     """What the ranks do and hold where so many consecutive ones share a node, on the host or on devices."""
     first = setting_of(config, 0, ranks_per_node, on_device)
     first.on(first.place()).check(config.model, config.rows)
-    training = training_of(config)
-    steps: dict[int, tuple[DryStep, int]] = {
-        rank: (run(setting_of(config, rank, ranks_per_node, on_device), training), many) for rank, many in classes(first).items()
-    }
-    fullest = max(steps, key=lambda rank: steps[rank][0].bytes()["peak"])
-    step, ranks = steps[fullest][0], sum(many for _, many in steps.values())
-    held = [(step.bytes(), many) for step, many in steps.values()]
+    found = {rank: (step, many) for rank, many, step in steps(first, training_of(config))}
+    held = {rank: step.bytes() for rank, (step, _) in found.items()}
+    fullest = max(held, key=lambda rank: held[rank]["peak"])
+    step, ranks = found[fullest][0], sum(many for _, many in found.values())
     operations = step.operations()
     return {
         "parameters": step.elements,
@@ -123,8 +115,8 @@ def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, A
         "ranks_per_node": ranks_per_node,
         "node_axes": list(step.node_axes),
         "fullest_rank": fullest,
-        "bytes": step.bytes(),
+        "bytes": held[fullest],
         "peak": step.peak,
-        "mean_bytes": {term: sum(one[term] * many for one, many in held) / ranks for term in TERMS},
+        "mean_bytes": {term: sum(held[rank][term] * many for rank, (_, many) in found.items()) / ranks for term in TERMS},
         "operations": operations,
     }
