@@ -95,7 +95,7 @@ class Real:
         states = states_of(self.model, grid)
         replicas = Replicas.of(states, grid, 0, 1)
         pipeline = Pipeline(self.model, "1f1b", case.batch, torch.float32, replicas)
-        self.update, self.moments = self.training.optimizer(pipeline, states)
+        self.update, self.moments, _ = self.training.optimizer(pipeline, states)
         self.batch = batch_of(self.config, case.batch)
         self.held = sum(weight.nbytes for weight in self.model.parameters())
 

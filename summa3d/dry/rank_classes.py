@@ -46,7 +46,7 @@ def steps(setting: Setting, training: Training) -> Iterator[tuple[int, int, DryS
 
 
 def _classes(setting: Setting) -> dict[tuple[int, object, object], list[int]]:
-    """The ranks of each class, by their rank of the pipeline, what else a forward differs by, and their parts of what is shared."""
+    """The ranks of each class by their rank of the pipeline, what else forwards differ by, and their parts of what is shared."""
     place = setting.place()
     on_grid, replicas = setting.on(place), replica_axes(place.shape)
     layouts = list(_tensors(on_grid, setting.model, setting.batch))

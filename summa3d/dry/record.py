@@ -148,7 +148,7 @@ def most_held(before: int, program: Sequence[Traced], message: int) -> int:
 
 
 def moved(parts: Sequence[Part], what: str) -> dict[str, dict[str, int]]:
-    """Words or messages (`what`) by phase and axis, as the ledger has them: recomputation counts as backward."""
+    """Words, messages or bytes (`what`: written) received, by phase and axis, as in the ledger: recomputation is backward's."""
     totals: dict[str, dict[str, int]] = {}
     for op, times in operations(parts):
         if op.kind == "move":

@@ -46,7 +46,8 @@ class Setting:
     overlap : how tensors are split, and on which place. dtype : of parameters. recompute : kind, and layers. accumulate :
     micro-batches a step. ranks_per_node : how many consecutive ranks share a node's memory. on_device : on CUDA devices, by NCCL
     and fused kernels. schedule, chunks, layers : of a pipeline (axis pp); layers of each stage, None for balanced ones.
-    stream : dtype of the residual stream; that of parameters, if empty. zero, bucket, overlap_sums : of the replicas (axis dp).
+    stream : dtype of the residual stream; that of parameters, if empty. scatter : whether copies of it travel in parts. zero,
+    bucket, overlap_sums : of the replicas (axis dp).
     """
 
     model: ModelConfig
@@ -68,6 +69,7 @@ class Setting:
     chunks: int = 1
     layers: Sequence[int] | None = None
     stream: str = ""
+    scatter: bool = True
     zero: int = 1
     bucket: int = 25 << 20
     overlap_sums: bool = True
@@ -89,21 +91,28 @@ class Setting:
         return None if p == 1 else stages_of(self.schedule, p, self.chunks, self.model.layers, self.layers)
 
 
+class Ending(NamedTuple):
+    """The end of a step, behind all ops: what runs it; bytes of the moments, and of this rank's file of a checkpoint."""
+
+    run: Callable[[], None] = lambda: None
+    moments: int = 0
+    checkpoint: int = 0
+
+
 @dataclass(frozen=True)
 class Training:
     """The parts of training beside forward and backward.
 
     weights : a context in which layers compute with other weights, for example 16-bit copies. optimizer : the pipeline, and the
-    states of the parameters that its rank holds → (the function that ends a step behind all ops, bytes of the moments). Without
-    one, gradients are not summed over replicas.
+    states of the parameters that its rank holds → the end of a step. Without one, gradients are not summed over replicas.
     """
 
     weights: Callable[[Model], AbstractContextManager[None]] = lambda model: nullcontext()
-    optimizer: Callable[[Pipeline, Sequence[State]], tuple[Callable[[], None], int]] | None = None
+    optimizer: Callable[[Pipeline, Sequence[State]], Ending] | None = None
 
 
 class Key(NamedTuple):
-    """What of a rank's ops is traced once: `chunk` stands for all that are like it, `micro` for those between the first and last."""
+    """What is traced once of a rank's ops: `chunk` stands for all that are like it, `micro` for those between first and last."""
 
     kind: str
     chunk: int
@@ -117,7 +126,7 @@ class DryStep:
     copies, optimizer : what is made before the first op, and done behind the last. traced : the distinct ops. program : all ops,
     in order. saved : what a forward of a chunk saves for backward. message : bytes of what is sent to another stage.
     parameters, copied, moments, kept, node : bytes, as `bytes` has them; kept is what stays from step to step. elements : of the
-    whole model's parameters, over all ranks.
+    whole model's parameters, over all ranks. checkpoint : bytes of this rank's file of a checkpoint.
     """
 
     copies: Sequence[Part]
@@ -133,6 +142,7 @@ class DryStep:
     node: int
     elements: int = 0
     node_axes: tuple[str, ...] = ()
+    checkpoint: int = 0
     parts: list[Part] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,6 +157,10 @@ class DryStep:
     def messages(self) -> dict[str, dict[str, int]]:
         """Messages received, by phase and axis."""
         return moved(self.parts, "messages")
+
+    def received(self) -> dict[str, dict[str, int]]:
+        """Bytes received, by phase and axis."""
+        return moved(self.parts, "written")
 
     def operations(self) -> dict[str, dict[str, int]]:
         """Count, flops and bytes by kind of operation."""
@@ -178,11 +192,12 @@ class DryStep:
     @property
     def in_flight(self) -> int:
         """Peak bytes in flight to this rank, of communications that one layer issues and another layer waits for."""
-        ops = [op for one in self.traced.values() for segment, _ in one.parts for op in segment.ops]
-        ends = {op.id: op.layer for op in ops if op.kind == "wait"}
-        moves = {op.id: op.written for op in ops if op.kind == "move" and ends.get(op.id, op.layer) != op.layer}
+        pieces = [*(one.parts for one in self.traced.values()), self.optimizer]
+        ops = [((place, op.layer), op) for place, parts in enumerate(pieces) for segment, _ in parts for op in segment.ops]
+        ends = {op.id: where for where, op in ops if op.kind == "wait"}
+        moves = {op.id: op.written for where, op in ops if op.kind == "move" and ends.get(op.id, where) != where}
         in_flight = most = 0
-        for op in ops:
+        for _, op in ops:
             if op.id in moves:
                 in_flight += moves[op.id] if op.kind == "move" else -moves[op.id]
                 most = max(most, in_flight)
@@ -253,11 +268,15 @@ class Rank:
             replicas = None
             if training.optimizer is not None:
                 replicas = Replicas.of(states, self.place, setting.zero, setting.bucket, chunks_of(self.model))
-            dtype = getattr(torch, setting.stream or setting.dtype)
-            self.pipeline = Pipeline(self.model, setting.schedule, setting.batch, dtype, replicas, setting.overlap_sums)
-            self.update, self.moments = training.optimizer(self.pipeline, states) if training.optimizer else (lambda: None, 0)
+            dtype, sums = getattr(torch, setting.stream or setting.dtype), setting.overlap_sums
+            self.pipeline = Pipeline(self.model, setting.schedule, setting.batch, dtype, replicas, sums, setting.scatter)
+            self.ending = training.optimizer(self.pipeline, states) if training.optimizer else Ending()
         self.stretches = self._stretches()
         self.like = self._alike()
+        self.saved: dict[int, int] = {}
+        self.kept = self.copied = 0
+        self.copies: Sequence[Part] = ()
+        self.ops: dict[Key, Traced] = {}
         executor = self.pipeline.executor
         executor.stages = [stretch.stage for stretch in self.stretches]
         executor.sums = {**executor.sums, PAUSE.op.kind: lambda chunk: None}
@@ -297,7 +316,7 @@ class Rank:
         return {chunk: first.setdefault(kind, chunk) for chunk, kind in enumerate(kinds)}
 
     def key(self, op: Op) -> Key:
-        """What is traced for an op. The first micro-batch makes the gradients, and the last one frees 16-bit copies of weights."""
+        """What is traced for an op. The first micro-batch makes the gradients, the last one frees 16-bit copies of weights."""
         last = self.setting.accumulate - 1
         between = op.micro if op.micro in (ALL, 0) or (op.micro == last and self.copied) else min(1, last)
         return Key(op.kind, op.chunk if op.micro == ALL else self.like[op.chunk], between)
@@ -320,10 +339,10 @@ class Rank:
                 paused = [one for step in wanted for one in (PAUSE, PAUSE, step)] + [PAUSE]
                 self.pipeline.executor.run(paused, self._feed, forwarded=copies.close)
             with tracer.recording() as behind, tracer.ledger.phase(OPTIMIZER):
-                self.update()
+                self.ending.run()
         self.copies = like.copies if like is not None else [Part(segment, 1) for segment in ops[0]]
         self.optimizer = [Part(segment, 1) for segment in behind[0]]
-        self.ops: dict[Key, Traced] = {} if like is None else {**like.ops}
+        self.ops = {} if like is None else {**like.ops}
         for place, step in enumerate(wanted):
             (_, posted, op, left), key = ops[3 * place + 1 : 3 * place + 5], self.key(step.op)
             self.ops[key] = Traced(_net(posted), self._composed(op, key), _net(left))
@@ -341,14 +360,15 @@ class Rank:
             program,
             self.optimizer,
             {chunk: self.saved[like] for chunk, like in self.like.items()},
-            0 if self.pipeline.axis is None else self.pipeline.stream().nbytes,
+            0 if self.pipeline.axis is None else self.pipeline.executor.wire.buffer().nbytes,
             sum(p.nbytes for p in self.model.parameters()),
             self.copied,
-            self.moments,
+            self.ending.moments,
             self.kept,
             self.place.node_bytes,
             self._elements(),
             self.place.node_axes,
+            self.ending.checkpoint,
         )
 
     def _is_traced(self, op: Op) -> bool:

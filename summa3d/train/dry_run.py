@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 from ..comm.device.select import requested_device
 from ..dry.rank_classes import steps
-from ..dry.step import Setting, Training
+from ..dry.step import DryStep, Ending, Setting, Training
 from ..node_support import why_no_node_memory
 from ..parallel.pipeline import Pipeline
 from ..parallel.states import State
+from .checkpoint.folder import own_blocks
 from .config import Config, at_least, master_dtype
 from .loop import total
 from .optimizer import AdamW, global_gradient_norm
 from .precision import torch_dtype, working_weights
 
 TERMS = ("parameters", "gradients", "optimizer", "activations", "workspace", "in_flight", "peak", "node")
+STAGE_TERMS = ("parameters", "activations", "peak")
 CLIPPED = 0.5
 """What a dry step multiplies gradients by where the configuration clips them: any number but 1."""
 
@@ -32,9 +34,11 @@ def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]
     Returns
     -------
     dict with `parameters` (of the whole model); of the fullest rank, `fullest_rank`: `flops` (of its products), `words` and
-    `messages` received by phase and axis, `bytes` by term (`DryStep.bytes`), `peak`, `operations` (count, flops and bytes read
-    and written, by kind), `node_axes` (its axes inside a node; none where this machine's ranks cannot use a node's memory); and
-    `mean_bytes` over all ranks.
+    `messages` received by phase and axis, the same in bytes (`received`), `bytes` by term (`DryStep.bytes`), `peak`, `operations`
+    (count, flops and bytes read and written, by kind), `checkpoint` (bytes of its file), `node_axes` (its axes inside a node;
+    none where this machine's ranks cannot use a node's memory); `mean_bytes` over all ranks; and of a pipeline `stages`: for each
+    of its ranks (pp) the fullest rank, the layers of its chunks, bytes of parameters, activations in flight and peak, and words
+    and messages received on axis pp.
 
     Raises, as the run itself would, GridError and LayoutError for a grid or sizes that do not fit, and ConfigError for less than
     one rank a node.
@@ -74,6 +78,7 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
         config.pipeline.chunks,
         config.pipeline.counts,
         config.dtype,
+        config.pipeline.scatter,
         config.replicas.zero,
         config.replicas.bucket,
         config.replicas.overlap,
@@ -83,7 +88,7 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
 def training_of(config: Config) -> Training:
     """What the training loop adds to the ops of a program: 16-bit copies of weights before them, the optimizer behind them."""
 
-    def optimizer(pipeline: Pipeline, states: Sequence[State]) -> tuple[Callable[[], None], int]:
+    def optimizer(pipeline: Pipeline, states: Sequence[State]) -> Ending:
         adamw, replicas = AdamW(states, config.train), pipeline.replicas
         assert replicas is not None
 
@@ -93,7 +98,9 @@ def training_of(config: Config) -> Training:
             global_gradient_norm(adamw.gradients(), replicas.grid)
             replicas.update(lambda: adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0))
 
-        return update, sum(moment.nbytes for kind in adamw.moments.values() for moment in kind.values())
+        written = (block.tensor.nbytes for block in own_blocks(adamw) if block.sharding.is_primary(replicas.grid))
+        moments = (moment.nbytes for kind in adamw.moments.values() for moment in kind.values())
+        return Ending(update, sum(moments), sum(written))
 
     return Training(lambda model: working_weights(model, of_model(model), dtype), optimizer)
 
@@ -107,11 +114,13 @@ def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, A
     fullest = max(held, key=lambda rank: held[rank]["peak"])
     step, ranks = found[fullest][0], sum(many for _, many in found.values())
     operations = step.operations()
+    stages = {"stages": _by_stage(first, held, {rank: step for rank, (step, _) in found.items()})} if config.grid.pp > 1 else {}
     return {
         "parameters": step.elements,
         "flops": operations["product"]["flops"],
         "words": step.words(),
         "messages": step.messages(),
+        "received": step.received(),
         "ranks_per_node": ranks_per_node,
         "node_axes": list(step.node_axes),
         "fullest_rank": fullest,
@@ -119,4 +128,24 @@ def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, A
         "peak": step.peak,
         "mean_bytes": {term: sum(held[rank][term] * many for rank, (_, many) in found.items()) / ranks for term in TERMS},
         "operations": operations,
+        "checkpoint": step.checkpoint,
+        **stages,
     }
+
+
+def _by_stage(setting: Setting, held: Mapping[int, dict[str, int]], steps: Mapping[int, DryStep]) -> list[dict[str, Any]]:
+    """What the fullest of each pipeline rank's ranks hold, and what they receive on axis pp."""
+    place, stages = setting.place(), setting.stages
+    assert stages is not None
+    ranks: dict[int, list[int]] = {}
+    for rank in held:
+        ranks.setdefault(place.coordinates_of(rank)["pp"], []).append(rank)
+    rows = []
+    for index, those in sorted(ranks.items()):
+        rank = max(those, key=lambda rank: held[rank]["peak"])
+        layers = [many for many, home in zip(stages.layers, stages.homes, strict=True) if home == index]
+        found = {"pp": index, "rank": rank, "layers": layers, **{term: held[rank][term] for term in STAGE_TERMS}}
+        for what, moved in (("words", steps[rank].words()), ("messages", steps[rank].messages())):
+            found[what] = sum(many for axes in moved.values() for axis, many in axes.items() if axis.startswith("pp"))
+        rows.append(found)
+    return rows

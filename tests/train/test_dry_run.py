@@ -52,6 +52,21 @@ def test_16_bits_halve_the_activations_and_keep_float32_weights_beside_their_cop
     assert 0.45 < half["bytes"]["activations"] / wide["bytes"]["activations"] < 0.75
 
 
+STAGE_KEYS = {"pp", "rank", "layers", "parameters", "activations", "peak", "words", "messages"}
+
+
+def test_each_stage_is_reported_and_the_fullest_rank_is_of_the_fullest_stage() -> None:
+    found = predict(config.load("demo", ["scheme=oned", "grid.y=2", "grid.pp=3", "train.accumulate=4", "device=cpu"]), 1)
+    stages = found["stages"]
+    assert [one["layers"] for one in stages] == [[2], [1], [1]] and all(set(one) == STAGE_KEYS for one in stages)
+    stream, loss = 24 // 4 * S * H // 2, [2, 1, 1]  # each of the two sends its half; the loss goes round the three
+    table = V * H // 2
+    assert [one["words"] - loss[one["pp"]] for one in stages] == [4 * stream + table, 2 * 4 * stream, 4 * stream + table]
+    assert max(stages, key=lambda one: one["peak"])["rank"] == found["fullest_rank"] == 0
+    assert stages[0]["activations"] > 2.5 * stages[2]["activations"]  # three micro-batches of two layers, one of one and the head
+    assert sum(one["parameters"] for one in stages) * 2 == 6 * found["mean_bytes"]["parameters"]
+
+
 def test_recomputation_micro_batches_and_more_ranks_take_less() -> None:
     base = predicted()["bytes"]
     assert predicted("recompute=full")["bytes"]["activations"] < 0.4 * base["activations"]
@@ -130,15 +145,27 @@ STAGED = {
     4: [
         ["scheme=cuboid", "grid.pp=2", "grid.z=2", "model.layers=3", "train.accumulate=4", "recompute=full"],
         ["scheme=cuboid", "grid.dp=2", "grid.z=2", "train.accumulate=2", "overlap.gather=1"],
-        ["scheme=serial", "grid.pp=2", "grid.dp=2", "model.layers=4", "train.accumulate=4", *INTERLEAVED, "replicas.bucket=40000"],
+        [
+            "scheme=serial",
+            "grid.pp=2",
+            "grid.dp=2",
+            "model.layers=4",
+            "train.accumulate=4",
+            *INTERLEAVED,
+            "replicas.bucket=40000",
+        ],
         ["scheme=oned", "grid.pp=2", "grid.y=2", "model.layers=3", "train.accumulate=2", *BERT],
     ],
 }
 """Ranks → pipelines and replicas: each is compared on every rank."""
 
 
+CLOSE = {"float32": 0.05, "bfloat16": 0.08}
+"""Tolerance of a peak by dtype."""
+
+
 @pytest.mark.mpi(sizes=tuple(STAGED), timeout=200)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.wide)])
 def test_every_rank_of_pipelines_and_replicas_moves_and_holds_what_its_dry_run_says(
     comm, shared_tmp_path, dtype, monkeypatch
 ) -> None:
@@ -153,9 +180,8 @@ def test_every_rank_of_pipelines_and_replicas_moves_and_holds_what_its_dry_run_s
             take_step(run, 2)
         peak = peak_of_step(run, 3)
         dry = run_dry(setting_of(loaded, comm.rank, comm.size), training_of(loaded))
-        print("RATIO", comm.size, number, dtype, comm.rank, dry.peak / peak, flush=True)
         assert lines_of(dry) == lines_moved(moved), settings
-        assert abs(dry.peak - peak) <= (0.05 if dtype == "float32" else 0.08) * peak, (settings, dry.peak / peak)
+        assert abs(dry.peak - peak) <= CLOSE[dtype] * peak, (settings, dry.peak / peak)
         run.grid.free()
 
 
