@@ -331,13 +331,17 @@ class Rank:
                 self.kept = self._kept()
             else:
                 self.saved, self.kept, self.copied, weights = like.saved, like.kept, like.copied, Training().weights
-            self._give_gradients(self.stretches if like is None else [])
+            untraced = self._untraced() if like is None else [self.model]
+            for parameter in (one for module in untraced for one in module.parameters() if one.numel()):
+                parameter.grad = torch.empty_like(parameter)  # something to sum and to update with
             wanted = [step for step in program if self._is_traced(step.op) and (like is None or step.op.micro == ALL)]
             with tracer.recording() as ops, ExitStack() as copies:
                 with tracer.ledger.phase("forward"):
                     copies.enter_context(weights(self.model))
+                used = [_weights(block) for block in untraced]  # by graphs of the whole step, which the trace has not
                 paused = [one for step in wanted for one in (PAUSE, PAUSE, step)] + [PAUSE]
                 self.pipeline.executor.run(paused, self._feed, forwarded=copies.close)
+            del used
             with tracer.recording() as behind, tracer.ledger.phase(OPTIMIZER):
                 self.ending.run()
         self.copies = like.copies if like is not None else [Part(segment, 1) for segment in ops[0]]
@@ -393,12 +397,10 @@ class Rank:
         layers, traced = len(self.model.blocks), sum(stage.last - stage.first for stage, _, _ in self.stretches)
         return shared + (self.tracer.storages.alive - shared) * layers // max(1, traced)
 
-    def _give_gradients(self, traced: Sequence[Stretch]) -> None:
-        """Give gradients to all layers but those that are traced, so that there is something to sum and to update with."""
-        layers = {f"blocks.{layer}" for stage, _, _ in traced for layer in range(stage.first, stage.last)}
-        for name, parameter in self.model.named_parameters():
-            if parameter.numel() and (not traced or name.startswith("blocks.")) and ".".join(name.split(".")[:2]) not in layers:
-                parameter.grad = torch.empty_like(parameter)
+    def _untraced(self) -> list[torch.nn.Module]:
+        """The blocks of no stretch."""
+        traced = {layer for stage, _, _ in self.stretches for layer in range(stage.first, stage.last)}
+        return [block for layer, block in enumerate(self.model.blocks) if layer not in traced]
 
     def _elements(self) -> int:
         """Elements of the whole model's parameters."""
@@ -432,10 +434,10 @@ class Rank:
         owners.begin()
         with ExitStack() as copies:
             copies.enter_context(self.training.weights(self.model))
-            weights = {id(one): one for module in self.model.modules() for one in module._parameters.values() if one is not None}
-            self.copied = sum(one.nbytes for one in weights.values() if not isinstance(one, torch.nn.Parameter))
-            outside.update(one.untyped_storage()._cdata for one in weights.values())
-            weights.clear()
+            weights = _weights(self.model)
+            self.copied = sum(one.nbytes for one in weights if not isinstance(one, torch.nn.Parameter))
+            outside.update(one.untyped_storage()._cdata for one in weights)
+            del weights
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 self.pipeline.executor.run(program, feed, forwarded=copies.close)
         return saved
@@ -451,6 +453,12 @@ def kinds_of(rank: int, stages: Stages | None) -> list[tuple[object, ...]]:
         for many, before, home, after in zip(stages.layers, homes, homes[1:], homes[2:], strict=False)
         if home == rank
     ]
+
+
+def _weights(module: torch.nn.Module) -> list[Tensor]:
+    """The weights that its layers compute with, parameters or copies of them, each once."""
+    found = {id(one): one for part in module.modules() for one in part._parameters.values() if one is not None}
+    return list(found.values())
 
 
 def _net(segments: Sequence[Segment]) -> int:
