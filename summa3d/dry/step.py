@@ -297,10 +297,11 @@ class Rank:
         setting, cells, found = self.setting, [""] * len(self.model.blocks), []
         stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
         ends = 1 + setting.overlap.gather // 4  # blocks at either end that gather ahead of what others do
-        number = 0
+        number, program = 0, self.pipeline.program(setting.accumulate)
+        whole = any(step.op.kind == "W" for step in program)  # weight gradients that are postponed belong to no cell
         for stage in self.pipeline.executor.stages:
             layers = stage.last - stage.first
-            traced = min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)
+            traced = layers if whole else min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)
             middle = str(number + ends) if layers > traced else ""
             found.append(Stretch(replace(stage, last=stage.first + traced), middle, 1 + (layers - traced) // stretch))
             for layer in range(layers):
