@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 KINDS = ("product", "elements", "move", "wait")
@@ -55,6 +57,16 @@ class Segment:
     net: int = 0
     top: int = 0
     ops: list[Op] = field(default_factory=list)
+
+    @cached_property
+    def moves(self) -> dict[tuple[str, str], Counter[str]]:
+        """Words, messages and bytes received, by phase and axis, as in the ledger: recomputation is backward's."""
+        found: dict[tuple[str, str], Counter[str]] = {}
+        for op in self.ops:
+            if op.kind == "move":
+                line = found.setdefault(("backward" if op.phase == "recompute" else op.phase, op.axis), Counter())
+                line.update(words=op.words, messages=op.messages, bytes=op.written)
+        return found
 
 
 class Part(NamedTuple):
@@ -127,8 +139,8 @@ def joined(segments: Sequence[Segment]) -> Segment:
     return whole
 
 
-def most_held(before: int, program: Sequence[Traced], message: int) -> int:
-    """The peak of bytes held in a program of ops, beyond those held before it.
+def held_in(program: Sequence[Traced], before: int, message: int) -> tuple[int, int]:
+    """The peak of bytes held in a program of ops, and what is held at its end.
 
     before : bytes made before the first op. message : of a send, which may not have arrived before the next op has ended.
 
@@ -144,17 +156,16 @@ def most_held(before: int, program: Sequence[Traced], message: int) -> int:
         peak, net = extents[id(op)]
         top = max(top, held + message + peak)
         held, left = held + net, op.left
-    return top
+    return top, held + left
 
 
 def moved(parts: Sequence[Part], what: str) -> dict[str, dict[str, int]]:
-    """Words, messages or bytes (`what`: written) received, by phase and axis, as in the ledger: recomputation is backward's."""
+    """Words, messages or bytes (`what`) received, by phase and axis."""
     totals: dict[str, dict[str, int]] = {}
-    for op, times in operations(parts):
-        if op.kind == "move":
-            phase = "backward" if op.phase == "recompute" else op.phase
+    for segment, times in parts:
+        for (phase, axis), amounts in segment.moves.items():
             line = totals.setdefault(phase, {})
-            line[op.axis] = line.get(op.axis, 0) + times * int(getattr(op, what))
+            line[axis] = line.get(axis, 0) + times * amounts[what]
     return totals
 
 

@@ -27,7 +27,7 @@ from ..parallel.replicas import Replicas
 from ..parallel.schedule import ALL, GRADIENT_ENDS, Op
 from ..parallel.states import State, states_of
 from .place import DryPlace
-from .record import OPTIMIZER, Part, Segment, Traced, most_held, moved, net_of, peak_of, repeated, totals
+from .record import OPTIMIZER, Part, Segment, Traced, held_in, moved, net_of, peak_of, repeated, totals
 from .storages import current_node
 from .trace import Tracer
 
@@ -160,7 +160,7 @@ class DryStep:
 
     def received(self) -> dict[str, dict[str, int]]:
         """Bytes received, by phase and axis."""
-        return moved(self.parts, "written")
+        return moved(self.parts, "bytes")
 
     def operations(self) -> dict[str, dict[str, int]]:
         """Count, flops and bytes by kind of operation."""
@@ -169,10 +169,9 @@ class DryStep:
     @property
     def peak(self) -> int:
         """The most bytes held at any time of the step, the node's memory excluded."""
-        copies, ops = net_of(self.copies), [self.traced[key] for key in self.program]
-        behind = copies + sum(net_of(op.parts) + op.left for op in ops) + sum(op.posted for op in ops)
-        held = max(peak_of(self.copies), most_held(copies, ops, self.message), behind + peak_of(self.optimizer))
-        return self.parameters + self.moments + self.kept + held
+        most, behind = held_in([self.traced[key] for key in self.program], net_of(self.copies), self.message)
+        most = max(peak_of(self.copies), most, behind + peak_of(self.optimizer))
+        return self.parameters + self.moments + self.kept + most
 
     @property
     def activations(self) -> int:

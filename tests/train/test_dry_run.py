@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +52,22 @@ def test_16_bits_halve_the_activations_and_keep_float32_weights_beside_their_cop
     assert half["bytes"]["parameters"] == 1.5 * wide["bytes"]["parameters"]
     assert half["bytes"]["optimizer"] == wide["bytes"]["optimizer"]
     assert 0.45 < half["bytes"]["activations"] / wide["bytes"]["activations"] < 0.75
+
+
+def test_the_words_on_the_page_of_axes_are_those_of_their_formulas() -> None:
+    """The page prints what dry runs found; tests/test_pages.py holds it to that."""
+    page = (Path(__file__).parents[2] / "docs" / "axes.md").read_text(encoding="utf-8")
+    found = {
+        (axis, int(many)): int(words.replace(",", "")) for axis, many, words in re.findall(r"^(\w+) +(\d) +([\d,]+) ", page, re.M)
+    }
+    parameters, table, batch = MATRICES + VECTORS, V * H, 64
+    for many in (1, 4):
+        scalars = 3 * many + 3  # the loss of each micro-batch on x and d, once a step on dp and pp; the norm
+        for axis in ("x", "d"):  # each weight is gathered, each gradient summed, and the table is used twice
+            assert found[axis, many] == many * (parameters + table) * 2 * 3 // 4 + scalars
+        assert found["dp", many] == parameters * 2 * 3 // 4 + 6
+        assert found["pp", many] == batch * S * H + table + 6
+    assert len(found) == 8
 
 
 STAGE_KEYS = {"pp", "rank", "layers", "parameters", "activations", "peak", "words", "messages"}
