@@ -1,8 +1,8 @@
 """The largest job of Narayanan et al. 2021, dry: a trillion parameters on 3,072 GPUs, its words, bandwidths and checkpoint.
 
 `python bench/ptdp_largest.py` runs the model of 128 layers and hidden size 25,600 dry, on 8 tensor-parallel ranks × 64 stages × 6
-replicas, with 1 chunk a rank (the released scripts) and 2 (the text), with and without the scatter of the stream. Bytes are compared
-with the bandwidths and the checkpoint that the paper prints. `--json FILE` keeps the numbers.
+replicas, with 1 chunk a rank (the released scripts) and 2 (the text), with and without the scatter of the stream. The bytes stand
+beside the bandwidths and the checkpoint that the paper prints. `--json FILE` keeps the numbers.
 """
 
 from __future__ import annotations
