@@ -92,7 +92,7 @@ class Real:
         self.model.recompute(*case.recompute)
         self.training = training_of(config_of(case))
         assert self.training.optimizer is not None
-        states = states_of(self.model, grid)
+        self.states = states = states_of(self.model, grid)
         replicas = Replicas.of(states, grid, 0, 1)
         pipeline = Pipeline(self.model, "1f1b", case.batch, torch.float32, replicas)
         self.update, self.moments, _ = self.training.optimizer(pipeline, states)
@@ -102,7 +102,7 @@ class Real:
     def step(self) -> None:
         """Forward, backward and optimizer."""
         self.model.zero_grad(set_to_none=True)
-        with self.grid.ledger.phase("forward"), self.training.weights(self.model):
+        with self.grid.ledger.phase("forward"), self.training.weights(self.model, self.states):
             loss = self.model(**self.batch)
         with self.grid.ledger.phase("backward"):
             loss.backward()
@@ -117,7 +117,7 @@ class Real:
 
     def saved(self) -> int:
         """Bytes that a forward saves for backward, without parameters, their copies and the batch."""
-        with self.training.weights(self.model):
+        with self.training.weights(self.model, self.states):
             weights = [weight for module in self.model.modules() for weight in module._parameters.values() if weight is not None]
             tensors = [value for value in self.batch.values() if isinstance(value, torch.Tensor)]
             with saved_bytes([*self.model.parameters(), *weights, *tensors]) as saved:

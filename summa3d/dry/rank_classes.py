@@ -38,7 +38,8 @@ def steps(setting: Setting, training: Training) -> Iterator[tuple[int, int, DryS
         kind = tuple(kinds_of(stage, setting.stages)), inner
         if (kind, shares) not in traced:
             traced[kind, shares] = Rank.traced(replace(setting, rank=ranks[0]), training, whole.get(kind))
-            whole.setdefault(kind, traced[kind, shares])
+            if setting.zero < 2:  # else forwards and backwards use what replicas share
+                whole.setdefault(kind, traced[kind, shares])
         rank = traced[kind, shares]
         if stage not in programs:
             programs[stage] = rank.keys(stage)

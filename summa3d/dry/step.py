@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..comm.topology import replica_axes
 from ..nn.config import ModelConfig
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Inputs
@@ -82,7 +83,8 @@ class Setting:
     def on(self, place: DryPlace) -> Scheme:
         """The scheme on that place."""
         found = scheme(self.scheme, place, self.regather, self.vectors, self.overlap)
-        return found if self.stages is None else replace(found, stages=self.stages)
+        sharded = replica_axes(place.shape) if self.zero == 3 else ()  # layers gather their weights from the replicas
+        return replace(found, stages=self.stages, sharded=sharded)
 
     @property
     def stages(self) -> Stages | None:
@@ -103,11 +105,12 @@ class Ending(NamedTuple):
 class Training:
     """The parts of training beside forward and backward.
 
-    weights : a context in which layers compute with other weights, for example 16-bit copies. optimizer : the pipeline, and the
-    states of the parameters that its rank holds → the end of a step. Without one, gradients are not summed over replicas.
+    weights : (model, states of its parameters) → a context in which layers compute with other weights, such as 16-bit copies.
+    optimizer : the pipeline, and the states of the parameters that its rank holds → the end of a step. Without one, gradients are
+    not summed over replicas.
     """
 
-    weights: Callable[[Model], AbstractContextManager[None]] = lambda model: nullcontext()
+    weights: Callable[[Model, Sequence[State]], AbstractContextManager[None]] = lambda model, states: nullcontext()
     optimizer: Callable[[Pipeline, Sequence[State]], Ending] | None = None
 
 
@@ -125,8 +128,8 @@ class DryStep:
 
     copies, optimizer : what is made before the first op, and done behind the last. traced : the distinct ops. program : all ops,
     in order. saved : what a forward of a chunk saves for backward. message : bytes of what is sent to another stage.
-    parameters, copied, moments, kept, node : bytes, as `bytes` has them; kept is what stays from step to step. elements : of the
-    whole model's parameters, over all ranks. checkpoint : bytes of this rank's file of a checkpoint.
+    parameters, gradients, copied, moments, kept, node : bytes, as `bytes` has them; kept is what stays from step to step.
+    elements : of the whole model's parameters, over all ranks. checkpoint : bytes of this rank's file of a checkpoint.
     """
 
     copies: Sequence[Part]
@@ -136,6 +139,7 @@ class DryStep:
     saved: Mapping[int, int]
     message: int
     parameters: int
+    gradients: int
     copied: int
     moments: int
     kept: int
@@ -212,7 +216,7 @@ class DryStep:
         """
         return {
             "parameters": self.parameters + self.copied,
-            "gradients": self.parameters,
+            "gradients": self.gradients,
             "optimizer": self.moments,
             "activations": self.activations,
             "workspace": self.workspace,
@@ -263,13 +267,12 @@ class Rank:
             self.model = self._held()
             self.given = inputs(setting.model, setting.batch)
             self.model.recompute(*setting.recompute)
-            states = states_of(self.model, self.place, setting.zero)
-            replicas = None
+            dtype, sums, replicas = getattr(torch, setting.stream or setting.dtype), setting.overlap_sums, None
+            self.states = states_of(self.model, self.place, setting.zero, dtype)
             if training.optimizer is not None:
-                replicas = Replicas.of(states, self.place, setting.zero, setting.bucket, chunks_of(self.model))
-            dtype, sums = getattr(torch, setting.stream or setting.dtype), setting.overlap_sums
+                replicas = Replicas.of(self.states, self.place, setting.zero, setting.bucket, chunks_of(self.model))
             self.pipeline = Pipeline(self.model, setting.schedule, setting.batch, dtype, replicas, sums, setting.scatter)
-            self.ending = training.optimizer(self.pipeline, states) if training.optimizer else Ending()
+            self.ending = training.optimizer(self.pipeline, self.states) if training.optimizer else Ending()
         self.stretches = self._stretches()
         self.like = self._alike()
         self.saved: dict[int, int] = {}
@@ -297,7 +300,8 @@ class Rank:
         stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
         ends = 1 + setting.overlap.gather // 4  # blocks at either end that gather ahead of what others do
         number, program = 0, self.pipeline.program(setting.accumulate)
-        whole = any(step.op.kind == "W" for step in program)  # weight gradients that are postponed belong to no cell
+        # weight gradients that are postponed belong to no cell, nor do sums of buckets in the midst of a backward
+        whole = any(step.op.kind == "W" for step in program) or (setting.zero == 2 and bool(replica_axes(self.place.shape)))
         for stage in self.pipeline.executor.stages:
             layers = stage.last - stage.first
             traced = layers if whole else min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)
@@ -332,12 +336,14 @@ class Rank:
             else:
                 self.saved, self.kept, self.copied, weights = like.saved, like.kept, like.copied, Training().weights
             untraced = self._untraced() if like is None else [self.model]
-            for parameter in (one for module in untraced for one in module.parameters() if one.numel()):
-                parameter.grad = torch.empty_like(parameter)  # something to sum and to update with
+            given = {id(one) for module in untraced for one in module.parameters()}
+            for state in (one for one in self.states if one.numel and id(one.parameter) in given):
+                shape = state.shardings.gradient.local_shape(self.place)
+                state.add(state.parameter.new_empty(shape))  # something to sum and to update with
             wanted = [step for step in program if self._is_traced(step.op) and (like is None or step.op.micro == ALL)]
             with tracer.recording() as ops, ExitStack() as copies:
                 with tracer.ledger.phase("forward"):
-                    copies.enter_context(weights(self.model))
+                    copies.enter_context(weights(self.model, self.states))
                 used = [_weights(block) for block in untraced]  # by graphs of the whole step, which the trace has not
                 paused = [one for step in wanted for one in (PAUSE, PAUSE, step)] + [PAUSE]
                 self.pipeline.executor.run(paused, self._feed, forwarded=copies.close)
@@ -365,7 +371,10 @@ class Rank:
             self.optimizer,
             {chunk: self.saved[like] for chunk, like in self.like.items()},
             0 if self.pipeline.axis is None else self.pipeline.executor.wire.buffer().nbytes,
-            sum(p.nbytes for p in self.model.parameters()),
+            sum(one.parameter.nbytes + (0 if one.copy is None else one.copy.nbytes) for one in self.states),
+            sum(
+                prod(one.shardings.gradient.local_shape(self.place)) * one.parameter.itemsize for one in self.states if one.numel
+            ),
             self.copied,
             self.ending.moments,
             self.kept,
@@ -388,7 +397,8 @@ class Rank:
 
     def _drop(self) -> None:
         """Drop the gradients, and what only the collector frees."""
-        self.model.zero_grad(set_to_none=True)
+        for state in self.states:
+            state.clear()
         gc.collect()
 
     def _kept(self) -> int:
@@ -433,9 +443,10 @@ class Rank:
 
         owners.begin()
         with ExitStack() as copies:
-            copies.enter_context(self.training.weights(self.model))
+            copies.enter_context(self.training.weights(self.model, self.states))
             weights = _weights(self.model)
-            self.copied = sum(one.nbytes for one in weights if not isinstance(one, torch.nn.Parameter))
+            stay = {id(state.copy) for state in self.states}
+            self.copied = sum(one.nbytes for one in weights if not isinstance(one, torch.nn.Parameter) and id(one) not in stay)
             outside.update(one.untyped_storage()._cdata for one in weights)
             del weights
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -102,7 +102,7 @@ def training_of(config: Config) -> Training:
         moments = (moment.nbytes for kind in adamw.moments.values() for moment in kind.values())
         return Ending(update, sum(moments), sum(written))
 
-    return Training(lambda model: working_weights(model, of_model(model), dtype), optimizer)
+    return Training(lambda model, states: working_weights(model, states, torch_dtype(config.dtype)), optimizer)
 
 
 def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, Any]:
