@@ -10,9 +10,13 @@ from golden_cases import Case
 
 from summa3d.bench.memory import peak_bytes, saved_bytes
 from summa3d.comm.grid import Grid
+from summa3d.comm.profile.ledger import Watched
 from summa3d.dry.step import DryStep, Setting, run
 from summa3d.nn import ModelConfig, build, scheme
 from summa3d.nn.models.registry import Model
+from summa3d.parallel.pipeline import Pipeline
+from summa3d.parallel.replicas import Replicas
+from summa3d.parallel.states import states_of
 from summa3d.train import config as configuration
 from summa3d.train.dry_run import training_of
 
@@ -58,6 +62,15 @@ def lines_of(step: DryStep) -> Lines:
     return lines
 
 
+def lines_moved(moved: Watched) -> Lines:
+    """What a real step moved, line by line, whatever the dtypes."""
+    lines: Lines = {}
+    for row in moved.rows:
+        words, messages = lines.get((row.phase, row.axis, row.collective), (0, 0))
+        lines[row.phase, row.axis, row.collective] = words + row.amounts.words, messages + row.amounts.messages
+    return lines
+
+
 def batch_of(config: ModelConfig, rows: int) -> dict[str, Any]:
     """A batch of zeros and what its losses are divided by."""
     if config.family == "vit":
@@ -79,14 +92,17 @@ class Real:
         self.model.recompute(*case.recompute)
         self.training = training_of(config_of(case))
         assert self.training.optimizer is not None
-        self.update, self.moments = self.training.optimizer(self.model)
+        self.states = states = states_of(self.model, grid)
+        replicas = Replicas.of(states, grid, 0, 1)
+        pipeline = Pipeline(self.model, "1f1b", case.batch, torch.float32, replicas)
+        self.update, self.moments, _ = self.training.optimizer(pipeline, states)
         self.batch = batch_of(self.config, case.batch)
         self.held = sum(weight.nbytes for weight in self.model.parameters())
 
     def step(self) -> None:
         """Forward, backward and optimizer."""
         self.model.zero_grad(set_to_none=True)
-        with self.grid.ledger.phase("forward"), self.training.weights(self.model):
+        with self.grid.ledger.phase("forward"), self.training.weights(self.model, self.states):
             loss = self.model(**self.batch)
         with self.grid.ledger.phase("backward"):
             loss.backward()
@@ -97,15 +113,11 @@ class Real:
         """What a step moves."""
         with self.grid.ledger.watch() as moved:
             self.step()
-        lines: Lines = {}
-        for row in moved.rows:
-            words, messages = lines.get((row.phase, row.axis, row.collective), (0, 0))
-            lines[row.phase, row.axis, row.collective] = words + row.amounts.words, messages + row.amounts.messages
-        return lines
+        return lines_moved(moved)
 
     def saved(self) -> int:
         """Bytes that a forward saves for backward, without parameters, their copies and the batch."""
-        with self.training.weights(self.model):
+        with self.training.weights(self.model, self.states):
             weights = [weight for module in self.model.modules() for weight in module._parameters.values() if weight is not None]
             tensors = [value for value in self.batch.values() if isinstance(value, torch.Tensor)]
             with saved_bytes([*self.model.parameters(), *weights, *tensors]) as saved:

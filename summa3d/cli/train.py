@@ -173,8 +173,20 @@ def _dry_run(config: Config, ranks_per_node: int | None, as_json: bool) -> int:
 
     found = predict(config, ranks_per_node)
     if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(found) if as_json else f"{memory_table(found)}\n{work_table(found)}", flush=True)
+        tables = [memory_table(found), *([stage_table(found)] if "stages" in found else []), work_table(found)]
+        print(json.dumps(found) if as_json else "\n".join(tables), flush=True)
     return 0
+
+
+def stage_table(found: dict[str, Any]) -> str:
+    """What the fullest rank of each rank of the pipeline holds, and what it receives on axis pp, as text."""
+    lines = [f"\n{'pp':<5}{'rank':>7}  {'layers':<12}{'parameters':>12}{'activations':>13}{'peak':>12}{'words on pp':>17}"]
+    lines[0] += f"   (MiB, {_carried(found, found['device'])})"
+    for one in found["stages"]:
+        layers, sizes = ",".join(map(str, one["layers"])), [one[term] / MEBI for term in ("parameters", "activations", "peak")]
+        cells = f"{sizes[0]:>12,.2f}{sizes[1]:>13,.2f}{sizes[2]:>12,.2f}{one['words']:>17,}"
+        lines.append(f"{one['pp']:<5}{one['rank']:>7}  {layers:<12}{cells}")
+    return "\n".join(lines)
 
 
 def work_table(found: dict[str, Any]) -> str:

@@ -169,7 +169,8 @@ class Channel:
         self.waiting = "its own sends"
         for pending in self._sends:
             pending.wait()
-        MPI.Request.Waitall([request for request, _ in self._headers])
+        if self._headers:
+            MPI.Request.Waitall([request for request, _ in self._headers])
         self._sends, self._headers, self.waiting = [], [], ""
 
     def free(self) -> None:

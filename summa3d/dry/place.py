@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import Any
@@ -182,7 +183,8 @@ class DryLedger(Ledger):
     ----------
     issued : (collective, axis, dtype, amounts) → the argument of `waited` for this communication
     waited : called when a communication is waited for
-    multiplied : (form, m, n, k, dtype, bytes read, bytes written) of a local product
+    multiplied : (a, b, form, out) of a local product
+    begun : called when an op of a program begins
     """
 
     def __init__(
@@ -190,9 +192,10 @@ class DryLedger(Ledger):
         issued: Callable[[str, str, str, Amounts], Any],
         waited: Callable[[Any], None],
         multiplied: Callable[[Array, Array, str, Array], Any],
+        begun: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._issued, self._waited, self._multiplied = issued, waited, multiplied
+        self._issued, self._waited, self._multiplied, self._begun = issued, waited, multiplied, begun
 
     by_steps = True
 
@@ -207,6 +210,12 @@ class DryLedger(Ledger):
 
     def expect(self, line: Amounts, traced: Any, spans: Sequence[Any]) -> None:
         """Do nothing: a dry run has no device to wait for."""
+
+    @contextmanager
+    def run(self, name: str) -> Iterator[None]:
+        """Report the op that begins."""
+        self._begun()
+        yield
 
     def product(self, a: Array, b: Array, form: str, out: Array) -> Any:
         """Report a local product, and suppress the recording of torch's operations in it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
 from math import prod
 
 from ..comm.topology import replica_axes
@@ -10,29 +12,63 @@ from ..layout.layout import Layout
 from ..nn.config import ModelConfig
 from ..nn.schemes.scheme import Scheme
 from .place import DryPlace
-from .step import Setting
+from .step import DryStep, Key, Rank, Setting, Training, kinds_of
 
 
 def classes(setting: Setting) -> dict[int, int]:
     """The classes of ranks of the setting's grid: first rank → number of ranks.
 
-    Two ranks are in one class if the blocks of all their activations and parameters have the same shapes, if they own the same
-    root-only blocks, and if the same axes lie inside their nodes. The bytes of a class are equal; its words may differ
-    where a collective's parts are uneven.
+    Two ranks are in one class if they are the same rank of the pipeline, if the blocks of all their activations and parameters
+    have the same shapes, if they own the same root-only blocks, and if the same axes lie inside their nodes. The bytes of a class
+    are equal; its words may differ where a collective's parts are uneven.
     """
+    return {ranks[0]: len(ranks) for ranks in _classes(setting).values()}
+
+
+def steps(setting: Setting, training: Training) -> Iterator[tuple[int, int, DryStep]]:
+    """The first rank of each class, the number of its ranks, and its step.
+
+    Ranks that differ in the order of their program alone are traced once; what replicas share is traced for each part of it.
+    Raises LayoutError, GridError and ConfigError where the run itself would.
+    """
+    whole: dict[object, Rank] = {}
+    traced: dict[object, Rank] = {}
+    programs: dict[int, list[Key]] = {}
+    for (stage, inner, shares), ranks in _classes(setting).items():
+        kind = tuple(kinds_of(stage, setting.stages)), inner
+        if (kind, shares) not in traced:
+            traced[kind, shares] = Rank.traced(replace(setting, rank=ranks[0]), training, whole.get(kind))
+            if setting.zero < 2:  # else forwards and backwards use what replicas share
+                whole.setdefault(kind, traced[kind, shares])
+        rank = traced[kind, shares]
+        if stage not in programs:
+            programs[stage] = rank.keys(stage)
+        yield ranks[0], len(ranks), rank.step(programs[stage])
+
+
+def _classes(setting: Setting) -> dict[tuple[int, object, object], list[int]]:
+    """The ranks of each class by their rank of the pipeline, what else forwards differ by, and their parts of what is shared."""
     place = setting.place()
-    on_grid = setting.on(place)
-    shapes = list(_tensors(on_grid, setting.model, setting.batch))
-    replicas = replica_axes(place.shape)
-    if replicas:  # each owns a part of every parameter, and the larger ones come first
-        shapes += [(layout.sharded_over(replicas), shape) for layout, shape in shapes]
-    found: dict[object, list[int]] = {}
+    on_grid, replicas = setting.on(place), replica_axes(place.shape)
+    layouts = list(_tensors(on_grid, setting.model, setting.batch))
+    shares = [(layout.sharded_over(replicas), shape) for layout, shape in layouts if replicas]  # the larger ones come first
+
+    @cache
+    def block(layout: Layout, shape: tuple[int, ...], at: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+        return layout.local_shape(shape, place.shape, {**place.coordinates, **dict(at)})
+
+    def blocks(of: list[tuple[Layout, tuple[int, ...]]], at: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            block(layout, shape, tuple((axis, at[axis]) for axis in (*layout.axes, *layout.root_only))) for layout, shape in of
+        )
+
+    found: dict[tuple[int, object, object], list[int]] = {}
     for rank in range(prod(setting.axes.values())):
         at = place.coordinates_of(rank)
-        blocks = tuple(layout.local_shape(shape, place.shape, at) for layout, shape in shapes)
         first = tuple(at[axis] == 0 for axis in on_grid.residual.dims[1])
-        found.setdefault((blocks, first, _inside(place, at, setting.ranks_per_node)), []).append(rank)
-    return {ranks[0]: len(ranks) for ranks in found.values()}
+        inner = blocks(layouts, at), first, _inside(place, at, setting.ranks_per_node)
+        found.setdefault((at.get("pp", 0), inner, blocks(shares, at)), []).append(rank)
+    return found
 
 
 def _tensors(on_grid: Scheme, config: ModelConfig, batch: int) -> Iterable[tuple[Layout, tuple[int, ...]]]:

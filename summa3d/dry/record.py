@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 KINDS = ("product", "elements", "move", "wait")
@@ -56,6 +58,16 @@ class Segment:
     top: int = 0
     ops: list[Op] = field(default_factory=list)
 
+    @cached_property
+    def moves(self) -> dict[tuple[str, str], Counter[str]]:
+        """Words, messages and bytes received, by phase and axis, as in the ledger: recomputation is backward's."""
+        found: dict[tuple[str, str], Counter[str]] = {}
+        for op in self.ops:
+            if op.kind == "move":
+                line = found.setdefault(("backward" if op.phase == "recompute" else op.phase, op.axis), Counter())
+                line.update(words=op.words, messages=op.messages, bytes=op.written)
+        return found
+
 
 class Part(NamedTuple):
     """A segment, and its number of consecutive repetitions."""
@@ -76,6 +88,22 @@ def peak_of(parts: Sequence[Part]) -> int:
 def net_of(parts: Sequence[Part]) -> int:
     """Bytes held after `parts` beyond those held before them."""
     return sum(times * segment.net for segment, times in parts)
+
+
+class Traced(NamedTuple):
+    """An op of a program as it was traced.
+
+    posted : bytes of the receive that was posted for it, one op before. parts : what it does. left : bytes, negative, that are
+    gone when the next op has begun, such as those of what it had received.
+    """
+
+    posted: int
+    parts: Sequence[Part]
+    left: int
+
+    def extent(self) -> tuple[int, int]:
+        """The peak and the net of its bytes."""
+        return peak_of(self.parts), net_of(self.parts)
 
 
 def operations(parts: Sequence[Part]) -> Iterator[tuple[Op, int]]:
@@ -111,14 +139,33 @@ def joined(segments: Sequence[Segment]) -> Segment:
     return whole
 
 
+def held_in(program: Sequence[Traced], before: int, message: int) -> tuple[int, int]:
+    """The peak of bytes held in a program of ops, and what is held at its end.
+
+    before : bytes made before the first op. message : of a send, which may not have arrived before the next op has ended.
+
+    As in the executor, an op first posts the receive of the next one, and then lets go of what the last one has left.
+    """
+    extents = {id(op): op.extent() for op in program}
+    top = held = before + (program[0].posted if program else 0)
+    left = 0
+    for op, following in zip(program, [*program[1:], None], strict=True):
+        held += 0 if following is None else following.posted
+        top = max(top, held)
+        held += left
+        peak, net = extents[id(op)]
+        top = max(top, held + message + peak)
+        held, left = held + net, op.left
+    return top, held + left
+
+
 def moved(parts: Sequence[Part], what: str) -> dict[str, dict[str, int]]:
-    """Words or messages (`what`) by phase and axis, as the ledger has them: recomputation counts as backward."""
+    """Words, messages or bytes (`what`) received, by phase and axis."""
     totals: dict[str, dict[str, int]] = {}
-    for op, times in operations(parts):
-        if op.kind == "move":
-            phase = "backward" if op.phase == "recompute" else op.phase
+    for segment, times in parts:
+        for (phase, axis), amounts in segment.moves.items():
             line = totals.setdefault(phase, {})
-            line[op.axis] = line.get(op.axis, 0) + times * int(getattr(op, what))
+            line[axis] = line.get(axis, 0) + times * amounts[what]
     return totals
 
 

@@ -1,38 +1,54 @@
-"""A training step in a dry run: each distinct cell of blocks is traced once, and the whole step is composed."""
+"""A training step in a dry run: each distinct op of a rank's program is traced once, and the whole step is composed."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from ..comm.topology import replica_axes
 from ..nn.config import ModelConfig
+from ..nn.layers.dropout import Batch
+from ..nn.models.base import Inputs
 from ..nn.models.registry import Model, build
 from ..nn.overlap import DEFAULT, Overlap
 from ..nn.parameter import ShardedParameter
 from ..nn.schemes.scheme import Scheme, scheme
+from ..nn.stages import Stages
+from ..parallel.executor import Program, Stage, Step, program_of
+from ..parallel.pipeline import Pipeline, chunks_of, stages_of
+from ..parallel.replicas import Replicas
+from ..parallel.schedule import ALL, GRADIENT_ENDS, Op
+from ..parallel.states import State, states_of
 from .place import DryPlace
-from .record import OPTIMIZER, Part, Segment, moved, net_of, peak_of, repeated, totals
+from .record import OPTIMIZER, Part, Segment, Traced, held_in, moved, net_of, peak_of, repeated, totals
+from .storages import current_node
 from .trace import Tracer
 
 META = torch.device("meta")
 TRACED = 3
-"""Cells of blocks that are traced of a deeper model: the first, one that stands for all between, and the last."""
+"""Cells of blocks that are traced of a deeper stage: the first, one that stands for all between, and the last."""
+PAUSE = Step(Op("pause", 0), None, None)
+"""An op that does nothing: two before each op that is traced, so that what it receives is posted in the second, by itself."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """A model on one rank's place of a grid.
 
-    model, batch : the model, and the rows of a micro-batch. scheme, axes, rank, order, tile, regather, vectors, overlap : how
-    tensors are split, and on which place. dtype : of parameters. recompute : kind, and layers. accumulate : micro-batches a step.
-    ranks_per_node : how many consecutive ranks share a node's memory. on_device : on CUDA devices, by NCCL and fused kernels.
+    model, batch : the model, and the rows of a micro-batch of one replica. scheme, axes, rank, order, tile, regather, vectors,
+    overlap : how tensors are split, and on which place. dtype : of parameters. recompute : kind, and layers. accumulate :
+    micro-batches a step. ranks_per_node : how many consecutive ranks share a node's memory. on_device : on CUDA devices, by NCCL
+    and fused kernels. schedule, chunks, layers : of a pipeline (axis pp); layers of each stage, None for balanced ones.
+    stream : dtype of the residual stream; that of parameters, if empty. scatter : whether copies of it travel in parts. zero,
+    bucket, overlap_sums : of the replicas (axis dp).
     """
 
     model: ModelConfig
@@ -50,6 +66,14 @@ class Setting:
     accumulate: int = 1
     ranks_per_node: int = 1
     on_device: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
+    layers: Sequence[int] | None = None
+    stream: str = ""
+    scatter: bool = True
+    zero: int = 1
+    bucket: int = 25 << 20
+    overlap_sums: bool = True
 
     def place(self, tracer: Tracer | None = None) -> DryPlace:
         """The place, which counts in the tracer's ledger."""
@@ -58,46 +82,77 @@ class Setting:
 
     def on(self, place: DryPlace) -> Scheme:
         """The scheme on that place."""
-        return scheme(self.scheme, place, self.regather, self.vectors, self.overlap)
+        found = scheme(self.scheme, place, self.regather, self.vectors, self.overlap)
+        sharded = replica_axes(place.shape) if self.zero == 3 else ()  # layers gather their weights from the replicas
+        return replace(found, stages=self.stages, sharded=sharded)
+
+    @property
+    def stages(self) -> Stages | None:
+        """The stages of the pipeline; None without one."""
+        p = self.axes.get("pp", 1)
+        return None if p == 1 else stages_of(self.schedule, p, self.chunks, self.model.layers, self.layers)
+
+
+class Ending(NamedTuple):
+    """The end of a step, behind all ops: what runs it; bytes of the moments, and of this rank's file of a checkpoint."""
+
+    run: Callable[[], None] = lambda: None
+    moments: int = 0
+    checkpoint: int = 0
 
 
 @dataclass(frozen=True)
 class Training:
     """The parts of training beside forward and backward.
 
-    weights : a context in which layers compute with other weights, for example 16-bit copies. optimizer : model → (the function
-    that runs the optimizer's step, bytes of its moments).
+    weights : (model, states of its parameters) → a context in which layers compute with other weights, such as 16-bit copies.
+    optimizer : the pipeline, and the states of the parameters that its rank holds → the end of a step. Without one, gradients are
+    not summed over replicas.
     """
 
-    weights: Callable[[Model], AbstractContextManager[None]] = lambda model: nullcontext()
-    optimizer: Callable[[Model], tuple[Callable[[], None], int]] | None = None
+    weights: Callable[[Model, Sequence[State]], AbstractContextManager[None]] = lambda model, states: nullcontext()
+    optimizer: Callable[[Pipeline, Sequence[State]], Ending] | None = None
+
+
+class Key(NamedTuple):
+    """What is traced once of a rank's ops: `chunk` stands for all that are like it, `micro` for those between first and last."""
+
+    kind: str
+    chunk: int
+    micro: int
 
 
 @dataclass
 class DryStep:
-    """The operations and memory of one rank in a step. `first` is a micro-batch without earlier gradients, `later` with.
+    """The operations and memory of one rank in a step.
 
-    parameters, copies, moments, kept, activations, node : bytes, as `bytes` has them; kept is what stays from step to step.
-    elements : of the whole model's parameters, over all ranks.
+    copies, optimizer : what is made before the first op, and done behind the last. traced : the distinct ops. program : all ops,
+    in order. saved : what a forward of a chunk saves for backward. message : bytes of what is sent to another stage.
+    parameters, gradients, copied, moments, kept, node : bytes, as `bytes` has them; kept is what stays from step to step.
+    elements : of the whole model's parameters, over all ranks. checkpoint : bytes of this rank's file of a checkpoint.
     """
 
-    accumulate: int
-    first: list[Part]
-    later: list[Part]
-    optimizer: list[Part]
+    copies: Sequence[Part]
+    traced: Mapping[Key, Traced]
+    program: Sequence[Key]
+    optimizer: Sequence[Part]
+    saved: Mapping[int, int]
+    message: int
     parameters: int
-    copies: int
+    gradients: int
+    copied: int
     moments: int
     kept: int
-    activations: int
     node: int
     elements: int = 0
     node_axes: tuple[str, ...] = ()
+    checkpoint: int = 0
     parts: list[Part] = field(init=False)
 
     def __post_init__(self) -> None:
-        again = [Part(segment, times * (self.accumulate - 1)) for segment, times in self.later]
-        self.parts = [*self.first, *again, *self.optimizer]
+        times = Counter(self.program)
+        ops = [Part(segment, many * times[key]) for key in times for segment, many in self.traced[key].parts]
+        self.parts = [*self.copies, *ops, *self.optimizer]
 
     def words(self) -> dict[str, dict[str, int]]:
         """Words received, by phase and axis."""
@@ -107,6 +162,10 @@ class DryStep:
         """Messages received, by phase and axis."""
         return moved(self.parts, "messages")
 
+    def received(self) -> dict[str, dict[str, int]]:
+        """Bytes received, by phase and axis."""
+        return moved(self.parts, "bytes")
+
     def operations(self) -> dict[str, dict[str, int]]:
         """Count, flops and bytes by kind of operation."""
         return totals(self.parts)
@@ -114,25 +173,34 @@ class DryStep:
     @property
     def peak(self) -> int:
         """The most bytes held at any time of the step, the node's memory excluded."""
-        base, held = self.parameters + self.moments + self.kept, net_of(self.first)
-        optimizer = max((segment.top for segment, _ in self.optimizer), default=0)
-        ended = self.copies if self.accumulate > 1 else 0  # with the last backward; of one micro-batch, with its own
-        return base + max(peak_of(self.first), held + peak_of(self.later), held - ended + optimizer)
+        most, behind = held_in([self.traced[key] for key in self.program], net_of(self.copies), self.message)
+        most = max(peak_of(self.copies), most, behind + peak_of(self.optimizer))
+        return self.parameters + self.moments + self.kept + most
+
+    @property
+    def activations(self) -> int:
+        """The most that forwards have saved for backwards that are still to come."""
+        held = most = 0
+        for kind, chunk, _ in self.program:
+            held += self.saved[chunk] * ((kind == "F") - (kind in GRADIENT_ENDS))
+            most = max(most, held)
+        return most
 
     @property
     def workspace(self) -> int:
         """Peak bytes that one layer holds beyond those held before it, and the buffers that executors keep."""
-        segments = [segment for segment, _ in (*self.first, *self.later)]
-        return self.kept + max((segment.top - max(0, segment.net) for segment in segments), default=0)
+        tops = (segment.top - max(0, segment.net) for op in self.traced.values() for segment, _ in op.parts)
+        return self.kept + max(tops, default=0)
 
     @property
     def in_flight(self) -> int:
         """Peak bytes in flight to this rank, of communications that one layer issues and another layer waits for."""
-        ops = [op for segment, _ in (*self.first, *self.later) for op in segment.ops]
-        ends = {op.id: op.layer for op in ops if op.kind == "wait"}
-        moves = {op.id: op.written for op in ops if op.kind == "move" and ends.get(op.id, op.layer) != op.layer}
+        pieces = [*(one.parts for one in self.traced.values()), self.optimizer]
+        ops = [((place, op.layer), op) for place, parts in enumerate(pieces) for segment, _ in parts for op in segment.ops]
+        ends = {op.id: where for where, op in ops if op.kind == "wait"}
+        moves = {op.id: op.written for where, op in ops if op.kind == "move" and ends.get(op.id, where) != where}
         in_flight = most = 0
-        for op in ops:
+        for _, op in ops:
             if op.id in moves:
                 in_flight += moves[op.id] if op.kind == "move" else -moves[op.id]
                 most = max(most, in_flight)
@@ -142,13 +210,13 @@ class DryStep:
         """The terms, and their peak.
 
         parameters : with their 16-bit copies. gradients : of all parameters. optimizer : its moments. activations : what forward
-        saves for backward. workspace : the most that a layer holds beyond what was there before it, and buffers that executors
-        keep. in_flight : the most on its way between layers. peak : the most of all these at any time. node : this rank's share
-        of the node's memory that axes communicate through, beside the peak.
+        saves for backward, of all micro-batches in flight. workspace : the most that a layer holds beyond what was there before
+        it, and buffers that executors keep. in_flight : the most on its way between layers. peak : the most of all these at any
+        time. node : this rank's share of the node's memory that axes communicate through, beside the peak.
         """
         return {
-            "parameters": self.parameters + self.copies,
-            "gradients": self.parameters,
+            "parameters": self.parameters + self.copied,
+            "gradients": self.gradients,
             "optimizer": self.moments,
             "activations": self.activations,
             "workspace": self.workspace,
@@ -161,119 +229,251 @@ class DryStep:
 def run(setting: Setting, training: Training = Training()) -> DryStep:
     """A step of `setting`, traced on tensors without memory: nothing is computed, allocated or moved.
 
-    Of a model with more cells of blocks, only TRACED are traced; the middle one stands for all cells between.
+    Of a stage with more cells of blocks, only TRACED are traced; the middle one stands for all cells between.
     Raises LayoutError, GridError and ConfigError where the run itself would.
     """
-    stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
-    layers = setting.model.layers
-    ends = 1 + setting.overlap.gather // 4  # blocks at either end that gather ahead of what others do
-    traced = min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)
-    tracer = Tracer()
-    tracer.storages.converts = not setting.on_device
-    with _kernels(setting, tracer):
-        traced_run = _Run(setting, replace(setting.model, layers=traced), training, tracer, stretch)
-        return traced_run.step(str(ends), 1 + (layers - traced) // stretch)
+    rank = Rank.traced(setting, training)
+    return rank.step(rank.keys(rank.pipeline.rank))
 
 
-class _Run:
-    """One trace of a model."""
+class Stretch(NamedTuple):
+    """The part of a stage that is traced: its cell `middle` comes `times` times."""
 
-    def __init__(self, setting: Setting, config: ModelConfig, training: Training, tracer: Tracer, stretch: int) -> None:
-        self.setting, self.config, self.training, self.tracer = setting, config, training, tracer
+    stage: Stage
+    middle: str
+    times: int
+
+
+class Rank:
+    """What one rank holds, and the trace of the ops of its program."""
+
+    @classmethod
+    def traced(cls, setting: Setting, training: Training, like: Rank | None = None) -> Rank:
+        """The rank of `setting`, all of whose ops have been traced.
+
+        like : a rank that differs in its parts of what replicas share alone: its forwards and backwards are not traced again
+        """
+        tracer = Tracer()
+        tracer.storages.converts = not setting.on_device
+        with _kernels(setting, tracer):
+            rank = cls(setting, training, tracer)
+            rank.trace(like)
+        return rank
+
+    def __init__(self, setting: Setting, training: Training, tracer: Tracer) -> None:
+        self.setting, self.training, self.tracer = setting, training, tracer
         self.place = setting.place(tracer)
         with META:
-            self.model = build(config, setting.on(self.place), getattr(torch, setting.dtype))
-            self.given = inputs(config, setting.batch)
-        self.model.recompute(*setting.recompute)
-        tracer.owners.follow(self.model, stretch)
-        self.counts = counts(config, setting.batch)
+            self.model = self._held()
+            self.given = inputs(setting.model, setting.batch)
+            self.model.recompute(*setting.recompute)
+            dtype, sums, replicas = getattr(torch, setting.stream or setting.dtype), setting.overlap_sums, None
+            self.states = states_of(self.model, self.place, setting.zero, dtype)
+            if training.optimizer is not None:
+                replicas = Replicas.of(self.states, self.place, setting.zero, setting.bucket, chunks_of(self.model))
+            self.pipeline = Pipeline(self.model, setting.schedule, setting.batch, dtype, replicas, sums, setting.scatter)
+            self.ending = training.optimizer(self.pipeline, self.states) if training.optimizer else Ending()
+        self.stretches = self._stretches()
+        self.like = self._alike()
+        self.saved: dict[int, int] = {}
+        self.kept = self.copied = 0
+        self.copies: Sequence[Part] = ()
+        self.ops: dict[Key, Traced] = {}
+        executor = self.pipeline.executor
+        executor.stages = [stretch.stage for stretch in self.stretches]
+        executor.sums = {**executor.sums, PAUSE.op.kind: lambda chunk: None}
 
-    def step(self, middle: str, times: int) -> DryStep:
-        """The whole step: cells `middle` come `times` times."""
-        tracer, setting = self.tracer, self.setting
-        update, moments = self.training.optimizer(self.model) if self.training.optimizer else (lambda: None, 0)
+    def _held(self) -> Model:
+        """The model with this rank's layers alone."""
+        plan, config = self.setting.on(self.place), self.setting.model
+        if plan.stages is not None:
+            homes, index = plan.stages.homes, self.place.coordinates["pp"]
+            layers = [many * (home == index) for many, home in zip(plan.stages.layers, homes, strict=True)]
+            if not any(layers):  # it has the embedding or the head alone; a model has at least one layer
+                layers[next(stage for stage, home in enumerate(homes) if home != index)] = 1
+            plan, config = replace(plan, stages=Stages(homes, layers)), replace(config, layers=sum(layers))
+        return build(config, plan, getattr(torch, self.setting.dtype))
+
+    def _stretches(self) -> list[Stretch]:
+        """What is traced of each stage; makes the cells of all blocks known."""
+        setting, cells, found = self.setting, [""] * len(self.model.blocks), []
+        stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
+        ends = 1 + setting.overlap.gather // 4  # blocks at either end that gather ahead of what others do
+        number, program = 0, self.pipeline.program(setting.accumulate)
+        # weight gradients that are postponed belong to no cell, nor do sums of buckets in the midst of a backward
+        whole = any(step.op.kind == "W" for step in program) or (setting.zero == 2 and bool(replica_axes(self.place.shape)))
+        for stage in self.pipeline.executor.stages:
+            layers = stage.last - stage.first
+            traced = layers if whole else min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)
+            middle = str(number + ends) if layers > traced else ""
+            found.append(Stretch(replace(stage, last=stage.first + traced), middle, 1 + (layers - traced) // stretch))
+            for layer in range(layers):
+                cells[stage.first + layer] = str(number + layer // stretch)
+            number += -(-layers // stretch)
+        self.tracer.owners.follow(self.model, cells)
+        return found
+
+    def _alike(self) -> dict[int, int]:
+        """Each chunk of the rank → the first that does the same: as many layers, the same ends and neighbours on this rank."""
+        first: dict[object, int] = {}
+        kinds = kinds_of(self.place.coordinates.get("pp", 0), self.setting.stages)
+        return {chunk: first.setdefault(kind, chunk) for chunk, kind in enumerate(kinds)}
+
+    def key(self, op: Op) -> Key:
+        """What is traced for an op. The first micro-batch makes the gradients, the last one frees 16-bit copies of weights."""
+        last = self.setting.accumulate - 1
+        between = op.micro if op.micro in (ALL, 0) or (op.micro == last and self.copied) else min(1, last)
+        return Key(op.kind, op.chunk if op.micro == ALL else self.like[op.chunk], between)
+
+    def trace(self, like: Rank | None = None) -> None:
+        """Trace each op of the program that is a key, and what is before and behind them."""
+        tracer, program, weights = self.tracer, self.pipeline.program(self.setting.accumulate), self.training.weights
         with tracer.storages:
-            saved = self._saved(middle, times)
-            self._drop()
-            shared = self.place.ledger.workspace_bytes  # the rest that stays belongs to layers, such as rotary tables
-            kept = shared + (tracer.storages.alive - shared) * setting.model.layers // self.config.layers
-            with ExitStack() as weights:
-                first = self._traced(lambda: self._pass(weights if setting.accumulate > 1 else None))
-                later = self._traced(self._pass, goes_on=True) if setting.accumulate > 1 else []
-            whole = self._traced(lambda: self._optimize(update))
-            for name, parameter in self.model.named_parameters():
-                if tracer.owners.cell_of(name) == middle:
-                    parameter.grad = None
-            rest = self._traced(lambda: self._optimize(update)) if times > 1 else []
-        cell_of = tracer.owners.cell_of
-        own = [(p.nbytes, times if cell_of(name) == middle else 1) for name, p in self.model.named_parameters()]
-        parameters, traced = sum(size * many for size, many in own), max(1, sum(size for size, _ in own))
-        moments, copies = moments * parameters // traced, self.copied * parameters // traced
-        optimizer = [Part(one, times) for one in whole] + [Part(one, 1 - times) for one in rest]
-        node, axes = self.place.node_bytes, self.place.node_axes
-        whole_model = sum(
-            int(prod(cast(ShardedParameter, p).sharding.shape)) * (times if cell_of(name) == middle else 1)
-            for name, p in self.model.named_parameters()
-        )
-        composed = (repeated(first, middle, times), repeated(later, middle, times))
+            if like is None:
+                self.saved = self._saved([step for step in program if step.op.micro == 0])
+                self._drop()
+                self.kept = self._kept()
+            else:
+                self.saved, self.kept, self.copied, weights = like.saved, like.kept, like.copied, Training().weights
+            untraced = self._untraced() if like is None else [self.model]
+            given = {id(one) for module in untraced for one in module.parameters()}
+            for state in (one for one in self.states if one.numel and id(one.parameter) in given):
+                shape = state.shardings.gradient.local_shape(self.place)
+                state.add(state.parameter.new_empty(shape))  # something to sum and to update with
+            wanted = [step for step in program if self._is_traced(step.op) and (like is None or step.op.micro == ALL)]
+            with tracer.recording() as ops, ExitStack() as copies:
+                with tracer.ledger.phase("forward"):
+                    copies.enter_context(weights(self.model, self.states))
+                used = [_weights(block) for block in untraced]  # by graphs of the whole step, which the trace has not
+                paused = [one for step in wanted for one in (PAUSE, PAUSE, step)] + [PAUSE]
+                self.pipeline.executor.run(paused, self._feed, forwarded=copies.close)
+            del used
+            with tracer.recording() as behind, tracer.ledger.phase(OPTIMIZER):
+                self.ending.run()
+        self.copies = like.copies if like is not None else [Part(segment, 1) for segment in ops[0]]
+        self.optimizer = [Part(segment, 1) for segment in behind[0]]
+        self.ops = {} if like is None else {**like.ops}
+        for place, step in enumerate(wanted):
+            (_, posted, op, left), key = ops[3 * place + 1 : 3 * place + 5], self.key(step.op)
+            self.ops[key] = Traced(_net(posted), self._composed(op, key), _net(left))
+
+    def keys(self, index: int) -> list[Key]:
+        """The program of a rank of the pipeline whose chunks are of the kinds of this one's."""
+        schedule = self.pipeline.schedule(self.setting.accumulate)
+        return [self.key(step.op) for step in program_of(schedule, index, self.pipeline.overlap)]
+
+    def step(self, program: Sequence[Key]) -> DryStep:
+        """The whole step of a program, composed of what is traced."""
         return DryStep(
-            setting.accumulate, *composed, optimizer, parameters, copies, moments, kept, saved, node, whole_model, axes
+            self.copies,
+            self.ops,
+            program,
+            self.optimizer,
+            {chunk: self.saved[like] for chunk, like in self.like.items()},
+            0 if self.pipeline.axis is None else self.pipeline.executor.wire.buffer().nbytes,
+            sum(one.parameter.nbytes + (0 if one.copy is None else one.copy.nbytes) for one in self.states),
+            sum(
+                prod(one.shardings.gradient.local_shape(self.place)) * one.parameter.itemsize for one in self.states if one.numel
+            ),
+            self.copied,
+            self.ending.moments,
+            self.kept,
+            self.place.node_bytes,
+            self._elements(),
+            self.place.node_axes,
+            self.ending.checkpoint,
         )
 
-    def _pass(self, weights: ExitStack | None = None) -> None:
-        """A micro-batch's forward and backward; `weights` keeps those that it computes with for the micro-batches after it."""
-        if weights is not None:
-            with self.tracer.ledger.phase("forward"):
-                weights.enter_context(self.training.weights(self.model))
-        loss = self._forward()
-        with self.tracer.ledger.phase("backward"):
-            loss.backward()
+    def _is_traced(self, op: Op) -> bool:
+        """Whether the op is that of its key."""
+        return op.micro == ALL or (self.like[op.chunk] == op.chunk and self.key(op).micro == op.micro)
 
-    def _forward(self, outside: set[int] | None = None) -> Tensor:
-        """The loss; `outside` is given the storages of the weights that layers compute with."""
-        with self.tracer.ledger.phase("forward"), self.training.weights(self.model):
-            weights = {id(weight): weight for module in self.model.modules() for weight in module._parameters.values()}
-            found = [weight for weight in weights.values() if weight is not None]
-            self.copied = sum(weight.nbytes for weight in found if not isinstance(weight, torch.nn.Parameter))
-            if outside is not None:
-                outside.update(weight.untyped_storage()._cdata for weight in found)
-            loss: Tensor = self.model(**self.given, **self.counts)
-        return loss
+    def _composed(self, segments: Sequence[Segment], key: Key) -> list[Part]:
+        stretch = self.stretches[key.chunk]
+        return repeated([one for one in segments if one.ops or one.net or one.top], stretch.middle, stretch.times)
 
-    def _optimize(self, update: Callable[[], None]) -> None:
-        with self.tracer.ledger.phase(OPTIMIZER):
-            update()
-
-    def _traced(self, run: Callable[[], None], goes_on: bool = False) -> list[Segment]:
-        with self.tracer.recording(goes_on) as segments:
-            run()
-        return segments
+    def _feed(self, micro: int) -> tuple[Inputs, Batch]:
+        return self.given, self.model.batch_of(self.given, **counts(self.setting.model, self.setting.batch))
 
     def _drop(self) -> None:
         """Drop the gradients, and what only the collector frees."""
-        self.model.zero_grad(set_to_none=True)
+        for state in self.states:
+            state.clear()
         gc.collect()
 
-    def _saved(self, middle: str, times: int) -> int:
-        """Bytes that a forward saves for backward, each storage once, without parameters, their copies and the batch."""
+    def _kept(self) -> int:
+        """Bytes that stay: the workspace of products, and what belongs to layers, such as rotary tables."""
+        shared = self.place.ledger.workspace_bytes
+        layers, traced = len(self.model.blocks), sum(stage.last - stage.first for stage, _, _ in self.stretches)
+        return shared + (self.tracer.storages.alive - shared) * layers // max(1, traced)
+
+    def _untraced(self) -> list[torch.nn.Module]:
+        """The blocks of no stretch."""
+        traced = {layer for stage, _, _ in self.stretches for layer in range(stage.first, stage.last)}
+        return [block for layer, block in enumerate(self.model.blocks) if layer not in traced]
+
+    def _elements(self) -> int:
+        """Elements of the whole model's parameters."""
+        sizes = {name: prod(cast(ShardedParameter, p).sharding.shape) for name, p in self.model.named_parameters()}
+        blocks = sum(size for name, size in sizes.items() if name.startswith("blocks."))
+        return sum(sizes.values()) - blocks + blocks * self.setting.model.layers // len(self.model.blocks)
+
+    def _saved(self, program: Program) -> dict[int, int]:
+        """Bytes that a forward of each chunk saves for backward, each storage once, without parameters, copies and the batch.
+
+        Of a first micro-batch, after which buffers that products keep and the order of prefetches are there.
+        """
         owners = self.tracer.owners
         outside = {one.untyped_storage()._cdata for one in (*self.model.parameters(), *self.given.values())}
-        kept: dict[int, tuple[Any, int]] = {}
+        program = [step for step in program if self.like[step.op.chunk] == step.op.chunk]
+        saved, chunks = dict.fromkeys(self.like.values(), 0), [step.op.chunk for step in program if step.op.kind == "F"]
+        kept: dict[int, Any] = {}
+
+        def feed(micro: int) -> tuple[Inputs, Batch]:
+            self.forwarding = chunks.pop(0)
+            return self._feed(micro)
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage._cdata not in outside and storage._cdata not in kept:
-                kept[storage._cdata] = storage, times if owners.saving == middle else 1
+            if current_node() is None and storage._cdata not in outside and storage._cdata not in kept:
+                kept[storage._cdata] = storage  # backward, in which layers may be computed again, keeps nothing
+                stretch = self.stretches[self.forwarding]
+                saved[self.forwarding] += storage.nbytes() * (stretch.times if owners.saving == stretch.middle else 1)
             return tensor
 
         owners.begin()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = self._forward(outside)
-        saved = sum(storage.nbytes() * many for storage, many in kept.values())
-        kept.clear()
-        with self.tracer.ledger.phase("backward"):
-            loss.backward()
+        with ExitStack() as copies:
+            copies.enter_context(self.training.weights(self.model, self.states))
+            weights = _weights(self.model)
+            stay = {id(state.copy) for state in self.states}
+            self.copied = sum(one.nbytes for one in weights if not isinstance(one, torch.nn.Parameter) and id(one) not in stay)
+            outside.update(one.untyped_storage()._cdata for one in weights)
+            del weights
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                self.pipeline.executor.run(program, feed, forwarded=copies.close)
         return saved
+
+
+def kinds_of(rank: int, stages: Stages | None) -> list[tuple[object, ...]]:
+    """What each chunk of a rank of the pipeline does: its layers, whether it is at an end, which neighbours are other ranks."""
+    if stages is None:
+        return [()]
+    homes = [None, *stages.homes, None]
+    return [
+        (many, before if before is None else before == home, after if after is None else after == home)
+        for many, before, home, after in zip(stages.layers, homes, homes[1:], homes[2:], strict=False)
+        if home == rank
+    ]
+
+
+def _weights(module: torch.nn.Module) -> list[Tensor]:
+    """The weights that its layers compute with, parameters or copies of them, each once."""
+    found = {id(one): one for part in module.modules() for one in part._parameters.values() if one is not None}
+    return list(found.values())
+
+
+def _net(segments: Sequence[Segment]) -> int:
+    return sum(segment.net for segment in segments)
 
 
 @contextmanager

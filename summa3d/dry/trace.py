@@ -53,13 +53,15 @@ class Owners:
         self._starts: list[int] = []
         self._owners: list[Owner] = []
         self._parameters: dict[int, Owner] = {}
-        self._stretch, self._last, self._root, self._left = 1, "", ENTER, ENTER
+        self._cells: Sequence[str] = ()
+        self._root = self._left = ENTER
         self.current = Owner(ENTER, ENTER)
 
-    def follow(self, model: nn.Module, stretch: int = 1) -> None:
-        """Know the model's layers by name, and `stretch` of its blocks as one cell."""
-        blocks = [name for name, _ in model.named_modules() if name.startswith("blocks.")]
-        self._stretch, self._last = stretch, f"blocks.{sum(name.count('.') == 1 for name in blocks) - 1}"
+    def follow(self, model: nn.Module, cells: Sequence[str]) -> None:
+        """Know the model's layers by name, and the cell of each of its blocks."""
+        self._cells = cells
+        for root, method in ((ENTER, "enter"), (LEAVE, "leave")):
+            object.__setattr__(model, method, self._rooted(root, getattr(model, method)))
         for name, module in model.named_modules():
             if isinstance(module, nn.ModuleList):
                 continue
@@ -78,8 +80,6 @@ class Owners:
 
     def enter(self, name: str) -> None:
         """A layer is entered."""
-        if name == "":
-            self._root = ENTER
         owner, forward = self._owner(name), current_node() is None
         if forward and not torch.is_grad_enabled() and not any(one.cell == owner.cell for one in self._names):
             self._own(owner, before=1)  # blocks that are computed again: the node that does so was made just before
@@ -89,8 +89,6 @@ class Owners:
     def leave(self, name: str) -> None:
         """A layer is left."""
         self._left = self._names.pop().cell
-        if name == self._last and current_node() is None:
-            self._root = LEAVE
         self._own(self.inside)
 
     @property
@@ -104,10 +102,6 @@ class Owners:
         """The cell of a tensor saved for backward now; a module may save its inputs just after it has been left."""
         inside = self.inside
         return self._left if inside.layer == inside.cell else inside.cell
-
-    def cell_of(self, name: str) -> str:
-        """The cell of a module or a parameter by its name."""
-        return self._owner(name).cell
 
     def find(self, phase: str, name: str, given: Sequence[Any]) -> str:
         """Set `current` for the operation `name` of `given` in the ledger's `phase`; returns its phase."""
@@ -135,7 +129,7 @@ class Owners:
 
     def _owner(self, name: str) -> Owner:
         parts = name.split(".")
-        return Owner(name, str(int(parts[1]) // self._stretch) if parts[0] == "blocks" else self._root)
+        return Owner(name, self._cells[int(parts[1])] if parts[0] == "blocks" else self._root)
 
     def _own(self, owner: Owner, before: int = 0) -> None:
         """Nodes made from now on are of `owner`; with `before`, the last ones too."""
@@ -145,6 +139,17 @@ class Owners:
             self._owners.pop()
         self._starts.append(number)
         self._owners.append(owner if owner.layer else Owner(self._root, self._root))
+
+    def _rooted(self, root: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the model outside whose layers operations are those of the cell `root`."""
+
+        @wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            self._root = root
+            self._own(self.inside)
+            return method(*args, **options)
+
+        return call
 
     def _around(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -165,30 +170,39 @@ class Tracer:
     """
 
     def __init__(self) -> None:
-        self.ledger = DryLedger(self._issued, self._waited, self._multiplied)
+        self.ledger = DryLedger(self._issued, self._waited, self._multiplied, self._begin_op)
         self.storages = Storages(self._before, self._worked)
         self.owners = Owners()
         self.inside = 0
         self._segments: list[Segment] = []
+        self._ops: list[list[Segment]] = []
         self._recording = False
         self._around = _Inside(self)
         self._begun, self._moves, self._phase = 0, 0, "forward"
 
     @contextmanager
-    def recording(self, goes_on: bool = False) -> Iterator[list[Segment]]:
-        """Record what the block does; yields the segments, complete when the block has ended.
+    def recording(self) -> Iterator[list[list[Segment]]]:
+        """Record what the block does; yields the segments of each op of a program, complete when the block has ended.
 
-        goes_on : whether it may use graphs of the recording before it, whose layers stay known
+        The first list is what comes before the first op.
         """
-        self._segments, self._recording = [], True
-        if not goes_on:
-            self.owners.begin()
+        self._segments = []
+        self._ops, self._recording = [self._segments], True
+        self.owners.begin()
         self._begun = self.storages.top = self.storages.alive
         try:
-            yield self._segments
+            yield self._ops
         finally:
             self._close()
             self._recording = False
+
+    def _begin_op(self) -> None:
+        """An op of a program begins: what follows, until the next one begins, is its own."""
+        if not self._recording:
+            return
+        self._close()
+        self._segments = [Segment(ENTER, False)]  # what is released before the first operation
+        self._ops.append(self._segments)
 
     def _find(self, name: str = "", given: Sequence[Any] = ()) -> Segment:
         """The segment of an operation that comes now."""

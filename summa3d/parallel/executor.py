@@ -140,7 +140,7 @@ class Executor:
         trains, self.flights, self.owed, self.handed, losses = torch.is_grad_enabled(), {}, {}, {}, []
         program = program if trains else [step for step in program if step.op.kind == "F"]
         self.split = any(step.op.kind == "X" for step in program)
-        last = max(place for place, step in enumerate(program) if step.op.kind == "F")
+        last = max((place for place, step in enumerate(program) if step.op.kind == "F"), default=-1)
         posted: dict[Message, Incoming] = {}
         for place, (op, message, sent) in enumerate(program):
             self.op = op

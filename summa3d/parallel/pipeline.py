@@ -24,6 +24,9 @@ from .replicas import Replicas
 from .schedule import SCHEDULES, Op, Schedule, build, split_layers
 from .states import named_parameters
 
+built = lru_cache(4)(build)
+"""`build`, of which equal schedules are made and checked once: a dry run asks for one on each rank of a pipeline."""
+
 
 def stages_of(schedule: str, p: int, v: int, layers: int, counts: Sequence[int] | None = None) -> Stages:
     """The stages of `layers` layers under a schedule of p ranks and v chunks. Raises ConfigError where they cannot be filled.
@@ -143,7 +146,7 @@ class Pipeline:
     def schedule(self, micro_batches: int) -> Schedule:
         """The schedule of a step of so many micro-batches, checked."""
         p, summed = max(self.homes) + 1, self.replicas is not None and self.replicas.plane.size > 1
-        return build(self.name, p, micro_batches, len(self.homes) // p, summed, self.tied is not None)
+        return built(self.name, p, micro_batches, len(self.homes) // p, summed, self.tied is not None)
 
     def run(self, micro_batches: int, feed: Feed, **options: Any) -> list[Tensor]:
         """Run a step of so many micro-batches; the options and the result are those of `Executor.run`."""

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 from ..comm.device.select import requested_device
-from ..dry.rank_classes import classes
-from ..dry.step import DryStep, Setting, Training, run
-from ..errors import ConfigError
-from ..nn.models.registry import Model
+from ..dry.rank_classes import steps
+from ..dry.step import DryStep, Ending, Setting, Training
 from ..node_support import why_no_node_memory
-from ..parallel.replicas import Replicas
-from ..parallel.states import states_of
+from ..parallel.pipeline import Pipeline
+from ..parallel.states import State
+from .checkpoint.folder import own_blocks
 from .config import Config, at_least, master_dtype
+from .loop import total
 from .optimizer import AdamW, global_gradient_norm
 from .precision import torch_dtype, working_weights
 
 TERMS = ("parameters", "gradients", "optimizer", "activations", "workspace", "in_flight", "peak", "node")
+STAGE_TERMS = ("parameters", "activations", "peak")
 CLIPPED = 0.5
 """What a dry step multiplies gradients by where the configuration clips them: any number but 1."""
 
@@ -34,18 +34,15 @@ def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]
     Returns
     -------
     dict with `parameters` (of the whole model); of the fullest rank, `fullest_rank`: `flops` (of its products), `words` and
-    `messages` received by phase and axis, `bytes` by term (`DryStep.bytes`), `peak`, `operations` (count, flops and bytes read
-    and written, by kind), `node_axes` (its axes inside a node; none where this machine's ranks cannot use a node's memory); and
-    `mean_bytes` over all ranks.
+    `messages` received by phase and axis, the same in bytes (`received`), `bytes` by term (`DryStep.bytes`), `peak`, `operations`
+    (count, flops and bytes read and written, by kind), `checkpoint` (bytes of its file), `node_axes` (its axes inside a node;
+    none where this machine's ranks cannot use a node's memory); `mean_bytes` over all ranks; and of a pipeline `stages`: for each
+    of its ranks (pp) the fullest rank, the layers of its chunks, bytes of parameters, activations in flight and peak, and words
+    and messages received on axis pp.
 
     Raises, as the run itself would, GridError and LayoutError for a grid or sizes that do not fit, and ConfigError for less than
-    one rank a node, and for a pipeline.
+    one rank a node.
     """
-    if config.grid.pp > 1:
-        raise ConfigError(
-            f"--dry-run of a pipeline (grid.pp = {config.grid.pp}) is not available yet. Set grid.pp=1 for the whole model's "
-            "figures, or draw the schedule with `summa3d plan schedule`."
-        )
     ranks = prod(config.grid.axes.values())
     if ranks_per_node is not None:
         at_least("ranks per node", ranks_per_node, 1)
@@ -77,54 +74,78 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
         config.train.accumulate,
         shared,
         on_device,
+        config.pipeline.schedule,
+        config.pipeline.chunks,
+        config.pipeline.counts,
+        config.dtype,
+        config.pipeline.scatter,
+        config.replicas.zero,
+        config.replicas.bucket,
+        config.replicas.overlap,
     )
 
 
 def training_of(config: Config) -> Training:
-    """What the training loop adds to a forward and a backward: 16-bit copies of weights, sums over the replicas, AdamW."""
-    zero, bucket, dtype = config.replicas.zero, config.replicas.bucket, torch_dtype(config.dtype)
-    of_model = lru_cache(1)(lambda model: states_of(model, model.scheme.job, zero, dtype))
+    """What the training loop adds to the ops of a program: 16-bit copies of weights before them, the optimizer behind them."""
 
-    def optimizer(model: Model) -> tuple[Callable[[], None], int]:
-        grid, states = model.scheme.job, of_model(model)
-        adamw, taking = AdamW(states, config.train), Replicas.of(states, grid, zero, bucket) if zero == 2 else None
+    def optimizer(pipeline: Pipeline, states: Sequence[State]) -> Ending:
+        adamw, replicas = AdamW(states, config.train), pipeline.replicas
+        assert replicas is not None
 
         def update() -> None:
-            if taking is not None:
-                taking.reduce()
-            replicas = Replicas.of([state for state in states if state.accumulated is not None], grid, zero, bucket)
-            replicas.reduce()
-            replicas.total(0.0)
-            global_gradient_norm(adamw.gradients(), grid)
+            replicas.finish()
+            replicas.total(total([], pipeline.axis))
+            global_gradient_norm(adamw.gradients(), replicas.grid)
             replicas.update(lambda: adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0))
 
-        return update, sum(moment.nbytes for kind in adamw.moments.values() for moment in kind.values())
+        written = (block.tensor.nbytes for block in own_blocks(adamw) if block.sharding.is_primary(replicas.grid))
+        moments = (moment.nbytes for kind in adamw.moments.values() for moment in kind.values())
+        return Ending(update, sum(moments), sum(written))
 
-    return Training(lambda model: working_weights(model, of_model(model), dtype), optimizer)
+    return Training(lambda model, states: working_weights(model, states, torch_dtype(config.dtype)), optimizer)
 
 
 def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, Any]:
     """What the ranks do and hold where so many consecutive ones share a node, on the host or on devices."""
     first = setting_of(config, 0, ranks_per_node, on_device)
     first.on(first.place()).check(config.model, config.rows)
-    training = training_of(config)
-    steps: dict[int, tuple[DryStep, int]] = {
-        rank: (run(setting_of(config, rank, ranks_per_node, on_device), training), many) for rank, many in classes(first).items()
-    }
-    fullest = max(steps, key=lambda rank: steps[rank][0].bytes()["peak"])
-    step, ranks = steps[fullest][0], sum(many for _, many in steps.values())
-    held = [(step.bytes(), many) for step, many in steps.values()]
+    found = {rank: (step, many) for rank, many, step in steps(first, training_of(config))}
+    held = {rank: step.bytes() for rank, (step, _) in found.items()}
+    fullest = max(held, key=lambda rank: held[rank]["peak"])
+    step, ranks = found[fullest][0], sum(many for _, many in found.values())
     operations = step.operations()
+    stages = {"stages": _by_stage(first, held, {rank: step for rank, (step, _) in found.items()})} if config.grid.pp > 1 else {}
     return {
         "parameters": step.elements,
         "flops": operations["product"]["flops"],
         "words": step.words(),
         "messages": step.messages(),
+        "received": step.received(),
         "ranks_per_node": ranks_per_node,
         "node_axes": list(step.node_axes),
         "fullest_rank": fullest,
-        "bytes": step.bytes(),
+        "bytes": held[fullest],
         "peak": step.peak,
-        "mean_bytes": {term: sum(one[term] * many for one, many in held) / ranks for term in TERMS},
+        "mean_bytes": {term: sum(held[rank][term] * many for rank, (_, many) in found.items()) / ranks for term in TERMS},
         "operations": operations,
+        "checkpoint": step.checkpoint,
+        **stages,
     }
+
+
+def _by_stage(setting: Setting, held: Mapping[int, dict[str, int]], steps: Mapping[int, DryStep]) -> list[dict[str, Any]]:
+    """What the fullest of each pipeline rank's ranks hold, and what they receive on axis pp."""
+    place, stages = setting.place(), setting.stages
+    assert stages is not None
+    ranks: dict[int, list[int]] = {}
+    for rank in held:
+        ranks.setdefault(place.coordinates_of(rank)["pp"], []).append(rank)
+    rows = []
+    for index, those in sorted(ranks.items()):
+        rank = max(those, key=lambda rank: held[rank]["peak"])
+        layers = [many for many, home in zip(stages.layers, stages.homes, strict=True) if home == index]
+        found = {"pp": index, "rank": rank, "layers": layers, **{term: held[rank][term] for term in STAGE_TERMS}}
+        for what, moved in (("words", steps[rank].words()), ("messages", steps[rank].messages())):
+            found[what] = sum(many for axes in moved.values() for axis, many in axes.items() if axis.startswith("pp"))
+        rows.append(found)
+    return rows

@@ -54,7 +54,7 @@ def test_a_deep_model_composed_of_its_cells_is_that_model_traced_whole(name, dty
     composed = run(setting, training(dtype))
     monkeypatch.setattr(dry_step, "TRACED", 100)
     whole = run(setting, training(dtype))
-    assert len(list(operations(whole.first))) > len(list(operations(composed.first)))
+    assert len(list(operations(whole.parts))) > len(list(operations(composed.parts)))
     assert lines_of(composed) == lines_of(whole)
     assert composed.operations() == whole.operations()
     held, said = whole.bytes(), composed.bytes()

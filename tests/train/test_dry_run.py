@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dry_real import lines_moved, lines_of
 from mpi4py import MPI
 from small_runs import shared_corpus
 
 from summa3d.bench.memory import peak_bytes
+from summa3d.dry.step import run as run_dry
 from summa3d.errors import ConfigError, GridError, LayoutError
 from summa3d.train import config
-from summa3d.train.dry_run import TERMS, predict
+from summa3d.train.dry_run import TERMS, predict, setting_of, training_of
 from summa3d.train.loop import take_step
-from summa3d.train.prepare import prepare
+from summa3d.train.prepare import Run, prepare
 
+INTERLEAVED = ["pipeline.schedule=interleaved", "pipeline.chunks=2"]
+LLAMA = ["model.family=llama", "model.kv_heads=2"]
+BERT = ["model.family=bert", "model.vocabulary=259"]
 CUBE = ["grid.x=2", "grid.y=2", "grid.z=2", "device=cpu"]
 
 
@@ -47,6 +54,37 @@ def test_16_bits_halve_the_activations_and_keep_float32_weights_beside_their_cop
     assert 0.45 < half["bytes"]["activations"] / wide["bytes"]["activations"] < 0.75
 
 
+def test_the_words_on_the_page_of_axes_are_those_of_their_formulas() -> None:
+    """The page prints what dry runs found; tests/test_pages.py holds it to that."""
+    page = (Path(__file__).parents[2] / "docs" / "axes.md").read_text(encoding="utf-8")
+    found = {
+        (axis, int(many)): int(words.replace(",", "")) for axis, many, words in re.findall(r"^(\w+) +(\d) +([\d,]+) ", page, re.M)
+    }
+    parameters, table, batch = MATRICES + VECTORS, V * H, 64
+    for many in (1, 4):
+        scalars = 3 * many + 3  # the loss of each micro-batch on x and d, once a step on dp and pp; the norm
+        for axis in ("x", "d"):  # each weight is gathered, each gradient summed, and the table is used twice
+            assert found[axis, many] == many * (parameters + table) * 2 * 3 // 4 + scalars
+        assert found["dp", many] == parameters * 2 * 3 // 4 + 6
+        assert found["pp", many] == batch * S * H + table + 6
+    assert len(found) == 8
+
+
+STAGE_KEYS = {"pp", "rank", "layers", "parameters", "activations", "peak", "words", "messages"}
+
+
+def test_each_stage_is_reported_and_the_fullest_rank_is_of_the_fullest_stage() -> None:
+    found = predict(config.load("demo", ["scheme=oned", "grid.y=2", "grid.pp=3", "train.accumulate=4", "device=cpu"]), 1)
+    stages = found["stages"]
+    assert [one["layers"] for one in stages] == [[2], [1], [1]] and all(set(one) == STAGE_KEYS for one in stages)
+    stream, loss = 24 // 4 * S * H // 2, [2, 1, 1]  # each of the two sends its half; the loss goes round the three
+    table = V * H // 2
+    assert [one["words"] - loss[one["pp"]] for one in stages] == [4 * stream + table, 2 * 4 * stream, 4 * stream + table]
+    assert max(stages, key=lambda one: one["peak"])["rank"] == found["fullest_rank"] == 0
+    assert stages[0]["activations"] > 2.5 * stages[2]["activations"]  # three micro-batches of two layers, one of one and the head
+    assert sum(one["parameters"] for one in stages) * 2 == 6 * found["mean_bytes"]["parameters"]
+
+
 def test_recomputation_micro_batches_and_more_ranks_take_less() -> None:
     base = predicted()["bytes"]
     assert predicted("recompute=full")["bytes"]["activations"] < 0.4 * base["activations"]
@@ -69,6 +107,20 @@ def test_axes_inside_a_node_take_less_than_those_between_nodes() -> None:
         predict(config.load("demo", CUBE), 0)
 
 
+def held_by(run: Run) -> tuple[int, int]:
+    """Bytes of a run's weights, and of its moments."""
+    moments = (moment.nbytes for kind in run.optimizer.moments.values() for moment in kind.values())
+    return sum(weight.nbytes for weight in run.model.parameters()), sum(moments)
+
+
+def peak_of_step(run: Run, number: int) -> int:
+    """The most that a step of a run holds. Not of its first: the buffers that products keep are there by then."""
+    gc.collect()
+    kept = run.grid.ledger.workspace_bytes
+    with torch.autograd.set_multithreading_enabled(False):
+        return sum(held_by(run)) + kept + peak_bytes(lambda: take_step(run, number))
+
+
 STEPS = {
     "cuboid": ["scheme=cuboid", "grid.x=2", "grid.z=2", "train.accumulate=2", "train.batch=16"],
     "diagonal": ["scheme=cuboid", "grid.y=2", "grid.z=2", "vectors=diagonal", "recompute=full", "model.dropout=0.1"],
@@ -83,20 +135,15 @@ STEPS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("settings", STEPS.values(), ids=STEPS)
 def test_the_peak_is_that_of_a_step_of_the_run(comm, shared_tmp_path, settings, dtype, node_memory, monkeypatch) -> None:
-    """Of its second step: the buffers that products keep are there by then."""
     monkeypatch.setenv("SUMMA3D_NODE_MEMORY", node_memory)
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     sizes = ["model.layers=2", "model.hidden=96", "model.heads=4", "model.sequence=64", "train.batch=8", "train.warmup=1"]
     corpus = f"data.path={shared_corpus(comm, shared_tmp_path)}"
     loaded = config.load("demo", [*sizes, corpus, f"dtype={dtype}", *settings])
     run = prepare(loaded, comm, shared_tmp_path / "run")
-    held = sum(weight.nbytes for weight in run.model.parameters())
-    moments = sum(moment.nbytes for kind in run.optimizer.moments.values() for moment in kind.values())
+    held, moments = held_by(run)
     take_step(run, 1)
-    gc.collect()
-    kept = run.grid.ledger.workspace_bytes
-    with torch.autograd.set_multithreading_enabled(False):
-        peak = held + moments + kept + peak_bytes(lambda: take_step(run, 2))
+    peak = peak_of_step(run, 2)
     found = predict(loaded, comm.size)
     through_node = node_memory == "yes" and found["device"] == "cpu"
     assert found["node_axes"] == [axis for axis in ("x", "y", "z") if run.grid.shape[axis] > 1] * through_node
@@ -105,6 +152,58 @@ def test_the_peak_is_that_of_a_step_of_the_run(comm, shared_tmp_path, settings, 
     assert found["mean_bytes"]["optimizer"] * 4 == comm.allreduce(moments)
     assert abs(found["bytes"]["peak"] - comm.allreduce(peak, MPI.MAX)) <= 0.05 * peak
     run.grid.free()
+
+
+STAGED = {
+    2: [
+        ["scheme=serial", "grid.pp=2", "model.layers=5", "train.accumulate=4"],
+        ["scheme=serial", "grid.pp=2", "model.layers=4", "train.accumulate=4", *INTERLEAVED],
+        ["scheme=serial", "grid.pp=2", "model.layers=4", "train.accumulate=4", "pipeline.schedule=zb-v", "pipeline.chunks=2"],
+        ["scheme=serial", "grid.dp=2", "model.layers=4", "train.accumulate=2", "replicas.zero=2", "replicas.bucket=200000"],
+    ],
+    3: [["scheme=serial", "grid.pp=3", "model.layers=6", "pipeline.layers=1,3,2", "train.accumulate=4", *LLAMA]],
+    4: [
+        ["scheme=cuboid", "grid.pp=2", "grid.z=2", "model.layers=3", "train.accumulate=4", "recompute=full"],
+        ["scheme=cuboid", "grid.dp=2", "grid.z=2", "train.accumulate=2", "overlap.gather=1"],
+        [
+            "scheme=serial",
+            "grid.pp=2",
+            "grid.dp=2",
+            "model.layers=4",
+            "train.accumulate=4",
+            *INTERLEAVED,
+            "replicas.bucket=40000",
+        ],
+        ["scheme=oned", "grid.pp=2", "grid.y=2", "model.layers=3", "train.accumulate=2", *BERT],
+    ],
+}
+"""Ranks → pipelines and replicas: each is compared on every rank."""
+
+
+CLOSE = {"float32": 0.05, "bfloat16": 0.08}
+"""Tolerance of a peak by dtype."""
+
+
+@pytest.mark.mpi(sizes=tuple(STAGED), timeout=200)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.wide)])
+def test_every_rank_of_pipelines_and_replicas_moves_and_holds_what_its_dry_run_says(
+    comm, shared_tmp_path, dtype, monkeypatch
+) -> None:
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    sizes = ["model.layers=2", "model.hidden=96", "model.heads=4", "model.sequence=64", "train.batch=16", "train.warmup=1"]
+    corpus = f"data.path={shared_corpus(comm, shared_tmp_path)}"
+    for number, settings in enumerate(STAGED[comm.size]):
+        loaded = config.load("demo", [*sizes, corpus, f"dtype={dtype}", *settings])
+        run = prepare(loaded, comm, shared_tmp_path / f"run{number}")
+        take_step(run, 1)
+        with run.grid.ledger.watch() as moved:
+            take_step(run, 2)
+        peak = peak_of_step(run, 3)
+        dry = run_dry(setting_of(loaded, comm.rank, comm.size), training_of(loaded))
+        open("/tmp/dry_ratio.txt", "a").write(f"{comm.size} {number} {dtype} {comm.rank} {dry.peak / peak:.4f} {settings}\n")
+        assert lines_of(dry) == lines_moved(moved), settings
+        assert abs(dry.peak - peak) <= CLOSE[dtype] * peak, (settings, dry.peak / peak)
+        run.grid.free()
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ import pytest
 from mpi4py import MPI
 from small_runs import metrics_of, shared_corpus, small_config, train_in_legs, train_small
 
-from summa3d.errors import ConfigError
 from summa3d.train import generate
-from summa3d.train.dry_run import predict
 from summa3d.train.loop import evaluate, take_step
 from summa3d.train.prepare import prepare
 
@@ -130,8 +128,3 @@ def test_a_pipeline_that_goes_on_has_the_bits_of_one_that_was_never_stopped(comm
     streams, logits = (4 + 5 + 6) * 24, 3 * 256  # one row of growing length; two of four stages receive on rank 1, one on rank 0
     assert moved.words == (2 * streams if comm.rank else streams + logits)
     plan.job.free()
-
-
-def test_a_dry_run_of_a_pipeline_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--dry-run of a pipeline \(grid.pp = 2\) is not available yet"):
-        predict(small_config("stdlib", grid__pp=2, model__layers=2))
