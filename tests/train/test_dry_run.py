@@ -200,7 +200,6 @@ def test_every_rank_of_pipelines_and_replicas_moves_and_holds_what_its_dry_run_s
             take_step(run, 2)
         peak = peak_of_step(run, 3)
         dry = run_dry(setting_of(loaded, comm.rank, comm.size), training_of(loaded))
-        open("/tmp/dry_ratio.txt", "a").write(f"{comm.size} {number} {dtype} {comm.rank} {dry.peak / peak:.4f} {settings}\n")
         assert lines_of(dry) == lines_moved(moved), settings
         assert abs(dry.peak - peak) <= CLOSE[dtype] * peak, (settings, dry.peak / peak)
         run.grid.free()
