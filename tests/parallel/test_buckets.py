@@ -36,7 +36,7 @@ def chunk_of(name: str) -> int:
 
 
 @pytest.mark.parametrize("size", [1, 200, 1 << 20])
-@pytest.mark.parametrize("rank", [0, 7, 23])
+@pytest.mark.parametrize("rank", [0, 2, 7, 23])
 def test_every_element_has_one_owner_by_the_nested_split(size, rank):
     grid = Place({"z": 2, "dp": 3, "ep": 2, "pp": 2}, rank)
     states = {state.name: state for state in states_on(grid)}
