@@ -10,6 +10,8 @@ import pytest
 import torch
 from small_runs import metrics_of, shared_corpus, small_config, tensors_of, train_in_legs, train_small
 
+from summa3d.dry.step import run as run_dry
+from summa3d.train.dry_run import setting_of, training_of
 from summa3d.train.loop import take_step
 from summa3d.train.prepare import prepare
 
@@ -172,6 +174,7 @@ def test_words_and_bytes_are_those_of_the_shards(
         if row.axis == "dp":
             found[row.phase] += row.amounts.words
     want["optimizer"] = 1 if run.grid["dp"].index else dp - 1  # of the loss
+    sizes: dict[str, list[int]] = {"weights": [], "gradients": [], "moments": []}
     for state in run.optimizer.states.values():
         whole = state.shardings.used.local_shape(run.grid)
         share = state.shardings.used.sharded_over(("dp",)).local_shape(run.grid)
@@ -179,6 +182,9 @@ def test_words_and_bytes_are_those_of_the_shards(
         assert tuple(state.accumulated.shape) == share and state.accumulated.is_contiguous()
         assert {tuple(one[state.name].shape) for one in run.optimizer.moments.values()} == {share}
         assert tuple(state.parameter.shape) == (share if zero == 3 else whole)
+        sizes["weights"].append(state.parameter.numel())
+        sizes["gradients"].append(state.accumulated.numel())
+        sizes["moments"] += [one[state.name].numel() for one in run.optimizer.moments.values()]
         if zero == 2:
             assert state.parameter.grad is None
             want["backward"] += m * scatter
@@ -188,3 +194,10 @@ def test_words_and_bytes_are_those_of_the_shards(
             want["forward"] += m * forward * gather
             want["backward"] += m * (backward * gather + sums * scatter)
     assert found == want
+    step: dict[tuple[str, str], int] = {}
+    for row in moved.rows:
+        step[row.phase, row.axis] = step.get((row.phase, row.axis), 0) + row.amounts.words
+    dry = run_dry(setting_of(run.config, comm.rank), training_of(run.config))
+    assert {(phase, axis): many for phase, axes in dry.words().items() for axis, many in axes.items() if many} == step
+    held = {kind: sum(many) for kind, many in sizes.items()}
+    assert (dry.parameters, dry.gradients, dry.moments) == (8 * held["weights"], 8 * held["gradients"], 8 * held["moments"])
