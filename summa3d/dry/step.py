@@ -22,7 +22,7 @@ from ..nn.overlap import DEFAULT, Overlap
 from ..nn.parameter import ShardedParameter
 from ..nn.schemes.scheme import Scheme, scheme
 from ..nn.stages import Stages
-from ..parallel.executor import Program, Stage, Step, program_of
+from ..parallel.executor import Program, Stage, Step, ops_of
 from ..parallel.pipeline import Pipeline, chunks_of, stages_of
 from ..parallel.replicas import Replicas
 from ..parallel.schedule import ALL, GRADIENT_ENDS, Op
@@ -360,7 +360,7 @@ class Rank:
     def keys(self, index: int) -> list[Key]:
         """The program of a rank of the pipeline whose chunks are of the kinds of this one's."""
         schedule = self.pipeline.schedule(self.setting.accumulate)
-        return [self.key(step.op) for step in program_of(schedule, index, self.pipeline.overlap)]
+        return [self.key(op) for op in ops_of(schedule, index, self.pipeline.overlap)]
 
     def step(self, program: Sequence[Key]) -> DryStep:
         """The whole step of a program, composed of what is traced."""

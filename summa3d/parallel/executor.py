@@ -56,10 +56,14 @@ class Step(NamedTuple):
 Program = Sequence[Step]
 
 
+def ops_of(schedule: Schedule, rank: int, overlap: bool = True) -> Sequence[Op]:
+    """The ops of a rank under a schedule. Without `overlap` its sums over replicas (R) start behind all other ops."""
+    return schedule.ops_of(rank) if overlap else sorted(schedule.ops_of(rank), key=lambda op: op.kind == "R")
+
+
 def program_of(schedule: Schedule, rank: int, overlap: bool = True) -> Program:
-    """The program of a rank under a schedule. Without `overlap` its sums over replicas (R) start behind all other ops."""
-    ops = schedule.ops_of(rank) if overlap else sorted(schedule.ops_of(rank), key=lambda op: op.kind == "R")
-    return [Step(op, schedule.received(rank, op), schedule.sent(rank, op)) for op in ops]
+    """The program of a rank: `ops_of`, with their messages."""
+    return [Step(op, schedule.received(rank, op), schedule.sent(rank, op)) for op in ops_of(schedule, rank, overlap)]
 
 
 @dataclass(frozen=True)
