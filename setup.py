@@ -15,12 +15,13 @@ README = HERE / "README.md"
 TORCH = ["torch>=2.5"]
 PLOT = ["matplotlib>=3.8"]
 TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0", "tomli>=2.0; python_version < '3.11'"]
+FIT = ["scipy>=1.11"]  # of `summa3d plan --paper`
 MPI = ["mpich>=4.2"]
 # Faster than the BLAS of numpy's wheels on Intel's processors; nothing elsewhere (summa3d/blas_library.py has the rule).
 MKL = ["mkl>=2024.0; platform_machine == 'x86_64' and sys_platform == 'linux'"]
 BF16 = ["ml_dtypes>=0.5"]  # the dtype bfloat16 for arrays of numpy and CuPy
 # The tests compare imported and exported models with those of transformers; the library reads and writes the files without it.
-TEST = [*BF16, "pytest>=8.2", "pytest-mpi>=0.6", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
+TEST = [*BF16, *FIT, "pytest>=8.2", "pytest-mpi>=0.6", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
 DOCS = ["zensical>=0.0.73", "mkdocstrings-python>=2.0"]  # `make docs`
 COMPLETION = ["argcomplete>=3.5"]  # of the command line, in a shell
 DEV = [*TEST, *COMPLETION, "mypy>=1.10", "ruff>=0.6"]
@@ -50,6 +51,7 @@ setup(
     package_data={
         "summa3d": ["py.typed"],
         "summa3d.train": ["configs/*.toml"],
+        "summa3d.plan": ["clusters/*.toml", "papers/*.toml"],
         "summa3d.kernels": ["*.cu", "*.cuh", "*/*.cu", "*/*.cuh"],
     },
     install_requires=["numpy>=1.26", "mpi4py>=4.0", "threadpoolctl>=3.2"],
@@ -62,6 +64,7 @@ setup(
         "gpu": ["cupy-cuda13x>=14", *BF16],
         "bf16": BF16,
         "plot": PLOT,
+        "plan": [*TRAIN, *PLOT, *FIT],
         "completion": COMPLETION,
         "test": TEST,
         "dev": DEV,

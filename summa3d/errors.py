@@ -8,6 +8,7 @@ __all__ = [
     "AgreementError",
     "CapacityError",
     "CheckpointError",
+    "ClusterError",
     "ConfigError",
     "DataError",
     "GridError",
@@ -40,6 +41,10 @@ class AgreementError(Summa3dError):
 
 class ConfigError(Summa3dError):
     """A configuration key, option or value cannot be used."""
+
+
+class ClusterError(Summa3dError):
+    """A description of a cluster is unknown, incomplete, or holds a number that cannot be."""
 
 
 class DataError(Summa3dError):

@@ -44,7 +44,7 @@ COMMANDS = {
     "bench": "Benchmark products and transformer blocks: algorithms and schemes side by side, strong and weak scaling.",
     "report": "Show tables and plots of the results of bench.",
     "plot": "Plot the losses of runs of train.",
-    "plan": "Draw the schedule of a pipeline: time, bubble, inputs in flight, messages.",
+    "plan": "Predict times: tables of papers beside predictions; draw the schedule of a pipeline.",
     "doctor": "Report what this installation uses, and warn of what may fail or be slow.",
 }
 WITHOUT_MPI = ("launch", "config", "report", "plot", "plan", "doctor")
@@ -87,6 +87,8 @@ EXAMPLES = {
     ),
     "plot": ("summa3d plot runs/cuboid runs/oned --out losses.pdf",),
     "plan": (
+        "summa3d plan --paper optimus",
+        "summa3d plan --paper optimus --plots figures",
         "summa3d plan schedule --pp 4 --micro-batches 8",
         "summa3d plan schedule --pp 4 --micro-batches 8 --schedule interleaved --chunks 2 --png schedule.png",
         "summa3d plan schedule --pp 3 --micro-batches 6 --layers 5,4,3",
@@ -108,6 +110,7 @@ EXTRAS = {
     **dict.fromkeys(("torch", "safetensors", "rich", "tomli", "tomli_w"), "train"),
     "tokenizers": "bpe",
     "matplotlib": "plot",
+    "scipy": "plan",
     "ml_dtypes": "bf16",
     "cupy": "gpu",
 }

@@ -1,4 +1,4 @@
-"""`summa3d plan schedule`: draw the schedule of a pipeline, and say what it takes, keeps and sends. Starts no MPI."""
+"""`summa3d plan`: papers' tables beside predictions; the schedule of a pipeline, drawn. Starts no MPI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ SCHEDULE = "Draw the order of a pipeline's forwards and backwards: a row for eac
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d plan` to `parser`."""
-    plans = parser.add_subparsers(dest="plan", required=True, metavar="PLAN")
+    parser.add_argument("--paper", metavar="NAME", help="Show a paper's tables beside predictions; a wrong name lists all.")
+    parser.add_argument("--json", action="store_true", help="Print JSON in place of the paper's table.")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="Write a figure of the paper's rows into DIR, as PNG and SVG.")
+    plans = parser.add_subparsers(dest="plan", metavar="PLAN")
     schedule = plans.add_parser("schedule", help=SCHEDULE, description=SCHEDULE)
     schedule.add_argument("--pp", type=int, required=True, metavar="P", help="Number of ranks of the pipeline.")
     schedule.add_argument("--micro-batches", type=int, required=True, metavar="M", help="Number of micro-batches of a step.")
@@ -53,6 +56,34 @@ def layers(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the plan that the options name; returns the exit status. Raises ConfigError where they name none."""
+    if args.plan == "schedule":
+        return draw_schedule(args)
+    if args.paper is not None:
+        return show_paper(args)
+    raise ConfigError("say what to plan: --paper NAME, or schedule; see summa3d help plan.")
+
+
+def show_paper(args: argparse.Namespace) -> int:
+    """Print a paper's tables beside predictions, and write its figure; returns the exit status."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
+    from ..plan import papers
+    from ..plan.text import as_text
+
+    paper = papers.load(args.paper)
+    found = papers.report(paper)
+    print(json.dumps(found) if args.json else "\n".join(as_text(paper, found)))
+    if args.plots is not None:
+        from ..plan.figures import write
+
+        for file in write(paper, found, args.plots):
+            print(f"written: {file}", file=sys.stderr)
+    return 0
+
+
+def draw_schedule(args: argparse.Namespace) -> int:
     """Print a schedule, and write its figure; returns the exit status. Raises ConfigError for sizes that do not fit."""
     drawn, stages = simulated(args)
     if args.png is not None:

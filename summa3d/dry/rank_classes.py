@@ -71,6 +71,15 @@ def _classes(setting: Setting) -> dict[tuple[int, object, object], list[int]]:
     return found
 
 
+def even(setting: Setting) -> bool:
+    """Whether the blocks of all activations and parameters have the same shapes on all ranks: larger parts come first."""
+    place = setting.place()
+    ends = [place.coordinates_of(rank) for rank in (0, place.size - 1)]
+    tensors = _tensors(setting.on(place), setting.model, setting.batch)
+    shapes = ([layout.local_shape(shape, place.shape, at) for at in ends] for layout, shape in tensors)
+    return all(first == last for first, last in shapes)
+
+
 def _tensors(on_grid: Scheme, config: ModelConfig, batch: int) -> Iterable[tuple[Layout, tuple[int, ...]]]:
     """The layouts and shapes of activations and parameters."""
     stream, inner, s = on_grid.residual, on_grid.after_linear(on_grid.residual), config.sequence

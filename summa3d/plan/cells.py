@@ -1,0 +1,81 @@
+"""Cells of a model, traced by the dry run: what comes before the blocks, a block, what comes after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from ..dry.rank_classes import even
+from ..dry.record import ENTER, LEAVE, Op, Part
+from ..dry.step import Setting, run
+from ..errors import ConfigError
+
+BLOCK = "block"
+Trace = tuple[Op, ...]
+
+
+class Cell(NamedTuple):
+    """The operations of a cell in forward, and in backward with what it computes again."""
+
+    forward: Trace = ()
+    backward: Trace = ()
+
+
+_known: dict[str, dict[str, Cell]] = {}
+"""The cells traced by this process, by their setting."""
+
+
+def cells(setting: Setting) -> dict[str, Cell]:
+    """The cells of one micro-batch: ENTER, BLOCK (one of them), LEAVE.
+
+    They are traced on a model of one block, on rank 0, which holds the largest blocks of every dim. Where parts are uneven, a
+    communication has the words of the first or the last rank, whichever has more. A broadcast has those of its message: its root
+    receives none.
+    """
+    one = replace(setting, model=replace(setting.model, layers=1))
+    key = repr(one)
+    if key not in _known:
+        _known[key] = _of_all_ranks(one)
+    return _known[key]
+
+
+def _of_all_ranks(one: Setting) -> dict[str, Cell]:
+    first = _traced(one)
+    if even(one):
+        return {name: Cell(*map(_with_messages, cell)) for name, cell in first.items()}
+    other = _traced(replace(one, rank=prod(one.axes.values()) - 1))
+    return {name: Cell(*map(_largest, first[name], other[name])) for name in first}
+
+
+def _traced(setting: Setting) -> dict[str, Cell]:
+    parts, names = run(setting).first, {ENTER: ENTER, BLOCK: "0", LEAVE: LEAVE}
+    return {name: Cell(_ops(parts, cell, False), _ops(parts, cell, True)) for name, cell in names.items()}
+
+
+def _ops(parts: Iterable[Part], cell: str, backward: bool) -> Trace:
+    return tuple(op for segment, _ in parts if (segment.cell, segment.backward) == (cell, backward) for op in segment.ops)
+
+
+def _with_messages(trace: Trace) -> Trace:
+    """A trace in which broadcasts of this rank have the words of those that it receives in the same layer and pass."""
+    words: dict[tuple[str, str, str], int] = {}
+    for op in trace:
+        if op.name == "broadcast":
+            words[op.phase, op.layer, op.axis] = max(op.words, words.get((op.phase, op.layer, op.axis), 0))
+    return tuple(op._replace(words=words[op.phase, op.layer, op.axis]) if op.name == "broadcast" else op for op in trace)
+
+
+def _largest(trace: Trace, other: Trace) -> Trace:
+    """A trace whose communications have the words of that of the two which has more."""
+    words = iter([op for op in other if op.kind == "move"])
+    merged = []
+    for op in trace:
+        if op.kind == "move":
+            twin = next(words, None)
+            if twin is None or (twin.name, twin.axis, twin.layer) != (op.name, op.axis, op.layer):
+                raise ConfigError(f"ranks of one grid issue different communications: {op.name} along {op.axis} in {op.layer}.")
+            op = op._replace(words=max(op.words, twin.words))
+        merged.append(op)
+    return tuple(merged)

@@ -1,0 +1,224 @@
+"""Descriptions of clusters: a device, its kernels, and nested levels of links, each number with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import ClusterError
+from ..train.toml import nearest, tomllib
+
+FOLDER = Path(__file__).with_name("clusters")
+SOURCES = ("datasheet", "measured", "fitted", "assumed")
+FITTED = 3
+"""The most numbers of a cluster that may be fitted to the times that the cluster is to predict."""
+
+
+class Range(NamedTuple):
+    """What a number may be, its unit, and what it means. `default` is assumed where a file leaves the number out."""
+
+    least: float
+    most: float
+    unit: str
+    meaning: str
+    default: float | None = None
+
+
+DEVICE = {
+    "device.memory": Range(1e8, 1e13, "bytes", "memory of a device"),
+    "device.memory_bandwidth": Range(1e9, 1e14, "bytes per second", "read or written in a device's memory"),
+    "product.efficiency": Range(0.01, 1, "of the peak", "rate of a large product"),
+    "product.half": Range(0, 1e4, "elements", "the smallest side at which a product has half its rate", 0.0),
+    "elements.efficiency": Range(0.01, 1, "of the memory bandwidth", "rate of element-wise kernels"),
+    "elements.launch": Range(0, 0.1, "seconds", "start of an element-wise kernel", 0.0),
+    "collectives.launch": Range(0, 0.1, "seconds", "start of a collective"),
+    "collectives.chunk": Range(1, 1e9, "bytes", "what a broadcast's chain forwards at a time", 524288.0),
+    "band.percent": Range(0, 100, "percent", "the error to expect of a predicted time"),
+}
+"""Key → what it may be, of all numbers but peaks and links."""
+PEAK = Range(1e9, 1e17, "operations per second", "datasheet rate of products of a dtype")
+LINKS = {
+    "size": Range(1, 1e6, "ranks", "consecutive ranks that a level joins; the outermost level joins all and has none", 0.0),
+    "ports": Range(1, 1024, "ports", "ports of a unit of the level below, which its ranks share; a rank has one", 1.0),
+    "bandwidth": Range(1e6, 1e14, "bytes per second", "of a port, in each direction"),
+    "duplex": Range(1, 2, "of the bandwidth", "what a port carries in both directions together", 2.0),
+    "latency": Range(0, 0.1, "seconds", "of a message between two neighbours"),
+}
+"""Key of a level of links → what it may be."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of a description: its value, source, and where it was found."""
+
+    value: float
+    source: str
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Links between `size` consecutive ranks (0 for all), through `ports` ports of each unit of the level below."""
+
+    name: str
+    size: int
+    ports: int
+    bandwidth: float
+    duplex: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster: key → number, as its file has them. Levels go from the innermost to the outermost.
+
+    >>> load("selene")["device.memory"]
+    80000000000.0
+    """
+
+    name: str
+    level_names: tuple[str, ...]
+    numbers: Mapping[str, Number]
+
+    def __getitem__(self, key: str) -> float:
+        return self._values[key]
+
+    @cached_property
+    def _values(self) -> dict[str, float]:
+        return {key: number.value for key, number in self.numbers.items()}
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """The levels of links, innermost first."""
+        return tuple(self._level(name) for name in self.level_names)
+
+    def _level(self, name: str) -> Level:
+        size, ports, bandwidth, duplex, latency = (self[f"{name}.{key}"] for key in LINKS)
+        return Level(name, int(size), int(ports), bandwidth, duplex, latency)
+
+    @property
+    def node(self) -> int:
+        """Ranks of the innermost level."""
+        return self.levels[0].size
+
+    def peak(self, dtype: str) -> float:
+        """Operations per second of products of a dtype. Raises ClusterError where the cluster has no such number."""
+        key = f"peak.{dtype}"
+        if key not in self.numbers:
+            known = ", ".join(name.partition(".")[2] for name in self.numbers if name.startswith("peak."))
+            raise ClusterError(f"cluster {self.name} has no peak of {dtype}; it has those of {known}.")
+        return self[key]
+
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        """The keys of fitted numbers."""
+        return tuple(key for key, number in self.numbers.items() if number.source == "fitted")
+
+    def replaced(self, values: Mapping[str, float], source: str = "fitted") -> Cluster:
+        """The cluster with other values of some numbers. Raises ClusterError for an unknown key and a value that cannot be."""
+        for key in values:
+            if key not in self.numbers:
+                raise _unknown(self.name, key, self.numbers)
+        changed = {key: Number(value, source, "replaced") for key, value in values.items()}
+        return _checked(self.name, self.level_names, {**self.numbers, **changed})
+
+
+def names() -> list[str]:
+    """The clusters that are described here."""
+    return sorted(file.stem for file in FOLDER.glob("*.toml"))
+
+
+def load(name: str) -> Cluster:
+    """The cluster of a name, or of a TOML file's path.
+
+    Raises ClusterError for an unknown name, naming the nearest; for unknown or missing keys, numbers without a source, values
+    that cannot be, levels that do not nest, and more than three fitted numbers.
+    """
+    file = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if name.endswith(".toml"):
+            raise ClusterError(f"there is no file {name}.") from None
+        near = nearest(name, names())
+        raise ClusterError(f"unknown cluster {name!r}; the nearest is {near}. Known: {', '.join(names())}.") from None
+    except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"{file} cannot be read: {error}") from None
+    return read(table, file.stem)
+
+
+def read(table: Mapping[str, Any], name: str) -> Cluster:
+    """The cluster of a parsed TOML table; raises as `load` does."""
+    levels = table.get("level", [])
+    if not isinstance(levels, list) or not levels or not all(isinstance(one, Mapping) and "name" in one for one in levels):
+        raise ClusterError(f"cluster {name} needs tables [[level]], each with a name: its links, from the innermost.")
+    level_names = tuple(str(level["name"]) for level in levels)
+    flat = dict(_flat({key: value for key, value in table.items() if key not in ("level", "name", "note")}))
+    for level in levels:
+        flat |= {f"{level['name']}.{key}": value for key, value in level.items() if key != "name"}
+    numbers = {key: _number(name, key, value) for key, value in flat.items()}
+    defaults = {key: limit.default for key, limit in _limits(level_names).items() if limit.default is not None}
+    numbers |= {key: Number(value, "assumed", "default") for key, value in defaults.items() if key not in numbers}
+    return _checked(str(table.get("name", name)), level_names, numbers)
+
+
+def _limits(level_names: tuple[str, ...]) -> dict[str, Range]:
+    return DEVICE | {f"{level}.{key}": limit for level in level_names for key, limit in LINKS.items()}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys of nested tables; a table with a value is a number."""
+    for key, value in table.items():
+        if isinstance(value, Mapping) and "value" not in value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _number(name: str, key: str, given: Any) -> Number:
+    table = given if isinstance(given, Mapping) else {}
+    value, source = table.get("value"), table.get("source")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or source not in SOURCES or set(table) - {"value", "source", "from"}:
+        sources = ", ".join(SOURCES)
+        raise ClusterError(
+            f'cluster {name}: {key} = {given!r} takes {{value = …, source = …, from = "…"}} with a source of {sources}.'
+        )
+    return Number(float(table["value"]), str(source), str(table.get("from", "")))
+
+
+def _checked(name: str, level_names: tuple[str, ...], numbers: Mapping[str, Number]) -> Cluster:
+    limits = _limits(level_names)
+    for key, number in numbers.items():
+        limit = PEAK if key.startswith("peak.") else limits.get(key)
+        if limit is None:
+            raise _unknown(name, key, [*limits, "peak.float32"])
+        is_size, outermost = key.endswith(".size"), key == f"{level_names[-1]}.size"
+        if not limit.least <= number.value <= limit.most and not (is_size and number.value == 0):
+            raise ClusterError(
+                f"cluster {name}: {key} = {number.value:g} cannot be: {limit.meaning}, in {limit.unit}, "
+                f"from {limit.least:g} to {limit.most:g}."
+            )
+        if (is_size and (number.value == 0) != outermost) or (key.endswith((".size", ".ports")) and number.value % 1):
+            raise ClusterError(
+                f"cluster {name}: {key} = {number.value:g}; sizes and ports are whole; all levels but the outermost have one."
+            )
+    missing = [key for key in limits if key not in numbers]
+    if missing or not any(key.startswith("peak.") for key in numbers):
+        raise ClusterError(f"cluster {name} lacks {', '.join(missing) or 'peak.float32'}.")
+    cluster = Cluster(name, level_names, dict(numbers))
+    if len(cluster.fitted) > FITTED:
+        many = f"{len(cluster.fitted)} fitted numbers, {', '.join(cluster.fitted)}"
+        raise ClusterError(f"cluster {name} has {many}; at most {FITTED}.")
+    sizes = [level.size for level in cluster.levels[:-1]]
+    if any(outer % inner or outer == inner for inner, outer in pairwise(sizes)):
+        raise ClusterError(f"cluster {name}: levels of {sizes} ranks do not nest; each must be a multiple of the one before.")
+    return cluster
+
+
+def _unknown(name: str, key: str, known: Any) -> ClusterError:
+    return ClusterError(f"cluster {name}: unknown key {key!r}; the nearest is {nearest(key, list(known))!r}.")

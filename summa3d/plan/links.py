@@ -1,0 +1,114 @@
+"""Loads of links: what the busiest port of each level carries when all groups of an axis communicate at once."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import permutations
+from typing import NamedTuple
+
+from ..comm.topology import Topology
+from .cluster import Level
+
+PATTERNS = ("ring", "chain", "pairs", "next")
+"""Who sends to whom in a group: each member to the next and the last to the first; from a root through all members; each to each;
+each to the next alone."""
+Ports = tuple[tuple[int, int], ...]
+"""(size, ports) of each level, innermost first: what loads depend on of a cluster. They do not depend on its speeds."""
+
+
+class Load(NamedTuple):
+    """Loads of the levels, innermost first, where every edge carries one byte.
+
+    one_way : the most that a port carries in one direction. both_ways : the most in both together. hops : the edges of the group
+    that has most of them.
+    """
+
+    one_way: tuple[float, ...]
+    both_ways: tuple[float, ...]
+    hops: tuple[int, ...]
+
+
+def loads(topology: Topology, axis: str, levels: Sequence[Level], pattern: str) -> tuple[tuple[Load, int], ...]:
+    """The loads of a pattern along an axis, each with the number of roots that it holds for.
+
+    Only a chain has roots: all members in turn, as the panels of SUMMA come from all. Members are visited in the order of their
+    ranks, as NCCL orders its rings by place. An edge loads the ports of the innermost level that joins its ends. Where the
+    members of a group in a unit have several ports, the edge is spread over as many as both ends have: one ring for each port.
+    """
+    ports = tuple((level.size, level.ports) for level in levels)
+    shape, tile = tuple(topology.shape.items()), tuple(topology.tile.items())
+    return _loads(shape, topology.order, tile, axis, ports, pattern)
+
+
+@cache
+def _loads(
+    shape: tuple[tuple[str, int], ...],
+    order: tuple[str, ...],
+    tile: tuple[tuple[str, int], ...],
+    axis: str,
+    ports: Ports,
+    pattern: str,
+) -> tuple[tuple[Load, int], ...]:
+    groups = members(Topology(dict(shape), order, dict(tile)), axis)
+    roots = range(len(groups[0])) if pattern == "chain" else (0,)
+    return tuple(Counter(_load(groups, ports, pattern, root) for root in roots).items())
+
+
+def members(topology: Topology, axis: str) -> list[list[int]]:
+    """The ranks of every group of an axis, or of a plane such as "x·y", ascending."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    inside = axis.split("·")
+    for rank in range(topology.size):
+        at = topology.coordinates_of(rank)
+        groups.setdefault(tuple(index for name, index in at.items() if name not in inside), []).append(rank)
+    return list(groups.values())
+
+
+def _load(groups: list[list[int]], ports: Ports, pattern: str, root: int) -> Load:
+    out: defaultdict[tuple[int, int], float] = defaultdict(float)
+    into: defaultdict[tuple[int, int], float] = defaultdict(float)
+    hops = [0] * len(ports)
+    for group in groups:
+        used = [_ports_used(group, ports, level) for level in range(len(ports))]
+        found = [0] * len(ports)
+        for source, target, share in _edges(group[root:] + group[:root], pattern):
+            level = level_of(source, target, ports)
+            found[level] += 1
+            unit = ports[level - 1][0] if level else 1
+            ends = used[level][source // unit], used[level][target // unit]
+            many = min(map(len, ends))
+            for end, total in zip(ends, (out, into), strict=True):
+                for port in end[:many]:
+                    total[level, port] += share / many
+        hops = list(map(max, hops, found))
+    levels = range(len(ports))
+    one_way = tuple(max((load[key] for load in (out, into) for key in load if key[0] == level), default=0.0) for level in levels)
+    both = tuple(max((out[key] + into[key] for key in {*out, *into} if key[0] == level), default=0.0) for level in levels)
+    return Load(one_way, both, tuple(hops))
+
+
+def level_of(source: int, target: int, ports: Ports) -> int:
+    """The innermost level that joins two ranks."""
+    return next((level for level, (size, _) in enumerate(ports) if size and source // size == target // size), len(ports) - 1)
+
+
+def _ports_used(group: list[int], ports: Ports, level: int) -> dict[int, list[int]]:
+    """Unit of the level below → the ports that members of the group have there."""
+    unit, many = (ports[level - 1][0] if level else 1), ports[level][1]
+    found: dict[int, set[int]] = {}
+    for rank in group:
+        found.setdefault(rank // unit, set()).add(rank // unit * many + rank % unit * many // unit)
+    return {key: sorted(value) for key, value in found.items()}
+
+
+def _edges(group: list[int], pattern: str) -> Iterator[tuple[int, int, float]]:
+    """The edges of a group, each with its part of the bytes that a member sends."""
+    if pattern == "pairs":
+        for source, target in permutations(group, 2):
+            yield source, target, 1 / (len(group) - 1)
+        return
+    for source, target in zip(group, [*group[1:], group[0]], strict=True):
+        if pattern == "ring" or target != group[0]:
+            yield source, target, 1.0

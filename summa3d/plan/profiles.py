@@ -1,0 +1,68 @@
+"""The papers' programs, as edits of the library's own traces; only tables of papers use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ..dry.record import Op
+from ..dtypes import dtype_of
+from .cells import Cell, Trace
+
+Edit = Callable[[Cell], Cell]
+
+
+def distributed_checkpoints(cell: Cell) -> Cell:
+    """Megatron keeps a block's input split over the tensor-parallel ranks, and gathers it before it computes the block again."""
+    whole = next((op for op in cell.forward if op.name == "all_reduce"), None)
+    if whole is None or not any(op.phase == "recompute" for op in cell.backward):
+        return cell
+    gather = whole._replace(name="all_gather", phase="recompute", words=whole.words // 2, id=-2)
+    return cell._replace(backward=(gather, Op("wait", "recompute", gather.layer, "", id=-2), *cell.backward))
+
+
+def workspace_copies(cell: Cell) -> Cell:
+    """Optimus copies each panel of a product into its workspace before it broadcasts it."""
+
+    def copied(trace: Trace) -> Iterable[Op]:
+        for op in trace:
+            if op.name == "broadcast":
+                size = op.words * dtype_of(op.dtype).nbytes
+                yield Op("elements", op.phase, op.layer, "clone", read=size, written=size, dtype=op.dtype)
+            yield op
+
+    return Cell(tuple(copied(cell.forward)), tuple(copied(cell.backward)))
+
+
+def fused_softmax(cell: Cell) -> Cell:
+    """Megatron's kernel scales, masks and normalises the scores of attention in one pass."""
+    return without(cell, "attention.core", ("div", "masked_fill", "ones", "tril_", "bitwise_not"))
+
+
+def strided_attention(cell: Cell) -> Cell:
+    """Megatron's batched products read q, k and v where the projection left them, and its bias is added by the product."""
+    return without(without(cell, "attention.core", ("clone",)), "attention.qkv", ("add_",))
+
+
+def without(cell: Cell, layer: str, names: tuple[str, ...]) -> Cell:
+    """A cell without the element-wise operations of these names in a layer."""
+
+    def rest(trace: Trace) -> Trace:
+        return tuple(op for op in trace if op.kind != "elements" or op.name not in names or not op.layer.endswith(layer))
+
+    return Cell(rest(cell.forward), rest(cell.backward))
+
+
+PROFILES: dict[str, tuple[Edit, ...]] = {
+    "summa3d": (),
+    "megatron-2020": (distributed_checkpoints,),
+    "optimus-2021": (workspace_copies,),
+    "megatron-2021": (fused_softmax, strided_attention),
+}
+"""Name of a program → its edits of a cell."""
+
+
+def edited(cell: Cell, profile: str) -> Cell:
+    """A cell as a profile's program runs it."""
+    for edit in PROFILES[profile]:
+        cell = edit(cell)
+    return cell

@@ -1,0 +1,87 @@
+"""Replay of a trace in time: one stream of arithmetic, and one stream for each axis."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..comm.topology import Topology
+from ..dry.record import Op
+from .cluster import Cluster
+from .price import Prices, alike
+
+
+@dataclass
+class Span:
+    """Seconds of a replayed trace.
+
+    compute : of products and element-wise work. exposed : axis → for how long arithmetic waited for it. moved : axis → how long
+    its communications took, those behind arithmetic too. seconds : of all.
+    """
+
+    seconds: float = 0.0
+    compute: float = 0.0
+    exposed: dict[str, float] = field(default_factory=dict)
+    moved: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Axis → seconds of communication that arithmetic did not wait for."""
+        return {axis: seconds - self.exposed.get(axis, 0.0) for axis, seconds in self.moved.items()}
+
+
+def replay(trace: Iterable[Op], prices: Prices, overlap: bool = True) -> Span:
+    """Run a trace: a communication starts when it is issued and its axis is free, a wait blocks arithmetic until it has ended.
+
+    overlap : False waits for every communication as soon as it is issued. What is still in flight at the end is waited for.
+    Axes do not slow each other down.
+    """
+    span, now = Span(), 0.0
+    free: dict[str, float] = {}
+    flying: dict[int, tuple[str, float]] = {}
+
+    def wait(number: int) -> None:
+        nonlocal now
+        axis, end = flying.pop(number)
+        if end > now:
+            span.exposed[axis] = span.exposed.get(axis, 0.0) + end - now
+            now = end
+
+    for op in trace:
+        seconds = prices.seconds(op)
+        if op.kind == "move":
+            free[op.axis] = max(now, free.get(op.axis, 0.0)) + seconds
+            span.moved[op.axis] = span.moved.get(op.axis, 0.0) + seconds
+            flying[op.id] = op.axis, free[op.axis]
+            if not overlap:
+                wait(op.id)
+        elif op.kind == "wait":
+            if op.id in flying:
+                wait(op.id)
+        else:
+            now += seconds
+            span.compute += seconds
+    for number in sorted(flying, key=lambda one: flying[one][1]):
+        wait(number)
+    span.seconds = now
+    return span
+
+
+class Work(NamedTuple):
+    """Operations of a program that overlaps nothing, whose order is therefore of no account, each with how often it is run."""
+
+    topology: Topology
+    ops: tuple[tuple[Op, float], ...]
+
+    @classmethod
+    def of(cls, topology: Topology, trace: Iterable[Op], times: float = 1.0) -> Work:
+        """The operations of a trace, run `times` times."""
+        counts = Counter(alike(op) for op in trace if op.kind != "wait")
+        return cls(topology, tuple((op, count * times) for op, count in counts.items()))
+
+    def seconds(self, cluster: Cluster) -> float:
+        """Their seconds on a cluster: those of `replay` without overlap."""
+        prices = Prices(cluster, self.topology)
+        return sum(times * prices.price(op) for op, times in self.ops)

@@ -1,0 +1,75 @@
+"""Cells stand for all ranks: the largest blocks, and the most words of every communication."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from summa3d.dry.record import Op
+from summa3d.dry.step import Setting
+from summa3d.nn.config import ModelConfig
+from summa3d.plan import cells as of
+from summa3d.plan.profiles import edited
+
+
+def setting(scheme: str, axes: dict[str, int], batch: int, heads: int = 12) -> Setting:
+    model = ModelConfig(layers=1, hidden=48, heads=heads, sequence=8, vocabulary=37, dropout=0.1, attention_dropout=0.1)
+    return Setting(model, batch, scheme, axes, recompute=("full", 1), on_device=True)
+
+
+CASES = (
+    ("summa", {"x": 2, "y": 2}, 4),
+    ("summa", {"x": 5, "y": 1}, 10),
+    ("cuboid", {"x": 1, "y": 2, "z": 3}, 6),
+    ("oned", {"y": 4}, 3),
+)
+
+
+@pytest.mark.parametrize(("scheme", "axes", "batch"), CASES)
+def test_no_rank_has_a_larger_product_or_receives_more_words(scheme: str, axes: dict[str, int], batch: int) -> None:
+    one = setting(scheme, axes, batch)
+    cells = of.cells(one)
+
+    def sizes(ops: of.Trace) -> list[tuple[str, str, int]]:
+        moves = [(op.layer, f"{op.name} {op.axis}", op.words) for op in ops if op.kind == "move"]
+        return moves + [(op.layer, "product", op.flops) for op in ops if op.kind == "product"]
+
+    for rank in range(one.place().size):
+        for name, cell in of._traced(replace(one, rank=rank)).items():
+            for largest, trace in zip(cells[name], cell, strict=True):
+                for most, mine in zip(sizes(largest), sizes(trace), strict=True):
+                    assert most[:2] == mine[:2] and mine[2] <= most[2], (rank, name, most, mine)
+
+
+def test_the_roots_of_broadcasts_know_the_size_of_their_messages() -> None:
+    moves = [op for op in of.cells(setting("summa", {"x": 3, "y": 3}, 12))[of.BLOCK].forward if op.name == "broadcast"]
+    assert len(moves) == 4 * 3 * 2 and all(op.words for op in moves)
+    rows, h = 12 * 8 // 3, 48
+    assert {op.words for op in moves if op.axis == "y"} == {rows * h // 3, rows * 4 * h // 3}
+
+
+def words(ops: of.Trace, name: str) -> int:
+    return sum(op.words for op in ops if op.name == name)
+
+
+def test_profiles_are_the_released_programs_counts() -> None:
+    rows, h, ranks = 4 * 8, 48, 4
+    cell = of.cells(setting("oned", {"y": ranks}, 4))[of.BLOCK]
+    kept = edited(cell, "megatron-2020")
+    assert kept.forward == cell.forward and words(kept.backward, "all_gather") == rows * h * (ranks - 1) // ranks
+    assert kept.backward[0].name == "all_gather" and kept.backward[1].kind == "wait"
+    square = of.cells(setting("summa", {"x": 3, "y": 3}, 12))[of.BLOCK]
+    copies = [op for op in edited(square, "optimus-2021").forward if op not in square.forward]
+    rows = 12 * 8
+    assert sum(op.read for op in copies) == 4 * 3 * (7 * rows * h + 12 * h * h) // 9
+    assert all(op.read == op.written for op in copies)
+
+
+def test_megatrons_kernels_pass_once_over_the_scores() -> None:
+    fused = edited(of.cells(setting("oned", {"y": 4}, 4))[of.BLOCK], "megatron-2021")
+
+    def scores(op: Op) -> bool:
+        return op.kind == "elements" and op.layer.startswith("blocks.0.attention.core")
+
+    assert [op.name for op in fused.forward if scores(op)] == ["_softmax", "dropout_add_float32"]

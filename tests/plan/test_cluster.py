@@ -1,0 +1,117 @@
+"""Descriptions of clusters: every number has a source, and what cannot be is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from summa3d.errors import ClusterError
+from summa3d.plan.cluster import SOURCES, load, names, read
+
+
+def number(value: float, source: str = "datasheet") -> dict[str, Any]:
+    return {"value": value, "source": source}
+
+
+def table() -> dict[str, Any]:
+    return {
+        "peak": {"float32": number(1e13)},
+        "device": {"memory": number(16e9), "memory_bandwidth": number(4e11)},
+        "product": {"efficiency": number(0.9)},
+        "elements": {"efficiency": number(0.5)},
+        "collectives": {"launch": number(1e-5)},
+        "band": {"percent": number(10)},
+        "level": [
+            {"name": "node", "size": number(4), "bandwidth": number(1e10), "latency": number(1e-6)},
+            {"name": "network", "bandwidth": number(1e9), "latency": number(1e-6)},
+        ],
+    }
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_shipped_cluster_has_a_source_for_each_number_and_at_most_three_fitted(name: str) -> None:
+    cluster = load(name)
+    assert cluster.name == name and len(cluster.fitted) <= 3
+    assert all(one.source in SOURCES for one in cluster.numbers.values())
+    assert cluster.levels[-1].size == 0 and all(level.size for level in cluster.levels[:-1])
+
+
+def test_the_shipped_clusters() -> None:
+    assert names() == [
+        *("dgx-h100", "frontera-rtx", "frontier", "gb200-nvl72", "jean-zay", "longhorn", "perlmutter", "selene"),
+    ]
+    assert [(level.name, level.size, level.ports) for level in load("frontier").levels] == [
+        *(("module", 2, 1), ("node", 8, 2), ("network", 0, 4)),
+    ]
+
+
+def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "here.toml"
+    file.write_text(Path(load.__code__.co_filename).with_name("clusters").joinpath("selene.toml").read_text(encoding="utf-8"))
+    assert load(str(file)).numbers == load("selene").numbers
+    with pytest.raises(ClusterError, match=r"no file .*there\.toml"):
+        load(str(tmp_path / "there.toml"))
+
+
+def changed(section: str, key: str, value: Any) -> dict[str, Any]:
+    given = table()
+    place = given["level"][int(section)] if section.isdigit() else given.setdefault(section, {})
+    place[key] = value
+    return given
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("device", "memroy", number(1e9), r"unknown key 'device.memroy'; the nearest is 'device.memory'"),
+        ("1", "bandwith", number(1e9), r"unknown key 'network.bandwith'; the nearest is 'network.bandwidth'"),
+        ("device", "memory", 16e9, r"device.memory = 16000000000.0 takes {value = …, source = …"),
+        ("device", "memory", number(16e9, "guessed"), r"a source of datasheet, measured, fitted, assumed"),
+        ("device", "memory", number(16), r"device.memory = 16 cannot be: memory of a device, in bytes, from 1e\+08"),
+        ("1", "bandwidth", number(22.5), r"network.bandwidth = 22.5 cannot be: of a port, in each direction, in bytes"),
+        ("1", "latency", number(-1e-6), r"network.latency = -1e-06 cannot be"),
+        ("1", "duplex", number(3), r"network.duplex = 3 cannot be"),
+        ("product", "efficiency", number(90), r"product.efficiency = 90 cannot be: rate of a large product, in of the peak"),
+        ("0", "size", number(2.5), r"node.size = 2.5; sizes and ports are whole"),
+        ("1", "size", number(8), r"network.size = 8; sizes and ports are whole; all levels but the outermost have one"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(section: str, key: str, value: Any, message: str) -> None:
+    with pytest.raises(ClusterError, match=message) as refused:
+        read(changed(section, key, value), "mine")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_fourth_fitted_number_is_refused() -> None:
+    given = table()
+    for section in ("product", "elements"):
+        given[section]["efficiency"] = number(0.5, "fitted")
+    given["level"][0]["bandwidth"] = number(1e10, "fitted")
+    assert len(read(given, "mine").fitted) == 3
+    given["level"][1]["bandwidth"] = number(1e9, "fitted")
+    with pytest.raises(ClusterError, match=r"4 fitted numbers, product.efficiency, elements.efficiency, node.bandwidth, network"):
+        read(given, "mine")
+
+
+def test_levels_must_nest_and_nothing_may_lack() -> None:
+    given = table()
+    given["level"].insert(1, {"name": "rack", "size": number(6), "bandwidth": number(1e9), "latency": number(1e-6)})
+    with pytest.raises(ClusterError, match=r"levels of \[4, 6\] ranks do not nest"):
+        read(given, "mine")
+    given = table()
+    del given["device"], given["level"][1]["latency"]
+    with pytest.raises(ClusterError, match=r"lacks device.memory, device.memory_bandwidth, network.latency"):
+        read(given, "mine")
+    with pytest.raises(ClusterError, match=r"needs tables \[\[level\]\]"):
+        read({}, "mine")
+
+
+def test_unknown_names_are_answered_with_the_nearest() -> None:
+    with pytest.raises(ClusterError, match=r"unknown cluster 'selen'; the nearest is selene"):
+        load("selen")
+    with pytest.raises(ClusterError, match=r"unknown key 'node.bandwith'; the nearest is 'node.bandwidth'"):
+        load("selene").replaced({"node.bandwith": 1e9})
+    with pytest.raises(ClusterError, match=r"has no peak of float64; it has those of bfloat16, float16, float32"):
+        load("selene").peak("float64")
