@@ -74,8 +74,8 @@ def _classes(setting: Setting) -> dict[tuple[int, object, object], list[int]]:
 def even(setting: Setting) -> bool:
     """Whether the blocks of all activations and parameters have the same shapes on all ranks: larger parts come first."""
     place = setting.place()
-    ends = [place.coordinates_of(rank) for rank in (0, place.size - 1)]
     tensors = _tensors(setting.on(place), setting.model, setting.batch)
+    ends = [place.coordinates_of(rank) for rank in (0, place.size - 1)]
     shapes = ([layout.local_shape(shape, place.shape, at) for at in ends] for layout, shape in tensors)
     return all(first == last for first, last in shapes)
 

@@ -60,10 +60,16 @@ class Timeline:
         return sum(self.busy) / self.schedule.p
 
 
-def timeline(schedule: Schedule, seconds: Mapping[str, float] = SECONDS, layers: Sequence[int] | None = None) -> Timeline:
+def timeline(
+    schedule: Schedule,
+    seconds: Mapping[str, float] = SECONDS,
+    layers: Sequence[int] | None = None,
+    of_stages: Mapping[tuple[str, int], float] | None = None,
+) -> Timeline:
     """Run each op as soon as its rank is free and its input is there; messages and sums take no time.
 
     seconds : kind of op → its time over a rank's share of the layers. layers : of each stage; None, all have as many.
+    of_stages : (kind of op, stage) → its time, in place of both.
     """
     mean = sum(layers or [1] * len(schedule.homes)) / schedule.p
     ends: dict[Any, float] = {}
@@ -75,8 +81,11 @@ def timeline(schedule: Schedule, seconds: Mapping[str, float] = SECONDS, layers:
         if not isinstance(node, Message) and node != "T":
             rank, place = node
             op = schedule.ops_of(rank)[place]
-            share = (1 if layers is None else layers[schedule.stages[rank][op.chunk]]) / mean
-            ends[node] = start + seconds.get(op.kind, 0.0) * share
+            stage = schedule.stages[rank][op.chunk]
+            if of_stages is None:
+                ends[node] = start + seconds.get(op.kind, 0.0) * (1 if layers is None else layers[stage]) / mean
+            else:
+                ends[node] = start + of_stages.get((op.kind, stage), 0.0)
             spans[rank, place] = Span(rank, op, start, ends[node])
     return Timeline(schedule, tuple(spans[place] for place in sorted(spans)))
 

@@ -18,6 +18,7 @@ from .cells import BLOCK, cells
 from .cluster import Cluster
 from .cluster import load as load_cluster
 from .fit import Ranges, error, fit, held_out, leave_one_out
+from .megatron import predictor
 from .profiles import edited
 from .replay import Work
 
@@ -72,7 +73,8 @@ def load(name: str) -> Paper:
         raise ConfigError(f"unknown paper {name!r}; the nearest is {nearest(name, names())}. Known: {', '.join(names())}.")
     table = tomllib.loads(file.read_text(encoding="utf-8"))
     ranges = {key: (float(least), float(most)) for key, (least, most) in table.get("fit", {}).items()}
-    return Paper(name, table, tuple(row for given in table["row"] for row in _block_rows(table, given)), ranges)
+    of = _step_rows if "step" in table else _block_rows
+    return Paper(name, table, tuple(row for given in table["row"] for row in of(table, given)), ranges)
 
 
 def _block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Row]:
@@ -95,6 +97,17 @@ def _block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[
             yield Row(
                 name, *texts, ranks, cluster, round(reported, 4), given.get("corrected"), given.get("erratum", ""), work.seconds
             )
+
+
+def _step_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Row]:
+    """The row of a table of whole training steps, on each of its clusters; `step` of the table holds what its rows share."""
+    whole = {**table["step"], **given}
+    whole.setdefault("dp", whole["gpus"] // (whole["tp"] * whole["pp"]))
+    reported = next(whole[unit] for unit in ("tflops", "sequences", "seconds") if unit in whole)
+    for cluster in table["clusters"]:
+        predict = predictor(whole, load_cluster(cluster))
+        texts = given["name"], given["use"], given["series"]
+        yield Row(*texts, whole["gpus"], cluster, reported, given.get("corrected"), given.get("erratum", ""), predict)
 
 
 def _setting(

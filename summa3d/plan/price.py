@@ -70,7 +70,7 @@ class Prices:
 
     def move(self, op: Op) -> float:
         """Seconds of a communication by itself; `op.words` are those that a member receives, of a broadcast the message."""
-        members = prod(self.topology.shape[name] for name in op.axis.split("·"))
+        members = prod(self.topology.shape.get(name, 1) for name in op.axis.split("·"))
         if members == 1 or op.words == 0:
             return 0.0
         volume = float(op.words * dtype_of(op.dtype).nbytes)

@@ -43,6 +43,19 @@ def strided_attention(cell: Cell) -> Cell:
     return without(without(cell, "attention.core", ("clone",)), "attention.qkv", ("add_",))
 
 
+def sums_of_halves(cell: Cell) -> Cell:
+    """Megatron adds up 16-bit summands in 16 bits; ours are added in float32, in an all-reduce or one after the other."""
+
+    def halved(trace: Trace) -> Iterable[Op]:
+        for op in trace:
+            if op.name == "all_reduce" and op.dtype == "float32":
+                yield op._replace(dtype="bfloat16")
+            elif op.kind != "elements" or not (op.name in ("_to_copy", "copy_") or (op.name, op.dtype) == ("add_", "float32")):
+                yield op
+
+    return Cell(tuple(halved(cell.forward)), tuple(halved(cell.backward)))
+
+
 def without(cell: Cell, layer: str, names: tuple[str, ...]) -> Cell:
     """A cell without the element-wise operations of these names in a layer."""
 
@@ -56,7 +69,7 @@ PROFILES: dict[str, tuple[Edit, ...]] = {
     "summa3d": (),
     "megatron-2020": (distributed_checkpoints,),
     "optimus-2021": (workspace_copies,),
-    "megatron-2021": (fused_softmax, strided_attention),
+    "megatron-2021": (fused_softmax, strided_attention, sums_of_halves),
 }
 """Name of a program → its edits of a cell."""
 

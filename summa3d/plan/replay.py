@@ -83,5 +83,8 @@ class Work(NamedTuple):
 
     def seconds(self, cluster: Cluster) -> float:
         """Their seconds on a cluster: those of `replay` without overlap."""
-        prices = Prices(cluster, self.topology)
+        return self.priced(Prices(cluster, self.topology))
+
+    def priced(self, prices: Prices) -> float:
+        """Their seconds by these prices."""
         return sum(times * prices.price(op) for op, times in self.ops)

@@ -110,3 +110,37 @@ def test_wrong_input_is_answered_in_one_line(capsys: pytest.CaptureFixture[str])
         assert entry.main(["plan", *words]) == 1
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def ptdp() -> tuple[papers.Paper, dict[str, Any]]:
+    paper = papers.load("ptdp")
+    return paper, papers.report(paper)
+
+
+def test_ptdp_is_predicted_within_its_gates(ptdp: tuple[papers.Paper, dict[str, Any]]) -> None:
+    paper, found = ptdp
+    summary = found["summary"]
+    assert (summary["n"], summary["fitted"]) == (16, 3)
+    assert summary["median"] <= 0.02 and summary["max"] <= 0.06 and summary["leave_one_out"] <= 0.025
+    assert [one["median"] <= 0.03 for one in found["extrapolations"]] == [True]
+    cluster = load("selene")
+    assert set(cluster.fitted) == set(paper.ranges) and found["at_bound"] == []
+    for key, value in found["fit"].items():
+        assert value == pytest.approx(cluster[key], rel=1e-2)
+
+
+@pytest.mark.parametrize(("name", "rows", "most"), [("ptdp-fig13", 10, 0.06), ("ptdp-fig17", 13, 0.05), ("korthikanti", 8, 0.08)])
+def test_what_was_not_fitted_is_predicted_with_the_numbers_of_ptdp(name: str, rows: int, most: float) -> None:
+    found = papers.report(papers.load(name))
+    assert found["summary"]["n"] == rows and found["summary"]["fitted"] == 0
+    assert {row["use"] for row in found["rows"]} == {"held out"} and "fit" not in found
+    assert found["summary"]["median"] <= most and found["summary"]["max"] <= 0.15
+    if name == "ptdp-fig13":
+        for batch in (32, 128):
+            of = {
+                row["name"]: (row["predicted"], row["reported"])
+                for row in found["rows"]
+                if row["name"].startswith(f"batch {batch},")
+            }
+            assert max(of, key=lambda row: of[row][0]) == max(of, key=lambda row: of[row][1]) == f"batch {batch}, t=8, p=8"

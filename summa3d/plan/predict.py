@@ -1,0 +1,133 @@
+"""Seconds of a training step: stages made of cells, put together by the pipeline's schedule, then replicas and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..comm.topology import Topology
+from ..dry.record import ENTER, LEAVE, Op
+from ..parallel.schedule import build
+from ..parallel.simulate import timeline
+from .cells import BLOCK, Cell
+from .cluster import Cluster
+from .price import Prices
+from .replay import Work, replay
+
+ROUNDS = 2
+"""How many times p micro-batches are simulated; every further one takes what the busiest rank computes for it."""
+SEND, AFTER = "send", "after"
+
+
+class Durations(NamedTuple):
+    """Seconds of the parts of a step: of each cell's forward and backward, of what a stage sends, and of what comes last."""
+
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
+    send: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step.
+
+    cells : ENTER, BLOCK and LEAVE on a stage's grid. topology : all ranks; pp is the axis of stages. layers : of each stage.
+    micro_batches : of each replica. send : what one stage sends another for a micro-batch, in each direction. after : reductions
+    over replicas and the optimizer, of the rank that has most. overlap : communications of a cell run behind arithmetic until
+    they are waited for; what `send` and `after` hold is never overlapped.
+    """
+
+    cells: Mapping[str, Cell]
+    topology: Topology
+    schedule: str
+    layers: tuple[int, ...]
+    micro_batches: int
+    send: tuple[Op, ...] = ()
+    after: tuple[Op, ...] = ()
+    overlap: bool = False
+
+    @cached_property
+    def _works(self) -> dict[tuple[str, bool], Work]:
+        return {
+            (name, backward): Work.of(self.topology, cell[backward])
+            for name, cell in self.cells.items()
+            for backward in (False, True)
+        }
+
+    @cached_property
+    def _stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank."""
+        return build(self.schedule, self.ranks, self.ranks, self.chunks).stages
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return self.topology.shape.get("pp", 1)
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a rank."""
+        return len(self.layers) // self.ranks
+
+    def durations(self, cluster: Cluster) -> Durations:
+        """The seconds of the parts on a cluster."""
+        prices = Prices(cluster, self.topology)
+        if self.overlap:
+            of = {key: replay(self.cells[key[0]][key[1]], prices).seconds for key in self._works}
+        else:
+            of = {key: work.priced(prices) for key, work in self._works.items()}
+        forward, backward = ({name: of[name, way] for name in self.cells} for way in (False, True))
+        return Durations(forward, backward, *(sum(map(prices.seconds, ops)) for ops in (self.send, self.after)))
+
+    def of_stages(self, parts: Durations) -> dict[tuple[str, int], float]:
+        """(F or B, stage) → its seconds, with the message that it sends."""
+        last = len(self.layers) - 1
+        found = {}
+        for stage, layers in enumerate(self.layers):
+            for kind, of in (("F", parts.forward), ("B", parts.backward)):
+                ends = of[ENTER] * (stage == 0) + of[LEAVE] * (stage == last)
+                sends = parts.send * (stage != (last if kind == "F" else 0))
+                found[kind, stage] = layers * of[BLOCK] + ends + sends
+        return found
+
+    def pipeline(self, cluster: Cluster) -> float:
+        """Seconds of all forwards and backwards, by simulation of the schedule."""
+        parts = self.of_stages(self.durations(cluster))
+        many = min(self.micro_batches, ROUNDS * self.ranks)
+        schedule = build(self.schedule, self.ranks, many, self.chunks)
+        return timeline(schedule, of_stages=parts).time + (self.micro_batches - many) * max(_work(schedule.stages, parts))
+
+    def closed(self, parts: Durations) -> float:
+        """The same by the papers' closed form: m micro-batches of the busiest rank, and (p − 1)/v of the mean rank."""
+        busy = _work(self._stages, self.of_stages(parts))
+        return self.micro_batches * max(busy) + (self.ranks - 1) / self.chunks * sum(busy) / len(busy)
+
+    def seconds(self, cluster: Cluster) -> float:
+        """Seconds of the step."""
+        return self.pipeline(cluster) + self.durations(cluster).after
+
+
+def _work(stages_of: Sequence[Sequence[int]], parts: Mapping[tuple[str, int], float]) -> list[float]:
+    """What each rank computes for one micro-batch."""
+    return [sum(parts[kind, stage] for stage in stages for kind in "FB") for stages in stages_of]
+
+
+class Fast:
+    """`Step.seconds` for fits: the closed form, times what the simulation makes of it on the cluster of the paper."""
+
+    def __init__(self, step: Step, cluster: Cluster) -> None:
+        self.step = step
+        self.ratio = step.pipeline(cluster) / step.closed(step.durations(cluster))
+
+    def seconds(self, cluster: Cluster) -> float:
+        """Seconds of the step; exact on the cluster that it was made with."""
+        parts = self.step.durations(cluster)
+        return self.ratio * self.step.closed(parts) + parts.after
+
+
+def even_layers(layers: int, stages: int) -> Sequence[int]:
+    """The layers of each stage, the larger ones first."""
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
