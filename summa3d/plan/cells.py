@@ -50,7 +50,7 @@ def _of_all_ranks(one: Setting) -> dict[str, Cell]:
 
 
 def _traced(setting: Setting) -> dict[str, Cell]:
-    parts, names = run(setting).first, {ENTER: ENTER, BLOCK: "0", LEAVE: LEAVE}
+    parts, names = run(setting).parts, {ENTER: ENTER, BLOCK: "0", LEAVE: LEAVE}
     return {name: Cell(_ops(parts, cell, False), _ops(parts, cell, True)) for name, cell in names.items()}
 
 
