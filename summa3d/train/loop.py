@@ -24,6 +24,7 @@ from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Inputs, LanguageModel
+from ..parallel.critical import in_words, replay
 from ..parallel.states import named_parameters
 from . import metrics
 from .checkpoint import folder as checkpoint
@@ -134,7 +135,11 @@ def run_steps(
         with ledger.run(f"step {number}"):
             step = take_step(run, number)
         if traced is not None and number == traced.last:
-            trace.write(traced.file, ledger.stop_trace(), run.grid.comm)
+            whole = ledger.stop_trace()
+            trace.write(traced.file, whole, run.grid.comm)
+            if run.pipeline.axis is not None:
+                of_ranks = run.grid.comm.allgather((run.pipeline.rank, whole.arithmetic))
+                progress.say(in_words(replay(run.pipeline.schedule(settings.accumulate), of_ranks)))
         if _due(number, settings.evaluate_every, settings.steps):
             step.validation_loss = evaluate(run)
         recorder.post(step)

@@ -163,11 +163,16 @@ class Ledger:
     @contextmanager
     def run(self, name: str) -> Iterator[None]:
         """A span of the trace around phases, or around products that have none; and a range for a profiler."""
-        start = time.perf_counter()
+        start, before = time.perf_counter(), 0.0 if self.trace is None else self._arithmetic()
         with NOTHING if self.ranges is None else self.ranges.around(name):
             yield
         if self.trace is not None:
             self.trace.runs.append((name, start, time.perf_counter()))
+            self.trace.arithmetic.append((name, self._arithmetic() - before))
+
+    def _arithmetic(self) -> float:
+        """The processor time of this thread outside communications."""
+        return time.thread_time() - sum(amounts.cpu_seconds for amounts in self._lines.values())
 
     def product(self, a: Array, b: Array, form: str, out: Array) -> AbstractContextManager[None]:
         """Around a local product out = op(A)·op(B): a span of the trace, if there is one."""

@@ -63,11 +63,13 @@ class Work:
 class Trace:
     """What one rank did: runs and the phases in them as (name, start, end), and its work and communications, as begun.
 
+    arithmetic : (name, seconds) of each run: the processor time of its thread outside communications
     error : how far the device's times may be off on the host's clock, in seconds; None where no device was at work.
     """
 
     phases: list[tuple[str, float, float]] = field(default_factory=list)
     runs: list[tuple[str, float, float]] = field(default_factory=list)
+    arithmetic: list[tuple[str, float]] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     communications: list[Communication] = field(default_factory=list)
     error: float | None = None
