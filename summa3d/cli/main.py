@@ -44,7 +44,7 @@ COMMANDS = {
     "bench": "Benchmark products and transformer blocks: algorithms and schemes side by side, strong and weak scaling.",
     "report": "Show tables and plots of the results of bench.",
     "plot": "Plot the losses of runs of train.",
-    "plan": "Predict times: tables of papers beside predictions; draw the schedule of a pipeline.",
+    "plan": "Predict times: tables of papers beside predictions; draw the schedule of a pipeline; closed formulas.",
     "doctor": "Report what this installation uses, and warn of what may fail or be slow.",
 }
 WITHOUT_MPI = ("launch", "config", "report", "plot", "plan", "doctor")
@@ -92,6 +92,7 @@ EXAMPLES = {
         "summa3d plan schedule --pp 4 --micro-batches 8",
         "summa3d plan schedule --pp 4 --micro-batches 8 --schedule interleaved --chunks 2 --png schedule.png",
         "summa3d plan schedule --pp 3 --micro-batches 6 --layers 5,4,3",
+        "summa3d plan formulas --layers 128 --hidden 25600 --tokens 450e9 --ranks 3072 --tflops 163",
     ),
     "doctor": ("summa3d doctor", "summa3d doctor --json"),
 }

@@ -1,4 +1,4 @@
-"""`summa3d plan`: papers' tables beside predictions; the schedule of a pipeline, drawn. Starts no MPI."""
+"""`summa3d plan`: papers' tables beside predictions; the schedule of a pipeline, drawn; closed formulas. Starts no MPI."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..parallel import draw as drawing
 from ..parallel.schedule import SCHEDULES, build, split_layers
 from ..parallel.simulate import Timeline, in_flight, messages_of, timeline
 
+FORMULAS = "Parameters, operations, days and bubble of a GPT by the closed formulas of Narayanan et al. 2021."
 SCHEDULE = "Draw the order of a pipeline's forwards and backwards: a row for each rank, time from left to right."
 
 
@@ -48,6 +49,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     schedule.add_argument(
         "--json", action="store_true", help="Print JSON in place of text: totals, and all ops with their times."
     )
+    _add_formulas(plans.add_parser("formulas", help=FORMULAS, description=FORMULAS))
+
+
+def _add_formulas(formulas: argparse.ArgumentParser) -> None:
+    """Add the options of `summa3d plan formulas`."""
+    sizes = (("layers", None), ("hidden", None), ("vocabulary", 51200), ("sequence", 2048))
+    for name, default in sizes:
+        formulas.add_argument(
+            f"--{name}", type=int, required=default is None, default=default, metavar="N", help=f"The GPT's {name}."
+        )
+    formulas.add_argument("--batch", type=int, default=1, metavar="B", help="Sequences of a step.")
+    formulas.add_argument("--tokens", type=float, metavar="T", help="Tokens to train on, as 450e9: the days that it takes.")
+    formulas.add_argument("--ranks", type=int, metavar="N", help="GPUs that train on them.")
+    formulas.add_argument("--tflops", type=float, metavar="X", help="Teraflop/s of each of them.")
+    formulas.add_argument("--pp", type=int, default=1, metavar="P", help="Ranks of a pipeline: its bubble.")
+    formulas.add_argument("--micro-batches", type=int, default=1, metavar="M", help="Micro-batches of a step.")
+    formulas.add_argument("--chunks", type=int, default=1, metavar="V", help="Stages of each rank.")
+    formulas.add_argument("--json", action="store_true", help="Print JSON in place of text.")
 
 
 def layers(text: str) -> list[int]:
@@ -59,9 +78,34 @@ def run(args: argparse.Namespace) -> int:
     """Run the plan that the options name; returns the exit status. Raises ConfigError where they name none."""
     if args.plan == "schedule":
         return draw_schedule(args)
+    if args.plan == "formulas":
+        return show_formulas(args)
     if args.paper is not None:
         return show_paper(args)
-    raise ConfigError("say what to plan: --paper NAME, or schedule; see summa3d help plan.")
+    raise ConfigError("say what to plan: --paper NAME, schedule, or formulas; see summa3d help plan.")
+
+
+def show_formulas(args: argparse.Namespace) -> int:
+    """Print what the closed formulas say of a GPT; returns the exit status. Raises ConfigError for what is not positive."""
+    from ..plan import formulas
+
+    training = (args.tokens, args.ranks, args.tflops)
+    if any(given is not None for given in training) and None in training:
+        raise ConfigError("the days of a training take --tokens, --ranks and --tflops, all three.")
+    for name, value in vars(args).items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be positive.")
+    sizes = (args.layers, args.hidden, args.vocabulary, args.sequence)
+    found = formulas.of_gpt(*sizes, args.batch) + formulas.of_pipeline(args.pp, args.micro_batches, args.chunks)
+    if args.tokens is not None:
+        found += formulas.of_training(*sizes, args.tokens, args.ranks, args.tflops * 1e12)
+    if args.json:
+        print(json.dumps({one.name: one.value for one in found}))
+        return 0
+    width = max(len(one.what) for one in found)
+    for one in found:
+        print(f"{one.what:<{width}}  {one.value:>10.4g}  {one.source}")
+    return 0
 
 
 def show_paper(args: argparse.Namespace) -> int:

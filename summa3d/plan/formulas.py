@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 DAY = 86400.0
 
 
@@ -55,3 +57,40 @@ def bubble(ranks: int, micro_batches: int, chunks: int = 1) -> float:
     0.1875
     """
     return (ranks - 1) / (chunks * micro_batches)
+
+
+class Formula(NamedTuple):
+    """A value of a closed formula: its key in JSON, what it is, and where the formula stands."""
+
+    name: str
+    what: str
+    value: float
+    source: str
+
+
+def of_gpt(layers: int, hidden: int, vocabulary: int, sequence: int, batch: int) -> list[Formula]:
+    """Parameters and operations of a GPT."""
+    sizes = (layers, hidden, vocabulary, sequence)
+    return [
+        Formula("parameters", "parameters", parameters(*sizes), "equation 2"),
+        Formula("hardware_flops", "flops of a step, recomputed", hardware_flops(*sizes, batch), "equation 3"),
+        Formula("model_flops", "flops of a step", model_flops(*sizes, batch), "equation 3 with three passes in place of four"),
+    ]
+
+
+def of_pipeline(ranks: int, micro_batches: int, chunks: int) -> list[Formula]:
+    """The bubble of a pipeline."""
+    return [Formula("bubble", "bubble ÷ ideal time", bubble(ranks, micro_batches, chunks), "section 2.2, (p − 1)/(v·m)")]
+
+
+def of_training(
+    layers: int, hidden: int, vocabulary: int, sequence: int, tokens: float, ranks: int, rate: float
+) -> list[Formula]:
+    """Days on so many tokens, both ways: equation 4 leaves out attention's scores and logits, and says 1 to 3 % less."""
+    sizes = (layers, hidden, vocabulary, sequence)
+    return [
+        Formula("days", "days of training", days(*sizes, tokens, ranks, rate), "equation 3, as the paper's tables"),
+        Formula(
+            "days_by_parameters", "days, approximated", days_by_parameters(parameters(*sizes), tokens, ranks, rate), "equation 4"
+        ),
+    ]

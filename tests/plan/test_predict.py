@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from summa3d.cli import plan as cli
 from summa3d.comm.topology import Topology
 from summa3d.dry.record import ENTER, LEAVE, Op
+from summa3d.errors import ConfigError
 from summa3d.parallel.schedule import build
 from summa3d.parallel.simulate import timeline
 from summa3d.plan.cells import BLOCK, Cell
@@ -75,6 +80,24 @@ def test_what_comes_after_is_added_and_overlap_hides_what_is_waited_for_later() 
     cells = {ENTER: Cell(), BLOCK: Cell(work, ()), LEAVE: Cell()}
     hidden, seen = (replace(step(1, 1), cells=cells, topology=wide, overlap=one).seconds(CLUSTER) for one in (True, False))
     assert hidden == pytest.approx(1e-3) and seen > hidden
+
+
+def test_the_command_prints_every_formula_with_its_source(capsys: Any) -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    words = (
+        "formulas --layers 128 --hidden 25600 --batch 3072 --tokens 450e9 --ranks 3072 --tflops 163 --pp 64 --micro-batches 512"
+    )
+    assert cli.run(parser.parse_args(words.split())) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith(("parameters", "days of"))] == ["2", "tables"]
+    assert cli.run(parser.parse_args([*words.split(), "--json"])) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == parameters(128, 25600, 51200, 2048) and found["bubble"] == 63 / 512
+    assert found["days"] == pytest.approx(85.0, abs=0.05) and found["days_by_parameters"] == pytest.approx(83.9, abs=0.2)
+    for wrong, said in (("--hidden 0", "--hidden is 0; it must be positive"), ("--tokens 1e9", "all three")):
+        with pytest.raises(ConfigError, match=said):
+            cli.run(parser.parse_args(["formulas", "--layers", "2", "--hidden", "8", *wrong.split()]))
 
 
 def test_formulas_are_those_of_the_paper() -> None:
