@@ -138,13 +138,13 @@ def record(name: str, rank: int) -> tuple[Scheme, list[Op]]:
             given: dict[str, Any] = {"x": block, "rows": rows}
         else:
             model, given = build(CONFIG, on), inputs(CONFIG, BATCH) | counts(CONFIG, BATCH)
-    tracer.owners.follow(model)
-    with tracer.recording() as segments:
+    tracer.owners.follow(model, ["0"])
+    with tracer.recording() as ops:
         with tracer.ledger.phase("forward"):
             y = model(**given)
         with tracer.ledger.phase("backward"):
             y.sum().backward()
-    return on, [op for segment in segments for op in segment.ops if op.kind == "move"]
+    return on, [op for segments in ops for segment in segments for op in segment.ops if op.kind == "move"]
 
 
 def table(name: str) -> Iterator[str]:

@@ -61,7 +61,8 @@ class Owners:
         """Know the model's layers by name, and the cell of each of its blocks."""
         self._cells = cells
         for root, method in ((ENTER, "enter"), (LEAVE, "leave")):
-            object.__setattr__(model, method, self._rooted(root, getattr(model, method)))
+            if hasattr(model, method):  # a single layer has no cells
+                object.__setattr__(model, method, self._rooted(root, getattr(model, method)))
         for name, module in model.named_modules():
             if isinstance(module, nn.ModuleList):
                 continue
