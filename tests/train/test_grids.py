@@ -52,9 +52,11 @@ RUNS: dict[int, list[tuple[Settings, Settings]]] = {
         (GPT, on("cuboid", pp=2, x=2, y=2)),
         (LLAMA, on("cuboid", pp=2, y=2, z=2) | CHUNKS),
         (BERT, on("tesseract", dp=2, x=2, y=2)),
-        (GPT, {**on("cuboid-sequence", dp=2, y=2, z=2), "recompute": "full"}),
+        (GPT | {"model__heads": 12}, {**on("cuboid-sequence", dp=2, y=2, z=2), "recompute": "full"}),
         (LLAMA, {**on("cuboid", pp=2, y=2, z=2), "vectors": "diagonal"}),
         (GPT, {**on("oned", pp=4, y=2), "recompute": "full", "distribute_saved_activations": True}),
+        (GPT | {"model__layers": 8, "train__accumulate": 4}, on("cuboid", pp=4, z=2) | V),
+        (LLAMA, {**on("cuboid", dp=2, y=2, z=2), "vectors": "diagonal"}),
     ],
     9: [(BERT, on("oned", pp=3, y=3)), (GPT, {**on("summa", dp=3, x=3), "train__batch": 36})],
     12: [
@@ -69,27 +71,21 @@ RUNS: dict[int, list[tuple[Settings, Settings]]] = {
     ],
 }
 """Ranks → models, each with the grid that it runs on."""
-CASES = [
-    pytest.param(model, grid, ranks, marks=pytest.mark.mpi(sizes=(ranks,), timeout=300), id=f"{ranks}-{number}")
-    for ranks, runs in RUNS.items()
-    for number, (model, grid) in enumerate(runs)
-]
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("model", "grid", "ranks"), CASES)
-def test_20_clipped_steps_on_a_mixed_grid_are_those_of_one_rank(
-    comm: Any, shared_tmp_path: Path, model: Settings, grid: Settings, ranks: int
-) -> None:
-    alone, mixed = shared_tmp_path / "alone", shared_tmp_path / "mixed"
-    settings = {**RUN, **model, **{key: value for key, value in grid.items() if key == "train__batch"}}
-    if comm.rank == 0:
-        alone.mkdir()
-        mixed.mkdir()
-        train_small(MPI.COMM_SELF, alone, scheme="serial", **settings)
-    comm.Barrier()
-    train_small(comm, mixed, **{**settings, **grid})
-    for name in ("loss", "grad_norm", "validation_loss"):
-        got, want = ([line[name] for line in metrics_of(folder) if name in line] for folder in (mixed, alone))
-        assert got == pytest.approx(want, rel=1e-9), name
-    assert len(got) == 2
+@pytest.mark.mpi(sizes=tuple(RUNS), timeout=900)
+def test_20_clipped_steps_on_mixed_grids_are_those_of_one_rank(comm: Any, world_size: int, shared_tmp_path: Path) -> None:
+    for number, (model, grid) in enumerate(RUNS[world_size]):
+        alone, mixed = shared_tmp_path / f"alone{number}", shared_tmp_path / f"mixed{number}"
+        settings = {**RUN, **model, **{key: value for key, value in grid.items() if key == "train__batch"}}
+        if comm.rank == 0:
+            alone.mkdir()
+            mixed.mkdir()
+            train_small(MPI.COMM_SELF, alone, scheme="serial", **settings)
+        comm.Barrier()
+        train_small(comm, mixed, **{**settings, **grid})
+        for name in ("loss", "grad_norm", "validation_loss"):
+            got, want = ([line[name] for line in metrics_of(folder) if name in line] for folder in (mixed, alone))
+            assert got == pytest.approx(want, rel=1e-9), (name, model, grid)
+        assert len(got) == 2

@@ -43,10 +43,6 @@ GRIDS: dict[int, list[tuple[Settings, Settings]]] = {
     ],
     8: [
         ({"model__layers": 2}, {"grid__pp": 2, "grid__x": 2, "grid__y": 2, "scheme": "summa", "pipeline__layers": "2,0"}),
-        (
-            {"model__layers": 8, "train__batch": 16, "train__accumulate": 4},
-            {"grid__pp": 4, "grid__z": 2, "scheme": "cuboid", **ZB_V},
-        ),
     ],
 }
 """Ranks → the model and the pipeline of each run."""

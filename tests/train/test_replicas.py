@@ -35,7 +35,6 @@ RUNS: dict[int, list[dict[str, Any]]] = {
         },
     ],
     8: [
-        {"scheme": "cuboid", "grid__dp": 2, "grid__y": 2, "grid__z": 2, "vectors": "diagonal", "train__batch": 24},
         {"scheme": "summa", "grid__dp": 2, "grid__x": 2, "grid__y": 2, "vectors": "root-only", "train__batch": 24, **BERT},
         {
             **{"scheme": "cuboid", "grid__dp": 2, "grid__pp": 2, "grid__z": 2, "pipeline__schedule": "interleaved"},
