@@ -35,8 +35,8 @@ class Embedding(nn.Module):
         self.lookup = scheme.lookup
         self.tokens_layout = self.lookup.tokens
         self.logits_layout = scheme.after_linear(scheme.residual)
-        layout = scheme.table(scheme.residual)
-        self.weight = new_parameter(scheme, layout, (vocabulary, hidden), ("normal", std), dtype, decay=True)
+        self.layout = scheme.table(scheme.residual)
+        self.weight = new_parameter(scheme, self.layout, (vocabulary, hidden), ("normal", std), dtype, decay=True)
         grid = scheme.grid
         self.part = Layout(self.lookup.part).slices((vocabulary,), grid.shape, grid.coordinates)[0]
         self._source = ProductCache(self._new_source, None)
@@ -59,7 +59,7 @@ class Embedding(nn.Module):
         tokens = self.scheme.as_stored(tokens)
         grid, size = self.scheme.grid, self.part.stop - self.part.start
         gathered = grid[self.lookup.gathered]
-        whole = self.scheme.gathered(self.weight, self.scheme.table(self.scheme.residual), (self.vocabulary, self.hidden))
+        whole = self.scheme.gathered(self.weight, self.layout, (self.vocabulary, self.hidden))
         weight = sum_gradient(whole, grid[self.lookup.copies])
         table = all_gather(weight, gathered, 0, split_sizes(size, gathered.size))  # [v/part, h/Z]
         here = (tokens >= self.part.start) & (tokens < self.part.stop)

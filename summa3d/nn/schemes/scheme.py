@@ -202,7 +202,8 @@ class Scheme:
         A copied vector is returned unchanged. A root-only vector is broadcast by its root; a diagonal one is broadcast
         and then all-gathered along the rows' coarse axis. Backward reduce-scatters and reduces the gradient the same way.
         """
-        stored = self.gathered(stored, self.vector(layout), (n,))
+        if self.sharded:  # else no layout is made, once a vector and step
+            stored = self.gathered(stored, self.vector(layout), (n,))
         if self.vectors == "copied":
             return stored
         grid, at, shape = self.grid, self.grid.coordinates, (n,)
