@@ -1,7 +1,7 @@
 """`summa3d ARGS…` on a rank that kills itself: at an op of a step, or in the middle of writing a checkpoint.
 
-Started by test_killed.py. KILLED="RANK STEP KIND COUNT": at the COUNT-th op of this kind in a step: F, B, T, a bucket of R, the
-`norm` of the gradient, or the `update`; with a negative count, at its end. In a checkpoint, KIND is `file`, when half of the
+Started by test_killed.py. KILLED="RANK STEP KIND COUNT": at the COUNT-th op of this kind in a step: F, B, X, W, T, a bucket of R,
+the `norm` of the gradient, or the `update`; with a negative count, at its end. In a checkpoint, KIND is `file`, when half of the
 file is on the disk, or `rename`, on rank 0, when all is but the final name. KILLED_AT: a file that receives the time.
 """
 
@@ -60,7 +60,7 @@ class Counted:
     @contextmanager
     def run(self, ledger: Ledger, name: str) -> Iterator[None]:
         self.armed = self.armed or name == f"step {STEP}"
-        with self.around(name[0] if name[:2] in ("F ", "B ", "T ") else "other"), span(ledger, name):
+        with self.around(name[0] if name[:2] in ("F ", "B ", "X ", "W ", "T ") else "other"), span(ledger, name):
             yield
 
     def calling(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -161,6 +161,7 @@ STAGED = {
         ["scheme=serial", "grid.pp=2", "model.layers=4", "train.accumulate=4", *INTERLEAVED],
         ["scheme=serial", "grid.pp=2", "model.layers=4", "train.accumulate=4", "pipeline.schedule=zb-v", "pipeline.chunks=2"],
         ["scheme=serial", "grid.dp=2", "model.layers=4", "train.accumulate=2", "replicas.zero=2", "replicas.bucket=200000"],
+        ["scheme=serial", "grid.dp=2", "model.layers=4", "train.accumulate=2", "replicas.zero=3"],
     ],
     3: [["scheme=serial", "grid.pp=3", "model.layers=6", "pipeline.layers=1,3,2", "train.accumulate=4", *LLAMA]],
     4: [

@@ -136,8 +136,9 @@ def rank_process(run: Path, rank: int) -> int:
     return dict(rank_processes(run))[rank]
 
 
-KINDS = {"F": 2, "B": 2, "T": 1, "R": 2, "norm": 1, "update": 1, "file": 1, "rename": 1}
-"""What a rank is killed in, and how many there are in a step, or in a checkpoint."""
+REST = {"T": 1, "R": 2, "norm": 1, "update": 1, "file": 1, "rename": 1}
+KINDS = {"1f1b": {"F": 2, "B": 2, **REST}, "zb-h1": {"F": 2, "X": 2, "W": 2, **REST}}
+"""What a rank is killed in by schedule, and how many there are in a step, or in a checkpoint."""
 REPLICAS: dict[str, object] = {
     **{"scheme": "serial", "grid__pp": 2, "grid__dp": 2, "model__layers": 2, "model__sequence": 8, "train__batch": 8},
     **{"train__accumulate": 2, "train__checkpoint_every": 1, "train__evaluate_every": 0, "replicas__bucket": 20_000},
@@ -145,18 +146,18 @@ REPLICAS: dict[str, object] = {
 """Two stages, which share a table, and two replicas of each, with more than one bucket of gradients."""
 
 
-def kills(number: int) -> list[str]:
+def kills(number: int, kinds: dict[str, int]) -> list[str]:
     """Seeded kills, each in a step of its own: of every kind in turn, on any rank, at the beginning or the end of any such op."""
     chance, found = random.Random(2026), []
     for step in range(2, number + 2):
-        kind = list(KINDS)[(step * 5) % len(KINDS)]
-        count = chance.choice((-1, 1)) * chance.randint(1, KINDS[kind])
+        kind = list(kinds)[(step * 5) % len(kinds)]
+        count = chance.choice((-1, 1)) * chance.randint(1, kinds[kind])
         found.append(f"{0 if kind == 'rename' else chance.randrange(4)} {step} {kind} {count}")
     return found
 
 
-def replicas_job(folder: Path, steps: int, *more: str, killed: str = "-1 0 - 0") -> jobs.Ended:
-    settings = assignments(folder / "corpus.txt", train__steps=steps, **REPLICAS)
+def replicas_job(folder: Path, steps: int, schedule: str, *more: str, killed: str = "-1 0 - 0") -> jobs.Ended:
+    settings = assignments(folder / "corpus.txt", train__steps=steps, **{**REPLICAS, "pipeline__schedule": schedule})
     arguments = ["train", "demo", "--run", str(folder / "run"), *[part for one in settings for part in ("--set", one)], *more]
     program = str(Path(__file__).with_name("killed_rank.py"))
     return jobs.run([program, *arguments], 4, extra={"KILLED": killed, "KILLED_AT": str(folder / "at")}, timeout=PATIENCE)
@@ -167,22 +168,29 @@ def files_of(folder: Path, step: int) -> dict[str, Any]:
     return json.loads((folder / "run" / "checkpoints" / f"step-{step}" / "index.json").read_text())["files"]
 
 
-@pytest.mark.parametrize("number", [4, pytest.param(40, marks=pytest.mark.wide)])
-def test_replicas_of_a_pipeline_that_are_killed_again_and_again_end_with_the_same_bits(tmp_path: Path, number: int) -> None:
+WIDE = pytest.mark.wide
+
+
+@pytest.mark.parametrize(
+    ("number", "schedule"), [(4, "1f1b"), pytest.param(40, "1f1b", marks=WIDE), pytest.param(9, "zb-h1", marks=WIDE)]
+)
+def test_replicas_of_a_pipeline_that_are_killed_again_and_again_end_with_the_same_bits(
+    tmp_path: Path, number: int, schedule: str
+) -> None:
     """Each job takes one step more than the one before it, and is killed in the next, or while it saves that."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
         write_corpus(folder / "corpus.txt")
     steps = number + 2
-    assert (ended := replicas_job(whole, steps)).status == 0, ended.stderr
-    for done, killed in enumerate(kills(number)):
-        ended = replicas_job(parts, steps, *["--resume"] * (done > 0), killed=killed)
+    assert (ended := replicas_job(whole, steps, schedule)).status == 0, ended.stderr
+    for done, killed in enumerate(kills(number, KINDS[schedule])):
+        ended = replicas_job(parts, steps, schedule, *["--resume"] * (done > 0), killed=killed)
         at = parts / "at"
         assert ended.status != 0 and at.exists(), (killed, ended.stdout, ended.stderr)
         assert time.time() - float(at.read_text()) < ENDS_WITHIN, killed
         at.unlink()
         assert f"step-{done + 1}" in saved(parts) and f"step-{done + 2}" not in saved(parts), killed
         assert numbers(parts)[: done + 1] == numbers(whole)[: done + 1], killed
-    assert (ended := replicas_job(parts, steps, "--resume")).status == 0, ended.stderr
+    assert (ended := replicas_job(parts, steps, schedule, "--resume")).status == 0, ended.stderr
     assert numbers(parts) == numbers(whole) and files_of(parts, steps) == files_of(whole, steps)
