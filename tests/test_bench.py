@@ -95,6 +95,7 @@ def test_the_executors_overhead_is_that_of_its_operations(tmp_path):
     assert "at most 50 µs of Python an operation" in said.splitlines()[-1]
 
 
+@pytest.mark.wide
 def test_a_step_on_eight_ranks_stands_beside_one_ranks(tmp_path):
     said = run("step.py", "--model", "tiny", "--rounds", "1", "--json", str(tmp_path / "step.json"))
     found = json.loads((tmp_path / "step.json").read_text())["models"]["tiny"]

@@ -80,6 +80,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         slurm.stop()
 
 
+@pytest.mark.wide
 def test_a_run_stopped_by_its_time_limit_is_continued_by_the_job_that_depends_on_it(cluster: Cluster) -> None:
     run, first, second = cluster.folder / "runs/long", cluster.jobs["stopped"], cluster.jobs["continued"]
     deadline = time.monotonic() + WAIT
