@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,26 @@ def on_ranks(ranks: int, arguments: Sequence[str], threads: int | None = 1) -> s
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)} failed with status {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
+
+
+def overhead(
+    script: str, doc: str | None, ranks: int, option: str, default: int, what: str, measure: Callable[[int], None]
+) -> tuple[dict[str, Any], Path | None]:
+    """The JSON that `measure(COUNT)` prints on `ranks` ranks, with the load before, and where it is to be written.
+
+    option, default, what : the option of the count, its default and its help. On the ranks themselves, measures and ends.
+    """
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument(option, type=int, default=default, dest="count", help=what)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
+    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.on_ranks:
+        measure(args.count)
+        sys.exit()
+    load = os.getloadavg()[0]
+    result = json.loads(on_ranks(ranks, [script, option, str(args.count), "--on-ranks"]).splitlines()[-1])
+    return result | {"load": load}, args.json
 
 
 def bench(ranks: int, arguments: Sequence[str]) -> dict[str, Any]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import about, on_ranks, save, verdict
+from common import about, overhead, save, verdict
 
 LIMIT = 50.0  # µs
 MICRO_BATCHES = 64
@@ -19,24 +16,16 @@ WARM_UPS = 5
 
 def main() -> None:
     """Measure the overhead, and print whether it stays below the limit."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--rounds", type=int, default=101, help=f"Time this many steps of {MICRO_BATCHES} micro-batches each way."
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
-    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.on_ranks:
-        return measure(args.rounds)
-    load = os.getloadavg()[0]
-    result = json.loads(on_ranks(1, [__file__, "--rounds", str(args.rounds), "--on-ranks"]).splitlines()[-1])
+    what = f"Time this many steps of {MICRO_BATCHES} micro-batches each way."
+    result, file = overhead(__file__, __doc__, 1, "--rounds", 101, what, measure)
     print(about(result["machine"]))
     pairs = zip(result["seconds"]["executor"], result["seconds"]["plain"], strict=True)
     more = [(ours - plain) / result["ops"] * 1e6 for ours, plain in pairs]
     row = {"median": median(more), "min": min(more), "max": max(more)}
-    print(f"{result['ops']} operations: {row['median']:.1f} µs more each [{row['min']:.1f}–{row['max']:.1f}]; load {load:.1f}")
+    each = f"{row['median']:.1f} µs more each [{row['min']:.1f}–{row['max']:.1f}]"
+    print(f"{result['ops']} operations: {each}; load {result['load']:.1f}")
     print("  " + verdict(f"at most {LIMIT:.0f} µs of Python an operation", row["median"] <= LIMIT))
-    save(result | {"load": load, "overhead_us": row}, args.json)
+    save(result | {"overhead_us": row}, file)
 
 
 def measure(rounds: int) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import about, on_ranks, save, verdict
+from common import about, overhead, save, verdict
 
 SIZE = 64
 GRIDS = ({"x": 1, "y": 1, "z": 2}, {"x": 1, "y": 2, "z": 1})
@@ -22,23 +19,15 @@ WARM_UPS = 50
 
 def main() -> None:
     """Measure the overhead on each grid, and print whether it stays below the limit."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calls", type=int, default=1000, help="Time this many calls of each variant, in turn.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
-    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.on_ranks:
-        return measure(args.calls)
-    load = os.getloadavg()[0]
-    result = json.loads(on_ranks(2, [__file__, "--calls", str(args.calls), "--on-ranks"]).splitlines()[-1])
-    result["load"] = load
+    what = "Time this many calls of each variant, in turn."
+    result, file = overhead(__file__, __doc__, 2, "--calls", 1000, what, measure)
     print(about(result["machine"]))
     for row in result["rows"]:
         grid = ",".join(str(size) for size in row["grid"].values())
         bare = ", ".join(f"{name} {taken:.1f}" for name, taken in row["bare_us"].items())
         print(f"{grid}: ours {row['ours_us']:.1f} µs; bare: {bare}; {row['overhead_us']:.1f} µs more than the fastest")
-        print("  " + verdict(f"at most {LIMIT:.0f} µs more, median of {args.calls} calls", row["overhead_us"] <= LIMIT))
-    save(result, args.json)
+        print("  " + verdict(f"at most {LIMIT:.0f} µs more, median of {result['calls']} calls", row["overhead_us"] <= LIMIT))
+    save(result, file)
 
 
 def measure(calls: int) -> None:
@@ -48,10 +37,11 @@ def measure(calls: int) -> None:
     start_mpi()
     from mpi4py import MPI
 
-    from summa3d.bench.products import machine, sleep_until_all_are_here
+    from summa3d.bench.machine import machine
+    from summa3d.bench.products import sleep_until_all_are_here
 
     world = MPI.COMM_WORLD
-    found = machine() if world.rank == 0 else {}
+    found = machine(world)
     sleep_until_all_are_here(world)
     rows = [compare(world, grid, calls) for grid in GRIDS]
     if world.rank == 0:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import about, on_ranks, save, verdict
+from common import about, overhead, save, verdict
 
 SIZES = {"batch": 2, "sequence": 4, "features": 16}
 SCHEMES = {"serial": {}, "cuboid": {"x": 1, "y": 1, "z": 1}}
@@ -24,16 +21,8 @@ BATCH = 50  # calls whose median is one sample of a round
 
 def main() -> None:
     """Measure the overhead with each scheme, and print whether it stays below the limit."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=21, help=f"Time this many rounds of {BATCH} calls of each layer, in turn.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
-    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.on_ranks:
-        return measure(args.rounds)
-    load = os.getloadavg()[0]
-    result = json.loads(on_ranks(1, [__file__, "--rounds", str(args.rounds), "--on-ranks"]).splitlines()[-1])
-    result["load"] = load
+    what = f"Time this many rounds of {BATCH} calls of each layer, in turn."
+    result, file = overhead(__file__, __doc__, 1, "--rounds", 21, what, measure)
     print(about(result["machine"]))
     its = result["rows"].pop(TORCH)
     print(f"torch {result['torch']}: {in_words(its)}")
@@ -42,7 +31,7 @@ def main() -> None:
         row["overhead_us"] = {"median": median(more), "min": min(more), "max": max(more)}
         print(f"{name}: {in_words(row)}; {median(more):.1f} µs more [{min(more):.1f}–{max(more):.1f}]")
         print("  " + verdict(f"at most {LIMIT:.0f} µs more than torch's, forward + backward", median(more) <= LIMIT))
-    save(result | {"rows": {TORCH: its, **result["rows"]}}, args.json)
+    save(result | {"rows": {TORCH: its, **result["rows"]}}, file)
 
 
 def in_words(row: dict[str, Any]) -> str:
