@@ -8,7 +8,9 @@ from __future__ import annotations
 import random
 import sys
 import time
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +37,26 @@ FAMILIES = {
     "vit": ModelConfig(family="vit", layers=1, hidden=24, heads=6, image=12, patch=4, classes=5),
 }
 ROWS = 4
+
+
+class AfterOps(ABC):
+    """A ledger that looks at an executor at the end of each of its ops."""
+
+    def __init__(self, executor: Any) -> None:
+        self.executor, self.ledger, executor.ledger = executor, executor.ledger, self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ledger, name)
+
+    @contextmanager
+    def run(self, name: str) -> Iterator[None]:
+        with self.ledger.run(name):
+            yield
+        self.after()
+
+    @abstractmethod
+    def after(self) -> None:
+        """An op has ended."""
 
 
 @dataclass(frozen=True)

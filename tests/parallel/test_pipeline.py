@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from staged import CASES, WIDE, X2, Y2, Case, Piped, accumulate, check_gradients
+from staged import CASES, WIDE, X2, Y2, AfterOps, Case, Piped, accumulate, check_gradients
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from summa3d.errors import AgreementError
@@ -37,11 +35,11 @@ def most_in_flight(case: Case, rank: int) -> int:
     return known[case.schedule]
 
 
-class Noting:
+class Noting(AfterOps):
     """A ledger that counts, at the end of each op of a pipeline: stage inputs in flight, sends out, and stage outputs alive."""
 
     def __init__(self, executor: Any) -> None:
-        self.executor, self.ledger, executor.ledger = executor, executor.ledger, self
+        super().__init__(executor)
         self.inputs: list[StorageWeakRef] = []
         self.outputs: list[StorageWeakRef] = []
         self.counts: list[tuple[int, int, int]] = []
@@ -58,13 +56,7 @@ class Noting:
 
         executor.stages = [Noted(**vars(stage)) for stage in executor.stages]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.ledger, name)
-
-    @contextmanager
-    def run(self, name: str) -> Iterator[None]:
-        with self.ledger.run(name):
-            yield
+    def after(self) -> None:
         alive = sum(not output.expired() for output in self.outputs)
         self.counts.append((len(self.executor.flights), len(self.executor.channel._sends), alive))
 

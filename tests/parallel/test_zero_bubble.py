@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from mpi4py import MPI
-from staged import ROWS, X2, XY2, Y2, YZ2, Z2, Case, Piped, accumulate, check_gradients
+from staged import ROWS, X2, XY2, Y2, YZ2, Z2, AfterOps, Case, Piped, accumulate, check_gradients
 
 from summa3d.autograd import matmul
 from summa3d.autograd.differentiable import InFlight, Product
@@ -68,20 +66,14 @@ WIDE = {
 """Sweeps of `make test-all`."""
 
 
-class Counting:
+class Counting(AfterOps):
     """A ledger that counts, at the end of each op of a pipeline, the inputs kept from F to X, and from F to W."""
 
     def __init__(self, executor: Any) -> None:
-        self.executor, self.ledger, executor.ledger = executor, executor.ledger, self
+        super().__init__(executor)
         self.to_x, self.to_w = list[int](), list[int]()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.ledger, name)
-
-    @contextmanager
-    def run(self, name: str) -> Iterator[None]:
-        with self.ledger.run(name):
-            yield
+    def after(self) -> None:
         self.to_x.append(len(self.executor.flights))
         self.to_w.append(len(self.executor.flights) + len(self.executor.owed))
 

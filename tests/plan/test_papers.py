@@ -20,10 +20,14 @@ from summa3d.plan.cluster import load
 from summa3d.plan.fit import fit
 
 
+def reported(name: str) -> tuple[papers.Paper, dict[str, Any]]:
+    paper = papers.load(name)
+    return paper, papers.report(paper)
+
+
 @pytest.fixture(scope="module")
 def optimus() -> tuple[papers.Paper, dict[str, Any]]:
-    paper = papers.load("optimus")
-    return paper, papers.report(paper)
+    return reported("optimus")
 
 
 def test_optimus_is_predicted_within_its_gates(optimus: tuple[papers.Paper, dict[str, Any]]) -> None:
@@ -126,8 +130,7 @@ def test_wrong_input_is_answered_in_one_line(capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture(scope="module")
 def ptdp() -> tuple[papers.Paper, dict[str, Any]]:
-    paper = papers.load("ptdp")
-    return paper, papers.report(paper)
+    return reported("ptdp")
 
 
 def test_ptdp_is_predicted_within_its_gates(ptdp: tuple[papers.Paper, dict[str, Any]]) -> None:
