@@ -5,7 +5,6 @@ A debt is paid by dB, which continues into the graph behind B alone: a 16-bit co
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,9 +80,7 @@ def pay(debts: list[Debt]) -> None:
     for debt in debts:
         of_weights.setdefault(debt.targets(), []).append(debt)
     debts.clear()
-    waiting = deque(of_weights.values())
-    while waiting:
-        together = waiting.popleft()
+    for together in of_weights.values():
         for debt in together:
             debt.settle()
         torch.autograd.backward([debt.root for debt in together])

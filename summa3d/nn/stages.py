@@ -24,6 +24,11 @@ class Stages:
     layers: Sequence[int]
 
     @property
+    def ranks(self) -> int:
+        """The number of ranks that hold them."""
+        return max(self.homes) + 1
+
+    @property
     def extents(self) -> tuple[tuple[int, int], ...]:
         """The first layer of each stage, and the one behind its last."""
         return tuple(pairwise(accumulate(self.layers, initial=0)))

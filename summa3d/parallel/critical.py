@@ -30,7 +30,7 @@ def replay(schedule: Schedule, arithmetic: Iterable[tuple[int, Iterable[tuple[st
 
 def in_words(replayed: Timeline) -> str:
     """What a replayed step would take, in a line."""
-    work = max(fmean(replayed.busy), 1e-12)
+    work = max(replayed.ideal, 1e-12)
     return (
         f"pipeline {replayed.schedule.name}: with a core for each rank, and ops as long as their arithmetic, a step takes "
         f"{replayed.time:.3g} s: {work:.3g} s of work a rank, and a bubble of {100 * (replayed.time - work) / work:.0f}% of it"

@@ -37,9 +37,14 @@ def stages_of(schedule: str, p: int, v: int, layers: int, counts: Sequence[int] 
     return Stages(SCHEDULES[schedule].homes(p, v), split_layers(layers, p, v, counts))
 
 
+def stages_in(model: Body) -> Stages:
+    """The stages of a model: one, where no axis pp holds it in several."""
+    return model.scheme.stages or Stages((0,), (len(model.blocks),))
+
+
 def held_stages(model: Body) -> list[Stage]:
     """The stages of a model that this rank holds, one a chunk."""
-    stages = model.scheme.stages or Stages((0,), (len(model.blocks),))
+    stages = stages_in(model)
     rank, ends = model.scheme.job.coordinates.get("pp", 0), len(stages.homes) - 1
     own = [stage for stage, home in enumerate(stages.homes) if home == rank]
     return [Stage(model, chunk, *stages.extents[k], enters=k == 0, leaves=k == ends) for chunk, k in enumerate(own)]
@@ -102,8 +107,8 @@ class Pipeline:
         scatter: bool = True,
     ) -> None:
         scheme, job = model.scheme, model.scheme.job
-        stages = scheme.stages or Stages((0,), (len(model.blocks),))
-        self.model, self.name, self.homes, self.axis = model, schedule, stages.homes, None
+        self.stages = stages_in(model)
+        self.model, self.name, self.homes, self.axis = model, schedule, self.stages.homes, None
         self.rows, self.dtype, self.device = rows, dtype, next(model.parameters()).device
         self.sequence = model.config.sequence
         channel = None
@@ -131,7 +136,7 @@ class Pipeline:
         facts = {
             "schedule": f"{schedule}, ops {crc32(repr(schedule.programs).encode()):08x}",
             "ranks of the stages": self.homes,
-            "layers of the stages": (model.scheme.stages or Stages((0,), (len(model.blocks),))).layers,
+            "layers of the stages": self.stages.layers,
             "stream between stages": (self.rows, self.sequence, model.config.hidden, self.dtype, str(model.scheme.residual)),
             "overlap of the sums over replicas": self.overlap,
             "scatter of the stream": self.scatter,
@@ -145,7 +150,7 @@ class Pipeline:
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The schedule of a step of so many micro-batches, checked."""
-        p, summed = max(self.homes) + 1, self.replicas is not None and self.replicas.plane.size > 1
+        p, summed = self.stages.ranks, self.replicas is not None and self.replicas.plane.size > 1
         return built(self.name, p, micro_batches, len(self.homes) // p, summed, self.tied is not None)
 
     def run(self, micro_batches: int, feed: Feed, **options: Any) -> list[Tensor]:
@@ -162,7 +167,7 @@ class Pipeline:
         model = cast(LanguageModel, self.model)
         inputs = model.padded(tokens)
         batch = model.batch_of(inputs)
-        p, stages = max(self.homes) + 1, len(self.homes)
+        p, stages = self.stages.ranks, len(self.homes)
         forwards = tuple(Op("F", chunk, 0) for chunk in range(stages // p))
         program = program_of(Schedule(self.name, p, 1, stages // p, tuple(self.homes), (forwards,) * p), self.rank)
         held = [StageToLogits(**vars(stage), position=tokens.shape[1] - 1) for stage in self.executor.stages]

@@ -46,16 +46,16 @@ class WithVectors(Protocol):
 
 
 class JointSums:
-    """The joint sums of the vectors in `modules`: of all that are summed over the same plane, one all-reduce a backward.
+    """The joint sums of the vectors in `module`: of all that are summed over the same plane, one all-reduce a backward.
 
     shape : axis → size of the grid
 
     Its words are those of the sums that the layers would take one by one, up to the rounding of an all-reduce's parts.
     """
 
-    def __init__(self, shape: Mapping[str, int], *modules: nn.Module) -> None:
+    def __init__(self, shape: Mapping[str, int], module: nn.Module) -> None:
         found: dict[tuple[str, ...], tuple[Axis, list[tuple[nn.Module, str]]]] = {}
-        for layer in (part for module in modules for part in module.modules()):
+        for layer in module.modules():
             rows: Axis | None = getattr(layer, "vector_rows", None)
             if rows is None or rows.size == 1:
                 continue
