@@ -25,6 +25,12 @@ SETTINGS: dict[str, Any] = {
 }
 WHOLE = {"scheme": "cuboid", "grid__pp": 2, "grid__dp": 2, "grid__y": 2, "grid__z": 2}
 CHUNKS = {"pipeline__schedule": "interleaved", "pipeline__chunks": 2, "pipeline__layers": "0,1,1,1,1,1,1,0"}
+SHARES: dict[str, dict[str, Any]] = {
+    "zero 1": {"replicas__zero": 1},
+    "zero 2": {"replicas__zero": 2, "pipeline__schedule": "zb-h1"},
+    "zero 3": {"replicas__zero": 3, "pipeline__schedule": "zb-v", "pipeline__chunks": 2},
+}
+"""What the replicas share, and the schedule of their pipelines."""
 GOES_ON: dict[str, tuple[int, dict[str, Any]]] = {
     "chunks": (4, {"scheme": "serial", "grid__pp": 4, **CHUNKS}),
     "replicas": (8, {"scheme": "summa", "grid__dp": 2, "grid__x": 2, "grid__y": 2}),
@@ -42,12 +48,15 @@ def train(folder: Path, ranks: int, *more: str, **changes: Any) -> None:
 
 
 @pytest.mark.wide
-def test_replicas_of_a_pipeline_of_cuboids_are_the_serial_run_and_go_on_on_any_grid(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
+def test_replicas_of_a_pipeline_of_cuboids_are_the_serial_run_and_go_on_on_any_grid(
+    tmp_path: Path, shares: dict[str, Any]
+) -> None:
     alone, staged = tmp_path / "alone", tmp_path / "staged"
     for folder in (alone, staged):
         folder.mkdir()
         write_corpus(folder / "corpus.txt")
-    train(staged, 16, train__steps=STEPS, **WHOLE)
+    train(staged, 16, train__steps=STEPS, **WHOLE, **shares)
     index = json.loads((staged / "run" / "checkpoints" / f"step-{STEPS}" / "index.json").read_text())
     sizes = [entry["bytes"] for entry in index["files"].values()]
     assert len(sizes) == 16 and max(sizes) <= 1.2 * sum(sizes) / 16, sizes
