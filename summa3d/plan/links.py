@@ -8,8 +8,8 @@ from functools import cache
 from itertools import permutations
 from typing import NamedTuple
 
+from ..cluster import Level
 from ..comm.topology import Topology
-from .cluster import Level
 
 PATTERNS = ("ring", "chain", "pairs", "next")
 """Who sends to whom in a group: each member to the next and the last to the first; from a root through all members; each to each;

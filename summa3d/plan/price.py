@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import log2, prod
 from typing import NamedTuple
 
+from ..cluster import Cluster
 from ..comm.topology import Topology
 from ..dry.record import Op
 from ..dtypes import dtype_of
-from .cluster import Cluster
 from .links import Load, loads
 
 CHAINS = ("broadcast", "reduce")

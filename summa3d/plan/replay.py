@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..cluster import Cluster
 from ..comm.topology import Topology
 from ..dry.record import Op
-from .cluster import Cluster
 from .price import Prices, alike
 
 

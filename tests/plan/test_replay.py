@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from summa3d.cluster import Cluster, load
 from summa3d.comm.topology import Topology
 from summa3d.dry.record import Op
-from summa3d.plan.cluster import Cluster, load
 from summa3d.plan.price import Prices
 from summa3d.plan.replay import Work, replay
 
