@@ -52,7 +52,7 @@ DEVICE = {
     "band.percent": Range(0, 100, "percent", "the error to expect of a predicted time"),
 }
 """Key → what it may be, of all numbers but peaks and links."""
-PEAK = Range(1e9, 1e17, "operations per second", "datasheet rate of products of a dtype")
+PEAK = Range(1e7, 1e17, "operations per second", "the most of products of a dtype")
 LINKS = {
     "size": Range(1, 1e6, "ranks", "consecutive ranks that a level joins; the outermost level joins all and has none", 0.0),
     "ports": Range(1, 1024, "ports", "ports of a unit of the level below, which its ranks share; a rank has one", 1.0),
@@ -65,8 +65,7 @@ ABOUT = ("name", "note", "measured")
 """Keys that are no numbers; `measured` says when, where and with which libraries."""
 
 
-@dataclass(frozen=True)
-class Number:
+class Number(NamedTuple):
     """A number of a description: its value, source, and where it was found."""
 
     value: float
@@ -184,7 +183,7 @@ def load(name: str) -> Cluster:
     """
     file = here_file() if name == HERE else Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         if name == HERE:
             write = "`summa3d launch -n N bench calibrate --write` measures this machine"
@@ -193,9 +192,18 @@ def load(name: str) -> Cluster:
             raise ClusterError(f"there is no file {name}.") from None
         near = nearest(name, names())
         raise ClusterError(f"unknown cluster {name!r}; the nearest is {near}. Known: {', '.join(names())}.") from None
-    except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"{file} cannot be read: {error}") from None
-    return read(table, file.stem)
+    return read_text(text, file.stem)
+
+
+def read_text(text: str, name: str) -> Cluster:
+    """The cluster of a file's text; raises as `load` does."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"cluster {name} is no TOML: {error}") from None
+    return read(table, name)
 
 
 def read(table: Mapping[str, Any], name: str) -> Cluster:

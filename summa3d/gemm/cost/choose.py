@@ -238,7 +238,7 @@ class Search:
             for grid, (width, plan) in product(found.grids(ranks), plans):
                 mean = found.mean(self.form.replace("c", "t"), m, n, k, grid)
                 if width and k:
-                    mean = _in_panels(mean, max(mean.products, -(-k // width)))
+                    mean = in_panels(mean, max(mean.products, -(-k // width)))
                 candidate = Candidate(name, grid, ranks, plan, mean, self.dtype, self.machine)
                 if candidate.even or not self.even:
                     yield candidate
@@ -254,7 +254,7 @@ def _order_in_a_node(one: Candidate) -> tuple[Any, ...]:
     return one.seconds, one.mean.words, *(-size for size in one.grid.values())
 
 
-def _in_panels(mean: Mean, count: int) -> Mean:
+def in_panels(mean: Mean, count: int) -> Mean:
     """The same products and words in `count` panels."""
     ratio = count / mean.products
     return mean._replace(messages=mean.messages * ratio, products=count, k=mean.k / ratio)
