@@ -39,7 +39,7 @@ class Range(NamedTuple):
 
 DEVICE = {
     "device.memory": Range(1e8, 1e13, "bytes", "memory of a device"),
-    "device.memory_bandwidth": Range(1e9, 1e14, "bytes per second", "read or written in a device's memory"),
+    "device.memory_bandwidth": Range(1e8, 1e14, "bytes per second", "read or written in a device's memory"),
     "product.efficiency": Range(0.01, 1, "of the peak", "rate of a large product"),
     "product.half": Range(0, 1e4, "elements", "the smallest side at which a product has half its rate", 0.0),
     "product.launch": Range(0, 0.1, "seconds", "start of a product", 0.0),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..comm.arrays import Array, library_of, numpy_dtype
+from ..comm.arrays import Array, copy_into, library_of, numpy_dtype
 from ..comm.axis import Axis
 from ..comm.device.select import placed, settle
 from ..comm.grid import Grid
@@ -160,8 +160,7 @@ class Calibration:
             library = library_of(a)
 
             def copy(a: Array = a, out: Array = out) -> Array:
-                out[...] = a
-                return out
+                return copy_into(out, a)
 
             def add(a: Array = a, b: Array = b, out: Array = out, library: Any = library) -> Array:
                 library.add(a, b, out=out)

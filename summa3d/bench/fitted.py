@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..cluster import Number
+from ..cluster import DEVICE, LINKS, Number
 from ..dtypes import dtype_of
 from .table import Column, Table
 
@@ -22,6 +22,8 @@ LEVELS = ("node", "network")
 ABOUT = ("hosts", "ranks_per_node", "threads_per_rank", "cores", "processor", "gpu", "load", "blas", "products", "mpi", "python",
          "numpy", "summa3d", "commit")  # fmt: skip
 """What a file says of the machine, beside its numbers."""
+LEAST = 0.01
+"""Nothing large is so many times quicker than the quickest that was measured."""
 REWEIGHTED, NEAR = 20, 0.02
 """How often a fit is reweighted; logarithms of errors below this count alike."""
 
@@ -102,7 +104,9 @@ def fit(samples: Sequence[Sample]) -> Fit:
     numbers, residuals = _products([one for one in samples if one.kind == "product"])
     elements = [one for one in samples if one.kind == "elements"]
     (byte, launch), errors = solved([[one.bytes, 1.0] for one in elements], elements)
-    bandwidth = max(1 / byte, *(one.bytes / one.seconds for one in elements))
+    quickest = max(one.bytes / one.seconds for one in elements)
+    byte = max(byte, LEAST / quickest)
+    bandwidth = max(1 / byte, quickest)
     numbers |= {"device.memory_bandwidth": bandwidth, "elements.efficiency": 1 / byte / bandwidth, "elements.launch": launch}
     residuals += zip(elements, errors, strict=True)
     moves = [one for one in samples if one.kind == "move"]
@@ -112,7 +116,10 @@ def fit(samples: Sequence[Sample]) -> Fit:
     ]
     found, errors = solved(rows, moves) if moves else ([0.0], [])
     for index, level in enumerate(levels):
-        numbers |= {f"{level}.bandwidth": 1 / max(found[2 * index + 1], 1e-14), f"{level}.latency": found[2 * index]}
+        numbers |= {
+            f"{level}.bandwidth": 1 / max(found[2 * index + 1], 1 / LINKS["bandwidth"].most),
+            f"{level}.latency": found[2 * index],
+        }
     numbers["collectives.launch"] = found[-1]
     residuals += zip(moves, errors, strict=True)
     return Fit(numbers, residuals)
@@ -125,10 +132,15 @@ def _products(samples: Sequence[Sample]) -> tuple[dict[str, float], list[tuple[S
     rates = {dtype: max(one.flops / one.seconds for one in samples if one.dtype == dtype) for dtype in dtypes}
     rows = [[one.flops / rates[one.dtype], one.flops / one.side / rates[one.dtype], 1.0] for one in swept]
     (slow, half, launch), errors = solved(rows, swept)
+    slow = max(slow, LEAST)
     scale = max(1.0, 1 / slow)  # no product is faster than the peak
     once = {one.dtype: slow + half / one.side for one in samples if one not in swept}
     numbers = {f"peak.{dtype}": scale * rate * once.get(dtype, 1.0) for dtype, rate in rates.items()}
-    numbers |= {"product.efficiency": 1 / slow / scale, "product.half": half / slow, "product.launch": launch}
+    numbers |= {
+        "product.efficiency": 1 / slow / scale,
+        "product.half": min(half / slow, DEVICE["product.half"].most),
+        "product.launch": launch,
+    }
     return numbers, list(zip(swept, errors, strict=True))
 
 
