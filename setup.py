@@ -13,8 +13,9 @@ VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "summa3d" / "__init__.py")
 README = HERE / "README.md"
 
 TORCH = ["torch>=2.5"]
+TOMLI = "tomli>=2.0; python_version < '3.11'"
 PLOT = ["matplotlib>=3.8"]
-TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0", "tomli>=2.0; python_version < '3.11'"]
+TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0"]
 FIT = ["scipy>=1.11"]  # of `summa3d plan --paper`
 MPI = ["mpich>=4.2"]
 # Faster than the BLAS of numpy's wheels on Intel's processors; nothing elsewhere (summa3d/blas_library.py has the rule).
@@ -49,12 +50,12 @@ setup(
     packages=[*find_packages(include=["summa3d", "summa3d.*"]), *kernels],
     package_dir={"summa3d": "summa3d", "summa3d.kernels": "kernels"},
     package_data={
-        "summa3d": ["py.typed"],
+        "summa3d": ["py.typed", "clusters/*.toml"],
         "summa3d.train": ["configs/*.toml"],
-        "summa3d.plan": ["clusters/*.toml", "papers/*.toml"],
+        "summa3d.plan": ["papers/*.toml"],
         "summa3d.kernels": ["*.cu", "*.cuh", "*/*.cu", "*/*.cuh"],
     },
-    install_requires=["numpy>=1.26", "mpi4py>=4.0", "threadpoolctl>=3.2"],
+    install_requires=["numpy>=1.26", "mpi4py>=4.0", "threadpoolctl>=3.2", TOMLI],
     extras_require={
         "torch": TORCH,
         "train": TRAIN,

@@ -12,28 +12,27 @@ from .errors import ConfigError
 class Dtype:
     """A dtype whose elements ranks can multiply, exchange and add.
 
-    nbytes : of an element. flops : real operations of a multiply-add. speed : of products, against float64. letter : of its
-    products in a BLAS (dgemm has d); None where a BLAS has none.
+    nbytes : of an element. flops : real operations of a multiply-add. letter : of its products in a BLAS (dgemm has d); None
+    where a BLAS has none.
     """
 
     name: str
     nbytes: int
     flops: int
-    speed: float
     letter: str | None = None
 
 
 DTYPES = {
     dtype.name: dtype
     for dtype in (
-        Dtype("float64", 8, 2, 1, "d"),
-        Dtype("float32", 4, 2, 2, "s"),
-        Dtype("float16", 2, 2, 2),
-        Dtype("bfloat16", 2, 2, 2),
-        Dtype("complex128", 16, 8, 1, "z"),
-        Dtype("complex64", 8, 8, 2, "c"),
-        Dtype("int32", 4, 2, 0.02),
-        Dtype("int64", 8, 2, 0.02),
+        Dtype("float64", 8, 2, "d"),
+        Dtype("float32", 4, 2, "s"),
+        Dtype("float16", 2, 2),
+        Dtype("bfloat16", 2, 2),
+        Dtype("complex128", 16, 8, "z"),
+        Dtype("complex64", 8, 8, "c"),
+        Dtype("int32", 4, 2),
+        Dtype("int64", 8, 2),
     )
 }
 FLOATS = ("float32", "float64", "bfloat16", "float16")

@@ -4,6 +4,9 @@ They are raised on every rank alike, before any communication. The message says 
 work.
 """
 
+import difflib
+from collections.abc import Sequence
+
 __all__ = [
     "AgreementError",
     "CapacityError",
@@ -61,3 +64,20 @@ class CapacityError(Summa3dError):
 
 class LaunchError(Summa3dError):
     """No launcher fits the MPI library of the running interpreter, or another MPI's launcher started the ranks."""
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """The known key that is most similar to `key`: as a whole, in its last part, or by its initials.
+
+    >>> nearest("lr", ["train.learning_rate", "train.steps"])
+    'train.learning_rate'
+    """
+
+    def likeness(candidate: str) -> float:
+        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
+        part, name = key.rpartition(".")[2], candidate.rpartition(".")[2]
+        initials = "".join(word[:1] for word in name.split("_"))
+        last = difflib.SequenceMatcher(None, part, name).ratio()
+        return max(whole, last, len(part) > 1 and part == initials) + whole / 100
+
+    return max(known, key=likeness)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = (
     "errors",
     "dtypes",
+    "cluster",
     "node_support",
     "blas_library",
     "figures",

@@ -1,4 +1,4 @@
-"""`summa3d bench gemm|strong|weak|block`: benchmarks of products or transformer blocks, in interleaved rounds on the same ranks.
+"""`summa3d bench gemm|strong|weak|block|calibrate`: products or blocks in interleaved rounds; or this machine's description.
 
 Prints a table and writes JSON for `summa3d report`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError, DataError
 from ..launch.runtime import usable_cores
 from .block import add_block_arguments, block_result
+from .gemm import add_cluster_argument, machine_of
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 INEXACT = tuple(name for name in DTYPES if not name.startswith("int"))
@@ -29,21 +31,27 @@ NAMED = (
 )
 ENTRY = "Time this algorithm on this grid. Options such as panel=128 are listed with the axes. The option may be repeated."
 EVERY = "Time the library's choice against every algorithm on every grid that replicates no operand."
+JSON = "Write the result to FILE. - prints the result as one line instead of the table."
+CHOOSES_AND_PREDICTS = "Print times predicted for this described cluster beside the measured ones; products are chosen by it too."
 KIND_HELP = {
     "gemm": "Compare algorithms and grids on all ranks.",
     "strong": "Time one product on 1, 2, 4, … ranks.",
     "block": "Compare transformer blocks in any schemes and grids on all ranks.",
+    "calibrate": "Measure this machine on all ranks at once, and describe it as a cluster for --cluster here.",
     "weak": "Time products with constant work per rank: m, n and k grow with the cube root of the rank count.",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands gemm, strong, block and weak with their options to `parser`."""
+    """Add the subcommands gemm, strong, block, weak and calibrate with their options to `parser`."""
     parser.description = (
         "Benchmark products or transformer blocks: every round runs every entry once; plans and workspace are reused."
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="gemm|strong|weak|block")
-    gemm, strong, block, weak = (kinds.add_parser(kind, help=text, description=text) for kind, text in KIND_HELP.items())
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="gemm|strong|weak|block|calibrate")
+    gemm, strong, block, calibrate, weak = (
+        kinds.add_parser(kind, help=text, description=text) for kind, text in KIND_HELP.items()
+    )
+    add_calibrate_arguments(calibrate)
     add_block_arguments(block)
     for kind in (gemm, strong, weak):
         for size in ("m", "n", "k"):
@@ -65,11 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help="Time numpy's product on rank 0 as well, with this many threads. Without a number, all cores are used.",
         )
         kind.add_argument("--device", choices=DEVICES, help="Hold the operands there. The default is SUMMA3D_DEVICE, else cpu.")
-        kind.add_argument(
-            "--json", metavar="FILE", help="Write the result to FILE. - prints the result as one line instead of the table."
-        )
+        kind.add_argument("--json", metavar="FILE", help=JSON)
     for kind in (gemm, strong, weak, block):
         add_trace_arguments(kind, "one more round")
+        add_cluster_argument(kind, CHOOSES_AND_PREDICTS)
     gemm.add_argument("--entry", action="append", default=[], metavar="NAME[:x=2,y=1,…]", help=ENTRY)
     gemm.add_argument("--every-grid", action="store_true", help=EVERY)
     for kind in (strong, weak):
@@ -81,39 +88,90 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `summa3d bench calibrate` to `parser`."""
+    parser.add_argument("--device", choices=DEVICES, help="Measure these. The default is SUMMA3D_DEVICE, else cpu.")
+    parser.add_argument("--json", metavar="FILE", help=JSON)
+    parser.add_argument(
+        "--write",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="Write the cluster to FILE; without FILE, where --cluster here reads it (SUMMA3D_CLUSTER, else the user's folder).",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark, print its table or JSON on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
     from ..bench.machine import machine
+    from ..bench.predicted import as_table
     from ..bench.tables import table
     from ..comm.profile.trace import check_file
 
     world, file = MPI.COMM_WORLD, None if args.json in (None, "-") else Path(args.json)
     if file is not None:
         check_file(file, "--json")  # before the benchmark runs, not after it
+    if args.kind == "calibrate":
+        return calibrated(args, file)
     check_trace_arguments(args, world)
     found = machine(world)
     result = {"machine": found, **(block_result(args) if args.kind == "block" else _product_result(args))}
     if world.rank == 0:
         for name in found["overrides"]:
             print(f"warning: {name} is set; OpenBLAS may run at half its speed. Unset {name}.", file=sys.stderr)
-        print(json.dumps(result) if args.json == "-" else table(result).text(), flush=True)
+        tables = [table(result), *([as_table(result)] if "prediction" in result else [])]
+        print(json.dumps(result) if args.json == "-" else "\n\n".join(one.text() for one in tables), flush=True)
         if file is not None:
-            _write(file, json.dumps(result) + "\n")
+            _write(file, json.dumps(result) + "\n", "--json")
     return 0
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path, text: str, option: str) -> None:
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise DataError(f"--json {file} cannot be written: {error}") from error
+        raise DataError(f"{option} {file} cannot be written: {error}") from error
+
+
+def calibrated(args: argparse.Namespace, file: Path | None) -> int:
+    """Measure this machine, print the numbers that explain the times, and write its description; returns the exit status."""
+    from mpi4py import MPI
+
+    from ..bench.calibrate import Calibration
+    from ..bench.fitted import WORST, as_result, as_table, described, fit
+    from ..bench.machine import machine
+    from ..cluster import here_file, read_text
+    from ..comm.device.select import requested_device, take_device
+
+    world, device = MPI.COMM_WORLD, requested_device(args.device)
+    if device == "cuda":
+        take_device(world)
+    measured, where = Calibration(world, device).run(), machine(world, probe=False)
+    found = fit(measured.samples)  # equal on all ranks, as the times are
+    if world.rank == 0:
+        print(json.dumps(as_result(measured, found, where)) if args.json == "-" else as_table(found).text(), flush=True)
+        if file is not None:
+            _write(file, json.dumps(as_result(measured, found, where)) + "\n", "--json")
+    if found.error > WORST:
+        raise ConfigError(
+            f"the times contradict each other: their median error is {found.error:.0%}; at most {WORST:.0%} may be. "
+            f"The load is {os.getloadavg()[0]:.1f}, {measured.ranks} of it ours. Nothing was written; try again when it is lower."
+        )
+    if args.write is not None and world.rank == 0:
+        text, target = described(measured, found, where), Path(args.write) if args.write else here_file()
+        read_text(text, str(target))
+        _write(target, text, "--write")
+        print(f"written: {target}", file=sys.stderr)
+    return 0
 
 
 def _product_result(args: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
 
+    from ..bench.predicted import compared, of_product
     from ..bench.products import run_benchmark
     from ..comm.device.select import requested_device, take_device
 
@@ -125,8 +183,12 @@ def _product_result(args: argparse.Namespace) -> dict[str, Any]:
     check_numpy(args.device, args.dtype, threads)
     if args.device == "cuda":
         take_device(MPI.COMM_WORLD)
+    args.machine = machine_of(args.cluster, args.device, MPI.COMM_WORLD)
     entries = list(MAKERS[args.kind](args, MPI.COMM_WORLD.size))
-    return {"kind": args.kind, **run_benchmark(entries, MPI.COMM_WORLD, args.rounds, threads, args.trace, ranges_for(args))}
+    predicted = None if args.cluster is None else [of_product(entry, args.machine) for entry in entries]
+    found = run_benchmark(entries, MPI.COMM_WORLD, args.rounds, threads, args.trace, ranges_for(args))
+    result = {"kind": args.kind, **found}
+    return result if predicted is None or MPI.COMM_WORLD.rank else compared(result, predicted, args.machine.cluster)
 
 
 def check_numpy(device: str, dtype: str, threads: int) -> None:
@@ -157,9 +219,9 @@ def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
         name, grid, options = parse_entry(text, problem, ranks)
         yield ProductEntry(name, grid, problem, options)
     if args.every_grid:
-        yield from every_grid(problem, ranks)
+        yield from every_grid(problem, ranks, args.machine)
     elif args.algorithm or not args.entry:
-        yield from _of_algorithms(args.algorithm, problem, ranks)
+        yield from _of_algorithms(args.algorithm, problem, ranks, args.machine)
 
 
 def strong_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
@@ -188,16 +250,16 @@ def _scaling(args: argparse.Namespace, ranks: int, sizes: Callable[[int], tuple[
         raise ConfigError(f"--ranks asks for {max(counts)}; {ranks} were started. Start at least {max(counts)} ranks.")
     for count in counts:
         problem = Problem(*sizes(count), args.form, args.dtype, args.device)
-        yield from _of_algorithms(args.algorithm, problem, count)
+        yield from _of_algorithms(args.algorithm, problem, count, args.machine)
 
 
-def _of_algorithms(names: list[str] | None, problem: Any, ranks: int) -> Iterator[Any]:
+def _of_algorithms(names: list[str] | None, problem: Any, ranks: int, machine: Any) -> Iterator[Any]:
     """An entry for each named algorithm on its grid of fewest words; algorithms that cannot use `ranks` ranks are left out."""
     from ..bench.products import ProductEntry, fewest_words
     from ..gemm.algorithms.registry import ALGORITHMS, algorithm
 
     if not names:
-        yield own_choice(problem, ranks)
+        yield own_choice(problem, ranks, machine)
         return
     several = ALL in names or len(names) > 1
     for name in ALGORITHMS if ALL in names else names:
@@ -206,26 +268,21 @@ def _of_algorithms(names: list[str] | None, problem: Any, ranks: int) -> Iterato
             yield ProductEntry(found.name, fewest_words(found, problem, ranks), problem)
 
 
-def own_choice(problem: Any, ranks: int) -> Any:
-    """The algorithm and grid that the library chooses for this product, which may leave ranks idle; collective over all ranks."""
-    from mpi4py import MPI
-
+def own_choice(problem: Any, ranks: int, machine: Any) -> Any:
+    """The algorithm and grid that the library chooses for this product on a machine, which may leave ranks idle."""
     from ..bench.products import ProductEntry
-    from ..comm.transport.node_memory import in_one_node
     from ..gemm.cost.choose import choose
-    from ..gemm.cost.machine import Machine
 
-    machine = Machine(node=problem.device == "cpu" and in_one_node(MPI.COMM_WORLD))
     choice = choose(problem.m, problem.n, problem.k, ranks, problem.dtype, form=problem.form, machine=machine)
     return ProductEntry(choice.algorithm, choice.grid, problem, chosen=True, given=ranks)
 
 
-def every_grid(problem: Any, ranks: int) -> Iterator[Any]:
+def every_grid(problem: Any, ranks: int, machine: Any) -> Iterator[Any]:
     """The library's choice, then every other algorithm and grid of exactly `ranks` ranks that replicates no operand."""
     from ..bench.products import ProductEntry
     from ..gemm.algorithms.registry import ALGORITHMS
 
-    chosen = own_choice(problem, ranks)
+    chosen = own_choice(problem, ranks, machine)
     yield chosen
     for name, found in ALGORITHMS.items():
         plan = found.plan(problem.form, problem.m, problem.n, problem.k)

@@ -86,6 +86,8 @@ def block_result(args: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
 
     from ..bench.blocks import Case, run_benchmark
+    from ..bench.predicted import compared, of_block
+    from ..cluster import load
     from ..train.device import open_device
 
     for name in ("blocks", "batch", "rounds", "factor"):
@@ -94,7 +96,11 @@ def block_result(args: argparse.Namespace) -> dict[str, Any]:
     args.device = open_device(args.device, MPI.COMM_WORLD).type
     case, about = _paper_case(args) if args.paper_shape else (Case(_config(args), args.batch, args.dtype, args.device), {})
     entries = list(_entries(args.scheme or [ALL], {"yes": (True,), "no": (False,), "both": (True, False)}[args.regather], case))
-    return {"kind": "block", **about, **run_benchmark(entries, case, MPI.COMM_WORLD, args.rounds, args.trace, ranges_for(args))}
+    cluster = None if args.cluster is None else load(args.cluster)
+    predicted = [] if cluster is None else [of_block(entry, case, cluster) for entry in entries]
+    found = run_benchmark(entries, case, MPI.COMM_WORLD, args.rounds, args.trace, ranges_for(args))
+    result = {"kind": "block", **about, **found}
+    return result if cluster is None or MPI.COMM_WORLD.rank else compared(result, predicted, cluster)
 
 
 def _config(args: argparse.Namespace, **sizes: int | None) -> Any:

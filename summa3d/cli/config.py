@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, nearest
 from ..train import config as configuration
 from ..train import toml
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     found = [key for key in keys() if what in ("", key.name) or key.name.startswith(f"{what}.")]
     if not found:
         known = [*(key.name for key in keys()), *shipped]
-        raise ConfigError(f"There is no key, table or configuration {what!r}. The nearest is {toml.nearest(what, known)!r}.")
+        raise ConfigError(f"There is no key, table or configuration {what!r}. The nearest is {nearest(what, known)!r}.")
     if args.toml:
         print(commented({}), end="")
         return 0

@@ -23,6 +23,7 @@ from .capacity import peak_bytes, require
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
+CHOOSES = "Choose by the times that are predicted for this described cluster."
 PANEL_ALGORITHMS = "summa, tesseract and ca25d"
 
 
@@ -61,8 +62,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="Compare the result with a serial product on rank 0, and time that product too."
     )
+    add_cluster_argument(parser, CHOOSES)
     add_trace_arguments(parser, "one more run")
     parser.add_argument("--json", action="store_true", help="Print the result as one JSON line.")
+
+
+def add_cluster_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --cluster to `parser`; `what` it does."""
+    parser.add_argument("--cluster", metavar="here|NAME|FILE", help=f"{what} `here` is what bench calibrate has measured.")
+
+
+def machine_of(name: str | None, device: str, comm: Any) -> Any:
+    """The machine of --cluster, else the default one, as the ranks of `comm` stand on it; collective."""
+    from ..cluster import load
+    from ..comm.transport.node_memory import in_one_node
+    from ..gemm.cost.machine import Machine, default_cluster
+
+    cluster = default_cluster() if name is None else load(name)
+    return Machine(cluster, node=device == "cpu" and in_one_node(comm))
 
 
 def one_algorithm(name: str) -> str:
@@ -95,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
     from ..comm.device.select import requested_device, take_device
     from ..comm.transport.select import requested
 
+    if args.cluster is not None and args.grid is not None:
+        raise ConfigError("--cluster helps to choose a grid, and --grid names one: leave one of them out.")
     for name in ("m", "n", "k", "repeat"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
@@ -116,17 +135,15 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
 
     Collective. Raises ConfigError for an axis or an option that the algorithm does not have.
     """
-    from ..comm.transport.node_memory import in_one_node
     from ..gemm.algorithms.registry import ALGORITHMS
     from ..gemm.algorithms.registry import algorithm as named
     from ..gemm.cost.choose import choose
-    from ..gemm.cost.machine import Machine
 
     if args.grid is None:
         if args.panel is not None and args.algorithm is None:
             raise ConfigError(f"--panel applies to {PANEL_ALGORITHMS} only. Name one of them with --algorithm.")
         name = None if args.algorithm is None else named(args.algorithm, comm.size).name
-        machine = Machine(node=args.device == "cpu" and in_one_node(comm))
+        machine = machine_of(args.cluster, args.device, comm)
         choice = choose(args.m, args.n, args.k, comm.size, args.dtype, algorithm=name, form=args.form, machine=machine)
         algorithm, shape = ALGORITHMS[choice.algorithm], dict(choice.grid)
         if comm.rank == 0:

@@ -108,7 +108,7 @@ VARIABLES = {
     "OMP_WAIT_POLICY": "active: idle threads spin; by default they sleep",
 }
 EXTRAS = {
-    **dict.fromkeys(("torch", "safetensors", "rich", "tomli", "tomli_w"), "train"),
+    **dict.fromkeys(("torch", "safetensors", "rich", "tomli_w"), "train"),
     "tokenizers": "bpe",
     "matplotlib": "plot",
     "scipy": "plan",

@@ -6,16 +6,28 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations
+from math import prod
 from typing import NamedTuple
 
+from ..cluster import Level
 from ..comm.topology import Topology
-from .cluster import Level
 
 PATTERNS = ("ring", "chain", "pairs", "next")
 """Who sends to whom in a group: each member to the next and the last to the first; from a root through all members; each to each;
 each to the next alone."""
 Ports = tuple[tuple[int, int], ...]
 """(size, ports) of each level, innermost first: what loads depend on of a cluster. They do not depend on its speeds."""
+
+
+Carried = tuple[dict[tuple[int, int], float], dict[tuple[int, int], float], tuple[int, ...]]
+
+
+class PortUse(NamedTuple):
+    """What a port of a level carries for each of several flights, in one direction or in both together."""
+
+    level: int
+    both_ways: bool
+    loads: tuple[float, ...]
 
 
 class Load(NamedTuple):
@@ -42,6 +54,23 @@ def loads(topology: Topology, axis: str, levels: Sequence[Level], pattern: str) 
     return _loads(shape, topology.order, tile, axis, ports, pattern)
 
 
+def busy_ports(topology: Topology, flights: Sequence[tuple[str, str]], levels: Sequence[Level]) -> list[PortUse]:
+    """What ports carry for flights, each an axis and a pattern, of which every edge carries one byte; ports in use alike once.
+
+    A chain is that from its first member.
+    """
+    ports = tuple((level.size, level.ports) for level in levels)
+    shape, tile = tuple(topology.shape.items()), tuple(topology.tile.items())
+    carried = [_carried(shape, topology.order, tile, axis, ports, pattern, 0) for axis, pattern in flights]
+    found: dict[PortUse, None] = {}
+    for key in dict.fromkeys(key for out, into, _ in carried for key in (*out, *into)):
+        sent = tuple(out.get(key, 0.0) for out, _, _ in carried)
+        received = tuple(into.get(key, 0.0) for _, into, _ in carried)
+        both = tuple(map(sum, zip(sent, received, strict=True)))
+        found |= dict.fromkeys((PortUse(key[0], False, sent), PortUse(key[0], False, received), PortUse(key[0], True, both)))
+    return list(found)
+
+
 @cache
 def _loads(
     shape: tuple[tuple[str, int], ...],
@@ -51,26 +80,25 @@ def _loads(
     ports: Ports,
     pattern: str,
 ) -> tuple[tuple[Load, int], ...]:
-    groups = members(Topology(dict(shape), order, dict(tile)), axis)
-    roots = range(len(groups[0])) if pattern == "chain" else (0,)
-    return tuple(Counter(_load(groups, ports, pattern, root) for root in roots).items())
+    roots = range(prod(dict(shape).get(name, 1) for name in axis.split("·"))) if pattern == "chain" else (0,)
+    return tuple(Counter(_load(_carried(shape, order, tile, axis, ports, pattern, root)) for root in roots).items())
 
 
-def members(topology: Topology, axis: str) -> list[list[int]]:
-    """The ranks of every group of an axis, or of a plane such as "x·y", ascending."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    inside = axis.split("·")
-    for rank in range(topology.size):
-        at = topology.coordinates_of(rank)
-        groups.setdefault(tuple(index for name, index in at.items() if name not in inside), []).append(rank)
-    return list(groups.values())
-
-
-def _load(groups: list[list[int]], ports: Ports, pattern: str, root: int) -> Load:
+@cache
+def _carried(
+    shape: tuple[tuple[str, int], ...],
+    order: tuple[str, ...],
+    tile: tuple[tuple[str, int], ...],
+    axis: str,
+    ports: Ports,
+    pattern: str,
+    root: int,
+) -> Carried:
+    """What each port, by its level and number, sends and receives; and the hops of each level."""
     out: defaultdict[tuple[int, int], float] = defaultdict(float)
     into: defaultdict[tuple[int, int], float] = defaultdict(float)
     hops = [0] * len(ports)
-    for group in groups:
+    for group in members(Topology(dict(shape), order, dict(tile)), axis):
         used = [_ports_used(group, ports, level) for level in range(len(ports))]
         found = [0] * len(ports)
         for source, target, share in _edges(group[root:] + group[:root], pattern):
@@ -83,10 +111,26 @@ def _load(groups: list[list[int]], ports: Ports, pattern: str, root: int) -> Loa
                 for port in end[:many]:
                     total[level, port] += share / many
         hops = list(map(max, hops, found))
-    levels = range(len(ports))
-    one_way = tuple(max((load[key] for load in (out, into) for key in load if key[0] == level), default=0.0) for level in levels)
-    both = tuple(max((out[key] + into[key] for key in {*out, *into} if key[0] == level), default=0.0) for level in levels)
-    return Load(one_way, both, tuple(hops))
+    return dict(out), dict(into), tuple(hops)
+
+
+def _load(carried: Carried) -> Load:
+    out, into, hops = carried
+    one_way, both = [0.0] * len(hops), [0.0] * len(hops)
+    for key in {*out, *into}:
+        ways = out.get(key, 0.0), into.get(key, 0.0)
+        one_way[key[0]], both[key[0]] = max(one_way[key[0]], *ways), max(both[key[0]], sum(ways))
+    return Load(tuple(one_way), tuple(both), hops)
+
+
+def members(topology: Topology, axis: str) -> list[list[int]]:
+    """The ranks of every group of an axis, or of a plane such as "x·y", ascending."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    inside = axis.split("·")
+    for rank in range(topology.size):
+        at = topology.coordinates_of(rank)
+        groups.setdefault(tuple(index for name, index in at.items() if name not in inside), []).append(rank)
+    return list(groups.values())
 
 
 def level_of(source: int, target: int, ports: Ports) -> int:

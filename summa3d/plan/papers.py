@@ -9,14 +9,14 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from ..cluster import Cluster
+from ..cluster import load as load_cluster
 from ..comm.topology import Topology
 from ..dry.step import Setting
-from ..errors import ConfigError
+from ..errors import ConfigError, nearest
 from ..nn.config import ModelConfig
-from ..train.toml import nearest, tomllib
+from ..train.toml import tomllib
 from .cells import BLOCK, cells
-from .cluster import Cluster
-from .cluster import load as load_cluster
 from .fit import Ranges, error, fit, held_out, leave_one_out
 from .megatron import predictor
 from .profiles import edited

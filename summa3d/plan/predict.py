@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from ..cluster import Cluster
 from ..comm.topology import Topology
 from ..dry.record import ENTER, LEAVE, Op
 from ..parallel.schedule import build
 from ..parallel.simulate import timeline
 from .cells import BLOCK, Cell
-from .cluster import Cluster
 from .price import Prices
 from .replay import Work, replay
 

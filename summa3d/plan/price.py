@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import log2, prod
 from typing import NamedTuple
 
+from ..cluster import Cluster
 from ..comm.topology import Topology
 from ..dry.record import Op
 from ..dtypes import dtype_of
-from .cluster import Cluster
-from .links import Load, loads
+from .links import Load, busy_ports, loads
 
 CHAINS = ("broadcast", "reduce")
 
@@ -17,6 +17,11 @@ CHAINS = ("broadcast", "reduce")
 def alike(op: Op) -> Op:
     """What the price of an operation depends on, equal for those with the same price."""
     return op._replace(layer="", phase="", messages=0, id=-1)
+
+
+def pattern_of(op: Op) -> str:
+    """Who sends to whom in a communication (`links.PATTERNS`)."""
+    return "chain" if op.name in CHAINS else {"all_to_all": "pairs", "send": "next"}.get(op.name, "ring")
 
 
 class Edge(NamedTuple):
@@ -31,32 +36,49 @@ class Prices:
     """Prices of operations where the ranks of `topology` are consecutive ranks of `cluster`.
 
     A product takes 2mnk/(peak·efficiency·d/(d + half)), d its smallest side, or the time to read and write its operands where
-    that is more. Element-wise work takes its bytes over the memory's bandwidth, and a launch. A communication takes its volume
-    over the slowest port that it loads (`links.loads`), its hops, and a launch. All groups of its axis communicate at once.
+    that is more. Element-wise work takes its bytes over the memory's bandwidth. A communication takes its volume over the slowest
+    port that it loads (`links.loads`), and its hops. All groups of its axis communicate at once. Inside a host whose ranks share
+    memory it takes its hops alone: the trace has the copies. All take a launch, and longer where ranks share cores.
     """
 
     def __init__(self, cluster: Cluster, topology: Topology) -> None:
         self.cluster, self.topology = cluster, topology
         self._half = cluster["product.half"]
-        self._byte = 1 / (cluster["device.memory_bandwidth"] * cluster["elements.efficiency"])
-        self._edges = [Edge(1 / one.bandwidth, 1 / (one.bandwidth * one.duplex), one.latency) for one in cluster.levels]
+        self._crowding = cluster.crowding(topology.size)
+        self._byte = cluster.byte_time() * self._crowding
+        self._launches = {key: cluster[f"{key}.launch"] * self._crowding for key in ("product", "elements", "collectives")}
+        self._edges = [
+            Edge(self._crowding / one.bandwidth, self._crowding / (one.bandwidth * one.duplex), one.latency * self._crowding)
+            for one in cluster.levels
+        ]
+        if cluster["host.shared"]:
+            self._edges[0] = Edge(0.0, 0.0, self._edges[0].latency)
         self._flop: dict[str, float] = {}
-        self._known: dict[Op, float] = {}
+        self._known: dict[Op, tuple[float, float]] = {}
+        self._speeds: dict[tuple[tuple[str, str], ...], tuple[float, ...]] = {}
 
     def seconds(self, op: Op) -> float:
-        """The seconds of an operation; 0 of a wait."""
+        """The seconds of an operation by itself; 0 of a wait."""
+        return sum(self.parts(op))
+
+    def parts(self, op: Op) -> tuple[float, float]:
+        """The seconds of an operation by itself, without and with the ports of links in use."""
         key = alike(op)
         if key not in self._known:
-            self._known[key] = self.price(key)
+            self._known[key] = self._parts(key)
         return self._known[key]
 
     def price(self, op: Op) -> float:
         """`seconds`, worked out anew."""
+        return sum(self._parts(op))
+
+    def _parts(self, op: Op) -> tuple[float, float]:
+        if op.kind == "move":
+            return self.move(op)
         if op.kind == "product":
-            return self.product(op)
-        if op.kind == "elements":
-            return (op.read + op.written) * self._byte + self.cluster["elements.launch"]
-        return self.move(op) if op.kind == "move" else 0.0
+            return self.product(op), 0.0
+        is_elements = op.kind == "elements"
+        return ((op.read + op.written) * self._byte + self._launches["elements"] if is_elements else 0.0), 0.0
 
     def product(self, op: Op) -> float:
         """Seconds of a local product."""
@@ -65,27 +87,58 @@ class Prices:
             return 0.0
         dtype = op.dtype or "float32"
         if dtype not in self._flop:
-            self._flop[dtype] = 1 / (self.cluster.peak(dtype) * self.cluster["product.efficiency"])
-        return max(op.flops * self._flop[dtype] * (side + self._half) / side, (op.read + op.written) * self._byte)
+            self._flop[dtype] = self._crowding / (self.cluster.peak(dtype) * self.cluster["product.efficiency"])
+        computed = op.flops * self._flop[dtype] * (side + self._half) / side
+        return max(computed, (op.read + op.written) * self._byte) + self._launches["product"]
 
-    def move(self, op: Op) -> float:
-        """Seconds of a communication by itself; `op.words` are those that a member receives, of a broadcast the message."""
+    def move(self, op: Op) -> tuple[float, float]:
+        """Seconds of a communication's hops and launch, and of its volume: the words received, of a broadcast the message."""
         members = prod(self.topology.shape.get(name, 1) for name in op.axis.split("·"))
         if members == 1 or op.words == 0:
-            return 0.0
-        volume = float(op.words * dtype_of(op.dtype).nbytes)
+            return 0.0, 0.0
+        volume, launch = float(op.words * dtype_of(op.dtype).nbytes), self._launches["collectives"]
         if op.name in CHAINS:
-            message = volume * members / (members - 1) if op.name == "reduce" else volume
-            return self._chain(op.axis, message)
-        pattern = {"all_to_all": "pairs", "send": "next"}.get(op.name, "ring")
+            fill, moved = self._chain(op.axis, volume * members / (members - 1) if op.name == "reduce" else volume)
+            return fill + launch, moved
+        pattern = pattern_of(op)
         ((load, _),) = loads(self.topology, op.axis, self.cluster.levels, pattern)
         if pattern == "next":
-            return volume * self._slowest(load) + max(self._latencies(load)) + self.cluster["collectives.launch"]
+            return max(self._latencies(load)) + launch, volume * self._slowest(load)
         steps = 2 if op.name == "all_reduce" else 1
         latency = steps * sum(self._latencies(load)) * (members - 1) / max(1, sum(load.hops))
         if op.name == "all_reduce":
             latency = min(latency, self._tree(load, members))
-        return volume * self._slowest(load) + latency + self.cluster["collectives.launch"]
+        return latency + launch, volume * self._slowest(load)
+
+    def speeds(self, flights: tuple[tuple[str, str], ...]) -> tuple[float, ...]:
+        """The parts of their speed alone that flights, each an axis and a pattern, have together: max-min fair by edge.
+
+        All edges go at the same rate until a port is full; those that use it stay there, and the others go on.
+        """
+        if flights not in self._speeds:
+            self._speeds[flights] = self._max_min(flights)
+        return self._speeds[flights]
+
+    def _max_min(self, flights: tuple[tuple[str, str], ...]) -> tuple[float, ...]:
+        used = []
+        for use in busy_ports(self.topology, flights, self.cluster.levels):
+            edge = self._edges[use.level]
+            used.append([load * (edge.both_ways if use.both_ways else edge.one_way) for load in use.loads])
+        alone = [max((port[flight] for port in used), default=0.0) for flight in range(len(flights))]
+        rates = [0.0] * len(flights)  # bytes per second of an edge
+        growing = {flight for flight, slowest in enumerate(alone) if slowest > 0}
+        while growing:
+            room = {}
+            for number, port in enumerate(used):
+                each = sum(port[flight] for flight in growing)
+                if each > 0:
+                    room[number] = (1 - sum(rate * load for rate, load in zip(rates, port, strict=True))) / each
+            more = max(0.0, min(room.values()))
+            for flight in growing:
+                rates[flight] += more
+            full = [number for number, left in room.items() if left <= more * (1 + 1e-9)]
+            growing -= {flight for number in full for flight in growing if used[number][flight] > 0}
+        return tuple(rate * slowest if slowest else 1.0 for rate, slowest in zip(rates, alone, strict=True))
 
     def _slowest(self, load: Load) -> float:
         """Seconds per byte of an edge, by the slowest port."""
@@ -104,13 +157,14 @@ class Prices:
         between = max(latency for _, latency in outer)
         return 2 * (log2(nodes) * between + max(0, members // nodes - 1) * self._edges[0].latency)
 
-    def _chain(self, axis: str, message: float) -> float:
-        """Seconds of a broadcast or a sum through a chain, that forwards chunk after chunk; the mean over all roots."""
+    def _chain(self, axis: str, message: float) -> tuple[float, float]:
+        """Seconds until a chain is filled and of its message, which it forwards chunk after chunk; the mean over all roots."""
         found = loads(self.topology, axis, self.cluster.levels, "chain")
         chunk = min(self.cluster["collectives.chunk"], message)
-        total = 0.0
+        filled = moved = 0.0
         for load, roots in found:
             ports = zip(load.hops, load.one_way, self._edges, strict=True)
-            fill = sum(hops * (edge.latency + chunk * max(1.0, one) * edge.one_way) for hops, one, edge in ports)
-            total += roots * (message * self._slowest(load) + fill)
-        return total / sum(roots for _, roots in found) + self.cluster["collectives.launch"]
+            filled += roots * sum(hops * (edge.latency + chunk * max(1.0, one) * edge.one_way) for hops, one, edge in ports)
+            moved += roots * message * self._slowest(load)
+        count = sum(roots for _, roots in found)
+        return filled / count, moved / count

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..cluster import Cluster
 from ..comm.topology import Topology
 from ..dry.record import Op
-from .cluster import Cluster
-from .price import Prices, alike
+from .price import Prices, alike, pattern_of
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Span:
     """Seconds of a replayed trace.
 
     compute : of products and element-wise work. exposed : axis → for how long arithmetic waited for it. moved : axis → how long
-    its communications took, those behind arithmetic too. seconds : of all.
+    its communications take by themselves, those behind arithmetic too. seconds : of all.
     """
 
     seconds: float = 0.0
@@ -32,38 +32,92 @@ class Span:
         return {axis: seconds - self.exposed.get(axis, 0.0) for axis, seconds in self.moved.items()}
 
 
+@dataclass
+class Flight:
+    """A communication on its way: what it still takes by itself before it uses ports, and on them."""
+
+    number: int
+    key: tuple[str, str]
+    fixed: float
+    moving: float
+
+
+class Network:
+    """Communications in flight: one after the other along an axis, and those of different axes at once, sharing ports."""
+
+    def __init__(self, prices: Prices) -> None:
+        self.prices, self.now = prices, 0.0
+        self.queues: dict[str, deque[Flight]] = {}
+        self.ends: dict[int, float] = {}
+
+    def issue(self, op: Op, now: float) -> None:
+        """Begin a communication at `now`, or once its axis is free."""
+        self.advance(until=now)
+        self.now = now
+        self.queues.setdefault(op.axis, deque()).append(Flight(op.id, (op.axis, pattern_of(op)), *self.prices.parts(op)))
+
+    def advance(self, number: int | None = None, until: float = float("inf")) -> None:
+        """Go on until a communication has ended, or until a time."""
+        while number not in self.ends:
+            heads = [queue[0] for queue in self.queues.values() if queue]
+            if not heads:
+                return
+            moving = sorted((one for one in heads if one.fixed <= 0 < one.moving), key=lambda one: one.key)
+            speeds = self.prices.speeds(tuple(one.key for one in moving)) if len(moving) > 1 else [1.0] * len(moving)
+            left = [(one.fixed, 1.0, one) for one in heads if one.fixed > 0 or one.moving <= 0]
+            left += [(one.moving, speed, one) for one, speed in zip(moving, speeds, strict=True)]
+            step = min(rest / speed for rest, speed, _ in left)
+            if self.now + step > until:
+                step = until - self.now
+            for rest, speed, one in left:
+                remaining = 0.0 if rest / speed <= step else rest - speed * step
+                if one.fixed > 0:
+                    one.fixed = remaining
+                else:
+                    one.moving = remaining
+            self.now += step
+            for one in heads:
+                if one.fixed <= 0 and one.moving <= 0:
+                    self.ends[self.queues[one.key[0]].popleft().number] = self.now
+            if self.now >= until:
+                return
+
+
 def replay(trace: Iterable[Op], prices: Prices, overlap: bool = True) -> Span:
     """Run a trace: a communication starts when it is issued and its axis is free, a wait blocks arithmetic until it has ended.
 
+    Communications of different axes that move at once share the ports that both use, and slow each other down.
+
     overlap : False waits for every communication as soon as it is issued. What is still in flight at the end is waited for.
-    Axes do not slow each other down.
     """
-    span, now = Span(), 0.0
-    free: dict[str, float] = {}
-    flying: dict[int, tuple[str, float]] = {}
+    span, now, network = Span(), 0.0, Network(prices)
+    flying: dict[int, str] = {}
 
     def wait(number: int) -> None:
         nonlocal now
-        axis, end = flying.pop(number)
+        axis = flying.pop(number)
+        network.advance(number)
+        end = network.ends[number]
         if end > now:
             span.exposed[axis] = span.exposed.get(axis, 0.0) + end - now
             now = end
 
     for op in trace:
-        seconds = prices.seconds(op)
         if op.kind == "move":
-            free[op.axis] = max(now, free.get(op.axis, 0.0)) + seconds
-            span.moved[op.axis] = span.moved.get(op.axis, 0.0) + seconds
-            flying[op.id] = op.axis, free[op.axis]
+            span.moved[op.axis] = span.moved.get(op.axis, 0.0) + prices.seconds(op)
+            network.issue(op, now)
+            flying[op.id] = op.axis
             if not overlap:
                 wait(op.id)
         elif op.kind == "wait":
             if op.id in flying:
                 wait(op.id)
         else:
+            seconds = prices.seconds(op)
             now += seconds
             span.compute += seconds
-    for number in sorted(flying, key=lambda one: flying[one][1]):
+    network.advance()
+    for number in sorted(flying, key=lambda one: network.ends[one]):
         wait(number)
     span.seconds = now
     return span

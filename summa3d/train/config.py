@@ -15,7 +15,7 @@ from ..comm.arrays import DEVICES
 from ..comm.topology import axes_in
 from ..comm.transport.select import NAMES as TRANSPORTS
 from ..dtypes import FLOATS, HALVES
-from ..errors import ConfigError
+from ..errors import ConfigError, nearest
 from ..nn.config import ModelConfig
 from ..nn.overlap import Overlap
 from ..nn.schemes.registry import SCHEME_SPECS
@@ -421,7 +421,7 @@ class Config:
         for name, value, known in choices:
             if value not in known:
                 raise ConfigError(
-                    f"{name} = {value!r} is not known. Nearest: {toml.nearest(value, known)!r}. All: {', '.join(known)}."
+                    f"{name} = {value!r} is not known. Nearest: {nearest(value, known)!r}. All: {', '.join(known)}."
                 )
         at_least("recompute_layers", self.recompute_layers, 1)
         if self.recompute_layers > 1 and self.recompute != "full":

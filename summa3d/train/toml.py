@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 import types
 import typing
@@ -10,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from ..errors import ConfigError
+from ..errors import ConfigError, nearest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -197,23 +196,6 @@ def leaves(cls: type, prefix: str = "") -> Iterator[str]:
             yield from leaves(typing.cast(type, kind), f"{prefix}{name}.")
         else:
             yield prefix + name
-
-
-def nearest(key: str, known: Sequence[str]) -> str:
-    """The known key that is most similar to `key`: as a whole, in its last part, or by its initials.
-
-    >>> nearest("lr", ["train.learning_rate", "train.steps"])
-    'train.learning_rate'
-    """
-
-    def likeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
-        part, name = key.rpartition(".")[2], candidate.rpartition(".")[2]
-        initials = "".join(word[:1] for word in name.split("_"))
-        last = difflib.SequenceMatcher(None, part, name).ratio()
-        return max(whole, last, len(part) > 1 and part == initials) + whole / 100
-
-    return max(known, key=likeness)
 
 
 def unknown_key(key: str, known: Sequence[str], removed: str | None = None) -> ConfigError:

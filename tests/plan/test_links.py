@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import pytest
 
+from summa3d.cluster import Level
 from summa3d.comm.topology import Topology, divisors
-from summa3d.plan.cluster import Level
 from summa3d.plan.links import loads
 
 BYTES = 2520

@@ -15,8 +15,8 @@ import pages
 import pytest
 
 from summa3d.cli import main as entry
+from summa3d.cluster import load
 from summa3d.plan import papers
-from summa3d.plan.cluster import load
 from summa3d.plan.fit import fit
 
 

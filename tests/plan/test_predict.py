@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from summa3d.cli import plan as cli
+from summa3d.cluster import load
 from summa3d.comm.topology import Topology
 from summa3d.dry.record import ENTER, LEAVE, Op
 from summa3d.errors import ConfigError
 from summa3d.parallel.schedule import build
 from summa3d.parallel.simulate import timeline
 from summa3d.plan.cells import BLOCK, Cell
-from summa3d.plan.cluster import load
 from summa3d.plan.formulas import bubble, days, days_by_parameters, hardware_flops, model_flops, parameters
 from summa3d.plan.predict import Fast, Step, even_layers
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
 import pytest
 
+from summa3d.cluster import Cluster, load
 from summa3d.comm.topology import Topology
 from summa3d.dry.record import Op
-from summa3d.plan.cluster import Cluster, load
-from summa3d.plan.price import Prices
+from summa3d.plan.links import busy_ports
+from summa3d.plan.price import Prices, pattern_of
 from summa3d.plan.replay import Work, replay
 
 AXES = Topology.checked({"x": 4, "y": 2}, ["x", "y"])
@@ -101,6 +105,89 @@ def test_one_axis_takes_its_communications_in_turn_and_two_run_beside_each_other
     beside = (move(1, "x", 3000), move(2, "y", 1000), wait(1), wait(2))
     span = replay(beside, Prices(plain(), AXES))
     assert span.seconds == pytest.approx(16e-6) and span.exposed == pytest.approx({"x": 12e-6, "y": 4e-6})
+
+
+CROSSING = Topology.checked({"x": 2, "y": 2, "z": 4}, ["z", "x", "y"])
+"""z fills a node of four; x and y cross the network, four groups of each behind the one port of a node."""
+
+
+@pytest.mark.parametrize(
+    ("topology", "first", "second", "ends"),
+    [
+        (CROSSING, ("x", 1000), ("y", 3000), (32e-6, 64e-6)),  # 16 and 48 µs alone: half each, then what is left alone
+        (CROSSING, ("x", 1000), ("y", 1000), (32e-6, 32e-6)),
+        (CROSSING, ("z", 1000), ("y", 1000), (4e-6, 16e-6)),  # other ports
+        (Topology.checked({"x": 8, "y": 2}, ["x", "y"]), ("x", 1000), ("y", 1000), (20e-6, 20e-6)),  # 1 and 4 edges on a port
+        (Topology.checked({"x": 8, "y": 2}, ["x", "y"]), ("x", 1000), ("y", 3000), (20e-6, 52e-6)),  # 5 edges, then 4
+    ],
+)
+def test_two_axes_share_the_ports_that_both_use(
+    topology: Topology, first: tuple[str, int], second: tuple[str, int], ends: tuple[float, float]
+) -> None:
+    """Both begin at 0: what is first waited for ends at the first time, the other at the second."""
+    trace = (move(1, *first), move(2, *second), wait(1), elements(0), wait(2))
+    span = replay(trace, Prices(plain(), topology))
+    assert span.seconds == pytest.approx(ends[1]) and span.exposed[first[0]] == pytest.approx(ends[0])
+    late = (move(1, *first), elements(round(ends[1] * 1e9)), move(2, *second), wait(1), wait(2))
+    assert replay(late, Prices(plain(), topology)).seconds == pytest.approx(
+        ends[1] + Prices(plain(), topology).seconds(move(2, *second))
+    )
+
+
+def random_traces(count: int) -> Iterator[tuple[tuple[Op, ...], Prices]]:
+    draw = random.Random(5)
+    cluster = plain(**{"node.latency": 3e-6, "network.latency": 7e-6, "collectives.launch": 2e-6, "network.duplex": 1.2})
+    grids = [Topology.checked({"x": 3, "y": 4, "z": 2}, draw.sample("xyz", 3)) for _ in range(4)]
+    for _ in range(count):
+        trace: list[Op] = []
+        flying: list[int] = []
+        for number in range(draw.randrange(2, 14)):
+            kind = draw.choice(("elements", "move", "move", "wait"))
+            if kind == "move":
+                name = draw.choice(("all_gather", "all_reduce", "broadcast", "all_to_all"))
+                trace.append(move(number, draw.choice(("x", "y", "z", "x·y")), draw.choice((0, 500, 4000)), name))
+                flying.append(number)
+            elif kind == "wait" and flying:
+                trace.append(wait(flying.pop(draw.randrange(len(flying)))))
+            else:
+                trace.append(elements(draw.randrange(30_000)))
+        yield tuple(trace), Prices(cluster, draw.choice(grids))
+
+
+def test_a_replay_lies_between_its_longest_stream_and_the_sum_of_all() -> None:
+    shared = 0
+    for trace, prices in random_traces(150):
+        span, blocking = replay(trace, prices), replay(trace, prices, overlap=False)
+        total = sum(prices.seconds(op) for op in trace)
+        assert max(span.compute, *span.moved.values(), 0.0) <= span.seconds * (1 + 1e-9) <= total * (1 + 2e-9)
+        assert blocking.seconds == pytest.approx(total)
+        at_once = [one for op in trace if op.kind != "wait" for one in ([op, wait(op.id)] if op.kind == "move" else [op])]
+        assert replay(at_once, prices).seconds == pytest.approx(total)
+        assert span.seconds == pytest.approx(span.compute + sum(span.exposed.values()))
+        axes = {(op.axis, pattern_of(op)) for op in trace if op.kind == "move" and op.words}
+        if len(axes) > 1:
+            shared += is_max_min_fair(tuple(sorted(axes)), prices)
+    assert shared > 50
+
+
+def is_max_min_fair(flights: tuple[tuple[str, str], ...], prices: Prices) -> bool:
+    """Each flight has a full port on which no other's edges are faster, and no port carries more than it can."""
+    speeds, edges = prices.speeds(flights), [(1e9, 2e9), (1e9, 1.2e9)]
+    used = [
+        ([load / edges[use.level][use.both_ways] for load in use.loads])
+        for use in busy_ports(prices.topology, flights, prices.cluster.levels)
+    ]
+    rates = [speed / max(port[flight] for port in used) for flight, speed in enumerate(speeds)]
+    carried = [sum(rate * load for rate, load in zip(rates, port, strict=True)) for port in used]
+    assert max(carried) <= 1 + 1e-9
+    for flight, rate in enumerate(rates):
+        assert any(
+            total > 1 - 1e-9
+            and port[flight] > 0
+            and all(load == 0 or other <= rate * (1 + 1e-9) for load, other in zip(port, rates, strict=True))
+            for total, port in zip(carried, used, strict=True)
+        )
+    return any(speed < 1 - 1e-9 for speed in speeds)
 
 
 def test_what_is_still_in_flight_at_the_end_is_waited_for() -> None:

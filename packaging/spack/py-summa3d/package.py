@@ -25,5 +25,5 @@ class PySumma3d(PythonPackage):
     depends_on("py-safetensors@0.4:", type=("build", "run"), when="+train")
     depends_on("py-rich@13:", type=("build", "run"), when="+train")
     depends_on("py-tomli-w@1:", type=("build", "run"), when="+train")
-    depends_on("py-tomli@2:", type=("build", "run"), when="+train ^python@:3.10")
+    depends_on("py-tomli@2:", type=("build", "run"), when="^python@:3.10")
     depends_on("py-matplotlib@3.8:", type=("build", "run"), when="+plot")

@@ -56,15 +56,17 @@ class Candidate:
     @cached_property
     def seconds(self) -> float:
         """Predicted for the busiest rank: its products at the speed of their shape, what it receives, and its sums."""
-        mean, crowding = self.mean, self.machine.crowding(self.ranks)
+        mean, crowding = self.mean, self.machine.cluster.crowding(self.ranks)
         sizes = zip(self._extents(), (mean.m, mean.n, mean.k), strict=True)
         m, n, k = (_largest(extent, part) for extent, part in sizes)
         imbalance = max(1.0, m * n * k / (mean.m * mean.n * mean.k)) if m * n * k else 1.0
         one = self.machine.product(m, n, k, self.dtype)
-        reduced = float(mean.reduced) * imbalance
+        reduced, rest = float(mean.reduced) * imbalance, (mean.messages, self.dtype, self.ranks)
         if self.machine.node and registry.ALGORITHMS[self.algorithm].reads_in_place:
-            return crowding * (one + self.machine.node_transfer(self._copied_words(), reduced, mean.messages, self.dtype))
-        moved = self.machine.transfer(float(mean.gathered) * imbalance, reduced, mean.messages, self.dtype)
+            return crowding * (
+                one + self.machine.node_transfer(self._copied_words(), reduced, mean.messages, self.dtype, self.ranks)
+            )
+        moved = self.machine.transfer(float(mean.gathered) * imbalance, reduced, *rest)
         return crowding * (mean.products * one + moved)
 
     def _copied_words(self) -> float:
@@ -175,7 +177,8 @@ def choose(
     ----------
     memory_limit : bytes of workspace per rank, beside its blocks of A, B and C; None is no limit
     algorithm : a name, to choose the grid only; None takes all algorithms that spread every operand over all ranks, uncopied
-    machine : what predicted times rest on (`calibrate` measures one); must be the same on all ranks
+    machine : what predicted times rest on, `Machine(load("here"))` where `summa3d bench calibrate` has measured this one; must be
+        the same on all ranks
 
     Raises ShapeError for what is no size; ConfigError for an unknown algorithm or dtype, and for a memory limit that nothing
     meets, naming the smallest workspace; GridError for an algorithm that cannot use `ranks` ranks, naming those that can.
@@ -235,7 +238,7 @@ class Search:
             for grid, (width, plan) in product(found.grids(ranks), plans):
                 mean = found.mean(self.form.replace("c", "t"), m, n, k, grid)
                 if width and k:
-                    mean = _in_panels(mean, max(mean.products, -(-k // width)))
+                    mean = in_panels(mean, max(mean.products, -(-k // width)))
                 candidate = Candidate(name, grid, ranks, plan, mean, self.dtype, self.machine)
                 if candidate.even or not self.even:
                     yield candidate
@@ -251,7 +254,7 @@ def _order_in_a_node(one: Candidate) -> tuple[Any, ...]:
     return one.seconds, one.mean.words, *(-size for size in one.grid.values())
 
 
-def _in_panels(mean: Mean, count: int) -> Mean:
+def in_panels(mean: Mean, count: int) -> Mean:
     """The same products and words in `count` panels."""
     ratio = count / mean.products
     return mean._replace(messages=mean.messages * ratio, products=count, k=mean.k / ratio)

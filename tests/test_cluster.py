@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from summa3d.cluster import SOURCES, load, names, read
 from summa3d.errors import ClusterError
-from summa3d.plan.cluster import SOURCES, load, names, read
 
 
 def number(value: float, source: str = "datasheet") -> dict[str, Any]:
@@ -40,7 +40,7 @@ def test_every_shipped_cluster_has_a_source_for_each_number_and_at_most_three_fi
 
 def test_the_shipped_clusters() -> None:
     assert names() == [
-        *("dgx-h100", "frontera-rtx", "frontier", "gb200-nvl72", "jean-zay", "longhorn", "perlmutter", "selene"),
+        *("dgx-h100", "frontera-rtx", "frontier", "gb200-nvl72", "jean-zay", "longhorn", "perlmutter", "selene", "server"),
     ]
     assert [(level.name, level.size, level.ports) for level in load("frontier").levels] == [
         *(("module", 2, 1), ("node", 8, 2), ("network", 0, 4)),

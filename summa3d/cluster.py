@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,10 +11,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import ClusterError
-from ..train.toml import nearest, tomllib
+from .dtypes import DTYPES
+from .errors import ClusterError, nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 FOLDER = Path(__file__).with_name("clusters")
+HERE, VARIABLE = "here", "SUMMA3D_CLUSTER"
+"""The name of the cluster that `summa3d bench calibrate --write` has measured, and the variable that says where it lies."""
 SOURCES = ("datasheet", "measured", "fitted", "assumed")
 FITTED = 3
 """The most numbers of a cluster that may be fitted to the times that the cluster is to predict."""
@@ -30,17 +39,20 @@ class Range(NamedTuple):
 
 DEVICE = {
     "device.memory": Range(1e8, 1e13, "bytes", "memory of a device"),
-    "device.memory_bandwidth": Range(1e9, 1e14, "bytes per second", "read or written in a device's memory"),
+    "device.memory_bandwidth": Range(1e8, 1e14, "bytes per second", "read or written in a device's memory"),
     "product.efficiency": Range(0.01, 1, "of the peak", "rate of a large product"),
     "product.half": Range(0, 1e4, "elements", "the smallest side at which a product has half its rate", 0.0),
+    "product.launch": Range(0, 0.1, "seconds", "start of a product", 0.0),
     "elements.efficiency": Range(0.01, 1, "of the memory bandwidth", "rate of element-wise kernels"),
     "elements.launch": Range(0, 0.1, "seconds", "start of an element-wise kernel", 0.0),
     "collectives.launch": Range(0, 0.1, "seconds", "start of a collective"),
     "collectives.chunk": Range(1, 1e9, "bytes", "what a broadcast's chain forwards at a time", 524288.0),
+    "host.slots": Range(0, 1e4, "ranks", "ranks of a node that have a core each; more share them; 0 for devices", 0.0),
+    "host.shared": Range(0, 1, "yes or no", "ranks of a node communicate by copies in its memory, which a trace has", 0.0),
     "band.percent": Range(0, 100, "percent", "the error to expect of a predicted time"),
 }
 """Key → what it may be, of all numbers but peaks and links."""
-PEAK = Range(1e9, 1e17, "operations per second", "datasheet rate of products of a dtype")
+PEAK = Range(1e7, 1e17, "operations per second", "the most of products of a dtype")
 LINKS = {
     "size": Range(1, 1e6, "ranks", "consecutive ranks that a level joins; the outermost level joins all and has none", 0.0),
     "ports": Range(1, 1024, "ports", "ports of a unit of the level below, which its ranks share; a rank has one", 1.0),
@@ -49,10 +61,11 @@ LINKS = {
     "latency": Range(0, 0.1, "seconds", "of a message between two neighbours"),
 }
 """Key of a level of links → what it may be."""
+ABOUT = ("name", "note", "measured")
+"""Keys that are no numbers; `measured` says when, where and with which libraries."""
 
 
-@dataclass(frozen=True)
-class Number:
+class Number(NamedTuple):
     """A number of a description: its value, source, and where it was found."""
 
     value: float
@@ -105,6 +118,30 @@ class Cluster:
         """Ranks of the innermost level."""
         return self.levels[0].size
 
+    def ranks_per_node(self, ranks: int) -> int:
+        """How many of `ranks` ranks communicate in a node's memory, as a dry run's `Setting` takes it; 1 where none do."""
+        return min(ranks, self.node or ranks) if self["host.shared"] else 1
+
+    def crowding(self, ranks: int) -> float:
+        """By how much ranks slow each other down: ranks of a node for each of its slots, at least 1."""
+        slots = self["host.slots"]
+        return max(1.0, min(ranks, self.node or ranks) / slots) if slots else 1.0
+
+    def link(self, ranks: int) -> tuple[float, float]:
+        """Seconds per byte and per message of the level that joins `ranks` ranks, of a rank's share while all communicate."""
+        index = next((number for number, level in enumerate(self.levels) if level.size >= ranks), len(self.levels) - 1)
+        level = self.levels[index]
+        sharing = self.levels[index - 1].size if index else 1
+        return max(1.0, sharing / level.ports) / level.bandwidth, level.latency
+
+    def flop_time(self, dtype: str, side: float) -> float:
+        """Seconds of an operation of a product whose smallest side is `side`."""
+        return (side + self["product.half"]) / side / (self.peak(dtype) * self["product.efficiency"])
+
+    def byte_time(self) -> float:
+        """Seconds of a byte that is read or written in a device's memory."""
+        return 1 / (self["device.memory_bandwidth"] * self["elements.efficiency"])
+
     def peak(self, dtype: str) -> float:
         """Operations per second of products of a dtype. Raises ClusterError where the cluster has no such number."""
         key = f"peak.{dtype}"
@@ -132,23 +169,41 @@ def names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
+def here_file() -> Path:
+    """The description of this machine: SUMMA3D_CLUSTER, else summa3d/here.toml in the user's folder of configurations (XDG)."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(os.environ.get(VARIABLE) or Path(folder, "summa3d", "here.toml"))
+
+
 def load(name: str) -> Cluster:
-    """The cluster of a name, or of a TOML file's path.
+    """The cluster of a name, of a TOML file's path, or, by "here", of this machine as it was measured (`here_file`).
 
     Raises ClusterError for an unknown name, naming the nearest; for unknown or missing keys, numbers without a source, values
     that cannot be, levels that do not nest, and more than three fitted numbers.
     """
-    file = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    file = here_file() if name == HERE else Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
+        if name == HERE:
+            write = "`summa3d launch -n N bench calibrate --write` measures this machine"
+            raise ClusterError(f"there is no file {file}: {write}, or {VARIABLE} names a file.") from None
         if name.endswith(".toml"):
             raise ClusterError(f"there is no file {name}.") from None
         near = nearest(name, names())
         raise ClusterError(f"unknown cluster {name!r}; the nearest is {near}. Known: {', '.join(names())}.") from None
-    except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"{file} cannot be read: {error}") from None
-    return read(table, file.stem)
+    return read_text(text, file.stem)
+
+
+def read_text(text: str, name: str) -> Cluster:
+    """The cluster of a file's text; raises as `load` does."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"cluster {name} is no TOML: {error}") from None
+    return read(table, name)
 
 
 def read(table: Mapping[str, Any], name: str) -> Cluster:
@@ -157,7 +212,7 @@ def read(table: Mapping[str, Any], name: str) -> Cluster:
     if not isinstance(levels, list) or not levels or not all(isinstance(one, Mapping) and "name" in one for one in levels):
         raise ClusterError(f"cluster {name} needs tables [[level]], each with a name: its links, from the innermost.")
     level_names = tuple(str(level["name"]) for level in levels)
-    flat = dict(_flat({key: value for key, value in table.items() if key not in ("level", "name", "note")}))
+    flat = dict(_flat({key: value for key, value in table.items() if key not in ("level", *ABOUT)}))
     for level in levels:
         flat |= {f"{level['name']}.{key}": value for key, value in level.items() if key != "name"}
     numbers = {key: _number(name, key, value) for key, value in flat.items()}
@@ -167,7 +222,8 @@ def read(table: Mapping[str, Any], name: str) -> Cluster:
 
 
 def _limits(level_names: tuple[str, ...]) -> dict[str, Range]:
-    return DEVICE | {f"{level}.{key}": limit for level in level_names for key, limit in LINKS.items()}
+    links = {f"{level}.{key}": limit for level in level_names for key, limit in LINKS.items()}
+    return DEVICE | {f"peak.{dtype}": PEAK for dtype in DTYPES} | links
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -183,7 +239,7 @@ def _number(name: str, key: str, given: Any) -> Number:
     table = given if isinstance(given, Mapping) else {}
     value, source = table.get("value"), table.get("source")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or source not in SOURCES or set(table) - {"value", "source", "from"}:
+    if not is_number or source not in SOURCES or set(table) - {"value", "source", "from", "date"}:
         sources = ", ".join(SOURCES)
         raise ClusterError(
             f'cluster {name}: {key} = {given!r} takes {{value = …, source = …, from = "…"}} with a source of {sources}.'
@@ -194,9 +250,9 @@ def _number(name: str, key: str, given: Any) -> Number:
 def _checked(name: str, level_names: tuple[str, ...], numbers: Mapping[str, Number]) -> Cluster:
     limits = _limits(level_names)
     for key, number in numbers.items():
-        limit = PEAK if key.startswith("peak.") else limits.get(key)
+        limit = limits.get(key)
         if limit is None:
-            raise _unknown(name, key, [*limits, "peak.float32"])
+            raise _unknown(name, key, limits)
         is_size, outermost = key.endswith(".size"), key == f"{level_names[-1]}.size"
         if not limit.least <= number.value <= limit.most and not (is_size and number.value == 0):
             raise ClusterError(
@@ -207,7 +263,7 @@ def _checked(name: str, level_names: tuple[str, ...], numbers: Mapping[str, Numb
             raise ClusterError(
                 f"cluster {name}: {key} = {number.value:g}; sizes and ports are whole; all levels but the outermost have one."
             )
-    missing = [key for key in limits if key not in numbers]
+    missing = [key for key in limits if key not in numbers and not key.startswith("peak.")]
     if missing or not any(key.startswith("peak.") for key in numbers):
         raise ClusterError(f"cluster {name} lacks {', '.join(missing) or 'peak.float32'}.")
     cluster = Cluster(name, level_names, dict(numbers))

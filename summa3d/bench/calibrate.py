@@ -1,0 +1,242 @@
+"""Measures the machine that it runs on, all ranks at once: products, element-wise work, collectives and messages."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import log2
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..comm.arrays import Array, copy_into, library_of, numpy_dtype
+from ..comm.axis import Axis
+from ..comm.device.select import placed, settle
+from ..comm.grid import Grid
+from ..comm.nodes import Nodes
+from ..errors import ConfigError
+from ..gemm.algorithms.cuboid import Cuboid, CuboidPlan
+from ..gemm.local.blas import accumulate
+from .clock import Clock
+from .fitted import Measured, Sample
+from .machine import threads_of_rank
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
+THIN = ((32, 1024, 1024), (1024, 32, 1024), (1024, 1024, 32), (128, 2048, 512), (2048, 128, 512), (512, 2048, 128))
+FULL = ("float32", "float64")
+"""The dtypes of which all sizes are measured; of the others one, from which their peak follows."""
+OTHERS = {"cpu": ("complex64", "complex128", "int32", "int64"), "cuda": ("float16",)}
+OTHER_SIDE = {"cpu": 256, "cuda": 4096}
+ARRAYS = (1 << 20, 4 << 20, 64 << 20)
+"""Bytes of the arrays that are copied and added."""
+MESSAGES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
+"""Bytes that a collective leaves on each rank, and of a message from one rank to another."""
+SPAN, ROUNDS = 0.03, 3
+"""Seconds that repetitions of one measurement take, and how often they are measured: the quickest counts."""
+LONGEST = 0.6
+"""Seconds that a product may take; larger ones are left out."""
+MEMORY_SHARE = 12
+"""The part of a node's memory that the arrays of all its ranks may fill."""
+
+
+@dataclass
+class Trial:
+    """A measurement: what is repeated how often, the quickest round so far, and what its seconds are divided by."""
+
+    sample: Sample
+    act: Callable[[], Array]
+    best: float
+    times: int
+    divided: float
+
+
+class Calibration:
+    """Measurements on all ranks of `world`, on the host or on each rank's current device (collective).
+
+    Raises ConfigError where nodes have different numbers of ranks.
+    """
+
+    def __init__(self, world: MPI.Intracomm, device: str = "cpu") -> None:
+        nodes = Nodes.of(world)
+        if len(set(nodes.ranks)) > 1:
+            raise ConfigError(
+                f"calibrate takes as many ranks on every node; these nodes have {', '.join(map(str, nodes.ranks))}."
+            )
+        self.world, self.device, self.ranks, self.nodes = world, device, nodes.ranks[0], len(nodes.ranks)
+        threads = world.bcast(threads_of_rank())
+        self.slots = 0 if device == "cuda" else max(1, min(nodes.cores) // threads)
+        self.grid = Grid(world, {"x": self.ranks, "y": self.nodes}, order=("x", "y"))
+        self.clock, self.grids = Clock(self.grid), [self.grid]
+        self.largest = world.bcast(node_memory() // MEMORY_SHARE // self.ranks // 3)
+
+    @property
+    def crowding(self) -> float:
+        """By how much ranks that share a core slow each other down."""
+        return max(1.0, self.ranks / self.slots) if self.slots else 1.0
+
+    def run(self) -> Measured:
+        """All measurements, in rounds, so that a while of other work spoils none of them; collective, equal on all ranks."""
+        trials = [*self.products(), *self.elements(), *self.moves(), *self.messages()]
+        for _ in range(ROUNDS):
+            for trial in trials:
+                trial.best = min(trial.best, self.repeated(trial.act, trial.times))
+        memory = device_memory() if self.device == "cuda" else node_memory() / self.ranks
+        shared = self.device == "cpu" and bool(self.grid.staged)
+        for grid in self.grids:
+            grid.free()
+        samples = tuple(trial.sample._replace(seconds=trial.best / trial.divided) for trial in trials)
+        return Measured(self.ranks, self.nodes, self.slots, float(memory), shared, samples)
+
+    def repeated(self, act: Callable[[], Array], times: int) -> float:
+        """Seconds of one of `times` repetitions on all ranks; of what act returns, all that is queued is done."""
+
+        def run() -> None:
+            for _ in range(times):
+                last = act()
+            settle(last)
+
+        return self.clock.spans(run)[0] / times
+
+    def trial(self, sample: Sample, act: Callable[[], Array], divided: float | None = None) -> Trial:
+        """A measurement; `divided` is what its time is divided by, else how much ranks slow each other down."""
+        self.repeated(act, 1)
+        best = self.repeated(act, 1)
+        return Trial(sample, act, best, int(min(2000, max(1, SPAN / max(best, 1e-7)))), divided or self.crowding)
+
+    def array(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
+        """An array of ones where the ranks compute."""
+        return placed(np.ones(shape, numpy_dtype(dtype)), self.device)
+
+    # -- one rank's arithmetic -----------------------------------------------------------------------------------------------
+
+    def products(self) -> Iterator[Trial]:
+        """Products of growing cubes and of thin shapes, through what multiplies blocks; and one of a single element."""
+        for dtype in FULL:
+            for side in SIDES:
+                found = self.product(side, side, side, dtype)
+                yield found
+                if 8 * found.best > LONGEST:
+                    break
+            for shape in THIN:
+                yield self.product(*shape, dtype)
+        side = OTHER_SIDE[self.device]
+        for dtype in OTHERS[self.device]:
+            yield self.product(side, side, side, dtype)
+        yield self.launch()
+
+    def product(self, m: int, n: int, k: int, dtype: str) -> Trial:
+        """One local product."""
+        a, b, out = (self.array(shape, dtype) for shape in ((m, k), (k, n), (m, n)))
+
+        def act() -> Array:
+            accumulate(a, b, "nn", out)
+            return out
+
+        return self.trial(Sample("product", f"{m}×{n}×{k} {dtype}", dtype=dtype, m=m, n=n, k=k), act)
+
+    def launch(self) -> Trial:
+        """A distributed product that has next to nothing to do, on a grid of this rank alone."""
+        from mpi4py import MPI
+
+        alone = Grid(MPI.COMM_SELF, {"x": 1, "y": 1, "z": 1})
+        executor = Cuboid(CuboidPlan("nn", 8, 8, 8), alone)
+        a, b, out = (self.array((8, 8)) for _ in range(3))
+        self.grids.append(alone)
+        sample = Sample("product", "8×8×8 by an executor", dtype="float32", m=8, n=8, k=8)
+        return self.trial(sample, lambda: executor.run(a, b, out))
+
+    def elements(self) -> Iterator[Trial]:
+        """Copies and additions, by torch on the host where it is installed: what computes a model's element-wise work."""
+        for nbytes in (8, *ARRAYS):
+            if nbytes > self.largest:
+                return
+            a, b, out = (self.elementwise(nbytes) for _ in range(3))
+            library = library_of(a)
+
+            def copy(a: Array = a, out: Array = out) -> Array:
+                return copy_into(out, a)
+
+            def add(a: Array = a, b: Array = b, out: Array = out, library: Any = library) -> Array:
+                library.add(a, b, out=out)
+                return out
+
+            yield self.trial(Sample("elements", f"copy of {nbytes:,} bytes", bytes=2 * nbytes), copy)
+            yield self.trial(Sample("elements", f"addition of {nbytes:,} bytes", bytes=3 * nbytes), add)
+
+    def elementwise(self, nbytes: int) -> Array:
+        """An array for element-wise work."""
+        array = self.array((nbytes // 4,))
+        if self.device == "cpu" and importlib.util.find_spec("torch") is not None:
+            import torch
+
+            return torch.from_numpy(array)
+        return array
+
+    # -- between ranks -------------------------------------------------------------------------------------------------------
+
+    def moves(self) -> Iterator[Trial]:
+        """Collectives of each level, of all its ranks, and in a node of pairs too; all groups of an axis at once."""
+        for level, axis, sharing in (("node", self.grid["x"], 1), ("network", self.grid["y"], self.ranks)):
+            yield from self.collectives(axis, level, sharing)
+        if self.ranks >= 4 and self.ranks % 2 == 0:
+            pairs = Grid(self.world, {"x": 2, "y": self.ranks // 2 * self.nodes}, order=("x", "y"))
+            self.grids.append(pairs)
+            yield from self.collectives(pairs["x"], "node", 1)
+
+    def collectives(self, axis: Axis, level: str, sharing: int) -> Iterator[Trial]:
+        """Rings of all sizes along an axis; none along one of a single member."""
+        size = axis.size
+        for nbytes in MESSAGES if size > 1 else ():
+            total = max(nbytes // 4 // size, 1) * size
+            if 4 * total > self.largest:
+                return
+            part, whole = self.array((total // size,)), self.array((total,))
+            acts: dict[str, tuple[int, Callable[[], Array]]] = {
+                "all_gather": (1, partial(axis.all_gather, part, into=whole)),
+                "reduce_scatter": (1, partial(axis.reduce_scatter, whole, into=part)),
+                "all_reduce": (2, partial(axis.all_reduce, whole)),
+            }
+            for name, (times, act) in acts.items():
+                received, what = times * 4 * (total - total // size), f"{name} of {4 * total:,} bytes on {size} ranks"
+                hops = 2 * log2(size) if times == 2 and level == "network" else times * (size - 1)  # a tree between nodes
+                yield self.trial(Sample("move", what, bytes=received * sharing, level=level, hops=hops), act)
+
+    def messages(self) -> Iterator[Trial]:
+        """Messages between two ranks of a node, and of two nodes, there and back, while the others wait."""
+        partners = (("node", self.grid["x"], 0), ("network", self.grid["y"], 0))
+        for level, axis, index in partners:
+            for nbytes in MESSAGES if axis.size > 1 else ():
+                if nbytes > self.largest:
+                    break
+                array = self.array((nbytes // 4,))
+                axis.open_device(array)
+                plays = self.grid.coordinates["y" if level == "node" else "x"] == 0 and axis.index in (index, index + 1)
+
+                def act(array: Array = array, axis: Axis = axis, first: bool = axis.index == index, plays: bool = plays) -> Array:
+                    for sends in (first, not first) if plays else ():
+                        if sends:
+                            axis.send(array, 1 - axis.index)
+                        else:
+                            axis.receive(array, 1 - axis.index)
+                    return array
+
+                what = f"message of {nbytes:,} bytes"
+                yield self.trial(Sample("move", what, bytes=nbytes, level=level, hops=1, message=True), act, divided=2.0)
+
+
+def node_memory() -> int:
+    """Bytes of memory of this node."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def device_memory() -> int:
+    """Bytes of memory of this rank's current device."""
+    import cupy
+
+    return int(cupy.cuda.runtime.memGetInfo()[1])

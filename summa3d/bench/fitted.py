@@ -1,0 +1,235 @@
+"""The numbers of a cluster that explain measured times best, how well they do, and the file that holds them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from itertools import combinations
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..cluster import DEVICE, LINKS, Number
+from ..dtypes import dtype_of
+from .table import Column, Table
+
+WORST = 0.20
+"""The largest median error of a fit that may describe a machine."""
+LEVELS = ("node", "network")
+ABOUT = ("hosts", "ranks_per_node", "threads_per_rank", "cores", "processor", "gpu", "load", "blas", "products", "mpi", "python",
+         "numpy", "summa3d", "commit")  # fmt: skip
+"""What a file says of the machine, beside its numbers."""
+LEAST = 0.01
+"""Nothing large is so many times quicker than the quickest that was measured."""
+REWEIGHTED, NEAR = 20, 0.02
+"""How often a fit is reweighted; logarithms of errors below this count alike."""
+
+
+class Sample(NamedTuple):
+    """A measured time. kind : product | elements | move. name : of what. seconds : as if every rank had a core of its own.
+
+    dtype, m, n, k : of a product. bytes : read and written, or those that a rank receives, times the groups that share a port.
+    level, hops : of a move; message : from one rank to another.
+    """
+
+    kind: str
+    name: str
+    seconds: float = 0.0
+    dtype: str = ""
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    bytes: int = 0
+    level: str = ""
+    hops: float = 0
+    message: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Real operations of a product."""
+        return dtype_of(self.dtype).flops * self.m * self.n * self.k
+
+    @property
+    def side(self) -> int:
+        """The smallest side of a product."""
+        return min(self.m, self.n, self.k)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured. ranks : of a node. nodes : how many. slots : ranks of a node that have cores of their own; 0 of devices.
+
+    memory : bytes of a rank. shared : whether ranks of a node communicate through its memory.
+    """
+
+    ranks: int
+    nodes: int
+    slots: int
+    memory: float
+    shared: bool
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Key → number of a cluster, peaks first; and (sample, predicted ÷ measured − 1) of every time that was fitted to."""
+
+    numbers: Mapping[str, float]
+    residuals: Sequence[tuple[Sample, float]]
+
+    @property
+    def error(self) -> float:
+        """The median error."""
+        return median(abs(error) for _, error in self.residuals)
+
+    @property
+    def band(self) -> float:
+        """The error that nine of ten times stay within, in percent."""
+        return min(100.0, 100 * quantiles([abs(error) for _, error in self.residuals], n=10)[-1])
+
+    def groups(self) -> dict[str, list[float]]:
+        """The errors by what was measured: products, elements, and the moves and messages of each level."""
+        found: dict[str, list[float]] = {}
+        for sample, error in self.residuals:
+            what = f"{sample.level} {'messages' if sample.message else 'collectives'}" if sample.level else sample.kind
+            found.setdefault(what, []).append(abs(error))
+        return found
+
+
+def fit(samples: Sequence[Sample]) -> Fit:
+    """The numbers by which samples are predicted best, none of them negative."""
+    numbers, residuals = _products([one for one in samples if one.kind == "product"])
+    elements = [one for one in samples if one.kind == "elements"]
+    (byte, launch), errors = solved([[one.bytes, 1.0] for one in elements], elements)
+    quickest = max(one.bytes / one.seconds for one in elements)
+    byte = max(byte, LEAST / quickest)
+    bandwidth = max(1 / byte, quickest)
+    numbers |= {"device.memory_bandwidth": bandwidth, "elements.efficiency": 1 / byte / bandwidth, "elements.launch": launch}
+    residuals += zip(elements, errors, strict=True)
+    moves = [one for one in samples if one.kind == "move"]
+    levels = list(dict.fromkeys(one.level for one in moves))
+    rows = [
+        [part for level in levels for part in ((one.hops, one.bytes) if level == one.level else (0, 0))] + [1.0] for one in moves
+    ]
+    found, errors = solved(rows, moves) if moves else ([0.0], [])
+    for index, level in enumerate(levels):
+        numbers |= {
+            f"{level}.bandwidth": 1 / max(found[2 * index + 1], 1 / LINKS["bandwidth"].most),
+            f"{level}.latency": found[2 * index],
+        }
+    numbers["collectives.launch"] = found[-1]
+    residuals += zip(moves, errors, strict=True)
+    return Fit(numbers, residuals)
+
+
+def _products(samples: Sequence[Sample]) -> tuple[dict[str, float], list[tuple[Sample, float]]]:
+    """Peaks, efficiency, half and launch of products. A dtype that was measured once has the peak that explains this time."""
+    dtypes = list(dict.fromkeys(one.dtype for one in samples))
+    swept = [one for one in samples if sum(other.dtype == one.dtype for other in samples) > 1]
+    rates = {dtype: max(one.flops / one.seconds for one in samples if one.dtype == dtype) for dtype in dtypes}
+    rows = [[one.flops / rates[one.dtype], one.flops / one.side / rates[one.dtype], 1.0] for one in swept]
+    (slow, half, launch), errors = solved(rows, swept)
+    slow = max(slow, LEAST)
+    scale = max(1.0, 1 / slow)  # no product is faster than the peak
+    once = {one.dtype: slow + half / one.side for one in samples if one not in swept}
+    numbers = {f"peak.{dtype}": scale * rate * once.get(dtype, 1.0) for dtype, rate in rates.items()}
+    numbers |= {
+        "product.efficiency": 1 / slow / scale,
+        "product.half": min(half / slow, DEVICE["product.half"].most),
+        "product.launch": launch,
+    }
+    return numbers, list(zip(swept, errors, strict=True))
+
+
+def solved(rows: Sequence[Sequence[float]], samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """The unknowns ≥ 0 of rows·x = seconds with the least sum of |log(predicted ÷ measured)|, and predicted ÷ measured − 1.
+
+    Least squares, reweighted: what other work on the machine has slowed counts as little as in a median.
+    """
+    seconds = np.array([one.seconds for one in samples])
+    scaled = np.array(rows, float) / seconds[:, None]
+    units = np.abs(scaled).max(axis=0)
+    scaled /= units
+    ratio, off = np.ones(len(samples)), np.ones(len(samples))
+    for _ in range(REWEIGHTED):
+        weights = 1 / np.sqrt(ratio * off)
+        found = _not_negative(scaled * weights[:, None], weights)
+        ratio = np.maximum(scaled @ found, 1e-3)
+        off = np.maximum(np.abs(np.log(ratio)), NEAR)
+    return [float(value) for value in found / units], [float(value) for value in scaled @ found - 1]
+
+
+def _not_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Least squares of a few unknowns ≥ 0: every choice of those that are positive is tried."""
+    count = rows.shape[1]
+    best, least = np.zeros(count), float("inf")
+    for size in range(1, count + 1):
+        for chosen in combinations(range(count), size):
+            part = np.linalg.lstsq(rows[:, chosen], wanted, rcond=None)[0]
+            miss = float(np.square(rows[:, chosen] @ part - wanted).sum())
+            if part.min() >= 0 and miss < least:
+                best, least = np.zeros(count), miss
+                best[list(chosen)] = part
+    return best
+
+
+def numbers_of(measured: Measured, found: Fit) -> dict[str, Number]:
+    """Key → number of the cluster that was measured, with what follows from the number of ranks."""
+    numbers = {key: Number(value, "measured") for key, value in found.numbers.items()}
+    facts = {"device.memory": measured.memory, "host.slots": measured.slots, "host.shared": float(measured.shared)}
+    numbers |= {key: Number(value, "measured") for key, value in facts.items()}
+    numbers["band.percent"] = Number(found.band, "measured", "nine of ten of the times are within")
+    for dtype, other in (("float16", "float32"), ("bfloat16", "float32" if measured.slots else "float16")):
+        if f"peak.{dtype}" not in numbers:
+            numbers[f"peak.{dtype}"] = numbers[f"peak.{other}"]._replace(source="assumed", origin=f"as {other}")
+    if measured.ranks > 1 < measured.nodes:
+        numbers["node.size"] = Number(measured.ranks, "measured")
+    if measured.ranks * measured.nodes == 1:
+        alone = "one rank was measured: a copy in its memory"
+        numbers["node.bandwidth"] = numbers["device.memory_bandwidth"]._replace(source="assumed", origin=alone)
+        numbers["node.latency"] = numbers["elements.launch"]._replace(source="assumed", origin=alone)
+    return numbers
+
+
+def described(measured: Measured, found: Fit, machine: Mapping[str, Any]) -> str:
+    """The file of the cluster; `machine` is what a benchmark says of it."""
+    numbers = numbers_of(measured, found)
+    facts = {"date": date.today().isoformat(), "ranks_measured": measured.ranks * measured.nodes, "median_error": found.error}
+    facts |= {key: machine[key] for key in ABOUT if machine.get(key) is not None}
+    lines = ["# Measured by `summa3d bench calibrate`.", 'name = "here"', "", "[measured]"]
+    lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in facts.items()]
+    for section in dict.fromkeys(key.partition(".")[0] for key in numbers):
+        title = ["[[level]]", f'name = "{section}"'] if section in LEVELS else [f"[{section}]"]
+        lines += ["", *title]
+        for key, number in numbers.items():
+            if key.startswith(f"{section}."):
+                origin = f', from = "{number.origin}"' if number.origin else ""
+                lines.append(f'{key.partition(".")[2]} = {{value = {number.value:.4g}, source = "{number.source}"{origin}}}')
+    return "\n".join([*lines, ""])
+
+
+def as_result(measured: Measured, found: Fit, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON of a calibration: samples with their errors, the numbers, and the machine."""
+    return {
+        "kind": "calibration",
+        "machine": machine,
+        "numbers": {key: number.value for key, number in numbers_of(measured, found).items()},
+        "median_error": found.error,
+        "samples": [{**sample._asdict(), "error": error} for sample, error in found.residuals],
+    }
+
+
+def as_table(found: Fit) -> Table:
+    """How well the numbers explain the times, by what was measured."""
+    groups = found.groups()
+    columns = [
+        Column("", list(groups), left=True),
+        Column("times", [len(errors) for errors in groups.values()]),
+        Column("median error", [median(errors) for errors in groups.values()], "{:.0%}".format),
+        Column("largest", [max(errors) for errors in groups.values()], "{:.0%}".format),
+    ]
+    numbers = [f"{key} {value:.4g}" for key, value in found.numbers.items()]
+    return Table("measured on all ranks at once, and explained by", columns, [f"median error {found.error:.0%}", *numbers])

@@ -1,0 +1,104 @@
+"""Predicted seconds beside measured ones: products and blocks of a benchmark, priced on a described cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ..cluster import Cluster
+from ..dtypes import dtype_of
+from ..gemm.algorithms.registry import algorithm
+from ..gemm.cost.choose import Candidate, in_panels
+from ..gemm.cost.machine import Machine
+from .table import Column, Table
+
+if TYPE_CHECKING:
+    from .blocks import BlockEntry, Case
+    from .products import ProductEntry
+
+
+def of_product(entry: ProductEntry, machine: Machine) -> float:
+    """Predicted seconds of an entry of a benchmark of products, as the chooser compares them."""
+    problem, found, grid = entry.problem, algorithm(entry.algorithm), dict(entry.grid)
+    plan = found.plan(problem.form, problem.m, problem.n, problem.k, **entry.options)
+    mean = found.mean(problem.form, problem.m, problem.n, problem.k, grid)
+    if entry.options.get("panel"):
+        mean = in_panels(mean, max(mean.products, -(-problem.k // entry.options["panel"])))
+    return Candidate(found.name, grid, entry.ranks, plan, mean, dtype_of(problem.dtype), machine).seconds
+
+
+def of_block(entry: BlockEntry, case: Case, cluster: Cluster) -> float:
+    """Predicted seconds of forward and backward of an entry of a benchmark of blocks: its dry run, priced and replayed."""
+    from ..comm.topology import Topology
+    from ..dry.step import Setting
+    from ..plan.cells import BLOCK, cells
+    from ..plan.price import Prices
+    from ..plan.replay import replay
+
+    topology = Topology.checked(dict(entry.grid))
+    setting = Setting(
+        case.config,
+        case.batch,
+        entry.scheme,
+        dict(entry.grid),
+        regather=entry.regather,
+        overlap=entry.overlap,
+        dtype=case.dtype,
+        ranks_per_node=cluster.ranks_per_node(topology.size),
+        on_device=case.device == "cuda",
+    )
+    prices = Prices(cluster, topology)
+    return case.config.layers * sum(replay(trace, prices).seconds for trace in cells(setting)[BLOCK])
+
+
+def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Kendall's rank correlation of pairs: how many more pairs of them are in the same order than not; None of fewer than two.
+
+    >>> kendall([(1, 10), (2, 30), (3, 20)])
+    0.3333333333333333
+    """
+    signs = [(a - c) * (b - d) for (a, b), (c, d) in combinations(pairs, 2)]
+    return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs) if signs else None
+
+
+def compared(result: Mapping[str, Any], predicted: Sequence[float], cluster: Cluster) -> dict[str, Any]:
+    """A result whose rows have `predicted` seconds, and `prediction`: how far off they are, and how alike the order is.
+
+    errors are predicted ÷ measured − 1.
+    """
+    measured = [_median(row) for row in result["rows"]]
+    rows = [{**row, "predicted": seconds} for row, seconds in zip(result["rows"], predicted, strict=True)]
+    errors = [seconds / other - 1 for seconds, other in zip(predicted, measured, strict=True)]
+    return {
+        **result,
+        "rows": rows,
+        "prediction": {
+            "cluster": cluster.name,
+            "band": cluster["band.percent"],
+            "errors": errors,
+            "median_error": median(map(abs, errors)),
+            "kendall": kendall(list(zip(measured, predicted, strict=True))),
+        },
+    }
+
+
+def _median(row: Mapping[str, Any]) -> float:
+    """The measured seconds of a row: of both passes of a block."""
+    return float(row["seconds"].get("both", row["seconds"])["median"])
+
+
+def as_table(result: Mapping[str, Any]) -> Table:
+    """Predicted beside measured times."""
+    rows, found = result["rows"], result["prediction"]
+    order = "" if found["kendall"] is None else f"; Kendall's tau of the order {found['kendall']:.2f}"
+    columns = [
+        Column("", [row["label"] for row in rows], left=True),
+        Column("ranks", [row.get("ranks") for row in rows]),
+        Column("measured ms", [_median(row) * 1e3 for row in rows], "{:.2f}".format),
+        Column("predicted ms", [row["predicted"] * 1e3 for row in rows], "{:.2f}".format),
+        Column("error", found["errors"], "{:+.0%}".format),
+    ]
+    summary = f"median error {found['median_error']:.0%}, largest {max(map(abs, found['errors'])):.0%}{order}"
+    return Table(f"predicted on cluster {found['cluster']} (± {found['band']:.0f} %)", columns, [summary])

@@ -1,0 +1,154 @@
+"""`summa3d bench calibrate`: the fit finds the numbers that made the times, and what is measured becomes a cluster's file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import fake_device
+import pytest
+
+from summa3d.bench import calibrate
+from summa3d.bench.calibrate import Calibration
+from summa3d.bench.fitted import Measured, Sample, described, fit
+from summa3d.bench.predicted import kendall
+from summa3d.cli import bench as cli
+from summa3d.cluster import Cluster, load, read_text
+from summa3d.comm.device import cupy as cupy_backend
+from summa3d.comm.device import select as places
+from summa3d.comm.nodes import Nodes
+from summa3d.comm.topology import Topology
+from summa3d.dry.record import Op
+from summa3d.errors import ConfigError
+from summa3d.plan.price import Prices
+
+TRUE = {
+    "peak.float32": 6e10, "product.efficiency": 0.8, "product.half": 40, "product.launch": 5e-6,
+    "device.memory_bandwidth": 1e10, "elements.efficiency": 0.7, "elements.launch": 3e-6, "collectives.launch": 2e-5,
+    "node.size": 4, "node.bandwidth": 4e9, "node.latency": 4e-6, "network.bandwidth": 1e9, "network.latency": 3e-5,
+}  # fmt: skip
+
+
+def priced(cluster: Cluster) -> Iterator[Sample]:
+    """The times of what is measured, on 4 ranks of each of 4 nodes, as the planner prices them."""
+    prices = Prices(cluster, Topology.checked({"x": 4, "y": 4}, ["x", "y"]))
+    sides = [(side, side, side) for side in calibrate.SIDES]
+    for dtype in calibrate.FULL:
+        for m, n, k in (*sides, *calibrate.THIN, (8, 8, 8)):
+            yield Sample("product", "", prices.seconds(Op("product", "", "", "nn", m, n, k, dtype=dtype)), dtype, m, n, k)
+    for nbytes in (8, *calibrate.ARRAYS):
+        yield Sample("elements", "", prices.seconds(Op("elements", "", "", "", read=nbytes, written=nbytes)), bytes=2 * nbytes)
+    for level, axis, sharing in (("node", "x", 1), ("network", "y", 4)):
+        for nbytes in calibrate.MESSAGES:
+            for name, times in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
+                received = times * max(nbytes // 4, 3)
+                move = Op("move", "", "", name, axis=axis, words=received, dtype="float32")
+                hops = 4 if level == "network" and times == 2 else times * 3
+                yield Sample("move", "", prices.seconds(move), bytes=4 * received * sharing, level=level, hops=hops)
+
+
+def test_a_fit_finds_the_numbers_behind_the_times_though_some_of_them_were_disturbed() -> None:
+    true = with_float64(load("longhorn").replaced(TRUE, "assumed"))
+    draw = random.Random(3)
+    samples = [one._replace(seconds=one.seconds * (3 if draw.random() < 0.1 else 1)) for one in priced(true)]
+    found = fit(samples)
+    assert found.error < 0.02
+    for key in ("product.half", *(f"{name}.launch" for name in ("product", "elements", "collectives"))):
+        assert found.numbers[key] == pytest.approx(true[key], rel=0.05), key
+    for key in (f"{level}.{name}" for level in ("node", "network") for name in ("bandwidth", "latency")):
+        assert found.numbers[key] == pytest.approx(true[key], rel=0.05), key
+    for dtype in calibrate.FULL:
+        rate = found.numbers[f"peak.{dtype}"] * found.numbers["product.efficiency"]
+        assert rate == pytest.approx(true.peak(dtype) * true["product.efficiency"], rel=0.03)
+    rate = found.numbers["device.memory_bandwidth"] * found.numbers["elements.efficiency"]
+    assert 1 / rate == pytest.approx(true.byte_time(), rel=0.03)
+    text = described(
+        Measured(4, 4, 0, 8e9, False, tuple(samples)), found, {"hosts": ["a", "b", "c", "d"], "load": 0.5, "gpu": None}
+    )
+    cluster = read_text(text, "here")
+    assert [(level.name, level.size) for level in cluster.levels] == [("node", 4), ("network", 0)]
+    assert cluster["node.bandwidth"] == pytest.approx(found.numbers["node.bandwidth"], rel=1e-3)
+    assert {number.source for number in cluster.numbers.values()} == {"measured", "assumed"} and cluster.fitted == ()
+    assert cluster.numbers["peak.bfloat16"].origin == "as float16"
+
+
+def with_float64(cluster: Cluster) -> Cluster:
+    numbers = {**cluster.numbers, "peak.float64": cluster.numbers["peak.float32"]._replace(value=3e10)}
+    return Cluster(cluster.name, cluster.level_names, numbers)
+
+
+def test_times_without_a_model_have_a_large_error() -> None:
+    draw = random.Random(4)
+    noise = [one._replace(seconds=draw.lognormvariate(0, 2) * 1e-3) for one in priced(with_float64(load("selene")))]
+    assert fit(noise).error > 0.2
+
+
+def test_the_order_of_predictions_is_compared_pair_by_pair() -> None:
+    assert kendall([(1, 2), (2, 3), (3, 5)]) == 1 and kendall([(1, 3), (2, 2), (3, 1)]) == -1
+    assert kendall([(1, 1), (2, 1)]) == 0 and kendall([(1, 1)]) is None
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"SIDES": (32, 96), "THIN": ((16, 64, 64),), "ARRAYS": (1 << 20,), "MESSAGES": (8, 4096), "SPAN": 1e-3, "ROUNDS": 1}
+    for name, value in {**small, "OTHER_SIDE": {"cpu": 96, "cuda": 96}}.items():
+        monkeypatch.setattr(calibrate, name, value)
+
+
+@pytest.mark.mpi(sizes=(4,), timeout=100)
+def test_what_is_measured_is_written_as_a_cluster_or_refused(comm, quick, monkeypatch, tmp_path, capsys):
+    file = Path(comm.bcast(str(tmp_path), root=0)) / "mine" / "here.toml"
+    monkeypatch.setenv("SUMMA3D_CLUSTER", str(file))
+    args = argparse.Namespace(device="cpu", json="-", write="")
+    monkeypatch.setattr("summa3d.bench.fitted.WORST", 0.0)
+    with pytest.raises(ConfigError, match=r"median error is \d+%; at most 0% may be.*Nothing was written") as refused:
+        cli.calibrated(args, None)
+    assert "\n" not in str(refused.value) and not file.exists()
+    monkeypatch.setattr("summa3d.bench.fitted.WORST", 1e9)
+    assert cli.calibrated(args, None) == 0
+    comm.barrier()
+    here = load("here")
+    assert here["host.slots"] >= 1 and here.levels[0].size == 0 and here["product.half"] >= 0
+    if comm.rank == 0:
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert here.peak("float32") == pytest.approx(result["numbers"]["peak.float32"], rel=1e-3)
+        assert {one["level"] for one in result["samples"]} == {"", "node"} and result["kind"] == "calibration"
+        assert 'source = "measured"' in file.read_text() and "date = " in file.read_text() and "mpi = " in file.read_text()
+
+    monkeypatch.setattr(Nodes, "of", classmethod(lambda cls, comm: Nodes(("a", "b"), (2, 2), (1, 1))))
+    measured = Calibration(comm).run()
+    assert comm.allgather(measured) == [measured] * 4
+    assert (measured.ranks, measured.nodes, measured.slots) == (2, 2, 1)
+    assert {one.level for one in measured.samples} == {"", "node", "network"}
+    assert all(one.seconds > 0 for one in measured.samples) and sum(one.message for one in measured.samples) == 4
+    monkeypatch.setattr(Nodes, "of", classmethod(lambda cls, comm: Nodes(("a", "b"), (3, 1), (1, 1))))
+    with pytest.raises(ConfigError, match="as many ranks on every node; these nodes have 3, 1"):
+        Calibration(comm)
+
+
+@pytest.mark.mpi(sizes=(2,), timeout=100)
+def test_devices_are_measured_by_their_own_products_collectives_and_memory(comm, quick, monkeypatch):
+    device = fake_device.use(fake_device.Device(comm, "lazy"))
+    for module, name, value in (
+        (calibrate, "placed", lambda array, where: array if where == "cpu" else device.put(array)),
+        (calibrate, "device_memory", lambda: 16 << 30),
+        (places, "CupyBackend", lambda: device),
+        (cupy_backend, "CupyBackend", lambda: device),
+    ):
+        monkeypatch.setattr(module, name, value)
+    measured = Calibration(comm, "cuda").run()
+    calls = {call[0] for call in device.calls}
+    assert {"gemm"} <= calls and device.host_waits > len(measured.samples)
+    assert (measured.slots, measured.shared, measured.memory) == (0, False, 16 << 30)
+    assert {one.dtype for one in measured.samples if one.kind == "product"} == {"float32", "float64", "float16"}
+    assert {one.level for one in measured.samples} == {"", "node"}
+    cluster = read_text(described(measured, fit(measured.samples), {"hosts": ["a"]}), "here")
+    assert (
+        cluster.crowding(64) == 1
+        and cluster.ranks_per_node(64) == 1
+        and cluster["device.memory"] == pytest.approx(16 << 30, rel=1e-3)
+    )
+    device.finish()
