@@ -51,7 +51,7 @@ setup(
     package_data={
         "summa3d": ["py.typed"],
         "summa3d.train": ["configs/*.toml"],
-        "summa3d.plan": ["clusters/*.toml", "papers/*.toml"],
+        "summa3d.plan": ["clusters/*.toml", "papers/tables/*.toml"],
         "summa3d.kernels": ["*.cu", "*.cuh", "*/*.cu", "*/*.cuh"],
     },
     install_requires=["numpy>=1.26", "mpi4py>=4.0", "threadpoolctl>=3.2"],

@@ -50,13 +50,22 @@ class Prices:
             self._known[key] = self.price(key)
         return self._known[key]
 
+    @property
+    def links(self) -> tuple[object, ...]:
+        """What prices of communications depend on, of the cluster's numbers."""
+        return (*self.cluster.levels, self.cluster["collectives.launch"], self.cluster["collectives.chunk"])
+
     def price(self, op: Op) -> float:
         """`seconds`, worked out anew."""
         if op.kind == "product":
             return self.product(op)
         if op.kind == "elements":
-            return (op.read + op.written) * self._byte + self.cluster["elements.launch"]
+            return self.elements(op.read + op.written)
         return self.move(op) if op.kind == "move" else 0.0
+
+    def elements(self, size: float, launches: float = 1.0) -> float:
+        """Seconds of element-wise work on so many bytes."""
+        return size * self._byte + launches * self.cluster["elements.launch"]
 
     def product(self, op: Op) -> float:
         """Seconds of a local product."""

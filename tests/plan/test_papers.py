@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pages
 import pytest
 
 from summa3d.cli import main as entry
-from summa3d.plan import papers
 from summa3d.plan.cluster import load
-from summa3d.plan.fit import fit
+from summa3d.plan.papers import paper as papers
+from summa3d.plan.papers.fit import fit
+from summa3d.plan.price import Prices
 
 
 def reported(name: str) -> tuple[papers.Paper, dict[str, Any]]:
@@ -70,45 +72,43 @@ def test_rows_that_are_not_fitted_change_no_fitted_number(optimus: tuple[papers.
     assert fits[0] == fits[1] == {key: fit(few, load("frontera-rtx"), paper.ranges).cluster[key] for key in paper.ranges}
 
 
-def test_a_tree_of_broadcasts_cannot_explain_the_2d_rows(optimus: tuple[papers.Paper, dict[str, Any]]) -> None:
+def test_a_tree_of_broadcasts_cannot_explain_the_2d_rows(
+    optimus: tuple[papers.Paper, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The paper's own log2(q)·β·B broadcast, refitted: NCCL's is a chain."""
-    from math import log2
-
-    paper, _ = optimus
-
-    def by_tree(row: papers.Row) -> papers.Row:
-        work = row.predict.__self__  # type: ignore[attr-defined]
-        side = work.topology.shape.get("x", 1)
-        ops = tuple((op, times * (log2(side) if op.name in ("broadcast", "reduce") else 1)) for op, times in work.ops)
-        return replace(row, predict=work._replace(ops=ops).seconds)
-
-    rows = [by_tree(row) for row in paper.rows]
-    cluster = fit(rows, load("frontera-rtx"), paper.ranges).cluster
+    chain = Prices._chain
+    monkeypatch.setattr(
+        Prices, "_chain", lambda prices, axis, size: chain(prices, axis, size) * log2(prices.topology.shape[axis])
+    )
+    rows = optimus[0].rows
+    cluster = fit(rows, load("frontera-rtx"), optimus[0].ranges).cluster
     errors = sorted(abs(row.predict(cluster) / row.target - 1) for row in rows)
     assert errors[8] > 0.15 and errors[-1] > 0.5
 
 
-def test_the_3d_paper_is_reported_under_both_machines_and_three_placements_and_never_fitted() -> None:
-    paper = papers.load("3d")
-    found = papers.report(paper)
-    assert {row["use"] for row in found["rows"]} == {"never"} and "fit" not in found
-    assert len(found["rows"]) == 5 * 2 * 3 and found["summary"]["leave_one_out"] is None
-    weak = {row["reported"] for row in found["rows"] if row["name"].startswith("table 1, 3-D, 64")}
+@pytest.fixture(scope="module")
+def three() -> dict[str, Any]:
+    """The report of the 3-D paper: few cells to trace."""
+    return reported("3d")[1]
+
+
+def test_the_3d_paper_is_reported_under_both_machines_and_three_placements_and_never_fitted(three: dict[str, Any]) -> None:
+    assert {row["use"] for row in three["rows"]} == {"never"} and "fit" not in three
+    assert len(three["rows"]) == 5 * 2 * 3 and three["summary"]["leave_one_out"] is None
+    weak = {row["reported"] for row in three["rows"] if row["name"].startswith("table 1, 3-D, 64")}
     assert weak == {0.672, 0.5323}
-    seconds = {row["name"]: row["predicted"] for row in found["rows"]}
+    seconds = {row["name"]: row["predicted"] for row in three["rows"]}
     first = "table 1, 3-D, 64 GPUs, frontera-rtx, "
     assert seconds[first + "z in the node"] < 0.6 * seconds[first + "weights' axis x in the node"]
 
 
-def test_another_process_with_another_seed_of_hashes_prints_the_same_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_process_with_another_seed_of_hashes_prints_the_same_json(three: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "summa3d", "plan", "--paper", "3d", "--json"]
     other = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "2"}, capture_output=True, check=True, text=True).stdout
-    assert entry.main(["plan", "--paper", "3d", "--json"]) == 0
-    assert capsys.readouterr().out == other
-    found = json.loads(other)
-    assert {"paper", "rows", "summary"} <= set(found)
-    assert set(found["rows"][0]) == {"name", "reported", "corrected", "predicted", "error", "use"}
-    assert set(found["summary"]) == {"n", "fitted", "median", "mean", "max", "leave_one_out"}
+    assert json.dumps(three) == other.strip()
+    assert {"paper", "rows", "summary"} <= set(three)
+    assert set(three["rows"][0]) == {"name", "reported", "corrected", "predicted", "error", "use"}
+    assert set(three["summary"]) == {"n", "fitted", "median", "mean", "max", "leave_one_out"}
 
 
 def test_the_command_prints_a_table_and_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

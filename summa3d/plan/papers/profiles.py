@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..dry.record import Op
-from ..dtypes import dtype_of
-from .cells import Cell, Trace
+from ...dry.record import Op
+from ...dtypes import dtype_of
+from ..cells import Cell, Trace
 
 Edit = Callable[[Cell], Cell]
 

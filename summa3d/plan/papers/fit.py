@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import exp, log
 from typing import NamedTuple, Protocol
 
-from .cluster import Cluster
+from ..cluster import Cluster
 
 Ranges = Mapping[str, tuple[float, float]]
 """Key of a cluster → the least and the most that its number may be."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..comm.topology import Topology
-from ..dry.record import Op
-from ..dry.step import Setting
-from ..nn.config import ModelConfig
-from .cells import cells
-from .cluster import Cluster
-from .formulas import hardware_flops
-from .predict import Fast, Step, even_layers
+from ...comm.topology import Topology
+from ...dry.record import Op
+from ...dry.step import Setting
+from ...nn.config import ModelConfig
+from ..cells import cells
+from ..cluster import Cluster
+from ..formulas import hardware_flops
+from ..predict import Fast, Step, even_layers
 from .profiles import edited
 
 ORDER = ("y", "dp", "pp")

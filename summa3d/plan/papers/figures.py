@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
-from ..figures import draw, look
-from .papers import Paper
+from ...errors import DataError
+from ...figures import draw, look
+from .paper import Paper
 
 FORMATS = ("png", "svg")
 

@@ -9,20 +9,20 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from ..comm.topology import Topology
-from ..dry.step import Setting
-from ..errors import ConfigError
-from ..nn.config import ModelConfig
-from ..train.toml import nearest, tomllib
-from .cells import BLOCK, cells
-from .cluster import Cluster
-from .cluster import load as load_cluster
+from ...comm.topology import Topology
+from ...dry.step import Setting
+from ...errors import ConfigError
+from ...nn.config import ModelConfig
+from ...train.toml import nearest, tomllib
+from ..cells import BLOCK, cells
+from ..cluster import Cluster
+from ..cluster import load as load_cluster
+from ..replay import Work
 from .fit import Ranges, error, fit, held_out, leave_one_out
 from .megatron import predictor
 from .profiles import edited
-from .replay import Work
 
-FOLDER = Path(__file__).with_name("papers")
+FOLDER = Path(__file__).with_name("tables")
 MARKS = {"fitted": "●", "held out": "○", "never": "×"}
 """Use of a row → its mark: fitted to, predicted only, never fitted to."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .papers import MARKS, Paper
+from .paper import MARKS, Paper
 
 COLUMNS = ("", "row", "reported", "corrected", "predicted", "error")
 
