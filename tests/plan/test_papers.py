@@ -19,12 +19,13 @@ from summa3d.cli import main as entry
 from summa3d.plan.cluster import load
 from summa3d.plan.papers import paper as papers
 from summa3d.plan.papers.fit import fit
+from summa3d.plan.papers.report import report
 from summa3d.plan.price import Prices
 
 
 def reported(name: str) -> tuple[papers.Paper, dict[str, Any]]:
     paper = papers.load(name)
-    return paper, papers.report(paper)
+    return paper, report(paper)
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +69,9 @@ def test_rows_that_are_not_fitted_change_no_fitted_number(optimus: tuple[papers.
     few = list(paper.rows[::3])
     held = [replace(row, use="held out") for row in paper.rows if row not in few]
     twice = [replace(row, reported=2 * row.reported, corrected=None) for row in held]
-    fits = [papers.report(replace(paper, rows=(*few, *others)))["fit"] for others in (held, twice)]
-    assert fits[0] == fits[1] == {key: fit(few, load("frontera-rtx"), paper.ranges).cluster[key] for key in paper.ranges}
+    whole = fit(few, few[0].numbers, paper.ranges).numbers
+    fits = [report(replace(paper, rows=(*few, *others)))["fit"] for others in (held, twice)]
+    assert fits[0] == fits[1] == {key: whole.value(key) for key in paper.ranges}
 
 
 def test_a_tree_of_broadcasts_cannot_explain_the_2d_rows(
@@ -81,8 +83,8 @@ def test_a_tree_of_broadcasts_cannot_explain_the_2d_rows(
         Prices, "_chain", lambda prices, axis, size: chain(prices, axis, size) * log2(prices.topology.shape[axis])
     )
     rows = optimus[0].rows
-    cluster = fit(rows, load("frontera-rtx"), optimus[0].ranges).cluster
-    errors = sorted(abs(row.predict(cluster) / row.target - 1) for row in rows)
+    numbers = fit(rows, rows[0].numbers, optimus[0].ranges).numbers
+    errors = sorted(abs(row.predict(numbers) / row.target - 1) for row in rows)
     assert errors[8] > 0.15 and errors[-1] > 0.5
 
 
@@ -147,7 +149,7 @@ def test_ptdp_is_predicted_within_its_gates(ptdp: tuple[papers.Paper, dict[str, 
 
 @pytest.mark.parametrize(("name", "rows", "most"), [("ptdp-fig13", 10, 0.06), ("ptdp-fig17", 13, 0.05), ("korthikanti", 8, 0.08)])
 def test_what_was_not_fitted_is_predicted_with_the_numbers_of_ptdp(name: str, rows: int, most: float) -> None:
-    found = papers.report(papers.load(name))
+    found = report(papers.load(name))
     assert found["summary"]["n"] == rows and found["summary"]["fitted"] == 0
     assert {row["use"] for row in found["rows"]} == {"held out"} and "fit" not in found
     assert found["summary"]["median"] <= most and found["summary"]["max"] <= 0.15
@@ -159,3 +161,37 @@ def test_what_was_not_fitted_is_predicted_with_the_numbers_of_ptdp(name: str, ro
                 if row["name"].startswith(f"batch {batch},")
             }
             assert max(of, key=lambda row: of[row][0]) == max(of, key=lambda row: of[row][1]) == f"batch {batch}, t=8, p=8"
+
+
+def test_zero_3_is_predicted_with_two_numbers_of_its_program() -> None:
+    paper, found = reported("ptdp-zero3")
+    assert found["summary"]["n"] == 6 and found["summary"]["fitted"] == 2 and found["at_bound"] == []
+    assert found["summary"]["median"] <= 0.05 and found["summary"]["max"] <= 0.15
+    assert set(found["fit"]) == {"program.bandwidth", "program.overlap"} == set(paper.ranges)
+    for key, value in found["fit"].items():
+        assert value == pytest.approx(paper.rows[0].numbers.value(key), rel=1e-2)
+    assert found["fit"]["program.bandwidth"] < 1.2 * load("selene")["network.bandwidth"]  # one port of a node's eight
+
+
+def test_fsdp_is_predicted_without_any_fit_and_worse_where_nothing_is_hidden() -> None:
+    found = reported("mosaicml-a100")[1]
+    assert (found["summary"]["n"], found["summary"]["fitted"]) == (17, 0) and "fit" not in found
+    assert found["summary"]["median"] <= 0.05
+    without = found["variants"][0]
+    assert without["name"] == "nothing hidden" and without["median"] > found["summary"]["median"]
+    worst = max(found["rows"], key=lambda row: abs(row["error"]))
+    assert worst["name"] == "70b, 64 A100-40, micro-batch 2" and worst["error"] > 0.3  # near the end of its memory
+
+
+def test_bloom_is_predicted_row_by_row_from_the_others_and_the_fastest_plan_is_picked() -> None:
+    paper, found = reported("bloom")
+    assert (found["summary"]["n"], found["summary"]["fitted"]) == (33, 3) and found["at_bound"] == []
+    assert found["summary"]["leave_one_out"] <= 0.06
+    choices = found["choices"]
+    assert choices["spearman"] >= 0.75 and choices["regret"]["median"] <= 0.03
+    assert len(choices["groups"]) == 7 and sum(one["of"] for one in choices["groups"]) == 32
+    most = max(choices["groups"], key=lambda one: one["regret"])
+    assert most["group"] == "02-25, 72 layers, batch 1568" and most["regret"] > 0.2  # the failure that the page names
+    for key, value in found["fit"].items():
+        assert value == pytest.approx(load("jean-zay")[key], rel=1e-2)
+    assert set(load("jean-zay").fitted) == set(paper.ranges)

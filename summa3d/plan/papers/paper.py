@@ -1,12 +1,11 @@
-"""Tables of papers beside predictions: what was printed, corrected, predicted, and the error."""
+"""Tables of papers: their rows, and the prediction of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
 from ...comm.topology import Topology
@@ -15,31 +14,38 @@ from ...errors import ConfigError
 from ...nn.config import ModelConfig
 from ...train.toml import nearest, tomllib
 from ..cells import BLOCK, cells
-from ..cluster import Cluster
 from ..cluster import load as load_cluster
 from ..replay import Work
-from .fit import Ranges, error, fit, held_out, leave_one_out
-from .megatron import predictor
+from . import megatron, sharded
+from .fit import Numbers, Predict, Ranges
 from .profiles import edited
 
 FOLDER = Path(__file__).with_name("tables")
+UNITS = ("tflops", "mfu", "sequences", "seconds")
+"""What a row of a step may report."""
 MARKS = {"fitted": "●", "held out": "○", "never": "×"}
 """Use of a row → its mark: fitted to, predicted only, never fitted to."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One reported number. predict : its prediction on a cluster. group : what extrapolations select rows by."""
+    """One reported number.
+
+    numbers : of the cluster that it was measured on, and of the program. predict : the prediction by such numbers. group : of the
+    rows between which a choice is judged. batch : sequences of a step.
+    """
 
     name: str
     use: str
     series: str
     ranks: int
-    cluster: str
+    numbers: Numbers
     reported: float
     corrected: float | None
     erratum: str
-    predict: Callable[[Cluster], float]
+    predict: Predict
+    group: str = ""
+    batch: int = 1
 
     @property
     def target(self) -> float:
@@ -56,28 +62,28 @@ class Paper:
     rows: tuple[Row, ...]
     ranges: Ranges
 
-    def cluster(self, row: Row) -> Cluster:
-        """The cluster that a row was measured on."""
-        return load_cluster(row.cluster)
-
 
 def names() -> list[str]:
     """The papers whose tables are here."""
     return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
-def load(name: str) -> Paper:
-    """The paper of a name; its programs are traced here. Raises ConfigError for an unknown name, naming the nearest."""
-    file = FOLDER / f"{name}.toml"
+def table_of(name: str) -> dict[str, Any]:
+    """The table of a paper. Raises ConfigError for an unknown name, naming the nearest."""
     if name not in names():
         raise ConfigError(f"unknown paper {name!r}; the nearest is {nearest(name, names())}. Known: {', '.join(names())}.")
-    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def load(name: str) -> Paper:
+    """The paper of a name; its programs are traced here. Raises as `table_of` does."""
+    table = table_of(name)
     ranges = {key: (float(least), float(most)) for key, (least, most) in table.get("fit", {}).items()}
-    of = _step_rows if "step" in table else _block_rows
+    of = _step_rows if "step" in table else block_rows
     return Paper(name, table, tuple(row for given in table["row"] for row in of(table, given)), ranges)
 
 
-def _block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Row]:
+def block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of a table of blocks' times: one for each cluster and placement."""
     batch = given["batch"]
     if "average" in given:
@@ -94,20 +100,29 @@ def _block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[
             name = ", ".join(part for part in (given["name"], cluster if place else "", place) if part)
             ranks = prod(given["axes"].values())
             texts = given["use"], given["series"]
-            yield Row(
-                name, *texts, ranks, cluster, round(reported, 4), given.get("corrected"), given.get("erratum", ""), work.seconds
-            )
+            numbers, corrected = Numbers(load_cluster(cluster)), given.get("corrected")
+            predict = _seconds(work)
+            yield Row(name, *texts, ranks, numbers, round(reported, 4), corrected, given.get("erratum", ""), predict)
+
+
+def _seconds(work: Work) -> Predict:
+    return lambda numbers: work.seconds(numbers.cluster)
 
 
 def _step_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Row]:
     """The row of a table of whole training steps, on each of its clusters; `step` of the table holds what its rows share."""
     whole = {**table["step"], **given}
-    whole.setdefault("dp", whole["gpus"] // (whole["tp"] * whole["pp"]))
-    reported = next(whole[unit] for unit in ("tflops", "sequences", "seconds") if unit in whole)
-    for cluster in table["clusters"]:
-        predict = predictor(whole, load_cluster(cluster))
-        texts = given["name"], given["use"], given["series"]
-        yield Row(*texts, whole["gpus"], cluster, reported, given.get("corrected"), given.get("erratum", ""), predict)
+    whole.setdefault("dp", whole["gpus"] // (whole.get("tp", 1) * whole.get("pp", 1)))
+    reported = next(whole[unit] for unit in UNITS if unit in whole)
+    program = {key: float(number["value"]) for key, number in table.get("program", {}).items()}
+    for name in table["clusters"]:
+        cluster = load_cluster(name)
+        if "device" in given:
+            cluster = cluster.replaced(table["device"][given["device"]], "datasheet")
+        predict = sharded.predictor(whole) if program else megatron.predictor(whole, cluster)
+        texts, marks = (given["name"], given["use"], given["series"]), (given.get("corrected"), given.get("erratum", ""))
+        numbers = Numbers(cluster, program)
+        yield Row(*texts, whole["gpus"], numbers, reported, *marks, predict, given.get("group", ""), whole["batch"])
 
 
 def _setting(
@@ -125,70 +140,3 @@ def _setting(
         attention_dropout=dropout,
     )
     return Setting(model, batch, given["scheme"], axes, tile=tile, recompute=("full", 1), on_device=True)
-
-
-# -- the report ---------------------------------------------------------------------------------------------------------------
-
-
-def report(paper: Paper) -> dict[str, Any]:
-    """What `summa3d plan --paper NAME --json` prints: rows, and a summary of their errors, as fractions.
-
-    Rows are predicted with the numbers of the clusters' files. leave_one_out is the median error of each fitted row by a fit to
-    the others; null where nothing is fitted.
-    """
-    rows = [_line(paper, row) for row in paper.rows]
-    absolute = [abs(row["error"]) for row in rows]
-    summary = {
-        "n": len(rows),
-        "fitted": len(paper.ranges),
-        "median": median(absolute),
-        "mean": mean(absolute),
-        "max": max(absolute),
-        "leave_one_out": None,
-    }
-    found: dict[str, Any] = {"paper": paper.name, "unit": paper.table["unit"], "rows": rows, "summary": summary}
-    if paper.ranges:
-        found |= _refitted(paper, summary)
-    if "ordering" in paper.table:
-        found["orderings"] = _orderings(paper, rows)
-    return found
-
-
-def _line(paper: Paper, row: Row) -> dict[str, Any]:
-    cluster = paper.cluster(row)
-    printed = {"name": row.name, "reported": row.reported, "corrected": row.corrected}
-    return {**printed, "predicted": row.predict(cluster), "error": error(row, cluster), "use": row.use}
-
-
-def _refitted(paper: Paper, summary: dict[str, Any]) -> dict[str, Any]:
-    """The fit to all fitted rows, leave-one-out, which goes into the summary, and the extrapolations."""
-    rows = [row for row in paper.rows if row.use == "fitted"]
-    cluster = paper.cluster(rows[0])
-    whole = fit(rows, cluster, paper.ranges)
-    alone = [abs(one) for one in leave_one_out(rows, cluster, paper.ranges)]
-    summary["leave_one_out"] = median(alone)
-    found: dict[str, Any] = {
-        "fit": {key: whole.cluster[key] for key in paper.ranges},
-        "at_bound": list(whole.at_bound),
-        "leave_one_out": {"median": median(alone), "mean": mean(alone), "max": max(alone)},
-        "extrapolations": [],
-    }
-    for given in paper.table.get("extrapolation", ()):
-        ranks, series = given.get("ranks"), given.get("series")
-        train = [row for row in rows if (not ranks or row.ranks in ranks) and (not series or row.series in series)]
-        errors = [abs(one) for one in held_out([row for row in rows if row not in train], train, cluster, paper.ranges)]
-        found["extrapolations"].append({"name": given["name"], "n": len(errors), "median": median(errors), "max": max(errors)})
-    return found
-
-
-def _orderings(paper: Paper, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Which of two series is faster on the same number of ranks: as reported, and as predicted."""
-    of = {(row.series, row.ranks): (row.target, line["predicted"], row.name) for row, line in zip(paper.rows, rows, strict=True)}
-    pairs = [
-        (of[first, ranks], of[second, ranks])
-        for first, second in (given["series"] for given in paper.table["ordering"])
-        for series, ranks in of
-        if series == first
-    ]
-    missed = [f"{one[2]} against {other[2]}" for one, other in pairs if (one[0] < other[0]) != (one[1] < other[1])]
-    return {"right": len(pairs) - len(missed), "of": len(pairs), "missed": missed}
