@@ -52,7 +52,7 @@ setup(
     package_data={
         "summa3d": ["py.typed", "clusters/*.toml"],
         "summa3d.train": ["configs/*.toml"],
-        "summa3d.plan": ["papers/*.toml"],
+        "summa3d.plan": ["papers/tables/*.toml"],
         "summa3d.kernels": ["*.cu", "*.cuh", "*/*.cu", "*/*.cuh"],
     },
     install_requires=["numpy>=1.26", "mpi4py>=4.0", "threadpoolctl>=3.2", TOMLI],

@@ -113,14 +113,15 @@ def show_paper(args: argparse.Namespace) -> int:
     import mpi4py
 
     mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
-    from ..plan import papers
-    from ..plan.text import as_text
+    from ..plan.papers.paper import load
+    from ..plan.papers.report import report
+    from ..plan.papers.text import as_text
 
-    paper = papers.load(args.paper)
-    found = papers.report(paper)
+    paper = load(args.paper)
+    found = report(paper)
     print(json.dumps(found) if args.json else "\n".join(as_text(paper, found)))
     if args.plots is not None:
-        from ..plan.figures import write
+        from ..plan.papers.figures import write
 
         for file in write(paper, found, args.plots):
             print(f"written: {file}", file=sys.stderr)

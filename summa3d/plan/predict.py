@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from functools import cache, cached_property
+from operator import mul
+from typing import Any, NamedTuple
 
 from ..cluster import Cluster
 from ..comm.topology import Topology
 from ..dry.record import ENTER, LEAVE, Op
-from ..parallel.schedule import build
+from ..parallel.schedule import build, rule_of
 from ..parallel.simulate import timeline
 from .cells import BLOCK, Cell
 from .price import Prices
 from .replay import Work, replay
 
-ROUNDS = 2
-"""How many times p micro-batches are simulated; every further one takes what the busiest rank computes for it."""
 SEND, AFTER = "send", "after"
 
 
@@ -60,7 +60,22 @@ class Step:
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank."""
-        return build(self.schedule, self.ranks, self.ranks, self.chunks).stages
+        homes = rule_of(self.schedule, self.ranks, self.ranks, self.chunks).homes(self.ranks, self.chunks)
+        return tuple(tuple(stage for stage, home in enumerate(homes) if home == rank) for rank in range(self.ranks))
+
+    @cached_property
+    def _alike(self) -> Mapping[tuple[int, int, int, int], int]:
+        """(Layers, whether it has the first and the last stage, messages that it sends) of a rank → how many ranks."""
+        last = len(self.layers) - 1
+        return Counter(
+            (
+                sum(self.layers[stage] for stage in stages),
+                int(0 in stages),
+                int(last in stages),
+                sum((stage != last) + (stage != 0) for stage in stages),
+            )
+            for stages in self._stages
+        )
 
     @property
     def ranks(self) -> int:
@@ -95,24 +110,32 @@ class Step:
 
     def pipeline(self, cluster: Cluster) -> float:
         """Seconds of all forwards and backwards, by simulation of the schedule."""
-        parts = self.of_stages(self.durations(cluster))
-        many = min(self.micro_batches, ROUNDS * self.ranks)
-        schedule = build(self.schedule, self.ranks, many, self.chunks)
-        return timeline(schedule, of_stages=parts).time + (self.micro_batches - many) * max(_work(schedule.stages, parts))
+        parts = self.durations(cluster)
+        many = min(self.micro_batches, self.ranks)  # every further one takes what the busiest rank computes for it
+        of_stages = tuple(self.of_stages(parts).items())
+        simulated = _simulated(self.schedule, self.ranks, many, self.chunks, of_stages)
+        return simulated + (self.micro_batches - many) * max(self._work(parts))
 
     def closed(self, parts: Durations) -> float:
         """The same by the papers' closed form: m micro-batches of the busiest rank, and (p − 1)/v of the mean rank."""
-        busy = _work(self._stages, self.of_stages(parts))
-        return self.micro_batches * max(busy) + (self.ranks - 1) / self.chunks * sum(busy) / len(busy)
+        work = self._work(parts)
+        mean = sum(map(mul, work, self._alike.values())) / self.ranks
+        return self.micro_batches * max(work) + (self.ranks - 1) / self.chunks * mean
+
+    def _work(self, parts: Durations) -> list[float]:
+        """What ranks compute and send for one micro-batch; one number for ranks that are alike."""
+        cells = [parts.forward[name] + parts.backward[name] for name in (BLOCK, ENTER, LEAVE)]
+        return [sum(map(mul, kind, (*cells, parts.send))) for kind in self._alike]
 
     def seconds(self, cluster: Cluster) -> float:
         """Seconds of the step."""
         return self.pipeline(cluster) + self.durations(cluster).after
 
 
-def _work(stages_of: Sequence[Sequence[int]], parts: Mapping[tuple[str, int], float]) -> list[float]:
-    """What each rank computes for one micro-batch."""
-    return [sum(parts[kind, stage] for stage in stages for kind in "FB") for stages in stages_of]
+@cache
+def _simulated(name: str, ranks: int, micro_batches: int, chunks: int, of_stages: tuple[Any, ...]) -> float:
+    """Seconds of a schedule, by its simulation."""
+    return timeline(build(name, ranks, micro_batches, chunks), of_stages=dict(of_stages)).time
 
 
 class Fast:

@@ -68,6 +68,11 @@ class Prices:
             self._known[key] = self._parts(key)
         return self._known[key]
 
+    @property
+    def links(self) -> tuple[object, ...]:
+        """What prices of communications depend on, of the cluster's numbers."""
+        return (*self.cluster.levels, self.cluster["collectives.launch"], self.cluster["collectives.chunk"])
+
     def price(self, op: Op) -> float:
         """`seconds`, worked out anew."""
         return sum(self._parts(op))
@@ -77,8 +82,11 @@ class Prices:
             return self.move(op)
         if op.kind == "product":
             return self.product(op), 0.0
-        is_elements = op.kind == "elements"
-        return ((op.read + op.written) * self._byte + self._launches["elements"] if is_elements else 0.0), 0.0
+        return (self.elements(op.read + op.written) if op.kind == "elements" else 0.0), 0.0
+
+    def elements(self, size: float, launches: float = 1.0) -> float:
+        """Seconds of element-wise work on so many bytes."""
+        return size * self._byte + launches * self._launches["elements"]
 
     def product(self, op: Op) -> float:
         """Seconds of a local product."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ..cluster import Cluster
 from ..comm.topology import Topology
@@ -123,17 +122,27 @@ def replay(trace: Iterable[Op], prices: Prices, overlap: bool = True) -> Span:
     return span
 
 
-class Work(NamedTuple):
-    """Operations of a program that overlaps nothing, whose order is therefore of no account, each with how often it is run."""
+@dataclass(frozen=True)
+class Work:
+    """Operations of a program that overlaps nothing, whose order is therefore of no account.
+
+    ops : products and communications, each with how often it is run. size, launches : bytes and number of element-wise ones.
+    """
 
     topology: Topology
     ops: tuple[tuple[Op, float], ...]
+    size: float = 0.0
+    launches: float = 0.0
+    _moved: dict[tuple[object, ...], float] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, topology: Topology, trace: Iterable[Op], times: float = 1.0) -> Work:
         """The operations of a trace, run `times` times."""
         counts = Counter(alike(op) for op in trace if op.kind != "wait")
-        return cls(topology, tuple((op, count * times) for op, count in counts.items()))
+        elements = {op: many for op, many in counts.items() if op.kind == "elements"}
+        size = sum(many * (op.read + op.written) for op, many in elements.items())
+        others = tuple((op, many * times) for op, many in counts.items() if op not in elements)
+        return cls(topology, others, size * times, sum(elements.values()) * times)
 
     def seconds(self, cluster: Cluster) -> float:
         """Their seconds on a cluster: those of `replay` without overlap."""
@@ -141,4 +150,17 @@ class Work(NamedTuple):
 
     def priced(self, prices: Prices) -> float:
         """Their seconds by these prices."""
-        return sum(times * prices.price(op) for op, times in self.ops)
+        return self.computed(prices) + self.moved(prices)
+
+    def computed(self, prices: Prices) -> float:
+        """The seconds of products and element-wise work."""
+        products = sum(times * prices.product(op) for op, times in self.ops if op.kind == "product")
+        return products + prices.elements(self.size, self.launches)
+
+    def moved(self, prices: Prices) -> float:
+        """The seconds of communications; those of the last links are kept, since fits seldom change links."""
+        links = prices.links
+        if links not in self._moved:
+            self._moved.clear()
+            self._moved[links] = sum(times * sum(prices.move(op)) for op, times in self.ops if op.kind == "move")
+        return self._moved[links]

@@ -10,7 +10,7 @@ from summa3d.dry.record import Op
 from summa3d.dry.step import Setting
 from summa3d.nn.config import ModelConfig
 from summa3d.plan import cells as of
-from summa3d.plan.profiles import edited
+from summa3d.plan.papers.profiles import edited
 
 
 def setting(scheme: str, axes: dict[str, int], batch: int, heads: int = 12) -> Setting:

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
-from ..figures import draw, look
-from .papers import Paper
+from ...errors import DataError
+from ...figures import draw, look
+from .paper import Paper
 
 FORMATS = ("png", "svg")
 
@@ -31,7 +31,7 @@ def _fill(figure: Any, paper: Paper, found: Mapping[str, Any]) -> None:
     series: dict[str, list[tuple[int, float, float, float]]] = {}
     for row, line in zip(paper.rows, found["rows"], strict=True):
         name = row.series if len(paper.table["clusters"]) == 1 else f"{row.series}, {line['name'].split(', ', 3)[-1]}"
-        band = paper.cluster(row)["band.percent"] / 100
+        band = row.numbers.cluster["band.percent"] / 100
         series.setdefault(name, []).append((row.ranks, row.target, line["predicted"], band))
     for number, (name, points) in enumerate(series.items()):
         ranks, reported, predicted, bands = zip(*sorted(points), strict=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..dry.record import Op
-from ..dtypes import dtype_of
-from .cells import Cell, Trace
+from ...dry.record import Op
+from ...dtypes import dtype_of
+from ..cells import Cell, Trace
 
 Edit = Callable[[Cell], Cell]
 
@@ -56,6 +56,29 @@ def sums_of_halves(cell: Cell) -> Cell:
     return Cell(tuple(halved(cell.forward)), tuple(halved(cell.backward)))
 
 
+def unfused(cell: Cell) -> Cell:
+    """Before PTD-P's kernels, a bias was added in a pass of its own before GELU; before a dropout, and the residual after it."""
+
+    def passes(trace: Trace) -> Iterable[Op]:
+        for op in trace:
+            if op.name.startswith(("bias_gelu", "dropout_add", "dropout_gradient")) and not op.layer.endswith("core.dropout"):
+                many = 2 if op.name.startswith("dropout_add") else 1
+                size = min(op.read, op.written)
+                yield from [op._replace(name="add", read=size, written=size)] * many
+            yield op
+
+    return Cell(tuple(passes(cell.forward)), tuple(passes(cell.backward)))
+
+
+def causal(cell: Cell) -> Cell:
+    """Flash attention leaves out the blocks of scores above the diagonal: half of the products."""
+
+    def halved(trace: Trace) -> Trace:
+        return tuple(op._replace(batch=op.batch // 2) if op.name == "attention" else op for op in trace)
+
+    return Cell(halved(cell.forward), halved(cell.backward))
+
+
 def without(cell: Cell, layer: str, names: tuple[str, ...]) -> Cell:
     """A cell without the element-wise operations of these names in a layer."""
 
@@ -70,6 +93,8 @@ PROFILES: dict[str, tuple[Edit, ...]] = {
     "megatron-2020": (distributed_checkpoints,),
     "optimus-2021": (workspace_copies,),
     "megatron-2021": (fused_softmax, strided_attention, sums_of_halves),
+    "megatron-2021-unfused": (strided_attention, sums_of_halves, unfused),
+    "fsdp-2023": (causal, strided_attention),
 }
 """Name of a program → its edits of a cell."""
 

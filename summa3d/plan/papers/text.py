@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .papers import MARKS, Paper
+from .paper import MARKS, Paper
 
 COLUMNS = ("", "row", "reported", "corrected", "predicted", "error")
 
@@ -44,6 +44,17 @@ def _summary(found: Mapping[str, Any]) -> Iterator[str]:
         orderings = found["orderings"]
         missed = f"; missed: {', '.join(orderings['missed'])}" if orderings["missed"] else ""
         yield f"which of two is faster: {orderings['right']} of {orderings['of']} right{missed}"
+    for one in found.get("variants", ()):
+        yield f"{one['name']}: error {_errors(one)}"
+    if "choices" in found:
+        yield from _choices(found["choices"])
+
+
+def _choices(choices: Mapping[str, Any]) -> Iterator[str]:
+    yield f"order of all rows by such fits: Spearman {choices['spearman']:.2f}; the fastest of each group by such fits:"
+    yield from (f"  {one['group']}: {one['regret']:.1%} slower than the best of {one['of']}" for one in choices["groups"])
+    regret = choices["regret"]
+    yield f"  median {regret['median']:.1%}, mean {regret['mean']:.1%}, max {regret['max']:.1%}"
 
 
 def _errors(of: Mapping[str, float]) -> str:

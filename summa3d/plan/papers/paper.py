@@ -1,0 +1,142 @@
+"""Tables of papers: their rows, and the prediction of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ...cluster import load as load_cluster
+from ...comm.topology import Topology
+from ...dry.step import Setting
+from ...errors import ConfigError, nearest
+from ...nn.config import ModelConfig
+from ...train.toml import tomllib
+from ..cells import BLOCK, cells
+from ..replay import Work
+from . import megatron, sharded
+from .fit import Numbers, Predict, Ranges
+from .profiles import edited
+
+FOLDER = Path(__file__).with_name("tables")
+UNITS = ("tflops", "mfu", "sequences", "seconds")
+"""What a row of a step may report."""
+MARKS = {"fitted": "●", "held out": "○", "never": "×"}
+"""Use of a row → its mark: fitted to, predicted only, never fitted to."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One reported number.
+
+    numbers : of the cluster that it was measured on, and of the program. predict : the prediction by such numbers. group : of the
+    rows between which a choice is judged. batch : sequences of a step.
+    """
+
+    name: str
+    use: str
+    series: str
+    ranks: int
+    numbers: Numbers
+    reported: float
+    corrected: float | None
+    erratum: str
+    predict: Predict
+    group: str = ""
+    batch: int = 1
+
+    @property
+    def target(self) -> float:
+        """What the prediction is compared with."""
+        return self.reported if self.corrected is None else self.corrected
+
+
+@dataclass(frozen=True)
+class Paper:
+    """The rows of a paper, and what is fitted to them."""
+
+    name: str
+    table: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    ranges: Ranges
+
+
+def names() -> list[str]:
+    """The papers whose tables are here."""
+    return sorted(file.stem for file in FOLDER.glob("*.toml"))
+
+
+def table_of(name: str) -> dict[str, Any]:
+    """The table of a paper. Raises ConfigError for an unknown name, naming the nearest."""
+    if name not in names():
+        raise ConfigError(f"unknown paper {name!r}; the nearest is {nearest(name, names())}. Known: {', '.join(names())}.")
+    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def load(name: str) -> Paper:
+    """The paper of a name; its programs are traced here. Raises as `table_of` does."""
+    table = table_of(name)
+    ranges = {key: (float(least), float(most)) for key, (least, most) in table.get("fit", {}).items()}
+    of = _step_rows if "step" in table else block_rows
+    return Paper(name, table, tuple(row for given in table["row"] for row in of(table, given)), ranges)
+
+
+def block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows of a table of blocks' times: one for each cluster and placement."""
+    batch = given["batch"]
+    if "average" in given:
+        reported = given["average"]
+    else:
+        reported = given["step"] / batch if "step" in given else given["forward"] + given["backward"]
+    setting = _setting(given, given["axes"], batch, table["sequence"], dropout=0.1, tile=given.get("tile"))
+    cell = edited(cells(setting)[BLOCK], given["profile"])
+    for cluster in table["clusters"]:
+        for place, how in table.get("placement", {"": {"tile": given.get("tile")}}).items():
+            order = how["order"].split(",") if "order" in how else None
+            topology = Topology.checked(given["axes"], order, how.get("tile"))
+            work = Work.of(topology, (*cell.forward, *cell.backward), table["layers"] / batch)
+            name = ", ".join(part for part in (given["name"], cluster if place else "", place) if part)
+            ranks = prod(given["axes"].values())
+            texts = given["use"], given["series"]
+            numbers, corrected = Numbers(load_cluster(cluster)), given.get("corrected")
+            predict = _seconds(work)
+            yield Row(name, *texts, ranks, numbers, round(reported, 4), corrected, given.get("erratum", ""), predict)
+
+
+def _seconds(work: Work) -> Predict:
+    return lambda numbers: work.seconds(numbers.cluster)
+
+
+def _step_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Row]:
+    """The row of a table of whole training steps, on each of its clusters; `step` of the table holds what its rows share."""
+    whole = {**table["step"], **given}
+    whole.setdefault("dp", whole["gpus"] // (whole.get("tp", 1) * whole.get("pp", 1)))
+    reported = next(whole[unit] for unit in UNITS if unit in whole)
+    program = {key: float(number["value"]) for key, number in table.get("program", {}).items()}
+    for name in table["clusters"]:
+        cluster = load_cluster(name)
+        if "device" in given:
+            cluster = cluster.replaced(table["device"][given["device"]], "datasheet")
+        predict = sharded.predictor(whole) if program else megatron.predictor(whole, cluster)
+        texts, marks = (given["name"], given["use"], given["series"]), (given.get("corrected"), given.get("erratum", ""))
+        numbers = Numbers(cluster, program)
+        yield Row(*texts, whole["gpus"], numbers, reported, *marks, predict, given.get("group", ""), whole["batch"])
+
+
+def _setting(
+    given: Mapping[str, Any], axes: dict[str, int], batch: int, sequence: int, dropout: float, tile: dict[str, int] | None = None
+) -> Setting:
+    """A model of one block, with attention that keeps its scores, as the papers' programs have it, all recomputed."""
+    ranks = prod(axes.values())
+    model = ModelConfig(
+        layers=1,
+        hidden=given["hidden"],
+        heads=given["heads"],
+        sequence=sequence,
+        vocabulary=given.get("vocabulary", 1024 * ranks),
+        dropout=dropout,
+        attention_dropout=dropout,
+    )
+    return Setting(model, batch, given["scheme"], axes, tile=tile, recompute=("full", 1), on_device=True)
