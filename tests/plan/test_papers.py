@@ -79,9 +79,12 @@ def test_a_tree_of_broadcasts_cannot_explain_the_2d_rows(
 ) -> None:
     """The paper's own log2(q)·β·B broadcast, refitted: NCCL's is a chain."""
     chain = Prices._chain
-    monkeypatch.setattr(
-        Prices, "_chain", lambda prices, axis, size: chain(prices, axis, size) * log2(prices.topology.shape[axis])
-    )
+
+    def tree(prices: Prices, axis: str, size: float) -> tuple[float, float]:
+        fill, moved = chain(prices, axis, size)
+        return fill * log2(prices.topology.shape[axis]), moved * log2(prices.topology.shape[axis])
+
+    monkeypatch.setattr(Prices, "_chain", tree)
     rows = optimus[0].rows
     numbers = fit(rows, rows[0].numbers, optimus[0].ranges).numbers
     errors = sorted(abs(row.predict(numbers) / row.target - 1) for row in rows)
