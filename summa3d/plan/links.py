@@ -118,8 +118,8 @@ def _load(carried: Carried) -> Load:
     out, into, hops = carried
     one_way, both = [0.0] * len(hops), [0.0] * len(hops)
     for key in {*out, *into}:
-        ways = out.get(key, 0.0), into.get(key, 0.0)
-        one_way[key[0]], both[key[0]] = max(one_way[key[0]], *ways), max(both[key[0]], sum(ways))
+        directions = out.get(key, 0.0), into.get(key, 0.0)
+        one_way[key[0]], both[key[0]] = max(one_way[key[0]], *directions), max(both[key[0]], sum(directions))
     return Load(tuple(one_way), tuple(both), hops)
 
 

@@ -136,15 +136,15 @@ class Prices:
         rates = [0.0] * len(flights)  # bytes per second of an edge
         growing = {flight for flight, slowest in enumerate(alone) if slowest > 0}
         while growing:
-            room = {}
+            rest = {}
             for number, port in enumerate(used):
                 each = sum(port[flight] for flight in growing)
                 if each > 0:
-                    room[number] = (1 - sum(rate * load for rate, load in zip(rates, port, strict=True))) / each
-            more = max(0.0, min(room.values()))
+                    rest[number] = (1 - sum(rate * load for rate, load in zip(rates, port, strict=True))) / each
+            more = max(0.0, min(rest.values()))
             for flight in growing:
                 rates[flight] += more
-            full = [number for number, left in room.items() if left <= more * (1 + 1e-9)]
+            full = [number for number, left in rest.items() if left <= more * (1 + 1e-9)]
             growing -= {flight for number in full for flight in growing if used[number][flight] > 0}
         return tuple(rate * slowest if slowest else 1.0 for rate, slowest in zip(rates, alone, strict=True))
 
