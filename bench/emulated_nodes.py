@@ -13,22 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import combinations
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from common import about, environment, note, on_ranks, save, verdict
 from emulated_cases import MATRICES, Case, Facts, port_bytes, predicted, races, settings
+from emulated_report import claims, figures, lines, replaced
 
 PREDICTIONS = Path(__file__).with_name("emulated_predictions.json")
-WITHIN, APART, BEST = 0.20, 0.15, 0.05
-"""A time is to be within this of its prediction; times are to be in order whose predictions are this far apart; the plan that is
-predicted the fastest is to be this close to the fastest one."""
-HEADERS = 0.05
-"""What headers, acknowledgements and barriers may add to the bytes of a port."""
 LONG, SHORT = 512, 64
 FACT_RANKS = 2
 BYTES = 1 << 26
@@ -42,6 +36,9 @@ def main() -> None:
     parser.add_argument("--part", action="append", help="Run these parts alone. The option may be repeated.")
     parser.add_argument("--rounds", type=int, default=7, help="Time this many interleaved rounds.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result of --measure to FILE.")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="Take the result in FILE in place of measuring.")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="Put the result between the marks of this page.")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="Draw the result into this folder.")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_ranks:
@@ -49,9 +46,21 @@ def main() -> None:
     elif args.predict:
         save(predictions(), args.predict)
     elif args.measure:
-        save(measured(json.loads(args.measure.read_text(encoding="utf-8")), args.measure, args.part, args.rounds), args.json)
+        result = measured(json.loads(args.measure.read_text(encoding="utf-8")), args.measure, args.part, args.rounds)
+        save(result, args.json)
+        show(result, args.page, args.plots)
+    elif args.show:
+        show(json.loads(args.show.read_text(encoding="utf-8")), args.page, args.plots)
     else:
-        parser.error("give --predict FILE or --measure [FILE]")
+        parser.error("give --predict FILE, --measure [FILE] or --show FILE")
+
+
+def show(result: Mapping[str, Any], page: Path | None, plots: Path | None) -> None:
+    """Put a result into a page, and draw its figures into a folder."""
+    if page is not None:
+        page.write_text(replaced(page.read_text(encoding="utf-8"), result), encoding="utf-8")
+    if plots is not None:
+        figures(result, plots)
 
 
 def emulated(nodes: int, port: str, ranks: int, arguments: Sequence[str]) -> str:
@@ -142,48 +151,13 @@ def measured(plan: Mapping[str, Any], file: Path, parts: Sequence[str] | None, r
         cases = [{**case, "times": times, "carried": carried} for case, times, carried in rows]
         result["machine"] = found["machine"]
         result["races"].append({**race, "load": load, "cases": cases})
-        where = f"{race['part']}: {race['nodes']} nodes × {race['ranks'] // race['nodes']} ranks, {race['port']}"
-        print(f"{where}, load {load:.1f}, {time.monotonic() - began:.0f} s")
-        print("  predicted |   min | median ms | min ÷ predicted | bytes ÷ predicted")
-        for case in cases:
-            least, middle = min(case["times"]), median(case["times"])
-            carried = f"{case['carried'] / case['port_bytes']:.2f}" if case["port_bytes"] else "–"
-            ratios = f"{least / case['seconds']:15.2f} | {carried:>17}"
-            print(
-                f"  {case['seconds'] * 1e3:9.0f} | {least * 1e3:5.0f} | {middle * 1e3:9.0f} | {ratios}  {case['label']}",
-                flush=True,
-            )
+        print("\n".join(lines(result["races"][-1])), flush=True)
+        note(f"{time.monotonic() - began:.0f} s")
     print(about(result["machine"]))
     result["claims"] = [{"claim": claim, "holds": holds} for claim, holds in claims(result["races"])]
     for one in result["claims"]:
         print(verdict(one["claim"], one["holds"]))
     return result
-
-
-def claims(races: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
-    """The claims of each race with what was found, and whether they hold."""
-    for race in races:
-        where = f"{race['part']}, {race['nodes']} nodes, {race['port']}"
-        least = [min(case["times"]) for case in race["cases"]]
-        wanted = [case["seconds"] for case in race["cases"]]
-        if race["part"] == "placement":
-            worst = max((got / want for got, want in zip(least, wanted, strict=True)), key=lambda ratio: abs(ratio - 1))
-            claim = f"every fastest round within {WITHIN:.0%} of its prediction; the worst is {worst:.2f} times"
-            yield f"{where}: {claim}", abs(worst - 1) <= WITHIN
-            bytes_ = max((case["carried"] / case["port_bytes"] for case in race["cases"]), key=lambda ratio: abs(ratio - 1))
-            claim = f"the busiest port carries what is predicted, within {HEADERS:.0%}; the worst is {bytes_:.3f} times"
-            yield f"{where}: {claim}", abs(bytes_ - 1) <= HEADERS
-        pairs = [pair for pair in combinations(range(len(least)), 2) if apart(*(wanted[one] for one in pair))]
-        wrong = sum((wanted[one] < wanted[other]) != (least[one] < least[other]) for one, other in pairs)
-        yield f"{where}: {len(pairs) - wrong} of {len(pairs)} pairs that are predicted over {APART:.0%} apart in order", not wrong
-        if race["part"] == "strong":
-            behind = least[wanted.index(min(wanted))] / min(least) - 1
-            yield f"{where}: the plan predicted the fastest is {behind:.1%} behind the fastest", behind <= BEST
-
-
-def apart(one: float, other: float) -> bool:
-    """Whether two predictions are so far apart that the order must be right."""
-    return max(one, other) > (1 + APART) * min(one, other)
 
 
 def on_a_rank(what: str, file: Path, rounds: int) -> None:
