@@ -163,7 +163,7 @@ def demo_model(layers: int) -> Any:
 
 def cluster_of(race: Race, facts: Facts) -> Any:
     """The emulated nodes as a cluster, whose ranks share this machine's cores: the ports as shaped, nothing fitted."""
-    from summa3d.plan.cluster import read
+    from summa3d.cluster import read
 
     def number(value: float, source: str = "measured") -> dict[str, Any]:
         return {"value": value, "source": source}

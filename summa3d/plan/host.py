@@ -18,8 +18,8 @@ class HostPrices(Prices):
     round, as MPICH sends whole messages in groups of less than eight.
     """
 
-    def move(self, op: Op) -> float:
-        """Seconds of a communication by itself; of a broadcast and a reduction the mean over all roots."""
+    def move(self, op: Op) -> tuple[float, float]:
+        """Seconds of a communication's hops and launch, and of its volume; of a broadcast and a sum the mean over all roots."""
         if op.name == "reduce_scatter":
             return super().move(op._replace(name="all_to_all"))
         count = prod(self.topology.shape.get(name, 1) for name in op.axis.split("·"))
@@ -27,7 +27,8 @@ class HostPrices(Prices):
             return super().move(op)
         message = op.words * dtype_of(op.dtype).nbytes * (count / (count - 1) if op.name == "reduce" else 1)
         rounds = [one for root in range(count) for one in self._rounds(op.axis, root)]
-        return sum(message * busiest + latency for busiest, latency in rounds) / count + self.cluster["collectives.launch"]
+        volume, hops = (sum(part) / count for part in zip(*rounds, strict=True))
+        return hops + self.cluster["collectives.launch"], message * volume
 
     def _rounds(self, axis: str, root: int) -> list[tuple[float, float]]:
         """Of each round of a tree from a root, in all groups of an axis at once: seconds per byte, and latency."""

@@ -7,9 +7,9 @@ from itertools import permutations
 
 import pytest
 
+from summa3d.cluster import Cluster, read
 from summa3d.comm.topology import Topology
 from summa3d.dry.record import Op
-from summa3d.plan.cluster import Cluster, read
 from summa3d.plan.host import HostPrices
 
 PORT, WORDS = 1e6, 1 << 16
@@ -40,7 +40,7 @@ def cluster(node: int) -> Cluster:
 def messages(prices: HostPrices, name: str, axis: str) -> float:
     """The price of a collective, in blocks of WORDS words over a port."""
     words = WORDS * (1 if name == "broadcast" else prices.topology.shape[axis] - 1)
-    return prices.move(Op("move", "", "", name, axis=axis, words=words, dtype="float64")) * PORT / (8 * WORDS)
+    return prices.seconds(Op("move", "", "", name, axis=axis, words=words, dtype="float64")) * PORT / (8 * WORDS)
 
 
 def busiest(topology: Topology, axis: str, node: int, edges: list[tuple[int, int]]) -> int:
