@@ -1,4 +1,7 @@
-"""A Slurm of several nodes on this machine, for tests: one slurmctld, and one slurmd a node. It needs root, and no systemd."""
+"""A Slurm of several nodes on this machine, for tests: one slurmctld, and one slurmd a node. It needs root, and no systemd.
+
+Its nodes are this machine, or emulated nodes with a network of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from summa3d.launch.emulate import ENVIRONMENT, SWITCH, Emulated
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 LAUNCHERS = ("SLURM_", "PMI", "OMPI_", "PRTE_", "HYD", "MPI_", "MPIR_", "MPIEXEC_", "SUMMA3D_", "OMP_", "OPENBLAS_", "MKL_")
@@ -18,7 +24,7 @@ ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEM
 CORES = 4  # of a node, as Slurm shall believe
 CONFIGURATION = """
 ClusterName=test
-SlurmctldHost=localhost(127.0.0.1)
+SlurmctldHost=localhost({address})
 SlurmctldPort={controller}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
@@ -67,14 +73,19 @@ def free_ports(count: int) -> list[int]:
 
 
 class LocalSlurm:
-    """A running Slurm whose nodes n1, n2, … are this machine. srun starts ranks by no PMI of its own accord (MpiDefault=none)."""
+    """A running Slurm whose nodes n1, n2, … are this machine, or emulated nodes.
 
-    def __init__(self, nodes: int = 4) -> None:
+    srun starts ranks by no PMI of its own accord (MpiDefault=none).
+    """
+
+    def __init__(self, nodes: int = 4, emulated: Emulated | None = None) -> None:
+        self.emulated = emulated
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short, because it holds a socket
         self.nodes = [f"n{index + 1}" for index in range(nodes)]
         kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         self.environment = {**kept, "PATH": path, "SLURM_CONF": f"{self.folder}/slurm.conf"}
+        self.environment |= {} if emulated is None else ENVIRONMENT
         self._configure()
         try:
             self._start()
@@ -85,11 +96,15 @@ class LocalSlurm:
     def _configure(self) -> None:
         controller, *ports = free_ports(1 + len(self.nodes))
         shape = f"CPUs={CORES} Sockets=1 CoresPerSocket={CORES} ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN"
+        where = [("localhost", "127.0.0.1")] * len(self.nodes)
+        if self.emulated is not None:
+            where = [*zip(self.emulated.names, self.emulated.addresses, strict=True)]
         lines = [
-            f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} {shape}"
-            for name, port in zip(self.nodes, ports, strict=True)
+            f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} {shape}"
+            for name, port, (host, address) in zip(self.nodes, ports, where, strict=True)
         ]
-        text = CONFIGURATION.format(controller=controller, folder=self.folder, nodes="\n".join(lines))
+        address = "127.0.0.1" if self.emulated is None else SWITCH
+        text = CONFIGURATION.format(controller=controller, address=address, folder=self.folder, nodes="\n".join(lines))
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "cgroup.conf").touch()
         (self.folder / "munge.key").write_bytes(os.urandom(128))
@@ -103,20 +118,22 @@ class LocalSlurm:
         options = [f"--{name}={self.folder}/{file}" for name, file in {**files, "seed-file": "munged.seed"}.items()]
         self.run("munged", "--force", *options)
         self.run("slurmctld")
-        for node in self.nodes:
-            self.run("slurmd", "-N", node)
+        for place, node in enumerate(self.nodes):
+            self.run("slurmd", "-N", node, where=None if self.emulated is None else self.emulated.in_node(place))
         deadline = time.monotonic() + 30
         while self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split() != self.nodes:
             assert time.monotonic() < deadline, self.run("sinfo", "-N", "-l").stdout + self.logs()
             time.sleep(0.2)
 
     def run(
-        self, *command: str, cwd: Path | None = None, timeout: float = 60, **environment: str
+        self, *command: str, cwd: Path | None = None, timeout: float = 60, where: Sequence[str] | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program that knows this Slurm to its end; it must succeed."""
+        """Run a program that knows this Slurm to its end; it must succeed. where : what its command line begins with."""
         environ = self.environment | environment
+        if where is None:
+            where = () if self.emulated is None else self.emulated.in_switch()
         ended = subprocess.run(
-            command, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
+            [*where, *command], cwd=cwd, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
         )
         assert ended.returncode == 0, f"{' '.join(command)}: {ended.stdout}{ended.stderr}{self.logs()}"
         return ended
@@ -139,9 +156,11 @@ class LocalSlurm:
 
     def stop(self) -> None:
         """End all jobs, and all processes that know this Slurm, and remove the folder."""
-        subprocess.run(["scancel", "--user=root"], env=self.environment, capture_output=True, timeout=30)
+        where = [] if self.emulated is None else self.emulated.in_switch()
+        subprocess.run([*where, "scancel", "--user=root"], env=self.environment, capture_output=True, timeout=30)
         deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and subprocess.run(["squeue", "-h"], env=self.environment, capture_output=True).stdout:
+        asked = [*where, "squeue", "-h"]
+        while time.monotonic() < deadline and subprocess.run(asked, env=self.environment, capture_output=True).stdout:
             time.sleep(0.2)
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in self._processes():

@@ -1,6 +1,7 @@
 """`summa3d launch -n N ARGS…`: replaces itself by the launcher of this interpreter's MPI, which runs `summa3d ARGS…` N times.
 
 It also starts Python scripts (`launch -n N script.py`) and modules (`launch -n N -m module`). This process loads no MPI library.
+With `--emulate` it stays, and the launcher runs beside it (launch/emulate.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import LaunchError
-from ..launch import segments
+from ..launch import emulate, segments
 from ..launch.runtime import Runtime, find_launcher, loaded_runtime, rank_environment, usable_cores
 from .main import COMMANDS, unknown_command
 
@@ -22,6 +23,12 @@ SCRIPT = "summa3d.launch.script"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d launch` to `parser`."""
     parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="Start this many ranks.")
+    parser.add_argument(
+        "--emulate",
+        type=emulate.network_of,
+        metavar="nodes=N,port=RATE",
+        help="Start the ranks on N emulated nodes of this machine, with ports of this rate, such as 1gbit or 250mbit; as root.",
+    )
     parser.add_argument(
         "-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE", help="Run this Python module on every rank."
     )
@@ -75,12 +82,22 @@ def program(args: argparse.Namespace) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace this process by the launcher; never returns. Raises LaunchError where the launcher cannot be started."""
+    """Replace this process by the launcher, or start it on emulated nodes, and return its exit status.
+
+    Raises LaunchError where the launcher cannot be started, or nodes not be emulated.
+    """
     arguments, runtime = program(args), loaded_runtime()
     command, environment, account = mpi_command(args.ranks, arguments, runtime=runtime)
-    print(f"summa3d launch: {account}", file=sys.stderr, flush=True)
+    emulated = "" if args.emulate is None else f"{args.emulate.nodes} emulated nodes, "
+    print(f"summa3d launch: {emulated}{account}", file=sys.stderr, flush=True)
     for warning in segments.warnings(args.ranks) if runtime.vendor == "mpich" else ():
         print(f"summa3d launch: {warning}", file=sys.stderr, flush=True)
+    if args.emulate is not None:
+        reason = emulate.why_not(runtime.vendor)
+        if reason is not None:
+            raise LaunchError(f"nodes cannot be emulated: {reason}.")
+        launcher = command[: command.index("-n")]
+        return emulate.run(args.emulate, launcher, args.ranks, [sys.executable, *arguments], environment)
     if sys.stderr.isatty() and Path(command[0]).name != "srun":  # which forwards whole lines
         environment["SUMMA3D_TERMINAL"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
     try:
