@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,9 +124,9 @@ class Cluster:
         return min(ranks, self.node or ranks) if self["host.shared"] else 1
 
     def crowding(self, ranks: int) -> float:
-        """By how much ranks slow each other down: ranks of a node for each of its slots, at least 1."""
+        """By how much ranks slow each other down: the most ranks of a node on one of its slots, at least 1."""
         slots = self["host.slots"]
-        return max(1.0, min(ranks, self.node or ranks) / slots) if slots else 1.0
+        return float(max(1, ceil(min(ranks, self.node or ranks) / slots))) if slots else 1.0
 
     def link(self, ranks: int) -> tuple[float, float]:
         """Seconds per byte and per message of the level that joins `ranks` ranks, of a rank's share while all communicate."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from math import log2
+from math import ceil, log2
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,7 +78,7 @@ class Calibration:
     @property
     def crowding(self) -> float:
         """By how much ranks that share a core slow each other down."""
-        return max(1.0, self.ranks / self.slots) if self.slots else 1.0
+        return float(ceil(self.ranks / self.slots)) if self.slots else 1.0
 
     def run(self) -> Measured:
         """All measurements, in rounds, so that a while of other work spoils none of them; collective, equal on all ranks."""

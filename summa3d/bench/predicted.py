@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from math import sqrt
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -54,13 +55,18 @@ def of_block(entry: BlockEntry, case: Case, cluster: Cluster) -> float:
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Kendall's rank correlation of pairs: how many more pairs of them are in the same order than not; None of fewer than two.
+    """Kendall's τ_b of pairs: how many more two of them are in the same order than not; None where all are alike on one side.
 
     >>> kendall([(1, 10), (2, 30), (3, 20)])
     0.3333333333333333
     """
-    signs = [(a - c) * (b - d) for (a, b), (c, d) in combinations(pairs, 2)]
-    return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs) if signs else None
+    signs = [(_sign(a - c), _sign(b - d)) for (a, b), (c, d) in combinations(pairs, 2)]
+    ordered = sqrt(sum(first != 0 for first, _ in signs) * sum(second != 0 for _, second in signs))
+    return sum(first * second for first, second in signs) / ordered if ordered else None
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
 
 
 def compared(result: Mapping[str, Any], predicted: Sequence[float], cluster: Cluster) -> dict[str, Any]:

@@ -80,6 +80,8 @@ EXAMPLES = {
         "summa3d launch -n 8 bench gemm --m 1024 --n 1024 --k 1024 --algorithm all",
         "summa3d launch -n 8 bench strong --m 2048 --n 2048 --k 2048 --json strong.json",
         "summa3d launch -n 8 bench block --scheme cuboid:2,2,2 --scheme oned",
+        "summa3d launch -n 8 bench calibrate --write",
+        "summa3d launch -n 8 bench strong --m 2048 --n 2048 --k 2048 --cluster here",
     ),
     "report": (
         "summa3d report strong.json weak.json",
@@ -101,6 +103,7 @@ VARIABLES = {
     "SUMMA3D_TRANSPORT": "auto, nccl, cuda-aware or pinned: what carries device arrays",
     "SUMMA3D_NODE_MEMORY": "no: leave communication inside a node to MPI",
     "SUMMA3D_BLAS": "numpy, mkl, torch (for tensors) or a file: what multiplies blocks on the host",
+    "SUMMA3D_CLUSTER": "a file: the description of this machine that --cluster here reads and bench calibrate writes",
     "SUMMA3D_BIND": "no: do not bind ranks that outnumber the cores to one core each",
     "SUMMA3D_UNLINK": "no: let MPICH's shared segments keep their names in /dev/shm until the job ends",
     "SUMMA3D_MPIEXEC": "a launcher, arguments too: what `summa3d launch` starts",
