@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from summa3d.cluster import SOURCES, load, names, read
+from summa3d.cluster import FOLDER, SOURCES, load, names, read
 from summa3d.errors import ClusterError
 
 
@@ -67,6 +67,16 @@ def changed(section: str, key: str, value: Any) -> dict[str, Any]:
     [
         ("device", "memroy", number(1e9), r"unknown key 'device.memroy'; the nearest is 'device.memory'"),
         ("1", "bandwith", number(1e9), r"unknown key 'network.bandwith'; the nearest is 'network.bandwidth'"),
+        ("peak", "flaot32", number(1e13), r"unknown key 'peak.flaot32'; the nearest is 'peak.float32'"),
+        ("host", "slots", number(-2), r"host.slots = -2 cannot be: ranks of a node that have a core each"),
+        ("host", "shared", number(2), r"host.shared = 2 cannot be.*from 0 to 1"),
+        (
+            "peak",
+            "float32",
+            number(312),
+            r"peak.float32 = 312 cannot be: the most of products of a dtype, in op",
+        ),
+        ("device", "memory", {"value": 16e9, "sourec": "measured"}, r"a source of datasheet, measured, fitted, assumed"),
         ("device", "memory", 16e9, r"device.memory = 16000000000.0 takes {value = …, source = …"),
         ("device", "memory", number(16e9, "guessed"), r"a source of datasheet, measured, fitted, assumed"),
         ("device", "memory", number(16), r"device.memory = 16 cannot be: memory of a device, in bytes, from 1e\+08"),
@@ -115,3 +125,33 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
         load("selene").replaced({"node.bandwith": 1e9})
     with pytest.raises(ClusterError, match=r"has no peak of float64; it has those of bfloat16, float16, float32"):
         load("selene").peak("float64")
+
+
+def test_here_is_the_file_that_the_variable_names_else_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("SUMMA3D_CLUSTER", raising=False)
+    with pytest.raises(ClusterError, match=r"no file .*summa3d/here\.toml: .*calibrate --write.*SUMMA3D_CLUSTER") as refused:
+        load("here")
+    assert "\n" not in str(refused.value)
+    file = tmp_path / "summa3d" / "here.toml"
+    file.parent.mkdir()
+    file.write_text((FOLDER / "longhorn.toml").read_text(encoding="utf-8"))
+    assert load("here").numbers == load("longhorn").numbers
+    other = tmp_path / "other.toml"
+    monkeypatch.setenv("SUMMA3D_CLUSTER", str(other))
+    with pytest.raises(ClusterError, match=r"no file .*other\.toml"):
+        load("here")
+    other.write_text("peak = 3 =")
+    with pytest.raises(ClusterError, match=r"cluster other is no TOML: .*line 1"):
+        load("here")
+
+
+def test_ranks_share_the_cores_of_their_node_and_the_fullest_sets_the_pace() -> None:
+    given = table()
+    assert read(given, "mine").crowding(64) == 1 and read(given, "mine").ranks_per_node(64) == 1
+    given["host"] = {"slots": number(2), "shared": number(1)}
+    host = read(given, "mine")
+    assert [host.crowding(ranks) for ranks in (1, 2, 3, 4, 64)] == [1, 1, 2, 2, 2] and host.node == 4
+    assert [host.ranks_per_node(ranks) for ranks in (1, 3, 64)] == [1, 3, 4]
+    del given["level"][0]
+    assert read(given, "mine").crowding(7) == 4 and read(given, "mine").ranks_per_node(7) == 7

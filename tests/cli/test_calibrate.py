@@ -6,23 +6,29 @@ import argparse
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fake_device
+import jobs
 import pytest
 
 from summa3d.bench import calibrate
+from summa3d.bench.blocks import BlockEntry, Case
 from summa3d.bench.calibrate import Calibration
 from summa3d.bench.fitted import Measured, Sample, described, fit
-from summa3d.bench.predicted import kendall
+from summa3d.bench.predicted import kendall, of_block
 from summa3d.cli import bench as cli
+from summa3d.cli.gemm import machine_of
 from summa3d.cluster import Cluster, load, read_text
 from summa3d.comm.device import cupy as cupy_backend
 from summa3d.comm.device import select as places
 from summa3d.comm.nodes import Nodes
 from summa3d.comm.topology import Topology
 from summa3d.dry.record import Op
-from summa3d.errors import ConfigError
+from summa3d.errors import ClusterError, ConfigError
+from summa3d.gemm import Machine, choose
+from summa3d.nn.config import ModelConfig
 from summa3d.plan.price import Prices
 
 TRUE = {
@@ -153,3 +159,30 @@ def test_devices_are_measured_by_their_own_products_collectives_and_memory(comm,
         and cluster["device.memory"] == pytest.approx(16 << 30, rel=1e-3)
     )
     device.finish()
+
+
+def test_a_bench_prints_predicted_beside_measured_times_and_chooses_by_the_cluster(tmp_path: Path) -> None:
+    words = ["bench", "strong", "--m", "65", "--n", "64", "--k", "66", "--rounds", "2", "--cluster", "server"]
+    ended = jobs.run(["-m", "summa3d", *words, "--json", "strong.json"], 2, tmp_path)
+    assert ended.status == 0, ended.stderr
+    result = json.loads((tmp_path / "strong.json").read_text())
+    found = result["prediction"]
+    assert found["cluster"] == "server" and found["band"] == 50 and len(result["rows"]) == 2
+    for row, error in zip(result["rows"], found["errors"], strict=True):
+        assert row["predicted"] / row["seconds"]["median"] - 1 == pytest.approx(error)
+    choice = choose(65, 64, 66, 2, machine=Machine(load("server"), node=True))
+    assert result["rows"][1]["grid"] == choice.grid and result["rows"][1]["predicted"] == pytest.approx(choice.seconds)
+    assert "predicted on cluster server (± 50 %)" in ended.stdout and "median error" in ended.stdout
+    with pytest.raises(ClusterError, match="unknown cluster 'selen'; the nearest is selene"):
+        machine_of("selen", "cpu", None)
+
+
+def test_a_block_is_predicted_by_the_operations_that_it_runs_and_slower_where_more_ranks_share_a_core() -> None:
+    case = Case(ModelConfig(layers=2, hidden=32, heads=4, sequence=8), batch=4)
+    entry = BlockEntry("cuboid", {"x": 2, "y": 2, "z": 1})
+    here = with_float64(load("longhorn")).replaced({"host.shared": 1, "host.slots": 4, "peak.float32": 1e9}, "assumed")
+    alone = of_block(entry, case, here)
+    assert of_block(entry, replace(case, config=replace(case.config, layers=1)), here) == pytest.approx(alone / 2)
+    assert of_block(entry, case, here.replaced({"host.slots": 2}, "assumed")) == pytest.approx(2 * alone)
+    slow = here.replaced({"product.efficiency": here["product.efficiency"] / 2}, "assumed")
+    assert alone < of_block(entry, case, slow) < 2 * alone

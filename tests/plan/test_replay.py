@@ -204,6 +204,15 @@ def test_infinite_links_leave_the_arithmetic_and_half_the_bandwidth_doubles_what
     assert doubled == pytest.approx({axis: 2 * seconds for axis, seconds in exposed.items()})
 
 
+def test_ranks_that_share_cores_and_memory_take_longer_and_move_by_copies_that_the_trace_has() -> None:
+    slow = plain(**{"host.slots": 2, "node.latency": 1e-6})
+    for op in (product(100), elements(1000), GATHER):
+        assert Prices(slow, AXES).seconds(op) == pytest.approx(2 * Prices(plain(**{"node.latency": 1e-6}), AXES).seconds(op))
+    shared = Prices(plain(**{"host.shared": 1, "node.latency": 1e-6}), AXES)
+    assert shared.seconds(GATHER) == pytest.approx(3e-6) == shared.seconds(GATHER._replace(words=30_000))
+    assert shared.seconds(move(1, "y", 1000)) == pytest.approx(16e-6)  # between nodes it moves
+
+
 def test_half_the_bytes_of_a_word_halve_exactly_what_depends_on_bytes() -> None:
     prices = Prices(plain(), AXES)
     assert prices.seconds(GATHER._replace(dtype="bfloat16")) == pytest.approx(prices.seconds(GATHER) / 2)
