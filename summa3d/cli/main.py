@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from .. import preemption
 from ..errors import CapacityError, ConfigError, LaunchError, Summa3dError
 from ..launch.runtime import (
     LIKE_OPEN_MPI,
@@ -118,7 +119,7 @@ EXTRAS = {
 """Package that the core goes without → the extra that installs it."""
 USAGE_STATUS, PIPE_STATUS = 2, 141  # the latter as shells report an end by SIGPIPE
 COMPLETION_VARIABLE = "_ARGCOMPLETE"  # set by the shell's hook
-RANK_0_SECONDS = 1.0  # seconds that other ranks wait for rank 0 to print, where MPI cannot order them
+RANK_0_SECONDS = 1.0  # seconds that ranks wait for rank 0 to print, or rank 0 for them to end, where MPI cannot order them
 
 
 class Formatter(argparse.HelpFormatter):
@@ -182,6 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Summa3dError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
+    if name == "train" and "--dry-run" not in arguments:
+        preemption.listen("SIGTERM")
     try:
         start_mpi(most_threads=1 if name == "checkpoint" or "--dry-run" in arguments else None)
     except (ConfigError, LaunchError) as error:
@@ -191,7 +194,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
-    return _run(name, arguments[1:])
+    status = _run(name, arguments[1:])
+    return _leave_last(status) if status == preemption.STATUS else status
+
+
+def _leave_last(status: int) -> int:
+    """The exit status of this rank of a job that ends with `status` and has not failed: rank 0's alone, which leaves last.
+
+    A launcher may kill the other ranks when one ends with a status, and report theirs.
+    """
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.rank
+    MPI.Finalize()
+    if rank != 0:
+        return 0
+    time.sleep(RANK_0_SECONDS)
+    return status
 
 
 def _complete() -> None:

@@ -17,6 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from .. import preemption
 from ..comm.axis import Axis
 from ..comm.failure import Watchdog, telling_where
 from ..comm.profile import trace
@@ -35,7 +36,7 @@ from .lease import Lease
 from .loss_plot import draw_loss
 from .metrics import Recorder, Step, Stopwatch
 from .on_root import on_root
-from .optimizer import clip_factor, global_gradient_norm, learning_rate
+from .optimizer import clip_factor, learning_rate, norm_and_votes
 from .precision import torch_dtype
 from .prepare import Run, prepare
 from .progress import Progress
@@ -74,6 +75,8 @@ def train(
 ) -> dict[str, Any]:
     """Train the model of `config` on the ranks of `comm`; collective. Returns the summary of the run, equal on every rank.
 
+    That of a run which a signal has asked to end (`preemption.listen`) has `run`, `step`, and `preempted`: what asked for it.
+
     Parameters
     ----------
     folder : the run folder, which receives config.toml, metrics.jsonl, checkpoints/step-N/, loss.png and summary.json
@@ -98,9 +101,10 @@ def train(
             _watchdog(config.train.watchdog) as watchdog,
             torch.autograd.set_multithreading_enabled(False),
         ):
-            run_steps(run, recorder, lease, progress, watchdog, traced)
+            preempted = run_steps(run, recorder, lease, progress, watchdog, traced)
         recorder.close()
-        summary = finish(run, recorder, time.perf_counter() - began, progress)
+        seconds = time.perf_counter() - began
+        summary = preempted_at(run, progress) if preempted else finish(run, recorder, seconds, progress)
         run.grid.free()
     return summary
 
@@ -125,9 +129,15 @@ def run_steps(
     progress: Progress,
     watchdog: Watchdog | None = None,
     traced: Traced | None = None,
-) -> None:
-    """Take the remaining steps; evaluate and save at their periods, and after the last step."""
+) -> bool:
+    """Take the remaining steps; evaluate and save at their periods, and after the last step.
+
+    Returns whether it ended before the last step, and saved, because some rank was asked to end. Ranks agree on that before the
+    first step, and in each step by the sum of the gradient norm.
+    """
     settings, ledger = run.config.train, run.grid.ledger
+    if run.grid.comm.allreduce(preemption.received() is not None, MPI.MAX) and run.done < settings.steps:
+        return True
     for number in range(run.done + 1, settings.steps + 1):
         lease.check()
         if traced is not None and number == traced.first:
@@ -144,12 +154,16 @@ def run_steps(
             step.validation_loss = evaluate(run)
         recorder.post(step)
         progress.step(step, recorder.core_time)
-        if settings.keep and _due(number, settings.checkpoint_every, settings.steps):
+        ends = bool(run.asked) and number < settings.steps
+        if settings.keep and (ends or _due(number, settings.checkpoint_every, settings.steps)):
             recorder.flush()
             checkpoint.save(run.checkpoints, number, run.blocks(), run.grid, run.config, run.loss_scale.state())
         run.done = number
         if watchdog is not None:
             watchdog.touch()
+        if ends:
+            return True
+    return False
 
 
 def take_step(run: Run, number: int) -> Step:
@@ -166,7 +180,8 @@ def take_step(run: Run, number: int) -> Step:
     with ledger.phase("optimizer"):
         run.replicas.finish()
         loss = run.replicas.total(total(losses, run.pipeline.axis))
-        norm = global_gradient_norm(run.optimizer.gradients(), run.grid) / scale
+        norm, run.asked = norm_and_votes(run.optimizer.gradients(), run.grid, preemption.received() is not None)
+        norm /= scale
         rate = learning_rate(number, settings)
         if run.loss_scale.accepts(number, loss, norm):
             run.replicas.update(lambda: run.optimizer.step(rate, clip_factor(norm, settings.clip, scale)))
@@ -240,6 +255,16 @@ def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> 
     if comm.rank == 0:
         (run.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     return comm.bcast(summary)
+
+
+def preempted_at(run: Run, progress: Progress) -> dict[str, Any]:
+    """Say that the run ends before its last step, and what asked for it; collective. Returns its summary on every rank."""
+    signals = run.grid.comm.allgather(preemption.received())
+    asked = next(f"rank {rank} got {found.name}" for rank, found in enumerate(signals) if found is not None)
+    saved = checkpoint.newest(run.checkpoints) == run.checkpoints / f"step-{run.done}" if run.config.train.keep else False
+    kept = f"saved after step {run.done}" if saved else "nothing to save"
+    progress.say(f"{asked}: {kept} of {run.config.train.steps}; exit status {preemption.STATUS}, --resume continues")
+    return {"run": os.fspath(run.folder), "step": run.done, "preempted": asked}
 
 
 def continue_prompt(run: Run) -> str:

@@ -39,7 +39,10 @@ from .progress import SILENT, Progress
 
 @dataclass
 class Run:
-    """A training run: its folder, grid and scheme, and its model and optimizer after `done` steps on this rank's device."""
+    """A training run: its folder, grid and scheme, and its model and optimizer after `done` steps on this rank's device.
+
+    asked : the ranks that had been asked to end by the last step's gradient norm
+    """
 
     config: Config
     folder: Path
@@ -54,6 +57,7 @@ class Run:
     pipeline: Pipeline
     done: int = 0
     device: torch.device = HOST
+    asked: int = 0
 
     @property
     def checkpoints(self) -> Path:

@@ -1,8 +1,9 @@
-"""`summa3d ARGS…` on a rank that kills itself: at an op of a step, or in the middle of writing a checkpoint.
+"""`summa3d ARGS…` on a rank that kills itself, or asks itself to end: at an op of a step, or while it writes a checkpoint.
 
-Started by test_killed.py. KILLED="RANK STEP KIND COUNT": at the COUNT-th op of this kind in a step: F, B, X, W, T, a bucket of R,
-the `norm` of the gradient, or the `update`; with a negative count, at its end. In a checkpoint, KIND is `file`, when half of the
-file is on the disk, or `rename`, on rank 0, when all is but the final name. KILLED_AT: a file that receives the time.
+Started by test_killed.py. KILLED="RANK STEP KIND COUNT": at the COUNT-th op of this kind in a step: F, B, X, W, T, a bucket of
+R, the `norm` of the gradient, the `update`, or the `evaluation`; with a negative count, at its end; or in `prepare`. In a
+checkpoint, KIND is `file`, when half of the file is on the disk, or `rename`, on rank 0, when all is but the final name.
+KILLED_AT: a file that receives the time. KILLED_BY: the signal, SIGKILL unless it is set.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from summa3d.train.checkpoint import shards
 
 def die() -> None:
     Path(os.environ["KILLED_AT"]).write_text(str(time.time()))
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), BY)
 
 
 def half_a_file(tensors: Any, path: Path) -> None:
     save_file(tensors, path)
     if TEMPORARY in str(path):
-        os.truncate(path, path.stat().st_size // 2)
+        if BY == signal.SIGKILL:
+            os.truncate(path, path.stat().st_size // 2)
         die()
 
 
@@ -45,7 +47,7 @@ class Counted:
     """Dies at the `count`-th op of a kind in the step: at its beginning, or at its end where `count` is negative."""
 
     def __init__(self, kind: str, count: int) -> None:
-        self.kind, self.left, self.ends, self.armed = kind, abs(count), count < 0, False
+        self.kind, self.left, self.ends, self.armed = kind, abs(count), count < 0, kind == "prepare"
 
     @contextmanager
     def around(self, kind: str) -> Iterator[None]:
@@ -54,7 +56,7 @@ class Counted:
         if dies and not self.ends:
             die()
         yield
-        if dies:
+        if dies and self.ends:
             die()
 
     @contextmanager
@@ -73,6 +75,7 @@ class Counted:
         return called
 
 
+BY = signal.Signals[os.environ.get("KILLED_BY", "SIGKILL")]
 save_file, rename, span = shards.save_file, os.rename, Ledger.run
 
 if __name__ == "__main__":
@@ -93,6 +96,8 @@ if __name__ == "__main__":
             counted = Counted(KIND, int(COUNT))
             Ledger.run = lambda ledger, name: counted.run(ledger, name)
             Replicas.start = counted.calling("R", Replicas.start)
-            loop.global_gradient_norm = counted.calling("norm", loop.global_gradient_norm)
+            loop.norm_and_votes = counted.calling("norm", loop.norm_and_votes)
+            loop.evaluate = counted.calling("evaluation", loop.evaluate)
+            loop.prepare = counted.calling("prepare", loop.prepare)
             AdamW.step = counted.calling("update", AdamW.step)
     sys.exit(main(sys.argv[1:]))
