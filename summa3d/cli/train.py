@@ -253,6 +253,9 @@ def report(summary: dict[str, Any]) -> str:
         share = f"{used.brief()[0]} of {peak}" if used.utilization is not None else f"no MFU: the peak of {peak} is too low"
         exposed = "" if used.exposed is None else f" · exposed communication {used.exposed:.0%}"
         lines.insert(2, f"model FLOPs {used.flops_per_second / GIGA:,.1f} Gflop/s, {share}{exposed}")
+    if summary["checkpoint_cpu_seconds"]:
+        blocked, cpu = summary["checkpoint_blocked_seconds"], summary["checkpoint_cpu_seconds"]
+        lines.append(f"checkpoints: steps waited {blocked:.2f} s for them, and their threads took {cpu:.2f} s of the cores")
     if summary["sample"] is not None:
         lines = ["sample:", *("  " + line for line in summary["sample"].splitlines()), "", *lines]
     if summary["plot"] is not None:

@@ -165,6 +165,8 @@ class TrainConfig:
     clip : largest global gradient norm; 0 turns clipping off
     evaluate_every : steps between two evaluations; with 0, only the last step is evaluated
     checkpoint_every : steps between two checkpoints; with 0, only the last step is saved
+    background : whether threads write checkpoints while steps go on, from a copy on the host; else the run waits for each. The
+        last one, and that of a run which is asked to end, is always waited for
     evaluate_batches : held-out batches of one evaluation
     keep : checkpoints kept; with 0, none is written
     sample_tokens : tokens by which a causal model continues `sample_prompt` when the run ends; with 0, there is no sample
@@ -189,6 +191,7 @@ class TrainConfig:
     evaluate_every: int = 0
     evaluate_batches: int = 8
     checkpoint_every: int = 0
+    background: bool = True
     keep: int = 2
     sample_tokens: int = 0
     sample_prompt: str = "def "
@@ -222,6 +225,11 @@ class TrainConfig:
             )
         if not self.sample_prompt:
             raise ConfigError("train.sample_prompt is empty; give at least one character to continue.")
+
+    @property
+    def copies_checkpoints(self) -> bool:
+        """Whether a checkpoint is written while steps go on."""
+        return self.background and self.keep > 0 and 0 < self.checkpoint_every < self.steps
 
     @property
     def micro_batch(self) -> int:

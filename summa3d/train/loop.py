@@ -29,6 +29,7 @@ from ..parallel.critical import in_words, replay
 from ..parallel.states import named_parameters
 from . import metrics
 from .checkpoint import folder as checkpoint
+from .checkpoint.writer import Writer
 from .config import Config
 from .device import on_device, peak_device_memory
 from .generate import load, sample
@@ -42,6 +43,8 @@ from .prepare import Run, prepare
 from .progress import Progress
 from .utilization import Work, model_flops, peak_flops
 
+WRITING = 1 << 26
+"""The vote of a rank that writes a checkpoint: more than all the ranks that may be asked to end."""
 ONE_RANK_PARAMETERS = 100_000_000
 """Below this many parameters, one rank alone generates text faster than the grid, which communicates per layer and token."""
 
@@ -97,11 +100,12 @@ def train(
         progress.start(run.done)
         began = time.perf_counter()
         with (
+            Writer(run.checkpoints, run.grid, config, progress.say) as writer,
             telling_where(lambda: run.pipeline.executor.state),
             _watchdog(config.train.watchdog) as watchdog,
             torch.autograd.set_multithreading_enabled(False),
         ):
-            preempted = run_steps(run, recorder, lease, progress, watchdog, traced)
+            preempted = run_steps(run, recorder, writer, lease, progress, watchdog, traced)
         recorder.close()
         seconds = time.perf_counter() - began
         summary = preempted_at(run, progress) if preempted else finish(run, recorder, seconds, progress)
@@ -125,6 +129,7 @@ def finished(config: Config, comm: MPI.Intracomm, folder: Path) -> dict[str, Any
 def run_steps(
     run: Run,
     recorder: Recorder,
+    writer: Writer,
     lease: Lease,
     progress: Progress,
     watchdog: Watchdog | None = None,
@@ -136,6 +141,7 @@ def run_steps(
     first step, and in each step by the sum of the gradient norm.
     """
     settings, ledger = run.config.train, run.grid.ledger
+    run.writer = writer
     if run.grid.comm.allreduce(preemption.received() is not None, MPI.MAX) and run.done < settings.steps:
         return True
     for number in range(run.done + 1, settings.steps + 1):
@@ -157,7 +163,10 @@ def run_steps(
         ends = bool(run.asked) and number < settings.steps
         if settings.keep and (ends or _due(number, settings.checkpoint_every, settings.steps)):
             recorder.flush()
-            checkpoint.save(run.checkpoints, number, run.blocks(), run.grid, run.config, run.loss_scale.state())
+            waits = ends or number == settings.steps or not settings.background
+            writer.save(number, run.blocks(), run.loss_scale.state(), waits)
+        elif not run.writing:
+            writer.settle()
         run.done = number
         if watchdog is not None:
             watchdog.touch()
@@ -180,7 +189,9 @@ def take_step(run: Run, number: int) -> Step:
     with ledger.phase("optimizer"):
         run.replicas.finish()
         loss = run.replicas.total(total(losses, run.pipeline.axis))
-        norm, run.asked = norm_and_votes(run.optimizer.gradients(), run.grid, preemption.received() is not None)
+        votes = (preemption.received() is not None) + WRITING * (run.writer is not None and run.writer.busy)
+        norm, votes = norm_and_votes(run.optimizer.gradients(), run.grid, votes)
+        run.writing, run.asked = divmod(votes, WRITING)
         norm /= scale
         rate = learning_rate(number, settings)
         if run.loss_scale.accepts(number, loss, norm):
@@ -251,6 +262,8 @@ def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> 
     plot = _draw(run, progress) if comm.rank == 0 else None
     peak, device_peak = comm.allreduce(metrics.peak_memory()), comm.allreduce(peak_device_memory(run.device))
     summary = _account(run, recorder.account, entries, seconds)
+    blocked, cpu = (0.0, 0.0) if run.writer is None else (run.writer.blocked, run.writer.cpu)
+    summary |= {"checkpoint_blocked_seconds": comm.allreduce(blocked, MPI.MAX), "checkpoint_cpu_seconds": comm.allreduce(cpu)}
     summary |= {"peak_memory_bytes": peak, "peak_device_bytes": device_peak, "plot": plot, "sample": text}
     if comm.rank == 0:
         (run.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

@@ -2,13 +2,16 @@
 
 Started by test_killed.py. KILLED="RANK STEP KIND COUNT": at the COUNT-th op of this kind in a step: F, B, X, W, T, a bucket of
 R, the `norm` of the gradient, the `update`, or the `evaluation`; with a negative count, at its end; or in `prepare`. In a
-checkpoint, KIND is `file`, when half of the file is on the disk, or `rename`, on rank 0, when all is but the final name.
-KILLED_AT: a file that receives the time. KILLED_BY: the signal, SIGKILL unless it is set.
+checkpoint, KIND is `copy`, in the middle of copying the blocks; `file`, when half of the file is on the disk; and on rank 0
+`index`, when half of it is; `rename`, when all is but the final name; and `delete`, when the checkpoint of STEP has lost its
+name. KILLED_AT: a file that receives the time. KILLED_BY: the signal, SIGKILL unless it is set.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import signal
 import sys
 import time
@@ -21,6 +24,7 @@ from summa3d.cli.main import main
 from summa3d.comm.profile.ledger import Ledger
 from summa3d.launch.runtime import launched_as
 from summa3d.train.checkpoint import shards
+from summa3d.train.checkpoint.writer import Writer
 
 
 def die() -> None:
@@ -28,12 +32,29 @@ def die() -> None:
     os.kill(os.getpid(), BY)
 
 
-def half_a_file(tensors: Any, path: Path) -> None:
-    save_file(tensors, path)
+def half_a_file(tensors: Any, path: Path) -> str:
+    digest = save_file(tensors, path)
     if TEMPORARY in str(path):
         if BY == signal.SIGKILL:
             os.truncate(path, path.stat().st_size // 2)
         die()
+    return digest
+
+
+def half_an_index(path: Path, text: str, **options: Any) -> int:
+    if TEMPORARY in str(path) and BY == signal.SIGKILL:
+        text = text[: len(text) // 2]
+    written = write_text(path, text, **options)
+    if TEMPORARY in str(path):
+        die()
+    return written
+
+
+def half_a_copy(writer: Writer, step: int, *arguments: Any, **options: Any) -> None:
+    blocks = itertools.count()
+    if step == int(STEP):
+        Writer._copy = lambda self, block: die() if next(blocks) == 2 else copy(self, block)
+    save(writer, step, *arguments, **options)
 
 
 def no_rename(source: Any, target: Any, **options: Any) -> None:
@@ -77,6 +98,7 @@ class Counted:
 
 BY = signal.Signals[os.environ.get("KILLED_BY", "SIGKILL")]
 save_file, rename, span = shards.save_file, os.rename, Ledger.run
+write_text, save, copy, rmtree = Path.write_text, Writer.save, Writer._copy, shutil.rmtree
 
 if __name__ == "__main__":
     RANK, STEP, KIND, COUNT = os.environ["KILLED"].split()
@@ -88,6 +110,12 @@ if __name__ == "__main__":
             shards.save_file = half_a_file
         elif KIND == "rename":
             os.rename = no_rename
+        elif KIND == "index":
+            Path.write_text = half_an_index
+        elif KIND == "copy":
+            Writer.save = half_a_copy
+        elif KIND == "delete":
+            shutil.rmtree = lambda path, **options: die() if f".old-step-{STEP}" in str(path) else rmtree(path, **options)
         else:
             from summa3d.parallel.replicas import Replicas
             from summa3d.train import loop

@@ -22,7 +22,6 @@ import jobs
 import pytest
 from small_runs import assignments, metrics_of, write_corpus
 
-from summa3d.cli.launch import mpi_command
 from summa3d.launch.runtime import loaded_runtime
 
 pytestmark = pytest.mark.skipif(devices.NAME == "pretended", reason="other processes have no pretended device")
@@ -66,26 +65,33 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
     return numbers(folder)
 
 
-def resume(folder: Path, from_step: str) -> None:
-    job = launch(train_arguments(folder, "--resume"))
-    output, _ = job.communicate(timeout=PATIENCE)
-    assert job.returncode == 0, output
-    assert f"resumed after step {from_step}" in output
-
-
-@pytest.mark.parametrize("killed", ["1 4 file 1", "0 4 rename 1"])
-def test_a_rank_killed_while_a_checkpoint_is_written(tmp_path: Path, uninterrupted: list[dict[str, Any]], killed: str) -> None:
-    write_corpus(tmp_path / "corpus.txt")
+def trained(folder: Path, *more: str, killed: str = "-1 0 - 0", **changes: object) -> jobs.Ended:
+    """The run of two ranks, one of which may kill itself."""
     program = str(Path(__file__).with_name("killed_rank.py"))
-    command, environment, _ = mpi_command(RANKS, [program, *train_arguments(tmp_path)])
-    job = subprocess.run(
-        command, env={**environment, "KILLED": killed, "KILLED_AT": str(tmp_path / "at")}, capture_output=True, timeout=PATIENCE
-    )
-    assert job.returncode != 0
-    assert saved(tmp_path) == ["step-2"]
-    assert (tmp_path / "run" / "checkpoints" / ".tmp-step-4").is_dir(), "it was not killed while writing"
+    extra = {"KILLED": killed, "KILLED_AT": str(folder / "at")}
+    return jobs.run([program, *train_arguments(folder, *more, **changes)], RANKS, extra=extra, timeout=PATIENCE)
 
-    resume(tmp_path, from_step="2")
+
+@pytest.mark.parametrize(
+    ("killed", "complete", "left"),
+    [
+        ("1 4 copy 1", [2], None),
+        ("1 4 file 1", [2], ".tmp-step-4"),
+        ("0 4 index 1", [2], ".tmp-step-4"),
+        ("0 4 rename 1", [2], ".tmp-step-4"),
+        ("0 2 delete 1", [4, 6], ".old-step-2"),
+    ],
+)
+def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(
+    tmp_path: Path, uninterrupted: list[dict[str, Any]], killed: str, complete: list[int], left: str | None
+) -> None:
+    """In the thread of the writer, while the next steps are taken."""
+    write_corpus(tmp_path / "corpus.txt")
+    assert trained(tmp_path, killed=killed).status != 0
+    assert saved(tmp_path) == [f"step-{step}" for step in complete]
+    assert left is None or (tmp_path / "run" / "checkpoints" / left).is_dir(), "it was killed at another time"
+    ended = trained(tmp_path, "--resume")
+    assert ended.status == 0 and f"resumed after step {complete[-1]}" in ended.stderr, ended.stderr
     assert numbers(tmp_path) == uninterrupted
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-4", "step-6"]
 
@@ -142,6 +148,7 @@ KINDS = {"1f1b": {"F": 2, "B": 2, **REST}, "zb-h1": {"F": 2, "X": 2, "W": 2, **R
 REPLICAS: dict[str, object] = {
     **{"scheme": "serial", "grid__pp": 2, "grid__dp": 2, "model__layers": 2, "model__sequence": 8, "train__batch": 8},
     **{"train__accumulate": 2, "train__checkpoint_every": 1, "train__evaluate_every": 0, "replicas__bucket": 20_000},
+    "train__background": False,
 }
 """Two stages, which share a table, and two replicas of each, with more than one bucket of gradients."""
 
@@ -217,7 +224,7 @@ def test_a_run_that_is_asked_to_end_loses_no_step(tmp_path: Path, number: int) -
     for folder in (whole, parts):
         folder.mkdir()
         write_corpus(folder / "corpus.txt")
-    changes: dict[str, object] = {"train__evaluate_every": 1, "train__checkpoint_every": 2}
+    changes: dict[str, object] = {"train__evaluate_every": 1, "train__checkpoint_every": 2, "train__background": True}
     steps = 2 * number + 3
     assert (ended := replicas_job(whole, steps, "1f1b", **changes)).status == 0, ended.stderr
     done = 0

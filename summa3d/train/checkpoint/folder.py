@@ -162,40 +162,6 @@ def optimizer_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
     ]
 
 
-def save(
-    folder: Path,
-    step: int,
-    blocks: Sequence[shards.TensorBlock],
-    grid: Grid,
-    config: Config,
-    loss_scale: dict[str, Any] | None = None,
-) -> Path:
-    """Write the checkpoint step-N under `folder` and return its path; collective.
-
-    Each rank writes one file into a temporary folder. Rank 0 then writes the index, renames the folder to its final name and
-    deletes all but the newest `train.keep` checkpoints. An interrupted call leaves no folder with a final name.
-
-    Raises CheckpointError, on every rank alike, where a file cannot be written.
-    """
-    temporary, final = folder / f".tmp-step-{step}", folder / f"step-{step}"
-    on_root(grid.comm, lambda: _fresh(temporary), CheckpointError)
-    entry: dict[str, Any] | None = None
-    error: Exception | None = None
-    try:
-        entry = shards.write(temporary / f"rank-{grid.rank}.safetensors", blocks, grid)
-    except CheckpointError as caught:
-        error = caught
-    agree_on_error(grid.comm, error)
-    entries = grid.comm.gather(entry)
-    keep = config.train.keep
-
-    def publish() -> None:
-        _publish(temporary, final, index_of(step, blocks, entries or [], config, grid.blas, loss_scale), keep)
-
-    on_root(grid.comm, publish, CheckpointError)
-    return final
-
-
 def index_of(
     step: int,
     blocks: Sequence[shards.TensorBlock],
@@ -245,16 +211,35 @@ def read(path: Path, comm: MPI.Intracomm) -> Checkpoint:
     return Checkpoint(path, on_root(comm, lambda: _read_index(path / "index.json"), CheckpointError))
 
 
+def temporary(folder: Path, step: int) -> Path:
+    """Where the files of the checkpoint step-N are until it is published."""
+    return folder / f".tmp-step-{step}"
+
+
+def publish(folder: Path, step: int, index: dict[str, Any], keep: int) -> None:
+    """Write the index of the checkpoint step-N beside its files, rename their folder, and delete all but the newest `keep`.
+
+    Where it is interrupted, the folder has its name or not, and another call goes on. Raises OSError.
+    """
+    written, final = temporary(folder, step), folder / f"step-{step}"
+    if written.is_dir():
+        path = written / "index.json"
+        path.write_text(json.dumps({**index, "sha256": _digest(index)}), encoding="utf-8")
+        shards.sync(path)
+        shards.sync(written)
+        if final.exists():
+            _delete(final)
+        os.rename(written, final)
+    shards.sync(folder)
+    for old in sorted(steps(folder).items())[:-keep]:
+        _delete(old[1])
+
+
 def clean(folder: Path) -> None:
-    """Remove the folders that an interrupted `save` or deletion left behind."""
+    """Remove the folders that an interrupted writer or deletion left behind."""
     for pattern in (".tmp-step-*", ".old-step-*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _fresh(temporary: Path) -> None:
-    clean(temporary.parent)
-    temporary.mkdir(parents=True)
 
 
 def _read_index(path: Path) -> dict[str, Any]:
@@ -275,19 +260,6 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 def _digest(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
-
-
-def _publish(temporary: Path, final: Path, index: dict[str, Any], keep: int) -> None:
-    path = temporary / "index.json"
-    path.write_text(json.dumps({**index, "sha256": _digest(index)}), encoding="utf-8")
-    shards.sync(path)
-    shards.sync(temporary)
-    if final.exists():
-        _delete(final)
-    os.rename(temporary, final)
-    shards.sync(final.parent)
-    for old in sorted(steps(final.parent).items())[:-keep]:
-        _delete(old[1])
 
 
 def _delete(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
@@ -34,20 +35,21 @@ class TensorBlock:
 
 
 def write(path: Path, blocks: Sequence[TensorBlock], grid: Grid) -> dict[str, Any]:
-    """Write the blocks that this rank owns to `path` and return the file's index entry: size, SHA-256 and slices.
+    """Write this rank's blocks to `path`, whose folder is made, and return its index entry: size, SHA-256 and slices.
 
-    A block that several ranks hold is written by one of them (`Sharding.is_primary`). Raises CheckpointError where the file
-    cannot
-    be written.
+    blocks : those that this rank is to write: of a block that several ranks hold, one of them (`Sharding.is_primary`)
+
+    Raises CheckpointError, and leaves no file, where it cannot be written.
     """
-    primary = [block for block in blocks if block.sharding.is_primary(grid) and block.tensor.numel()]
     try:
-        save_file({block.name: block.tensor for block in primary}, path)
-        sync(path)
-        size, digest = path.stat().st_size, checksum(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digest = save_file({block.name: block.tensor for block in blocks}, path)
+        size = path.stat().st_size
     except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()
         raise CheckpointError(f"Cannot write the checkpoint file {path}: {error}.") from error
-    pieces = {block.name: [[part.start, part.stop] for part in block.sharding.slices(grid)] for block in primary}
+    pieces = {block.name: [[part.start, part.stop] for part in block.sharding.slices(grid)] for block in blocks}
     return {"file": path.name, "bytes": size, "sha256": digest, "pieces": pieces}
 
 
