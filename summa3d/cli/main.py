@@ -41,7 +41,7 @@ COMMANDS = {
     "train": "Train a transformer from a configuration.",
     "generate": "Continue a prompt with a trained model.",
     "config": "Show the keys of a configuration: type, default and meaning; or write a configuration file.",
-    "checkpoint": "Show what a checkpoint holds; import and export Transformers folders.",
+    "checkpoint": "Show what a checkpoint holds; verify it; import and export Transformers folders.",
     "bench": "Benchmark products and transformer blocks: algorithms and schemes side by side, strong and weak scaling.",
     "report": "Show tables and plots of the results of bench.",
     "plot": "Plot the losses of runs of train.",
@@ -74,6 +74,7 @@ EXAMPLES = {
     ),
     "checkpoint": (
         "summa3d checkpoint inspect runs/demo",
+        "summa3d checkpoint verify runs/demo",
         "summa3d checkpoint import FOLDER runs/gpt2",
         "summa3d checkpoint export runs/demo OUT",
     ),

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ...errors import CheckpointError
 from .open_files import OpenFiles
-from .safetensors import save_file
+from .safetensors import CODES, save_file
 
 if TYPE_CHECKING:
     from ...comm.grid import Grid
@@ -85,7 +86,10 @@ class Reader(OpenFiles):
                 continue
             source = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, piece["slices"], strict=True))
             target = tuple(slice(a - w.start, b - w.start) for (a, b), w in zip(overlap, want, strict=True))
-            block.tensor[target].copy_(self.file(piece["file"]).get_slice(block.name)[source])
+            try:
+                block.tensor[target].copy_(self.file(piece["file"]).get_slice(block.name)[source])
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"Cannot read {block.name} of {self.folder / piece['file']}: {error}.") from error
             filled += prod(b - a for a, b in overlap)
         if filled != block.tensor.numel():
             raise CheckpointError(
@@ -100,6 +104,22 @@ class Reader(OpenFiles):
         want = (tuple(block.sharding.shape), dtype_name(block.tensor))
         if have != want:
             raise CheckpointError(f"{block.name} in {self.folder} is {have[1]} {have[0]}; this run's is {want[1]} {want[0]}.")
+
+
+def check_header(path: Path, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    """Raise CheckpointError unless a safetensors file holds exactly these tensors, by name → shape and dtype."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 — a safetensors file is no dict
+            found = {
+                name: (tuple(part.get_shape()), CODES.get(part.get_dtype(), part.get_dtype())) for name, part in parts.items()
+            }
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The checkpoint file {path} is no safetensors file: {error}.") from error
+    for name in sorted(tensors.keys() | found.keys()):
+        if tensors.get(name) != found.get(name):
+            have, want = (" ".join(map(str, reversed(one))) if one else "nothing" for one in (found.get(name), tensors.get(name)))
+            raise CheckpointError(f"The checkpoint file {path} has {have} under {name[:99]!r}; its index says {want}.")
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
