@@ -6,12 +6,15 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --exclusive
 #SBATCH --time=02:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
 # Training on CPUs once per value of a setting, as the tasks of a job array. Task i takes value i, and trains in a folder named
 # by KEY and the value, as runs/cpu_sweep-train.learning_rate-5e-4. Submit it from the repository:
 #   sbatch -A ACCOUNT -p PARTITION jobs/cpu_sweep.sh
 # Other values, one task for each:
 #   KEY=train.seed VALUES="1 2 3" sbatch --array=0-2 jobs/cpu_sweep.sh
-# A task that met the time limit continues when it is submitted again, alone, with the same KEY and VALUES:
+# Before its time limit a task saves and goes back into the queue. One that ended otherwise continues when it is submitted again,
+# alone, with the same KEY and VALUES:
 #   KEY=train.seed VALUES="1 2 3" sbatch --array=2 jobs/cpu_sweep.sh
 # With another CONFIG, SCHEME, GRID or SET, name another folder too: RUN=runs/wide.
 # CONFIG, SCHEME, CHECKPOINT_EVERY and SET (steps.sh) may be set in the environment; clusters/cpu.sh holds a site's settings.

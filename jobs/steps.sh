@@ -79,19 +79,38 @@ error = json.loads(lines[-1])["relative_error"]
 sys.exit(0 if error < 1e-13 else f"the product is wrong: relative error {error}")'
 }
 
-# Checkpoints are published atomically, so that the time limit may stop a job at any time; the steps since the newest checkpoint
-# are lost. Choose CHECKPOINT_EVERY so that these take minutes. With --resume, the same command starts a run and continues it.
-# SET holds more settings: SET="train.steps=1000 train.seed=2".
+# Two minutes before the time limit (--signal=TERM@120), and when it is preempted, the run is asked to end: it saves after its
+# step, ends with status 75, and the job goes back into the queue. Checkpoints are published atomically, so that a job may also
+# be killed at any time; then the steps since the newest checkpoint are lost. Choose CHECKPOINT_EVERY so that these take
+# minutes. With --resume, the same command starts a run and continues it. SET holds more settings: SET="train.steps=1000
+# train.seed=2".
 train() {
-    local settings=() part
+    local settings=() part status=0
     for part in ${GRID//,/ }; do
         settings+=(--set "grid.$part")
     done
     for part in ${SET:-}; do
         settings+=(--set "$part")
     done
+    trap 'echo "the job is asked to end"' TERM # which would end this script before its ranks have saved
     start "$RANKS" summa3d train "${CONFIG:-demo}" --run "$RUN" --resume \
-        --set "scheme=${SCHEME:-cuboid}" "${settings[@]}" --set "train.checkpoint_every=${CHECKPOINT_EVERY:-100}"
+        --set "scheme=${SCHEME:-cuboid}" "${settings[@]}" --set "train.checkpoint_every=${CHECKPOINT_EVERY:-100}" || status=$?
+    if ((status == 75)); then
+        requeue
+    fi
+    return "$status"
+}
+
+# requeue: the job, unless it is being cancelled or has met its time limit.
+requeue() {
+    local state
+    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+    if [[ $state == RUNNING ]]; then
+        echo "the run has saved: requeued"
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "the run has saved; the job is ${state:-gone}, and is not requeued: submit it again to continue" >&2
+    fi
 }
 
 # Strong and weak scaling on the host, in one job step each: smaller rank counts leave the other ranks waiting. The tables are

@@ -18,6 +18,7 @@ ORDER = (
     "dtypes",
     "cluster",
     "node_support",
+    "preemption",
     "blas_library",
     "figures",
     "kernels",

@@ -155,6 +155,31 @@ def test_a_task_of_a_sweep_trains_in_a_folder_named_by_its_key_and_value(machine
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", said)
 
 
+STATES = "#!/bin/bash\necho ${STATE:?}\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "state", "requeued"),
+    [
+        *((script, 75, "RUNNING", True) for script in ("cpu_train", "cpu_sweep", "cuda_train", "longhorn_train")),
+        ("cpu_train", 75, "CANCELLED", False),
+        ("cpu_train", 1, "RUNNING", False),
+    ],
+)
+def test_a_run_that_has_saved_because_it_was_asked_to_goes_back_into_the_queue(
+    machine: Machine, script: str, status: int, state: str, requeued: bool
+) -> None:
+    ends = f'case " $* " in *" train "*) exit {status} ;; esac\n'
+    for name in LAUNCHERS:
+        machine.program(name, NOTE.format(name=name).replace("exit ", ends + "exit "))
+    machine.program("scontrol", NOTE.format(name="scontrol"))
+    machine.program("squeue", STATES)
+    assert machine.submit(script, STATE=state).returncode == status
+    assert [words for words, _ in machine.asked() if words[0] == "scontrol"] == [["scontrol", "requeue", "17"]] * requeued
+    text = (ROOT / "jobs" / f"{script}.sh").read_text()
+    assert "#SBATCH --requeue\n" in text and "#SBATCH --signal=TERM@120\n" in text
+
+
 def test_a_run_folder_that_is_named_has_one_folder_for_each_task(machine: Machine) -> None:
     trained = machine.started("cpu_train", RUN="runs/a", SLURM_ARRAY_TASK_ID="3", SLURM_ARRAY_JOB_ID="15")[-1]
     assert trained[trained.index("--run") + 1] == "runs/a-3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -51,6 +52,18 @@ class Cluster:
         (self.folder / name).write_text("\n".join(lines) + "\n")
         return name
 
+    def ask(self) -> str:
+        """Submit a run without an end, with checkpoints so rare that none is due; returns the job's number."""
+        endless = {"CONFIG": self.configure("asked.toml", steps=100_000), "GRID": "x=2", "RUN": "runs/asked", "MODULES": ""}
+        return self.submit("cpu_train", "--nodes=2", "--ntasks-per-node=1", **TYPE, **endless, CHECKPOINT_EVERY="100000")
+
+    def trained(self, run: Path, job: str) -> None:
+        """Wait until a run has taken some steps."""
+        deadline, file = time.monotonic() + WAIT, run / "metrics.jsonl"
+        while not (file.exists() and len(file.read_text().splitlines()) > 3):
+            assert time.monotonic() < deadline, self.output(run.relative_to(self.folder).as_posix(), job)
+            time.sleep(0.3)
+
     def metrics(self, run: str) -> list[dict[str, object]]:
         lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
@@ -81,12 +94,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.wide
+def test_a_job_that_is_asked_to_end_saves_and_runs_again(cluster: Cluster) -> None:
+    run, job = cluster.folder / "runs/asked", cluster.ask()
+    cluster.trained(run, job)
+    cluster.slurm.run("scancel", "--signal=TERM", job)
+    deadline = time.monotonic() + WAIT
+    while "Restarts" not in cluster.slurm.facts(job) or cluster.slurm.facts(job)["Restarts"] == "0":
+        assert time.monotonic() < deadline, cluster.output("runs/asked", job)
+        time.sleep(0.3)
+    output = " ".join(cluster.output("runs/asked", job).split())
+    saved = re.search(r"got SIGTERM: saved after step (\d+) of 100000; exit status 75", output)
+    assert saved is not None and "the run has saved: requeued" in output, output
+    cluster.configure("asked.toml", steps=int(saved[1]) + 5)
+    cluster.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # a job that was requeued waits for two minutes
+    assert cluster.slurm.wait(job, WAIT) == "COMPLETED", cluster.output("runs/asked", job)
+    assert f"resumed after step {saved[1]}" in " ".join(cluster.output("runs/asked", job).split())
+    assert [line["step"] for line in cluster.metrics("runs/asked")] == [*range(1, int(saved[1]) + 6)]
+
+
+@pytest.mark.wide
 def test_a_run_stopped_by_its_time_limit_is_continued_by_the_job_that_depends_on_it(cluster: Cluster) -> None:
     run, first, second = cluster.folder / "runs/long", cluster.jobs["stopped"], cluster.jobs["continued"]
-    deadline = time.monotonic() + WAIT
-    while not [*run.glob("checkpoints/step-*")]:
-        assert time.monotonic() < deadline, cluster.output("runs/long", first)
-        time.sleep(0.3)
+    cluster.trained(run, first)
     cluster.slurm.run("scontrol", "update", f"JobId={first}", "EndTime=now+1seconds")  # time limits count whole minutes
     assert cluster.ends("stopped") == "TIMEOUT"
     assert "DUE TO TIME LIMIT" in cluster.output("runs/long", first)

@@ -1,4 +1,4 @@
-"""`summa3d checkpoint inspect|import|export`: contents of checkpoints, and import and export of Transformers folders."""
+"""`summa3d checkpoint inspect|verify|import|export`: contents of checkpoints, and import and export of Transformers folders."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ MEBI = 1 << 20
 
 ACTIONS = {
     "inspect": "Show the step, model, files and tensors of a checkpoint.",
+    "verify": "Check that a checkpoint is complete: its index, the files' sizes, checksums and tensors, and the model's.",
     "import": "Make a run folder from a Transformers folder (gpt2, llama, bert).",
     "export": "Write a checkpoint as a Transformers folder.",
 }
@@ -28,15 +29,23 @@ CHECKPOINT = "Read the newest checkpoint of this run folder, or the checkpoint i
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands inspect, import and export with their options to `parser`."""
-    parser.description = "Show what a checkpoint holds, import a local Transformers folder as a checkpoint, or export one."
-    commands = parser.add_subparsers(dest="action", required=True, metavar="inspect|import|export")
-    inspect, take, give = (commands.add_parser(action, help=text, description=text) for action, text in ACTIONS.items())
-    inspect.add_argument("path", type=Path, metavar="DIR", help=CHECKPOINT)
+    """Add the subcommands inspect, verify, import and export with their options to `parser`."""
+    parser.description = (
+        "Show what a checkpoint holds, verify it, import a local Transformers folder as a checkpoint, or export one."
+    )
+    commands = parser.add_subparsers(dest="action", required=True, metavar="inspect|verify|import|export")
+    inspect, verify, take, give = (commands.add_parser(action, help=text, description=text) for action, text in ACTIONS.items())
+    for command in (inspect, verify):
+        command.add_argument("path", type=Path, metavar="DIR", help=CHECKPOINT)
     take.add_argument(
         "source", type=Path, metavar="TRANSFORMERS_DIR", help="Read this folder, which holds config.json and model.safetensors."
     )
     take.add_argument("path", type=Path, metavar="DIR", help="Make this run folder, for train --resume and generate.")
+    take.add_argument(
+        "--verify",
+        action="store_true",
+        help="Compare the imported model's logits with those of the folder's own model, which needs the package transformers.",
+    )
     take.add_argument("--overwrite", action="store_true", help="Delete the checkpoints that DIR already holds.")
     give.add_argument("path", type=Path, metavar="DIR", help=CHECKPOINT)
     give.add_argument("target", type=Path, metavar="TRANSFORMERS_DIR", help="Write to this folder, which must be new or empty.")
@@ -50,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="Limit the size of a file. A larger model is written to several files with an index.",
     )
-    for command in (inspect, take, give):
+    for command in (inspect, verify, take, give):
         command.add_argument("--json", action="store_true", help="Print the result as one JSON line.")
 
 
@@ -59,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    result, text = {"inspect": _inspect, "import": _import, "export": _export}[args.action](args, comm)
+    result, text = {"inspect": _inspect, "verify": _verify, "import": _import, "export": _export}[args.action](args, comm)
     if comm.rank == 0:
         print(json.dumps(result) if args.json else text, flush=True)
     return 0
@@ -93,18 +102,37 @@ def _inspect(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, A
     return result, "\n".join(lines)
 
 
+def _verify(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, Any], str]:
+    saved = _open(args.path, comm)
+    saved.verify(comm)
+    saved.check_tensors()
+    files, tensors = saved.index["files"], saved.index["tensors"]
+    size = sum(entry["bytes"] for entry in files.values())
+    result = {"path": str(saved.path), "step": saved.step, "files": len(files), "tensors": len(tensors), "bytes": size}
+    held = f"{len(tensors)} tensors, {size / MEBI:,.1f} MiB in {len(files)} file(s)"
+    return result, f"{saved.path}: step {saved.step}, complete and as its index says: {held}"
+
+
 def _import(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, Any], str]:
+    from ..train.checkpoint import compare
     from ..train.checkpoint.huggingface import import_folder
     from ..train.config import load
+    from ..train.on_root import on_root
 
+    if args.verify:
+        on_root(comm, compare.check_installed, ConfigError)
     path = import_folder(args.source, args.path, comm, args.overwrite)
-    result = {"checkpoint": str(path), "run": str(args.path)}
+    result: dict[str, Any] = {"checkpoint": str(path), "run": str(args.path)}
+    if args.verify:
+        result["largest_difference"] = on_root(comm, lambda: compare.logits(args.source, args.path), CheckpointError)
     if comm.rank != 0:
         return result, ""
     train = f"summa3d train --run {args.path} --resume --set data.path=FILE --set train.learning_rate=RATE"
     lines = [str(path), f"Train it with: {train}"]
     if load(str(args.path / "config.toml")).data.tokenizer == "bytes":
         lines.insert(1, "The run has no tokenizer and reads bytes. Name one with --set data.tokenizer=FOLDER.")
+    if args.verify:
+        lines.append(f"logits as those of transformers: they differ by {result['largest_difference']:.1e} of the largest at most")
     return result, "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from .. import preemption
 from ..errors import CapacityError, ConfigError, LaunchError, Summa3dError
 from ..launch.runtime import (
     LIKE_OPEN_MPI,
@@ -40,7 +41,7 @@ COMMANDS = {
     "train": "Train a transformer from a configuration.",
     "generate": "Continue a prompt with a trained model.",
     "config": "Show the keys of a configuration: type, default and meaning; or write a configuration file.",
-    "checkpoint": "Show what a checkpoint holds; import and export Transformers folders.",
+    "checkpoint": "Show what a checkpoint holds; verify it; import and export Transformers folders.",
     "bench": "Benchmark products and transformer blocks: algorithms and schemes side by side, strong and weak scaling.",
     "report": "Show tables and plots of the results of bench.",
     "plot": "Plot the losses of runs of train.",
@@ -73,6 +74,7 @@ EXAMPLES = {
     ),
     "checkpoint": (
         "summa3d checkpoint inspect runs/demo",
+        "summa3d checkpoint verify runs/demo",
         "summa3d checkpoint import FOLDER runs/gpt2",
         "summa3d checkpoint export runs/demo OUT",
     ),
@@ -121,7 +123,7 @@ EXTRAS = {
 """Package that the core goes without → the extra that installs it."""
 USAGE_STATUS, PIPE_STATUS = 2, 141  # the latter as shells report an end by SIGPIPE
 COMPLETION_VARIABLE = "_ARGCOMPLETE"  # set by the shell's hook
-RANK_0_SECONDS = 1.0  # seconds that other ranks wait for rank 0 to print, where MPI cannot order them
+RANK_0_SECONDS = 1.0  # seconds that ranks wait for rank 0 to print, or rank 0 for them to end, where MPI cannot order them
 
 
 class Formatter(argparse.HelpFormatter):
@@ -185,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Summa3dError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
+    if name == "train" and "--dry-run" not in arguments:
+        preemption.listen("SIGTERM")
     try:
         start_mpi(most_threads=1 if name == "checkpoint" or "--dry-run" in arguments else None)
     except (ConfigError, LaunchError) as error:
@@ -194,7 +198,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
-    return _run(name, arguments[1:])
+    status = _run(name, arguments[1:])
+    return _leave_last(status) if status == preemption.STATUS else status
+
+
+def _leave_last(status: int) -> int:
+    """The exit status of this rank of a job that ends with `status` and has not failed: rank 0's alone, which leaves last.
+
+    A launcher may kill the other ranks when one ends with a status, and report theirs.
+    """
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.rank
+    MPI.Finalize()
+    if rank != 0:
+        return 0
+    time.sleep(RANK_0_SECONDS)
+    return status
 
 
 def _complete() -> None:

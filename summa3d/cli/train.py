@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import preemption
 from ..errors import ConfigError, GridError
 from ..launch.runtime import threads_are_free
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
@@ -123,10 +124,13 @@ def run(args: argparse.Namespace) -> int:
     one_thread_if_small(config.model, config.train.micro_batch * config.model.sequence // MPI.COMM_WORLD.size)
     check_trace_arguments(args, MPI.COMM_WORLD)
     traced = None if args.trace is None else Traced(args.trace, *(args.trace_steps or TRACED))
+    if config.train.signal:
+        preemption.listen(config.train.signal)
     summary = train(config, MPI.COMM_WORLD, folder, args.resume, args.overwrite, traced, ranges_for(args))
-    if MPI.COMM_WORLD.rank == 0:
+    preempted = "preempted" in summary
+    if MPI.COMM_WORLD.rank == 0 and (args.json or not preempted):
         print(json.dumps(summary) if args.json else report(summary), flush=True)
-    return 0
+    return preemption.STATUS if preempted else 0
 
 
 def one_thread_if_small(model: ModelConfig, rows: int) -> None:
@@ -249,6 +253,9 @@ def report(summary: dict[str, Any]) -> str:
         share = f"{used.brief()[0]} of {peak}" if used.utilization is not None else f"no MFU: the peak of {peak} is too low"
         exposed = "" if used.exposed is None else f" · exposed communication {used.exposed:.0%}"
         lines.insert(2, f"model FLOPs {used.flops_per_second / GIGA:,.1f} Gflop/s, {share}{exposed}")
+    if summary["checkpoint_cpu_seconds"]:
+        blocked, cpu = summary["checkpoint_blocked_seconds"], summary["checkpoint_cpu_seconds"]
+        lines.append(f"checkpoints: steps waited {blocked:.2f} s for them, and their threads took {cpu:.2f} s of the cores")
     if summary["sample"] is not None:
         lines = ["sample:", *("  " + line for line in summary["sample"].splitlines()), "", *lines]
     if summary["plot"] is not None:

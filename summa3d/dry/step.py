@@ -94,11 +94,12 @@ class Setting:
 
 
 class Ending(NamedTuple):
-    """The end of a step, behind all ops: what runs it; bytes of the moments, and of this rank's file of a checkpoint."""
+    """The end of a step: what runs it; bytes of the moments, of this rank's file of a checkpoint, and of what it is copied to."""
 
     run: Callable[[], None] = lambda: None
     moments: int = 0
     checkpoint: int = 0
+    copy: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,10 +210,11 @@ class DryStep:
     def bytes(self) -> dict[str, int]:
         """The terms, and their peak.
 
-        parameters : with their 16-bit copies. gradients : of all parameters. optimizer : its moments. activations : what forward
-        saves for backward, of all micro-batches in flight. workspace : the most that a layer holds beyond what was there before
-        it, and buffers that executors keep. in_flight : the most on its way between layers. peak : the most of all these at any
-        time. node : this rank's share of the node's memory that axes communicate through, beside the peak.
+        parameters : with their 16-bit copies. gradients : of all parameters. optimizer : its moments. activations : what
+        forward saves for backward, of all micro-batches in flight. workspace : the most that a layer holds beyond what was
+        there before it, buffers that executors keep, and the copy that a checkpoint is written from. in_flight : the most on
+        its way between layers. peak : the most of all these at any time. node : this rank's share of the node's memory that
+        axes communicate through, beside the peak.
         """
         return {
             "parameters": self.parameters + self.copied,
@@ -377,7 +379,7 @@ class Rank:
             ),
             self.copied,
             self.ending.moments,
-            self.kept,
+            self.kept + self.ending.copy,
             self.place.node_bytes,
             self._elements(),
             self.place.node_axes,

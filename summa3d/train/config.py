@@ -36,6 +36,8 @@ GRID_AXES = ("x", "y", "z", "d", "dp", "pp")
 NOT_YET = {"cp": "context parallelism", "ep": "expert parallelism"}
 """Axes that are named, and not available yet → what they are for."""
 SIZES = {"grid.x", "grid.y", "grid.z", "grid.d"}
+CATCHABLE = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU", "SIGALRM")
+"""What job systems send before they end a job, beside SIGTERM."""
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 NAMED_CONFIGS = Path(__file__).parent / "configs"
 
@@ -163,10 +165,13 @@ class TrainConfig:
     clip : largest global gradient norm; 0 turns clipping off
     evaluate_every : steps between two evaluations; with 0, only the last step is evaluated
     checkpoint_every : steps between two checkpoints; with 0, only the last step is saved
+    background : whether threads write checkpoints while steps go on, from a copy on the host; else the run waits for each. The
+        last one, and that of a run which is asked to end, is always waited for
     evaluate_batches : held-out batches of one evaluation
     keep : checkpoints kept; with 0, none is written
     sample_tokens : tokens by which a causal model continues `sample_prompt` when the run ends; with 0, there is no sample
     sample_prompt : the text that is continued
+    signal : a signal that asks the run to save and to end with status 75, as SIGTERM does, such as "SIGUSR1"; "" for none
     watchdog : seconds without a completed step after which the job is aborted; 0 turns the watchdog off
     peak_tflops : TFLOP/s of one rank, against which model FLOPs utilization (MFU) is reported; with 0, a product is measured
     tensorboard : whether TensorBoard's events are written to the run folder
@@ -186,9 +191,11 @@ class TrainConfig:
     evaluate_every: int = 0
     evaluate_batches: int = 8
     checkpoint_every: int = 0
+    background: bool = True
     keep: int = 2
     sample_tokens: int = 0
     sample_prompt: str = "def "
+    signal: str = ""
     watchdog: float = 600.0
     peak_tflops: float = 0.0
     tensorboard: bool = False
@@ -212,8 +219,17 @@ class TrainConfig:
             raise ConfigError(f"train.betas = {list(self.betas)}; both must lie in [0, 1).")
         if not 0 < self.epsilon < inf:
             raise ConfigError(f"train.epsilon = {self.epsilon}; it must be positive and finite.")
+        if self.signal not in ("", *CATCHABLE):
+            raise ConfigError(
+                f"train.signal = {self.signal!r} is no signal that can ask for an end. Use one of {', '.join(CATCHABLE)}."
+            )
         if not self.sample_prompt:
             raise ConfigError("train.sample_prompt is empty; give at least one character to continue.")
+
+    @property
+    def copies_checkpoints(self) -> bool:
+        """Whether a checkpoint is written while steps go on."""
+        return self.background and self.keep > 0 and 0 < self.checkpoint_every < self.steps
 
     @property
     def micro_batch(self) -> int:

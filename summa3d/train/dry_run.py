@@ -98,9 +98,10 @@ def training_of(config: Config) -> Training:
             global_gradient_norm(adamw.gradients(), replicas.grid)
             replicas.update(lambda: adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0))
 
-        written = (block.tensor.nbytes for block in own_blocks(adamw) if block.sharding.is_primary(replicas.grid))
+        written = sum(block.tensor.nbytes for block in own_blocks(adamw) if block.sharding.is_primary(replicas.grid))
         moments = (moment.nbytes for kind in adamw.moments.values() for moment in kind.values())
-        return Ending(update, sum(moments), sum(written))
+        on_host = requested_device(config.device) == "cpu"
+        return Ending(update, sum(moments), written, written if config.train.copies_checkpoints and on_host else 0)
 
     return Training(lambda model, states: working_weights(model, states, torch_dtype(config.dtype)), optimizer)
 

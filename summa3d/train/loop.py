@@ -17,6 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from .. import preemption
 from ..comm.axis import Axis
 from ..comm.failure import Watchdog, telling_where
 from ..comm.profile import trace
@@ -28,6 +29,7 @@ from ..parallel.critical import in_words, replay
 from ..parallel.states import named_parameters
 from . import metrics
 from .checkpoint import folder as checkpoint
+from .checkpoint.writer import Writer
 from .config import Config
 from .device import on_device, peak_device_memory
 from .generate import load, sample
@@ -35,12 +37,14 @@ from .lease import Lease
 from .loss_plot import draw_loss
 from .metrics import Recorder, Step, Stopwatch
 from .on_root import on_root
-from .optimizer import clip_factor, global_gradient_norm, learning_rate
+from .optimizer import clip_factor, learning_rate, norm_and_votes
 from .precision import torch_dtype
 from .prepare import Run, prepare
 from .progress import Progress
 from .utilization import Work, model_flops, peak_flops
 
+WRITING = 1 << 26
+"""The vote of a rank that writes a checkpoint: more than all the ranks that may be asked to end."""
 ONE_RANK_PARAMETERS = 100_000_000
 """Below this many parameters, one rank alone generates text faster than the grid, which communicates per layer and token."""
 
@@ -74,6 +78,8 @@ def train(
 ) -> dict[str, Any]:
     """Train the model of `config` on the ranks of `comm`; collective. Returns the summary of the run, equal on every rank.
 
+    That of a run which a signal has asked to end (`preemption.listen`) has `run`, `step`, and `preempted`: what asked for it.
+
     Parameters
     ----------
     folder : the run folder, which receives config.toml, metrics.jsonl, checkpoints/step-N/, loss.png and summary.json
@@ -94,13 +100,15 @@ def train(
         progress.start(run.done)
         began = time.perf_counter()
         with (
+            Writer(run.checkpoints, run.grid, config, progress.say) as writer,
             telling_where(lambda: run.pipeline.executor.state),
             _watchdog(config.train.watchdog) as watchdog,
             torch.autograd.set_multithreading_enabled(False),
         ):
-            run_steps(run, recorder, lease, progress, watchdog, traced)
+            preempted = run_steps(run, recorder, writer, lease, progress, watchdog, traced)
         recorder.close()
-        summary = finish(run, recorder, time.perf_counter() - began, progress)
+        seconds = time.perf_counter() - began
+        summary = preempted_at(run, progress) if preempted else finish(run, recorder, seconds, progress)
         run.grid.free()
     return summary
 
@@ -121,13 +129,21 @@ def finished(config: Config, comm: MPI.Intracomm, folder: Path) -> dict[str, Any
 def run_steps(
     run: Run,
     recorder: Recorder,
+    writer: Writer,
     lease: Lease,
     progress: Progress,
     watchdog: Watchdog | None = None,
     traced: Traced | None = None,
-) -> None:
-    """Take the remaining steps; evaluate and save at their periods, and after the last step."""
+) -> bool:
+    """Take the remaining steps; evaluate and save at their periods, and after the last step.
+
+    Returns whether it ended before the last step, and saved, because some rank was asked to end. Ranks agree on that before the
+    first step, and in each step by the sum of the gradient norm.
+    """
     settings, ledger = run.config.train, run.grid.ledger
+    run.writer = writer
+    if run.grid.comm.allreduce(preemption.received() is not None, MPI.MAX) and run.done < settings.steps:
+        return True
     for number in range(run.done + 1, settings.steps + 1):
         lease.check()
         if traced is not None and number == traced.first:
@@ -144,12 +160,19 @@ def run_steps(
             step.validation_loss = evaluate(run)
         recorder.post(step)
         progress.step(step, recorder.core_time)
-        if settings.keep and _due(number, settings.checkpoint_every, settings.steps):
+        ends = bool(run.asked) and number < settings.steps
+        if settings.keep and (ends or _due(number, settings.checkpoint_every, settings.steps)):
             recorder.flush()
-            checkpoint.save(run.checkpoints, number, run.blocks(), run.grid, run.config, run.loss_scale.state())
+            waits = ends or number == settings.steps or not settings.background
+            writer.save(number, run.blocks(), run.loss_scale.state(), waits)
+        elif not run.writing:
+            writer.settle()
         run.done = number
         if watchdog is not None:
             watchdog.touch()
+        if ends:
+            return True
+    return False
 
 
 def take_step(run: Run, number: int) -> Step:
@@ -166,7 +189,10 @@ def take_step(run: Run, number: int) -> Step:
     with ledger.phase("optimizer"):
         run.replicas.finish()
         loss = run.replicas.total(total(losses, run.pipeline.axis))
-        norm = global_gradient_norm(run.optimizer.gradients(), run.grid) / scale
+        votes = (preemption.received() is not None) + WRITING * (run.writer is not None and run.writer.busy)
+        norm, votes = norm_and_votes(run.optimizer.gradients(), run.grid, votes)
+        run.writing, run.asked = divmod(votes, WRITING)
+        norm /= scale
         rate = learning_rate(number, settings)
         if run.loss_scale.accepts(number, loss, norm):
             run.replicas.update(lambda: run.optimizer.step(rate, clip_factor(norm, settings.clip, scale)))
@@ -236,10 +262,22 @@ def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> 
     plot = _draw(run, progress) if comm.rank == 0 else None
     peak, device_peak = comm.allreduce(metrics.peak_memory()), comm.allreduce(peak_device_memory(run.device))
     summary = _account(run, recorder.account, entries, seconds)
+    blocked, cpu = (0.0, 0.0) if run.writer is None else (run.writer.blocked, run.writer.cpu)
+    summary |= {"checkpoint_blocked_seconds": comm.allreduce(blocked, MPI.MAX), "checkpoint_cpu_seconds": comm.allreduce(cpu)}
     summary |= {"peak_memory_bytes": peak, "peak_device_bytes": device_peak, "plot": plot, "sample": text}
     if comm.rank == 0:
         (run.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     return comm.bcast(summary)
+
+
+def preempted_at(run: Run, progress: Progress) -> dict[str, Any]:
+    """Say that the run ends before its last step, and what asked for it; collective. Returns its summary on every rank."""
+    signals = run.grid.comm.allgather(preemption.received())
+    asked = next(f"rank {rank} got {found.name}" for rank, found in enumerate(signals) if found is not None)
+    saved = checkpoint.newest(run.checkpoints) == run.checkpoints / f"step-{run.done}" if run.config.train.keep else False
+    kept = f"saved after step {run.done}" if saved else "nothing to save"
+    progress.say(f"{asked}: {kept} of {run.config.train.steps}; exit status {preemption.STATUS}, --resume continues")
+    return {"run": os.fspath(run.folder), "step": run.done, "preempted": asked}
 
 
 def continue_prompt(run: Run) -> str:

@@ -98,13 +98,21 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def global_gradient_norm(gradients: Iterable[tuple[torch.Tensor, Sharding]], grid: Grid) -> float:
-    """The 2-norm of all gradients of the whole model, equal on every rank; collective.
+    """The norm of `norm_and_votes` alone."""
+    return norm_and_votes(gradients, grid)[0]
 
+
+def norm_and_votes(gradients: Iterable[tuple[torch.Tensor, Sharding]], grid: Grid, votes: int = 0) -> tuple[float, int]:
+    """The 2-norm of all gradients of the whole model and the sum of all ranks' `votes`, equal on every rank; collective.
+
+    Parameters
+    ----------
     gradients : this rank's blocks, each with its sharding over the job's grid `grid`
+    votes : whatever ranks have to agree on once a step; sums are exact up to 2⁵³
 
-    Every element is counted once, in float64, by its primary rank (`Sharding.is_primary`). Moves one all-reduce of one word. The
-    norm is finite only if all gradients on all ranks are finite, copies included, so that all ranks take the same decision.
-    The host synchronizes with a device once.
+    Every element is counted once, in float64, by its primary rank (`Sharding.is_primary`). Moves one all-reduce of one complex
+    word, whose imaginary part are the votes. The norm is finite only if all gradients on all ranks are finite, copies included,
+    so that all ranks take the same decision. The host synchronizes with a device once.
     """
     found = list(gradients)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient, _ in found]
@@ -112,7 +120,8 @@ def global_gradient_norm(gradients: Iterable[tuple[torch.Tensor, Sharding]], gri
     for (_, sharding), norm in zip(found, _read(norms), strict=True):
         if sharding.is_primary(grid) or not isfinite(norm):
             squares += norm * norm
-    return sqrt(float(grid.world.all_reduce(np.array([squares]))[0]))
+    whole = grid.world.all_reduce(np.array([complex(squares, votes)]))[0]
+    return sqrt(float(whole.real)), round(float(whole.imag))
 
 
 def _read(norms: list[torch.Tensor]) -> list[float]:

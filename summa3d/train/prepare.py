@@ -25,6 +25,7 @@ from . import config as configuration
 from . import toml
 from .checkpoint import folder as checkpoint
 from .checkpoint import shards
+from .checkpoint.writer import Writer
 from .config import Config, master_dtype
 from .data import tokens
 from .data.objective import Objective, objective
@@ -39,7 +40,10 @@ from .progress import SILENT, Progress
 
 @dataclass
 class Run:
-    """A training run: its folder, grid and scheme, and its model and optimizer after `done` steps on this rank's device."""
+    """A training run: its folder, grid and scheme, and its model and optimizer after `done` steps on this rank's device.
+
+    asked, writing : the ranks that had been asked to end, and those that wrote a checkpoint, at the last step's gradient norm
+    """
 
     config: Config
     folder: Path
@@ -54,6 +58,9 @@ class Run:
     pipeline: Pipeline
     done: int = 0
     device: torch.device = HOST
+    writer: Writer | None = None
+    asked: int = 0
+    writing: int = 0
 
     @property
     def checkpoints(self) -> Path:

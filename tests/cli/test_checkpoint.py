@@ -64,6 +64,8 @@ def test_a_folder_is_imported_by_two_ranks_inspected_continued_and_exported(thei
     assert (seen["step"], seen["files"], seen["optimizer"], seen["model"]["hidden"]) == (0, 2, False, H)
     assert seen["parameters"] == sum(tensor.numel() for tensor in load_file(theirs / "model.safetensors").values())
     assert seen["tensors"]["model.blocks.0.attention.qkv.weight"] == {"shape": [H, 3 * H], "dtype": "float32", "pieces": 2}
+    checked = summa3d("checkpoint", "verify", run).stdout
+    assert checked.startswith(f"{run}/checkpoints/step-0: step 0, complete and as its index says: {len(seen['tensors'])} tensors")
     text = summa3d("checkpoint", "inspect", run / "checkpoints" / "step-0").stdout
     assert "step 0" in text and "family gpt2" in text and "model.embedding.weight" in text
 
@@ -92,6 +94,7 @@ def test_a_folder_is_imported_by_two_ranks_inspected_continued_and_exported(thei
 def test_what_cannot_be_done_is_said_in_a_line(theirs: Path, tmp_path: Path) -> None:
     cases = [
         (["inspect", tmp_path], "neither a checkpoint"),
+        (["verify", tmp_path], "neither a checkpoint"),
         (["import", tmp_path / "nowhere", tmp_path / "run"], "is not a Transformers folder"),
         (["export", tmp_path, tmp_path / "back"], "neither a checkpoint"),
         (["export", tmp_path, tmp_path / "back", "--file-size", "0"], "--file-size is 0"),

@@ -1,13 +1,17 @@
-"""`summa3d ARGS…` on a rank that kills itself: at an op of a step, or in the middle of writing a checkpoint.
+"""`summa3d ARGS…` on a rank that kills itself, or asks itself to end: at an op of a step, or while it writes a checkpoint.
 
-Started by test_killed.py. KILLED="RANK STEP KIND COUNT": at the COUNT-th op of this kind in a step: F, B, X, W, T, a bucket of R,
-the `norm` of the gradient, or the `update`; with a negative count, at its end. In a checkpoint, KIND is `file`, when half of the
-file is on the disk, or `rename`, on rank 0, when all is but the final name. KILLED_AT: a file that receives the time.
+Started by test_killed.py. KILLED="RANK STEP KIND COUNT": at the COUNT-th op of this kind in a step: F, B, X, W, T, a bucket of
+R, the `norm` of the gradient, the `update`, or the `evaluation`; with a negative count, at its end; or in `prepare`. In a
+checkpoint, KIND is `copy`, in the middle of copying the blocks; `file`, when half of the file is on the disk; and on rank 0
+`index`, when half of it is; `rename`, when all is but the final name; and `delete`, when the checkpoint of STEP has lost its
+name. KILLED_AT: a file that receives the time. KILLED_BY: the signal, SIGKILL unless it is set.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,18 +24,37 @@ from summa3d.cli.main import main
 from summa3d.comm.profile.ledger import Ledger
 from summa3d.launch.runtime import launched_as
 from summa3d.train.checkpoint import shards
+from summa3d.train.checkpoint.writer import Writer
 
 
 def die() -> None:
     Path(os.environ["KILLED_AT"]).write_text(str(time.time()))
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), BY)
 
 
-def half_a_file(tensors: Any, path: Path) -> None:
-    save_file(tensors, path)
+def half_a_file(tensors: Any, path: Path) -> str:
+    digest = save_file(tensors, path)
     if TEMPORARY in str(path):
-        os.truncate(path, path.stat().st_size // 2)
+        if BY == signal.SIGKILL:
+            os.truncate(path, path.stat().st_size // 2)
         die()
+    return digest
+
+
+def half_an_index(path: Path, text: str, **options: Any) -> int:
+    if TEMPORARY in str(path) and BY == signal.SIGKILL:
+        text = text[: len(text) // 2]
+    written = write_text(path, text, **options)
+    if TEMPORARY in str(path):
+        die()
+    return written
+
+
+def half_a_copy(writer: Writer, step: int, *arguments: Any, **options: Any) -> None:
+    blocks = itertools.count()
+    if step == int(STEP):
+        Writer._copy = lambda self, block: die() if next(blocks) == 2 else copy(self, block)
+    save(writer, step, *arguments, **options)
 
 
 def no_rename(source: Any, target: Any, **options: Any) -> None:
@@ -45,7 +68,7 @@ class Counted:
     """Dies at the `count`-th op of a kind in the step: at its beginning, or at its end where `count` is negative."""
 
     def __init__(self, kind: str, count: int) -> None:
-        self.kind, self.left, self.ends, self.armed = kind, abs(count), count < 0, False
+        self.kind, self.left, self.ends, self.armed = kind, abs(count), count < 0, kind == "prepare"
 
     @contextmanager
     def around(self, kind: str) -> Iterator[None]:
@@ -54,7 +77,7 @@ class Counted:
         if dies and not self.ends:
             die()
         yield
-        if dies:
+        if dies and self.ends:
             die()
 
     @contextmanager
@@ -73,7 +96,9 @@ class Counted:
         return called
 
 
+BY = signal.Signals[os.environ.get("KILLED_BY", "SIGKILL")]
 save_file, rename, span = shards.save_file, os.rename, Ledger.run
+write_text, save, copy, rmtree = Path.write_text, Writer.save, Writer._copy, shutil.rmtree
 
 if __name__ == "__main__":
     RANK, STEP, KIND, COUNT = os.environ["KILLED"].split()
@@ -85,6 +110,12 @@ if __name__ == "__main__":
             shards.save_file = half_a_file
         elif KIND == "rename":
             os.rename = no_rename
+        elif KIND == "index":
+            Path.write_text = half_an_index
+        elif KIND == "copy":
+            Writer.save = half_a_copy
+        elif KIND == "delete":
+            shutil.rmtree = lambda path, **options: die() if f".old-step-{STEP}" in str(path) else rmtree(path, **options)
         else:
             from summa3d.parallel.replicas import Replicas
             from summa3d.train import loop
@@ -93,6 +124,8 @@ if __name__ == "__main__":
             counted = Counted(KIND, int(COUNT))
             Ledger.run = lambda ledger, name: counted.run(ledger, name)
             Replicas.start = counted.calling("R", Replicas.start)
-            loop.global_gradient_norm = counted.calling("norm", loop.global_gradient_norm)
+            loop.norm_and_votes = counted.calling("norm", loop.norm_and_votes)
+            loop.evaluate = counted.calling("evaluation", loop.evaluate)
+            loop.prepare = counted.calling("prepare", loop.prepare)
             AdamW.step = counted.calling("update", AdamW.step)
     sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from summa3d.errors import CheckpointError
 from summa3d.layout.layout import Layout, Sharding
 from summa3d.train import config
 from summa3d.train.checkpoint import folder as checkpoint
+from summa3d.train.checkpoint import shards, writer
 from summa3d.train.checkpoint.shards import TensorBlock
 
 LAYOUTS = {
@@ -53,7 +55,7 @@ def blocks(grid: Any, filled: bool, dtype: torch.dtype = torch.float64) -> list[
 
 def save(grid: Any, folder: Path, step: int, keep: int = 2, dtype: torch.dtype = torch.float64) -> Path:
     settings = config.load("demo", [f"train.keep={keep}", "dtype=float64"])
-    return checkpoint.save(folder, step, blocks(grid, True, dtype), grid, settings)
+    return writer.save(folder, step, blocks(grid, True, dtype), grid, settings)
 
 
 def load(grid: Any, path: Path, comm: Any, dtype: torch.dtype = torch.float64) -> list[TensorBlock]:
@@ -186,6 +188,68 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differing_keys(
     lines = str(raised.value).splitlines()[1:]
     assert [line.split(":")[0].strip() for line in lines] == ["model.hidden", "dtype"]
     assert "checkpoint 256, this run 128" in lines[0]
+
+
+class Disk:
+    """A disk that refuses the first `times` files of a rank."""
+
+    def __init__(self, times: int) -> None:
+        self.left, self.save_file = times, shards.save_file
+
+    def __call__(self, tensors: Any, path: Path) -> str:
+        self.left -= 1
+        if self.left >= 0:
+            path.write_text("half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.save_file(tensors, path)
+
+
+@pytest.mark.mpi(sizes=(1, 2))
+@pytest.mark.parametrize("times", [0, 2, 3])
+def test_a_thread_writes_a_copy_and_tries_three_times(
+    comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    grid, said = make_grid(**GRID[comm.size]), []
+    settings, mine = config.load("demo", ["dtype=float64"]), blocks(grid, True)
+    monkeypatch.setattr(shards, "save_file", Disk(times * (comm.rank == comm.size - 1)))
+    monkeypatch.setattr(writer, "PAUSE", 0.01)
+    with writer.Writer(shared_tmp_path, grid, settings, said.append) as writes:
+        writes.save(3, mine)
+        for block in mine:
+            block.tensor.zero_()
+        if times == 3:
+            with pytest.raises(CheckpointError, match=r"No space left on device\. It was tried 3 times"):
+                writes.wait()
+        else:
+            writes.wait()
+            assert sum(copy.nbytes for copy in writes.copies.values()) == sum(
+                block.tensor.nbytes for block in mine if block.sharding.is_primary(grid)
+            )
+            assert writes.cpu > 0 and not writes.busy
+    comm.Barrier()
+    refused = f"Cannot write the checkpoint file {shared_tmp_path}/.tmp-step-3/rank-{comm.size - 1}.safetensors"
+    assert len(said) == min(times, 2) and all(text.startswith(refused) and text.endswith("Trying again.") for text in said)
+    assert [path.name for path in shared_tmp_path.iterdir()] == ["step-3"] * (times < 3)
+    if times < 3:
+        assert_filled(load(grid, shared_tmp_path / "step-3", comm), grid)
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_what_is_not_waited_for_is_published_by_ranks_that_are_not_busy(
+    comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path
+) -> None:
+    grid = make_grid(**GRID[2])
+    with writer.Writer(shared_tmp_path, grid, config.load("demo", ["dtype=float64"])) as writes:
+        writes.save(1, blocks(grid, True))
+        stages = 0
+        while not comm.bcast((shared_tmp_path / "step-1").exists()):
+            if not comm.allreduce(writes.busy):
+                writes.settle()
+                stages += 1
+        assert stages == 1, "rank 0 publishes in its thread once the files are written"
+        writes.save(2, blocks(grid, True))
+        writes.wait()
+    assert checkpoint.newest(shared_tmp_path) == shared_tmp_path / "step-2"
 
 
 @pytest.mark.mpi(sizes=(2,))

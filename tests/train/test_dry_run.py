@@ -207,6 +207,13 @@ def test_every_rank_of_pipelines_and_replicas_moves_and_holds_what_its_dry_run_s
         run.grid.free()
 
 
+def test_the_copy_of_a_checkpoint_is_held_where_one_is_written_while_steps_go_on() -> None:
+    alone, every = (predicted("model.layers=1", f"train.checkpoint_every={period}") for period in (0, 10))
+    assert every["bytes"]["peak"] - alone["bytes"]["peak"] == every["checkpoint"] > 0
+    for other in ("train.background=false", "train.keep=0", "train.steps=10"):
+        assert not config.load("demo", ["train.checkpoint_every=10", other]).train.copies_checkpoints, other
+
+
 @pytest.mark.parametrize(
     ("assignments", "error", "words"),
     [

@@ -23,8 +23,8 @@ from summa3d.errors import CheckpointError, DataError
 from summa3d.nn.schemes.scheme import scheme
 from summa3d.parallel.states import states_of
 from summa3d.train import config
+from summa3d.train.checkpoint import compare, huggingface_files
 from summa3d.train.checkpoint import folder as checkpoint
-from summa3d.train.checkpoint import huggingface_files
 from summa3d.train.checkpoint.huggingface import export_folder, import_folder, tokenizer_of
 from summa3d.train.data import corpus, tokens
 from summa3d.train.generate import load, sample, smallest_batch
@@ -366,3 +366,18 @@ def test_a_folder_that_cannot_be_imported_is_refused_by_every_rank(comm: Any, sh
         assert all(word in message for word in [*words, str(shared_tmp_path)]), message
         assert not (shared_tmp_path / "run").exists()
         comm.Barrier()
+
+
+@pytest.mark.skipif(devices.NAME == "pretended", reason="Transformers reads its folders under modes of its own")
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_an_import_is_compared_with_transformers_own_model(tmp_path: Path, family: str) -> None:
+    source, run = tmp_path / "theirs", tmp_path / "run"
+    model = their_model(family)
+    model.save_pretrained(source)
+    import_folder(source, run, MPI.COMM_SELF)
+    assert compare.logits(source, run) < compare.LIMIT
+    for p in list(model.parameters())[-3:]:
+        p.data.mul_(1.01)
+    model.save_pretrained(source)
+    with pytest.raises(CheckpointError, match="differ from those of"):
+        compare.logits(source, run)

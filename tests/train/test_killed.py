@@ -1,4 +1,4 @@
-"""A rank is killed, at any op of a step or in the middle of writing a checkpoint: the job ends, and --resume brings the same end.
+"""A rank is killed, or asked to end, at any op of a step or while it writes a checkpoint: --resume brings the same end.
 
 Starts real jobs with `summa3d launch`; see killed_rank.py for those that kill themselves.
 """
@@ -22,7 +22,6 @@ import jobs
 import pytest
 from small_runs import assignments, metrics_of, write_corpus
 
-from summa3d.cli.launch import mpi_command
 from summa3d.launch.runtime import loaded_runtime
 
 pytestmark = pytest.mark.skipif(devices.NAME == "pretended", reason="other processes have no pretended device")
@@ -66,26 +65,33 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
     return numbers(folder)
 
 
-def resume(folder: Path, from_step: str) -> None:
-    job = launch(train_arguments(folder, "--resume"))
-    output, _ = job.communicate(timeout=PATIENCE)
-    assert job.returncode == 0, output
-    assert f"resumed after step {from_step}" in output
-
-
-@pytest.mark.parametrize("killed", ["1 4 file 1", "0 4 rename 1"])
-def test_a_rank_killed_while_a_checkpoint_is_written(tmp_path: Path, uninterrupted: list[dict[str, Any]], killed: str) -> None:
-    write_corpus(tmp_path / "corpus.txt")
+def trained(folder: Path, *more: str, killed: str = "-1 0 - 0", **changes: object) -> jobs.Ended:
+    """The run of two ranks, one of which may kill itself."""
     program = str(Path(__file__).with_name("killed_rank.py"))
-    command, environment, _ = mpi_command(RANKS, [program, *train_arguments(tmp_path)])
-    job = subprocess.run(
-        command, env={**environment, "KILLED": killed, "KILLED_AT": str(tmp_path / "at")}, capture_output=True, timeout=PATIENCE
-    )
-    assert job.returncode != 0
-    assert saved(tmp_path) == ["step-2"]
-    assert (tmp_path / "run" / "checkpoints" / ".tmp-step-4").is_dir(), "it was not killed while writing"
+    extra = {"KILLED": killed, "KILLED_AT": str(folder / "at")}
+    return jobs.run([program, *train_arguments(folder, *more, **changes)], RANKS, extra=extra, timeout=PATIENCE)
 
-    resume(tmp_path, from_step="2")
+
+@pytest.mark.parametrize(
+    ("killed", "complete", "left"),
+    [
+        ("1 4 copy 1", [2], None),
+        ("1 4 file 1", [2], ".tmp-step-4"),
+        ("0 4 index 1", [2], ".tmp-step-4"),
+        ("0 4 rename 1", [2], ".tmp-step-4"),
+        ("0 2 delete 1", [4, 6], ".old-step-2"),
+    ],
+)
+def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(
+    tmp_path: Path, uninterrupted: list[dict[str, Any]], killed: str, complete: list[int], left: str | None
+) -> None:
+    """In the thread of the writer, while the next steps are taken."""
+    write_corpus(tmp_path / "corpus.txt")
+    assert trained(tmp_path, killed=killed).status != 0
+    assert saved(tmp_path) == [f"step-{step}" for step in complete]
+    assert left is None or (tmp_path / "run" / "checkpoints" / left).is_dir(), "it was killed at another time"
+    ended = trained(tmp_path, "--resume")
+    assert ended.status == 0 and f"resumed after step {complete[-1]}" in ended.stderr, ended.stderr
     assert numbers(tmp_path) == uninterrupted
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-4", "step-6"]
 
@@ -142,6 +148,7 @@ KINDS = {"1f1b": {"F": 2, "B": 2, **REST}, "zb-h1": {"F": 2, "X": 2, "W": 2, **R
 REPLICAS: dict[str, object] = {
     **{"scheme": "serial", "grid__pp": 2, "grid__dp": 2, "model__layers": 2, "model__sequence": 8, "train__batch": 8},
     **{"train__accumulate": 2, "train__checkpoint_every": 1, "train__evaluate_every": 0, "replicas__bucket": 20_000},
+    "train__background": False,
 }
 """Two stages, which share a table, and two replicas of each, with more than one bucket of gradients."""
 
@@ -156,11 +163,15 @@ def kills(number: int, kinds: dict[str, int]) -> list[str]:
     return found
 
 
-def replicas_job(folder: Path, steps: int, schedule: str, *more: str, killed: str = "-1 0 - 0") -> jobs.Ended:
-    settings = assignments(folder / "corpus.txt", train__steps=steps, **{**REPLICAS, "pipeline__schedule": schedule})
+def replicas_job(
+    folder: Path, steps: int, schedule: str, *more: str, killed: str = "-1 0 - 0", by: str = "SIGKILL", **changes: object
+) -> jobs.Ended:
+    changed = {**REPLICAS, "pipeline__schedule": schedule, **changes}
+    settings = assignments(folder / "corpus.txt", train__steps=steps, **changed)
     arguments = ["train", "demo", "--run", str(folder / "run"), *[part for one in settings for part in ("--set", one)], *more]
     program = str(Path(__file__).with_name("killed_rank.py"))
-    return jobs.run([program, *arguments], 4, extra={"KILLED": killed, "KILLED_AT": str(folder / "at")}, timeout=PATIENCE)
+    extra = {"KILLED": killed, "KILLED_AT": str(folder / "at"), "KILLED_BY": by}
+    return jobs.run([program, *arguments], 4, extra=extra, timeout=PATIENCE)
 
 
 def files_of(folder: Path, step: int) -> dict[str, Any]:
@@ -194,3 +205,94 @@ def test_replicas_of_a_pipeline_that_are_killed_again_and_again_end_with_the_sam
         assert numbers(parts)[: done + 1] == numbers(whole)[: done + 1], killed
     assert (ended := replicas_job(parts, steps, schedule, "--resume")).status == 0, ended.stderr
     assert numbers(parts) == numbers(whole) and files_of(parts, steps) == files_of(whole, steps)
+
+
+MOMENTS = ("prepare", "F", "B", "T", "R", "norm", "update", "evaluation", "file")
+
+
+def moments(number: int) -> list[tuple[str, str, int]]:
+    """Seeded kinds and ranks of requests to end, each kind in turn from the first on, and the step in which they come."""
+    chance = random.Random(2027)
+    kinds = [MOMENTS[place * 5 % len(MOMENTS)] for place in range(number)]
+    return [(kind, f"{chance.randrange(4)}", 2 * place + 2) for place, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(40, marks=WIDE)])
+def test_a_run_that_is_asked_to_end_loses_no_step(tmp_path: Path, number: int) -> None:
+    """Pipelines of replicas, each job of which is asked at another moment; a checkpoint is due only every other step."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+        write_corpus(folder / "corpus.txt")
+    changes: dict[str, object] = {"train__evaluate_every": 1, "train__checkpoint_every": 2, "train__background": True}
+    steps = 2 * number + 3
+    assert (ended := replicas_job(whole, steps, "1f1b", **changes)).status == 0, ended.stderr
+    done = 0
+    for kind, rank, step in moments(number):
+        killed = f"{rank} {step} {kind} 1"
+        ended = replicas_job(parts, steps, "1f1b", *["--resume"] * (done > 0), killed=killed, by="SIGTERM", **changes)
+        assert ended.status == 75, (killed, ended.stdout, ended.stderr)
+        taken = len(metrics_of(parts)) if (parts / "run" / "metrics.jsonl").exists() else 0
+        assert taken == 0 if kind == "prepare" and not done else step <= taken <= step + 1, killed
+        words = f"saved after step {taken}" if taken else "nothing to save"
+        assert f"rank {rank} got SIGTERM: {words} of {steps}" in " ".join(ended.stderr.split())
+        assert f"step-{taken}" in saved(parts) if taken else not saved(parts)
+        done = taken
+    assert (ended := replicas_job(parts, steps, "1f1b", "--resume", **changes)).status == 0, ended.stderr
+    assert numbers(parts) == numbers(whole) and files_of(parts, steps) == files_of(whole, steps)
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(40, marks=WIDE)])
+def test_launch_or_a_rank_is_asked_to_end_at_a_random_time(tmp_path: Path, number: int) -> None:
+    """Each job starts the run anew, or goes on; asked by SIGTERM, or by the signal that the configuration names."""
+    chance, steps = random.Random(2028), {"train__steps": 100_000, "train__signal": "SIGUSR1", "train__checkpoint_every": 1000}
+    write_corpus(tmp_path / "corpus.txt")
+    done = 0
+    for trial in range(number):
+        job = launch(train_arguments(tmp_path, *["--resume"] * (trial > 0), **steps))
+        try:
+            wait_for(lambda before=done: len(list(rank_processes(tmp_path / "run"))) == RANKS and steps_in(tmp_path) > before)
+            time.sleep(chance.uniform(0, 1.0))
+            process = chance.choice((job.pid, rank_process(tmp_path / "run", 1)))
+            os.kill(process, chance.choice((signal.SIGTERM, signal.SIGUSR1)))
+            output, _ = job.communicate(timeout=PATIENCE)
+        finally:
+            job.kill()
+        before, done = done, steps_in(tmp_path)
+        assert job.returncode == 75 and done > before, output
+        assert f"saved after step {done} of" in output
+        assert f"step-{done}" in saved(tmp_path)
+        assert [line["step"] for line in metrics_of(tmp_path)] == [*range(1, done + 1)]
+
+
+def steps_in(folder: Path) -> int:
+    file = folder / "run" / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+LISTENS = """
+import time
+from summa3d import preemption
+preemption.SAME = 0.2
+preemption.listen("SIGTERM", "SIGUSR1")
+print("ready", flush=True)
+while preemption.received() is None:
+    time.sleep(0.01)
+print(preemption.received().name, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_second_request_ends_a_process_at_once_and_an_echo_of_the_first_does_not() -> None:
+    job = subprocess.Popen([sys.executable, "-c", LISTENS], stdout=subprocess.PIPE, text=True)
+    try:
+        assert job.stdout is not None and job.stdout.readline() == "ready\n"
+        job.send_signal(signal.SIGTERM)
+        job.send_signal(signal.SIGTERM)
+        assert job.stdout.readline() == "SIGTERM\n"
+        assert job.poll() is None
+        time.sleep(0.3)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(10) == 128 + signal.SIGUSR1
+    finally:
+        job.kill()

@@ -42,7 +42,7 @@ def test_a_resumed_run_ends_with_the_numbers_of_an_uninterrupted_one(comm: Any, 
         whole.mkdir()
         halves.mkdir()
     comm.Barrier()
-    grid = {**grid_of(comm.size), "dtype": "float32", "train__batch": 24, "train__accumulate": 2}
+    grid = {**grid_of(comm.size), "dtype": "float32", "train__batch": 24, "train__accumulate": 2, "train__background": False}
     train_small(comm, whole, **grid)
     interrupted = Interrupted(after=5)
     with pytest.MonkeyPatch.context() as patch:

@@ -5,7 +5,6 @@ Nothing in a checkpoint depends on the grid that wrote it, so that any other gri
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,14 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ...blas_library import Rule
 from ...comm.failure import agree_on_error
+from ...comm.grid import Place
 from ...errors import CheckpointError
 from ...nn.config import ModelConfig
+from ...nn.models.registry import build
+from ...nn.schemes.scheme import scheme
+from ...parallel.states import named_parameters
 from .. import toml
 from ..config import Config, master_dtype
 from ..on_root import on_root
-from ..optimizer import AdamW
+from ..optimizer import MOMENTS, AdamW
+from . import index as contents
 from . import shards
 
 if TYPE_CHECKING:
@@ -31,8 +37,6 @@ if TYPE_CHECKING:
     from ...comm.grid import Grid
     from ...parallel.states import State
 
-FORMAT = "summa3d-checkpoint"
-VERSION = 1
 FREE_KEYS = ("dropout", "attention_dropout")
 """Keys of a model that may change when a run is resumed: no weight depends on them."""
 
@@ -76,17 +80,37 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} is a checkpoint of another model.\n  " + "\n  ".join(differing))
 
     def verify(self, comm: MPI.Intracomm) -> None:
-        """Compare the size and checksum of every file with the index; collective, each rank checks its share of the files.
+        """Compare every file with the index: size, checksum, and the tensors in it; each rank checks its share. Collective.
 
-        Raises CheckpointError, on every rank alike, naming the file that is missing, truncated or altered.
+        Raises CheckpointError, on every rank alike, naming the file that is missing, truncated, altered or not in the index.
         """
-        error = None
+        error: CheckpointError | None = None
+        named, held = sorted(self.index["files"]), contents.tensors_in(self.index)
         try:
-            for name in sorted(self.index["files"])[comm.rank :: comm.size]:
+            for name in named[comm.rank :: comm.size]:
                 self._verify_file(name, self.index["files"][name])
+                shards.check_header(self.path / name, held[name])
+            if comm.rank == 0 and (others := {path.name for path in self.path.glob("*.safetensors")} - set(named)):
+                raise CheckpointError(f"{self.path} holds {min(others)}, which its index does not name. {self._advice()}")
         except CheckpointError as caught:
             error = caught
         agree_on_error(comm, error)
+
+    def check_tensors(self) -> None:
+        """Raise CheckpointError unless the tensors are those of the index's model, and of AdamW's moments where it has them."""
+        with torch.device("meta"):
+            model = build(
+                toml.build(ModelConfig, self.index["model"], "model."), scheme("serial", Place(dict.fromkeys("xyz", 1)))
+            )
+        dtype = master_dtype(self.index["dtype"])
+        shapes = {name: list(p.sharding.shape) for name, p in named_parameters(model)}
+        kinds = ["model.", *(f"optimizer.{moment}." for moment in MOMENTS if self.has_moments)]
+        want = {f"{kind}{name}": (shape, dtype) for kind in kinds for name, shape in shapes.items()}
+        have = {name: (entry["shape"], entry["dtype"]) for name, entry in self.index["tensors"].items()}
+        for name in (*want, *have):
+            if have.get(name) != want.get(name):
+                words = [" ".join(map(str, reversed(one))) if one else "none" for one in (have.get(name), want.get(name))]
+                raise CheckpointError(f"{self.path}: {name[:99]!r} is {words[0]}; a run of its model has {words[1]}.")
 
     def load(self, blocks: Sequence[shards.TensorBlock], grid: Grid) -> None:
         """Fill this rank's blocks in place; collective. Call `verify` first.
@@ -162,40 +186,6 @@ def optimizer_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
     ]
 
 
-def save(
-    folder: Path,
-    step: int,
-    blocks: Sequence[shards.TensorBlock],
-    grid: Grid,
-    config: Config,
-    loss_scale: dict[str, Any] | None = None,
-) -> Path:
-    """Write the checkpoint step-N under `folder` and return its path; collective.
-
-    Each rank writes one file into a temporary folder. Rank 0 then writes the index, renames the folder to its final name and
-    deletes all but the newest `train.keep` checkpoints. An interrupted call leaves no folder with a final name.
-
-    Raises CheckpointError, on every rank alike, where a file cannot be written.
-    """
-    temporary, final = folder / f".tmp-step-{step}", folder / f"step-{step}"
-    on_root(grid.comm, lambda: _fresh(temporary), CheckpointError)
-    entry: dict[str, Any] | None = None
-    error: Exception | None = None
-    try:
-        entry = shards.write(temporary / f"rank-{grid.rank}.safetensors", blocks, grid)
-    except CheckpointError as caught:
-        error = caught
-    agree_on_error(grid.comm, error)
-    entries = grid.comm.gather(entry)
-    keep = config.train.keep
-
-    def publish() -> None:
-        _publish(temporary, final, index_of(step, blocks, entries or [], config, grid.blas, loss_scale), keep)
-
-    on_root(grid.comm, publish, CheckpointError)
-    return final
-
-
 def index_of(
     step: int,
     blocks: Sequence[shards.TensorBlock],
@@ -210,8 +200,8 @@ def index_of(
     weights, windows and dropout masks are functions of both. `loss_scale` is `LossScale.state()`.
     """
     return {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": contents.FORMAT,
+        "version": contents.VERSION,
         "step": step,
         "random": {"seed": config.train.seed, "step": step},
         "loss_scale": loss_scale,
@@ -235,59 +225,45 @@ def steps(folder: Path) -> dict[int, Path]:
     found = {}
     for path in folder.glob("step-*"):
         match = re.fullmatch(r"step-(\d+)", path.name)
-        if match and (path / "index.json").is_file():
+        if match and (path / contents.NAME).is_file():
             found[int(match[1])] = path
     return found
 
 
 def read(path: Path, comm: MPI.Intracomm) -> Checkpoint:
     """Read and check the index of the checkpoint at `path`; collective. Raises CheckpointError where the index is damaged."""
-    return Checkpoint(path, on_root(comm, lambda: _read_index(path / "index.json"), CheckpointError))
+    return Checkpoint(path, on_root(comm, lambda: contents.read(path / contents.NAME), CheckpointError))
+
+
+def temporary(folder: Path, step: int) -> Path:
+    """Where the files of the checkpoint step-N are until it is published."""
+    return folder / f".tmp-step-{step}"
+
+
+def publish(folder: Path, step: int, index: dict[str, Any], keep: int) -> None:
+    """Write the index of the checkpoint step-N beside its files, rename their folder, and delete all but the newest `keep`.
+
+    Where it is interrupted, the folder has its name or not, and another call goes on. Raises OSError.
+    """
+    written, final = temporary(folder, step), folder / f"step-{step}"
+    if written.is_dir():
+        path = written / contents.NAME
+        path.write_text(json.dumps({**index, "sha256": contents.digest(index)}), encoding="utf-8")
+        shards.sync(path)
+        shards.sync(written)
+        if final.exists():
+            _delete(final)
+        os.rename(written, final)
+    shards.sync(folder)
+    for old in sorted(steps(folder).items())[:-keep]:
+        _delete(old[1])
 
 
 def clean(folder: Path) -> None:
-    """Remove the folders that an interrupted `save` or deletion left behind."""
+    """Remove the folders that an interrupted writer or deletion left behind."""
     for pattern in (".tmp-step-*", ".old-step-*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _fresh(temporary: Path) -> None:
-    clean(temporary.parent)
-    temporary.mkdir(parents=True)
-
-
-def _read_index(path: Path) -> dict[str, Any]:
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        checksum = index.pop("sha256")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"Cannot read the checkpoint index {path}: it is damaged ({error}). "
-            f"Delete {path.parent} to resume from an older checkpoint."
-        ) from error
-    if checksum != _digest(index):
-        raise CheckpointError(f"The checkpoint index {path} is altered. Delete {path.parent} to resume from an older checkpoint.")
-    if (index["format"], index["version"]) != (FORMAT, VERSION):
-        raise CheckpointError(f"{path} has format {index['format']} {index['version']}; this version reads {FORMAT} {VERSION}.")
-    return index
-
-
-def _digest(index: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
-
-
-def _publish(temporary: Path, final: Path, index: dict[str, Any], keep: int) -> None:
-    path = temporary / "index.json"
-    path.write_text(json.dumps({**index, "sha256": _digest(index)}), encoding="utf-8")
-    shards.sync(path)
-    shards.sync(temporary)
-    if final.exists():
-        _delete(final)
-    os.rename(temporary, final)
-    shards.sync(final.parent)
-    for old in sorted(steps(final.parent).items())[:-keep]:
-        _delete(old[1])
 
 
 def _delete(path: Path) -> None:

@@ -24,7 +24,7 @@ from ..lease import Lease
 from ..on_root import on_root
 from ..precision import torch_dtype
 from . import folder as checkpoint
-from . import huggingface_files, shards
+from . import huggingface_files, shards, writer
 from .huggingface_names import FAMILIES, Mapping, Rule
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
         except Summa3dError as caught:
             error = caught
         agree_on_error(comm, error)
-        path = checkpoint.save(run / "checkpoints", 0, blocks, grid, config)
+        path = writer.save(run / "checkpoints", 0, blocks, grid, config)
 
         def describe() -> None:
             if config.data.tokenizer_file:

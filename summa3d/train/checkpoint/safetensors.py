@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -17,25 +19,28 @@ CODES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64
 ITEM_BYTES = {name: DTYPES[name].nbytes for name in CODES.values()}
 ALIGNMENT = 8
 """safetensors pads its header to a multiple of this many bytes."""
+PIECE = 1 << 22
+"""Bytes that are hashed, and then written while a cache holds them."""
 STAGING_BYTES = 1 << 26
 """Size of the pinned buffer for device-to-host (D2H) copies."""
 
 
-def save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors by name to a safetensors file. Device tensors are copied to the host in pieces. Raises OSError."""
+def save_file(tensors: Mapping[str, Tensor], path: Path) -> str:
+    """Write tensors by name to a safetensors file as `write_tensors` does, and return its SHA-256."""
     listed = [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
-    write_tensors(path, listed, tensors.values())
+    return write_tensors(path, listed, tensors.values())
 
 
-def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]], tensors: Iterable[Tensor]) -> None:
-    """Write a safetensors file, one tensor at a time.
+def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]], tensors: Iterable[Tensor]) -> str:
+    """Write a safetensors file to the disk, one tensor at a time, and return its SHA-256 in hexadecimal digits.
 
     Parameters
     ----------
     listed : name, shape and dtype of every tensor
     tensors : the tensors in the order of `listed`; an iterator may make each of them when it is written
 
-    The file holds the header's length in 8 bytes, the header as JSON, then the tensors one after the other. Raises OSError.
+    The file holds the header's length in 8 bytes, the header as JSON, then the tensors one after the other. Device tensors are
+    copied to the host in pieces. Raises OSError.
     """
     codes = {name: code for code, name in CODES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -45,12 +50,22 @@ def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]]
         header[name] = {"dtype": codes[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+    digest = hashlib.sha256()
+    with open(path, "wb", buffering=0) as file:
+
+        def put(data: bytes | memoryview) -> None:
+            digest.update(data)
+            while data:
+                data = data[file.write(data) :]
+
+        put(len(text).to_bytes(8, "little") + text)
         for _, tensor in zip(listed, tensors, strict=True):
             for part in _on_host(tensor.detach().contiguous().view(-1).view(torch.uint8)):
-                file.write(part.numpy().data)
+                whole = part.numpy().data
+                for start in range(0, len(whole), PIECE):
+                    put(whole[start : start + PIECE])
+        os.fsync(file.fileno())
+    return digest.hexdigest()
 
 
 def _on_host(data: Tensor) -> Iterator[Tensor]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ...errors import CheckpointError
 from .open_files import OpenFiles
-from .safetensors import save_file
+from .safetensors import CODES, save_file
 
 if TYPE_CHECKING:
     from ...comm.grid import Grid
@@ -34,20 +36,21 @@ class TensorBlock:
 
 
 def write(path: Path, blocks: Sequence[TensorBlock], grid: Grid) -> dict[str, Any]:
-    """Write the blocks that this rank owns to `path` and return the file's index entry: size, SHA-256 and slices.
+    """Write this rank's blocks to `path`, whose folder is made, and return its index entry: size, SHA-256 and slices.
 
-    A block that several ranks hold is written by one of them (`Sharding.is_primary`). Raises CheckpointError where the file
-    cannot
-    be written.
+    blocks : those that this rank is to write: of a block that several ranks hold, one of them (`Sharding.is_primary`)
+
+    Raises CheckpointError, and leaves no file, where it cannot be written.
     """
-    primary = [block for block in blocks if block.sharding.is_primary(grid) and block.tensor.numel()]
     try:
-        save_file({block.name: block.tensor for block in primary}, path)
-        sync(path)
-        size, digest = path.stat().st_size, checksum(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digest = save_file({block.name: block.tensor for block in blocks}, path)
+        size = path.stat().st_size
     except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()
         raise CheckpointError(f"Cannot write the checkpoint file {path}: {error}.") from error
-    pieces = {block.name: [[part.start, part.stop] for part in block.sharding.slices(grid)] for block in primary}
+    pieces = {block.name: [[part.start, part.stop] for part in block.sharding.slices(grid)] for block in blocks}
     return {"file": path.name, "bytes": size, "sha256": digest, "pieces": pieces}
 
 
@@ -83,7 +86,10 @@ class Reader(OpenFiles):
                 continue
             source = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, piece["slices"], strict=True))
             target = tuple(slice(a - w.start, b - w.start) for (a, b), w in zip(overlap, want, strict=True))
-            block.tensor[target].copy_(self.file(piece["file"]).get_slice(block.name)[source])
+            try:
+                block.tensor[target].copy_(self.file(piece["file"]).get_slice(block.name)[source])
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"Cannot read {block.name} of {self.folder / piece['file']}: {error}.") from error
             filled += prod(b - a for a, b in overlap)
         if filled != block.tensor.numel():
             raise CheckpointError(
@@ -98,6 +104,22 @@ class Reader(OpenFiles):
         want = (tuple(block.sharding.shape), dtype_name(block.tensor))
         if have != want:
             raise CheckpointError(f"{block.name} in {self.folder} is {have[1]} {have[0]}; this run's is {want[1]} {want[0]}.")
+
+
+def check_header(path: Path, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    """Raise CheckpointError unless a safetensors file holds exactly these tensors, by name → shape and dtype."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 — a safetensors file is no dict
+            found = {
+                name: (tuple(part.get_shape()), CODES.get(part.get_dtype(), part.get_dtype())) for name, part in parts.items()
+            }
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The checkpoint file {path} is no safetensors file: {error}.") from error
+    for name in sorted(tensors.keys() | found.keys()):
+        if tensors.get(name) != found.get(name):
+            have, want = (" ".join(map(str, reversed(one))) if one else "nothing" for one in (found.get(name), tensors.get(name)))
+            raise CheckpointError(f"The checkpoint file {path} has {have} under {name[:99]!r}; its index says {want}.")
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
