@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +13,7 @@ from typing import Any, NamedTuple
 
 from .dtypes import DTYPES
 from .errors import ClusterError, nearest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from .files import from_toml, text_of
 
 FOLDER = Path(__file__).with_name("clusters")
 HERE, VARIABLE = "here", "SUMMA3D_CLUSTER"
@@ -184,7 +179,7 @@ def load(name: str) -> Cluster:
     """
     file = here_file() if name == HERE else Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
-        text = file.read_text(encoding="utf-8")
+        text = text_of(file)
     except FileNotFoundError:
         if name == HERE:
             write = "`summa3d launch -n N bench calibrate --write` measures this machine"
@@ -193,7 +188,7 @@ def load(name: str) -> Cluster:
             raise ClusterError(f"there is no file {name}.") from None
         near = nearest(name, names())
         raise ClusterError(f"unknown cluster {name!r}; the nearest is {near}. Known: {', '.join(names())}.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ClusterError(f"{file} cannot be read: {error}") from None
     return read_text(text, file.stem)
 
@@ -201,8 +196,8 @@ def load(name: str) -> Cluster:
 def read_text(text: str, name: str) -> Cluster:
     """The cluster of a file's text; raises as `load` does."""
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = from_toml(text)
+    except ValueError as error:
         raise ClusterError(f"cluster {name} is no TOML: {error}") from None
     return read(table, name)
 

@@ -5,6 +5,7 @@ work.
 """
 
 import difflib
+import re
 from collections.abc import Sequence
 
 __all__ = [
@@ -22,8 +23,19 @@ __all__ = [
 ]
 
 
+LONG_WORD = re.compile(r"\S{1000,}")
+LONGEST_KEY = 100
+"""Characters of a key that are compared with known ones."""
+
+
 class Summa3dError(Exception):
-    """Base of all errors that a user can cause and correct; the command line prints the message without a traceback."""
+    """Base of all errors that a user can cause and correct; the command line prints the message without a traceback.
+
+    A value that fills pages is shortened in the message.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(LONG_WORD.sub(lambda found: f"{found[0][:60]}…{found[0][-20:]} ({len(found[0])} characters)", message))
 
 
 class GridError(Summa3dError):
@@ -72,6 +84,7 @@ def nearest(key: str, known: Sequence[str]) -> str:
     >>> nearest("lr", ["train.learning_rate", "train.steps"])
     'train.learning_rate'
     """
+    key = key[:LONGEST_KEY]
 
     def likeness(candidate: str) -> float:
         whole = difflib.SequenceMatcher(None, key, candidate).ratio()

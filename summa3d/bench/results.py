@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
+from ..files import from_json, text_of
 from .series import IDENTITY, grouped, joined, same_family
 from .tables import machines
 
@@ -107,17 +108,17 @@ def _alike(on: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _entries(file: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file: one, or one per line."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = text_of(file)
     except FileNotFoundError:
         raise DataError(f"There is no file {file}.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {error}.") from None
     try:
-        entries = [json.loads(text)]
-    except json.JSONDecodeError as error:
+        entries = [from_json(text)]
+    except ValueError as error:
         try:
-            entries = [json.loads(line) for line in text.splitlines() if line.strip()]
-        except json.JSONDecodeError:
+            entries = [from_json(line) for line in text.splitlines() if line.strip()]
+        except ValueError:
             raise DataError(f"{file} is neither JSON ({error}) nor lines of JSON.") from None
     if not entries or not all(isinstance(entry, dict) for entry in entries):
         raise DataError(f"{file} is not a result of `summa3d bench` or `summa3d gemm --json`.")

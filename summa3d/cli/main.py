@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from .. import preemption
-from ..errors import CapacityError, ConfigError, LaunchError, Summa3dError
+from ..errors import CapacityError, ConfigError, DataError, LaunchError, Summa3dError
 from ..launch.runtime import (
     LIKE_OPEN_MPI,
     VENDOR_NAMES,
@@ -121,6 +122,11 @@ EXTRAS = {
     "cupy": "gpu",
 }
 """Package that the core goes without → the extra that installs it."""
+OF_FILES = (
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EISDIR, errno.ENOTDIR, errno.EIO),
+)
+"""What a file system says of a file: the user's to mend."""
 USAGE_STATUS, PIPE_STATUS = 2, 141  # the latter as shells report an end by SIGPIPE
 COMPLETION_VARIABLE = "_ARGCOMPLETE"  # set by the shell's hook
 RANK_0_SECONDS = 1.0  # seconds that ranks wait for rank 0 to print, or rank 0 for them to end, where MPI cannot order them
@@ -248,6 +254,10 @@ def _run(name: str, arguments: list[str]) -> int:
             f"summa3d {name} needs {package}, which is not installed: pip install 'summa3d[{extra}]' "
             f"(in a checkout: pip install -e '.[{extra}]')."
         ) from error
+    except OSError as error:
+        if error.errno not in OF_FILES or error.filename is None:
+            raise
+        raise DataError(f"{error.strerror}: {error.filename}") from error
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
@@ -267,7 +277,14 @@ def parser_of(name: str) -> Parser:
 
 def _out_of_memory(error: Exception) -> bool:
     """Whether the error says that an allocation of numpy, CuPy or torch failed; each library raises its own type."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or any(
+            sign in str(error)
+            for sign in ("DefaultCPUAllocator", "calculation overflowed", "Overflow when", "Invalid shape dimension")
+        )
+    )
 
 
 def _without_command(name: str) -> int:

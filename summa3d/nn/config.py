@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import inf
 
+from ..comm.topology import divisors
 from ..errors import ConfigError
 
 
@@ -42,6 +44,7 @@ FAMILIES = {
 DEFAULTS = {"rotary_base": 10000.0, "image": 32, "patch": 4, "channels": 3, "classes": 10}
 OPTIONS = ("kv_heads", "tied_head", *ROTARY, *DEFAULTS)
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "ffn", "kv_heads", "rotary_context", *IMAGE)
+MOST_LAYERS, LARGEST_SIZE = 4096, 2**31 - 1
 ABOVE_ZERO = ("norm_eps", "rotary_base", "rotary_factor", "rotary_low", "rotary_high")
 
 
@@ -116,16 +119,18 @@ class ModelConfig:
         self._check_options()
         for name in SIZES:
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"model.{name} is {value}; it must be at least 1.")
+            most = MOST_LAYERS if name == "layers" else LARGEST_SIZE
+            if value is not None and not 1 <= value <= most:
+                also = f", and at most {most}" if value > most else ""
+                raise ConfigError(f"model.{name} is {value}; it must be at least 1{also}.")
         self._check_heads()
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} is {getattr(self, name)}; it must lie in [0, 1).")
         for name in ABOVE_ZERO:
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"model.{name} is {value}; it must be above 0.")
+            if value is not None and not 0 < value < inf:
+                raise ConfigError(f"model.{name} is {value}; it must be above 0{', and finite' if value == inf else ''}.")
         self._check_scaling()
         if self.family == "vit":
             self._settle_image()
@@ -239,4 +244,4 @@ class ModelConfig:
 
 def _divisors(n: int) -> str:
     """The divisors of n, as an error message lists them."""
-    return ", ".join(str(part) for part in range(1, n + 1) if n % part == 0)
+    return ", ".join(map(str, divisors(n)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -12,20 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.arrays import DEVICES
-from ..comm.topology import axes_in
+from ..comm.topology import axes_in, divisors
 from ..comm.transport.select import NAMES as TRANSPORTS
 from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError, nearest
-from ..nn.config import ModelConfig
+from ..files import read_json, read_toml
+from ..nn.config import LARGEST_SIZE, MOST_LAYERS, ModelConfig
 from ..nn.overlap import Overlap
 from ..nn.schemes.registry import SCHEME_SPECS
 from ..parallel.schedule import rule_of, split_layers
 from . import toml
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 SCHEMES = tuple(SCHEME_SPECS)
 CHOSEN = ("", "grid", "scheme and grid")
@@ -39,6 +33,10 @@ SIZES = {"grid.x", "grid.y", "grid.z", "grid.d"}
 CATCHABLE = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU", "SIGALRM")
 """What job systems send before they end a job, beside SIGTERM."""
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+MOST_RANKS = 2**20
+"""Of an axis."""
+MOST_SECONDS = 1e8
+"""Of a wait: what the clocks of all systems can count."""
 NAMED_CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -79,7 +77,7 @@ class GridConfig:
 
     def __post_init__(self) -> None:
         for name in GRID_AXES:
-            at_least(f"grid.{name}", getattr(self, name), 1)
+            at_least(f"grid.{name}", getattr(self, name), 1, MOST_RANKS)
         for name, what in NOT_YET.items():
             if getattr(self, name) != 1:
                 raise ConfigError(
@@ -136,7 +134,7 @@ class PipelineConfig:
     scatter: bool = True
 
     def __post_init__(self) -> None:
-        at_least("pipeline.chunks", self.chunks, 1)
+        at_least("pipeline.chunks", self.chunks, 1, MOST_LAYERS)
         if self.layers != "balanced" and not all(number.strip().isdigit() for number in self.layers.split(",")):
             raise ConfigError(f'pipeline.layers = {self.layers!r} is neither "balanced" nor numbers with commas, such as "4,3".')
 
@@ -202,13 +200,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "evaluate_batches"):
-            at_least(f"train.{name}", getattr(self, name), 1)
+            at_least(f"train.{name}", getattr(self, name), 1, LARGEST_SIZE if name == "batch" else inf)
         for name in ("seed", "warmup", "evaluate_every", "checkpoint_every", "keep", "sample_tokens", "watchdog"):
-            at_least(f"train.{name}", getattr(self, name), 0)
+            at_least(f"train.{name}", getattr(self, name), 0, MOST_SECONDS if name == "watchdog" else inf)
         for name in ("learning_rate", "weight_decay", "clip", "peak_tflops"):
             at_least(f"train.{name}", getattr(self, name), 0)
         if self.batch % self.accumulate:
-            fits = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
+            fits = divisors(self.batch)
             raise ConfigError(
                 f"train.batch {self.batch} cannot be divided into train.accumulate = {self.accumulate} equal micro-batches. "
                 f"Values of train.accumulate that fit batch {self.batch}: {', '.join(map(str, fits))}."
@@ -364,7 +362,7 @@ def _vocabulary_of(path: str) -> int:
     if not Path(path).is_file():
         return 0
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = read_json(Path(path))
         words = found["model"]["vocab"]
         numbers = [*(words.values() if isinstance(words, dict) else range(len(words)))]
         return 1 + max([*numbers, *(token["id"] for token in found.get("added_tokens") or ())])
@@ -465,7 +463,7 @@ class Config:
         if batch % (accumulate * dp):
             near = batch // (accumulate * dp) * accumulate * dp
             batches = ", ".join(str(near + step * accumulate * dp) for step in (0, 1, 2) if near + step)
-            fits = ", ".join(str(n) for n in range(1, batch // accumulate + 1) if batch // accumulate % n == 0)
+            fits = ", ".join(map(str, divisors(batch // accumulate)))
             raise ConfigError(
                 f"train.batch {batch} cannot be divided into train.accumulate = {accumulate} equal micro-batches on each of "
                 f"grid.dp = {dp} replicas. "
@@ -513,10 +511,11 @@ def master_dtype(dtype: str) -> str:
     return "float32" if dtype in HALVES else dtype
 
 
-def at_least(key: str, value: float, minimum: float) -> None:
-    """Raise ConfigError unless minimum ≤ value < ∞; `key` names the value in the message."""
-    if not minimum <= value < inf:
-        raise ConfigError(f"{key} is {value}; it must be at least {minimum}{'' if isfinite(value) else ', and finite'}.")
+def at_least(key: str, value: float, minimum: float, most: float = inf) -> None:
+    """Raise ConfigError unless minimum ≤ value ≤ most and value < ∞; `key` names the value in the message."""
+    if not (minimum <= value <= most and isfinite(value)):
+        also = ", and finite" if not isfinite(value) else f", and at most {most}" if value > most else ""
+        raise ConfigError(f"{key} is {value}; it must be at least {minimum}{also}.")
 
 
 def load(source: str, assignments: Sequence[str] = ()) -> Config:
@@ -584,8 +583,8 @@ def read_table(source: str) -> dict[str, Any]:
             f"There is no configuration {source!r}: it is neither a TOML file nor one that is shipped ({', '.join(shipped())})."
         )
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return read_toml(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot read the configuration {path}: {error}") from error
 
 

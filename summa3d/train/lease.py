@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..files import read_json
 
 NAME = "lease"
 HEARTBEAT = 10.0
@@ -174,7 +175,7 @@ def _runs(process: int) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """The job that a lease names; empty where the file is gone, or not yet written."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (FileNotFoundError, ValueError):
         return {}
     return found

@@ -23,6 +23,7 @@ from ..comm.failure import Watchdog, telling_where
 from ..comm.profile import trace
 from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
+from ..files import read_json
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Inputs, LanguageModel
 from ..parallel.critical import in_words, replay
@@ -120,7 +121,7 @@ def finished(config: Config, comm: MPI.Intracomm, folder: Path) -> dict[str, Any
         newest, file = checkpoint.newest(folder / "checkpoints"), folder / "summary.json"
         if newest is None or newest.name != f"step-{config.train.steps}" or not file.is_file():
             return None
-        summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        summary = read_json(file)
         return {**summary, "steps_taken": 0} if summary["step"] == config.train.steps else None
 
     return on_root(comm, find, CheckpointError)

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
+from ..files import from_json, text_of
 from .utilization import Work
 
 if TYPE_CHECKING:
@@ -279,14 +280,33 @@ def open_at(path: Path, resumed_at: int) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; an incomplete last line is left out."""
-    entries = []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    """The lines of metrics.jsonl up to the first that is none: the last one may be incomplete.
+
+    Raises DataError where the file cannot be read.
+    """
+    try:
+        lines = text_of(path).splitlines() if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise DataError(f"Cannot read the metrics {path}: {error}. Remove it to go on without it.") from None
+    entries: list[dict[str, Any]] = []
+    for line in lines:
         try:
-            entries.append(json.loads(text))
+            entry = from_json(line)
         except ValueError:
             break
+        if not _is_line(entry):
+            break
+        entries.append(entry)
     return entries
+
+
+def _is_line(entry: Any) -> bool:
+    """Whether a JSON value is a line of metrics.jsonl: a step, and numbers of what every line has."""
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+        return False
+    numbers = [entry.get(name) for name in ("tokens_per_second", "seconds", "lr", "words_per_rank")]
+    loose = [entry[name] for name in ("loss", "grad_norm", "validation_loss") if entry.get(name) is not None]
+    return all(isinstance(number, (int, float)) and isfinite(number) for number in numbers + loose)
 
 
 def check_tensorboard() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +9,10 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, nearest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from ..files import from_toml
 
 Settings = TypeVar("Settings")
+LARGEST = 2**63 - 1
 
 
 def build(cls: type[Settings], table: Mapping[str, Any], prefix: str = "", known: Sequence[str] = ()) -> Settings:
@@ -113,8 +109,8 @@ def parse(text: str, kind: Any) -> Any:
     if dict in (typing.get_origin(one) for one in kinds) and not text.startswith("{"):
         text = "{" + text + "}"
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = from_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
     return text if str in kinds and not isinstance(value, str) else value
 
@@ -137,6 +133,10 @@ def convert(key: str, value: Any, kind: Any) -> Any:
 
     Raises ConfigError, naming `key`, for a value of another type.
     """
+    if type(value) is int and abs(value) > LARGEST:
+        raise ConfigError(f"{key} = {str(value)[:40]}… is beyond ±(2^63 − 1), the integers that TOML has.")
+    if type(value) is str and not _is_unicode(value):
+        raise ConfigError(f"{key} = {value!r} is no Unicode text: it holds bytes that are not UTF-8, or half of a character.")
     for one in alternatives(kind):
         origin, inner = typing.get_origin(one), typing.get_args(one)
         if one is float and type(value) is int:
@@ -148,6 +148,13 @@ def convert(key: str, value: Any, kind: Any) -> Any:
         if type(value) is one:
             return value
     raise ConfigError(f"{key} = {value!r} is {describe_value(value)}; {key} takes {describe(kind)}.")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        return bool(text.encode()) or not text
+    except UnicodeEncodeError:
+        return False
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:

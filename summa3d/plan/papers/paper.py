@@ -12,8 +12,8 @@ from ...cluster import load as load_cluster
 from ...comm.topology import Topology
 from ...dry.step import Setting
 from ...errors import ConfigError, nearest
+from ...files import read_toml
 from ...nn.config import ModelConfig
-from ...train.toml import tomllib
 from ..cells import BLOCK, cells
 from ..replay import Work
 from . import megatron, sharded
@@ -72,7 +72,7 @@ def table_of(name: str) -> dict[str, Any]:
     """The table of a paper. Raises ConfigError for an unknown name, naming the nearest."""
     if name not in names():
         raise ConfigError(f"unknown paper {name!r}; the nearest is {nearest(name, names())}. Known: {', '.join(names())}.")
-    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    return read_toml(FOLDER / f"{name}.toml")
 
 
 def load(name: str) -> Paper:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...comm.failure import agree_on_error
 from ...comm.grid import Grid, Place
 from ...errors import CheckpointError, Summa3dError
+from ...files import read_json
 from ...layout.layout import Layout, Sharding
 from ...nn.config import ModelConfig
 from .. import config as configuration
@@ -143,7 +144,7 @@ def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None 
     original, tokenizer = run / ORIGINAL, tokenizer_of(saved)
     if tokenizer is not None:
         _copy_tokenizer(tokenizer, target)
-    kept = json.loads(original.read_text(encoding="utf-8")) if original.is_file() else {}
+    kept = read_json(original) if original.is_file() else {}
     (target / "config.json").write_text(json.dumps(config_of(model, dtype, kept), indent=2) + "\n", encoding="utf-8")
     return files
 
@@ -225,7 +226,7 @@ def read_source(source: Path) -> Source:
     Reads headers only, except for tied tensors that are stored twice. Raises CheckpointError as `import_folder` does.
     """
     try:
-        original = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        original = read_json(source / "config.json")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{source} is not a Transformers folder: its config.json cannot be read ({error}).") from error
     model = model_of(original, source)
@@ -245,8 +246,8 @@ def read_source(source: Path) -> Source:
 
 def model_of(original: dict[str, Any], source: Path) -> ModelConfig:
     """The ModelConfig of a Transformers config.json. Raises CheckpointError for an unsupported family or option."""
-    family = original.get("model_type")
-    if family not in FAMILIES:
+    family = original.get("model_type") if isinstance(original, dict) else None
+    if not isinstance(family, str) or family not in FAMILIES:
         raise CheckpointError(f"{source} holds a model of type {family!r}. Types that can be imported: {', '.join(FAMILIES)}.")
     mapping = FAMILIES[family]
     original = _renamed(original, mapping)
@@ -258,16 +259,20 @@ def model_of(original: dict[str, Any], source: Path) -> ModelConfig:
     values: dict[str, Any] = {"family": family}
     for ours, (theirs, default) in mapping.keys.items():
         found = {key: value for key in theirs if (value := _lookup(original, key, None)) is not None}
+        wrong = next((key for key, value in found.items() if not isinstance(value, (int, float, str))), None)
+        if wrong is not None:
+            raise CheckpointError(f"{source}: config.json says {wrong} = {found[wrong]!r}, which is neither a number nor text.")
         if len(set(found.values())) > 1:
             raise CheckpointError(f"{source}: config.json says {found}; our {family} has one value for these, model.{ours}.")
         values[ours] = next(iter(found.values()), default)
     head = original.get("head_dim")
-    if head is not None and head * values["heads"] != values["hidden"]:
+    config = toml.build(ModelConfig, {key: value for key, value in values.items() if value is not None}, "model.")
+    if head is not None and (type(head) is not int or head * config.heads != config.hidden):
         raise CheckpointError(
-            f"{source}: config.json says head_dim = {head}, but {values['heads']} heads × {head} differ from hidden = "
-            f"{values['hidden']}; our {family} supports head_dim = hidden / heads only."
+            f"{source}: config.json says head_dim = {head}, but {config.heads} heads × {head} differ from hidden = "
+            f"{config.hidden}; our {family} supports head_dim = hidden / heads only."
         )
-    return toml.build(ModelConfig, {key: value for key, value in values.items() if value is not None}, "model.")
+    return config
 
 
 def config_of(model: ModelConfig, dtype: str, original: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...files import read_json
 from .open_files import OpenFiles
 from .safetensors import CODES, ITEM_BYTES, write_tensors
 
@@ -38,7 +39,7 @@ def listing(folder: Path) -> dict[str, Entry]:
     """
     if (folder / INDEX).is_file():
         try:
-            files = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+            files = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"Cannot read {folder / INDEX}: {error}.") from error
     else:

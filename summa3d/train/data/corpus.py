@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...errors import DataError
+from ...files import from_json
 from ..config import DataConfig
 
 FOREIGN = ("site-packages", "dist-packages")
@@ -182,7 +184,7 @@ def held_out(name: str, part: float) -> bool:
     >>> [held_out(name, 0.5) for name in ("a.py", "b.py", "c.py", "d.py")]
     [False, True, False, True]
     """
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < part * 2**64
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") < part * 2**64
 
 
 def split(files: list[Document], part: float) -> dict[str, list[Document]] | None:
@@ -230,7 +232,7 @@ def _json_lines(path: Path, config: DataConfig) -> Iterator[bytes]:
 def _text_of(line: bytes, key: str, place: str) -> str:
     """The text under `key` in a JSON line. Raises DataError, naming the `place` of the line, where there is none."""
     try:
-        found = json.loads(line)
+        found = from_json(line)
     except ValueError as error:
         raise DataError(f"{place} is not JSON: {error.msg if isinstance(error, json.JSONDecodeError) else error}.") from error
     if not isinstance(found, dict):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import DataError
+from ...files import read_json
 from ..config import DataConfig
 from ..on_root import on_root
 from . import corpus
@@ -89,7 +90,7 @@ def prepare(
 def open_tokens(config: DataConfig, sequence: int, folder: Path) -> Tokens:
     """Memory-map the token files in `folder`. Raises DataError where they are damaged or too short for a window."""
     try:
-        counts = json.loads((folder / "tokens.json").read_text())["tokens"]
+        counts = read_json(folder / "tokens.json")["tokens"]
         parts = {part: _memory_map(part, count, config, folder) for part, count in counts.items()}
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"Cannot read the token files in {folder}: {error}. Delete it; the next run makes it again.") from error
@@ -138,7 +139,7 @@ def _encode_once(config: DataConfig, folder: Path, say: Callable[[str], None]) -
 def _labelled(folder: Path, label: dict[str, object]) -> bool:
     """Whether `folder` holds the token files of the corpus with this format and fingerprint."""
     try:
-        found = json.loads((folder / "tokens.json").read_text())
+        found = read_json(folder / "tokens.json")
     except (OSError, ValueError):
         return False
     return {key: found.get(key) for key in label} == label

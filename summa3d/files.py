@@ -1,0 +1,46 @@
+"""Reading of text, JSON and TOML that anybody may have written: what is none is a ValueError or an OSError, never a hang."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def text_of(path: Path) -> str:
+    """The text of a regular file. Raises OSError, and ValueError for a FIFO or a device, and for what is not UTF-8."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file")
+    return path.read_text(encoding="utf-8")
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError, also where it is nested too deeply for Python's stack."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def from_toml(text: str) -> dict[str, Any]:
+    """The table of a TOML text. Raises ValueError, also where it is nested too deeply for Python's stack."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file. Raises OSError and ValueError as `text_of` and `from_json` do."""
+    return from_json(text_of(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table of a TOML file. Raises OSError and ValueError as `text_of` and `from_toml` do."""
+    return from_toml(text_of(path))
