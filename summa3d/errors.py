@@ -28,6 +28,15 @@ LONGEST_KEY = 100
 """Characters of a key that are compared with known ones."""
 
 
+def shortened(message: str) -> str:
+    """A message in which values that fill pages are cut.
+
+    >>> shortened("x is " + 5000 * "1")[-60:]
+    '111111111111…11111111111111111111 (5000 characters)'
+    """
+    return LONG_WORD.sub(lambda found: f"{found[0][:60]}…{found[0][-20:]} ({len(found[0])} characters)", message)
+
+
 class Summa3dError(Exception):
     """Base of all errors that a user can cause and correct; the command line prints the message without a traceback.
 
@@ -35,7 +44,7 @@ class Summa3dError(Exception):
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(LONG_WORD.sub(lambda found: f"{found[0][:60]}…{found[0][-20:]} ({len(found[0])} characters)", message))
+        super().__init__(shortened(message))
 
 
 class GridError(Summa3dError):

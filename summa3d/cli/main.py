@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from .. import preemption
-from ..errors import CapacityError, ConfigError, DataError, LaunchError, Summa3dError
+from ..errors import CapacityError, ConfigError, DataError, LaunchError, Summa3dError, shortened
 from ..launch.runtime import (
     LIKE_OPEN_MPI,
     VENDOR_NAMES,
@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with one line that says what is wrong and where the options are explained."""
         command = self.prog.split()[1]
-        self.exit(USAGE_STATUS, f"{self.prog}: {message.rstrip('.')}; see summa3d help {command}\n")
+        self.exit(USAGE_STATUS, f"{self.prog}: {shortened(message.rstrip('.'))}; see summa3d help {command}\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exit after a barrier: a launcher ends all ranks when one fails, and might end rank 0 before it has printed."""
