@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
-from math import nan, prod
+from math import isnan, nan, prod
 from pathlib import Path
 from textwrap import fill as wrapped
 from typing import Any
@@ -67,7 +67,9 @@ class Curve:
     @property
     def tokens(self) -> list[float]:
         """The tokens of training up to each step."""
-        return [*accumulate(float(round(entry["tokens_per_second"] * entry["seconds"])) for entry in self.entries)]
+        rates, seconds = self.values("tokens_per_second"), self.values("seconds")
+        steps = (rate * second for rate, second in zip(rates, seconds, strict=True))
+        return [*accumulate(0.0 if isnan(step) else float(round(step)) for step in steps)]
 
     @property
     def smooth(self) -> list[float]:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from ..comm.profile.ledger import Ledger
 
+NUMBERS = ("lr", "tokens_per_second", "seconds", "words_per_rank", "loss", "grad_norm", "validation_loss")
+"""Keys of a line whose values are finite numbers, where there are any."""
 KIBI = 1024
 NO_WORK = Work()
 
@@ -301,12 +303,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_line(entry: Any) -> bool:
-    """Whether a JSON value is a line of metrics.jsonl: a step, and numbers of what every line has."""
+    """Whether a JSON value is a line of metrics.jsonl: a step, and numbers where lines have numbers."""
     if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         return False
-    numbers = [entry.get(name) for name in ("tokens_per_second", "seconds", "lr", "words_per_rank")]
-    loose = [entry[name] for name in ("loss", "grad_norm", "validation_loss") if entry.get(name) is not None]
-    return all(isinstance(number, (int, float)) and isfinite(number) for number in numbers + loose)
+    numbers = [entry[name] for name in NUMBERS if entry.get(name) is not None]
+    return all(isinstance(number, (int, float)) and isfinite(number) for number in numbers)
 
 
 def check_tensorboard() -> None:

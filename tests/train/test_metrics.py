@@ -107,10 +107,9 @@ def test_lines_fit_and_say_what_is_left(
 
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = [{"step": number, "lr": 0.1, "tokens_per_second": 3.0, "seconds": 2.0, "words_per_rank": 5} for number in (1, 2, 3)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
+    path.write_text("".join(json.dumps({"step": number}) + "\n" for number in (1, 2, 3)) + '{"step": 4, "lo')
     metrics.open_at(path, 2).close()
-    assert metrics.read(path) == [lines[0], {**lines[1], "resumed": True}]
+    assert metrics.read(path) == [{"step": 1}, {"step": 2, "resumed": True}]
 
 
 def test_the_stopwatch_leaves_communication_out_of_arithmetic() -> None:
