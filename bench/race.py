@@ -110,10 +110,9 @@ def row_of(case: str, ours: Any, seconds: dict[str, list[float]], flops: int, lo
 
 def own(problem: Any, world: Any) -> Any:
     """Our product with the algorithm and grid that the library chooses; collective."""
-    from summa3d.bench.products import ProductRunner
-    from summa3d.cli.bench import own_choice
+    from summa3d.bench.products import ProductRunner, own_choice
 
-    return ProductRunner(own_choice(problem, world.size), world)
+    return ProductRunner(own_choice(problem, world.size, world), world)
 
 
 def check(name: str, found: Any, wanted: Any) -> None:
