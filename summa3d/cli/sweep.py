@@ -170,7 +170,10 @@ def measure(args: argparse.Namespace) -> int:
 
     before = world.bcast(time.time()) if args.retry else args.retry_before
     say = _say if world.rank == 0 else _silent
-    measured(sweep, on_root(world, chosen, DataError), world, args.dir or FOLDER / sweep.name, args.fewer, before, say)
+    points = on_root(world, chosen, DataError)
+    if not points:
+        say(f"{sweep.name} has no points of {world.size} ranks.")
+    measured(sweep, points, world, args.dir or FOLDER / sweep.name, args.fewer, before, say)
     return 0
 
 

@@ -140,14 +140,24 @@ def read(table: Mapping[str, Any]) -> Sweep:
     for key, value in table.items():
         if key not in known:
             raise unknown_key(key, known)
-        fits = {"weak": (str, Mapping), "memory": (int, float)}.get(key) or (type(getattr(SAMPLE, key)),)
-        fits = (list, tuple) if fits == (tuple,) else (Mapping,) if fits == (dict,) else fits
+        words, fits = TYPES[MORE.get(key) or type(getattr(SAMPLE, key))]
         if not isinstance(value, fits) or isinstance(value, bool):
-            raise ConfigError(f"{key} = {value!r} of a sweep is {describe_value(value)}; `summa3d help sweep` shows an example.")
+            raise ConfigError(f"{key} = {value!r} of a sweep is {describe_value(value)}; it takes {words}.")
     return Sweep(**table)
 
 
 SAMPLE = Sweep("sample", ranks=(1,))
+TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
+    str: ("text", (str,)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+    tuple: ("a list", (list, tuple)),
+    dict: ("a table", (Mapping,)),
+    "weak": ("the name of a rule, or a table", (str, Mapping)),
+}
+"""Type of a key's default → its name, and what a file's value may be."""
+MORE = {"weak": "weak", "memory": float}
+"""Keys that take more than the type of their default."""
 
 
 def changed(sweep: Sweep, assignments: Sequence[str]) -> Sweep:
@@ -159,15 +169,21 @@ def changed(sweep: Sweep, assignments: Sequence[str]) -> Sweep:
         key, equals, text = assignment.partition("=")
         if not equals:
             raise ConfigError(f"--set {assignment!r} is not of the form key=value, as in --set rounds=3.")
-        try:
-            value = tomllib.loads(f"value = {f'[{text}]' if key == 'ranks' and '[' not in text else text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text
-        (given if key in own else base)[key] = value
+        (given if key in own else base)[key] = _value(key, text)
     table = {one.name: getattr(sweep, one.name) for one in fields(Sweep)}
     if not base:
         return read({**table, **given}) if given else sweep
     return replace(read({**table, **given}), base=nested({**flat(given.get("base", sweep.base)), **base}))
+
+
+def _value(key: str, text: str) -> Any:
+    """The value of a key's text: as TOML writes it, a list without its brackets, or text without quotes."""
+    if type(getattr(SAMPLE, key, None)) is str and "{" not in text:
+        return text
+    try:
+        return tomllib.loads(f"value = {f'[{text}]' if key == 'ranks' and '[' not in text else text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def nearest_key(key: str, known: Sequence[str]) -> ConfigError:

@@ -27,7 +27,7 @@ PANEL = 1.75
 
 
 @dataclass(frozen=True)
-class Path:
+class Curve:
     """The points of one line of a plot, the fastest of each x, in order; speeds are relative to the first."""
 
     name: str
@@ -74,14 +74,14 @@ def results(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return found
 
 
-def paths(lines: Iterable[Line]) -> list[Path]:
+def curves(lines: Iterable[Line]) -> list[Curve]:
     """The lines of a plot, by series; of several grids at one x, the fastest."""
     found: dict[str, dict[Any, Line]] = {}
     for line in lines:
         own = found.setdefault(line["series"], {})
         if line["x"] not in own or rate(line) > rate(own[line["x"]]):
             own[line["x"]] = line
-    return [Path(name, [own[x] for x in sorted(own, key=_order)]) for name, own in found.items()]
+    return [Curve(name, [own[x] for x in sorted(own, key=_order)]) for name, own in found.items()]
 
 
 def _order(x: Any) -> tuple[bool, Any]:
@@ -90,7 +90,7 @@ def _order(x: Any) -> tuple[bool, Any]:
 
 def table(result: Mapping[str, Any]) -> Table:
     """A row for each point: its times, prediction, speed-up and efficiency, words measured and by the formula."""
-    lines, found = result["rows"], {path.name: path for path in paths(result["rows"])}
+    lines, found = result["rows"], {curve.name: curve for curve in curves(result["rows"])}
     if not lines:
         return Table("no point was measured", [], result["failed"])
     about = lines[0]["sweep"]
@@ -108,9 +108,9 @@ def table(result: Mapping[str, Any]) -> Table:
         Column("predicted ms", in_ms(line.get("predicted") for line in lines), digits),
         Column("Gflop/s", [rate(line) / GIGA for line in lines], digits),
         Column("GFLOP/rank", [line["flops"] / line["ranks"] / GIGA for line in lines], digits),
-        Column("speed-up", [path.speed(line) for path, line in pairs], HUNDREDTHS),
-        Column("efficiency", [path.efficiency(line) if scaling else None for path, line in pairs], HUNDREDTHS),
-        Column("t₀/t", [path.times(line) if about["kind"] == "weak" else None for path, line in pairs], HUNDREDTHS),
+        Column("speed-up", [curve.speed(line) for curve, line in pairs], HUNDREDTHS),
+        Column("efficiency", [curve.efficiency(line) if scaling else None for curve, line in pairs], HUNDREDTHS),
+        Column("t₀/t", [curve.times(line) if about["kind"] == "weak" else None for curve, line in pairs], HUNDREDTHS),
         Column("words/rank", [line["words"] for line in lines], COUNT),
         Column("formula", [line["words_formula"] for line in lines], COUNT),
         Column("computing", [_share(line) for line in lines], "{:.0%}".format),
@@ -133,9 +133,9 @@ def title(about: Mapping[str, Any], lines: Sequence[Line]) -> str:
     return f"{about['name']}: {kind}{subject}"
 
 
-def baseline(found: Iterable[Path], about: Mapping[str, Any]) -> str:
+def baseline(found: Iterable[Curve], about: Mapping[str, Any]) -> str:
     """What speed-ups are relative to."""
-    first = {path.lines[0]["ranks"] for path in found}
+    first = {curve.lines[0]["ranks"] for curve in found}
     least = f" ({in_ranks(first.pop())})" if len(first) == 1 and about["x"] == "ranks" else ""
     return f"speed-up of FLOP/s over the first point of each series{least}"
 
@@ -184,20 +184,19 @@ def source(about: Mapping[str, Any]) -> str | None:
 def draw(figure: Any, result: Mapping[str, Any]) -> None:
     """Draw speed-up, in scaling efficiency as well, words per rank, and where the time goes."""
     lines = result["rows"]
-    about, found, marks = lines[0]["sweep"], paths(lines), published(lines[0]["sweep"])
+    about, found, marks = lines[0]["sweep"], curves(lines), published(lines[0]["sweep"])
     scaling = about["kind"] != "grid"
     panels = figure.subplots(4 if scaling else 3, 1)
     figure.set_size_inches(COLUMN, PANEL * len(panels) + 0.7)
-    names = list(dict.fromkeys([*(path.name for path in found), *marks]))
-    for number, path in enumerate(found):
-        _line(panels[0], path, number, [path.speed(line) for line in path.lines], [path.predicted(line) for line in path.lines])
+    names = list(dict.fromkeys([*(curve.name for curve in found), *marks]))
+    for number, curve in enumerate(found):
+        speeds, forecast = ([of(line) for line in curve.lines] for of in (curve.speed, curve.predicted))
+        _line(panels[0], curve, number, speeds, forecast)
         if scaling:
-            factor = [path.lines[0]["ranks"] / line["ranks"] for line in path.lines]
-            forecast = [
-                None if one is None else one * by for one, by in zip(map(path.predicted, path.lines), factor, strict=True)
-            ]
-            _line(panels[1], path, number, [path.efficiency(line) for line in path.lines], forecast)
-        moving = [line for line in path.lines if line["words"]]
+            growth = [line["ranks"] / curve.lines[0]["ranks"] for line in curve.lines]
+            per_rank = ([value and value / by for value, by in zip(values, growth, strict=True)] for values in (speeds, forecast))
+            _line(panels[1], curve, number, *per_rank)
+        moving = [line for line in curve.lines if line["words"]]
         panels[-2].plot([line["x"] for line in moving], [line["words"] for line in moving], **look(number))
     for name, points in marks.items():
         hollow = {**look(names.index(name)), "linestyle": "none", "markerfacecolor": "none"}
@@ -228,26 +227,26 @@ def draw(figure: Any, result: Mapping[str, Any]) -> None:
     caption(figure, *says)
 
 
-def _line(panel: Any, path: Path, number: int, values: Sequence[float], predicted: Sequence[float | None]) -> None:
+def _line(panel: Any, curve: Curve, number: int, values: Sequence[Any], predicted: Sequence[Any]) -> None:
     """A line of medians with whiskers, and a dotted one of what was predicted, with its band."""
-    style, x = look(number), [line["x"] for line in path.lines]
-    pairs = [(value, line["seconds"]) for value, line in zip(values, path.lines, strict=True)]
+    style, x = look(number), [line["x"] for line in curve.lines]
+    pairs = [(value, line["seconds"]) for value, line in zip(values, curve.lines, strict=True)]
     low, high = ([value * one["median"] / one[end] for value, one in pairs] for end in ("max", "min"))
     reach = [[value - end for (value, _), end in zip(pairs, low, strict=True)]]
     reach.append([end - value for (value, _), end in zip(pairs, high, strict=True)])
-    panel.errorbar(x, values, yerr=reach, label=path.name, **style)
+    panel.errorbar(x, values, yerr=reach, label=curve.name, **style)
     known = [(at, value) for at, value in zip(x, predicted, strict=True) if value is not None]
     if known:
         at, middle = zip(*known, strict=True)
-        more = 1 + path.lines[0]["sweep"]["band"] / 100
+        more = 1 + curve.lines[0]["sweep"]["band"] / 100
         panel.plot(at, middle, ":", color=style["color"])
         ends = [value / more for value in middle], [value * more for value in middle]
         panel.fill_between(at, *ends, color=style["color"], alpha=0.12, lw=0)
 
 
-def shares(panel: Any, found: Sequence[Path]) -> None:
+def shares(panel: Any, found: Sequence[Curve]) -> None:
     """Stack where the time of each point goes: arithmetic, the calls and waits of each axis, the rest."""
-    drawn = [(path, line) for path in found for line in path.lines if line.get("split")]
+    drawn = [(curve, line) for curve in found for line in curve.lines if line.get("split")]
     parts = [COMPUTE, *sorted({name for _, line in drawn for name in line["split"]} - {COMPUTE, OTHER}), OTHER]
     below = [0.0] * len(drawn)
     for number, part in enumerate(parts):
@@ -255,7 +254,7 @@ def shares(panel: Any, found: Sequence[Path]) -> None:
         colour = "0.85" if part == OTHER else COLOURS[number % len(COLOURS)]
         panel.bar(range(len(drawn)), heights, 0.8, bottom=below, label=part, color=colour)
         below = [one + height for one, height in zip(below, heights, strict=True)]
-    labels = [f"{path.name} {line['x']}" for path, line in drawn]
+    labels = [f"{curve.name} {line['x']}" for curve, line in drawn]
     panel.set_xticks(range(len(drawn)), labels, rotation=90, fontsize=5)
     panel.set(ylabel="share of a rank's time", ylim=(0, 1))
     panel.grid(visible=False, axis="x")

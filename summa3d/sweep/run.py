@@ -32,12 +32,17 @@ export SUMMA3D_MPIEXEC=${{SUMMA3D_MPIEXEC:-srun --kill-on-bad-exit=1}}
 
 
 def planned(sweep: Sweep) -> tuple[list[Point], list[Refusal]]:
-    """The points of a sweep, and those that are refused, by scheme, grid, configuration or memory."""
+    """The points of a sweep, and those that are refused, by scheme, grid, configuration or memory.
+
+    Raises ClusterError for an unknown cluster, and for a dtype that it has no peak of.
+    """
     points, refused = expand(sweep)
     cluster = predict.cluster_of(sweep)
     limit = sweep.memory or (0.0 if cluster is None else cluster["device.memory"])
     fitting = []
     for point in points:
+        if cluster is not None and point.what != "gemm":
+            cluster.peak(point.settings.dtype)  # raises the error of a dtype that the cluster does not know, before anything runs
         try:
             predict.check_memory(point, limit)
             fitting.append(point)
@@ -75,25 +80,24 @@ class Runner:
         """Run the points of one rank count: in one start, and after its death those of the race that it died in one by one."""
         while todo := self._todo(points):
             status, running = self._started(count, [])
-            if status == 0:
+            left = self._todo(points)
+            if status == 0 or not left:
                 return
-            suspects = [point for point in self._todo(points) if point.id in running]
+            if not running and len(left) == len(todo):
+                raise LaunchError(f"the start of {count} ranks ended with status {status} before any point.")
             self.say(f"the start of {count} ranks ended with status {status}; its race is run again, point by point.")
-            for point in suspects:
-                status, _ = self._started(count, ["--only", point.id])
-                if status and point.id in {one.id for one in self._todo([point])}:
-                    self._fail(point, status)
-            if len(self._todo(points)) == len(todo):
-                raise LaunchError(f"starts of {count} ranks end with status {status} and measure nothing; see above.")
+            for point in left:
+                if point.id in running:
+                    status, _ = self._started(count, ["--only", point.id])
+                    if status and self._todo([point]):
+                        self._fail(point, status)
 
     def _started(self, count: int, options: Sequence[str]) -> tuple[int, list[str]]:
-        """The exit status of a start, and the race that it died in. Raises LaunchError where it died before its first race."""
+        """The exit status of a start, and the race that it was in when it ended; none before its first and after its last."""
         file, began = folder_of(self.directory, count) / RUNNING, time.time()
         status = self.start(count, [*options, "--retry-before", str(self.retry_before)])
-        if status == 0:
-            return 0, []
-        if not file.exists() or file.stat().st_mtime < began - 1:
-            raise LaunchError(f"the start of {count} ranks ended with status {status} before it measured anything; see above.")
+        if status == 0 or not file.exists() or file.stat().st_mtime < began - 1:
+            return status, []
         running: list[str] = json.loads(file.read_text() or "[]")
         return status, running
 
