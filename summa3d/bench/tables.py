@@ -169,7 +169,7 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
         Column("algorithm and grid", [place(row) for row in rows], left=True),
         Column("m×n×k", [sizes(row) for row in rows], csv_only=not weak),
         *times(rows),
-        Column("predicted ms", in_ms(row.get("predicted_seconds") for row in rows), digits),
+        Column("predicted ms", in_ms(row.get("predicted") for row in rows), digits),
         Column("speed-up", [middle(series.speed_up(row)) for series, row in pairs], digits),
         Column("efficiency", [middle(series.efficiency(row)) for series, row in pairs], digits),
         *moved(rows),

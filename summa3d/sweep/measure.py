@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ..bench.clock import sleep_until_all_are_here
 from ..bench.machine import machine
 from ..bench.products import run_benchmark as run_products
+from ..comm.device.select import take_device
+from ..comm.transport.node_memory import in_one_node
 from ..errors import ConfigError, LaunchError, Summa3dError
+from ..gemm.cost.machine import Machine, default_cluster
 from ..train.lease import Lease
 from ..train.on_root import on_root
 from . import predict
@@ -86,20 +89,13 @@ def run_race(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: 
     Collective; equal on every rank.
     """
     try:
-        found = RUN[sweep.what](race, sweep.rounds, world, folder)
+        found = RUN[sweep.what](race, sweep, world, folder)
     except Summa3dError as error:
         if len(race) > 1:
             return [line for point in race for line in run_race([point], sweep, world, folder)]
         return [{**about(race[0]), "race": 1, "error": f"{type(error).__name__}: {error}"}]
 
-    def lines() -> list[Line]:
-        cluster = predict.cluster_of(sweep)
-        return [
-            {**about(point), "race": len(race), "predicted": predict.seconds(point, cluster), **measured}
-            for point, measured in zip(race, found, strict=True)
-        ]
-
-    return on_root(world, lines, LaunchError)
+    return [{**about(point), "race": len(race), **measured} for point, measured in zip(race, found, strict=True)]
 
 
 def about(point: Point) -> Line:
@@ -108,11 +104,16 @@ def about(point: Point) -> Line:
     return {**names, "label": point.label, "repeat": point.repeat, "config": dict(point.config)}
 
 
-def _products(race: Sequence[Point], rounds: int, world: MPI.Intracomm, folder: Path) -> list[dict[str, Any]]:
-    rows = run_products([entry_of(point, world) for point in race], world, rounds)["rows"]
+def _products(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: Path) -> list[dict[str, Any]]:
+    cluster, device = predict.cluster_of(sweep), race[0].config["device"]
+    if device == "cuda":
+        take_device(world)
+    machine = Machine(cluster or default_cluster(), node=device == "cpu" and in_one_node(world))
+    rows = run_products([entry_of(point, machine) for point in race], world, sweep.rounds)["rows"]
     return [
         {
             "seconds": row["seconds"],
+            "predicted": predict.seconds(point, cluster, machine),
             "flops": point.problem.flops,
             "words": row.get("words_per_rank"),
             "words_formula": row.get("words_per_rank_formula"),
@@ -141,38 +142,49 @@ def _on_first(world: MPI.Intracomm, ranks: int, act: Callable[[MPI.Intracomm], A
     return result
 
 
-def _blocks(race: Sequence[Point], rounds: int, world: MPI.Intracomm, folder: Path) -> list[dict[str, Any]]:
-    from ..bench.blocks import BlockEntry, Case
+def _blocks(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: Path) -> list[dict[str, Any]]:
     from ..bench.blocks import run_benchmark as run_blocks
     from ..train.device import open_device
 
-    first = race[0].settings
-    case = Case(first.model, first.train.batch, first.dtype, open_device(first.device, world).type)
-    entries = [BlockEntry(one.scheme, one.grid.axes, one.regather, one.overlap) for one in (point.settings for point in race)]
-    result = _on_first(world, race[0].ranks, lambda comm: run_blocks(entries, case, comm, rounds))
-    expected = on_root(world, lambda: [predict.words(point) for point in race], LaunchError)
-    return [
-        {
-            "seconds": row["seconds"]["both"],
-            "flops": case.flops,
-            "sequences": case.batch,
-            "words": sum(row["words_per_rank"].values()),
-            "words_formula": words,
-            "split": row["split"],
-            "row": row,
-        }
-        for row, words in zip(result["rows"], expected, strict=True)
-    ]
+    entries, cases = zip(*map(predict.block_of, race), strict=True)
+    open_device(cases[0].device, world)
+    rows = _on_first(world, race[0].ranks, lambda comm: run_blocks(entries, cases[0], comm, sweep.rounds))["rows"]
+    return _foretold(
+        race,
+        sweep,
+        world,
+        [
+            {
+                "seconds": row["seconds"]["both"],
+                "flops": cases[0].flops,
+                "sequences": cases[0].batch,
+                "words": sum(row["words_per_rank"].values()),
+                "split": row["split"],
+                "row": row,
+            }
+            for row in rows
+        ],
+    )
 
 
-def _steps(race: Sequence[Point], rounds: int, world: MPI.Intracomm, folder: Path) -> list[dict[str, Any]]:
+def _steps(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: Path) -> list[dict[str, Any]]:
     from .steps import run_steps
 
     settings = [point.settings for point in race]
-    found = _on_first(world, race[0].ranks, lambda comm: run_steps(settings, comm, rounds, folder))
-    expected = on_root(world, lambda: [predict.words(point) for point in race], LaunchError)
-    return [{**one, "words_formula": words} for one, words in zip(found, expected, strict=True)]
+    found = _on_first(world, race[0].ranks, lambda comm: run_steps(settings, comm, sweep.rounds, folder))
+    return _foretold(race, sweep, world, found)
+
+
+def _foretold(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, found: Sequence[Line]) -> list[dict[str, Any]]:
+    """What was measured, with the words and seconds that a dry run on rank 0 says; collective."""
+    cluster = predict.cluster_of(sweep)
+
+    def dry() -> list[Line]:
+        return [{"predicted": predict.seconds(point, cluster), "words_formula": predict.words(point)} for point in race]
+
+    said = on_root(world, dry, LaunchError)
+    return [{**measured, **foretold} for measured, foretold in zip(found, said, strict=True)]
 
 
 RUN = {"gemm": _products, "block": _blocks, "train": _steps}
-"""What is measured → what runs a race of it: (points, rounds, ranks, folder) → what was measured of each point; collective."""
+"""What is measured → what runs a race of it: (points, sweep, ranks, folder) → what was measured of each point; collective."""

@@ -16,12 +16,11 @@ from ..comm.device.select import requested_device
 from ..comm.topology import describe
 from ..errors import ConfigError, GridError, Summa3dError
 from ..gemm.algorithms.registry import ALGORITHMS, algorithm
+from ..gemm.cost.machine import Machine
 from .file import Sweep, flat, nearest_key, nested
 from .rules import grown
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from ..train.config import Config
 
 ID_LENGTH = 12
@@ -283,8 +282,8 @@ def axes_of(given: Any) -> dict[str, int]:
         raise ConfigError(f"{given!r} is no grid; write it as x=2,y=2.") from None
 
 
-def entry_of(point: Point, world: MPI.Intracomm) -> ProductEntry:
-    """The entry of the benchmark of products that measures a point; collective over `world`."""
+def entry_of(point: Point, machine: Machine) -> ProductEntry:
+    """The entry of the benchmark of products that measures a point; `machine` is what the library chooses by."""
     if point.config["algorithm"] == CHOSEN:
-        return own_choice(point.problem, point.ranks, world)
+        return own_choice(point.problem, point.ranks, machine)
     return ProductEntry(algorithm(point.config["algorithm"]).name, point.axes, point.problem, point.options)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..dry.record import ENTER, LEAVE, Op, Part
+from ..bench.predicted import of_product
+from ..cluster import Cluster, load
+from ..dry.record import ENTER, LEAVE, Part
 from ..errors import CapacityError
-from ..plan.cluster import Cluster, load
+from ..gemm.cost.machine import Machine, default_cluster
 from .file import Sweep
-from .points import Point
+from .points import Point, entry_of
 
 if TYPE_CHECKING:
+    from ..bench.blocks import BlockEntry, Case
     from ..dry.step import Setting
 
 GIB = 2**30
@@ -23,32 +26,41 @@ def cluster_of(sweep: Sweep) -> Cluster | None:
     return load(sweep.cluster) if sweep.cluster else None
 
 
-def seconds(point: Point, cluster: Cluster | None) -> float | None:
-    """The predicted seconds of a point; None without a cluster, for products, and for pipelines, which no trace here covers."""
-    if cluster is None or point.what == "gemm" or point.settings.grid.pp > 1:
+def machine_of(point: Point, cluster: Cluster | None, ranks_per_node: int) -> Machine:
+    """What the library chooses a product's algorithm by, before its ranks are started."""
+    node = point.config["device"] == "cpu" and ranks_per_node >= point.ranks
+    return Machine(cluster or default_cluster(), node)
+
+
+def seconds(point: Point, cluster: Cluster | None, machine: Machine | None = None) -> float | None:
+    """The predicted seconds of a point, of a product on `machine`; None without a cluster, and for training in a pipeline."""
+    if cluster is None or (point.what == "train" and point.settings.grid.pp > 1):
         return None
+    if point.what == "gemm":
+        machine = machine or machine_of(point, cluster, 1)
+        return of_product(entry_of(point, machine), machine)
+    if point.what == "block":
+        from ..bench.predicted import of_block
+
+        return of_block(*block_of(point), cluster)
     from ..comm.topology import Topology
-    from ..plan.replay import Work
-
-    config = point.settings
-    topology = Topology.checked(config.grid.axes, config.grid.rank_order, config.grid.tile)
-    return Work.of(topology, _ops(point)).seconds(cluster)
-
-
-def _ops(point: Point) -> Iterator[Op]:
-    """The operations of the rank with the largest blocks, as often as it runs them."""
     from ..dry.step import run
-    from ..plan.cells import BLOCK, cells
+    from ..plan.price import Prices
     from ..train.dry_run import training_of
 
-    setting = setting_of(point)
-    if point.what == "block":
-        for _ in range(setting.model.layers):
-            yield from (op for trace in cells(setting)[BLOCK] for op in trace)
-        return
-    for segment, times in run(setting, training_of(point.settings)).parts:
-        for _ in range(times):
-            yield from segment.ops
+    config = point.settings
+    prices = Prices(cluster, Topology.checked(config.grid.axes, config.grid.rank_order, config.grid.tile))
+    parts = run(setting_of(point), training_of(config)).parts
+    return sum(times * sum(map(prices.seconds, segment.ops)) for segment, times in parts)
+
+
+def block_of(point: Point) -> tuple[BlockEntry, Case]:
+    """The entry and the case of the benchmark of blocks that measure a point."""
+    from ..bench.blocks import BlockEntry, Case
+
+    config = point.settings
+    case = Case(config.model, config.train.batch, config.dtype, config.device or "cpu")
+    return BlockEntry(config.scheme, config.grid.axes, config.regather, config.overlap), case
 
 
 def words(point: Point) -> int | None:

@@ -14,8 +14,7 @@ from ..bench.table import Column, Table
 from ..bench.tables import COUNT, HUNDREDTHS, digits, in_ms, rounds
 from ..bench.traced import COMPUTE, OTHER
 from ..figures import COLOURS, COLUMN, look
-from ..plan.papers import FOLDER as PAPERS
-from ..train.toml import tomllib
+from ..plan.papers.paper import table_of as paper_of
 from .lines import Line
 
 SWEEP = "sweep"
@@ -66,7 +65,7 @@ def results(lines: Sequence[Line]) -> list[dict[str, Any]]:
         good = [line for line in own if "error" not in line]
         failed = [f"{line['id']} {line['label']}: {line['error'].splitlines()[0]}" for line in own if "error" in line]
         if what == "gemm" and good:
-            rows = [{**line["row"], "machine": line["machine"], "predicted_seconds": line["predicted"]} for line in good]
+            rows = [{**line["row"], "machine": line["machine"], "predicted": line["predicted"]} for line in good]
             found += [{**result, "failed": failed} for result in of_lines(rows)]
         else:
             machines = alike([line["machine"] for line in good])
@@ -145,7 +144,7 @@ def published(about: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
     given = about["published"]
     if not given:
         return {}
-    paper = tomllib.loads((PAPERS / f"{given['paper']}.toml").read_text(encoding="utf-8"))
+    paper = paper_of(given["paper"])
     found = {}
     for name, theirs in given["series"].items():
         points = []
@@ -153,8 +152,8 @@ def published(about: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
             if row["series"] == theirs:
                 whole = {**paper.get("step", {}), "layers": paper.get("layers"), **row}
                 whole.setdefault("gpus", prod(row.get("axes", {}).values()))
-                sequence = whole.get("sequence", paper.get("sequence"))
-                points.append((float(whole[given.get("x", "gpus")]), _speed(whole, sequence)))
+                sequence = whole.get("sequence") or paper["sequence"]
+                points.append((float(whole[given.get("x", "gpus")]), _speed(whole, int(sequence))))
         points.sort()
         found[name] = [(x, speed / points[0][1]) for x, speed in points]
     return found
@@ -177,7 +176,7 @@ def source(about: Mapping[str, Any]) -> str | None:
     """Where the published points are from."""
     if not about["published"]:
         return None
-    paper = tomllib.loads((PAPERS / f"{about['published']['paper']}.toml").read_text(encoding="utf-8"))
+    paper = paper_of(about["published"]["paper"])
     return f"hollow: published ({paper['source'].partition(';')[0]}), relative to its own first point"
 
 

@@ -123,7 +123,8 @@ def plan_table(sweep: Sweep, points: Sequence[Point], known: Mapping[str, Line])
     cluster = predict.cluster_of(sweep)
     rows, total = [], 0.0
     for point in points:
-        seconds = predict.seconds(point, cluster)
+        machine = predict.machine_of(point, cluster, sweep.ranks_per_node) if point.what == "gemm" else None
+        seconds = predict.seconds(point, cluster, machine)
         hours = None if seconds is None else seconds * (sweep.rounds + 1) * nodes_of(sweep, point.ranks) / 3600
         total += hours or 0.0
         cells = ("–", "–") if seconds is None or hours is None else (f"{seconds:.3g}", f"{hours:.2g}")

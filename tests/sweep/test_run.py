@@ -9,7 +9,7 @@ from typing import Any
 
 import jobs
 import pytest
-from small_runs import write_corpus
+from small_runs import shared_corpus
 
 from summa3d.cli.main import main as cli
 from summa3d.cli.main import without_mpi
@@ -52,53 +52,71 @@ base = {grid.y = 2, model.heads = 3}
 """
 
 
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a sweep of blocks on 1 and 2 ranks of one start, and one of training steps on 2 ranks."""
-    folder = tmp_path_factory.mktemp("sweeps")
-    (folder / "blocks.toml").write_text(BLOCKS)
-    (folder / "steps.toml").write_text(STEPS.replace("CORPUS", str(write_corpus(folder / "corpus.txt"))))
-    for name in ("blocks", "steps"):
-        words = ["-m", "summa3d", "sweep", "run", str(folder / f"{name}.toml"), "--dir", str(folder / name), "--fewer"]
-        done = jobs.run(words, 2, extra={"OMP_NUM_THREADS": "1"})
-        assert done.status == 0, done.stderr
-    return folder
+def written(folder: Path) -> dict[str, str]:
+    """Name → path of the files of both sweeps; the corpus beside them."""
+    texts = {"blocks": BLOCKS, "steps": STEPS.replace("CORPUS", str(folder / "corpus.txt"))}
+    for name, text in texts.items():
+        (folder / f"{name}.toml").write_text(text)
+    return {name: str(folder / f"{name}.toml") for name in texts}
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in folder.rglob("points.jsonl") for line in file.read_text().splitlines()]
+def measured(comm: Any, folder: Path, name: str) -> list[dict[str, Any]]:
+    """Measure a sweep on the ranks of `comm` and on fewer; its lines on rank 0, and none on the others."""
+    from summa3d.sweep.file import load
+    from summa3d.sweep.measure import measure
+    from summa3d.sweep.points import expand
+
+    shared_corpus(comm, folder)
+    if comm.rank == 0:
+        written(folder)
+    comm.Barrier()
+    sweep = load(str(folder / f"{name}.toml"))
+    points, _ = expand(sweep)
+    assert measure(sweep, points, comm, folder / name, True, 0.0, lambda text: None) == len(points)
+    assert measure(sweep, points, comm, folder / name, True, 0.0, lambda text: None) == 0  # all have a line
+    if comm.rank:
+        return []
+    return [json.loads(line) for file in (folder / name).rglob("points.jsonl") for line in file.read_text().splitlines()]
 
 
-def test_words_of_blocks_and_steps_are_those_of_their_dry_run(swept: Path) -> None:
-    blocks, steps = lines(swept / "blocks"), lines(swept / "steps")
-    assert sorted((line["series"], line["ranks"]) for line in blocks) == [("cuboid", 1), ("cuboid", 2), ("oned", 1), ("oned", 2)]
-    assert sorted((line["series"], line["x"]) for line in steps) == [("rows", 1), ("stages", 2)]
-    for line in blocks + steps:
-        assert line["words"] == line["words_formula"] and (line["words"] > 0) == (line["ranks"] > 1), line["label"]
-        assert len(line["seconds"]["all"]) == 2 and line["seconds"]["min"] > 0 and sum(line["split"].values()) > 0
-        assert line["predicted"] is None or line["predicted"] > 0
-        assert line["machine"]["commit"] and line["machine"]["hosts"] and line["machine"]["load"] >= 0
-    assert all(line["predicted"] for line in blocks)
-    assert {line["race"] for line in blocks} == {2}  # both schemes in turn
-    assert all(line["row"]["relative_difference"] < 1e-5 for line in blocks)
-    assert len({round(line["loss"], 3) for line in steps}) == 1  # the same steps, however they are divided
+def sound(line: dict[str, Any]) -> bool:
+    assert line["words"] == line["words_formula"] and (line["words"] > 0) == (line["ranks"] > 1), line["label"]
+    assert len(line["seconds"]["all"]) == 2 and line["seconds"]["min"] > 0 and sum(line["split"].values()) > 0
+    assert line["machine"]["commit"] and line["machine"]["hosts"] and line["machine"]["load"] >= 0
+    return line["race"] == 2  # both in turn
 
 
-def test_a_sweep_is_shown_beside_the_ideal_the_prediction_and_the_paper(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli(["sweep", "report", str(swept / "blocks"), "--format", "csv", "--format", "png"]) == 0
-    assert cli(["sweep", "report", str(swept / "steps"), "--format", "csv"]) == 0
-    said = capsys.readouterr().out
-    assert "blocks: strong scaling of transformer blocks, forward and backward" in said and "steps: training steps" in said
-    rows = list(csv.DictReader((swept / "blocks.csv").open()))
+@pytest.mark.mpi(sizes=(2,))
+def test_blocks_move_the_words_of_their_dry_run_and_are_shown_beside_the_prediction(comm: Any, shared_tmp_path: Path) -> None:
+    lines = measured(comm, shared_tmp_path, "blocks")
+    assert all(sound(line) and line["predicted"] > 0 and line["row"]["relative_difference"] < 1e-5 for line in lines)
+    if comm.rank:
+        return
+    assert sorted((line["series"], line["ranks"]) for line in lines) == [("cuboid", 1), ("cuboid", 2), ("oned", 1), ("oned", 2)]
+    folder = shared_tmp_path / "blocks"
+    assert cli(["sweep", "report", str(folder), "--format", "csv", "--format", "png"]) == 0
+    rows = list(csv.DictReader(folder.with_suffix(".csv").open()))
     by = {(row["point"].split()[0], row["ranks"]): row for row in rows}
     for scheme in ("oned", "cuboid"):
         one, two = by[scheme, "1"], by[scheme, "2"]
         ratio = float(one["median ms"]) / float(two["median ms"])
         assert float(two["speed-up"]) == pytest.approx(ratio) and float(two["efficiency"]) == pytest.approx(ratio / 2)
         assert two["words/rank"] == two["formula"] and float(two["predicted ms"]) > 0
-    assert (swept / "blocks.png").read_bytes().startswith(b"\x89PNG")
-    steps = list(csv.DictReader((swept / "steps.csv").open()))
-    assert "efficiency" not in steps[0] and {row["train.accumulate"] for row in steps} == {"1", "2"}
+    assert folder.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_steps_move_the_words_of_their_dry_run_however_they_are_divided(comm: Any, shared_tmp_path: Path) -> None:
+    lines = measured(comm, shared_tmp_path, "steps")
+    assert all(sound(line) for line in lines)
+    if comm.rank:
+        return
+    assert sorted((line["series"], line["x"]) for line in lines) == [("rows", 1), ("stages", 2)]
+    assert [line["predicted"] for line in lines] == [None, None]
+    assert len({round(line["loss"], 3) for line in lines}) == 1  # the same steps
+    assert cli(["sweep", "report", str(shared_tmp_path / "steps"), "--format", "csv"]) == 0
+    rows = list(csv.DictReader((shared_tmp_path / "steps.csv").open()))
+    assert "efficiency" not in rows[0] and {row["train.accumulate"] for row in rows} == {"1", "2"}
 
 
 def test_published_points_are_the_papers_rows_relative_to_the_first() -> None:
@@ -125,15 +143,16 @@ def test_products_of_a_sweep_are_shown_as_those_of_bench(tmp_path: Path, capsys:
     assert [row["ranks"] for row in csv.DictReader((tmp_path / "all.csv").open())] == ["1", "2"]
 
 
-def test_plan_tells_points_predictions_and_refusals(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli(["sweep", "plan", str(swept / "blocks.toml")]) == 0
+def test_plan_tells_points_predictions_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = written(tmp_path)
+    assert cli(["sweep", "plan", files["blocks"], "--dir", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "4 points, " in said and "node-hours of rounds as predicted for frontera-rtx (±10 %)" in said
-    assert cli(["sweep", "status", str(swept / "steps.toml"), "--dir", str(swept / "steps")]) == 0
+    assert cli(["sweep", "status", files["steps"], "--dir", str(tmp_path)]) == 0
     found = capsys.readouterr()
-    assert found.out.splitlines()[1].split() == ["2", "2", "2", "0", "0"]
+    assert found.out.splitlines()[1].split() == ["2", "2", "0", "0", "2"]
     assert found.err.count("refused: no heads for two") == 1 and "heads" in found.err
-    assert cli(["sweep", "plan", str(swept / "steps.toml"), "--json"]) == 0
+    assert cli(["sweep", "plan", files["steps"], "--json"]) == 0
     assert len({json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()}) == 2
 
 
