@@ -145,9 +145,9 @@ def test_products_of_a_sweep_are_shown_as_those_of_bench(tmp_path: Path, capsys:
 
 def test_plan_tells_points_predictions_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = written(tmp_path)
-    assert cli(["sweep", "plan", files["blocks"], "--dir", str(tmp_path)]) == 0
+    assert cli(["sweep", "plan", files["blocks"], "--dir", str(tmp_path), "--set", "ranks=2"]) == 0
     said = capsys.readouterr().out
-    assert "4 points, " in said and "node-hours of rounds as predicted for frontera-rtx (±10 %)" in said
+    assert "2 points, " in said and "node-hours of rounds as predicted for frontera-rtx (±10 %)" in said
     assert cli(["sweep", "status", files["steps"], "--dir", str(tmp_path)]) == 0
     found = capsys.readouterr()
     assert found.out.splitlines()[1].split() == ["2", "2", "0", "0", "2"]
