@@ -59,7 +59,7 @@ def results(lines: Sequence[Line]) -> list[dict[str, Any]]:
     """Results for tables and plots: products as `summa3d bench` has them, blocks and training steps as sweeps, by their names."""
     found: list[dict[str, Any]] = []
     named: dict[tuple[str, str], list[Line]] = {}
-    for line in lines:
+    for line in sorted(lines, key=lambda line: int(line["ranks"])):
         named.setdefault((line["sweep"]["name"], line["what"]), []).append(line)
     for (_, what), own in named.items():
         good = [line for line in own if "error" not in line]
