@@ -52,6 +52,7 @@ setup(
     package_data={
         "summa3d": ["py.typed", "clusters/*.toml"],
         "summa3d.train": ["configs/*.toml"],
+        "summa3d.sweep": ["files/*.toml"],
         "summa3d.plan": ["papers/tables/*.toml"],
         "summa3d.kernels": ["*.cu", "*.cuh", "*/*.cu", "*/*.cuh"],
     },

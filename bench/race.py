@@ -110,10 +110,11 @@ def row_of(case: str, ours: Any, seconds: dict[str, list[float]], flops: int, lo
 
 def own(problem: Any, world: Any) -> Any:
     """Our product with the algorithm and grid that the library chooses; collective."""
-    from summa3d.bench.products import ProductRunner
-    from summa3d.cli.bench import own_choice
+    from summa3d.bench.products import ProductRunner, own_choice
+    from summa3d.comm.transport.node_memory import in_one_node
+    from summa3d.gemm.cost.machine import Machine
 
-    return ProductRunner(own_choice(problem, world.size), world)
+    return ProductRunner(own_choice(problem, world.size, Machine(node=in_one_node(world))), world)
 
 
 def check(name: str, found: Any, wanted: Any) -> None:

@@ -15,4 +15,6 @@ source "$jobs/clusters/cpu.sh"
 
 record "$OUT"
 check
-sweep
+scaling strong "${SIZE:-8192}"
+scaling weak "${SIZE:-8192}"
+tables "$OUT/strong" "$OUT/weak"

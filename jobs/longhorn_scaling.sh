@@ -13,4 +13,6 @@ source "$jobs/clusters/longhorn.sh"
 
 record "$OUT"
 check
-sweep_devices
+scaling strong "${SIZE:-16384}"
+scaling weak "${SIZE:-16384}"
+tables "$OUT/strong" "$OUT/weak"

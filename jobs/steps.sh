@@ -1,11 +1,11 @@
-# The steps of a job: record what runs, check the machine, train or continue a run, sweep over rank counts. The job scripts source
+# The steps of a job: record what runs, check the machine, train or continue a run, measure scaling. The job scripts source
 # this file, and then one of clusters/, which defines RANKS and `start RANKS COMMAND…`. Variables in capitals may be set in the
 # environment of sbatch.
 # shellcheck shell=bash
 
 # No two jobs may share the folder of a training run, so that each task of an array has its own. cpu_sweep.sh names it by value.
 RUN=${RUN:-runs/$SLURM_JOB_NAME}${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}
-OUT=${OUT:-runs/scaling-$SLURM_JOB_ID} # of a sweep over rank counts
+OUT=${OUT:-runs/scaling-$SLURM_JOB_ID} # of strong and weak scaling
 
 stop() {
     echo "$SLURM_JOB_NAME: $*" >&2
@@ -113,18 +113,29 @@ requeue() {
     fi
 }
 
-# Strong and weak scaling on the host, in one job step each: smaller rank counts leave the other ranks waiting. The tables are
-# printed and written to report.txt, and as Markdown and CSV beside the results; so are the plots.
-sweep() {
-    local size=${SIZE:-8192} kind
-    for kind in strong weak; do
-        start "$RANKS" summa3d bench "$kind" --m "$size" --n "$size" --k "$size" --dtype "${DTYPE:-float32}" \
-            --json "$OUT/$kind.json"
-    done
-    tables "$OUT/strong.json" "$OUT/weak.json"
+# rank_counts: 1, 2, 4, … and RANKS.
+rank_counts() {
+    local count
+    for ((count = 1; count < RANKS; count *= 2)); do echo "$count"; done
+    echo "$RANKS"
 }
 
-# Tables of results, printed and beside them, and plots where matplotlib is installed.
+# scaling NAME SIZE: measures the sweep product-NAME in OUT/NAME. On GPUs in one job step per rank count, since each rank has its
+# own GPU; on the host in one step, in which smaller rank counts leave the other ranks waiting. The same command continues a
+# sweep in a folder OUT that a job before it has left.
+scaling() {
+    local count counts
+    counts=$(rank_counts)
+    set -- summa3d sweep run "product-$1" --dir "$OUT/$1" --set "ranks=${counts//$'\n'/,}" \
+        --set "m=$2" --set "n=$2" --set "k=$2" --set "dtype=${DTYPE:-float32}"
+    if [[ ${SUMMA3D_DEVICE:-cpu} == cuda ]]; then
+        for count in $counts; do start "$count" "$@"; done
+    else
+        start "$RANKS" "$@" --fewer
+    fi
+}
+
+# Tables of sweeps, printed and beside them, and plots where matplotlib is installed.
 tables() {
     local form=(--format markdown --format csv)
     local drawn='import importlib.util as u, sys; sys.exit(None if u.find_spec("matplotlib") else "no plots without matplotlib")'
@@ -132,17 +143,3 @@ tables() {
     summa3d report "${form[@]}" "$@" >"$OUT/report.txt"
     cat "$OUT/report.txt"
 }
-
-# Strong and weak scaling on GPUs, in one job step per rank count, since each rank has its own GPU. Writes two files with one
-# JSON line per rank count.
-sweep_devices() {
-    local size=${SIZE:-16384} count grown
-    for ((count = 1; count <= RANKS; count *= 2)); do
-        grown=$(awk -v size="$size" -v count="$count" 'BEGIN { printf "%d", size * count ^ (1 / 3) + 0.5 }')
-        product "$count" "$size" >>"$OUT/strong.jsonl"
-        product "$count" "$grown" >>"$OUT/weak.jsonl"
-    done
-    tables "$OUT/strong.jsonl" "$OUT/weak.jsonl"
-}
-
-product() { start "$1" summa3d gemm --m "$2" --n "$2" --k "$2" --dtype "${DTYPE:-float32}" --json; }

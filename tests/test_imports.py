@@ -33,6 +33,7 @@ ORDER = (
     "plan",
     "launch",
     "bench",
+    "sweep",
     "cli",
 )
 HEAVY = ("torch", "cupy")

@@ -215,23 +215,30 @@ def ranks_of_the_header(script: str) -> int:
 def test_scaling_on_gpus_starts_each_rank_count_on_as_few_nodes_as_hold_it(machine: Machine, cluster: str) -> None:
     lines = machine.started(f"{cluster}_scaling", SIZE="1000", OUT=str(machine.folder))[2:]
     launcher = GPU_LAUNCHER[cluster]
-    want = []
-    for ranks, nodes, grown in ((1, 1, 1000), (2, 1, 1260), (4, 1, 1587), (8, 2, 2000)):
-        for size in (1000, grown):
-            command = f"summa3d gemm --m {size} --n {size} --k {size} --dtype float32 --json"
-            want.append([*launcher(ranks, nodes), *command.split()])
-    assert lines == want
-    assert all(parsed(line).json for line in lines)
+    counts = ((1, 1), (2, 1), (4, 1), (8, 2), (12, 3))
+    commands = [swept(kind, machine.folder, "float32") for kind in ("strong", "weak")]
+    assert lines == [[*launcher(ranks, nodes), *command] for command in commands for ranks, nodes in counts]
+    assert not any(parsed(line).fewer for line in lines)
 
 
-def test_scaling_without_gpus_is_one_bench_of_each_kind_and_a_table(machine: Machine) -> None:
-    strong, weak = machine.started("cpu_scaling", SIZE="1000", DTYPE="float64", OUT=str(machine.folder))[1:]
-    for kind, line in (("strong", strong), ("weak", weak)):
-        file = f"{machine.folder}/{kind}.json"
-        assert line == [*srun_cpu(), *f"summa3d bench {kind} --m 1000 --n 1000 --k 1000 --dtype float64 --json {file}".split()]
-        assert parsed(line).kind == kind
+def swept(kind: str, folder: Path, dtype: str) -> list[str]:
+    """The command that measures a kind of scaling."""
+    settings = f"--set ranks=1,2,4,8,12 --set m=1000 --set n=1000 --set k=1000 --set dtype={dtype}"
+    return f"summa3d sweep run product-{kind} --dir {folder}/{kind} {settings}".split()
+
+
+def test_scaling_without_gpus_is_one_sweep_of_each_kind_and_a_table(machine: Machine) -> None:
+    from summa3d.sweep import file as sweeps
+    from summa3d.sweep.points import expand
+
+    lines = machine.started("cpu_scaling", SIZE="1000", DTYPE="float64", OUT=str(machine.folder))[1:]
+    assert lines == [[*srun_cpu(), *swept(kind, machine.folder, "float64"), "--fewer"] for kind in ("strong", "weak")]
+    for line in lines:
+        args = parsed(line)
+        points, refused = expand(sweeps.load(args.file, args.assignments))
+        assert [point.ranks for point in points] == [1, 2, 4, 8, 12] and not refused and args.fewer
     reported = [words for words, _ in machine.asked() if words[:2] == ["summa3d", "report"]]
-    assert [parsed(words).files for words in reported] == [[machine.folder / "strong.json", machine.folder / "weak.json"]]
+    assert [parsed(words).files for words in reported] == [[machine.folder / "strong", machine.folder / "weak"]]
 
 
 @pytest.mark.parametrize("script", SUBMITTED)

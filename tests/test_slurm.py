@@ -140,7 +140,8 @@ def test_a_scaling_job_leaves_results_tables_plots_and_what_it_ran_with(cluster:
     assert cluster.ends("scaling") == "COMPLETED", cluster.output(f"runs/scaling-{job}", job)
     out = cluster.folder / f"runs/scaling-{job}"
     for kind in ("strong", "weak"):
-        assert {row["ranks"] for row in json.loads((out / f"{kind}.json").read_text())["rows"]} == {1, 2}
+        lines = (out / kind / "ranks-2/points.jsonl").read_text().splitlines()
+        assert [json.loads(line)["ranks"] for line in lines] == [1, 2]
         assert (out / f"{kind}.png").stat().st_size > 0
     assert (out / "report.txt").read_text() in (out / f"job-{job}.out").read_text()
     assert (out / f"job-{job}.sh").read_text() == (ROOT / "jobs/cpu_scaling.sh").read_text()

@@ -34,7 +34,7 @@ from ..nn.schemes.scheme import Scheme, scheme
 from .clock import Clock
 from .memory import peak_bytes, saved_bytes
 from .series import times_of
-from .traced import show
+from .traced import show, split
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -250,6 +250,7 @@ class BlockRunner:
             "saved_bytes": most[4],
             "peak_bytes": most[5],
             "parameter_bytes": most[6],
+            "split": split(self.grid.ledger, self.seconds, self.comm),
         }
 
     def free(self) -> None:

@@ -24,12 +24,14 @@ from ..comm.profile.trace import Trace, write
 from ..comm.topology import describe
 from ..errors import ConfigError
 from ..gemm.algorithms.registry import Algorithm, algorithm
+from ..gemm.cost.choose import choose
+from ..gemm.cost.machine import Machine
 from ..gemm.matrix import DistMatrix
 from ..launch.runtime import on_all_cores
 from .clock import Clock, sleep_until_all_are_here
 from .machine import threads_of_rank
 from .series import same_problem, times_of
-from .traced import show
+from .traced import show, split
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -99,6 +101,12 @@ def fewest_words(found: Algorithm, problem: Problem, ranks: int) -> dict[str, in
     return min(found.grids(ranks), key=cost)
 
 
+def own_choice(problem: Problem, ranks: int, machine: Machine) -> ProductEntry:
+    """The algorithm and grid that the library chooses for this product on a machine, which may leave ranks idle."""
+    choice = choose(problem.m, problem.n, problem.k, ranks, problem.dtype, form=problem.form, machine=machine)
+    return ProductEntry(choice.algorithm, choice.grid, problem, chosen=True, given=ranks)
+
+
 class ProductRunner:
     """An entry of the benchmark with its distributed operands and its executor. Its constructor is collective over `world`."""
 
@@ -144,7 +152,7 @@ class ProductRunner:
             return self.clock.spans(self.run)[0]
 
     def moved(self) -> dict[str, int]:
-        """Words, messages and bytes of workspace of one product, and threads, the largest over ranks, and all ranks' cores.
+        """What one product moves and takes, the largest over ranks; all ranks' cores; words by the closed form; and `split`.
 
         Collective over the entry's ranks; {} on ranks outside its grid.
         """
@@ -156,7 +164,10 @@ class ProductRunner:
         mine = (account.words, account.messages, self.grid.ledger.workspace_peak, threads_of_rank())
         most = [max(values) for values in zip(*self.comm.allgather(mine), strict=True)]
         names = ("words_per_rank", "messages_per_rank", "workspace_bytes", "threads")
-        return {**dict(zip(names, most, strict=True)), "cores": Nodes.of(self.comm).total_cores}
+        problem, grid, found = self.entry.problem, self.grid, algorithm(self.entry.algorithm)
+        costs = found.volume(self.plan, grid.shape, problem.dtype, grid.staged, problem.device == "cuda")
+        about = {"cores": Nodes.of(self.comm).total_cores, "words_per_rank_formula": costs.max_words}
+        return {**dict(zip(names, most, strict=True)), **about, "split": split(grid.ledger, self.seconds, self.comm)}
 
     def free(self) -> None:
         """Free the entry's grid and communicator; collective over the entry's ranks."""

@@ -32,7 +32,7 @@ def read(file: Path) -> list[dict[str, Any]]:
     Raises DataError where the file cannot be read or holds no result of this version.
     """
     results, lines = _split([file])
-    return results + _from(lines)
+    return results + of_lines(lines)
 
 
 def merge(files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def merge(files: Sequence[Path]) -> list[dict[str, Any]]:
             f"--merge joins results of {', '.join(PRODUCTS)}; one is of {other[0]}. Leave it out, or leave out --merge."
         )
     families: list[list[dict[str, Any]]] = []
-    for result in results + _from(lines):
+    for result in results + of_lines(lines):
         family = next((own for own in families if same_family(own[0], result)), None)
         if family is None:
             families.append([result])
@@ -64,7 +64,7 @@ def _joined(family: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "kind": family[0]["kind"],
         "rows": joined([row for result in family for row in result["rows"]]),
         "numpy": [own for number, own in enumerate(numpys) if own not in numpys[:number]],
-        "machines": _alike([machine for result in family for machine in machines(result)]),
+        "machines": alike([machine for result in family for machine in machines(result)]),
     }
 
 
@@ -83,17 +83,17 @@ def _split(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, 
     return results, lines
 
 
-def _from(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def of_lines(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The results that lines form, each with the machines of its own lines."""
     results = grouped(lines)
     for result in results:
         products = [[row[name] for name in IDENTITY] for row in result["rows"]]
         own = [line["machine"] for line in lines if [line[name] for name in IDENTITY] in products]
-        result["machines"] = _alike(own)
+        result["machines"] = alike(own)
     return results
 
 
-def _alike(on: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def alike(on: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """These machines; jobs of a sweep that differ in their nodes and the load only are one machine, with all loads."""
     found: dict[str, dict[str, Any]] = {}
     for machine in on:

@@ -15,7 +15,7 @@ COUNT, TENTHS, HUNDREDTHS = "{:,}".format, "{:.1f}".format, "{:.2f}".format
 def table(result: Mapping[str, Any]) -> Table:
     """The table of a benchmark result of any kind, with the machine as its last remark."""
     made = TABLES[result["kind"]](result)
-    return Table(made.title, made.columns, [*made.remarks, *map(in_one_line, machines(result))])
+    return Table(made.title, made.columns, [*made.remarks, *result.get("failed", ()), *map(in_one_line, machines(result))])
 
 
 def machines(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -126,6 +126,7 @@ def moved(rows: Sequence[Row]) -> list[Column]:
         Column("Gflop/s", [row["gflops"] for row in rows], TENTHS),
         Column("speed ÷ numpy's", [row.get("speed_over_numpy") for row in rows], HUNDREDTHS),
         Column("words/rank", [row["words_per_rank"] for row in rows], COUNT),
+        Column("words by formula", [row.get("words_per_rank_formula") for row in rows], COUNT, csv_only=True),
         Column("messages", [row["messages_per_rank"] for row in rows]),
         Column("workspace MiB", [row["workspace_bytes"] / MEBI for row in rows], TENTHS),
     ]
@@ -168,6 +169,7 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
         Column("algorithm and grid", [place(row) for row in rows], left=True),
         Column("m×n×k", [sizes(row) for row in rows], csv_only=not weak),
         *times(rows),
+        Column("predicted ms", in_ms(row.get("predicted") for row in rows), digits),
         Column("speed-up", [middle(series.speed_up(row)) for series, row in pairs], digits),
         Column("efficiency", [middle(series.efficiency(row)) for series, row in pairs], digits),
         *moved(rows),

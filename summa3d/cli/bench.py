@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -224,38 +224,35 @@ def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
         yield from _of_algorithms(args.algorithm, problem, ranks, args.machine)
 
 
-def strong_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
-    """The entries of strong scaling: the same product on every rank count."""
-    return _scaling(args, ranks, lambda count: (args.m, args.n, args.k))
+def scaling_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
+    """The entries of strong and weak scaling: the points of a sweep of products, all in one race.
 
-
-def weak_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
-    """The entries of weak scaling: m, n and k are multiplied by the cube root of the rank count."""
-
-    def sizes(count: int) -> tuple[int, int, int]:
-        m, n, k = (round(size * count ** (1 / 3)) for size in (args.m, args.n, args.k))
-        return m, n, k
-
-    return _scaling(args, ranks, sizes)
-
-
-MAKERS = {"gemm": gemm_entries, "strong": strong_entries, "weak": weak_entries}
-
-
-def _scaling(args: argparse.Namespace, ranks: int, sizes: Callable[[int], tuple[int, int, int]]) -> Iterator[Any]:
-    from ..bench.products import Problem
+    Algorithms that cannot use a rank count are left out where several are named.
+    """
+    from ..sweep.file import Sweep
+    from ..sweep.points import ALL as EVERY_ALGORITHM
+    from ..sweep.points import CHOSEN, entry_of, expand
 
     counts = args.ranks or sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)})
     if max(counts) > ranks:
         raise ConfigError(f"--ranks asks for {max(counts)}; {ranks} were started. Start at least {max(counts)} ranks.")
-    for count in counts:
-        problem = Problem(*sizes(count), args.form, args.dtype, args.device)
-        yield from _of_algorithms(args.algorithm, problem, count, args.machine)
+    names = [CHOSEN] if not args.algorithm else [EVERY_ALGORITHM] if ALL in args.algorithm else args.algorithm
+    base = {name: getattr(args, name) for name in ("m", "n", "k", "form", "dtype", "device")}
+    rule = "cube" if args.kind == "weak" else ""
+    sweep = Sweep(args.kind, args.kind, "gemm", "", counts, base, {"algorithm": names}, weak=rule, base_ranks=1)
+    points, refused = expand(sweep)
+    if refused and len(names) == 1:
+        raise refused[0].error
+    for point in points:
+        yield entry_of(point, args.machine)
+
+
+MAKERS = {"gemm": gemm_entries, "strong": scaling_entries, "weak": scaling_entries}
 
 
 def _of_algorithms(names: list[str] | None, problem: Any, ranks: int, machine: Any) -> Iterator[Any]:
     """An entry for each named algorithm on its grid of fewest words; algorithms that cannot use `ranks` ranks are left out."""
-    from ..bench.products import ProductEntry, fewest_words
+    from ..bench.products import ProductEntry, fewest_words, own_choice
     from ..gemm.algorithms.registry import ALGORITHMS, algorithm
 
     if not names:
@@ -268,18 +265,9 @@ def _of_algorithms(names: list[str] | None, problem: Any, ranks: int, machine: A
             yield ProductEntry(found.name, fewest_words(found, problem, ranks), problem)
 
 
-def own_choice(problem: Any, ranks: int, machine: Any) -> Any:
-    """The algorithm and grid that the library chooses for this product on a machine, which may leave ranks idle."""
-    from ..bench.products import ProductEntry
-    from ..gemm.cost.choose import choose
-
-    choice = choose(problem.m, problem.n, problem.k, ranks, problem.dtype, form=problem.form, machine=machine)
-    return ProductEntry(choice.algorithm, choice.grid, problem, chosen=True, given=ranks)
-
-
 def every_grid(problem: Any, ranks: int, machine: Any) -> Iterator[Any]:
     """The library's choice, then every other algorithm and grid of exactly `ranks` ranks that replicates no operand."""
-    from ..bench.products import ProductEntry
+    from ..bench.products import ProductEntry, own_choice
     from ..gemm.algorithms.registry import ALGORITHMS
 
     chosen = own_choice(problem, ranks, machine)

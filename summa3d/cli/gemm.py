@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from ..bench.capacity import peak_bytes, require
 from ..bench.traced import show
 from ..comm.arrays import DEVICES, numpy_dtype
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError
 from ..launch.runtime import on_all_cores, usable_cores
-from .capacity import peak_bytes, require
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")

@@ -44,6 +44,7 @@ COMMANDS = {
     "config": "Show the keys of a configuration: type, default and meaning; or write a configuration file.",
     "checkpoint": "Show what a checkpoint holds; verify it; import and export Transformers folders.",
     "bench": "Benchmark products and transformer blocks: algorithms and schemes side by side, strong and weak scaling.",
+    "sweep": "Measure products, blocks or training steps on many rank counts and grids, as a file describes; resume; collect.",
     "report": "Show tables and plots of the results of bench.",
     "plot": "Plot the losses of runs of train.",
     "plan": "Predict times: tables of papers beside predictions; draw the schedule of a pipeline; closed formulas.",
@@ -85,6 +86,13 @@ EXAMPLES = {
         "summa3d launch -n 8 bench block --scheme cuboid:2,2,2 --scheme oned",
         "summa3d launch -n 8 bench calibrate --write",
         "summa3d launch -n 8 bench strong --m 2048 --n 2048 --k 2048 --cluster here",
+    ),
+    "sweep": (
+        "summa3d sweep plan optimus-weak",
+        "summa3d sweep run product-strong --set ranks=1,2,4 --set m=1024 --dir runs/sweeps/strong",
+        "summa3d launch -n 4 sweep run product-strong --fewer --set ranks=1,2,4",
+        "summa3d sweep collect runs/sweeps -o all.jsonl",
+        "summa3d sweep report all.jsonl",
     ),
     "report": (
         "summa3d report strong.json weak.json",
@@ -182,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return _without_command(name)
     let_idle_threads_sleep()
-    if name in WITHOUT_MPI:
+    if without_mpi(name, arguments[1:]):
         try:
             status = _run(name, arguments[1:])
             sys.stdout.flush()
@@ -223,6 +231,11 @@ def _leave_last(status: int) -> int:
     return status
 
 
+def without_mpi(name: str, arguments: Sequence[str]) -> bool:
+    """Whether a command runs on no ranks: of sweeps, all but `run` where a launcher has started it."""
+    return name in WITHOUT_MPI or (name == "sweep" and (arguments[:1] != ["run"] or launched_as() is None))
+
+
 def _complete() -> None:
     """Answer the shell that asks, through argcomplete, how the line goes on; does not return."""
     import argcomplete
@@ -240,7 +253,7 @@ def _run(name: str, arguments: list[str]) -> int:
         parsed = parser_of(name).parse_args(arguments)
         status: int = module.run(parsed)
     except SystemExit as request:
-        if name not in WITHOUT_MPI:
+        if not without_mpi(name, arguments):
             from ..comm.failure import end_job
 
             end_job(request.code if isinstance(request.code, int) else int(request.code is not None))

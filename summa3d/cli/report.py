@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .. import figures
 from ..bench import plots
 from ..bench.results import merge, read
-from ..bench.table import FORMATS
-from ..bench.tables import table
+from ..bench.table import FORMATS, Table
+from ..bench.tables import in_one_line, table
 from ..errors import DataError
+
+SWEEP, POINTS = "sweep", "points.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="Read this JSON file of `summa3d bench` or of a script in bench/, or this file of lines of `summa3d gemm --json`.",
+        help="Read this JSON file of `summa3d bench` or of a script in bench/, this file of lines of `summa3d gemm --json` or of "
+        "`summa3d sweep`, or this folder of a sweep.",
     )
+    add_outputs(parser)
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="Take the products of all files together, as of one job. Files written are named merged-FILE after the first.",
+    )
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is written, and where."""
     parser.add_argument(
         "--format",
         action="append",
@@ -35,29 +50,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="Write to this folder. The default is the folder of FILE.")
     parser.add_argument("--no-plots", action="store_true", help="Write no plots, which need matplotlib.")
-    parser.add_argument(
-        "--merge",
-        action="store_true",
-        help="Take the products of all files together, as of one job. Files written are named merged-FILE after the first.",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table of each result and write what --format names; returns the exit status."""
+    return show(args.files, args, args.merge)
+
+
+def show(files: Sequence[Path], args: argparse.Namespace, merged: bool = False) -> int:
+    """Print the table of each result in `files` and write what --format names; returns the exit status."""
     formats = [name for name in args.format or ["png"] if not (args.no_plots and name in figures.FORMATS)]
-    if args.merge:
-        names = ", ".join(map(str, args.files))
-        found = [(f"merged: {names}", args.files[0].with_name(f"merged-{args.files[0].name}"), merge(args.files))]
-    else:
-        found = [(str(file), file, read(file)) for file in args.files]  # all files are read before anything is printed
+    if merged:
+        together = _swept(files) if all(map(has_points, files)) else merge(files)
+        found = [(f"merged: {', '.join(map(str, files))}", files[0].with_name(f"merged-{files[0].name}"), together)]
+    else:  # all files are read before anything is printed
+        found = [(str(file), file, _swept([file]) if has_points(file) else read(file)) for file in files]
     for heading, file, results in found:
         for number, result in enumerate(results, 1):
             name = file.stem if len(results) == 1 else f"{file.stem}-{number}-{result['kind']}"
             written = write(result, (args.out or file.parent) / name, formats)
-            print(f"{heading}\n{table(result).text()}\n", flush=True)
+            print(f"{heading}\n{table_of(result).text()}\n", flush=True)
             for path in written:
                 print(f"written: {path}", file=sys.stderr)
     return 0
+
+
+def has_points(file: Path) -> bool:
+    """Whether this is a folder with points of a sweep, or a file whose first line is one."""
+    if file.is_dir():
+        return any(file.rglob(POINTS))
+    try:
+        with file.open(encoding="utf-8") as lines:
+            first = json.loads(lines.readline())
+    except (OSError, ValueError):  # the reader of other files says what is wrong with it
+        return False
+    return isinstance(first, dict) and SWEEP in first
+
+
+def _swept(places: Sequence[Path]) -> list[dict[str, Any]]:
+    """The results of sweeps."""
+    from ..sweep.lines import collect
+    from ..sweep.report import results
+
+    return results(collect(places, lambda text: print(f"summa3d report: {text}", file=sys.stderr)))
+
+
+def table_of(result: Mapping[str, Any]) -> Table:
+    """The table of a result of any kind, of sweeps too."""
+    if result["kind"] != SWEEP:
+        return table(result)
+    from ..sweep import report
+
+    made = report.table(result)
+    return replace(made, remarks=[*made.remarks, *map(in_one_line, result["machines"])])
 
 
 def write(result: Mapping[str, Any], stem: Path, formats: Sequence[str]) -> list[Path]:
@@ -69,10 +114,16 @@ def write(result: Mapping[str, Any], stem: Path, formats: Sequence[str]) -> list
     paths = {name: stem.parent / f"{stem.name}.{ending}" for name, ending in endings.items()}  # stems may have dots
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
-        plots.write(result, [paths[name] for name in formats if name in figures.FORMATS])
+        drawn = [paths[name] for name in formats if name in figures.FORMATS]
+        if result["kind"] != SWEEP:
+            plots.write(result, drawn)
+        elif drawn and result["rows"]:
+            from ..sweep import report
+
+            figures.draw(partial(report.draw, result=result), drawn)
         for name in formats:
             if name in FORMATS:
-                labelled = replace(table(result), label=stem.name)
+                labelled = replace(table_of(result), label=stem.name)
                 paths[name].write_text(FORMATS[name][1](labelled) + "\n", encoding="utf-8")
     except ImportError as error:
         raise DataError(f"plots need matplotlib ({error}): pip install 'summa3d[plot]', or give --no-plots.") from None

@@ -60,9 +60,7 @@ class Lease:
                     break
                 if holder and (locked is False or first_beat not in (None, beat)):
                     os.close(file)
-                    raise ConfigError(
-                        f"--run {folder} is in use by {_named(holder)}. Wait for its end, or choose another folder."
-                    )
+                    raise ConfigError(f"{folder} is in use by {_named(holder)}. Wait for its end, or choose another folder.")
                 if holder and first_beat is None:
                     first_beat = beat
                     say(f"{self._path} is of {_named(holder)}; waiting for its heartbeat")

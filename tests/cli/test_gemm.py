@@ -12,7 +12,7 @@ from fractions import Fraction
 import jobs
 import pytest
 
-from summa3d.cli import capacity
+from summa3d.bench import capacity
 from summa3d.cli import gemm as command
 from summa3d.gemm import CuboidPlan, volume
 

@@ -1,0 +1,205 @@
+"""`summa3d sweep plan|run|status|collect|report|submit`: many measurements from one file, resumed by the ids of its points.
+
+Where a launcher has started this process, `run` measures on its ranks; else it starts the ranks itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from ..errors import ConfigError, DataError
+from ..launch.runtime import launched_as
+from .block import QUIET_PROFILER
+from .report import add_outputs, show
+
+FOLDER = Path("runs/sweeps")
+HELP = {
+    "plan": "Print the points of a sweep: ids, predicted seconds and node-hours; and what is refused, with the reason.",
+    "run": "Run the points that are missing: one start for each rank count, or on the ranks that a launcher has started.",
+    "status": "Print how many points are measured, have failed and are missing.",
+    "collect": "Join the points of several folders or files: each id once, the newest of those that come twice.",
+    "report": "Print tables and write plots of the points in folders or files.",
+    "submit": "Write a job script for each number of nodes, and print the lines that submit them.",
+}
+TASK = "SLURM_ARRAY_TASK_ID"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands with their options to `parser`."""
+    parser.description = "Measure products, blocks or training steps on many rank counts and configurations, as a file describes."
+    acts = parser.add_subparsers(dest="act", required=True, metavar="|".join(HELP))
+    made = {name: acts.add_parser(name, help=text, description=text) for name, text in HELP.items()}
+    for name in ("plan", "run", "status", "submit"):
+        one = made[name]
+        one.add_argument("file", metavar="FILE", help="Take this TOML file, or the sweep of this name that is shipped.")
+        one.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            dest="assignments",
+            metavar="KEY=VALUE",
+            help="Change a key of the file, as rounds=3 or ranks=1,2,4; of other names, a key of base, as m=4096.",
+        )
+        one.add_argument("--dir", type=Path, metavar="DIR", help=f"Write there. The default is {FOLDER}/NAME.")
+    run = made["run"]
+    run.add_argument("--ranks", type=_counts, metavar="1,2,4", help="Run these rank counts only. The default is all of the file.")
+    run.add_argument("--retry", action="store_true", help="Run points again whose line is an error.")
+    run.add_argument(
+        "--fewer",
+        action="store_true",
+        help="Run points of fewer ranks on the ranks that were started, too; the other ranks sleep.",
+    )
+    run.add_argument("--array", action="store_true", help=f"Run the one rank count whose place among them is {TASK}.")
+    run.add_argument("--only", action="append", default=[], metavar="ID", help="Run this point only. The option may be repeated.")
+    run.add_argument(
+        "--retry-before",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="Run points again whose error is older, in seconds since 1970.",
+    )
+    made["plan"].add_argument("--json", action="store_true", help="Print a JSON line for each point in place of the table.")
+    collect = made["collect"]
+    collect.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="Write the lines to this file.")
+    collect.add_argument("--csv", action="store_true", help="Write CSV in place of JSON lines.")
+    for one in (collect, made["report"]):
+        one.add_argument("places", nargs="+", type=Path, metavar="DIR|FILE", help="Read all points in this folder, or this file.")
+    add_outputs(made["report"])
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rank counts; write it as 1,2,4") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the subcommand says; returns the exit status. `run` is collective on ranks that a launcher has started."""
+    if args.act == "collect":
+        return collect(args)
+    if args.act == "report":
+        return show(args.places, args)
+    if args.act == "run" and launched_as() is not None:
+        return measure(args)
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # the names of MPI are enough
+    from ..sweep.file import load
+    from ..sweep.lines import known_in
+    from ..sweep.run import Runner, plan_table, planned, status_table, write_jobs
+
+    sweep = load(args.file, args.assignments)
+    directory = args.dir or FOLDER / sweep.name
+    if args.act == "submit":
+        command = ["summa3d", "sweep", "run", args.file, "--dir", str(directory), *_set(args)]
+        print("\n".join(write_jobs(sweep, command, directory)))
+        return 0
+    points, refused = planned(sweep)
+    known = known_in(directory, _say)
+    if args.act == "plan" and args.json:
+        from ..sweep.measure import about
+
+        print("\n".join(json.dumps(about(point)) for point in points))
+    elif args.act != "run":
+        print("\n".join((plan_table if args.act == "plan" else status_table)(sweep, points, known)))
+    for one in refused:
+        _say(f"refused: {one.label} on {one.ranks} ranks: {' '.join(str(one.error).split())}")
+    if args.act != "run":
+        return 0
+    counts = chosen_counts(args, sweep.ranks)
+    points = [point for point in points if not args.only or point.id in args.only]
+    runner = Runner(sweep, directory, _starter(args, directory), _say, time.time() if args.retry else args.retry_before)
+    status = runner.run(points, counts)
+    print("\n".join(status_table(sweep, points, known_in(directory, _say))))
+    return status
+
+
+def chosen_counts(args: argparse.Namespace, of_file: Sequence[int]) -> list[int]:
+    """The rank counts to run. Raises ConfigError where --array asks for a task's and there is none."""
+    counts = list(args.ranks or of_file)
+    if not args.array:
+        return counts
+    task = os.environ.get(TASK, "")
+    if not task.isdigit() or int(task) >= len(counts):
+        raise ConfigError(f"--array: {TASK} is {task or 'not set'}; it is the place of a rank count among {counts}, from 0.")
+    return [counts[int(task)]]
+
+
+def _set(args: argparse.Namespace) -> list[str]:
+    return [word for one in args.assignments for word in ("--set", one)]
+
+
+def _starter(args: argparse.Namespace, directory: Path) -> Callable[[int, Sequence[str]], int]:
+    """What starts ranks for the points of one rank count."""
+    from .launch import mpi_command
+
+    def start(ranks: int, options: Sequence[str]) -> int:
+        words = ["-m", "summa3d", "sweep", "run", args.file, "--dir", str(directory), *_set(args), *options]
+        words += [word for one in args.only for word in ("--only", one)] if "--only" not in options else []
+        command, environ, account = mpi_command(ranks, words)
+        _say(account)
+        return subprocess.call(command, env=environ, stdin=subprocess.DEVNULL)
+
+    return start
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Run the missing points of the ranks that were started; collective. Returns 0; the line of a point that fails says so."""
+    os.environ.setdefault(*QUIET_PROFILER)
+    from mpi4py import MPI
+
+    from ..sweep.file import load
+    from ..sweep.measure import measure as measured
+    from ..sweep.points import Point
+    from ..sweep.run import planned
+    from ..train.on_root import on_root
+
+    world, sweep = MPI.COMM_WORLD, load(args.file, args.assignments)
+
+    def chosen() -> list[Point]:
+        points = [point for point in planned(sweep)[0] if not args.only or point.id in args.only]
+        return [point for point in points if point.ranks == world.size or (args.fewer and point.ranks < world.size)]
+
+    before = world.bcast(time.time()) if args.retry else args.retry_before
+    say = _say if world.rank == 0 else _silent
+    points = on_root(world, chosen, DataError)
+    if not points:
+        say(f"{sweep.name} has no points of {world.size} ranks.")
+    measured(sweep, points, world, args.dir or FOLDER / sweep.name, args.fewer, before, say)
+    return 0
+
+
+def collect(args: argparse.Namespace) -> int:
+    """Write the points of folders and files to one file; returns the exit status."""
+    from ..sweep.lines import as_csv
+    from ..sweep.lines import collect as collected
+
+    found = collected(args.places, _say)
+    text = as_csv(found) if args.csv else "".join(json.dumps(line) + "\n" for line in found)
+    try:
+        args.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{args.out} cannot be written: {error.strerror}.") from None
+    failed = sum("error" in line for line in found)
+    _say(f"{len(found)} points ({failed} failed) of {', '.join(_names(found))}: {args.out}")
+    return 0
+
+
+def _names(found: Iterable[dict[str, dict[str, str]]]) -> list[str]:
+    return list(dict.fromkeys(line["sweep"]["name"] for line in found))
+
+
+def _say(text: str) -> None:
+    print(f"summa3d sweep: {text}", file=sys.stderr, flush=True)
+
+
+def _silent(text: str) -> None:
+    """Say nothing: rank 0 does."""

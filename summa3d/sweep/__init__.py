@@ -1,0 +1,1 @@
+"""Sweeps: points named by their content, measured on ranks, resumed, collected and shown."""

@@ -1,0 +1,191 @@
+"""The description of a sweep: a TOML file, or one that is shipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..train.toml import describe_value, nearest, tomllib, unknown_key
+
+FOLDER = Path(__file__).with_name("files")
+KINDS = ("strong", "weak", "grid")
+SUBJECTS = ("gemm", "block", "train")
+ORDERS = ("interleaved", "sequential")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep, as its file has it.
+
+    Attributes
+    ----------
+    name : of the sweep, its folder and its plots
+    kind : "strong", the same work on several rank counts; "weak", work that grows with them; "grid", any product of values
+    what : is measured: "gemm", a product; "block", forward and backward of transformer blocks; "train", a training step
+    config : a shipped configuration that `base` changes (train only)
+    ranks : rank counts
+    base : keys of the configuration that all points share; of a product m, n, k, form, dtype, algorithm
+    vary : keys with lists of values; grid is "planned", "every", or a list such as ["x=2,y=2"]; a list of tables, under any name,
+        has keys that vary together
+    series : tables with name, base and vary of their own, for values that vary together
+    weak : how sizes grow: the name of a rule, or key → a formula of base, ranks and first, or a list with a value for each count
+    base_ranks : the rank count that `base` is meant for; 0 for the first
+    rounds : rounds that are timed, after one that is not counted
+    repeats : measurements of each point, each in a race of its own
+    order : "interleaved", every round runs every point of a race; "sequential", each point by itself
+    x : the key on the horizontal axis of plots
+    published : a paper's points in the plot: paper, and series, name of a series here → name of one there
+    cluster : what predicts times; none if empty
+    memory : bytes that a rank may take; 0 for those of the cluster's device, or no limit
+    ranks_per_node : ranks of a node, in predictions and jobs
+    limit : time limit of a job
+    """
+
+    name: str
+    kind: str = "grid"
+    what: str = "block"
+    config: str = ""
+    ranks: Sequence[int] = ()
+    base: Mapping[str, Any] = field(default_factory=dict)
+    vary: Mapping[str, Any] = field(default_factory=dict)
+    series: Sequence[Mapping[str, Any]] = ()
+    weak: str | Mapping[str, Any] = ""
+    base_ranks: int = 0
+    rounds: int = 7
+    repeats: int = 1
+    order: str = "interleaved"
+    x: str = "ranks"
+    published: Mapping[str, Any] = field(default_factory=dict)
+    cluster: str = ""
+    memory: float = 0
+    ranks_per_node: int = 1
+    limit: str = "00:30:00"
+
+    def __post_init__(self) -> None:
+        for key, value, known in (("kind", self.kind, KINDS), ("what", self.what, SUBJECTS), ("order", self.order, ORDERS)):
+            if value not in known:
+                raise ConfigError(f"{key} = {value!r} is not known; it is one of {', '.join(known)}.")
+        if not self.ranks or any(type(count) is not int or count < 1 for count in self.ranks):
+            raise ConfigError(f"ranks = {list(self.ranks)!r} are no rank counts; write them as ranks = [1, 2, 4].")
+        for key in ("rounds", "repeats", "ranks_per_node"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key} is {getattr(self, key)}; it must be at least 1.")
+        if bool(self.weak) != (self.kind == "weak"):
+            raise ConfigError(f"kind = {self.kind!r} with weak = {self.weak!r}: weak scaling alone has a rule.")
+        if self.config and self.what != "train":
+            raise ConfigError(f"config = {self.config!r} is for what = 'train'; this sweep is of {self.what}.")
+
+    @property
+    def parts(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str | Mapping[str, Any]]]:
+        """Name, base, vary and weak of each series; of one without a name where none is given."""
+        for own in self.series or ({},):
+            unknown = [key for key in own if key not in ("name", "base", "vary", "weak")]
+            if unknown:
+                raise unknown_key(f"series.{unknown[0]}", ["series.name", "series.base", "series.vary", "series.weak"])
+            base, vary = ({**flat(mine), **flat(own.get(key, {}))} for key, mine in (("base", self.base), ("vary", self.vary)))
+            yield own.get("name", ""), base, vary, own.get("weak", self.weak)
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one of dotted keys.
+
+    >>> flat({"model": {"hidden": 8}, "dtype": "float32"})
+    {'model.hidden': 8, 'dtype': 'float32'}
+    """
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def nested(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of dotted keys as nested tables: the inverse of `flat`."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        *path, name = key.split(".")
+        inner = found
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[name] = value
+    return found
+
+
+def shipped() -> dict[str, str]:
+    """The sweeps that are shipped: name → what it is, the first line of its file."""
+    files = sorted(FOLDER.glob("*.toml"))
+    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
+
+
+def load(source: str, assignments: Sequence[str] = ()) -> Sweep:
+    """The sweep of a TOML file, or of a shipped one's name, with keys set by ``KEY=VALUE``; other names are keys of `base`.
+
+    Raises ConfigError for a file that cannot be read, unknown keys, naming the nearest, and values that cannot be.
+    """
+    file = Path(source) if source.endswith(".toml") else FOLDER / f"{source}.toml"
+    if not file.is_file():
+        raise ConfigError(f"there is no sweep {source!r}: neither a TOML file nor one of ({', '.join(shipped())}).")
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the sweep {file}: {error}") from error
+    return changed(read({"name": file.stem, **table}), assignments)
+
+
+def read(table: Mapping[str, Any]) -> Sweep:
+    """The sweep of a parsed table. Raises ConfigError as `load` does."""
+    known = [one.name for one in fields(Sweep)]
+    for key, value in table.items():
+        if key not in known:
+            raise unknown_key(key, known)
+        words, fits = TYPES[MORE.get(key) or type(getattr(SAMPLE, key))]
+        if not isinstance(value, fits) or isinstance(value, bool):
+            raise ConfigError(f"{key} = {value!r} of a sweep is {describe_value(value)}; it takes {words}.")
+    return Sweep(**table)
+
+
+SAMPLE = Sweep("sample", ranks=(1,))
+TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
+    str: ("text", (str,)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+    tuple: ("a list", (list, tuple)),
+    dict: ("a table", (Mapping,)),
+    "weak": ("the name of a rule, or a table", (str, Mapping)),
+}
+"""Type of a key's default → its name, and what a file's value may be."""
+MORE = {"weak": "weak", "memory": float}
+"""Keys that take more than the type of their default."""
+
+
+def changed(sweep: Sweep, assignments: Sequence[str]) -> Sweep:
+    """The sweep with keys set by ``KEY=VALUE``; lists need no brackets, text no quotes."""
+    own = {one.name for one in fields(Sweep)}
+    given: dict[str, Any] = {}
+    base: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment!r} is not of the form key=value, as in --set rounds=3.")
+        (given if key in own else base)[key] = _value(key, text)
+    table = {one.name: getattr(sweep, one.name) for one in fields(Sweep)}
+    if not base:
+        return read({**table, **given}) if given else sweep
+    return replace(read({**table, **given}), base=nested({**flat(given.get("base", sweep.base)), **base}))
+
+
+def _value(key: str, text: str) -> Any:
+    """The value of a key's text: as TOML writes it, a list without its brackets, or text without quotes."""
+    if type(getattr(SAMPLE, key, None)) is str and "{" not in text:
+        return text
+    try:
+        return tomllib.loads(f"value = {f'[{text}]' if key == 'ranks' and '[' not in text else text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def nearest_key(key: str, known: Sequence[str]) -> ConfigError:
+    """The error for an unknown key of a product."""
+    return ConfigError(f"unknown key {key!r} of a product; the nearest is {nearest(key, known)!r}.")

@@ -1,0 +1,289 @@
+"""The points of a sweep: every configuration on every rank count, named by a hash of its content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ..bench.products import Problem, ProductEntry, fewest_words, own_choice
+from ..comm.device.select import requested_device
+from ..comm.topology import describe
+from ..errors import ConfigError, GridError, Summa3dError
+from ..gemm.algorithms.registry import ALGORITHMS, algorithm
+from ..gemm.cost.machine import Machine
+from .file import Sweep, flat, nearest_key, nested
+from .rules import grown
+
+if TYPE_CHECKING:
+    from ..train.config import Config
+
+ID_LENGTH = 12
+CHOSEN, ALL, PLANNED, EVERY = "chosen", "all", "planned", "every"
+SIZES = ("m", "n", "k")
+PRODUCT = (*SIZES, "form", "dtype", "device", "algorithm")
+WORK = ("m", "n", "k", "form", "dtype", "device", "model.", "data.", "train.batch", "train.seed")
+"""Keys, or their beginnings, that name the work of a point; the others say how it is done, and are raced."""
+GRID = "grid."
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: what, on how many ranks, by which configuration (dotted keys; axes as grid.x), and which repetition.
+
+    series, x : its line and place in plots. race : equal for the points of one rank count that are run in turn. The three are not
+    part of the content.
+    """
+
+    what: str
+    ranks: int
+    config: Mapping[str, Any]
+    repeat: int = 0
+    series: str = field(default="", compare=False)
+    x: Any = field(default=None, compare=False)
+    race: str = field(default="", compare=False)
+
+    @cached_property
+    def id(self) -> str:
+        """The first digits of the content's hash.
+
+        >>> Point("gemm", 1, {"m": 2, "n": 2, "k": 2}).id == Point("gemm", 1, {"k": 2, "m": 2, "n": 2}).id
+        True
+        """
+        content = json.dumps([self.what, self.ranks, self.config, self.repeat], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:ID_LENGTH]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of the grid; none where the library chooses them when it runs."""
+        return {key.removeprefix(GRID): size for key, size in self.config.items() if key.startswith(GRID) and type(size) is int}
+
+    @property
+    def label(self) -> str:
+        """Series and grid."""
+        axes = {axis: size for axis, size in self.axes.items() if size > 1}
+        return " ".join(filter(None, (self.series, describe(axes) if axes else "", f"#{self.repeat + 1}" if self.repeat else "")))
+
+    @property
+    def problem(self) -> Problem:
+        """The product of a point of gemm."""
+        return Problem(**{key: value for key, value in self.config.items() if key in PRODUCT[:-1]})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of its algorithm."""
+        return {key: value for key, value in self.config.items() if key not in PRODUCT and not key.startswith(GRID)}
+
+    @property
+    def settings(self) -> Config:
+        """The configuration of a point of block or train."""
+        from ..train.config import from_table
+
+        return from_table(nested(self.config))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A point that cannot be run, and why."""
+
+    label: str
+    ranks: int
+    error: Summa3dError
+
+
+def expand(sweep: Sweep) -> tuple[list[Point], list[Refusal]]:
+    """The points of a sweep, each content once, and those that no grid, scheme or configuration allows.
+
+    Raises ConfigError for keys of a product that are unknown, and for a rule of weak scaling that cannot be applied.
+    """
+    found: dict[str, Point] = {}
+    refused = []
+    for one in _all(sweep):
+        if isinstance(one, Refusal):
+            refused.append(one)
+        else:
+            found.setdefault(one.id, one)
+    return list(found.values()), refused
+
+
+def races(points: Sequence[Point], sweep: Sweep, shared: bool = False) -> list[list[Point]]:
+    """The points that are run in turn; `shared`: products on several rank counts of one start, too."""
+    found: dict[Any, list[Point]] = {}
+    for point in points:
+        together = (point.race, point.repeat, point.ranks * (not shared or sweep.what != "gemm"))
+        found.setdefault(together if sweep.order == "interleaved" else point.id, []).append(point)
+    return list(found.values())
+
+
+def _all(sweep: Sweep) -> Iterator[Point | Refusal]:
+    first = sweep.base_ranks or sweep.ranks[0]
+    for repeat in range(sweep.repeats):
+        for name, base, vary, weak in sweep.parts:
+            spec = vary.pop("grid", base.pop("grid", PLANNED))
+            for index, ranks in enumerate(sweep.ranks):
+                for values in product(*(value if isinstance(value, list) else [value] for value in vary.values())):
+                    unscaled = {**_defaults(sweep), **base, **_together(vary, values)}
+                    config = grown(sweep.what, weak, unscaled, ranks, first, index)
+                    yield from _on_grids(sweep, name, vary, unscaled, config, ranks, spec, repeat)
+
+
+def _together(keys: Iterable[str], values: Sequence[Any]) -> dict[str, Any]:
+    """One value of each key that is varied; a table of values that vary together stands for its own keys."""
+    found: dict[str, Any] = {}
+    for key, value in zip(keys, values, strict=True):
+        found |= flat(value) if isinstance(value, Mapping) else {key: value}
+    return found
+
+
+def _defaults(sweep: Sweep) -> dict[str, Any]:
+    """What is part of a point's content though its file may not say it."""
+    found: dict[str, Any] = {"device": requested_device(None)}
+    if sweep.what == "gemm":
+        return {"form": "nn", "dtype": "float64", "algorithm": CHOSEN, **found}
+    if sweep.config:
+        from ..train.config import read_table
+
+        return {**flat(read_table(sweep.config)), **found}
+    return found
+
+
+def _on_grids(
+    sweep: Sweep,
+    name: str,
+    vary: Mapping[str, Any],
+    unscaled: Mapping[str, Any],
+    config: dict[str, Any],
+    ranks: int,
+    spec: Any,
+    repeat: int,
+) -> Iterator[Point | Refusal]:
+    """The points of one configuration: one for each grid that `spec` asks for."""
+    race = json.dumps({key: value for key, value in unscaled.items() if key.startswith(WORK)}, sort_keys=True)
+    try:
+        for chosen, axes in _grids(sweep.what, config, ranks, spec):
+            own = {**config, **chosen, **{f"{GRID}{axis}": size for axis, size in axes.items()}}
+            x = ranks if sweep.x == "ranks" else describe(axes) if sweep.x == "grid" else own.get(sweep.x)
+            point = Point(sweep.what, ranks, own, repeat, _series(sweep, name, vary, own), x, race)
+            if sweep.what != "gemm":
+                _check(point)
+            yield point
+    except Summa3dError as error:
+        if isinstance(error, ConfigError) and sweep.what == "gemm":
+            raise
+        yield Refusal(_series(sweep, name, vary, config), ranks, error)
+
+
+def _series(sweep: Sweep, name: str, vary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The name of a point's line: its series, else the scheme or algorithm, and what else is varied."""
+    main = "algorithm" if sweep.what == "gemm" else "scheme"
+    others = [f"{key.rpartition('.')[2]}={config[key]}" for key in vary if key not in (main, sweep.x) and key in config]
+    return " ".join([name or str(config.get(main, "cuboid")), *others])
+
+
+def _grids(what: str, config: Mapping[str, Any], ranks: int, spec: Any) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+    """What the grid decides of the configuration, and the grids that are meant. Raises GridError where there is none."""
+    if isinstance(spec, list):
+        listed = [axes_of(one) for one in spec]
+        fitting = [axes for axes in listed if prod(axes.values()) == ranks]
+        if not fitting:
+            raise GridError(f"none of the grids that are listed has {ranks} ranks.")
+        yield from (({}, axes) for axes in fitting)
+    elif spec not in (PLANNED, EVERY):
+        yield from _grids(what, config, ranks, [spec])
+    elif what == "gemm":
+        yield from _of_products(config, ranks, spec)
+    else:
+        yield from (({}, axes) for axes in _of_models(config, ranks, spec))
+
+
+def _of_products(config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+    known = (*PRODUCT, *(option for found in ALGORITHMS.values() for option in found.options))
+    for key in config:
+        if key not in known and not key.startswith(GRID):
+            raise nearest_key(key, list(known))
+    missing = [size for size in SIZES if size not in config]
+    if missing:
+        raise ConfigError(f"a product needs {', '.join(missing)} in base.")
+    name = config["algorithm"]
+    if name == CHOSEN:
+        yield {}, {}
+        return
+    problem = Point("gemm", ranks, config).problem
+    for one in ALGORITHMS if name == ALL else [name]:
+        found = algorithm(one, None if name == ALL else ranks)
+        grids = list(found.grids(ranks))
+        if grids:
+            chosen = grids if spec == EVERY else [fewest_words(found, problem, ranks)]
+            yield from (({"algorithm": found.name}, dict(axes)) for axes in chosen)
+
+
+def _of_models(config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[dict[str, int]]:
+    """The grids of a model: the one whose products move the fewest words, or all that fit, for each replica and stage."""
+    from ..nn.choose import choose
+    from ..nn.schemes.registry import SCHEME_SPECS
+
+    given = {key.removeprefix(GRID): size for key, size in config.items() if key.startswith(GRID) and type(size) is int}
+    if set(given) - {"dp", "pp"}:
+        if prod(given.values()) != ranks:
+            raise GridError(f"grid {describe(given)} does not have {ranks} ranks.")
+        yield given
+        return
+    settings = Point("block", ranks, config).settings
+    if ranks % settings.grid.outer:
+        raise GridError(f"{ranks} ranks cannot be divided into {settings.grid.outer} replicas and stages.")
+    inner = ranks // settings.grid.outer
+    if spec == PLANNED:
+        schemes = [settings.scheme]
+        yield choose(settings.model, settings.rows, inner, schemes, settings.regather, settings.vectors).grid
+        return
+    fitting = [axes for axes in SCHEME_SPECS[settings.scheme].grids(inner) if _fits(config, ranks, axes)]
+    if not fitting:
+        raise GridError(f"no grid of {inner} ranks fits scheme {settings.scheme} and these sizes.")
+    yield from fitting
+
+
+def _fits(config: Mapping[str, Any], ranks: int, axes: Mapping[str, int]) -> bool:
+    try:
+        _check(Point("block", ranks, {**config, **{f"{GRID}{axis}": size for axis, size in axes.items()}}))
+    except Summa3dError:
+        return False
+    return True
+
+
+def _check(point: Point) -> None:
+    """Raise the error that the point's own run would raise of its configuration, grid and sizes."""
+    from ..comm.grid import Place
+    from ..nn.schemes.scheme import scheme
+
+    settings = point.settings
+    size = prod(settings.grid.axes.values())
+    if size != point.ranks:
+        raise GridError(f"grid {settings.grid} has {size} ranks, and not {point.ranks}.")
+    if point.what == "block" and settings.grid.outer > 1:
+        raise GridError(f"grid {settings.grid}: blocks alone have no replicas or stages; what = 'train' has.")
+    scheme(settings.scheme, Place(settings.grid.axes)).check(settings.model, settings.rows)
+
+
+def axes_of(given: Any) -> dict[str, int]:
+    """A grid of a list: a table, or text such as "x=2,y=2". Raises ConfigError for anything else.
+
+    >>> axes_of("x=2,y=2")
+    {'x': 2, 'y': 2}
+    """
+    try:
+        pairs = given.items() if isinstance(given, Mapping) else (part.split("=") for part in given.split(","))
+        return {name.strip(): int(size) for name, size in pairs}
+    except (AttributeError, TypeError, ValueError):
+        raise ConfigError(f"{given!r} is no grid; write it as x=2,y=2.") from None
+
+
+def entry_of(point: Point, machine: Machine) -> ProductEntry:
+    """The entry of the benchmark of products that measures a point; `machine` is what the library chooses by."""
+    if point.config["algorithm"] == CHOSEN:
+        return own_choice(point.problem, point.ranks, machine)
+    return ProductEntry(algorithm(point.config["algorithm"]).name, point.axes, point.problem, point.options)

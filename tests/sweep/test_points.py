@@ -1,0 +1,158 @@
+"""The points of sweeps: what a file means, which grids and sizes it gives, what is refused, and what a point is named by."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from math import prod
+from typing import Any
+
+import jobs
+import pytest
+
+from summa3d.errors import ConfigError
+from summa3d.sweep import file as sweeps
+from summa3d.sweep.file import Sweep, flat, load, nested, read
+from summa3d.sweep.points import Point, expand, races
+from summa3d.sweep.rules import RULES, grown
+
+PRODUCT = {"m": 30, "n": 20, "k": 40}
+MODEL = {"model": {"hidden": 24, "heads": 6, "sequence": 16, "layers": 1}, "train": {"batch": 12}}
+
+
+def products(**table: Any) -> Sweep:
+    return read({"name": "p", "what": "gemm", "ranks": [1, 2, 4], "base": PRODUCT, **table})
+
+
+def blocks(**table: Any) -> Sweep:
+    return read({"name": "b", "ranks": [1, 2, 4], "base": MODEL, **table})
+
+
+def test_every_count_meets_every_value_once() -> None:
+    points, refused = expand(products(vary={"dtype": ["float32", "float64"], "k": [40, 41]}))
+    assert not refused and len(points) == len({point.id for point in points}) == 12
+    contents = {(point.ranks, point.config["dtype"], point.config["k"]) for point in points}
+    assert contents == {(ranks, dtype, k) for ranks in (1, 2, 4) for dtype in ("float32", "float64") for k in (40, 41)}
+    twice, _ = expand(products(vary={"k": [40, 40]}))
+    assert len(twice) == 3  # one content is one point
+
+
+def test_an_id_is_of_the_content_alone_and_the_same_in_every_process() -> None:
+    point = Point("gemm", 2, {"m": 3, "n": 4, "k": 5}, series="a", race="b")
+    assert point.id == Point("gemm", 2, {"k": 5, "n": 4, "m": 3}, series="other", x=7).id
+    others = [Point("gemm", 2, {"m": 3, "n": 4, "k": 6}), Point("gemm", 4, point.config), Point("gemm", 2, point.config, 1)]
+    assert len({point.id, *(one.id for one in others)}) == 4
+    program = "from summa3d.sweep.points import Point; print(Point('gemm', 2, {'m': 3, 'n': 4, 'k': 5}).id)"
+    environ = jobs.environment({"PYTHONHASHSEED": "7"})
+    assert subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True).stdout.strip() == point.id
+
+
+@pytest.mark.parametrize(
+    ("rule", "sizes"),
+    [
+        ("cube", [(30, 20, 40), (60, 40, 80)]),
+        ("rows", [(30, 20, 40), (240, 20, 40)]),
+        ({"m": "base * ranks ** 0.5", "k": [7, 9]}, [(30, 20, 7), (85, 20, 9)]),
+    ],
+)
+def test_products_grow_as_the_rule_says(rule: Any, sizes: list[tuple[int, int, int]]) -> None:
+    points, _ = expand(products(kind="weak", ranks=[1, 8], weak=rule))
+    assert [tuple(point.config[name] for name in "mnk") for point in points] == sizes
+
+
+def test_the_rules_of_the_papers_are_their_tables() -> None:
+    base = {"model.hidden": 2048, "model.heads": 32, "train.batch": 96}
+    table = [(4, 2048, 32, 96), (16, 4096, 64, 192), (64, 8192, 128, 384)]  # Optimus, table 2, 2-D
+    for ranks, hidden, heads, batch in table:
+        assert grown("block", "optimus", base, ranks, 4, 0) == {
+            "model.hidden": hidden,
+            "model.heads": heads,
+            "train.batch": batch,
+        }
+    stages = grown("train", "ptdp", {"model.layers": 3}, 8, 1, 3)  # PTD-P, figure 11: 3 layers on 1 stage, 24 on 8
+    assert stages == {"model.layers": 24, "grid.pp": 8}
+    assert set(RULES["train"]) == {"cube", "rows", "optimus", "ptdp"}
+    odd = grown("block", "cube", {"model.hidden": 96, "model.heads": 4}, 3, 1, 0)
+    assert odd["model.hidden"] % odd["model.heads"] == 0
+
+
+def test_grids_are_those_of_fewest_words_every_one_or_those_of_a_list() -> None:
+    planned, _ = expand(blocks(vary={"scheme": ["oned", "cuboid"]}))
+    assert [prod(point.axes.values()) for point in planned] == [point.ranks for point in planned]
+    every, _ = expand(blocks(ranks=[4], vary={"scheme": ["cuboid"], "grid": "every"}))
+    assert {tuple(point.axes.values()) for point in every} >= {(4, 1, 1), (2, 2, 1), (1, 2, 2)}
+    listed, refused = expand(blocks(vary={"scheme": ["cuboid"], "grid": ["x=2,y=2", {"z": 2}]}))
+    assert [point.axes for point in listed] == [{"z": 2}, {"x": 2, "y": 2}]
+    assert [(one.ranks, str(one.error)) for one in refused] == [(1, "none of the grids that are listed has 1 ranks.")]
+    staged, _ = expand(blocks(what="train", config="demo", ranks=[4], base={**MODEL, "grid": {"pp": 2}, "model": {"layers": 2}}))
+    assert staged[0].axes["pp"] == 2 and prod(staged[0].axes.values()) == 4
+
+
+def test_what_a_run_would_refuse_is_refused_with_its_reason() -> None:
+    _, refused = expand(blocks(ranks=[5], vary={"scheme": ["oned", "cuboid"], "grid": ["y=5"]}))
+    assert len(refused) == 2 and all("5" in str(one.error) for one in refused)
+    points, refused = expand(products(ranks=[2, 4], vary={"algorithm": ["cannon"]}))
+    assert [point.ranks for point in points] == [4] and "cannon cannot use 2 ranks" in str(refused[0].error)
+
+
+def test_memory_refuses_points_too() -> None:
+    from summa3d.sweep.run import planned
+
+    points, refused = planned(blocks(ranks=[1], memory=1000.0))
+    assert not points and "the limit is" in str(refused[0].error)
+    assert len(planned(blocks(ranks=[1], memory=1e9))[0]) == 1
+
+
+def test_points_of_one_count_and_work_are_one_race() -> None:
+    sweep = blocks(ranks=[1, 2, 3], vary={"scheme": ["oned", "cuboid"], "train": {"batch": [12, 24]}}, repeats=2)
+    ready = races(expand(sweep)[0], sweep)
+    assert len(ready) == 3 * 2 * 2 and {len(race) for race in ready} == {2}
+    for race in ready:
+        assert len({(point.ranks, point.config["train.batch"], point.repeat) for point in race}) == 1
+    alone = read({**{"name": "p", "what": "gemm", "ranks": [1, 2], "base": PRODUCT}, "order": "sequential"})
+    assert [len(race) for race in races(expand(alone)[0], alone)] == [1, 1]
+    shared = products(kind="weak", weak="cube")
+    assert [len(race) for race in races(expand(shared)[0], shared, shared=True)] == [3]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"ranks": []}, "ranks = [] are no rank counts"),
+        ({"ranks": [1], "rouns": 3}, "The nearest known key is 'rounds'"),
+        ({"ranks": [1], "rounds": 0}, "rounds is 0; it must be at least 1."),
+        ({"ranks": [1], "kind": "weak"}, "weak scaling alone has a rule"),
+        ({"ranks": [1], "base": {**PRODUCT, "panell": 3}}, "unknown key 'panell' of a product; the nearest is 'panel'"),
+        ({"ranks": [1], "base": {"m": 3}}, "a product needs n, k in base."),
+        ({"ranks": [2], "kind": "weak", "weak": "root"}, "weak = 'root' is no rule of gemm; it has cube, rows"),
+        (
+            {"ranks": [2], "kind": "weak", "weak": {"m": "base + x"}},
+            "the formula 'base + x' may hold numbers, base, ranks, first",
+        ),
+        ({"ranks": [2], "kind": "weak", "weak": {"m": "__import__('os')"}}, "may hold numbers"),
+        ({"ranks": [1], "vary": {"grid": ["x:2"]}}, "'x:2' is no grid; write it as x=2,y=2."),
+    ],
+)
+def test_a_file_that_cannot_be_is_one_message(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        expand(read({"name": "p", "what": "gemm", "base": PRODUCT, **table}))
+    assert message in str(raised.value)
+
+
+def test_keys_are_set_from_the_command_line() -> None:
+    sweep = load("product-strong", ["ranks=1,3", "rounds=2", "m=64", "dtype=float64"])
+    assert (list(sweep.ranks), sweep.rounds, sweep.base["m"], sweep.base["dtype"]) == ([1, 3], 2, 64, "float64")
+    sizes = load("optimus-strong", ["model.hidden=96"])
+    assert flat(sizes.base)["model.hidden"] == 96 and nested(flat(sizes.base)) == sizes.base
+    with pytest.raises(ConfigError, match="neither a TOML file nor one of"):
+        load("nothing")
+
+
+@pytest.mark.parametrize("name", sweeps.shipped())
+def test_every_sweep_that_is_shipped_has_points_of_all_its_series(name: str) -> None:
+    sweep = load(name)
+    points, refused = expand(sweep)
+    assert points and not refused, [str(one.error) for one in refused]
+    assert sweeps.shipped()[name].endswith(".")
+    assert max(sweep.ranks) <= 16
+    assert set(sweep.published.get("series", ())) <= {point.series for point in points}

@@ -1,0 +1,193 @@
+"""Sweeps of blocks and training steps on ranks: words, predictions, tables and plots; job scripts and arrays."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+from small_runs import shared_corpus
+
+from summa3d.cli.main import main as cli
+from summa3d.cli.main import without_mpi
+
+BLOCKS = """
+kind = "strong"
+what = "block"
+ranks = [1, 2]
+base = {model = {hidden = 24, heads = 6, sequence = 8, layers = 1}, train.batch = 4}
+vary.scheme = ["oned", "cuboid"]
+rounds = 2
+cluster = "frontera-rtx"
+published = {paper = "optimus", series = {oned = "strong, 1-D"}}
+"""
+STEPS = """
+kind = "grid"
+what = "train"
+config = "demo"
+ranks = [2]
+x = "train.accumulate"
+rounds = 2
+
+[base]
+scheme = "oned"
+model = {hidden = 24, heads = 6, sequence = 16, layers = 2}
+train = {batch = 4, peak_tflops = 0.05}
+data.path = "CORPUS"
+
+[[series]]
+name = "stages"
+base = {grid.pp = 2, train.accumulate = 2}
+
+[[series]]
+name = "rows"
+base = {grid.dp = 2, train.accumulate = 1}
+
+[[series]]
+name = "no heads for two"
+base = {grid.y = 2, model.heads = 3}
+"""
+
+
+def written(folder: Path) -> dict[str, str]:
+    """Name → path of the files of both sweeps; the corpus beside them."""
+    texts = {"blocks": BLOCKS, "steps": STEPS.replace("CORPUS", str(folder / "corpus.txt"))}
+    for name, text in texts.items():
+        (folder / f"{name}.toml").write_text(text)
+    return {name: str(folder / f"{name}.toml") for name in texts}
+
+
+def measured(comm: Any, folder: Path, name: str) -> list[dict[str, Any]]:
+    """Measure a sweep on the ranks of `comm` and on fewer; its lines on rank 0, and none on the others."""
+    from summa3d.sweep.file import load
+    from summa3d.sweep.measure import measure
+    from summa3d.sweep.points import expand
+
+    shared_corpus(comm, folder)
+    if comm.rank == 0:
+        written(folder)
+    comm.Barrier()
+    sweep = load(str(folder / f"{name}.toml"))
+    points, _ = expand(sweep)
+    assert measure(sweep, points, comm, folder / name, True, 0.0, lambda text: None) == len(points)
+    assert measure(sweep, points, comm, folder / name, True, 0.0, lambda text: None) == 0  # all have a line
+    if comm.rank:
+        return []
+    return [json.loads(line) for file in (folder / name).rglob("points.jsonl") for line in file.read_text().splitlines()]
+
+
+def sound(line: dict[str, Any]) -> bool:
+    assert line["words"] == line["words_formula"] and (line["words"] > 0) == (line["ranks"] > 1), line["label"]
+    assert len(line["seconds"]["all"]) == 2 and line["seconds"]["min"] > 0 and sum(line["split"].values()) > 0
+    assert line["machine"]["commit"] and line["machine"]["hosts"] and line["machine"]["load"] >= 0
+    return line["race"] == 2  # both in turn
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_blocks_move_the_words_of_their_dry_run_and_are_shown_beside_the_prediction(comm: Any, shared_tmp_path: Path) -> None:
+    lines = measured(comm, shared_tmp_path, "blocks")
+    assert all(sound(line) and line["predicted"] > 0 and line["row"]["relative_difference"] < 1e-5 for line in lines)
+    if comm.rank:
+        return
+    assert sorted((line["series"], line["ranks"]) for line in lines) == [("cuboid", 1), ("cuboid", 2), ("oned", 1), ("oned", 2)]
+    folder = shared_tmp_path / "blocks"
+    assert cli(["sweep", "report", str(folder), "--format", "csv", "--format", "png"]) == 0
+    rows = list(csv.DictReader(folder.with_suffix(".csv").open()))
+    by = {(row["point"].split()[0], row["ranks"]): row for row in rows}
+    for scheme in ("oned", "cuboid"):
+        one, two = by[scheme, "1"], by[scheme, "2"]
+        ratio = float(one["median ms"]) / float(two["median ms"])
+        assert float(two["speed-up"]) == pytest.approx(ratio) and float(two["efficiency"]) == pytest.approx(ratio / 2)
+        assert two["words/rank"] == two["formula"] and float(two["predicted ms"]) > 0
+    assert folder.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_steps_move_the_words_of_their_dry_run_however_they_are_divided(comm: Any, shared_tmp_path: Path) -> None:
+    lines = measured(comm, shared_tmp_path, "steps")
+    assert all(sound(line) for line in lines)
+    if comm.rank:
+        return
+    assert sorted((line["series"], line["x"]) for line in lines) == [("rows", 1), ("stages", 2)]
+    assert [line["predicted"] for line in lines] == [None, None]
+    assert len({round(line["loss"], 3) for line in lines}) == 1  # the same steps
+    assert cli(["sweep", "report", str(shared_tmp_path / "steps"), "--format", "csv"]) == 0
+    rows = list(csv.DictReader((shared_tmp_path / "steps.csv").open()))
+    assert "efficiency" not in rows[0] and {row["train.accumulate"] for row in rows} == {"1", "2"}
+
+
+def test_published_points_are_the_papers_rows_relative_to_the_first() -> None:
+    from summa3d.sweep.report import published
+
+    found = published({"published": {"paper": "optimus", "series": {"ours": "strong, 2-D"}}})["ours"]
+    printed = [(4, 0.1888 + 0.5691), (16, 0.1950 + 0.5704), (36, 0.1625 + 0.4764), (64, 0.1253 + 0.3716)]
+    assert found == [(ranks, pytest.approx(printed[0][1] / seconds, rel=1e-3)) for ranks, seconds in printed]
+    figure = published({"published": {"paper": "ptdp-fig17", "series": {"a": "with"}, "x": "batch"}})["a"]
+    assert figure[:2] == [(1, 1.0), (2, pytest.approx(0.95 / 0.6))]
+
+
+def test_products_of_a_sweep_are_shown_as_those_of_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", "run", "product-strong", "--dir", str(tmp_path / "s"), "--fewer", "--set", "ranks=1,2"]
+    words += ["--set", "m=24", "--set", "n=24", "--set", "k=24", "--set", "rounds=2"]
+    assert jobs.run(["-m", "summa3d", *words], 2).status == 0
+    assert cli(["report", str(tmp_path / "s"), "--format", "csv"]) == 0
+    assert "Strong scaling of 24×24×24 nn float32; speed-up and efficiency over serial" in capsys.readouterr().out
+    assert cli(["sweep", "collect", str(tmp_path), "-o", str(tmp_path / "all.jsonl")]) == 0
+    assert cli(["report", str(tmp_path / "all.jsonl"), "--format", "csv"]) == 0
+    one, two = csv.DictReader((tmp_path / "all.csv").open()), csv.DictReader((tmp_path / "s.csv").open())
+    assert list(one) == list(two)
+    assert cli(["sweep", "collect", str(tmp_path), "-o", str(tmp_path / "all.csv"), "--csv"]) == 0
+    assert [row["ranks"] for row in csv.DictReader((tmp_path / "all.csv").open())] == ["1", "2"]
+
+
+def test_plan_tells_points_predictions_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = written(tmp_path)
+    assert cli(["sweep", "plan", files["blocks"], "--dir", str(tmp_path), "--set", "ranks=2"]) == 0
+    said = capsys.readouterr().out
+    assert "2 points, " in said and "node-hours of rounds as predicted for frontera-rtx (±10 %)" in said
+    assert cli(["sweep", "status", files["steps"], "--dir", str(tmp_path)]) == 0
+    found = capsys.readouterr()
+    assert found.out.splitlines()[1].split() == ["2", "2", "0", "0", "2"]
+    assert found.err.count("refused: no heads for two") == 1 and "heads" in found.err
+    assert cli(["sweep", "plan", files["steps"], "--json"]) == 0
+    assert len({json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()}) == 2
+
+
+def test_a_job_is_written_for_each_number_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--set", "ranks=1,2,4,8,16", "--set", "ranks_per_node=4", "--set", "limit=01:00:00"]
+    assert cli(["sweep", "submit", "product-strong", "--dir", str(tmp_path), *settings]) == 0
+    assert capsys.readouterr().out.split() == [word for nodes in (1, 2, 4) for word in ("sbatch", f"{tmp_path}/job-{nodes}.sh")]
+    text = (tmp_path / "job-1.sh").read_text()
+    assert {"#SBATCH --array=0-2", "#SBATCH --nodes=1", "#SBATCH --ntasks-per-node=4"} <= set(text.splitlines())
+    assert text.splitlines()[-1].endswith("--set limit=01:00:00 --ranks 1,2,4 --array")
+    assert "#SBATCH --array=0-0" in (tmp_path / "job-4.sh").read_text()
+
+
+@pytest.mark.parametrize(("task", "counts"), [("0", [1]), ("2", [4])])
+def test_a_task_of_an_array_runs_the_rank_count_of_its_place(
+    task: str, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from summa3d.cli.main import parser_of
+    from summa3d.cli.sweep import TASK, chosen_counts
+    from summa3d.errors import ConfigError
+
+    args = parser_of("sweep").parse_args(["run", "product-strong", "--ranks", "1,2,4", "--array"])
+    with pytest.raises(ConfigError, match="is not set"):
+        chosen_counts(args, [1])
+    monkeypatch.setenv(TASK, task)
+    assert chosen_counts(args, [1]) == counts
+    monkeypatch.setenv(TASK, "3")
+    with pytest.raises(ConfigError, match="SLURM_ARRAY_TASK_ID is 3"):
+        chosen_counts(args, [1])
+
+
+def test_only_run_on_ranks_of_a_launcher_starts_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PMI_SIZE", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert without_mpi("sweep", ["run", "x"]) and without_mpi("sweep", ["plan", "x"]) and not without_mpi("gemm", [])
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "0")
+    assert not without_mpi("sweep", ["run", "x"]) and without_mpi("sweep", ["plan", "x"])
