@@ -1,4 +1,4 @@
-"""`summa3d plan`: papers' tables beside predictions; the schedule of a pipeline, drawn; closed formulas. Starts no MPI."""
+"""`summa3d plan`: which grid to take; papers beside predictions; schedules, drawn; closed formulas. Starts no MPI."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ SCHEDULE = "Draw the order of a pipeline's forwards and backwards: a row for eac
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d plan` to `parser`."""
     parser.add_argument("--paper", metavar="NAME", help="Show a paper's tables beside predictions; a wrong name lists all.")
-    parser.add_argument("--json", action="store_true", help="Print JSON in place of the paper's table.")
+    parser.add_argument("--json", action="store_true", help="Print JSON in place of the table.")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="Write a figure of the paper's rows into DIR, as PNG and SVG.")
+    _add_search(
+        parser.add_argument_group(
+            "search", "Find the fastest plans of a model on a cluster (--model, --cluster, --ranks, --batch)."
+        )
+    )
     plans = parser.add_subparsers(dest="plan", metavar="PLAN")
     schedule = plans.add_parser("schedule", help=SCHEDULE, description=SCHEDULE)
     schedule.add_argument("--pp", type=int, required=True, metavar="P", help="Number of ranks of the pipeline.")
@@ -50,6 +55,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="Print JSON in place of text: totals, and all ops with their times."
     )
     _add_formulas(plans.add_parser("formulas", help=FORMULAS, description=FORMULAS))
+
+
+def _add_search(search: argparse._ArgumentGroup) -> None:
+    """Add the options of a search."""
+    search.add_argument(
+        "--model", nargs="+", metavar="MODEL", help="A model's name, a configuration or TOML file, and KEY=VALUE of its sizes."
+    )
+    search.add_argument("--cluster", metavar="NAME|FILE", help="Plan for this cluster: one that is shipped, or a TOML file.")
+    search.add_argument("--ranks", type=int, metavar="N", help="Plan for N ranks.")
+    search.add_argument("--batch", type=int, metavar="B", help="Sequences of a step.")
+    search.add_argument("--top", type=int, default=8, metavar="K", help="Show the K fastest plans, and the best of each family.")
+    search.add_argument("--fix", action="append", default=[], metavar="KEY=VALUE", help="Only plans with this value, as pp=8.")
+    search.add_argument("--limit", action="append", default=[], metavar="KEY<=N", help="Only plans within it, as 'y<=8'.")
+    search.add_argument("--memory", metavar="SIZE", help="Bytes of a rank, as 70GiB. The default is the device's less a reserve.")
+    search.add_argument(
+        "--era", default="now", metavar="YEAR", help="now, or 2021: all-reduces, every layer recomputed, no ZeRO."
+    )
+    search.add_argument("--rule", choices=("ptdp",), help="Show beside them the plan of PTD-P's rule.")
+    search.add_argument("--explain", type=int, metavar="N", help="Say why plan N is where it is.")
+    search.add_argument("--write", type=Path, metavar="DIR", help="Write plan 1 as a configuration and a Slurm job into DIR.")
 
 
 def _add_formulas(formulas: argparse.ArgumentParser) -> None:
@@ -82,7 +107,23 @@ def run(args: argparse.Namespace) -> int:
         return show_formulas(args)
     if args.paper is not None:
         return show_paper(args)
-    raise ConfigError("say what to plan: --paper NAME, schedule, or formulas; see summa3d help plan.")
+    if args.model is not None:
+        return show_plans(args)
+    raise ConfigError("say what to plan: --model and --cluster, --paper NAME, schedule, or formulas; see summa3d help plan.")
+
+
+def show_plans(args: argparse.Namespace) -> int:
+    """Search for the fastest plans, and print them; returns the exit status. Raises ConfigError for what cannot be planned."""
+    missing = [f"--{name}" for name in ("cluster", "ranks", "batch") if getattr(args, name) is None]
+    if missing:
+        raise ConfigError(f"a search takes --model, --cluster, --ranks and --batch; {', '.join(missing)} is missing.")
+    print(f"summa3d plan: {' '.join(args.model)} on {args.ranks} ranks of {args.cluster}", file=sys.stderr, flush=True)
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
+    from ..plan.search.command import run as run_search
+
+    return run_search(args)
 
 
 def show_formulas(args: argparse.Namespace) -> int:

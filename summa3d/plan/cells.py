@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..dry.rank_classes import even
 from ..dry.record import ENTER, LEAVE, Op, Part
-from ..dry.step import Setting, run
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..dry.step import Setting
 
 BLOCK = "block"
 Trace = tuple[Op, ...]
@@ -42,14 +43,18 @@ def cells(setting: Setting) -> dict[str, Cell]:
 
 
 def _of_all_ranks(one: Setting) -> dict[str, Cell]:
+    from ..dry.rank_classes import even  # torch is imported where something is traced
+
     first = _traced(one)
     if even(one):
-        return {name: Cell(*map(_with_messages, cell)) for name, cell in first.items()}
+        return {name: Cell(*map(with_messages, cell)) for name, cell in first.items()}
     other = _traced(replace(one, rank=prod(one.axes.values()) - 1))
-    return {name: Cell(*map(_largest, first[name], other[name])) for name in first}
+    return {name: Cell(*map(largest, first[name], other[name])) for name in first}
 
 
 def _traced(setting: Setting) -> dict[str, Cell]:
+    from ..dry.step import run
+
     parts, names = run(setting).parts, {ENTER: ENTER, BLOCK: "0", LEAVE: LEAVE}
     return {name: Cell(_ops(parts, cell, False), _ops(parts, cell, True)) for name, cell in names.items()}
 
@@ -58,7 +63,7 @@ def _ops(parts: Iterable[Part], cell: str, backward: bool) -> Trace:
     return tuple(op for segment, _ in parts if (segment.cell, segment.backward) == (cell, backward) for op in segment.ops)
 
 
-def _with_messages(trace: Trace) -> Trace:
+def with_messages(trace: Trace) -> Trace:
     """A trace in which broadcasts of this rank have the words of those that it receives in the same layer and pass."""
     words: dict[tuple[str, str, str], int] = {}
     for op in trace:
@@ -67,7 +72,7 @@ def _with_messages(trace: Trace) -> Trace:
     return tuple(op._replace(words=words[op.phase, op.layer, op.axis]) if op.name == "broadcast" else op for op in trace)
 
 
-def _largest(trace: Trace, other: Trace) -> Trace:
+def largest(trace: Trace, other: Trace) -> Trace:
     """A trace whose communications have the words of that of the two which has more."""
     words = iter([op for op in other if op.kind == "move"])
     merged = []

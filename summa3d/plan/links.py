@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..cluster import Level
-from ..comm.topology import Topology
+from ..comm.topology import Topology, divisors
 
 PATTERNS = ("ring", "chain", "pairs", "next")
 """Who sends to whom in a group: each member to the next and the last to the first; from a root through all members; each to each;
@@ -50,8 +50,31 @@ def loads(topology: Topology, axis: str, levels: Sequence[Level], pattern: str) 
     members of a group in a unit have several ports, the edge is spread over as many as both ends have: one ring for each port.
     """
     ports = tuple((level.size, level.ports) for level in levels)
-    shape, tile = tuple(topology.shape.items()), tuple(topology.tile.items())
-    return _loads(shape, topology.order, tile, axis, ports, pattern)
+    digits = _digits(topology, axis, [size for size, _ in ports if size])
+    shape = tuple((str(place), radix) for place, (_, radix) in enumerate(digits))
+    plane = "·".join(str(place) for place, (inside, _) in enumerate(digits) if inside)
+    return _loads(shape, tuple(name for name, _ in shape), tuple((name, 1) for name, _ in shape), plane, ports, pattern)
+
+
+def _digits(topology: Topology, axis: str, sizes: Sequence[int]) -> list[tuple[bool, int]]:
+    """(Whether it is of the axis, radix) of each digit of a rank, fastest first: all that loads depend on of a topology.
+
+    Neighbours of one kind are one digit. What is outside the axis and slower than it repeats units of links; only as many as fill
+    them are kept.
+    """
+    inside, found = axis.split("·"), [(False, 1)]
+    radices = [(name, topology.tile[name]) for name in topology.order]
+    radices += [(name, topology.shape[name] // topology.tile[name]) for name in topology.order]
+    for name, radix in radices:
+        if found[-1][0] == (name in inside):
+            found[-1] = found[-1][0], found[-1][1] * radix
+        elif radix > 1:
+            found.append((name in inside, radix))
+    if not found[-1][0]:
+        ranks, outer = prod(radix for _, radix in found[:-1]), found[-1][1]
+        fewest = next((many for many in divisors(outer) if all(ranks * many % size == 0 for size in sizes)), outer)
+        found[-1] = False, fewest
+    return found
 
 
 def busy_ports(topology: Topology, flights: Sequence[tuple[str, str]], levels: Sequence[Level]) -> list[PortUse]:

@@ -1,0 +1,279 @@
+"""A model's cells as functions of the micro-batch: traced at two sizes, evaluated at any, and what each holds and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+from ...dry.record import ENTER, LEAVE, Op
+from ...errors import ConfigError
+from ...nn.config import ModelConfig
+from ...train.config import Config, DataConfig, GridConfig, TrainConfig
+from ..cells import BLOCK, largest, with_messages
+
+SIZES = ("m", "n", "k", "batch", "read", "written", "words", "messages")
+"""The fields of an operation that depend on the size of the micro-batch."""
+NEAR, FAR = 2, 16
+"""The sizes at which cells are traced, in units. Of one unit, ranks with single rows save a copy or two, which lines still count."""
+ACCUMULATE = 3
+"""Micro-batches of a traced step: the first makes gradients, the last frees copies of weights, and one is like all between."""
+
+
+@dataclass(frozen=True)
+class Inner:
+    """What the cells of a stage depend on: the model's sizes, its scheme and inner grid, what is kept, and the dtype.
+
+    unit : the fewest rows of a micro-batch that the grid divides. replicas : of the weights' shards with ZeRO-3, else 1
+    """
+
+    model: ModelConfig
+    scheme: str
+    axes: tuple[tuple[str, int], ...]
+    recompute: str
+    regather: bool
+    dtype: str
+    device: str
+    unit: int
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        fields = self.scheme, self.axes, self.recompute, self.regather, self.dtype, self.device, self.unit, self.replicas
+        object.__setattr__(self, "_hash", hash((self.model, *fields)))
+
+    def __hash__(self) -> int:
+        """Hash once what many tables are asked for."""
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    @cached_property
+    def shape(self) -> dict[str, int]:
+        """Axis → size of the inner grid."""
+        return dict(self.axes)
+
+    @cached_property
+    def ranks(self) -> int:
+        """Ranks of the inner grid."""
+        return prod(self.shape.values())
+
+    def config(self, units: int) -> Config:
+        """The configuration of a step of a model of one block, with micro-batches of `units` units."""
+        words = min(256, self.model.vocabulary)
+        return Config(
+            scheme=self.scheme,
+            dtype=self.dtype,
+            recompute=self.recompute,
+            regather=self.regather,
+            device=self.device,
+            grid=GridConfig(**self.shape, dp=self.replicas),
+            model=replace(self.model, layers=1),
+            train=TrainConfig(batch=ACCUMULATE * units * self.unit * self.replicas, accumulate=ACCUMULATE),
+            data=DataConfig(tokenizer=f"numbers:{words}"),
+        )
+
+    def key(self, single: bool) -> dict[str, Any]:
+        """All that a trace depends on, as JSON: of one unit (`single`), or of the line through two sizes."""
+        return {**asdict(self), "model": asdict(replace(self.model, layers=1)), "axes": self.shape, "single": single}
+
+
+class Line(NamedTuple):
+    """An integer that grows evenly with the micro-batch: base + slope · units."""
+
+    base: int
+    slope: int
+
+    def at(self, units: int) -> int:
+        """The number at `units` units."""
+        return self.base + self.slope * units
+
+
+class Piece(NamedTuple):
+    """A stretch of one cell's operations in one pass.
+
+    net : bytes held at its end beyond those before it. top : the most held meanwhile. ops : (number of the kind, id) of each.
+    """
+
+    cell: str
+    net: Line
+    top: Line
+    ops: tuple[tuple[int, int], ...]
+
+
+class Kind(NamedTuple):
+    """Operations that differ in their place and id alone; `op` has no sizes, `sizes` has those of SIZES."""
+
+    op: Op
+    sizes: tuple[Line, ...]
+
+    def at(self, units: int) -> Op:
+        """The operation at `units` units."""
+        return self.op._replace(**{name: line.at(units) for name, line in zip(SIZES, self.sizes, strict=True)})
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The cells of a stage on the rank that has the largest blocks.
+
+    kinds : the operations, each once. forward, backward : stretches, in order. copies, optimizer : what is made before the first
+    and done behind the last micro-batch, by cell. elements : of parameters, by cell; "tied" counts those of ENTER that LEAVE uses
+    too. kept : bytes that stay from step to step.
+    """
+
+    kinds: tuple[Kind, ...]
+    forward: tuple[Piece, ...]
+    backward: tuple[Piece, ...]
+    copies: tuple[Piece, ...]
+    optimizer: tuple[Piece, ...]
+    elements: Mapping[str, int]
+    kept: Line
+
+    def pieces(self, backward: bool) -> tuple[Piece, ...]:
+        """The stretches of one pass."""
+        return self.backward if backward else self.forward
+
+    @cached_property
+    def counts(self) -> dict[tuple[str, bool], dict[int, int]]:
+        """(cell, backward) → kind → how often it is there."""
+        return {(cell, way): self._counted(cell, way) for cell in (ENTER, BLOCK, LEAVE) for way in (False, True)}
+
+    def _counted(self, cell: str, backward: bool) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for kind, _ in self.numbered(cell, backward):
+            found[kind] = found.get(kind, 0) + 1
+        return found
+
+    def numbered(self, cell: str, backward: bool) -> Iterator[tuple[int, int]]:
+        """(kind, id) of a cell's operations in one pass, in order."""
+        return (one for piece in self.pieces(backward) if piece.cell == cell for one in piece.ops)
+
+    @cached_property
+    def behind(self) -> dict[tuple[str, bool], dict[int, int]]:
+        """(cell, backward) → kind of communication → how many run behind arithmetic: not waited for at once."""
+        found: dict[tuple[str, bool], dict[int, int]] = {}
+        for key in self.counts:
+            ops, many = [*self.numbered(*key)], found.setdefault(key, {})
+            for place, (kind, number) in enumerate(ops):
+                following = ops[place + 1] if place + 1 < len(ops) else (-1, -1)
+                if self.kinds[kind].op.kind == "move" and following[1] != number:
+                    many[kind] = many.get(kind, 0) + 1
+        return found
+
+    def trace(self, cell: str, backward: bool, units: int) -> tuple[Op, ...]:
+        """The operations of a cell in one pass, of a micro-batch of `units` units."""
+        ops = {kind: self.kinds[kind].at(units) for kind in self.counts[cell, backward]}
+        return tuple(ops[kind]._replace(id=number) for kind, number in self.numbered(cell, backward))
+
+
+class Sample(NamedTuple):
+    """What one trace gives: as `Cells`, with sizes as they are."""
+
+    passes: tuple[tuple[tuple[str, int, int, tuple[Op, ...]], ...], ...]
+    elements: dict[str, int]
+    kept: int
+
+
+def traced(inner: Inner, single: bool) -> Cells | None:
+    """The cells, traced now; None where the sizes at NEAR and FAR units are not those of the same operations.
+
+    single : of one unit alone. Raises LayoutError, GridError and ConfigError where a run would.
+    """
+    if single:
+        sample = _sample(inner, 1)
+        return _between(sample, sample, (0, 1))
+    return _between(_sample(inner, NEAR), _sample(inner, FAR), (NEAR, FAR))
+
+
+def _sample(inner: Inner, units: int) -> Sample:
+    """Trace a step of one block on the first rank, and, where parts are uneven, the communications of the last."""
+    from ...dry.rank_classes import even
+    from ...train.dry_run import setting_of
+
+    config = inner.config(units)
+    setting = setting_of(config, 0, 1, inner.device == "cuda")
+    first = _traced(setting, config)
+    if even(setting):
+        return first._replace(passes=tuple(_each(one, with_messages) for one in first.passes))
+    last = _traced(replace(setting, rank=prod(setting.axes.values()) - 1), config)
+    merged = []
+    for ours, others in zip(first.passes, last.passes, strict=True):
+        if [piece[0] for piece in ours] != [piece[0] for piece in others]:
+            raise ConfigError("ranks of one grid run their cells in different orders.")
+        pairs = zip(ours, others, strict=True)
+        merged.append(tuple((*one[:3], largest(one[3], other[3])) for one, other in pairs))
+    return first._replace(passes=tuple(merged))
+
+
+def _each(pieces: Iterable[Any], edit: Any) -> tuple[Any, ...]:
+    return tuple((*piece[:3], edit(piece[3])) for piece in pieces)
+
+
+def _traced(setting: Any, config: Config) -> Sample:
+    from ...dry.step import Key, Rank
+    from ...train.dry_run import training_of
+
+    rank = Rank.traced(setting, training_of(config))
+    step = rank.step([])
+    passes = rank.ops[Key("F", 0, 1)].parts, rank.ops[Key("B", 0, 1)].parts
+    found = tuple(
+        tuple((_NAMES.get(one.cell, one.cell), one.net, one.top, tuple(one.ops)) for one, _ in parts if one.ops or one.net)
+        for parts in (*passes, step.copies, step.optimizer)
+    )
+    elements = {ENTER: 0, BLOCK: 0, LEAVE: 0, "tied": 0}
+    for state in rank.states:
+        elements[_cell_of(state.name)] += state.numel
+        if state.name == "embedding.weight" and config.model.tied:
+            elements["tied"] = state.numel
+    return Sample(found, elements, rank.kept)
+
+
+def _cell_of(name: str) -> str:
+    """The cell of a parameter: that which the first stage of a pipeline, a block, or the last stage holds."""
+    if name.startswith("blocks."):
+        return BLOCK
+    return ENTER if name.startswith(("embedding", "positions", "token_types")) else LEAVE
+
+
+def _between(near: Sample, far: Sample, at: tuple[int, int]) -> Cells | None:
+    """Cells whose sizes are lines through two samples; of memory, which may grow ever faster, lines through both from above."""
+
+    def line(low: int, high: int) -> Line:
+        slope, left = divmod(high - low, at[1] - at[0])
+        slope += bool(left)
+        return Line(low - slope * at[0], slope)
+
+    numbers: dict[Kind, int] = {}
+    passes = []
+    for ours, others in zip(near.passes, far.passes, strict=True):
+        if [(piece[0], len(piece[3])) for piece in ours] != [(piece[0], len(piece[3])) for piece in others]:
+            return None
+        pieces = []
+        for (cell, net, top, ops), (_, other_net, other_top, other_ops) in zip(ours, others, strict=True):
+            found = []
+            for one, other in zip(ops, other_ops, strict=True):
+                kind = _kind(one, other, at)
+                if kind is None:
+                    return None
+                found.append((numbers.setdefault(kind, len(numbers)), one.id))
+            pieces.append(Piece(cell, line(net, other_net), line(top, other_top), tuple(found)))
+        passes.append(tuple(pieces))
+    return Cells(tuple(numbers), *passes, near.elements, line(near.kept, far.kept))
+
+
+def _kind(one: Op, other: Op, at: tuple[int, int]) -> Kind | None:
+    """The kind of an operation of two samples; None where they are not one operation whose sizes grow evenly."""
+    if one._replace(**_NO_SIZES) != other._replace(**_NO_SIZES):
+        return None
+    lines = []
+    for name in SIZES:
+        low, high = getattr(one, name), getattr(other, name)
+        slope, left = divmod(high - low, at[1] - at[0])
+        if left:
+            return None
+        lines.append(Line(low - slope * at[0], slope))
+    return Kind(one._replace(**_NO_SIZES, layer="", id=-1), tuple(lines))
+
+
+_NAMES = {"0": BLOCK}
+"""The only block of a model that is traced."""
+_NO_SIZES: dict[str, Any] = dict.fromkeys(SIZES, 0)

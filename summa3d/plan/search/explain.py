@@ -1,0 +1,143 @@
+"""Why a plan is where it is: its terms beside others', what bounds it, and which number of the cluster would put it first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ...errors import ClusterError, ConfigError
+from ..cluster import Cluster
+from .memory import memory
+from .plans import Plan
+from .search import Found, Priced
+from .store import Store
+from .timing import Times
+
+MOST = 16.0
+"""By how much a number is changed at most."""
+HALVINGS = 7
+SHAKE = (0.8, 1.25)
+"""What all numbers are changed by, one after the other, to see whether the first plan stays ahead."""
+GIB = 2**30
+
+
+def explain(found: Found, number: int, store: Store) -> Iterator[str]:
+    """The lines of --explain NUMBER. Raises ConfigError for a number that no shown plan has."""
+    if not 1 <= number <= len(found.best):
+        raise ConfigError(f"--explain {number}: the plans that are kept are 1 to {len(found.best)}; --top keeps more.")
+    one, first = found.best[number - 1], found.best[0]
+    others = {"1": first, f"best of {one.plan.family}": found.families[one.plan.family]}
+    columns = {str(number): one, **{name: other for name, other in others.items() if other is not one}}
+    yield f"\nplan {number}: {one.plan}"
+    yield from _terms(columns)
+    yield from _bound(found, one, store)
+    keys = changeable(found.cluster, found.space.dtype)
+    if one is not first:
+        yield _smallest_change(found.cluster, keys, one.plan, first.plan, store)
+    yield _regret(found, keys, store)
+
+
+def _terms(columns: dict[str, Priced]) -> Iterator[str]:
+    """Seconds and bytes, a column for each plan."""
+    yield f"{'':<16}" + "".join(f"{name:>18}" for name in columns)
+    flat = [_flat(one) for one in columns.values()]
+    for term in dict.fromkeys(term for one in flat for term in one):
+        yield f"{term:<16}" + "".join(f"{one.get(term, 0.0):>18.4g}" for one in flat)
+
+
+def _flat(one: Priced) -> dict[str, float]:
+    terms: dict[str, Any] = one.terms
+    times = {"s/step": one.seconds, "compute": terms["compute"], **{f"axis {axis}": time for axis, time in terms["axis"].items()}}
+    times |= {name: terms[name] for name in ("p2p", "bubble", "dp", "optimizer", "hidden")}
+    return times | {f"GiB {name}": size / GIB for name, size in zip(one.memory._fields[:5], one.memory, strict=False)}
+
+
+def _bound(found: Found, one: Priced, store: Store) -> Iterator[str]:
+    """Which neighbours of a plan need more memory than there is, and which level of links each axis is bound by."""
+    limit, plan = found.limit, one.plan
+    for what, other in neighbours(plan):
+        cells, units = store.cells(other.inner, other.units)
+        size = memory(other, cells, units).total
+        verdict = "does not fit" if size > limit else "fits"
+        yield f"{what} needs {size / GIB:.1f} GiB of {limit / GIB:.1f}: it {verdict}"
+    times = Times(found.cluster, store)
+    for axis, size in plan.inner.axes:
+        if size > 1:
+            level, seconds = times.slowest_level(plan, axis)
+            yield f"axis {axis} is bound by the ports of level {level}: {1e-9 / seconds:.3g} GB/s a rank"
+
+
+def neighbours(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Plans that keep more: twice the micro-batch, and nothing computed again."""
+    if plan.micro_batches % 2 == 0 and (plan.chunks == 1 or plan.micro_batches // 2 % plan.pp == 0):
+        yield f"micro-batch {2 * plan.rows}", replace(plan, units=2 * plan.units, micro_batches=plan.micro_batches // 2)
+    if plan.inner.recompute == "full":
+        yield "the same without recomputation", replace(plan, inner=replace(plan.inner, recompute="none"))
+
+
+def changeable(cluster: Cluster, dtype: str) -> list[str]:
+    """The numbers of a cluster that times depend on."""
+    outside = ("device.memory", "band.percent", "collectives.chunk")
+    return [
+        key
+        for key, number in cluster.numbers.items()
+        if number.value
+        and key not in outside
+        and not key.endswith((".size", ".ports"))
+        and (not key.startswith("peak.") or key == f"peak.{dtype}")
+    ]
+
+
+def _smallest_change(cluster: Cluster, keys: list[str], plan: Plan, first: Plan, store: Store) -> str:
+    """The key whose smallest factor puts `plan` before `first`."""
+    best = min(
+        ((_least_factor(cluster, key, up, plan, first, store), key) for key in keys for up in (True, False)),
+        key=lambda one: (max(one[0], 1 / one[0]), one[1]),
+    )
+    factor, key = best
+    if max(factor, 1 / factor) >= MOST:
+        return f"no number of the cluster, changed by up to {MOST:.0f}×, puts it before plan 1"
+    return f"with {factor:.3g}× {key} it would be before plan 1"
+
+
+def _least_factor(cluster: Cluster, key: str, up: bool, plan: Plan, first: Plan, store: Store) -> float:
+    """The factor of `key`, upwards or downwards, at which `plan` is as fast as `first`; MOST where there is none."""
+    low, high = 1.0, MOST
+    if not _ahead(cluster, key, high if up else 1 / high, plan, first, store):
+        return MOST
+    for _ in range(HALVINGS):
+        middle = (low * high) ** 0.5
+        if _ahead(cluster, key, middle if up else 1 / middle, plan, first, store):
+            high = middle
+        else:
+            low = middle
+    return high if up else 1 / high
+
+
+def _ahead(cluster: Cluster, key: str, factor: float, plan: Plan, first: Plan, store: Store) -> bool:
+    times = changed(cluster, key, factor, store)
+    return times is not None and times.closed(plan) < times.closed(first)
+
+
+def changed(cluster: Cluster, key: str, factor: float, store: Store) -> Times | None:
+    """Times on the cluster with one number changed; None where the number cannot be so."""
+    try:
+        return Times(cluster.replaced({key: cluster[key] * factor}, "assumed"), store)
+    except ClusterError:
+        return None
+
+
+def _regret(found: Found, keys: list[str], store: Store) -> str:
+    """How much plan 1 loses to the best of the shown plans where one number is other than described."""
+    shown = [one.plan for one in {str(one.plan): one for one in (*found.best, *found.families.values())}.values()]
+    worst, at = 0.0, "no number"
+    for key in keys:
+        for factor in SHAKE:
+            times = changed(found.cluster, key, factor, store)
+            if times is None:
+                continue
+            seconds = [times.closed(plan) for plan in shown]
+            if seconds[0] / min(seconds) - 1 > worst:
+                worst, at = seconds[0] / min(seconds) - 1, f"{factor}× {key}"
+    return f"regret of plan 1 among the plans shown, if one number is 20 % off: {worst:.1%} at most ({at})"

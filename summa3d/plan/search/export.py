@@ -1,0 +1,94 @@
+"""A plan as a training configuration, and as a folder with a Slurm job that runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import DataError
+from ...train.config import Config, from_table, to_table, write
+from ..cluster import Cluster
+from .plans import Plan
+
+
+def configured(plan: Plan, base: Config) -> Config:
+    """The configuration `base` on the plan's grid: what `summa3d train` would run."""
+    table = to_table(base)
+    grid = {name: value for name, value in table["grid"].items() if name in ("cp", "ep")}
+    table |= {"grid": grid, "chosen": "", "model": to_table(plan.inner.model), "device": plan.inner.device}
+    table["pipeline"].pop("layers", None)
+    for key, value in plan.keys().items():
+        *path, name = key.split(".")
+        target = table
+        for part in path:
+            target = target.setdefault(part, {})
+        target[name] = value
+    return from_table(table)
+
+
+JOB = """#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+{tasks}
+#SBATCH --exclusive
+#SBATCH --time={time}
+# {plan}
+# Written by `summa3d plan --write`; predicted: {seconds:.4g} s a step on {cluster}. Submit it from the repository: sbatch FILE
+set -euo pipefail
+jobs=${{SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}}/jobs # Slurm runs a copy of this file from another folder
+source "$jobs/steps.sh"
+source "$jobs/clusters/{site}.sh"
+
+CONFIG=${{CONFIG:-{config}}}
+SCHEME={scheme}
+GRID={grid}
+record "$RUN"
+check
+train
+"""
+SPARE = 1.25
+"""Times the predicted seconds of all steps that a job may take, beside STARTUP."""
+STARTUP = 600
+
+
+def export(folder: Path, plan: Plan, seconds: float, base: Config, cluster: Cluster, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Write plan.toml, job.sh and plan.json into a folder; returns what a dry run of plan.toml says of its bytes.
+
+    found : the plan as in the search's JSON. Raises DataError where the folder cannot be written.
+    """
+    from ...train.dry_run import predict
+
+    config = configured(plan, base)
+    dry = predict(config)
+    held = {key: dry[key] for key in ("fullest_rank", "bytes", "mean_bytes", "peak")}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write(to_table(config), folder / "plan.toml")
+        (folder / "job.sh").write_text(_job(folder, plan, seconds, config, cluster), encoding="utf-8")
+        (folder / "plan.json").write_text(json.dumps({**found, "dry_run": held}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error}") from None
+    return held
+
+
+def _job(folder: Path, plan: Plan, seconds: float, config: Config, cluster: Cluster) -> str:
+    ranks = plan.inner.ranks * plan.dp * plan.pp
+    node = min(cluster.node or ranks, ranks)
+    on_device = plan.inner.device == "cuda"
+    minutes = -(-int(STARTUP + SPARE * seconds * config.train.steps) // 60)
+    tasks = f"#SBATCH --gpus-per-node={node}" if on_device else f"#SBATCH --ntasks-per-node={node}\n#SBATCH --cpus-per-task=1"
+    return JOB.format(
+        name=f"plan-{ranks}",
+        nodes=-(-ranks // node),
+        tasks=tasks,
+        time=f"{minutes // 60:02}:{minutes % 60:02}:00",
+        plan=plan,
+        seconds=seconds,
+        cluster=cluster.name,
+        site="cuda" if on_device else "cpu",
+        config=(folder / "plan.toml").resolve(),
+        scheme=plan.inner.scheme,
+        grid=",".join(f"{axis}={size}" for axis, size in config.grid.axes.items()),
+    )

@@ -1,0 +1,121 @@
+"""Bytes of a rank of a plan: what it keeps of parameters, what micro-batches in flight save, and the most of a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ...dry.record import ENTER, LEAVE
+from ...dtypes import HALVES, dtype_of
+from ...parallel.schedule import rule_of
+from ...parallel.simulate import in_flight
+from ...train.config import master_dtype
+from ..cells import BLOCK
+from .cells import Cells, Piece
+from .plans import Plan
+from .timing import elements_of, matrices
+
+CONTEXT = 1.2 * 2**30
+"""Bytes of a device that its context, NCCL and cuBLAS take: assumed."""
+FRAGMENTED = 0.04
+"""Of a device's memory that its allocator cannot use: assumed."""
+
+
+class Memory(NamedTuple):
+    """Bytes of the fullest rank, term by term; `stage` is its rank of the pipeline."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+    stage: int
+
+    @property
+    def total(self) -> int:
+        """All terms together."""
+        return sum(self[:5])
+
+
+def reserve(memory: float) -> float:
+    """Bytes of a device's memory that a plan may not use."""
+    return CONTEXT + FRAGMENTED * memory
+
+
+def kept_per_element(dtype: str, zero: int, dp: int) -> tuple[float, float, float]:
+    """Bytes per element of parameters with their 16-bit copies, of gradients, and of the optimizer's moments."""
+    size, shards = dtype_of(master_dtype(dtype)).nbytes, dp if zero else 1
+    copied = dtype_of(dtype).nbytes if dtype in HALVES else 0
+    whole = size / shards + copied if copied else size
+    return whole, size, 2 * size / shards
+
+
+def least(plan: Plan) -> float:
+    """Bytes that any rank holds of the weights of blocks alone, and their states: a bound that needs no trace."""
+    block = sum(rows * columns for rows, columns in matrices(plan.inner.model)) / plan.inner.ranks
+    return block * plan.inner.model.layers / plan.pp * sum(kept_per_element(plan.inner.dtype, plan.zero, plan.dp))
+
+
+def memory(plan: Plan, cells: Cells, units: int) -> Memory:
+    """The bytes of the fullest rank. cells, units : as of `Store.cells`."""
+    found = (_of_rank(plan, cells, units, rank) for rank in sorted({0, min(1, plan.pp - 1), plan.pp - 1}))
+    return max(found, key=lambda one: one.total)
+
+
+def _of_rank(plan: Plan, cells: Cells, units: int, rank: int) -> Memory:
+    held, each = elements_of(plan, cells)[rank], kept_per_element(plan.inner.dtype, plan.zero, plan.dp)
+    parameters, gradients, optimizer = (round(held * one) for one in each)
+    stages = range(rank, len(plan.layers), plan.pp)
+    nets: dict[bool, list[int]] = {}
+    tops: dict[bool, list[int]] = {}
+    for way in (False, True):
+        for stage in stages:
+            times = {BLOCK: plan.layers[stage], ENTER: int(stage == 0), LEAVE: int(stage == len(plan.layers) - 1)}
+            net, top = extent(cells.pieces(way), times, units)
+            nets.setdefault(way, []).append(net)
+            tops.setdefault(way, []).append(top)
+    saved = max(nets[False])
+    many = most_in_flight(plan.schedule, plan.pp, plan.micro_batches, plan.chunks, rank)
+    activations = many * saved
+    top = max((many - 1) * saved + max(tops[False]), activations + max(tops[True]))
+    kept = cells.kept.at(units) + (plan.rows * plan.inner.model.sequence * plan.inner.model.hidden // plan.inner.ranks) * (
+        2 * dtype_of(plan.inner.dtype).nbytes * (plan.pp > 1)
+    )
+    return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept, rank)
+
+
+def extent(pieces: Iterable[Piece], times: Mapping[str, int], units: int) -> tuple[int, int]:
+    """Net and peak of the bytes of a pass over a stage: consecutive pieces of a block are repeated as one."""
+    held = top = 0
+    run: list[Piece] = []
+
+    def close() -> None:
+        nonlocal held, top
+        net = most = 0
+        for piece in run:
+            most = max(most, net + piece.top.at(units))
+            net += piece.net.at(units)
+        many = times[BLOCK]
+        if run and many:
+            top = max(top, held + most + max(0, (many - 1) * net))
+            held += many * net
+        run.clear()
+
+    for piece in pieces:
+        if piece.cell == BLOCK:
+            run.append(piece)
+            continue
+        close()
+        if times.get(piece.cell, 1):
+            top = max(top, held + piece.top.at(units))
+            held += piece.net.at(units)
+    close()
+    return held, top
+
+
+def most_in_flight(schedule: str, p: int, m: int, chunks: int, rank: int) -> int:
+    """The most inputs of stages that a rank keeps."""
+    many = min(m, 2 * p)  # more change nothing
+    if chunks > 1:
+        many = max(p, many // p * p)
+    return max(in_flight(list(rule_of(schedule, p, many, chunks).order(p, many, chunks, rank))))

@@ -1,0 +1,286 @@
+"""Plans: how a model may be trained on so many ranks, and the enumeration of all that divide evenly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import product
+from math import gcd, lcm, prod
+from typing import Any
+
+from ...comm.topology import Topology, divisors
+from ...errors import ConfigError
+from ...layout.layout import Layout
+from ...nn.config import ModelConfig
+from ...nn.schemes.registry import SCHEME_SPECS, SchemeSpec, is_sequence_fine
+from ...nn.schemes.validate import needs
+from ...parallel.schedule import split_layers
+from .cells import Inner
+
+ORDER = ("z", "y", "x", "d", "dp", "pp")
+"""Ranks in their default order, fastest first: the grid of a stage, then replicas, then stages."""
+SCHEMES = tuple(name for name, spec in SCHEME_SPECS.items() if not spec.limits and name != "serial")
+FAMILIES = ("1-D", "FSDP", "2-D", "2.5-D", "cuboid")
+UNITS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Micro-batches that are tried, in units of the fewest rows that a grid divides."""
+MOST_CHUNKS = 8
+VARIANTS = (("none", False), ("none", True), ("full", False))
+"""(recompute, regather) that are tried; "full" keeps no gathered operand from forward to backward, so that none is regathered."""
+
+
+@dataclass(frozen=True)
+class Era:
+    """What the programs of a time could do: their schemes, (recompute, regather), and stages of ZeRO."""
+
+    schemes: tuple[str, ...] = SCHEMES
+    variants: tuple[tuple[str, bool], ...] = VARIANTS
+    zero: tuple[int, ...] = (1,)
+
+
+ERAS = {"2021": Era(("oned",), (("full", False),), (0,)), "now": Era()}
+"""2021: Megatron-LM's all-reduces, every layer recomputed, no ZeRO."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched: a model, ranks, the sequences of a step, and what plans may be.
+
+    nodes : ranks of the cluster's levels that have a size. least, most, fixed : key of `Plan.keys` → what it may be.
+    """
+
+    model: ModelConfig
+    ranks: int
+    batch: int
+    dtype: str
+    device: str
+    nodes: tuple[int, ...]
+    era: Era = ERAS["now"]
+    least: Mapping[str, int] | None = None
+    most: Mapping[str, int] | None = None
+    fixed: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to train a model: the grid of a stage, replicas, pipeline, micro-batch, placement.
+
+    units : of the micro-batch (`Inner.unit` rows each). tile : the sub-grid that a node holds; empty, ranks in their order.
+    """
+
+    inner: Inner
+    dp: int
+    pp: int
+    chunks: int
+    units: int
+    micro_batches: int
+    zero: int
+    tile: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a micro-batch of one replica."""
+        return self.units * self.inner.unit
+
+    @property
+    def schedule(self) -> str:
+        """The pipeline's schedule."""
+        return "interleaved" if self.chunks > 1 else "1f1b"
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return _split(self.inner.model.layers, self.pp, self.chunks)
+
+    def layers_of(self, rank: int) -> int:
+        """Layers of a rank of the pipeline, in all its chunks."""
+        return sum(self.layers[rank :: self.pp])
+
+    @property
+    def family(self) -> str:
+        """The family of its scheme and grid."""
+        return family_of(self.inner.scheme, self.inner.shape)
+
+    def topology(self) -> Topology:
+        """The placement of all ranks."""
+        shape = {**self.inner.shape, "dp": self.dp, "pp": self.pp}
+        return Topology.checked(shape, [name for name in ORDER if name in shape], dict(self.tile))
+
+    def keys(self) -> dict[str, Any]:
+        """The keys of a training configuration that the plan decides, dotted."""
+        inner, grid = self.inner, {f"grid.{axis}": size for axis, size in self.inner.shape.items()}
+        found = {"scheme": inner.scheme, **grid, "grid.dp": self.dp, "grid.pp": self.pp, "grid.order": ",".join(ORDER)}
+        if self.tile:
+            found["grid.tile"] = dict(self.tile)
+        found |= {"pipeline.schedule": self.schedule, "pipeline.chunks": self.chunks, "train.accumulate": self.micro_batches}
+        found |= {"recompute": inner.recompute, "regather": inner.regather, "replicas.zero": self.zero}
+        return found | {"train.batch": self.rows * self.dp * self.micro_batches, "dtype": inner.dtype}
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{axis}{size}" for axis, size in self.inner.shape.items() if size > 1)
+        pipe = "" if self.pp == 1 else f" · pp {self.pp}" + (f"×{self.chunks}" if self.chunks > 1 else "")
+        replicas = "" if self.dp == 1 else f" · dp {self.dp}"
+        zero = f" · zero {self.zero}" if self.dp > 1 and self.zero != 1 else ""
+        kept = "full" if self.inner.recompute == "full" else "regather" if self.inner.regather else "keep"
+        tile = " · tile " + " ".join(f"{axis}{size}" for axis, size in self.tile if size > 1) if self.tile else ""
+        return f"{self.inner.scheme} {axes or 'y1'}{pipe}{replicas}{zero} · b {self.rows} · {kept}{tile}"
+
+
+_split = cache(split_layers)
+
+
+SHORT = {"b": "micro_batch", "t": "y", "accumulate": "train.accumulate", "order": "grid.order", "tile": "grid.tile"}
+SHORT |= {name: f"grid.{name}" for name in ("x", "y", "z", "d", "dp", "pp")}
+SHORT |= {"chunks": "pipeline.chunks", "schedule": "pipeline.schedule", "zero": "replicas.zero"}
+
+
+def value_of(plan: Plan, key: str) -> Any:
+    """The value of a key, in its short or its whole form; micro_batch is the rows of one."""
+    if key in ("b", "micro_batch"):
+        return plan.rows
+    return plan.keys().get(SHORT.get(key, key), {} if key in ("tile", "grid.tile") else 1)
+
+
+def keys_known() -> list[str]:
+    """The keys that --fix and --limit take."""
+    return sorted({*SHORT, *SHORT.values(), "scheme", "recompute", "regather", "family"} - {"t"})
+
+
+def family_of(scheme: str, shape: Mapping[str, int]) -> str:
+    """The family of a scheme on a grid.
+
+    >>> family_of("cuboid", {"x": 8, "y": 2, "z": 1}), family_of("cuboid", {"x": 2, "y": 2, "z": 2})
+    ('FSDP', 'cuboid')
+    """
+    if scheme in ("oned", "oned-sp"):
+        return "1-D"
+    if scheme.startswith("cuboid"):
+        return "cuboid" if shape["z"] > 1 else "FSDP" if shape["x"] > 1 else "1-D"
+    return "2.5-D" if scheme == "tesseract" else "2-D"
+
+
+def plans(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[Plan]:
+    """Every plan that divides evenly, with the default placement; what does not is counted in `rejected` by family and reason."""
+    for scheme, shape, unit in inners(space, rejected):
+        ranks, family = prod(shape.values()), family_of(scheme, shape)
+        for recompute, regather in _variants(space.era, scheme, shape):
+            inner = Inner(space.model, scheme, tuple(shape.items()), recompute, regather, space.dtype, space.device, unit)
+            for pp in divisors(space.ranks // ranks):
+                if pp > space.model.layers:
+                    rejected[family, "more stages than layers"] += 1
+                    continue
+                yield from _around(inner, space, pp, space.ranks // ranks // pp, rejected)
+
+
+def inners(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[tuple[str, dict[str, int], int]]:
+    """(scheme, grid of a stage, unit of the micro-batch) of every grid that divides heads, hidden and sequence."""
+    for scheme in space.era.schemes:
+        spec = SCHEME_SPECS[scheme]
+        for ranks in divisors(space.ranks):
+            for own in spec.grids(ranks):
+                if _repeats(scheme, own):
+                    continue
+                shape = {"x": 1, "y": 1, "z": 1, **own}
+                unit, reason = _unit(spec, space.model, shape)
+                if reason:
+                    rejected[family_of(scheme, shape), reason] += 1
+                else:
+                    yield scheme, shape, unit
+
+
+def _repeats(scheme: str, shape: Mapping[str, int]) -> bool:
+    """Whether a simpler scheme is the same program on this grid."""
+    several = sum(size > 1 for size in shape.values())
+    if scheme.startswith("cuboid"):
+        return several == 0 or (scheme == "cuboid-sequence" and several == shape["y"] > 1)
+    if scheme == "oned-sp":
+        return shape["y"] == 1
+    if scheme == "tesseract":
+        return shape["x"] == 1 or shape["d"] == 1
+    return scheme.startswith("summa") and several < 2
+
+
+def _unit(spec: SchemeSpec, model: ModelConfig, shape: Mapping[str, int]) -> tuple[int, str]:
+    """The fewest rows of a micro-batch that the grid divides, and what it does not divide; empty where it divides all."""
+    c_layout = spec.plan(spec.residual, "nn", 1, 1, 1).c_layout
+    rows, columns = c_layout.dims
+    inside = Layout(rows[:1], rows[1:], columns) if is_sequence_fine(spec.residual) else Layout(rows, (), columns)
+    unit = 1
+    for need in needs(spec, inside, model, 1, model.sequence):
+        parts = need.num_shards(shape)
+        if need.dim == "batch":
+            unit = lcm(unit, parts)
+        elif need.size % parts:
+            return unit, f"{need.dim} {need.size} does not divide over {'·'.join(need.axes)}"
+    return unit, ""
+
+
+def _variants(era: Era, scheme: str, shape: Mapping[str, int]) -> tuple[tuple[str, bool], ...]:
+    """(recompute, regather): products of schemes other than cuboids gather nothing that could be kept."""
+    gathers = scheme.startswith(("cuboid", "oned-sp")) and max(shape["x"], shape["y"]) > 1
+    return tuple(dict.fromkeys((recompute, regather and gathers) for recompute, regather in era.variants))
+
+
+def _around(inner: Inner, space: Space, pp: int, dp: int, rejected: Counter[tuple[str, str]]) -> Iterator[Plan]:
+    """The replicas, micro-batches and chunks around the grid of a stage."""
+    family = family_of(inner.scheme, inner.shape)
+    rows, left = divmod(space.batch, dp * inner.unit)
+    if left:
+        rejected[family, f"batch {space.batch} does not divide"] += 1
+        return
+    for units in UNITS:
+        if rows % units:
+            continue
+        for chunks, zero in product(_chunks(space.model.layers, pp, rows // units), space.era.zero if dp > 1 else (1,)):
+            yield Plan(inner, dp, pp, chunks, units, rows // units, zero)
+
+
+def _chunks(layers: int, pp: int, micro_batches: int) -> list[int]:
+    """Stages of a rank: one, or several of equal layers where interleaving takes the micro-batches."""
+    if pp == 1 or layers % pp or micro_batches % pp:
+        return [1]
+    return [many for many in divisors(layers // pp) if many <= MOST_CHUNKS]
+
+
+def tiles(plan: Plan, nodes: tuple[int, ...]) -> Iterator[Plan]:
+    """The plan with every sub-grid of its stage that fills a unit of the cluster's levels, and without one."""
+    yield plan
+    for tile in _tiles(plan.inner.axes, nodes):
+        yield replace(plan, tile=tile)
+
+
+@cache
+def _tiles(axes: tuple[tuple[str, int], ...], nodes: tuple[int, ...]) -> list[tuple[tuple[str, int], ...]]:
+    wide = [(axis, size) for axis, size in axes if size > 1]
+    ranks = prod(size for _, size in wide)
+    found = []
+    for many in dict.fromkeys(gcd(node, ranks) for node in nodes):
+        for sizes in product(*(divisors(size) for _, size in wide)) if len(wide) > 1 < many else ():
+            if prod(sizes) == many:
+                found.append(tuple(zip((axis for axis, _ in wide), sizes, strict=True)))
+    return found
+
+
+def admits(space: Space, plan: Plan) -> bool:
+    """Whether a plan is within what is fixed and limited."""
+    checks = ((space.fixed, lambda have, want: have == want), (space.least, _at_least), (space.most, _at_most))
+    return all(
+        test(plan.family if key == "family" else value_of(plan, key), want)
+        for of, test in checks
+        for key, want in (of or {}).items()
+    )
+
+
+def _at_least(have: Any, want: Any) -> bool:
+    return bool(have >= want)
+
+
+def _at_most(have: Any, want: Any) -> bool:
+    return bool(have <= want)
+
+
+def positive(name: str, value: int) -> None:
+    """Raise ConfigError for a number of ranks or sequences below 1."""
+    if value < 1:
+        raise ConfigError(f"--{name} is {value}; it must be at least 1.")

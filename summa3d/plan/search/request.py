@@ -1,0 +1,140 @@
+"""What a search is asked for, from the words of a command line: a model, a cluster, and what plans may be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from ...nn.config import ModelConfig
+from ...train.config import Config, from_table, load, read_table, shipped
+from ...train.toml import build, nearest, override, tomllib
+from ..cluster import Cluster
+from .plans import ERAS, FAMILIES, SCHEMES, Space, keys_known, positive
+
+MODELS = Path(__file__).with_name("models.toml")
+COMMON = {"sequence": 2048, "vocabulary": 51200}
+"""Keys of the models of MODELS that have none of their own: those of Megatron-LM's GPTs."""
+SIZES = {"": 1.0, "B": 1.0, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
+SIZES |= {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+HALF = ("bfloat16", "float16")
+WORDS = {"scheme": SCHEMES, "family": FAMILIES, "recompute": ("none", "full")}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is planned for: the configuration whose model is trained, and its name."""
+
+    name: str
+    config: Config
+
+
+def models() -> dict[str, dict[str, Any]]:
+    """The models by name, as tables of a configuration's `model`."""
+    return {name: {**COMMON, **keys} for name, keys in tomllib.loads(MODELS.read_text(encoding="utf-8")).items()}
+
+
+def request(words: Sequence[str], batch: int, cluster: Cluster) -> Request:
+    """The model that words name: a name, a configuration (shipped, or a TOML file), then KEY=VALUE of `model`.
+
+    A configuration keeps its dtype; other models have the first of HALF that the cluster has a rate of, else float32.
+
+    Raises ConfigError for an unknown name, naming the nearest, for unknown keys, and for sizes that no model has.
+    """
+    positive("batch", batch)
+    known, given = models(), [word for word in words if "=" in word]
+    names = [word for word in words if "=" not in word]
+    if len(names) > 1:
+        raise ConfigError(f"--model takes one name and KEY=VALUE; it is given {', '.join(names)}.")
+    name = names[0] if names else ",".join(given)
+    if not names or names[0] in known:
+        table: dict[str, Any] = {"model": dict(known[names[0]]) if names else dict(COMMON), "dtype": _dtype_on(cluster)}
+    elif names[0] in shipped() or names[0].endswith(".toml"):
+        load(names[0])  # so that an error names its file
+        table = read_table(names[0])
+    else:
+        every = [*known, *shipped()]
+        raise ConfigError(f"unknown model {names[0]!r}; the nearest is {nearest(names[0], every)}. Known: {', '.join(every)}.")
+    override(Config, table, [word if word.startswith("model.") else f"model.{word}" for word in given])
+    model = build(ModelConfig, table["model"], "model.")
+    if not table.get("data"):
+        table["data"] = {"tokenizer": f"numbers:{model.vocabulary}"}
+    train = {**table.get("train", {}), "batch": batch, "accumulate": 1}
+    for key in ("grid", "pipeline", "scheme", "chosen", "recompute", "recompute_layers", "regather"):
+        table.pop(key, None)
+    return Request(name, from_table({**table, "train": train}))
+
+
+def space_of(
+    asked: Request, cluster: Cluster, ranks: int, batch: int, era: str, fixes: Sequence[str], limits: Sequence[str]
+) -> Space:
+    """What is searched. Raises ConfigError for what cannot be; the keys that are known are those of `plans.keys_known`."""
+    positive("ranks", ranks)
+    if era not in ERAS:
+        raise ConfigError(f"--era {era} is not known; the nearest is {nearest(era, list(ERAS))}. Known: {', '.join(ERAS)}.")
+    least, most = {}, {}
+    for text in limits:
+        found = re.fullmatch(r"\s*([\w.]+)\s*(<=|>=)\s*(\d+)\s*", text)
+        if not found:
+            raise ConfigError(f"--limit {text!r} is not of the form KEY<=NUMBER or KEY>=NUMBER, as in --limit 'y<=8'.")
+        (most if found[2] == "<=" else least)[_known("--limit", found[1])] = int(found[3])
+    nodes = tuple(level.size for level in cluster.levels if level.size)
+    dtype = asked.config.dtype
+    return Space(
+        asked.config.model,
+        ranks,
+        batch,
+        dtype,
+        asked.config.device or "cuda",
+        nodes,
+        ERAS[era],
+        least,
+        most,
+        dict(map(_fixed, fixes)),
+    )
+
+
+def _known(option: str, key: str) -> str:
+    if key not in keys_known():
+        near = nearest(key, keys_known())
+        raise ConfigError(f"{option} {key}: unknown key; the nearest is {near}. Known: {', '.join(keys_known())}.")
+    return key
+
+
+def _fixed(text: str) -> tuple[str, Any]:
+    """The key and value of KEY=VALUE."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--fix {text!r} is not of the form KEY=VALUE, as in --fix pp=8.")
+    key = _known("--fix", key.strip())
+    try:
+        found = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        found = value.strip()
+    known = WORDS.get(key)
+    if known and found not in known:
+        raise ConfigError(f"--fix {key}={found}: the nearest is {nearest(str(found), known)}. Known: {', '.join(known)}.")
+    return key, found
+
+
+def bytes_of(text: str) -> float:
+    """Bytes of a size as text.
+
+    >>> bytes_of("70GiB"), bytes_of("1.5 GB")
+    (75161927680.0, 1500000000.0)
+    """
+    found = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", text)
+    try:
+        size = float(found[1]) * SIZES[found[2].upper()] if found else 0.0
+    except (KeyError, ValueError):
+        size = 0.0
+    if size <= 0:
+        raise ConfigError(f"--memory {text!r} is no size; write 70GiB, 80GB or a number of bytes.")
+    return size
+
+
+def _dtype_on(cluster: Cluster) -> str:
+    return next((dtype for dtype in HALF if f"peak.{dtype}" in cluster.numbers), "float32")

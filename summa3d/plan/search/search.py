@@ -1,0 +1,228 @@
+"""The search: plans in the order of what they take at least, until no other can be among the best or the best of its family."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from ...dry.record import ENTER, LEAVE
+from ...errors import ConfigError, GridError, LayoutError
+from ..cells import BLOCK
+from ..cluster import Cluster
+from .memory import Memory, least, memory, reserve
+from .plans import FAMILIES, Plan, Space, admits, plans, tiles
+from .store import Store
+from .timing import PASSES, Times, matrices
+
+Tell = Callable[[int, int, int], None]
+"""Is told how many plans are done, of how many, and how many cells have been traced."""
+EVERY = 0.5
+"""Seconds between two reports."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan, its seconds, its bytes, and what its time consists of (`terms`)."""
+
+    plan: Plan
+    seconds: float
+    memory: Memory
+    terms: dict[str, object] = field(default_factory=dict, compare=False)
+
+
+@dataclass
+class Found:
+    """What a search found.
+
+    best : the fastest plans, ascending. families : the best plan of each. pareto : plans priced that no other beats in both
+    seconds and bytes. considered : how many plans divide evenly. rejected : (family, reason) → how many. limit : bytes of a rank.
+    """
+
+    space: Space
+    cluster: Cluster
+    limit: float
+    best: list[Priced]
+    families: dict[str, Priced]
+    pareto: list[Priced]
+    considered: int
+    priced: int
+    traced: int
+    read: int
+    rejected: Counter[tuple[str, str]]
+
+
+@dataclass
+class Search:
+    """A search over `space` on a cluster, with `limit` bytes a rank; `top` plans are kept."""
+
+    space: Space
+    times: Times
+    limit: float
+    top: int
+    rejected: Counter[tuple[str, str]] = field(default_factory=Counter)
+    done: list[tuple[float, Plan, Memory]] = field(default_factory=list)
+    _best: dict[str, float] = field(default_factory=dict)
+    _cutoff: float = float("inf")
+    _bytes: dict[Plan, Memory] = field(default_factory=dict)
+
+    def run(self, tell: Tell) -> Found:
+        """Search. Raises ConfigError where no plan is left, with the reasons of each family."""
+        every = [plan for plan in plans(self.space, self.rejected) if self._fits(plan)]
+        tell(0, len(every), 0)
+        told = time.monotonic()
+        floors = sorted((self.times.floor(plan, self._placements(plan)), number) for number, plan in enumerate(every))
+        for place, (floor, number) in enumerate(floors):
+            plan = every[number]
+            if time.monotonic() > told + EVERY:
+                told = time.monotonic()
+                tell(place, len(floors), self.times.store.traces)
+            if self._hopeless(plan, floor):
+                self.rejected[plan.family, "slower than the best by a lower bound"] += 1
+                continue
+            self._try(plan)
+        tell(len(floors), len(floors), self.times.store.traces)
+        if not self.done:
+            raise ConfigError(nothing_fits(self.space, self.limit, self.rejected))
+        return self._found(len(every))
+
+    def _fits(self, plan: Plan) -> bool:
+        if not admits(self.space, plan):
+            self.rejected[plan.family, "not within --fix and --limit"] += 1
+        elif least(plan) > self.limit:
+            self.rejected[plan.family, "weights and their states alone do not fit"] += 1
+        else:
+            return True
+        return False
+
+    def _placements(self, plan: Plan) -> list[Plan]:
+        fixed = (self.space.fixed or {}).keys() & {"tile", "grid.tile"}
+        return [plan] if fixed else [*tiles(plan, self.space.nodes)]
+
+    def _hopeless(self, plan: Plan, seconds: float) -> bool:
+        return seconds >= self._cutoff and seconds >= self._best.get(plan.family, float("inf"))
+
+    def _try(self, plan: Plan) -> None:
+        """Price a plan with each of its placements, as far as its bounds leave it a chance."""
+        try:
+            cells, units = self.times.store.cells(plan.inner, plan.units)
+        except (LayoutError, GridError, ConfigError) as error:
+            self.rejected[plan.family, str(error).partition("\n")[0]] += 1
+            return
+        held = memory(plan, cells, units)
+        if held.total > self.limit:
+            self.rejected[plan.family, "memory"] += 1
+            return
+        seen = set()
+        for one in self._placements(plan):
+            bound = self.times.closed(one, least=True)
+            if bound in seen:
+                self.rejected[plan.family, "its placement loads the links as another's"] += 1
+                continue
+            seen.add(bound)
+            if self._hopeless(one, bound):
+                self.rejected[plan.family, "slower than the best by counted operations"] += 1
+                continue
+            self._keep(self.times.closed(one), one, held)
+
+    def _keep(self, seconds: float, plan: Plan, held: Memory) -> None:
+        self.done.append((seconds, plan, held))
+        self._best[plan.family] = min(seconds, self._best.get(plan.family, float("inf")))
+        if len(self.done) >= self.top:
+            self._cutoff = sorted(one for one, *_ in self.done)[self.top - 1]
+
+    def _found(self, considered: int) -> Found:
+        done = sorted(self.done, key=lambda one: (one[0], str(one[1])))
+        chosen = {plan: held for _, plan, held in done[: self.top]}
+        for family in FAMILIES:
+            chosen |= {plan: held for _, plan, held in [one for one in done if one[1].family == family][:1]}
+        best = sorted((self.priced(plan, held) for plan, held in chosen.items()), key=lambda one: (one.seconds, str(one.plan)))
+        families = {one.plan.family: one for one in reversed(best)}
+        families = {family: families[family] for family in FAMILIES if family in families}
+        front = [Priced(plan, seconds, held) for seconds, plan, held in front_of(done)]
+        store = self.times.store
+        counts = (considered, len(done), store.traces, store.read)
+        return Found(self.space, self.times.cluster, self.limit, best[: self.top], families, front, *counts, self.rejected)
+
+    def priced(self, plan: Plan, held: Memory) -> Priced:
+        """A plan with its pipeline simulated, and its time term by term."""
+        return Priced(plan, self.times.seconds(plan), held, terms(plan, self.times))
+
+
+def search(
+    space: Space,
+    cluster: Cluster,
+    top: int = 8,
+    limit: float | None = None,
+    store: Store | None = None,
+    tell: Tell = lambda *state: None,
+) -> Found:
+    """The fastest plans of `space` on a cluster, the best of each family, and what the others failed by.
+
+    limit : bytes of a rank; the device's memory less `reserve`, by default. Raises ConfigError where no plan is left.
+    """
+    whole = cluster["device.memory"]
+    return Search(space, Times(cluster, store or Store()), whole - reserve(whole) if limit is None else limit, top).run(tell)
+
+
+def front_of(done: Sequence[tuple[float, Plan, Memory]]) -> Iterable[tuple[float, Plan, Memory]]:
+    """Of plans in the order of their seconds, those that need fewer bytes than all faster ones."""
+    fewest = float("inf")
+    for one in done:
+        if one[2].total < fewest:
+            fewest = one[2].total
+            yield one
+
+
+def terms(plan: Plan, times: Times) -> dict[str, object]:
+    """The seconds of a step on the busiest rank of the pipeline, by what they are spent on; `bubble` is what it waits for."""
+    spans, step = times.spans(plan), times.step(plan)
+    after, last = times.after(plan), plan.pp - 1
+
+    def work(rank: int) -> dict[tuple[str, bool], int]:
+        many = {BLOCK: plan.layers_of(rank), ENTER: int(rank == 0), LEAVE: int(rank == last)}
+        return {(cell, way): count * plan.micro_batches for cell, count in many.items() for way in PASSES}
+
+    def busy(rank: int) -> float:
+        return sum(spans[key].seconds * many for key, many in work(rank).items())
+
+    rank = max(sorted({0, min(1, last), last}), key=busy)
+    axes: dict[str, float] = {}
+    hidden = 0.0
+    for key, many in work(rank).items():
+        for axis, seconds in spans[key].exposed.items():
+            axes[axis] = axes.get(axis, 0.0) + many * seconds
+        hidden += many * sum(spans[key].hidden.values())
+    compute = sum(spans[key].compute * many for key, many in work(rank).items())
+    ends = 2 * plan.chunks - (rank == 0) - (rank == last) if plan.pp > 1 else 0
+    sends = 2 * 0.5 * ends * plan.micro_batches * step.parts.send
+    pipeline = step.pipeline(times.cluster)
+    return {
+        "compute": compute,
+        "axis": dict(sorted(axes.items())),
+        "p2p": sends,
+        "bubble": max(0.0, pipeline - busy(rank) - sends),
+        "dp": after.replicas,
+        "optimizer": after.optimizer,
+        "hidden": hidden,
+    }
+
+
+def flops_of(space: Space, recomputed: bool = False) -> float:
+    """Operations of a step: the model's, as MFU counts them, or with what `full` recomputes, as HFU does."""
+    model = space.model
+    weights = sum(rows * columns for rows, columns in matrices(model))
+    block = (8 if recomputed else 6) * model.sequence * weights + (16 if recomputed else 12) * model.sequence**2 * model.hidden
+    return float(space.batch * (model.layers * block + 6 * model.sequence * model.hidden * model.vocabulary))
+
+
+def nothing_fits(space: Space, limit: float, rejected: Counter[tuple[str, str]]) -> str:
+    """Why no plan is left: each family's reasons, the most frequent first."""
+    parts = []
+    ordered = sorted(rejected.items(), key=lambda one: (FAMILIES.index(one[0][0]), -one[1], one[0][1]))
+    for family, lines in groupby(ordered, key=lambda one: one[0][0]):
+        parts.append(f"{family}: " + ", ".join(f"{reason} ({many})" for (_, reason), many in [*lines][:3]))
+    size = f"{space.ranks} ranks, batch {space.batch}, {limit / 2**30:.3g} GiB a rank"
+    return f"no plan fits {size}. " + "; ".join(parts) + "."

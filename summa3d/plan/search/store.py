@@ -1,0 +1,150 @@
+"""Traced cells on disk: one JSON file each, named by all that a trace depends on, the library's own code included."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ...dry.record import Op
+from .cells import SIZES, Cells, Inner, Kind, Line, Piece, traced
+
+FORMAT = 1
+ROOMS = ("autograd", "comm", "dry", "gemm", "layout", "nn", "parallel", "train")
+"""The packages whose code a trace depends on, beside the kernels and the search's own cells."""
+MOVED = (*SIZES, "layer", "id")
+
+
+def folder() -> Path:
+    """The user's folder of traced cells: $SUMMA3D_CACHE, else $XDG_CACHE_HOME/summa3d, else ~/.cache/summa3d."""
+    given = os.environ.get("SUMMA3D_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return (Path(given) if given else Path(base) / "summa3d") / "cells"
+
+
+@cache
+def code() -> str:
+    """A fingerprint of the code that is traced: the library's sources, and torch's version."""
+    root, found = Path(__file__).parents[2], hashlib.sha256(metadata.version("torch").encode())
+    rooms = [*(root / room for room in ROOMS), root.parent / "kernels", root / "kernels"]
+    files = [file for room in rooms for file in sorted(room.rglob("*.py"))]
+    for file in [*files, Path(__file__).with_name("cells.py"), root / "plan" / "cells.py", root / "blas_library.py"]:
+        found.update(str(file.relative_to(root.parent)).encode() + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def header(inner: Inner, single: bool) -> dict[str, Any]:
+    """What the file of cells begins with; another one is of other cells."""
+    return {"format": FORMAT, "version": __version__, "code": code(), "of": inner.key(single)}
+
+
+def file_of(inner: Inner, single: bool) -> Path:
+    """The file of cells: named by its header."""
+    text = json.dumps(header(inner, single), sort_keys=True)
+    return folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+class Store:
+    """Cells by what they depend on: of this process, of disk, or traced now.
+
+    tell : is given a line for each file that cannot be used. traces, read : how many were traced, and read from disk.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = lambda line: None) -> None:
+        self.traces = self.read = 0
+        self._tell = tell
+        self._known: dict[tuple[Inner, bool], Cells | None] = {}
+
+    def cells(self, inner: Inner, units: int) -> tuple[Cells, int]:
+        """The cells for micro-batches of so many units, and at how many units they are to be evaluated.
+
+        Raises LayoutError, GridError and ConfigError where a run of these sizes would.
+        """
+        found = self._of(inner, False)
+        if found is not None:
+            return found, units
+        found = self._of(replace(inner, unit=inner.unit * units), True)
+        assert found is not None, "one trace is a line"
+        return found, 1
+
+    def _of(self, inner: Inner, single: bool) -> Cells | None:
+        key = inner, single
+        if key not in self._known:
+            self._known[key] = self._loaded(inner, single)
+        return self._known[key]
+
+    def _loaded(self, inner: Inner, single: bool) -> Cells | None:
+        file = file_of(inner, single)
+        try:
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            if kept["header"] != json.loads(json.dumps(header(inner, single))):
+                raise ValueError("its header is of other cells")
+            self.read += 1
+            return None if kept["cells"] is None else _from_json(kept["cells"])
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            self._tell(f"{file} is traced again: {error!r}")
+        found = traced(inner, single)
+        self.traces += 1
+        body = {"header": header(inner, single), "cells": None if found is None else _to_json(found)}
+        try:
+            _write(file, json.dumps(body, separators=(",", ":")))
+        except OSError as error:
+            self._tell(f"{file} cannot be kept: {error}")
+        return found
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file that others see whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(name, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _to_json(cells: Cells) -> dict[str, Any]:
+    kinds = [[[getattr(kind.op, name) for name in _FIXED], [list(line) for line in kind.sizes]] for kind in cells.kinds]
+    passes = {name: [[one.cell, *one.net, *one.top, [*_flat(one.ops)]] for one in getattr(cells, name)] for name in _PASSES}
+    return {"kinds": kinds, **passes, "elements": dict(cells.elements), "kept": list(cells.kept)}
+
+
+def _from_json(table: dict[str, Any]) -> Cells:
+    kinds = tuple(
+        Kind(Op(**dict(zip(_FIXED, fixed, strict=True)), layer="", batch=0), tuple(Line(*line) for line in sizes))
+        for fixed, sizes in table["kinds"]
+    )
+    passes = {
+        name: tuple(
+            Piece(cell, Line(*net), Line(*top), tuple(zip(ops[::2], ops[1::2], strict=True)))
+            for cell, *four, ops in table[name]
+            for net, top in [(four[:2], four[2:])]
+        )
+        for name in _PASSES
+    }
+    return Cells(kinds=kinds, **passes, elements=table["elements"], kept=Line(*table["kept"]))
+
+
+_FIXED = tuple(name for name in Op._fields if name not in MOVED)
+_PASSES = ("forward", "backward", "copies", "optimizer")
+
+
+def _flat(ops: tuple[tuple[int, int], ...]) -> Iterator[int]:
+    for kind, number in ops:
+        yield kind
+        yield number

@@ -1,0 +1,305 @@
+"""Seconds of plans: least times by closed forms and by counted operations, and the replay of their cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+from ...comm.topology import Topology
+from ...dry.record import ENTER, LEAVE, Op
+from ...dtypes import dtype_of
+from ...nn.config import ModelConfig
+from ...train.config import master_dtype
+from ..cells import BLOCK, Cell
+from ..cluster import Cluster
+from ..links import loads
+from ..predict import Durations, Step
+from ..price import Prices
+from ..replay import Span, replay
+from .cells import NEAR, Cells, Inner
+from .plans import ORDER, Plan
+from .store import Store
+
+CELLS = (ENTER, BLOCK, LEAVE)
+PASSES = (False, True)
+MARGIN = 0.95
+"""Of what one rank alone computes that no scheme saves: some fuse or leave out a copy."""
+Key = tuple[Inner, int, tuple[tuple[str, int], ...], int]
+"""What the times of cells depend on: their sizes, units of the micro-batch, tile, and ranks outside the grid of a stage."""
+
+
+@dataclass(frozen=True)
+class Placed(Step):
+    """A step whose parts have known seconds."""
+
+    parts: Durations = field(default_factory=lambda: Durations({}, {}, 0.0, 0.0))
+
+    def durations(self, cluster: Cluster) -> Durations:
+        """The seconds of the parts."""
+        return self.parts
+
+
+class After(NamedTuple):
+    """Seconds behind the last backward: sums and gathers over replicas; copies, norm and the optimizer's step."""
+
+    replicas: float
+    optimizer: float
+
+
+class Times:
+    """Seconds of plans on a cluster.
+
+    They fall into three kinds, each at least as large as the one before: `floor` needs no trace, `least` counts the operations of
+    traced cells, and `spans` replays them.
+    """
+
+    def __init__(self, cluster: Cluster, store: Store) -> None:
+        self.cluster, self.store = cluster, store
+        self._compute: dict[tuple[Inner, int], list[float]] = {}
+        self._prices: dict[object, Prices] = {}
+        self._least: dict[Key, Durations] = {}
+        self._spans: dict[Key, dict[tuple[str, bool], Span]] = {}
+        self._floors: dict[tuple[Inner, int], dict[str, float]] = {}
+        self._shares: dict[tuple[str, str, bool, int, int], float] = {}
+
+    # -- without a trace
+
+    def floor(self, plan: Plan, placements: Sequence[Plan]) -> float:
+        """Seconds that the plan takes at least, wherever its ranks lie.
+
+        That is an equal share of what one rank alone would compute, which one trace tells for all plans, and the words that
+        products must move.
+        """
+        key = plan.inner, plan.units
+        if key not in self._floors:
+            parts = {cell: sum(self._share(plan.inner, cell, way, plan.rows) for way in PASSES) for cell in CELLS}
+            words = [*least_words(plan.inner, plan.rows)]
+            parts[BLOCK] += min(self._moved(one, words) for one in placements)
+            self._floors[key] = parts
+        parts, last = self._floors[key], plan.pp - 1
+        work = [plan.layers_of(rank) * parts[BLOCK] for rank in (0, last)]
+        work[0] += parts[ENTER]
+        work[1] += parts[LEAVE]
+        if plan.pp == 1:
+            work = [work[0] + parts[LEAVE]]
+        return plan.micro_batches * max(work) + (plan.pp - 1) * min(plan.layers) * parts[BLOCK]
+
+    def _share(self, inner: Inner, cell: str, backward: bool, rows: int) -> float:
+        """Seconds of a rank's share of a cell's arithmetic, if no dim of a product were short."""
+        key = inner.recompute, cell, backward, rows, inner.ranks
+        if key not in self._shares:
+            alone = replace(inner, scheme="oned", axes=tuple({"x": 1, "y": 1, "z": 1}.items()), regather=False, unit=1)
+            cells, _ = self.store.cells(alone, NEAR)
+            cluster = self.cluster
+            byte = 1 / (cluster["device.memory_bandwidth"] * cluster["elements.efficiency"])
+            seconds = 0.0
+            for kind, many in cells.counts[cell, backward].items():
+                op = cells.kinds[kind].at(rows)
+                if op.kind == "product":
+                    rate = cluster.peak(op.dtype or "float32") * cluster["product.efficiency"]
+                    seconds += many * op.flops / inner.ranks / rate
+                elif op.kind == "elements":
+                    seconds += many * ((op.read + op.written) / inner.ranks * byte + cluster["elements.launch"])
+            self._shares[key] = MARGIN * seconds
+        return self._shares[key]
+
+    def _moved(self, plan: Plan, words: Sequence[tuple[str, str, float]]) -> float:
+        prices, size = self._prices_of(plan), dtype_of(plan.inner.dtype).nbytes
+        return size * sum(many * self._slowest(prices, axis, pattern) for axis, pattern, many in words if many)
+
+    def _slowest(self, prices: Prices, axis: str, pattern: str) -> float:
+        """Seconds per byte on every edge of an axis, by the port that takes longest, one way alone."""
+        return min(max(ports) for ports in self._ports(prices, axis, pattern))
+
+    def _ports(self, prices: Prices, axis: str, pattern: str) -> list[list[float]]:
+        """For each root, the seconds per byte of the busiest port of each level."""
+        levels = self.cluster.levels
+        found = loads(prices.topology, axis, levels, pattern)
+        return [[one / level.bandwidth for one, level in zip(load.one_way, levels, strict=True)] for load, _ in found]
+
+    def slowest_level(self, plan: Plan, axis: str) -> tuple[str, float]:
+        """The level of links that a ring along an axis of the stage's grid is bound by, and its seconds per byte."""
+        (ports,) = self._ports(self._prices_of(plan), axis, "ring")
+        return max(zip((level.name for level in self.cluster.levels), ports, strict=True), key=lambda one: one[1])
+
+    # -- by operations
+
+    def least(self, plan: Plan) -> Durations:
+        """Seconds of each cell if all communication that need not be waited for at once is hidden; sends; what comes after."""
+        key = self._key(plan)
+        if key not in self._least:
+            cells, units = self.store.cells(plan.inner, plan.units)
+            seconds = self._seconds(plan, cells, units)
+            sums: dict[tuple[str, bool], float] = {}
+            for at in ((cell, way) for cell in CELLS for way in PASSES):
+                behind = cells.behind[at]
+                sums[at] = sum(seconds[kind] * (many - behind.get(kind, 0)) for kind, many in cells.counts[at].items())
+            forward, backward = ({cell: sums[cell, way] for cell in CELLS} for way in PASSES)
+            self._least[key] = Durations(forward, backward, 0.0, 0.0)
+        return self._least[key]._replace(send=self.send(plan), after=sum(self.after(plan)))
+
+    def _seconds(self, plan: Plan, cells: Cells, units: int) -> list[float]:
+        """Seconds of each kind of operation."""
+        prices, key = self._prices_of(plan), (plan.inner, plan.units)
+        if key not in self._compute:
+            self._compute[key] = [0.0 if one.op.kind == "move" else prices.price(one.at(units)) for one in cells.kinds]
+        known = self._compute[key]
+        return [
+            prices.price(kind.at(units)) if kind.op.kind == "move" else known[place] for place, kind in enumerate(cells.kinds)
+        ]
+
+    # -- by replay
+
+    def spans(self, plan: Plan) -> Mapping[tuple[str, bool], Span]:
+        """(cell, backward) → its replay."""
+        key = self._key(plan)
+        if key not in self._spans:
+            cells, units = self.store.cells(plan.inner, plan.units)
+            prices = self._prices_of(plan)
+            self._spans[key] = {(cell, way): replay(cells.trace(cell, way, units), prices) for cell in CELLS for way in PASSES}
+        return self._spans[key]
+
+    def step(self, plan: Plan, least: bool = False) -> Placed:
+        """The step of a plan: of replayed cells, or of their least seconds."""
+        if least:
+            parts = self.least(plan)
+        else:
+            spans = self.spans(plan)
+            forward, backward = ({cell: spans[cell, way].seconds for cell in CELLS} for way in PASSES)
+            parts = Durations(forward, backward, self.send(plan), sum(self.after(plan)))
+        cells = {cell: Cell() for cell in CELLS}
+        topology = Topology({"dp": plan.dp, "pp": plan.pp}, ("dp", "pp"), {"dp": 1, "pp": 1})
+        return Placed(cells, topology, plan.schedule, plan.layers, plan.micro_batches, parts=parts)
+
+    def closed(self, plan: Plan, least: bool = False) -> float:
+        """Seconds of the plan, the pipeline by its closed form."""
+        step = self.step(plan, least)
+        return step.closed(step.parts) + step.parts.after
+
+    def seconds(self, plan: Plan) -> float:
+        """Seconds of the plan, the pipeline simulated."""
+        return self.step(plan).seconds(self.cluster)
+
+    # -- around the cells
+
+    def send(self, plan: Plan) -> float:
+        """Seconds of a message between stages."""
+        if plan.pp == 1:
+            return 0.0
+        outer = self._outer("pp", plan.inner.ranks * plan.dp, plan.pp)
+        whole = plan.rows * plan.inner.model.sequence * plan.inner.model.hidden
+        words, dtype = -(-whole // plan.inner.ranks), plan.inner.dtype
+        seconds = outer.seconds(move("send", "pp", words, dtype))
+        if plan.inner.scheme == "oned" and plan.inner.ranks > 1:  # the parts of copies are gathered where they arrive
+            seconds += self._prices_of(plan).seconds(move("all_gather", "y", whole - words, dtype))
+        return seconds
+
+    def after(self, plan: Plan) -> After:
+        """Seconds behind the last backward, of the rank that holds most parameters."""
+        cells, _ = self.store.cells(plan.inner, plan.units)
+        held, dp = max(elements_of(plan, cells)), plan.dp
+        return After(self._replicas(plan, held), self._optimizer(plan, cells, held if plan.zero == 0 else -(-held // dp)))
+
+    def _replicas(self, plan: Plan, held: int) -> float:
+        """Gradients are reduce-scattered in the dtype of weights that the optimizer keeps, weights gathered in that of layers."""
+        dtype = master_dtype(plan.inner.dtype)
+        seconds = 0.0
+        if plan.dp > 1:
+            outer = self._outer("dp", plan.inner.ranks, plan.dp, plan.pp)
+            words = held * (plan.dp - 1) // plan.dp
+            gathered = dtype if plan.zero == 0 else plan.inner.dtype
+            seconds = outer.seconds(move("reduce_scatter", "dp", words, dtype)) + outer.seconds(
+                move("all_gather", "dp", words, gathered)
+            )
+        cells, _ = self.store.cells(plan.inner, plan.units)
+        if plan.pp > 1 and cells.elements["tied"]:  # both ends sum the table's gradient
+            pair = self._outer("pp", plan.inner.ranks * plan.dp, plan.pp)
+            table = cells.elements["tied"] if plan.zero == 0 else -(-cells.elements["tied"] // plan.dp)
+            seconds += pair.seconds(move("send", "pp", table, dtype))
+        return seconds
+
+    def _optimizer(self, plan: Plan, cells: Cells, owned: int) -> float:
+        prices, traced = self._prices_of(plan), sum(cells.elements[cell] for cell in CELLS)
+        seconds = 0.0
+        for piece in (*cells.copies, *cells.optimizer):
+            for kind, _ in piece.ops:
+                op = cells.kinds[kind].at(plan.units)
+                part = owned / traced if op.kind == "elements" else 1.0
+                seconds += prices.seconds(op._replace(read=round(op.read * part), written=round(op.written * part)))
+        return seconds
+
+    # -- prices
+
+    def _key(self, plan: Plan) -> Key:
+        return plan.inner, plan.units, plan.tile, min(plan.dp * plan.pp, self._repeat(plan.inner.ranks))
+
+    def _repeat(self, ranks: int) -> int:
+        """Grids of a stage, side by side, that fill whole units of all levels with a size."""
+        return _copies(ranks, tuple(level.size for level in self.cluster.levels if level.size))
+
+    def _prices_of(self, plan: Plan) -> Prices:
+        """Prices inside the grid of a stage, with the replicas that share its units of links."""
+        _, _, tile, around = self._key(plan)
+        inner = plan.inner
+        key = inner.axes, tile, around
+        if key not in self._prices:
+            shape = {**inner.shape, "dp": around}
+            topology = Topology.checked(shape, [name for name in ORDER if name in shape], dict(tile))
+            self._prices[key] = Prices(self.cluster, topology)
+        return self._prices[key]
+
+    def _outer(self, axis: str, inside: int, size: int, outside: int = 1) -> Prices:
+        """Prices along an axis whose neighbours are `inside` ranks apart."""
+        if (axis, inside, size, outside) not in self._prices:
+            topology = Topology.checked({"in": inside, axis: size, "out": outside}, ["in", axis, "out"])
+            self._prices[axis, inside, size, outside] = Prices(self.cluster, topology)
+        return self._prices[axis, inside, size, outside]
+
+
+def move(name: str, axis: str, words: int, dtype: str) -> Op:
+    """A communication outside the cells."""
+    return Op("move", "forward", "", name, axis=axis, words=words, dtype=dtype)
+
+
+@cache
+def _copies(ranks: int, sizes: tuple[int, ...]) -> int:
+    return next(many for many in range(1, prod(sizes) + 1) if all(ranks * many % size == 0 for size in sizes))
+
+
+def elements_of(plan: Plan, cells: Cells) -> list[int]:
+    """Elements of the parameters that a rank holds of each stage of a pipeline."""
+    of, last = cells.elements, plan.pp - 1
+    layers = [sum(plan.layers[stage] for stage in range(rank, len(plan.layers), plan.pp)) for rank in range(plan.pp)]
+    held = [many * of[BLOCK] + of[ENTER] * (rank == 0) + of[LEAVE] * (rank == last) for rank, many in enumerate(layers)]
+    held[last] += of["tied"] * (plan.pp > 1)
+    return held
+
+
+def matrices(model: ModelConfig) -> list[tuple[int, int]]:
+    """(rows, columns) of the weights of a block, in the order of its products."""
+    h, f, kv = model.hidden, model.ffn_dim, 2 * model.num_kv_heads * model.hidden // model.heads
+    gates = 2 if model.architecture.activation == "swiglu" else 1
+    return [(h, h + kv), (h, h), (h, gates * f), (f, h)]
+
+
+def least_words(inner: Inner, rows: int) -> Iterator[tuple[str, str, float]]:
+    """(axis, pattern, words that a rank receives in a block) at least, without what may hide behind arithmetic."""
+    tokens, shape, ranks = rows * inner.model.sequence, inner.shape, inner.ranks
+    passes = 2 if inner.recompute == "full" else 1  # of forward
+    if inner.scheme == "oned":
+        yield "y", "ring", passes * 4 * tokens * inner.model.hidden * (1 - 1 / ranks)
+        return
+    for place, (k, n) in enumerate(matrices(inner.model)):
+        if inner.scheme.startswith(("cuboid", "oned-sp")):
+            of_a, of_c = ("y", "z") if place % 2 == 0 else ("z", "y")
+            again = inner.regather  # backward gathers both operands
+            yield of_a, "ring", (passes + again) * (shape[of_a] - 1) * tokens * k / ranks
+            yield of_c, "ring", (passes + 1) * (shape[of_c] - 1) * tokens * n / ranks
+            yield "x", "ring", (passes + 1 + again) * (shape["x"] - 1) * k * n / ranks
+        else:
+            depth = shape.get("d", 1)
+            yield "y", "chain", (passes + 1) * (shape["y"] - 1) * tokens * k / ranks
+            yield "x", "chain", (passes + 1) * (shape["x"] - 1) * k * n * depth / ranks
