@@ -17,7 +17,7 @@ from ..cells import BLOCK, largest, with_messages
 SIZES = ("m", "n", "k", "batch", "read", "written", "words", "messages")
 """The fields of an operation that depend on the size of the micro-batch."""
 NEAR, FAR = 2, 16
-"""The sizes at which cells are traced, in units. Of one unit, ranks with single rows save a copy or two, which lines still count."""
+"""The sizes at which cells are traced, in units. Ranks with single rows save a copy or two, which lines count."""
 ACCUMULATE = 3
 """Micro-batches of a traced step: the first makes gradients, the last frees copies of weights, and one is like all between."""
 
@@ -234,14 +234,15 @@ def _cell_of(name: str) -> str:
     return ENTER if name.startswith(("embedding", "positions", "token_types")) else LEAVE
 
 
+def _line(low: int, high: int, at: tuple[int, int]) -> Line:
+    """The line through two numbers, or, where its slope is no integer, through the first one and just above the second."""
+    slope, left = divmod(high - low, at[1] - at[0])
+    slope += bool(left)
+    return Line(low - slope * at[0], slope)
+
+
 def _between(near: Sample, far: Sample, at: tuple[int, int]) -> Cells | None:
-    """Cells whose sizes are lines through two samples; of memory, which may grow ever faster, lines through both from above."""
-
-    def line(low: int, high: int) -> Line:
-        slope, left = divmod(high - low, at[1] - at[0])
-        slope += bool(left)
-        return Line(low - slope * at[0], slope)
-
+    """Cells whose sizes are lines through two samples; None where these are not of the same operations."""
     numbers: dict[Kind, int] = {}
     passes = []
     for ours, others in zip(near.passes, far.passes, strict=True):
@@ -255,23 +256,20 @@ def _between(near: Sample, far: Sample, at: tuple[int, int]) -> Cells | None:
                 if kind is None:
                     return None
                 found.append((numbers.setdefault(kind, len(numbers)), one.id))
-            pieces.append(Piece(cell, line(net, other_net), line(top, other_top), tuple(found)))
+            pieces.append(Piece(cell, _line(net, other_net, at), _line(top, other_top, at), tuple(found)))
         passes.append(tuple(pieces))
-    return Cells(tuple(numbers), *passes, near.elements, line(near.kept, far.kept))
+    return Cells(tuple(numbers), *passes, near.elements, _line(near.kept, far.kept, at))
 
 
 def _kind(one: Op, other: Op, at: tuple[int, int]) -> Kind | None:
-    """The kind of an operation of two samples; None where they are not one operation whose sizes grow evenly."""
+    """The kind of an operation of two samples; None where they are not one operation, or what it moves grows unevenly."""
     if one._replace(**_NO_SIZES) != other._replace(**_NO_SIZES):
         return None
-    lines = []
-    for name in SIZES:
-        low, high = getattr(one, name), getattr(other, name)
-        slope, left = divmod(high - low, at[1] - at[0])
-        if left:
-            return None
-        lines.append(Line(low - slope * at[0], slope))
-    return Kind(one._replace(**_NO_SIZES, layer="", id=-1), tuple(lines))
+    lines = tuple(_line(getattr(one, name), getattr(other, name), at) for name in SIZES)
+    kind = Kind(one._replace(**_NO_SIZES, layer="", id=-1), lines)
+    if one.kind != "elements" and kind.at(at[1])._replace(layer=other.layer, id=other.id) != other:
+        return None  # a kernel's sums in lanes make steps; sizes of products and communications make none
+    return kind
 
 
 _NAMES = {"0": BLOCK}

@@ -1,0 +1,242 @@
+"""The search for a plan: cells as lines, their files, bounds that never exceed a price, bytes, wrong input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from summa3d.cli import plan as cli
+from summa3d.dry.record import ENTER, LEAVE
+from summa3d.errors import ConfigError
+from summa3d.nn.config import ModelConfig
+from summa3d.plan.cells import BLOCK
+from summa3d.plan.cluster import load
+from summa3d.plan.search import store as kept
+from summa3d.plan.search.cells import Inner, traced
+from summa3d.plan.search.export import configured
+from summa3d.plan.search.memory import memory
+from summa3d.plan.search.plans import SCHEMES, Plan, Space, admits, plans, tiles
+from summa3d.plan.search.request import bytes_of, models, request, space_of
+from summa3d.plan.search.search import Search
+from summa3d.plan.search.store import Store, file_of
+from summa3d.plan.search.timing import Times
+from summa3d.train import config as configuration
+
+MODEL = ModelConfig(layers=3, hidden=64, heads=4, sequence=32, vocabulary=256)
+CLUSTER = load("selene").replaced({"node.size": 2.0}, "assumed")
+"""Nodes of two ranks, so that four ranks have placements."""
+BATCH = 8
+SPACE = Space(
+    MODEL, 4, BATCH, "bfloat16", "cuda", (2,), most={"x": 2}, fixed={"scheme": "cuboid", "recompute": "none", "regather": False}
+)
+LIMIT = 80e9
+
+
+def inner(scheme: str, unit: int, recompute: str = "none", **axes: int) -> Inner:
+    return Inner(MODEL, scheme, tuple({"x": 1, "y": 1, "z": 1, **axes}.items()), recompute, False, "bfloat16", "cuda", unit)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of cells of its own."""
+    folder, before = tmp_path_factory.mktemp("cells"), os.environ.get("SUMMA3D_CACHE")
+    os.environ["SUMMA3D_CACHE"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["SUMMA3D_CACHE"]
+    else:
+        os.environ["SUMMA3D_CACHE"] = before
+
+
+@pytest.fixture(scope="module")
+def searched(cache: Path) -> tuple[Search, Any]:
+    """A search of all cuboids on four ranks, and what it found."""
+    search = Search(SPACE, Times(CLUSTER, Store()), LIMIT, 3)
+    return search, search.run(lambda *state: None)
+
+
+@pytest.mark.parametrize(("scheme", "unit", "axes"), [("oned-sp", 1, {"y": 2}), ("summa", 2, {"x": 2, "y": 2})])
+def test_two_traces_give_the_operations_of_every_micro_batch(scheme: str, unit: int, axes: dict[str, int]) -> None:
+    one = inner(scheme, unit, "full", **axes)
+    lines, direct = traced(one, False), traced(replace(one, unit=5 * unit), True)
+    assert lines is not None and direct is not None
+    for cell in (ENTER, BLOCK, LEAVE):
+        for way in (False, True):
+            ours, theirs = lines.trace(cell, way, 5), direct.trace(cell, way, 1)
+            assert len(ours) == len(theirs) > 0
+            for op, other in zip(ours, theirs, strict=True):
+                if op.kind == "elements":  # sums in lanes make steps
+                    assert op[:4] == other[:4] and op.read + op.written == pytest.approx(other.read + other.written, rel=0.3)
+                else:
+                    assert op == other
+
+
+def test_a_file_is_of_everything_that_a_trace_depends_on(cache: Path) -> None:
+    one = inner("oned", 1, y=2)
+    changes = {"scheme": "oned-sp", "axes": (("x", 1), ("y", 4), ("z", 1)), "recompute": "full", "regather": True}
+    changes |= {"dtype": "float32", "device": "cpu", "unit": 2, "replicas": 2, "model": replace(MODEL, hidden=128)}
+    assert set(changes) == {field.name for field in fields(Inner)}
+    files = [file_of(one, False), file_of(one, True), *(file_of(replace(one, **{key: to}), False) for key, to in changes.items())]
+    for field in fields(ModelConfig):
+        to = {"family": "llama", "heads": 8, "ffn": 96, "kv_heads": 4}.get(field.name)
+        if isinstance(value := getattr(MODEL, field.name), int) and field.name not in ("layers", "heads"):
+            to = 2 * value
+        if isinstance(value, float):
+            to = 0.25
+        if to is not None and field.name not in ("hidden",):
+            files.append(file_of(replace(one, model=replace(MODEL, **{field.name: to})), False))
+    assert len({*files}) == len(files)
+    assert file_of(replace(one, model=replace(MODEL, layers=9)), False) == files[0]  # one block is traced of any number
+
+
+def test_a_damaged_or_foreign_file_is_traced_again_and_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, said = inner("oned", 1, y=2), []
+    first = Store().cells(one, 2)[0]
+    file, whole = file_of(one, False), file_of(one, False).read_text()
+    assert Store(said.append).cells(one, 4)[0] == first and not said
+    monkeypatch.setattr(kept, "traced", lambda *of: first)
+    for text in (whole[:100], "[]", whole.replace('"format":1', '"format":0'), '{"header":' + whole):
+        file.write_text(text)
+        again = Store(said.append)
+        assert again.cells(one, 2)[0] == first and again.traces == 1
+        assert f"{file} is traced again" in said.pop() and not said
+        assert file.read_text() == whole
+
+
+def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched: tuple[Search, Any]) -> None:
+    search, found = searched
+    times, prices = search.times, []
+    for plan in plans(SPACE, Counter()):
+        placements = [*tiles(plan, SPACE.nodes)]
+        floor = times.floor(plan, placements)
+        for one in placements if admits(SPACE, plan) else ():
+            cells, units = times.store.cells(one.inner, one.units)
+            least, closed = times.closed(one, least=True), times.closed(one)
+            assert floor <= least * (1 + 1e-9) and least <= closed * (1 + 1e-9), one
+            if memory(one, cells, units).total <= LIMIT:
+                prices.append((closed, str(one)))
+    assert len(prices) >= 30
+    assert min(prices)[0] == pytest.approx(min(one[0] for one in search.done))
+    assert any(reason == "slower than the best by a lower bound" for _, reason in found.rejected)
+    assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
+    assert found.families.keys() == {"FSDP", "cuboid", "1-D"}
+    faster = [one.memory.total for one in found.pareto]
+    assert faster == sorted(faster, reverse=True)
+
+
+def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path) -> None:
+    from summa3d.train.dry_run import predict
+
+    plan = Plan(inner("oned-sp", 1, y=2), 2, 2, 1, 1, 4, 1)
+    cells, units = Store().cells(plan.inner, plan.units)
+    held = memory(plan, cells, units)
+    dry = predict(configured(plan, request(["sequence=32", "vocabulary=256"], 16, CLUSTER).config))
+    for term in ("parameters", "gradients", "optimizer"):
+        assert held._asdict()[term] == dry["bytes"][term]
+    assert held.total == pytest.approx(dry["peak"], rel=0.1)
+    words = Counter[str]()
+    for (cell, _), counts in cells.counts.items():
+        times = {BLOCK: plan.layers_of(held.stage), ENTER: held.stage == 0, LEAVE: held.stage == plan.pp - 1}[cell]
+        for kind, many in counts.items():
+            op = cells.kinds[kind].at(units)
+            words[op.axis] += op.words * many * times * plan.micro_batches * (op.kind == "move")
+    assert words["y"] == sum(axes.get("y", 0) for axes in dry["words"].values()) > 0
+
+
+def test_a_written_plan_has_the_bytes_of_its_dry_run(cache: Path, tmp_path: Path, capsys: Any) -> None:
+    from summa3d.train.dry_run import predict
+
+    parser, folder = argparse.ArgumentParser(), tmp_path / "out"
+    cli.add_arguments(parser)
+    words = "--model layers=3 hidden=64 heads=4 sequence=32 vocabulary=256 --cluster selene --ranks 4 --batch 8 --top 2 --json"
+    fixes = "--fix scheme=oned-sp --fix recompute=none --limit y>=2 --limit pp<=1 --memory 70GiB --rule ptdp"
+    assert cli.run(parser.parse_args([*words.split(), *fixes.split(), "--write", str(folder)])) == 0
+    found, said = capsys.readouterr()
+    found = json.loads(found)
+    assert f"written: {folder}/plan.toml" in said and "cells traced" in said
+    first = found["plans"][0]
+    assert [one["rank"] for one in found["plans"]] == [1, 2] and first["seconds"] <= found["plans"][1]["seconds"]
+    assert 0 < first["mfu"] <= first["hfu"] < 1 and first["memory"]["limit"] == 70 * 2**30
+    assert found["rule"]["seconds"] >= first["seconds"] * 0.999
+    config = configuration.load(str(folder / "plan.toml"))
+    assert config.scheme == "oned-sp" and config.grid.axes["y"] == first["config"]["grid.y"]
+    dry = predict(config)
+    written = json.loads((folder / "plan.json").read_text())
+    assert written["plan"] == first["plan"] and written["dry_run"]["bytes"] == dry["bytes"]
+    job = (folder / "job.sh").read_text()
+    assert f"CONFIG=${{CONFIG:-{folder}/plan.toml}}" in job and 'source "$jobs/clusters/cuda.sh"' in job
+    assert subprocess.run(["bash", "-n", str(folder / "job.sh")], check=False).returncode == 0
+
+
+WRONG = (
+    (["gpt3-176b"], {}, "nearest is gpt3-175b"),
+    (["gpt3-175b", "1t"], {}, "takes one name"),
+    (["layers=2", "hiden=8"], {}, "hidden"),
+    (["1t"], {"fixes": ["pipe=8"]}, "nearest is pp"),
+    (["1t"], {"fixes": ["scheme=cubiod"]}, "nearest is cuboid"),
+    (["1t"], {"fixes": ["pp"]}, "KEY=VALUE"),
+    (["1t"], {"limits": ["y=8"]}, "KEY<=NUMBER"),
+    (["1t"], {"era": "2019"}, "nearest is 2021"),
+    (["1t"], {"ranks": 0}, "--ranks is 0"),
+    (["1t"], {"batch": 0}, "--batch is 0"),
+)
+
+
+@pytest.mark.parametrize(("words", "options", "said"), WRONG)
+def test_wrong_input_is_told_in_one_line(words: list[str], options: dict[str, Any], said: str) -> None:
+    of = {"ranks": 8, "batch": 8, "era": "now", "fixes": (), "limits": (), **options}
+    with pytest.raises(ConfigError) as error:
+        space_of(request(words, of["batch"], CLUSTER), CLUSTER, of["ranks"], of["batch"], of["era"], of["fixes"], of["limits"])
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_nothing_fits_names_each_familys_reasons(cache: Path) -> None:
+    def message(space: Space, limit: float) -> str:
+        with pytest.raises(ConfigError, match="no plan fits") as error:
+            Search(space, Times(CLUSTER, Store()), limit, 3).run(lambda *state: None)
+        return str(error.value)
+
+    said = message(replace(SPACE, fixed={}), 1e3)
+    assert all(f"{family}: " in said for family in ("1-D", "FSDP", "2-D", "cuboid")) and "weights and their states" in said
+    assert "batch 7 does not divide" in message(replace(SPACE, batch=7, fixed={"pp": 1}, least={"dp": 2}), LIMIT)
+    assert bytes_of("70GiB") == 70 * 2**30
+    with pytest.raises(ConfigError, match="is no size"):
+        bytes_of("70 pages")
+
+
+def test_every_named_model_is_one_and_every_scheme_is_searched() -> None:
+    for name in models():
+        assert request([name], 8, CLUSTER).config.model.layers > 1
+    every = Space(ModelConfig(layers=8, hidden=512, heads=16, sequence=64), 64, 64, "bfloat16", "cuda", (8,))
+    found = [*plans(every, Counter())]
+    assert {plan.inner.scheme for plan in found} == {*SCHEMES} and len({str(plan) for plan in found}) == len(found)
+    assert all(plan.topology().size == 64 and plan.rows * plan.dp * plan.micro_batches == 64 for plan in found)
+
+
+PROGRAM = "import sys; from summa3d.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.wide
+def test_two_processes_with_other_hash_seeds_print_the_same(cache: Path) -> None:
+    words = "plan --model layers=3 hidden=64 heads=4 sequence=32 vocabulary=256 --cluster selene --ranks 4 --batch 8 --json"
+    lines = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM, *words.split()],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert lines[0] == lines[1] and len(json.loads(lines[0])["plans"]) == 8
