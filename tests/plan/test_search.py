@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from summa3d.cli import plan as cli
+from summa3d.cluster import load
 from summa3d.dry.record import ENTER, LEAVE
 from summa3d.errors import ConfigError
 from summa3d.nn.config import ModelConfig
 from summa3d.plan.cells import BLOCK
-from summa3d.plan.cluster import load
 from summa3d.plan.search import store as kept
 from summa3d.plan.search.cells import Inner, traced
 from summa3d.plan.search.export import configured
@@ -84,7 +84,7 @@ def test_two_traces_give_the_operations_of_every_micro_batch(scheme: str, unit: 
 def test_a_file_is_of_everything_that_a_trace_depends_on(cache: Path) -> None:
     one = inner("oned", 1, y=2)
     changes = {"scheme": "oned-sp", "axes": (("x", 1), ("y", 4), ("z", 1)), "recompute": "full", "regather": True}
-    changes |= {"dtype": "float32", "device": "cpu", "unit": 2, "replicas": 2, "model": replace(MODEL, hidden=128)}
+    changes |= {"dtype": "float32", "device": "cpu", "unit": 2, "replicas": 2, "shared": 2, "model": replace(MODEL, hidden=128)}
     assert set(changes) == {field.name for field in fields(Inner)}
     files = [file_of(one, False), file_of(one, True), *(file_of(replace(one, **{key: to}), False) for key, to in changes.items())]
     for field in fields(ModelConfig):
@@ -137,10 +137,11 @@ def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched
 def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path) -> None:
     from summa3d.train.dry_run import predict
 
-    plan = Plan(inner("oned-sp", 1, y=2), 2, 2, 1, 1, 4, 1)
+    model = replace(MODEL, layers=4, hidden=512, sequence=256)
+    plan = Plan(replace(inner("oned-sp", 1, y=2), model=model), 2, 2, 1, 1, 4, 1)
     cells, units = Store().cells(plan.inner, plan.units)
     held = memory(plan, cells, units)
-    dry = predict(configured(plan, request(["sequence=32", "vocabulary=256"], 16, CLUSTER).config))
+    dry = predict(configured(plan, request(["layers=4", "hidden=512", "heads=4", "vocabulary=256"], 8, CLUSTER).config))
     for term in ("parameters", "gradients", "optimizer"):
         assert held._asdict()[term] == dry["bytes"][term]
     assert held.total == pytest.approx(dry["peak"], rel=0.1)

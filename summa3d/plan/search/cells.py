@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ...dry.record import ENTER, LEAVE, Op
 from ...errors import ConfigError
 from ...nn.config import ModelConfig
+from ...train import toml
 from ...train.config import Config, DataConfig, GridConfig, TrainConfig
 from ..cells import BLOCK, largest, with_messages
 
@@ -26,7 +27,8 @@ ACCUMULATE = 3
 class Inner:
     """What the cells of a stage depend on: the model's sizes, its scheme and inner grid, what is kept, and the dtype.
 
-    unit : the fewest rows of a micro-batch that the grid divides. replicas : of the weights' shards with ZeRO-3, else 1
+    unit : the fewest rows of a micro-batch that the grid divides. replicas : of the weights' shards with ZeRO-3, else 1. shared :
+    ranks that share a node's memory
     """
 
     model: ModelConfig
@@ -38,14 +40,25 @@ class Inner:
     device: str
     unit: int
     replicas: int = 1
+    shared: int = 1
 
     def __post_init__(self) -> None:
-        fields = self.scheme, self.axes, self.recompute, self.regather, self.dtype, self.device, self.unit, self.replicas
+        fields = (
+            self.scheme,
+            self.axes,
+            self.recompute,
+            self.regather,
+            self.dtype,
+            self.device,
+            self.unit,
+            self.replicas,
+            self.shared,
+        )
         object.__setattr__(self, "_hash", hash((self.model, *fields)))
 
     def __hash__(self) -> int:
         """Hash once what many tables are asked for."""
-        return self._hash  # type: ignore[attr-defined, no-any-return]
+        return self._hash  # type: ignore[attr-defined]
 
     @cached_property
     def shape(self) -> dict[str, int]:
@@ -66,7 +79,7 @@ class Inner:
             recompute=self.recompute,
             regather=self.regather,
             device=self.device,
-            grid=GridConfig(**self.shape, dp=self.replicas),
+            grid=toml.build(GridConfig, {**self.shape, "dp": self.replicas}),
             model=replace(self.model, layers=1),
             train=TrainConfig(batch=ACCUMULATE * units * self.unit * self.replicas, accumulate=ACCUMULATE),
             data=DataConfig(tokenizer=f"numbers:{words}"),
@@ -108,7 +121,8 @@ class Kind(NamedTuple):
 
     def at(self, units: int) -> Op:
         """The operation at `units` units."""
-        return self.op._replace(**{name: line.at(units) for name, line in zip(SIZES, self.sizes, strict=True)})
+        sizes: dict[str, Any] = {name: line.at(units) for name, line in zip(SIZES, self.sizes, strict=True)}
+        return self.op._replace(**sizes)
 
 
 @dataclass(frozen=True)
@@ -190,7 +204,7 @@ def _sample(inner: Inner, units: int) -> Sample:
     from ...train.dry_run import setting_of
 
     config = inner.config(units)
-    setting = setting_of(config, 0, 1, inner.device == "cuda")
+    setting = setting_of(config, 0, inner.shared, inner.device == "cuda")
     first = _traced(setting, config)
     if even(setting):
         return first._replace(passes=tuple(_each(one, with_messages) for one in first.passes))
@@ -258,7 +272,8 @@ def _between(near: Sample, far: Sample, at: tuple[int, int]) -> Cells | None:
                 found.append((numbers.setdefault(kind, len(numbers)), one.id))
             pieces.append(Piece(cell, _line(net, other_net, at), _line(top, other_top, at), tuple(found)))
         passes.append(tuple(pieces))
-    return Cells(tuple(numbers), *passes, near.elements, _line(near.kept, far.kept, at))
+    forward, backward, copies, optimizer = passes
+    return Cells(tuple(numbers), forward, backward, copies, optimizer, near.elements, _line(near.kept, far.kept, at))
 
 
 def _kind(one: Op, other: Op, at: tuple[int, int]) -> Kind | None:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ...cluster import load
 from ...errors import ConfigError
-from ..cluster import load
 from .explain import explain
 from .export import export
 from .memory import memory, reserve

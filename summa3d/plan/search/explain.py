@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from ...cluster import Cluster
 from ...errors import ClusterError, ConfigError
-from ..cluster import Cluster
 from .memory import memory
 from .plans import Plan
 from .search import Found, Priced

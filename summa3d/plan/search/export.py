@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...cluster import Cluster
 from ...errors import DataError
+from ...train import toml
 from ...train.config import Config, from_table, to_table, write
-from ..cluster import Cluster
 from .plans import Plan
 
 
@@ -17,7 +18,7 @@ def configured(plan: Plan, base: Config) -> Config:
     """The configuration `base` on the plan's grid: what `summa3d train` would run."""
     table = to_table(base)
     grid = {name: value for name, value in table["grid"].items() if name in ("cp", "ep")}
-    table |= {"grid": grid, "chosen": "", "model": to_table(plan.inner.model), "device": plan.inner.device}
+    table |= {"grid": grid, "chosen": "", "model": toml.dump(plan.inner.model), "device": plan.inner.device}
     table["pipeline"].pop("layers", None)
     for key, value in plan.keys().items():
         *path, name = key.split(".")

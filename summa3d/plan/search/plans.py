@@ -47,7 +47,8 @@ ERAS = {"2021": Era(("oned",), (("full", False),), (0,)), "now": Era()}
 class Space:
     """What is searched: a model, ranks, the sequences of a step, and what plans may be.
 
-    nodes : ranks of the cluster's levels that have a size. least, most, fixed : key of `Plan.keys` → what it may be.
+    nodes : ranks of the cluster's levels that have a size. shared : ranks that share a node's memory. least, most, fixed : key
+    (`keys_known`) → what it may be.
     """
 
     model: ModelConfig
@@ -56,6 +57,7 @@ class Space:
     dtype: str
     device: str
     nodes: tuple[int, ...]
+    shared: int = 1
     era: Era = ERAS["now"]
     least: Mapping[str, int] | None = None
     most: Mapping[str, int] | None = None
@@ -165,7 +167,8 @@ def plans(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[Plan]:
     for scheme, shape, unit in inners(space, rejected):
         ranks, family = prod(shape.values()), family_of(scheme, shape)
         for recompute, regather in _variants(space.era, scheme, shape):
-            inner = Inner(space.model, scheme, tuple(shape.items()), recompute, regather, space.dtype, space.device, unit)
+            of = space.model, scheme, tuple(shape.items()), recompute, regather, space.dtype, space.device, unit
+            inner = Inner(*of, shared=space.shared)
             for pp in divisors(space.ranks // ranks):
                 if pp > space.model.layers:
                     rejected[family, "more stages than layers"] += 1

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...cluster import Cluster
 from ...errors import ConfigError
 from ...nn.config import ModelConfig
 from ...train.config import Config, from_table, load, read_table, shipped
 from ...train.toml import build, nearest, override, tomllib
-from ..cluster import Cluster
 from .plans import ERAS, FAMILIES, SCHEMES, Space, keys_known, positive
 
 MODELS = Path(__file__).with_name("models.toml")
@@ -75,7 +75,8 @@ def space_of(
     positive("ranks", ranks)
     if era not in ERAS:
         raise ConfigError(f"--era {era} is not known; the nearest is {nearest(era, list(ERAS))}. Known: {', '.join(ERAS)}.")
-    least, most = {}, {}
+    least: dict[str, int] = {}
+    most: dict[str, int] = {}
     for text in limits:
         found = re.fullmatch(r"\s*([\w.]+)\s*(<=|>=)\s*(\d+)\s*", text)
         if not found:
@@ -88,8 +89,9 @@ def space_of(
         ranks,
         batch,
         dtype,
-        asked.config.device or "cuda",
+        asked.config.device or ("cpu" if cluster["host.slots"] else "cuda"),
         nodes,
+        cluster.ranks_per_node(ranks),
         ERAS[era],
         least,
         most,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from ...cluster import Cluster
 from ...dry.record import ENTER, LEAVE
 from ...errors import ConfigError, GridError, LayoutError
 from ..cells import BLOCK
-from ..cluster import Cluster
 from .memory import Memory, least, memory, reserve
 from .plans import FAMILIES, Plan, Space, admits, plans, tiles
 from .store import Store

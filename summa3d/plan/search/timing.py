@@ -8,18 +8,17 @@ from functools import cache
 from math import prod
 from typing import NamedTuple
 
+from ...cluster import Cluster
 from ...comm.topology import Topology
 from ...dry.record import ENTER, LEAVE, Op
-from ...dtypes import dtype_of
 from ...nn.config import ModelConfig
 from ...train.config import master_dtype
 from ..cells import BLOCK, Cell
-from ..cluster import Cluster
 from ..links import loads
 from ..predict import Durations, Step
 from ..price import Prices
 from ..replay import Span, replay
-from .cells import NEAR, Cells, Inner
+from .cells import Cells, Inner
 from .plans import ORDER, Plan
 from .store import Store
 
@@ -75,7 +74,7 @@ class Times:
         """
         key = plan.inner, plan.units
         if key not in self._floors:
-            parts = {cell: sum(self._share(plan.inner, cell, way, plan.rows) for way in PASSES) for cell in CELLS}
+            parts = {cell: sum(self._share(plan, cell, way) for way in PASSES) for cell in CELLS}
             words = [*least_words(plan.inner, plan.rows)]
             parts[BLOCK] += min(self._moved(one, words) for one in placements)
             self._floors[key] = parts
@@ -87,43 +86,36 @@ class Times:
             work = [work[0] + parts[LEAVE]]
         return plan.micro_batches * max(work) + (plan.pp - 1) * min(plan.layers) * parts[BLOCK]
 
-    def _share(self, inner: Inner, cell: str, backward: bool, rows: int) -> float:
-        """Seconds of a rank's share of a cell's arithmetic, if no dim of a product were short."""
-        key = inner.recompute, cell, backward, rows, inner.ranks
+    def _share(self, plan: Plan, cell: str, backward: bool) -> float:
+        """Seconds of a rank's share of a cell's arithmetic, if all products were cubes."""
+        inner = plan.inner
+        key = inner.recompute, cell, backward, plan.rows, inner.ranks
         if key not in self._shares:
             alone = replace(inner, scheme="oned", axes=tuple({"x": 1, "y": 1, "z": 1}.items()), regather=False, unit=1)
-            cells, _ = self.store.cells(alone, NEAR)
-            cluster = self.cluster
-            byte = 1 / (cluster["device.memory_bandwidth"] * cluster["elements.efficiency"])
+            cells, rows = self.store.cells(alone, plan.rows)
+            prices = self._outer("dp", 1, inner.ranks * plan.dp * plan.pp)
             seconds = 0.0
             for kind, many in cells.counts[cell, backward].items():
                 op = cells.kinds[kind].at(rows)
                 if op.kind == "product":
-                    rate = cluster.peak(op.dtype or "float32") * cluster["product.efficiency"]
-                    seconds += many * op.flops / inner.ranks / rate
+                    side = (op.flops / (2 * inner.ranks)) ** (1 / 3)
+                    seconds += many * prices.product(op._replace(m=side, n=side, k=side, batch=1, read=0, written=0))
                 elif op.kind == "elements":
-                    seconds += many * ((op.read + op.written) / inner.ranks * byte + cluster["elements.launch"])
+                    seconds += many * prices.elements((op.read + op.written) / inner.ranks)
             self._shares[key] = MARGIN * seconds
         return self._shares[key]
 
     def _moved(self, plan: Plan, words: Sequence[tuple[str, str, float]]) -> float:
-        prices, size = self._prices_of(plan), dtype_of(plan.inner.dtype).nbytes
-        return size * sum(many * self._slowest(prices, axis, pattern) for axis, pattern, many in words if many)
-
-    def _slowest(self, prices: Prices, axis: str, pattern: str) -> float:
-        """Seconds per byte on every edge of an axis, by the port that takes longest, one way alone."""
-        return min(max(ports) for ports in self._ports(prices, axis, pattern))
-
-    def _ports(self, prices: Prices, axis: str, pattern: str) -> list[list[float]]:
-        """For each root, the seconds per byte of the busiest port of each level."""
-        levels = self.cluster.levels
-        found = loads(prices.topology, axis, levels, pattern)
-        return [[one / level.bandwidth for one, level in zip(load.one_way, levels, strict=True)] for load, _ in found]
+        """Seconds that the ports are in use by communications of so many words."""
+        prices, dtype = self._prices_of(plan), plan.inner.dtype
+        return sum(prices.parts(move(name, axis, int(many), dtype))[1] for axis, name, many in words if many)
 
     def slowest_level(self, plan: Plan, axis: str) -> tuple[str, float]:
         """The level of links that a ring along an axis of the stage's grid is bound by, and its seconds per byte."""
-        (ports,) = self._ports(self._prices_of(plan), axis, "ring")
-        return max(zip((level.name for level in self.cluster.levels), ports, strict=True), key=lambda one: one[1])
+        levels = self.cluster.levels
+        ((load, _),) = loads(self._prices_of(plan).topology, axis, levels, "ring")
+        ports = [(level.name, one / level.bandwidth) for one, level in zip(load.one_way, levels, strict=True)]
+        return max(ports, key=lambda one: one[1])
 
     # -- by operations
 
@@ -234,7 +226,10 @@ class Times:
     # -- prices
 
     def _key(self, plan: Plan) -> Key:
-        return plan.inner, plan.units, plan.tile, min(plan.dp * plan.pp, self._repeat(plan.inner.ranks))
+        around = plan.dp * plan.pp
+        if not self.cluster["host.slots"]:  # else ranks slow each other down, wherever they are
+            around = min(around, self._repeat(plan.inner.ranks))
+        return plan.inner, plan.units, plan.tile, around
 
     def _repeat(self, ranks: int) -> int:
         """Grids of a stage, side by side, that fill whole units of all levels with a size."""
@@ -286,20 +281,20 @@ def matrices(model: ModelConfig) -> list[tuple[int, int]]:
 
 
 def least_words(inner: Inner, rows: int) -> Iterator[tuple[str, str, float]]:
-    """(axis, pattern, words that a rank receives in a block) at least, without what may hide behind arithmetic."""
+    """(axis, collective, words that a rank receives in a block) at least, without what may hide behind arithmetic."""
     tokens, shape, ranks = rows * inner.model.sequence, inner.shape, inner.ranks
     passes = 2 if inner.recompute == "full" else 1  # of forward
     if inner.scheme == "oned":
-        yield "y", "ring", passes * 4 * tokens * inner.model.hidden * (1 - 1 / ranks)
+        yield "y", "all_gather", passes * 4 * tokens * inner.model.hidden * (1 - 1 / ranks)
         return
     for place, (k, n) in enumerate(matrices(inner.model)):
         if inner.scheme.startswith(("cuboid", "oned-sp")):
             of_a, of_c = ("y", "z") if place % 2 == 0 else ("z", "y")
             again = inner.regather  # backward gathers both operands
-            yield of_a, "ring", (passes + again) * (shape[of_a] - 1) * tokens * k / ranks
-            yield of_c, "ring", (passes + 1) * (shape[of_c] - 1) * tokens * n / ranks
-            yield "x", "ring", (passes + 1 + again) * (shape["x"] - 1) * k * n / ranks
+            yield of_a, "all_gather", (passes + again) * (shape[of_a] - 1) * tokens * k / ranks
+            yield of_c, "all_gather", (passes + 1) * (shape[of_c] - 1) * tokens * n / ranks
+            yield "x", "all_gather", (passes + 1 + again) * (shape["x"] - 1) * k * n / ranks
         else:
             depth = shape.get("d", 1)
-            yield "y", "chain", (passes + 1) * (shape["y"] - 1) * tokens * k / ranks
-            yield "x", "chain", (passes + 1) * (shape["x"] - 1) * k * n * depth / ranks
+            yield "y", "broadcast", (passes + 1) * (shape["y"] - 1) * tokens * k / ranks
+            yield "x", "broadcast", (passes + 1) * (shape["x"] - 1) * k * n * depth / ranks
