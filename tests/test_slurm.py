@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -34,8 +35,15 @@ class Cluster:
     jobs: dict[str, str]
 
     def submit(self, script: str, *options: str, **environment: str) -> str:
-        """Submit a script of jobs/ from the repository; returns the job's number."""
-        command = ["sbatch", "--parsable", f"--chdir={self.folder}", *SMALLER, *options, f"jobs/{script}.sh"]
+        """Submit a script of jobs/, or a file, from the repository; returns the job's number."""
+        command = [
+            "sbatch",
+            "--parsable",
+            f"--chdir={self.folder}",
+            *SMALLER,
+            *options,
+            script if script.endswith(".sh") else f"jobs/{script}.sh",
+        ]
         variables = {**COMMON, "VENV": str(self.folder / "env"), **environment}
         return self.slurm.run(*command, cwd=ROOT, **variables).stdout.strip()
 
@@ -47,7 +55,13 @@ class Cluster:
 
     def configure(self, name: str, steps: int) -> str:
         """Write a configuration file of the small run; returns its name."""
-        settings = {**SMALL, "data.path": str(self.folder / "corpus.txt"), "train.steps": steps, "train.evaluate_every": 0}
+        settings = {
+            **SMALL,
+            "data.path": str(self.folder / "corpus.txt"),
+            "train.steps": steps,
+            "train.evaluate_every": 0,
+            "device": "cpu",
+        }
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         (self.folder / name).write_text("\n".join(lines) + "\n")
         return name
@@ -69,6 +83,17 @@ class Cluster:
         return [json.loads(line) for line in lines]
 
 
+def planned(cluster: Cluster) -> str:
+    """The job of a plan of the small run for two ranks of one node."""
+    file, folder = cluster.folder / cluster.configure("small.toml", steps=2), cluster.folder / "planned"
+    words = (
+        f"plan --model {file} --cluster server --ranks 2 --batch 12 --fix scheme=oned-sp --fix recompute=none --write {folder}"
+    )
+    environ = {**os.environ, "SUMMA3D_CACHE": str(cluster.folder / "cells")}
+    subprocess.run([sys.executable, "-m", "summa3d", *words.split()], cwd=ROOT, env=environ, capture_output=True, check=True)
+    return str(folder / "job.sh")
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The Slurm with its jobs submitted: two at a time, each on two nodes, run while tests wait for one."""
@@ -88,6 +113,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         found.jobs["scaling"] = found.submit("cpu_scaling", *two, SIZE="96", **TYPE)
         swept = {"CONFIG": found.configure("swept.toml", steps=2), "GRID": "x=1", "VALUES": "1e-3 5e-3", "MODULES": ""}
         found.jobs["sweep"] = found.submit("cpu_sweep", *one, "--array=0-1", **TYPE, **swept)
+        found.jobs["planned"] = found.submit(planned(found), **TYPE, MODULES="")
         yield found
     finally:
         slurm.stop()
@@ -159,6 +185,15 @@ def test_the_tasks_of_an_array_train_in_folders_of_their_own(cluster: Cluster) -
         assert cluster.slurm.wait(f"{job}_{task}", WAIT) == "COMPLETED"
         assert [line["step"] for line in cluster.metrics(run)] == [1, 2]
         assert f"learning_rate = {float(rate)}" in (cluster.folder / run / "config.toml").read_text()
+
+
+def test_the_job_of_a_written_plan_trains_on_its_grid(cluster: Cluster) -> None:
+    job = cluster.jobs["planned"]
+    assert cluster.ends("planned") == "COMPLETED", cluster.output("runs/plan-2", job)
+    assert [line["step"] for line in cluster.metrics("runs/plan-2")] == [1, 2]
+    ran, written = ((cluster.folder / file).read_text() for file in ("runs/plan-2/config.toml", "planned/plan.toml"))
+    assert [line for line in ran.splitlines() if line[:2] in ("x ", "y ", "z ")] == ["x = 1", "y = 2", "z = 1"]
+    assert 'scheme = "oned-sp"' in ran and "y = 2" in written
 
 
 def test_srun_ends_when_its_output_goes_into_a_pipe(cluster: Cluster) -> None:

@@ -47,7 +47,7 @@ COMMANDS = {
     "sweep": "Measure products, blocks or training steps on many rank counts and grids, as a file describes; resume; collect.",
     "report": "Show tables and plots of the results of bench.",
     "plot": "Plot the losses of runs of train.",
-    "plan": "Predict times: tables of papers beside predictions; draw the schedule of a pipeline; closed formulas.",
+    "plan": "Find the fastest grid for a model on a cluster; papers beside predictions; schedules, drawn; closed formulas.",
     "doctor": "Report what this installation uses, and warn of what may fail or be slow.",
 }
 WITHOUT_MPI = ("launch", "config", "report", "plot", "plan", "doctor")
@@ -100,6 +100,8 @@ EXAMPLES = {
     ),
     "plot": ("summa3d plot runs/cuboid runs/oned --out losses.pdf",),
     "plan": (
+        "summa3d plan --model gpt3-175b --cluster selene --ranks 1024 --batch 1536",
+        "summa3d plan --model llama3-70b --cluster dgx-h100 --ranks 64 --batch 256 --limit y<=8 --write runs/planned",
         "summa3d plan --paper optimus",
         "summa3d plan --paper optimus --plots figures",
         "summa3d plan schedule --pp 4 --micro-batches 8",
@@ -117,6 +119,7 @@ VARIABLES = {
     "SUMMA3D_CLUSTER": "a file: the description of this machine that --cluster here reads and bench calibrate writes",
     "SUMMA3D_BIND": "no: do not bind ranks that outnumber the cores to one core each",
     "SUMMA3D_UNLINK": "no: let MPICH's shared segments keep their names in /dev/shm until the job ends",
+    "SUMMA3D_CACHE": "the folder in which plan keeps traced cells",
     "SUMMA3D_MPIEXEC": "a launcher, arguments too: what `summa3d launch` starts",
     "OMP_NUM_THREADS": "threads of a rank; by default ranks share the cores of their node",
     "OMP_WAIT_POLICY": "active: idle threads spin; by default they sleep",

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Collection
 from dataclasses import replace
+from math import prod
 
 import pytest
 
 from summa3d.dry.record import Op
 from summa3d.dry.step import Setting
 from summa3d.nn.config import ModelConfig
+from summa3d.nn.schemes.registry import SCHEME_SPECS
 from summa3d.plan import cells as of
 from summa3d.plan.papers.profiles import edited
 
 
 def setting(scheme: str, axes: dict[str, int], batch: int, heads: int = 12) -> Setting:
-    model = ModelConfig(layers=1, hidden=48, heads=heads, sequence=8, vocabulary=37, dropout=0.1, attention_dropout=0.1)
+    model = ModelConfig(layers=1, hidden=4 * heads, heads=heads, sequence=8, vocabulary=37, dropout=0.1, attention_dropout=0.1)
     return Setting(model, batch, scheme, axes, recompute=("full", 1), on_device=True)
 
 
@@ -28,14 +32,33 @@ CASES = (
 
 @pytest.mark.parametrize(("scheme", "axes", "batch"), CASES)
 def test_no_rank_has_a_larger_product_or_receives_more_words(scheme: str, axes: dict[str, int], batch: int) -> None:
-    one = setting(scheme, axes, batch)
+    stands_for_all(setting(scheme, axes, batch))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("seed", range(200))
+def test_a_random_grid_has_no_rank_with_more_than_its_cells(seed: int) -> None:
+    chosen = random.Random(seed)
+    scheme = chosen.choice(("oned", "oned-sp", "summa", "tesseract", "cuboid", "cuboid-sequence"))
+    axes = chosen.choice([grid for ranks in range(2, 49) for grid in SCHEME_SPECS[scheme].grids(ranks)])
+    shape = {"x": 1, "y": 1, "z": 1, "d": 1, **axes}
+    heads = 2 * shape["y"] * shape["z"]
+    one = setting(scheme, axes, prod(shape.values()), heads)
+    model = replace(one.model, hidden=4 * heads, sequence=8 * shape["y"], vocabulary=chosen.randint(50, 90))
+    one = replace(one, model=replace(model, ffn=chosen.randint(50, 90) * shape["y"] * shape["z"]))
+    size = one.place().size
+    stands_for_all(one, {0, size - 1, *chosen.sample(range(size), min(size, 4))})
+
+
+def stands_for_all(one: Setting, ranks: Collection[int] | None = None) -> None:
+    """Check that no rank of the setting's grid has more than its cells have."""
     cells = of.cells(one)
 
     def sizes(ops: of.Trace) -> list[tuple[str, str, int]]:
         moves = [(op.layer, f"{op.name} {op.axis}", op.words) for op in ops if op.kind == "move"]
         return moves + [(op.layer, "product", op.flops) for op in ops if op.kind == "product"]
 
-    for rank in range(one.place().size):
+    for rank in range(one.place().size) if ranks is None else ranks:
         for name, cell in of._traced(replace(one, rank=rank)).items():
             for largest, trace in zip(cells[name], cell, strict=True):
                 for most, mine in zip(sizes(largest), sizes(trace), strict=True):

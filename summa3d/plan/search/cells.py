@@ -113,7 +113,7 @@ class Piece(NamedTuple):
     ops: tuple[tuple[int, int], ...]
 
 
-class Kind(NamedTuple):
+class OpLine(NamedTuple):
     """Operations that differ in their place and id alone; `op` has no sizes, `sizes` has those of SIZES."""
 
     op: Op
@@ -134,7 +134,7 @@ class Cells:
     too. kept : bytes that stay from step to step.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[OpLine, ...]
     forward: tuple[Piece, ...]
     backward: tuple[Piece, ...]
     copies: tuple[Piece, ...]
@@ -257,7 +257,7 @@ def _line(low: int, high: int, at: tuple[int, int]) -> Line:
 
 def _between(near: Sample, far: Sample, at: tuple[int, int]) -> Cells | None:
     """Cells whose sizes are lines through two samples; None where these are not of the same operations."""
-    numbers: dict[Kind, int] = {}
+    numbers: dict[OpLine, int] = {}
     passes = []
     for ours, others in zip(near.passes, far.passes, strict=True):
         if [(piece[0], len(piece[3])) for piece in ours] != [(piece[0], len(piece[3])) for piece in others]:
@@ -276,12 +276,12 @@ def _between(near: Sample, far: Sample, at: tuple[int, int]) -> Cells | None:
     return Cells(tuple(numbers), forward, backward, copies, optimizer, near.elements, _line(near.kept, far.kept, at))
 
 
-def _kind(one: Op, other: Op, at: tuple[int, int]) -> Kind | None:
+def _kind(one: Op, other: Op, at: tuple[int, int]) -> OpLine | None:
     """The kind of an operation of two samples; None where they are not one operation, or what it moves grows unevenly."""
     if one._replace(**_NO_SIZES) != other._replace(**_NO_SIZES):
         return None
     lines = tuple(_line(getattr(one, name), getattr(other, name), at) for name in SIZES)
-    kind = Kind(one._replace(**_NO_SIZES, layer="", id=-1), lines)
+    kind = OpLine(one._replace(**_NO_SIZES, layer="", id=-1), lines)
     if one.kind != "elements" and kind.at(at[1])._replace(layer=other.layer, id=other.id) != other:
         return None  # a kernel's sums in lanes make steps; sizes of products and communications make none
     return kind

@@ -16,10 +16,10 @@ from typing import Any
 
 from ... import __version__
 from ...dry.record import Op
-from .cells import SIZES, Cells, Inner, Kind, Line, Piece, traced
+from .cells import SIZES, Cells, Inner, Line, OpLine, Piece, traced
 
 FORMAT = 1
-ROOMS = ("autograd", "comm", "dry", "gemm", "layout", "nn", "parallel", "train")
+PACKAGES = ("autograd", "comm", "dry", "gemm", "layout", "nn", "parallel", "train")
 """The packages whose code a trace depends on, beside the kernels and the search's own cells."""
 MOVED = (*SIZES, "layer", "id")
 
@@ -35,8 +35,8 @@ def folder() -> Path:
 def code() -> str:
     """A fingerprint of the code that is traced: the library's sources, and torch's version."""
     root, found = Path(__file__).parents[2], hashlib.sha256(metadata.version("torch").encode())
-    rooms = [*(root / room for room in ROOMS), root.parent / "kernels", root / "kernels"]
-    files = [file for room in rooms for file in sorted(room.rglob("*.py"))]
+    folders = [*(root / package for package in PACKAGES), root.parent / "kernels", root / "kernels"]
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     for file in [*files, Path(__file__).with_name("cells.py"), root / "plan" / "cells.py", root / "blas_library.py"]:
         found.update(str(file.relative_to(root.parent)).encode() + file.read_bytes())
     return found.hexdigest()[:16]
@@ -126,7 +126,7 @@ def _to_json(cells: Cells) -> dict[str, Any]:
 
 def _from_json(table: dict[str, Any]) -> Cells:
     kinds = tuple(
-        Kind(Op(**dict(zip(_FIXED, fixed, strict=True)), layer="", batch=0), tuple(Line(*line) for line in sizes))
+        OpLine(Op(**dict(zip(_FIXED, fixed, strict=True)), layer="", batch=0), tuple(Line(*line) for line in sizes))
         for fixed, sizes in table["kinds"]
     )
     passes = {

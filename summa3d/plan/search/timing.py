@@ -213,13 +213,13 @@ class Times:
             seconds += pair.seconds(move("send", "pp", table, dtype))
         return seconds
 
-    def _optimizer(self, plan: Plan, cells: Cells, owned: int) -> float:
+    def _optimizer(self, plan: Plan, cells: Cells, held: int) -> float:
         prices, traced = self._prices_of(plan), sum(cells.elements[cell] for cell in CELLS)
         seconds = 0.0
         for piece in (*cells.copies, *cells.optimizer):
             for kind, _ in piece.ops:
                 op = cells.kinds[kind].at(plan.units)
-                part = owned / traced if op.kind == "elements" else 1.0
+                part = held / traced if op.kind == "elements" else 1.0
                 seconds += prices.seconds(op._replace(read=round(op.read * part), written=round(op.written * part)))
         return seconds
 
