@@ -195,8 +195,10 @@ def inners(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[tuple[s
 def _repeats(scheme: str, shape: Mapping[str, int]) -> bool:
     """Whether a simpler scheme is the same program on this grid."""
     several = sum(size > 1 for size in shape.values())
-    if scheme.startswith("cuboid"):
-        return several == 0 or (scheme == "cuboid-sequence" and several == shape["y"] > 1)
+    if scheme == "cuboid-sequence":
+        return shape["y"] == 1 or several == 1  # the cuboid, and oned-sp
+    if scheme == "cuboid":
+        return several == 0
     if scheme == "oned-sp":
         return shape["y"] == 1
     if scheme == "tesseract":

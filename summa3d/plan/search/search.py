@@ -66,7 +66,7 @@ class Search:
     done: list[tuple[float, Plan, Memory]] = field(default_factory=list)
     _best: dict[str, float] = field(default_factory=dict)
     _cutoff: float = float("inf")
-    _bytes: dict[Plan, Memory] = field(default_factory=dict)
+    _kept: set[tuple[object, ...]] = field(default_factory=set)
 
     def run(self, tell: Tell) -> Found:
         """Search. Raises ConfigError where no plan is left, with the reasons of each family."""
@@ -105,7 +105,14 @@ class Search:
         return seconds >= self._cutoff and seconds >= self._best.get(plan.family, float("inf"))
 
     def _try(self, plan: Plan) -> None:
-        """Price a plan with each of its placements, as far as its bounds leave it a chance."""
+        """Price a plan with each of its placements, as far as its bounds leave it a chance.
+
+        What gathers or computes again is not tried where the plan that keeps all fits: it does the same and more.
+        """
+        around = plan.inner.scheme, plan.inner.axes, plan.dp, plan.pp, plan.chunks, plan.units, plan.zero
+        if around in self._kept:
+            self.rejected[plan.family, "fits without gathering or computing again"] += 1
+            return
         try:
             cells, units = self.times.store.cells(plan.inner, plan.units)
         except (LayoutError, GridError, ConfigError) as error:
@@ -115,6 +122,8 @@ class Search:
         if held.total > self.limit:
             self.rejected[plan.family, "memory"] += 1
             return
+        if plan.inner.recompute == "none" and not plan.inner.regather:
+            self._kept.add(around)
         seen = set()
         for one in self._placements(plan):
             bound = self.times.closed(one, least=True)
