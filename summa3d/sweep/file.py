@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..train.toml import describe_value, nearest, tomllib, unknown_key
+from ..errors import ConfigError, nearest
+from ..files import from_toml, read_toml
+from ..train.toml import describe_value, unknown_key
 
 FOLDER = Path(__file__).with_name("files")
 KINDS = ("strong", "weak", "grid")
@@ -128,8 +129,8 @@ def load(source: str, assignments: Sequence[str] = ()) -> Sweep:
     if not file.is_file():
         raise ConfigError(f"there is no sweep {source!r}: neither a TOML file nor one of ({', '.join(shipped())}).")
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        table = read_toml(file)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the sweep {file}: {error}") from error
     return changed(read({"name": file.stem, **table}), assignments)
 
@@ -181,8 +182,8 @@ def _value(key: str, text: str) -> Any:
     if type(getattr(SAMPLE, key, None)) is str and "{" not in text:
         return text
     try:
-        return tomllib.loads(f"value = {f'[{text}]' if key == 'ranks' and '[' not in text else text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return from_toml(f"value = {f'[{text}]' if key == 'ranks' and '[' not in text else text}")["value"]
+    except ValueError:
         return text
 
 

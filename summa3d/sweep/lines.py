@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
+from ..files import from_json, text_of
 from .file import flat
 from .points import Point
 
@@ -55,18 +56,18 @@ def mend(folder: Path, say: Say) -> None:
 def read(file: Path, say: Say) -> list[Line]:
     """The lines of a file. A torn last line is told and dropped. Raises DataError for what is no line of a sweep."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = text_of(file)
     except FileNotFoundError:
         raise DataError(f"There is no file {file}.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {error}.") from None
     found = []
     rows = text.splitlines(keepends=True)
     for number, row in enumerate(rows, 1):
         try:
-            line = json.loads(row)
+            line = from_json(row)
             torn = not row.endswith("\n")
-        except json.JSONDecodeError:
+        except ValueError:
             line, torn = None, number == len(rows)
         if torn:
             say(f"{file}: the last line is torn and was dropped.")

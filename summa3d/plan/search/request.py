@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster import Cluster
-from ...errors import ConfigError
+from ...errors import ConfigError, nearest
+from ...files import from_toml, read_toml
 from ...nn.config import ModelConfig
 from ...train.config import Config, from_table, load, read_table, shipped
-from ...train.toml import build, nearest, override, tomllib
+from ...train.toml import build, override
 from .plans import ERAS, FAMILIES, SCHEMES, Space, keys_known, positive
 
 MODELS = Path(__file__).with_name("models.toml")
@@ -34,7 +35,7 @@ class Request:
 
 def models() -> dict[str, dict[str, Any]]:
     """The models by name, as tables of a configuration's `model`."""
-    return {name: {**COMMON, **keys} for name, keys in tomllib.loads(MODELS.read_text(encoding="utf-8")).items()}
+    return {name: {**COMMON, **keys} for name, keys in read_toml(MODELS).items()}
 
 
 def request(words: Sequence[str], batch: int, cluster: Cluster) -> Request:
@@ -113,8 +114,8 @@ def _fixed(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--fix {text!r} is not of the form KEY=VALUE, as in --fix pp=8.")
     key = _known("--fix", key.strip())
     try:
-        found = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+        found = from_toml(f"value = {value}")["value"]
+    except ValueError:
         found = value.strip()
     known = WORDS.get(key)
     if known and found not in known:

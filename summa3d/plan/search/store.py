@@ -16,6 +16,7 @@ from typing import Any
 
 from ... import __version__
 from ...dry.record import Op
+from ...files import read_json
 from .cells import SIZES, Cells, Inner, Line, OpLine, Piece, traced
 
 FORMAT = 1
@@ -85,7 +86,7 @@ class Store:
     def _loaded(self, inner: Inner, single: bool) -> Cells | None:
         file = file_of(inner, single)
         try:
-            kept = json.loads(file.read_text(encoding="utf-8"))
+            kept = read_json(file)
             if kept["header"] != json.loads(json.dumps(header(inner, single))):
                 raise ValueError("its header is of other cells")
             self.read += 1
