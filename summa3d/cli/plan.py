@@ -75,6 +75,7 @@ def _add_formulas(formulas: argparse.ArgumentParser) -> None:
     formulas.add_argument("--chunks", type=int, default=1, metavar="V", help="Stages of each rank.")
     formulas.add_argument("--costs", type=int, metavar="P", help="Papers' costs of a layer on P ranks, beside ours.")
     formulas.add_argument("--isoefficiency", metavar="CLUSTER", help="How work must grow with ranks, beside papers' growth.")
+    formulas.add_argument("--plots", type=Path, metavar="DIR", help="Write figures of words, and of which grid moves least.")
     formulas.add_argument("--json", action="store_true", help="Print JSON in place of text.")
 
 
@@ -109,6 +110,11 @@ def show_formulas(args: argparse.Namespace) -> int:
     if args.tokens is not None:
         found += formulas.of_training(*sizes, args.tokens, args.ranks, args.tflops * 1e12)
     costs, growths = _tables(args)
+    if args.plots is not None:
+        from ..plan.papers import maps
+
+        for file in maps.write(args.hidden, args.batch * args.sequence, args.plots):
+            print(f"written: {file}", file=sys.stderr)
     if args.json:
         tables = {"costs": [one._asdict() for one in costs], "isoefficiency": [one._asdict() for one in growths]}
         print(json.dumps({one.name: one.value for one in found} | {name: table for name, table in tables.items() if table}))
@@ -129,7 +135,7 @@ def show_formulas(args: argparse.Namespace) -> int:
 
 def _tables(args: argparse.Namespace) -> tuple[list[Cost], list[Isoefficiency]]:
     """The tables that `summa3d plan formulas` prints where it is asked to."""
-    from ..plan.cluster import load
+    from ..cluster import load
     from ..plan.papers import costs
 
     if args.costs is not None and round(args.costs ** (1 / 6)) ** 6 != args.costs:
@@ -144,12 +150,7 @@ def show_paper(args: argparse.Namespace) -> int:
 
     mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
     if args.paper in ("claims", "choices"):
-        from ..plan.papers import choices, claims
-
-        module = claims if args.paper == "claims" else choices
-        said = module.report()
-        print(json.dumps(said) if args.json else "\n".join(module.as_text(said)))
-        return 0
+        return show_claims(args)
     from ..plan.papers.paper import load
     from ..plan.papers.report import report
     from ..plan.papers.text import as_text
@@ -161,6 +162,21 @@ def show_paper(args: argparse.Namespace) -> int:
         from ..plan.papers.figures import write
 
         for file in write(paper, found, args.plots):
+            print(f"written: {file}", file=sys.stderr)
+    return 0
+
+
+def show_claims(args: argparse.Namespace) -> int:
+    """Print papers' claims, or labs' choices, beside ours; returns the exit status. Raises ConfigError for plots of choices."""
+    from ..plan.papers import choices, claims
+
+    if args.paper == "choices" and args.plots is not None:
+        raise ConfigError("--plots has no figure of choices; --paper claims has one.")
+    module = claims if args.paper == "claims" else choices
+    found = module.report()
+    print(json.dumps(found) if args.json else "\n".join(module.as_text(found)))
+    if args.plots is not None:
+        for file in claims.write(found, args.plots):
             print(f"written: {file}", file=sys.stderr)
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..cluster import Cluster, load
+from ...cluster import Cluster, load
 from ..formulas import hardware_flops
 from .megatron import in_flight, step
 from .paper import table_of

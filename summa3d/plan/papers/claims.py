@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...cluster import load
 from ...comm.topology import Topology
 from ...dry.step import Setting
+from ...figures import BOTH_COLUMNS, look
 from ...nn.config import ModelConfig
 from ...parallel.schedule import build
 from ...parallel.simulate import timeline
 from ..cells import BLOCK, cells
-from ..cluster import load
 from ..formulas import bubble
 from ..links import members
 from ..price import Prices
 from ..replay import replay
 from . import limits
+from .figures import drawn
 from .fit import Numbers
 from .megatron import HALF, in_unit, step
 from .paper import block_work, table_of
@@ -28,17 +32,20 @@ GPT3 = {"hidden": 12288, "heads": 96, "layers": 96, "tp": 8, "pp": 12, "gpus": 9
 SMALL = {"hidden": 3840, "heads": 32, "layers": 32, "gpus": 64, "micro_batch": 1}
 """The model of 5.9 billion parameters of PTD-P's figures 14 and 15."""
 BILLION = {"hidden": 4096, "heads": 128, "layers": 4, "tp": 1, "pp": 1, "gpus": 1}
+COLUMNS = 4
+"""Panels of a figure beside each other."""
 COMMON = {"sequence": 2048, "vocabulary": 51200, "profile": "megatron-2021", "tflops": 0}
 
 
 class Claim(NamedTuple):
-    """A claim: where it stands, what it says, the paper's numbers, ours, and whether ours have its direction."""
+    """A claim: where it stands, what it says, the paper's numbers, ours, whether ours have its direction, and what is drawn."""
 
     where: str
     claim: str
     paper: str
     ours: str
     holds: bool
+    values: Mapping[Any, float] = {}
 
 
 def rate(given: Mapping[str, Any], **changes: Any) -> float:
@@ -76,6 +83,7 @@ def of_bubbles() -> Iterator[Claim]:
             "(n − d)/b'",
             listed(found, 2),
             falls(found),
+            found,
         )
 
 
@@ -84,19 +92,19 @@ def of_micro_batches() -> Iterator[Claim]:
     one = {size: rate(BILLION, micro_batch=size, batch=size) for size in (1, 2, 4, 8, 16)}
     gain = max(one.values()) / one[1]
     claim = "throughput of one GPU grows with the micro-batch"
-    yield Claim("PTD-P, figure 7", claim, "up to 1.3×", f"{gain:.2f}×; {listed(one)}", gain > 1.1)
+    yield Claim("PTD-P, figure 7", claim, "up to 1.3×", f"{gain:.2f}×; {listed(one)}", gain > 1.1, one)
     optima = []
     for batch in (128, 512):
         pipelined = {size: value / (1 + bubble(8, batch // size)) for size, value in one.items()}
         optima.append(best(pipelined))
         claim = f"best micro-batch by equation 1 for 8 stages, batch {batch}"
-        yield Claim("PTD-P, figure 8", claim, "4", f"{best(pipelined)}; {listed(pipelined)}", best(pipelined) == 4)
+        yield Claim("PTD-P, figure 8", claim, "4", f"{best(pipelined)}; {listed(pipelined)}", best(pipelined) == 4, pipelined)
     for batch in (128, 512):
         whole = {"hidden": 15360, "heads": 128, "layers": 32, "tp": 8, "pp": 8, "gpus": 64, "batch": batch}
         found = {size: rate(whole, micro_batch=size) for size in (1, 2, 4, 8)}
         optima.append(best(found))
         claim = f"best micro-batch of 91B, t = p = 8, batch {batch}"
-        yield Claim("PTD-P, figure 16", claim, "2", f"{best(found)}; {listed(found)}", best(found) == 2)
+        yield Claim("PTD-P, figure 16", claim, "2", f"{best(found)}; {listed(found)}", best(found) == 2, found)
     claim = "the best micro-batch depends on model, pipeline and batch"
     yield Claim("PTD-P, takeaway 3", claim, "2 and 4", ", ".join(map(str, optima)), len(set(optima)) > 1)
 
@@ -133,9 +141,9 @@ def of_pipelines() -> Iterator[Claim]:
         {batch: rates[batch, 4, scatter] / rates[batch, 1, scatter] for batch in batches} for scatter in (True, False)
     )
     claim = "interleaving is faster, and the gap closes with the batch"
-    yield Claim("PTD-P, figure 12", claim, "10 % and more", f"× {listed(gains, 2)}", falls(gains) and gains[60] > 1.05)
+    yield Claim("PTD-P, figure 12", claim, "10 % and more", f"× {listed(gains, 2)}", falls(gains) and gains[60] > 1.05, gains)
     claim = "without scatter and gather the default schedule is faster at large batches"
-    yield Claim("PTD-P, section 5.3.2", claim, "yes", f"× {listed(plain, 2)}", plain[12] > 1 > plain[240])
+    yield Claim("PTD-P, section 5.3.2", claim, "yes", f"× {listed(plain, 2)}", plain[12] > 1 > plain[240], plain)
     scattered = {f"v = {v}": rates[240, v, True] / rates[240, v, False] for v in (4, 1)}
     claim = "scatter and gather help, interleaved schedules more"
     yield Claim("PTD-P, figure 18", claim, "up to 11 %", f"× {listed(scattered, 3)}", falls(scattered) and scattered["v = 1"] > 1)
@@ -147,14 +155,16 @@ def of_shapes() -> Iterator[Claim]:
         given = {"hidden": 20480, "heads": 128, "layers": 32, "gpus": 64, "micro_batch": 1, "batch": batch}
         found = {t: rate(given, tp=t, pp=64 // t) for t in (2, 4, 8, 16, 32)}
         claim = f"tensor parallelism up to the node, then pipeline (162B, batch {batch})"
-        yield Claim("PTD-P, figure 13, takeaway 1", claim, "t = 8", f"t = {best(found)}; {listed(found)}", best(found) == 8)
+        yield Claim(
+            "PTD-P, figure 13, takeaway 1", claim, "t = 8", f"t = {best(found)}; {listed(found)}", best(found) == 8, found
+        )
     for batch in (32, 128, 512):
         stages = {p: rate(SMALL, batch=batch, tp=1, pp=p) for p in (2, 4, 8, 16, 32) if batch >= 64 // p}
         claim = f"replicas beat stages (5.9B, batch {batch})"
-        yield Claim("PTD-P, figure 14", claim, "falls with p", listed(stages), falls(stages))
+        yield Claim("PTD-P, figure 14", claim, "falls with p", listed(stages), falls(stages), stages)
         tensors = {t: rate(SMALL, batch=batch, tp=t, pp=1) for t in (2, 4, 8, 16, 32) if batch >= 64 // t}
         claim = f"replicas beat tensor ranks (5.9B, batch {batch})"
-        yield Claim("PTD-P, figure 15", claim, "falls with t", listed(tensors), falls(tensors))
+        yield Claim("PTD-P, figure 15", claim, "falls with t", listed(tensors), falls(tensors), tensors)
         both = {**{f"p = {p}": value for p, value in stages.items()}, **{f"t = {t}": value for t, value in tensors.items()}}
         claim = f"the smallest t·p that fits, then replicas (batch {batch})"
         yield Claim("PTD-P, takeaway 2", claim, "t·p = 2", best(both), best(both) in ("p = 2", "t = 2"))
@@ -172,7 +182,7 @@ def of_kernels() -> Iterator[Claim]:
     peaks = limits.recomputed_peaks()
     least = min(peaks, key=lambda every: peaks[every])
     claim = "memory is least where every layer or two are computed again (145B, a stage of 10 layers)"
-    yield Claim("PTD-P, section 3.5", claim, "1 or 2", f"{least}; GB by layers: {listed(peaks, 1)}", least in (1, 2))
+    yield Claim("PTD-P, section 3.5", claim, "1 or 2", f"{least}; GB by layers: {listed(peaks, 1)}", least in (1, 2), peaks)
 
 
 def of_optimus() -> Iterator[Claim]:
@@ -189,9 +199,9 @@ def of_optimus() -> Iterator[Claim]:
             ]
             columns[given["axes"]["x"] ** 2] = alone[0].seconds(cluster) / alone[1].seconds(cluster)
     where, claim = "Optimus, figure 8", "2×2 of the mesh in a node beat a row of it, communication of columns"
-    yield Claim(where, claim, "yes", f"GPUs: × {listed(columns, 2)}", min(columns.values()) > 1)
+    yield Claim(where, claim, "yes", f"GPUs: × {listed(columns, 2)}", min(columns.values()) > 1, columns)
     claim = "2×2 of the mesh in a node beat a row of it, whole step of table 2"
-    yield Claim(where, claim, "yes", f"GPUs: × {listed(whole, 2)}", min(whole.values()) > 1)
+    yield Claim(where, claim, "yes", f"GPUs: × {listed(whole, 2)}", min(whole.values()) > 1, whole)
     found = {ranks: limits.largest_batches(ranks) for ranks in limits.SIZES}
     ratios = {ranks: one["optimus"] / one["megatron"] for ranks, one in found.items()}
     last, where = found[64], "Optimus, figure 9"
@@ -199,7 +209,7 @@ def of_optimus() -> Iterator[Claim]:
     yield Claim(where, claim, "480", str(last["optimus"]), abs(last["optimus"] - 480) <= 16)
     claim = "Optimus' largest batch over Megatron's, by the buffers of both"
     grows = all(later > earlier for earlier, later in pairwise(ratios.values()))
-    yield Claim(where, claim, "64 GPUs: 8", f"GPUs: {listed(ratios, 1)}", 7 <= ratios[64] <= 8 and grows)
+    yield Claim(where, claim, "64 GPUs: 8", f"GPUs: {listed(ratios, 1)}", 7 <= ratios[64] <= 8 and grows, ratios)
     claim = "the same of this library's oned, oned-sp and summa, by dry runs"
     own = {ranks: limits.own_largest(ranks) for ranks in (4, 64)}
     ours = "; ".join(f"{ranks} GPUs: {', '.join(map(str, one.values()))}" for ranks, one in own.items())
@@ -248,6 +258,22 @@ def report() -> dict[str, Any]:
         "hold": sum(one.holds for one in found),
         "of": len(found),
     }
+
+
+def write(found: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draw the values of the claims that have a series of them; returns the files. Raises DataError as `figures.drawn` does."""
+    return drawn(partial(_fill, series=[one for one in found["claims"] if one["values"]]), folder, "claims")
+
+
+def _fill(figure: Any, series: Sequence[Mapping[str, Any]]) -> None:
+    figure.set_size_inches(BOTH_COLUMNS, 1.2 * BOTH_COLUMNS)
+    panels = figure.subplots(-(-len(series) // COLUMNS), min(COLUMNS, len(series)), squeeze=False).ravel()
+    for panel, one in zip(panels, series, strict=False):
+        panel.plot(list(one["values"]), list(one["values"].values()), **look(0 if one["holds"] else 1))
+        panel.set_xscale("log", base=2)
+        panel.set_title(f"{one['where']}\n{one['claim'][:44]}", fontsize=5)
+    for panel in panels[len(series) :]:
+        panel.set_axis_off()
 
 
 def as_text(found: Mapping[str, Any]) -> Iterator[str]:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from math import log, log2, sqrt
 from typing import NamedTuple
 
+from ...cluster import Cluster
 from ...dtypes import dtype_of
 from ...gemm.cost import mean
-from ..cluster import Cluster
 
 RANKS = (64, 729, 4096, 15625, 46656)
 """Sixth powers: squares and cubes at once."""
