@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, DataError
 from ..figures import FORMATS, draw
@@ -16,13 +16,20 @@ from ..parallel import draw as drawing
 from ..parallel.schedule import SCHEDULES, build, split_layers
 from ..parallel.simulate import Timeline, in_flight, messages_of, timeline
 
+if TYPE_CHECKING:
+    from ..plan.papers.costs import Cost, Isoefficiency
+
 FORMULAS = "Parameters, operations, days and bubble of a GPT by the closed formulas of Narayanan et al. 2021."
 SCHEDULE = "Draw the order of a pipeline's forwards and backwards: a row for each rank, time from left to right."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d plan` to `parser`."""
-    parser.add_argument("--paper", metavar="NAME", help="Show a paper's tables beside predictions; a wrong name lists all.")
+    parser.add_argument(
+        "--paper",
+        metavar="NAME",
+        help="Show a paper's tables beside predictions; or claims, or choices. A wrong name lists all.",
+    )
     parser.add_argument("--json", action="store_true", help="Print JSON in place of the table.")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="Write a figure of the paper's rows into DIR, as PNG and SVG.")
     _add_search(
@@ -91,6 +98,9 @@ def _add_formulas(formulas: argparse.ArgumentParser) -> None:
     formulas.add_argument("--pp", type=int, default=1, metavar="P", help="Ranks of a pipeline: its bubble.")
     formulas.add_argument("--micro-batches", type=int, default=1, metavar="M", help="Micro-batches of a step.")
     formulas.add_argument("--chunks", type=int, default=1, metavar="V", help="Stages of each rank.")
+    formulas.add_argument("--costs", type=int, metavar="P", help="Papers' costs of a layer on P ranks, beside ours.")
+    formulas.add_argument("--isoefficiency", metavar="CLUSTER", help="How work must grow with ranks, beside papers' growth.")
+    formulas.add_argument("--plots", type=Path, metavar="DIR", help="Write figures of words, and of which grid moves least.")
     formulas.add_argument("--json", action="store_true", help="Print JSON in place of text.")
 
 
@@ -140,13 +150,39 @@ def show_formulas(args: argparse.Namespace) -> int:
     found = formulas.of_gpt(*sizes, args.batch) + formulas.of_pipeline(args.pp, args.micro_batches, args.chunks)
     if args.tokens is not None:
         found += formulas.of_training(*sizes, args.tokens, args.ranks, args.tflops * 1e12)
+    costs, growths = _tables(args)
+    if args.plots is not None:
+        from ..plan.papers import maps
+
+        for file in maps.write(args.hidden, args.batch * args.sequence, args.plots):
+            print(f"written: {file}", file=sys.stderr)
     if args.json:
-        print(json.dumps({one.name: one.value for one in found}))
+        tables = {"costs": [one._asdict() for one in costs], "isoefficiency": [one._asdict() for one in growths]}
+        print(json.dumps({one.name: one.value for one in found} | {name: table for name, table in tables.items() if table}))
         return 0
     width = max(len(one.what) for one in found)
     for one in found:
         print(f"{one.what:<{width}}  {one.value:>10.4g}  {one.source}")
+    for cost in costs:
+        print(f"{cost.source}: {cost.what}: {cost.formula} = {cost.printed:.4g}, ours {cost.ours:.4g}")
+        if cost.erratum:
+            print(f"    erratum: {cost.erratum}")
+    for growth in growths:
+        print(
+            f"work of {growth.name} grows as P^{growth.slope:.2f}; {growth.paper}, P^{growth.paper_slope:.2f} over the same ranks"
+        )
     return 0
+
+
+def _tables(args: argparse.Namespace) -> tuple[list[Cost], list[Isoefficiency]]:
+    """The tables that `summa3d plan formulas` prints where it is asked to."""
+    from ..cluster import load
+    from ..plan.papers import costs
+
+    if args.costs is not None and round(args.costs ** (1 / 6)) ** 6 != args.costs:
+        raise ConfigError(f"--costs {args.costs} is no sixth power, a square and a cube at once: 64, 729, 4096, … are.")
+    found = [] if args.costs is None else costs.costs(args.costs, args.batch * args.sequence, args.hidden)
+    return found, [] if args.isoefficiency is None else costs.isoefficiency(load(args.isoefficiency))
 
 
 def show_paper(args: argparse.Namespace) -> int:
@@ -154,6 +190,8 @@ def show_paper(args: argparse.Namespace) -> int:
     import mpi4py
 
     mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
+    if args.paper in ("claims", "choices"):
+        return show_claims(args)
     from ..plan.papers.paper import load
     from ..plan.papers.report import report
     from ..plan.papers.text import as_text
@@ -165,6 +203,21 @@ def show_paper(args: argparse.Namespace) -> int:
         from ..plan.papers.figures import write
 
         for file in write(paper, found, args.plots):
+            print(f"written: {file}", file=sys.stderr)
+    return 0
+
+
+def show_claims(args: argparse.Namespace) -> int:
+    """Print papers' claims, or labs' choices, beside ours; returns the exit status. Raises ConfigError for plots of choices."""
+    from ..plan.papers import choices, claims
+
+    if args.paper == "choices" and args.plots is not None:
+        raise ConfigError("--plots has no figure of choices; --paper claims has one.")
+    module = claims if args.paper == "claims" else choices
+    found = module.report()
+    print(json.dumps(found) if args.json else "\n".join(module.as_text(found)))
+    if args.plots is not None:
+        for file in claims.write(found, args.plots):
             print(f"written: {file}", file=sys.stderr)
     return 0
 

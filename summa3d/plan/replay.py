@@ -133,7 +133,7 @@ class Work:
     ops: tuple[tuple[Op, float], ...]
     size: float = 0.0
     launches: float = 0.0
-    _moved: dict[tuple[object, ...], float] = field(default_factory=dict, compare=False, repr=False)
+    _moved: dict[tuple[object, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, topology: Topology, trace: Iterable[Op], times: float = 1.0) -> Work:

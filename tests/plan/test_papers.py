@@ -18,6 +18,7 @@ import pytest
 from summa3d.cli import main as entry
 from summa3d.cluster import load
 from summa3d.plan.papers import paper as papers
+from summa3d.plan.papers.figures import _series, write
 from summa3d.plan.papers.fit import fit
 from summa3d.plan.papers.report import report
 from summa3d.plan.price import Prices
@@ -26,6 +27,11 @@ from summa3d.plan.price import Prices
 def reported(name: str) -> tuple[papers.Paper, dict[str, Any]]:
     paper = papers.load(name)
     return paper, report(paper)
+
+
+def figures_of(paper: papers.Paper, found: dict[str, Any], folder: Path) -> set[str]:
+    pytest.importorskip("matplotlib")
+    return {file.name for file in write(paper, found, folder) if file.stat().st_size > 5000}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,17 @@ def test_optimus_is_predicted_within_its_gates(optimus: tuple[papers.Paper, dict
     assert found["orderings"]["right"] >= 7 and found["orderings"]["of"] == 8
     corrected = [row for row in found["rows"] if row["corrected"] is not None]
     assert [(row["reported"], row["corrected"]) for row in corrected] == [(0.6501, 0.5501)]
+
+
+def test_efficiencies_are_against_the_fewest_gpus_at_equal_work_of_a_gpu(
+    optimus: tuple[papers.Paper, dict[str, Any]],
+) -> None:
+    lines = _series(*optimus, "efficiency")
+    assert all(points[0][:3] == (4, 1.0, 1.0) for points in lines.values()) and len(lines) == 4
+    published = [point[1] for point in lines["strong, 2-D"]]
+    assert published[3] == pytest.approx(0.7579 * 4 / (0.4969 * 64), rel=1e-3)  # one model: its seconds alone
+    weak = lines["weak, 1-D"][3][1]
+    assert weak == pytest.approx(0.3406 * 4 / (1.5601 * 64) * (12 * 8192 + 1024) * 8192 / ((12 * 2048 + 1024) * 2048), rel=1e-3)
 
 
 def test_the_fitted_numbers_of_the_cluster_are_those_of_the_fit(optimus: tuple[papers.Paper, dict[str, Any]]) -> None:
@@ -67,7 +84,7 @@ def test_the_page_has_the_rows_that_are_predicted(optimus: tuple[papers.Paper, d
 def test_rows_that_are_not_fitted_change_no_fitted_number(optimus: tuple[papers.Paper, dict[str, Any]]) -> None:
     paper, _ = optimus
     few = list(paper.rows[::3])
-    held = [replace(row, use="held out") for row in paper.rows if row not in few]
+    held = [replace(row, use=("held out", "never")[number % 2]) for number, row in enumerate(paper.rows) if row not in few]
     twice = [replace(row, reported=2 * row.reported, corrected=None) for row in held]
     whole = fit(few, few[0].numbers, paper.ranges).numbers
     fits = [report(replace(paper, rows=(*few, *others)))["fit"] for others in (held, twice)]
@@ -95,6 +112,15 @@ def test_a_tree_of_broadcasts_cannot_explain_the_2d_rows(
 def three() -> dict[str, Any]:
     """The report of the 3-D paper: few cells to trace."""
     return reported("3d")[1]
+
+
+def test_inference_and_the_3d_paper_are_drawn(three: dict[str, Any], tmp_path: Path) -> None:
+    assert figures_of(papers.load("3d"), three, tmp_path) == {"3d.png", "3d.svg"}
+    paper, found = reported("optimus-inference")
+    assert figures_of(paper, found, tmp_path) == {"optimus-inference.png", "optimus-inference.svg"}
+    assert {row["use"] for row in found["rows"]} == {"never"} and found["summary"]["fitted"] == 0
+    printed = {row["name"]: (row["reported"], row["corrected"]) for row in found["rows"] if row["corrected"] is not None}
+    assert printed == {"table 2, 1-D, 4 GPUs": (13.1047, 12.6103), "table 3, 2-D, 4 GPUs": (0.4415, 5.2966)}
 
 
 def test_the_3d_paper_is_reported_under_both_machines_and_three_placements_and_never_fitted(three: dict[str, Any]) -> None:
@@ -151,8 +177,9 @@ def test_ptdp_is_predicted_within_its_gates(ptdp: tuple[papers.Paper, dict[str, 
 
 
 @pytest.mark.parametrize(("name", "rows", "most"), [("ptdp-fig13", 10, 0.06), ("ptdp-fig17", 13, 0.05), ("korthikanti", 8, 0.08)])
-def test_what_was_not_fitted_is_predicted_with_the_numbers_of_ptdp(name: str, rows: int, most: float) -> None:
-    found = report(papers.load(name))
+def test_what_was_not_fitted_is_predicted_with_the_numbers_of_ptdp(name: str, rows: int, most: float, tmp_path: Path) -> None:
+    paper, found = reported(name)
+    assert figures_of(paper, found, tmp_path) == {f"{name}.png", f"{name}.svg"}
     assert found["summary"]["n"] == rows and found["summary"]["fitted"] == 0
     assert {row["use"] for row in found["rows"]} == {"held out"} and "fit" not in found
     assert found["summary"]["median"] <= most and found["summary"]["max"] <= 0.15
@@ -186,10 +213,11 @@ def test_fsdp_is_predicted_without_any_fit_and_worse_where_nothing_is_hidden() -
     assert worst["name"] == "70b, 64 A100-40, micro-batch 2" and worst["error"] > 0.3  # near the end of its memory
 
 
-def test_bloom_is_predicted_row_by_row_from_the_others_and_the_fastest_plan_is_picked() -> None:
+def test_bloom_is_predicted_row_by_row_from_the_others_and_the_fastest_plan_is_picked(tmp_path: Path) -> None:
     paper, found = reported("bloom")
     assert (found["summary"]["n"], found["summary"]["fitted"]) == (33, 3) and found["at_bound"] == []
     assert found["summary"]["leave_one_out"] <= 0.06
+    assert figures_of(paper, found, tmp_path) == {"bloom.png", "bloom.svg"}
     choices = found["choices"]
     assert choices["spearman"] >= 0.75 and choices["regret"]["median"] <= 0.03
     assert len(choices["groups"]) == 7 and sum(one["of"] for one in choices["groups"]) == 32

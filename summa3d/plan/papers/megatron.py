@@ -33,7 +33,7 @@ def step(given: Mapping[str, Any]) -> Step:
     tp, pp, dp, chunks = given["tp"], given["pp"], given["dp"], given.get("chunks", 1)
     micro, hidden = given["micro_batch"], given["hidden"]
     stages = stage_layers(given["layers"], pp * chunks, given.get("slots", 0))
-    held = (12 * max(stages) * chunks * hidden**2 + given["vocabulary"] * hidden) // tp
+    held = (block_parameters(given) * max(stages) * chunks + given["vocabulary"] * hidden) // tp
     return Step(
         {name: edited(cell, given["profile"]) for name, cell in cells(setting(given)).items()},
         Topology.checked({"y": tp, "dp": dp, "pp": pp}, ORDER),
@@ -57,10 +57,19 @@ def setting(given: Mapping[str, Any]) -> Setting:
         vocabulary=-(-given["vocabulary"] // tp) * tp,
         dropout=dropout,
         attention_dropout=dropout,
+        **{key: given[key] for key in ("family", "kv_heads", "ffn") if key in given},
     )
     recompute = (given.get("recompute", "full"), 1)
     scheme = given.get("scheme", "oned")
     return Setting(model, given["micro_batch"], scheme, {"y": tp}, dtype=HALF, recompute=recompute, on_device=True)
+
+
+def block_parameters(given: Mapping[str, Any]) -> int:
+    """Parameters of a block: GPT's, or Llama's with its heads of k and v and its gated feed-forward."""
+    hidden = int(given["hidden"])
+    if given.get("family") != "llama":
+        return 12 * hidden**2
+    return 2 * hidden**2 + 2 * hidden**2 * given["kv_heads"] // given["heads"] + 3 * hidden * given["ffn"]
 
 
 def stage_layers(layers: int, stages: int, slots: int) -> tuple[int, ...]:
@@ -69,6 +78,11 @@ def stage_layers(layers: int, stages: int, slots: int) -> tuple[int, ...]:
     if slots:
         found[0], found[-1] = found[0] - 1, found[-1] - 1
     return tuple(found)
+
+
+def in_flight(ranks: int, chunks: int, micro_batches: int) -> float:
+    """Micro-batches whose inputs the first rank of a pipeline keeps, a fraction where it has chunks."""
+    return min(micro_batches, ranks * (1 + (ranks - 1) / (ranks * chunks))) if chunks > 1 else min(micro_batches, ranks)
 
 
 def _after(held: int, dp: int, zero: int) -> tuple[Op, ...]:
@@ -107,6 +121,11 @@ def in_unit(given: Mapping[str, Any], seconds: Predict) -> Predict:
     if "tflops" in given:
         work = hardware_flops(*sizes) / given["gpus"] / 1e12
         return lambda numbers: work / seconds(numbers)
+    if "model_tflops" in given:  # six operations a parameter and token, and attention's, which is not recomputed
+        layers, hidden, vocabulary, sequence, batch = sizes
+        count = layers * block_parameters(given) + 2 * vocabulary * hidden
+        rate = (6 * count + 12 * layers * hidden * sequence) * batch * sequence / given["gpus"] / 1e12
+        return lambda numbers: rate / seconds(numbers)
     if "mfu" in given:
         share = 100 * model_flops(*sizes) / given["gpus"]
         return lambda numbers: share / numbers.cluster.peak(HALF) / seconds(numbers)

@@ -21,7 +21,7 @@ from .fit import Numbers, Predict, Ranges
 from .profiles import edited
 
 FOLDER = Path(__file__).with_name("tables")
-UNITS = ("tflops", "mfu", "sequences", "seconds")
+UNITS = ("tflops", "model_tflops", "mfu", "sequences", "seconds")
 """What a row of a step may report."""
 MARKS = {"fitted": "●", "held out": "○", "never": "×"}
 """Use of a row → its mark: fitted to, predicted only, never fitted to."""
@@ -80,29 +80,44 @@ def load(name: str) -> Paper:
     table = table_of(name)
     ranges = {key: (float(least), float(most)) for key, (least, most) in table.get("fit", {}).items()}
     of = _step_rows if "step" in table else block_rows
+    if "inference" in table:
+        table = {**table_of(table["of"]), **table}
+        rows = [{key: row[key] for key in row if key not in ("corrected", "erratum")} for row in table["row"]]
+        table["row"] = [{**row, "use": "never", **table["inference"][row["name"]]} for row in rows]
     return Paper(name, table, tuple(row for given in table["row"] for row in of(table, given)), ranges)
 
 
 def block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of a table of blocks' times: one for each cluster and placement."""
     batch = given["batch"]
-    if "average" in given:
+    if "sequences" in given:
+        reported = given["sequences"]
+    elif "average" in given:
         reported = given["average"]
     else:
         reported = given["step"] / batch if "step" in given else given["forward"] + given["backward"]
-    setting = _setting(given, given["axes"], batch, table["sequence"], dropout=0.1, tile=given.get("tile"))
-    cell = edited(cells(setting)[BLOCK], given["profile"])
     for cluster in table["clusters"]:
         for place, how in table.get("placement", {"": {"tile": given.get("tile")}}).items():
-            order = how["order"].split(",") if "order" in how else None
-            topology = Topology.checked(given["axes"], order, how.get("tile"))
-            work = Work.of(topology, (*cell.forward, *cell.backward), table["layers"] / batch)
             name = ", ".join(part for part in (given["name"], cluster if place else "", place) if part)
-            ranks = prod(given["axes"].values())
-            texts = given["use"], given["series"]
             numbers, corrected = Numbers(load_cluster(cluster)), given.get("corrected")
-            predict = _seconds(work)
+            work = block_work(table, given, how)
+            predict = _sequences(work) if "sequences" in given else _seconds(work)
+            texts, ranks = (given["use"], given["series"]), prod(given["axes"].values())
             yield Row(name, *texts, ranks, numbers, round(reported, 4), corrected, given.get("erratum", ""), predict)
+
+
+def block_work(table: Mapping[str, Any], given: Mapping[str, Any], how: Mapping[str, Any]) -> Work:
+    """What a row's blocks do for one sequence, on axes of the order and tile of `how`; of inference the forward."""
+    setting = _setting(given, given["axes"], given["batch"], table["sequence"], dropout=0.1, tile=given.get("tile"))
+    cell = edited(cells(setting)[BLOCK], given["profile"])
+    order = how["order"].split(",") if "order" in how else None
+    topology = Topology.checked(given["axes"], order, how.get("tile"))
+    trace = cell.forward if "sequences" in given else (*cell.forward, *cell.backward)
+    return Work.of(topology, trace, table["layers"] / given["batch"])
+
+
+def _sequences(work: Work) -> Predict:
+    return lambda numbers: 1 / work.seconds(numbers.cluster)
 
 
 def _seconds(work: Work) -> Predict:

@@ -23,7 +23,7 @@ def report(paper: Paper) -> dict[str, Any]:
         found |= _refitted(paper, summary)
     if "variant" in paper.table:
         found["variants"] = [_variant(paper, given) for given in paper.table["variant"]]
-    if "ordering" in paper.table:
+    if paper.table.get("ordering"):
         found["orderings"] = _orderings(paper, rows)
     return found
 
