@@ -112,6 +112,7 @@ def placements(figure: Any, races: Sequence[Mapping[str, Any]]) -> None:
         wanted = [case["seconds"] * 1e3 for case in race["cases"]]
         panel.plot(places, wanted, linestyle="none", marker="o", color="black", markerfacecolor="none", label="predicted")
         panel.set(ylabel="ms", title=title(race))
+        panel.margins(y=0.35)  # room for the legend
     panel.set_xticks(places, [case["label"] for case in races[-1]["cases"]], rotation=60, ha="right", fontsize=4.5)
     panel.legend()
 

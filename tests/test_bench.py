@@ -110,3 +110,58 @@ def test_a_linears_rate_stands_beside_that_of_the_cores(tmp_path):
     seconds = json.loads((tmp_path / "rate.json").read_text())["seconds"]
     assert all(len(times) == 2 and min(times) > 0 for times in seconds.values()) and len(seconds) == 3
     assert "≥ 0.6 of the cores' rate" in said.splitlines()[-1]
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """The cases on emulated nodes, and the predictions that were written before they were raced."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    modules = (importlib.import_module(f"emulated_{name}") for name in ("cases", "report"))
+    return *modules, json.loads((BENCH / "emulated_predictions.json").read_text())
+
+
+def test_predictions_for_emulated_nodes_are_those_of_the_planner_and_of_the_words_that_leave_a_node(emulated):
+    cases, _, plan = emulated
+    facts = cases.Facts(**plan["facts"])
+    placements = [race for race in plan["races"] if race["part"] == "placement"]
+    assert [(race["nodes"], race["ranks"], race["port"]) for race in placements] == [(4, 8, "1gbit"), (4, 8, "250mbit")]
+    for race in placements:
+        bandwidth = {"1gbit": 125e6, "250mbit": 31.25e6}[race["port"]]
+        assert len(race["cases"]) == 9
+        for row in race["cases"]:
+            m, n, k = row["sizes"]
+            words = {"y": m * k, "x": k * n, "z": m * n}  # of A, B and C, of which a rank receives an eighth
+            leave = 2 * 8 * sum(words[axis] / 8 for axis in words if axis != row["order"][0])
+            assert row["port_bytes"] == pytest.approx(leave, rel=1e-3)
+            assert leave / bandwidth < row["wire"] < 1.5 * leave / bandwidth and row["seconds"] == row["wire"] + row["arithmetic"]
+    here = next(cases.races(facts))
+    again = [sum(cases.predicted(case, here, facts)) for case in here.cases[:3]]
+    assert again == pytest.approx([row["seconds"] for row in placements[0]["cases"][:3]])
+
+
+def test_the_page_of_emulated_nodes_has_the_times_that_were_measured(emulated):
+    _, report, plan = emulated
+    result = json.loads((BENCH / "emulated_measured.json").read_text())
+    page = (BENCH.parent / "docs" / "emulated.md").read_text()
+    assert report.replaced(page, result) == page, "run: python bench/emulated_nodes.py --show FILE --page docs/emulated.md"
+    for race, before in zip(result["races"], plan["races"], strict=True):
+        assert [row["seconds"] for row in race["cases"]] == [row["seconds"] for row in before["cases"]]
+        assert all(len(row["times"]) == result["rounds"] >= 7 for row in race["cases"])
+
+
+def test_claims_on_emulated_nodes_hold_near_the_prediction_alone(emulated):
+    _, report, _ = emulated
+    rows = [{"seconds": wanted, "times": [wanted, 9.0], "port_bytes": 100, "carried": 101} for wanted in (1.0, 1.1, 2.0)]
+    race = {"part": "placement", "nodes": 4, "port": "1gbit", "cases": rows}
+    assert [holds for _, holds in report.claims([race])] == [True, True, True]
+    late = [{**rows[0], "times": [1.3]}, *rows[1:]]
+    assert [holds for _, holds in report.claims([race | {"cases": late}])] == [False, True, True]
+    assert [
+        holds for _, holds in report.claims([race | {"cases": [{**rows[0], "times": [3.0], "carried": 120}, *rows[1:]]}])
+    ] == [
+        False,
+        False,
+        False,
+    ]
+    strong = race | {"part": "strong", "cases": [{**rows[0], "times": [1.0]}, {**rows[1], "times": [0.9]}]}
+    assert [holds for _, holds in report.claims([strong])] == [False]

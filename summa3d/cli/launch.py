@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..errors import LaunchError
 from ..launch import emulate, segments
-from ..launch.runtime import Runtime, find_launcher, loaded_runtime, rank_environment, usable_cores
+from ..launch.runtime import Runtime, find_launcher, launcher_vendor, loaded_runtime, rank_environment, usable_cores
 from .main import COMMANDS, unknown_command
 
 SCRIPT = "summa3d.launch.script"
@@ -90,16 +90,16 @@ def run(args: argparse.Namespace) -> int:
     command, environment, account = mpi_command(args.ranks, arguments, runtime=runtime)
     emulated = "" if args.emulate is None else f"{args.emulate.nodes} emulated nodes, "
     print(f"summa3d launch: {emulated}{account}", file=sys.stderr, flush=True)
-    for warning in segments.warnings(args.ranks) if runtime.vendor == "mpich" else ():
+    for warning in segments.warnings(args.ranks) if runtime.vendor == "mpich" and args.emulate is None else ():
         print(f"summa3d launch: {warning}", file=sys.stderr, flush=True)
+    if sys.stderr.isatty() and Path(command[0]).name != "srun":  # which forwards whole lines
+        environment["SUMMA3D_TERMINAL"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
     if args.emulate is not None:
-        reason = emulate.why_not(runtime.vendor)
+        reason = emulate.why_not(launcher_vendor((command[0],)))
         if reason is not None:
             raise LaunchError(f"nodes cannot be emulated: {reason}.")
         launcher = command[: command.index("-n")]
         return emulate.run(args.emulate, launcher, args.ranks, [sys.executable, *arguments], environment)
-    if sys.stderr.isatty() and Path(command[0]).name != "srun":  # which forwards whole lines
-        environment["SUMMA3D_TERMINAL"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:

@@ -24,7 +24,7 @@ from ..errors import LaunchError
 
 PROGRAMS = ("ip", "tc", "nsenter", "unshare", "taskset", "mount")
 HYDRA = ("mpich", "intel")
-"""Vendors whose launcher starts ranks through a remote shell of ours."""
+"""Vendors of launchers that start ranks through a remote shell of ours."""
 MOST_NODES = 200
 SUBNET = "10.77.0"
 SWITCH = f"{SUBNET}.254"
@@ -83,7 +83,7 @@ def network_of(text: str) -> Network:
 
 
 def why_not(vendor: str = "mpich") -> str | None:
-    """Why nodes cannot be emulated here for an MPI of this vendor; None where they can."""
+    """Why no ranks can be started on emulated nodes here by a launcher of this vendor; None where they can."""
     if not sys.platform.startswith("linux"):
         return f"they are namespaces of Linux, and this is {sys.platform}"
     missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
