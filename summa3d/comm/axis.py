@@ -14,7 +14,7 @@ from .pending import Begun, Completed, Pending
 from .profile.ledger import Amounts, Ledger
 from .transport.call import Call, Route
 from .transport.node_buffer import NodeBuffer
-from .transport.transports import Transports
+from .transport.transports import Freed, Transports
 
 ROUTES = 1024
 """Routes that an axis keeps; a step of training takes the same few again and again."""
@@ -117,6 +117,7 @@ class Axis:
     def barrier(self) -> None:
         """Return once every member has called. Members that share a node wait asleep."""
         if self.size > 1:
+            self._checks.barrier()
             self.transports.barrier()
 
     # -- started: return a Pending ---------------------------------------------------------------------------------------
@@ -182,12 +183,12 @@ class Axis:
         return None if self.size == 1 else self.transports.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
-        """Whether an all-gather of arrays of this dtype can return a view of the node buffer (collective the first time)."""
+        """Whether an all-gather of arrays of this dtype can return a view of the node buffer."""
         return self.transports.offers_views(array)
 
     @property
     def node_buffer(self) -> NodeBuffer | None:
-        """The node buffer of this axis; None if it has none. The first use is collective, and makes it."""
+        """The node buffer of this axis; None if it has none."""
         return None if self.transports.node is None else self.transports.node.buffer
 
     def open_device(self, array: Array) -> None:
@@ -196,6 +197,19 @@ class Axis:
         A collective does so by itself; on the host there is nothing to open.
         """
         self.transports.of(array)
+
+    def end(self) -> None:
+        """Say that this rank is about to free the axis; one that calls a collective instead learns it, and raises."""
+        self.transports.end()
+
+    def free(self) -> None:
+        """Release the memory of the axis (collective). Whatever it is asked for later raises GridError."""
+        freed = Freed(self.transports.members)
+        try:
+            self.transports.free()
+        finally:
+            self.transports, self._checks.in_step = freed, freed.check
+            self._routes.clear()
 
     # -- each collective: checked and counted once for all calls that are alike -------------------------------------------
 

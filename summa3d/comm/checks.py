@@ -104,6 +104,12 @@ class Checks:
         if problem is not None:
             raise ShapeError(problem)
 
+    def barrier(self) -> None:
+        """In debug mode, raise AgreementError on all members unless all are at a barrier."""
+        if self.debug:
+            self.in_step()
+            check_agreement(self.comm, f"barrier over {self.label}", {})
+
     def peer(self, name: str, peer: int) -> None:
         """Raise ShapeError unless there is such a member, other than this one."""
         if not 0 <= peer < self.size or peer == self.index:

@@ -271,7 +271,7 @@ def check_agreement(comm: MPI.Comm, operation: str, facts: Mapping[str, object])
     differing = [name for name in dict.fromkeys(name for one in everyone for name in one) if _values(everyone, name) != 1]
     if not differing:
         return
-    lines = [f"  {name}: {_who_passed_what([one.get(name, 'nothing') for one in everyone])}" for name in differing]
+    lines = [f"  {name}: {who_passed_what([one.get(name, 'nothing') for one in everyone])}" for name in differing]
     where = "which collective they are in" if "operation" in differing else operation
     raise AgreementError(f"the {comm.size} ranks do not agree on {where}:\n" + "\n".join(lines))
 
@@ -280,9 +280,14 @@ def _values(everyone: Sequence[Mapping[str, str]], name: str) -> int:
     return len({one.get(name) for one in everyone})
 
 
-def _who_passed_what(values: Sequence[str]) -> str:
+def who_passed_what(values: Sequence[str], ranks: Sequence[int] | None = None) -> str:
+    """The different values, and of which ranks each is; the ranks are numbered from 0 unless they are given.
+
+    >>> who_passed_what(["sum", "max", "sum"])
+    'sum on ranks 0, 2; max on rank 1'
+    """
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
         ranks_of.setdefault(value, []).append(rank)
     return "; ".join(f"{value} on {_ranks_in_words(ranks)}" for value, ranks in ranks_of.items())
 

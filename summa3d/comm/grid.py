@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 from mpi4py import MPI
 
 from ..blas_library import TORCH, Rule, common_rule, rule_for_tensors
-from ..errors import ConfigError, GridError
+from ..errors import ConfigError, GridError, Summa3dError
 from ..node_support import affinity, why_no_node_memory
 from .axis import Axis
 from .device.backend import Backend
+from .failure import check_agreement
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
 from .transport.call import Call, Carried, Members
@@ -21,6 +22,8 @@ from .transport.node_buffer import NodeRule
 from .transport.select import requested
 from .transport.transports import TransportFactory, Transports
 
+AGREED = 4096
+"""The calls that a grid remembers as agreed on; then it begins anew, on all ranks alike."""
 EVERYONE = ("everyone",)
 """Names the axis of all ranks, those outside the grid included."""
 
@@ -255,20 +258,25 @@ class Grid:
         return tuple(name for name in self.shape if self[name].node_buffer is not None)
 
     def free(self) -> None:
-        """Release the axes' communicators (collective); a second call does nothing. The grid cannot communicate afterwards."""
+        """Release the axes' communicators and memory (collective); a second call does nothing. No axis communicates afterwards.
+
+        Raises AgreementError, once all is released, where ranks differ in a communication that had not been compared yet.
+        """
         if self.freed:
             return
-        for part in self._parts.values():
-            part.release()
         self.freed = True
+        differ = _freed([axis for grid in (*self._parts.values(), self) for axis in grid._axes.values()])
         for axis in self._axes.values():
-            axis.transports.free()
             if axis.comm not in (self.comm, self.common, MPI.COMM_SELF):
                 axis.comm.Free()
+        for part in self._parts.values():
+            part.release()
         self._axes.clear()
         self.kept.clear()
         if self.inside and self.comm is not self.common:
             self.comm.Free()
+        if differ is not None:
+            raise differ
 
     def __deepcopy__(self, memo: object) -> Grid:
         return self  # a copied model or matrix stays on the same grid
@@ -320,6 +328,39 @@ class Grid:
             return self.comm
         _check_unsealed(self, asked)
         return _comm_of_some(self.comm, members)
+
+
+def _freed(axes: Sequence[Axis]) -> Summa3dError | None:
+    """The first error of those that freeing the axes raised. All ends are said before one is waited for: the order may differ."""
+    first = None
+    for step in (Axis.end, Axis.free):
+        for axis in axes:
+            try:
+                step(axis)
+            except Summa3dError as error:
+                first = first or error
+    return first
+
+
+def agree_on_call(
+    grid: Grid, operation: str, facts: Mapping[str, Hashable], axis: Axis | None = None, problem: str | None = None
+) -> None:
+    """Raise AgreementError on all ranks unless all make this call: compared at the first of a kind, with `grid.check` at each.
+
+    axis : the ranks that make it; default all of the grid. problem : why this rank is about to refuse the call. A message round
+    where they are compared.
+    """
+    seen: set[Hashable] = grid.kept.setdefault("agreed", set())
+    key = (operation, *facts.values())
+    makes_none = grid.job.sealed and "comm" not in vars(grid)  # a part's own communicator, in a job that makes no more
+    if (key in seen and not grid.check) or makes_none:
+        return
+    comm = (axis or grid.ranked).comm
+    if comm != MPI.COMM_NULL and comm.size > 1:
+        check_agreement(comm, operation, {**facts, "problem": problem})
+    if len(seen) >= AGREED:
+        seen.clear()
+    seen.add(key)
 
 
 class Part(Grid):
@@ -393,8 +434,6 @@ class Part(Grid):
     def release(self) -> None:
         """Release what the part alone has, when its job is freed."""
         self.freed = True
-        for axis in self._axes.values():
-            axis.transports.free()
         self._axes.clear()
         self.kept.clear()
         comm = vars(self).get("comm")
