@@ -6,11 +6,14 @@ import time
 from collections.abc import Hashable, Sequence
 from math import prod
 
+import numpy as np
 from mpi4py import MPI
 
 from .arrays import Array, copy_into, count, dtype_name, into_problem, is_on_device, place_of, share
 from .checks import Checks
+from .nodes import world_ranks
 from .pending import Begun, Completed, Pending
+from .profile import flight
 from .profile.ledger import Amounts, Ledger
 from .transport.call import Call, Route
 from .transport.node_buffer import NodeBuffer
@@ -43,6 +46,8 @@ class Axis:
         self.ledger: Ledger = members.ledger
         self._checks = Checks(members, transports, check)
         self._routes: dict[Hashable, Route] = {}
+        self._begun, self._recorded_as = 0, -1
+        self._barrier = Call(Route("barrier", False, 0, self.size - 1), np.empty(0))
 
     def __deepcopy__(self, memo: object) -> Axis:
         return self  # a copied layer communicates over the same grid's axes
@@ -117,8 +122,14 @@ class Axis:
     def barrier(self) -> None:
         """Return once every member has called. Members that share a node wait asleep."""
         if self.size > 1:
-            self._checks.barrier()
-            self.transports.barrier()
+            number = self._recorded(self._barrier, time.perf_counter(), flight.WAITED_FOR)
+            try:
+                self._checks.barrier()
+                self.transports.barrier()
+            except BaseException:
+                flight.failed(number)
+                raise
+            flight.end(number, time.perf_counter())
 
     # -- started: return a Pending ---------------------------------------------------------------------------------------
 
@@ -280,24 +291,52 @@ class Axis:
         if self.ledger.by_steps or call.route.on_device:
             return self._begin(call).wait()
         wall, cpu = time.perf_counter(), time.thread_time()
-        carried = self.transports.carry(call)
-        result = carried.complete()
-        self._record(call.route, carried.moved, time.perf_counter() - wall, time.thread_time() - cpu)
+        number = self._recorded(call, wall, flight.WAITED_FOR)
+        try:
+            carried = self.transports.carry(call)
+            result = carried.complete()
+        except BaseException:
+            flight.failed(number)
+            raise
+        ended = time.perf_counter()
+        flight.end(number, ended)
+        self._record(call.route, carried.moved, ended - wall, time.thread_time() - cpu)
         return result
 
     def _begin(self, call: Call) -> Pending:
         """Carry a call; `wait` of the returned Pending records its completion. Inside an NVTX range if the ledger has ranges."""
-        ranges = self.ledger.ranges
-        if ranges is not None:
-            with ranges.around(f"{call.route.operation} {self.label}"):
-                return self._carry_by_steps(call)
-        if self.ledger.by_steps or call.route.on_device:
-            return self._carry_by_steps(call)
-        wall, cpu = time.perf_counter(), time.thread_time()
-        carried = self.transports.carry(call)
-        moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
-        line = self._record(call.route, moved, time.perf_counter() - wall, time.thread_time() - cpu)
-        return Pending(carried, line.wait)
+        ranges, wall = self.ledger.ranges, time.perf_counter()
+        number = self._recorded(call, wall, flight.BEGUN)
+        try:
+            if ranges is not None:
+                with ranges.around(f"{call.route.operation} {self.label}"):
+                    pending = Begun(self.transports.carry, self.transports.of, call).recorded(self.ledger, self.label)
+            elif self.ledger.by_steps or call.route.on_device:
+                pending = Begun(self.transports.carry, self.transports.of, call).recorded(self.ledger, self.label)
+            else:
+                cpu = time.thread_time()
+                carried = self.transports.carry(call)
+                moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
+                line = self._record(call.route, moved, time.perf_counter() - wall, time.thread_time() - cpu)
+                pending = Pending(carried, line.wait)
+        except BaseException:
+            flight.failed(number)
+            raise
+        pending.number = number
+        return pending
+
+    def _recorded(self, call: Call, began: float, state: int) -> int:
+        """Write a call to the flight recorder; the number by which it is known there, 0 without a recorder."""
+        recorder, route = flight.recorder, call.route
+        if recorder is None:
+            return 0
+        if self._recorded_as < 0:
+            self._recorded_as = recorder.axis(self.label, world_ranks(self.comm))
+        if route.recorded < 0:
+            text = route.described(call.array)
+            route.recorded = recorder.text(text, lambda: text)
+        self._begun += 1
+        return recorder.begin(route.recorded, self._recorded_as, self._begun, began, state)
 
     def _record(self, route: Route, moved: Array, seconds: float, cpu_seconds: float) -> Amounts:
         """Add a call to its line of the ledger, which the route keeps by phase; returns the line."""
@@ -307,10 +346,6 @@ class Axis:
             line = route.lines[key] = self.ledger.line(route.operation, self.label, dtype_name(moved))
         line.add(Amounts(1, route.words, route.messages, route.words * moved.itemsize, seconds, cpu_seconds))
         return line
-
-    def _carry_by_steps(self, call: Call) -> Pending:
-        """Start a call of which the ledger follows each step: for a trace, a profiler, a dry run, or on a device."""
-        return Begun(self.transports.carry, self.transports.of, call).recorded(self.ledger, self.label)
 
 
 def alone(array: Array, into: Array | None) -> Array:

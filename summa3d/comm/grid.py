@@ -14,7 +14,8 @@ from ..errors import ConfigError, GridError, Summa3dError
 from ..node_support import affinity, why_no_node_memory
 from .axis import Axis
 from .device.backend import Backend
-from .failure import check_agreement
+from .failure import check_agreement, job_name
+from .profile import flight
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
 from .transport.call import Call, Carried, Members
@@ -87,6 +88,7 @@ class Grid:
         rank = self.ranks.index(comm.rank) if comm.rank in self.ranks else MPI.UNDEFINED
         self._stand(topology, rank, check, Ledger(device), transports)
         if self.inside:
+            flight.start(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, job_name())
             self.nodes = _node_of_each_rank(self.comm)
             self.blas = _rule_of_all(self.comm)
             wanted = node_memory is not False and why_no_node_memory() is None

@@ -52,12 +52,12 @@ class Route:
     the result may lie in memory that the members share. in_order : whether all members complete it between the same two of their
     communications. receive_sizes : of an all-to-all; None where all pieces are equal. words, messages : what the ledger counts.
     bound : the transport's own, kept from its first call on. lines : of the ledger, by phase and dtype. signed : what a member
-    posts of such a call, for the others to compare.
+    posts of such a call, for the others to compare. recorded : the flight recorder's number of its text.
     """
 
     __slots__ = (
         *("bound", "dim", "in_order", "lines", "messages", "on_device", "op", "operation", "receive_sizes", "root", "sizes"),
-        *("signed", "tag", "view", "words"),
+        *("recorded", "signed", "tag", "view", "words"),
     )
 
     def __init__(
@@ -79,7 +79,7 @@ class Route:
         self.dim, self.sizes, self.op, self.root, self.tag = dim, sizes, op, root, tag
         self.view, self.in_order, self.receive_sizes = view, in_order, receive_sizes
         self.bound: Any = None
-        self.signed = NO_SIGNATURE
+        self.signed, self.recorded = NO_SIGNATURE, -1
         self.lines: dict[tuple[str, Any], Amounts] = {}
 
     def described(self, array: Array) -> str:
@@ -95,6 +95,8 @@ class Route:
         marks += ["on a device"] if self.on_device else []
         if self.operation == "all_reduce" and array.itemsize * count(array) > ALL_REDUCE_LIMIT and not self.in_order:
             marks.append("in any order")
+        if self.operation == "barrier":
+            return "barrier"
         return ", ".join([f"{self.operation} of {dtype_name(array)} [{', '.join(map(str, shape))}]", *marks])
 
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -20,6 +21,7 @@ from mpi4py import MPI
 
 from ...errors import Summa3dError
 from ..arrays import Array, dtype_name, empty, is_on_device, is_torch
+from ..nodes import world_ranks
 from ..signatures import Signatures
 from .node_memory import BROKEN, CLOSED, FLAGS, LEFT, MAPPED, OFFERED, POSTED, SLOTS, Flags, joined, mapped, offered
 
@@ -116,7 +118,7 @@ class NodeBuffer:
 
     def __init__(self, comm: MPI.Intracomm, flags: Flags) -> None:
         self.comm, self.size, self.index, self.flags = comm, comm.size, comm.rank, flags
-        self.signatures = Signatures(flags, comm.rank, self.ranks)
+        self.signatures = Signatures(flags, comm.rank, partial(world_ranks, comm))
         self.begin()
 
     def begin(self) -> None:
@@ -139,10 +141,6 @@ class NodeBuffer:
         """The buffer of the members of `comm`, which share a node (collective); None on all if the node lacks the memory."""
         memory = mapped(comm, Flags.nbytes(comm.size))
         return None if memory is None else cls(comm, Flags(memory, label, comm.size, crowded))
-
-    def ranks(self) -> list[int]:
-        """The rank in MPI_COMM_WORLD of each member."""
-        return list(self.comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))
 
     @property
     def size_bytes(self) -> int:
