@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -19,6 +21,7 @@ from .transport.call import Call, Route
 from .transport.node_buffer import NodeBuffer
 from .transport.transports import Freed, Transports
 
+NOTHING = np.empty(0)
 ROUTES = 1024
 """Routes that an axis keeps; a step of training takes the same few again and again."""
 
@@ -44,10 +47,12 @@ class Axis:
         self.comm: MPI.Intracomm = members.comm
         self.label: str = members.label
         self.ledger: Ledger = members.ledger
-        self._checks = Checks(members, transports, check)
+        self.checks = Checks(members, transports, check)
         self._routes: dict[Hashable, Route] = {}
-        self._begun, self._recorded_as = 0, -1
-        self._barrier = Call(Route("barrier", False, 0, self.size - 1), np.empty(0))
+        self._records, self._barrier = (
+            flight.AxisRecords(self.label, partial(world_ranks, self.comm)),
+            Route("barrier", False, 0, 0),
+        )
 
     def __deepcopy__(self, memo: object) -> Axis:
         return self  # a copied layer communicates over the same grid's axes
@@ -122,14 +127,9 @@ class Axis:
     def barrier(self) -> None:
         """Return once every member has called. Members that share a node wait asleep."""
         if self.size > 1:
-            number = self._recorded(self._barrier, time.perf_counter(), flight.WAITED_FOR)
-            try:
-                self._checks.barrier()
+            with self._records.around(Route("barrier", False, 0, 0), NOTHING):
+                self.checks.barrier()
                 self.transports.barrier()
-            except BaseException:
-                flight.failed(number)
-                raise
-            flight.end(number, time.perf_counter())
 
     # -- started: return a Pending ---------------------------------------------------------------------------------------
 
@@ -175,13 +175,13 @@ class Axis:
 
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
-        self._checks.peer("send", to)
+        self.checks.peer("send", to)
         return self._begin(Call(Route("send", is_on_device(array), 0, 0, root=to, tag=tag), array, None, False))
 
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
-        self._checks.target("receive", array)
-        self._checks.peer("receive", source)
+        self.checks.target("receive", array)
+        self.checks.peer("receive", source)
         return self._begin(Call(Route("receive", is_on_device(array), count(array), 1, root=source, tag=tag), array, None, False))
 
     # -- memory ---------------------------------------------------------------------------------------------------------
@@ -209,19 +209,6 @@ class Axis:
         """
         self.transports.of(array)
 
-    def end(self) -> None:
-        """Say that this rank is about to free the axis; one that calls a collective instead learns it, and raises."""
-        self.transports.end()
-
-    def free(self) -> None:
-        """Release the memory of the axis (collective). Whatever it is asked for later raises GridError."""
-        freed = Freed(self.transports.members)
-        try:
-            self.transports.free()
-        finally:
-            self.transports, self._checks.in_step = freed, freed.check
-            self._routes.clear()
-
     # -- each collective: checked and counted once for all calls that are alike -------------------------------------------
 
     def _gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, view: bool) -> Route:
@@ -229,7 +216,7 @@ class Axis:
         route = self._known(key, into)
         if route is not None:
             return route
-        dim, sizes = self._checks.settled("all_gather", block, dim, sizes, False, into)
+        dim, sizes = self.checks.settled("all_gather", block, dim, sizes, False, into)
         words = (sum(sizes) - sizes[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
         return self._kept(key, Route("all_gather", is_on_device(block), words, self.size - 1, dim, sizes, view=view))
 
@@ -238,7 +225,7 @@ class Axis:
         route = self._known(key, into)
         if route is not None:
             return route
-        dim, sizes = self._checks.settled("reduce_scatter", array, dim, sizes, True, into)
+        dim, sizes = self.checks.settled("reduce_scatter", array, dim, sizes, True, into)
         words = (self.size - 1) * sizes[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
         return self._kept(key, Route("reduce_scatter", is_on_device(array), words, self.size - 1, dim, sizes))
 
@@ -251,10 +238,10 @@ class Axis:
         if route is not None:
             return route
         facts = {"shape": tuple(array.shape), "op": op, "root": root}
-        problem = self._checks.root_problem(root or 0)
+        problem = self.checks.root_problem(root or 0)
         if problem is None and root in (None, self.index):
             problem = into_problem(into, array, array.shape)
-        self._checks.agreed(name, array, facts, problem)
+        self.checks.agreed(name, array, facts, problem)
         own = share(count(array), self.size, self.index)
         words, messages = (self.size - 1) * own, self.size - 1
         if root is None:
@@ -264,16 +251,20 @@ class Axis:
 
     def _from_root(self, array: Array, root: int) -> Route:
         received = self.index != root
-        problem = self._checks.root_problem(root) or (self._checks.target_problem("broadcast", array) if received else None)
-        self._checks.agreed("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
+        problem = self.checks.root_problem(root) or (self.checks.target_problem("broadcast", array) if received else None)
+        self.checks.agreed("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
         route = Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root)
         return self._kept(("broadcast", array.shape, array.dtype, place_of(array), root), route)
 
     def _exchange(self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None) -> Route:
-        dim, sizes, received = self._checks.pieces(array, dim, sizes, receive_sizes)
+        cut = sizes and tuple(sizes), receive_sizes and tuple(receive_sizes)
+        key = ("all_to_all", array.shape, array.dtype, place_of(array), dim, *cut)
+        if route := self._known(key, None):
+            return route
+        dim, sizes, received = self.checks.pieces(array, dim, sizes, receive_sizes)
         arriving = sizes if received is None else received
         words = (sum(arriving) - arriving[self.index]) * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
-        return Route("all_to_all", is_on_device(array), words, self.size - 1, dim, sizes, receive_sizes=received)
+        return self._kept(key, Route("all_to_all", is_on_device(array), words, self.size - 1, dim, sizes, receive_sizes=received))
 
     def _known(self, key: Hashable, into: Array | None) -> Route | None:
         """The route of calls like this one; None where this one must be checked itself."""
@@ -291,7 +282,7 @@ class Axis:
         if self.ledger.by_steps or call.route.on_device:
             return self._begin(call).wait()
         wall, cpu = time.perf_counter(), time.thread_time()
-        number = self._recorded(call, wall, flight.WAITED_FOR)
+        number = self._records.begin(call.route, call.array, wall, flight.WAITED_FOR)
         try:
             carried = self.transports.carry(call)
             result = carried.complete()
@@ -306,13 +297,11 @@ class Axis:
     def _begin(self, call: Call) -> Pending:
         """Carry a call; `wait` of the returned Pending records its completion. Inside an NVTX range if the ledger has ranges."""
         ranges, wall = self.ledger.ranges, time.perf_counter()
-        number = self._recorded(call, wall, flight.BEGUN)
+        number = self._records.begin(call.route, call.array, wall, flight.BEGUN)
         try:
-            if ranges is not None:
-                with ranges.around(f"{call.route.operation} {self.label}"):
+            if self.ledger.by_steps or call.route.on_device:
+                with nullcontext() if ranges is None else ranges.around(f"{call.route.operation} {self.label}"):
                     pending = Begun(self.transports.carry, self.transports.of, call).recorded(self.ledger, self.label)
-            elif self.ledger.by_steps or call.route.on_device:
-                pending = Begun(self.transports.carry, self.transports.of, call).recorded(self.ledger, self.label)
             else:
                 cpu = time.thread_time()
                 carried = self.transports.carry(call)
@@ -324,19 +313,6 @@ class Axis:
             raise
         pending.number = number
         return pending
-
-    def _recorded(self, call: Call, began: float, state: int) -> int:
-        """Write a call to the flight recorder; the number by which it is known there, 0 without a recorder."""
-        recorder, route = flight.recorder, call.route
-        if recorder is None:
-            return 0
-        if self._recorded_as < 0:
-            self._recorded_as = recorder.axis(self.label, world_ranks(self.comm))
-        if route.recorded < 0:
-            text = route.described(call.array)
-            route.recorded = recorder.text(text, lambda: text)
-        self._begun += 1
-        return recorder.begin(route.recorded, self._recorded_as, self._begun, began, state)
 
     def _record(self, route: Route, moved: Array, seconds: float, cpu_seconds: float) -> Amounts:
         """Add a call to its line of the ledger, which the route keeps by phase; returns the line."""
@@ -351,3 +327,10 @@ class Axis:
 def alone(array: Array, into: Array | None) -> Array:
     """The result of a collective over an axis of one member."""
     return array if into is None or into is array else copy_into(into, array)
+
+
+def free(axis: Axis) -> None:
+    """Release the memory of an axis (collective). Whatever the axis is asked for later raises GridError."""
+    before, axis.transports = axis.transports, Freed(axis.transports.members)
+    axis.checks.in_step = axis.transports.check
+    before.free()

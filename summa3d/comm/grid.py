@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +13,7 @@ from mpi4py import MPI
 from ..blas_library import TORCH, Rule, common_rule, rule_for_tensors
 from ..errors import ConfigError, GridError, Summa3dError
 from ..node_support import affinity, why_no_node_memory
-from .axis import Axis
+from .axis import Axis, free
 from .device.backend import Backend
 from .failure import check_agreement, job_name
 from .profile import flight
@@ -60,6 +61,7 @@ class Grid:
 
     freed = False
     sealed = False
+    unfinished = ""  # the call that was interrupted while it made an axis
     device: Backend | None = None
     nodes: Sequence[int] = ()
     """The node of each rank, numbered from 0."""
@@ -84,12 +86,14 @@ class Grid:
         topology = Topology.checked(axes, order, tile)
         self.ranks = checked_ranks(ranks, comm.size)
         topology.check_size(len(self.ranks))
-        self.comm = comm if self.ranks == tuple(range(comm.size)) else _comm_of_some(comm, self.ranks)
+        with _communicators(f"Grid {describe(topology.shape)}"):
+            self.comm = comm if self.ranks == tuple(range(comm.size)) else _comm_of_some(comm, self.ranks)
         rank = self.ranks.index(comm.rank) if comm.rank in self.ranks else MPI.UNDEFINED
         self._stand(topology, rank, check, Ledger(device), transports)
         if self.inside:
             flight.start(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, job_name())
-            self.nodes = _node_of_each_rank(self.comm)
+            with _communicators(f"Grid {describe(topology.shape)}"):
+                self.nodes = _node_of_each_rank(self.comm)
             self.blas = _rule_of_all(self.comm)
             wanted = node_memory is not False and why_no_node_memory() is None
             if self.size > 1 and self.comm.allreduce(wanted, MPI.MIN):
@@ -162,7 +166,7 @@ class Grid:
     def _line(self, names: tuple[str, ...], comm: MPI.Intracomm) -> Axis:
         key = (*names, "in the order of the grid's ranks" if comm is self.comm else "in the order of the communicator")
         if key not in self._axes:
-            self._check_in_use()
+            _check_in_use(self)
             self._axes[key] = self._new_axis(names, *self._extent(comm), comm)
         return self._axes[key]
 
@@ -266,8 +270,7 @@ class Grid:
         """
         if self.freed:
             return
-        self.freed = True
-        differ = _freed([axis for grid in (*self._parts.values(), self) for axis in grid._axes.values()])
+        self.freed, differ = True, _freed([axis for grid in (*self._parts.values(), self) for axis in grid._axes.values()])
         for axis in self._axes.values():
             if axis.comm not in (self.comm, self.common, MPI.COMM_SELF):
                 axis.comm.Free()
@@ -277,7 +280,7 @@ class Grid:
         self.kept.clear()
         if self.inside and self.comm is not self.common:
             self.comm.Free()
-        if differ is not None:
+        if differ:
             raise differ
 
     def __deepcopy__(self, memo: object) -> Grid:
@@ -304,10 +307,11 @@ class Grid:
     def _joined(self, key: tuple[str, ...], members: list[int], asked: str, rule: NodeRule | None) -> Axis:
         """The axis of these ranks, which is kept under `key`; `asked` is the call that asks for it."""
         if key not in self._axes:
-            self._check_in_use()
-            comm = self._comm_of(members, asked)
+            _check_in_use(self)
             node = rule if len({self.nodes[rank] for rank in members}) == 1 else None
-            self._axes[key] = self._new_axis(key, len(members), members.index(self.rank), comm, node)
+            with _communicators(asked, self):
+                comm = self._comm_of(members, asked)
+                self._axes[key] = self._new_axis(key, len(members), members.index(self.rank), comm, node)
         return self._axes[key]
 
     def _new_axis(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Intracomm, node: NodeRule | None = None) -> Axis:
@@ -317,10 +321,6 @@ class Grid:
     def _extent(self, comm: MPI.Intracomm) -> tuple[int, int]:
         """How many members the line of all ranks of `comm` has, and which this rank is."""
         return comm.size, comm.rank
-
-    def _check_in_use(self) -> None:
-        if self.freed:
-            raise GridError(f"{self} was freed: its axes communicate no more. Make another grid.")
 
     def _comm_of(self, members: list[int], asked: str) -> MPI.Intracomm:
         """The communicator of these ranks; `asked` is the call that asks for it, for the error of a sealed grid."""
@@ -335,12 +335,13 @@ class Grid:
 def _freed(axes: Sequence[Axis]) -> Summa3dError | None:
     """The first error of those that freeing the axes raised. All ends are said before one is waited for: the order may differ."""
     first = None
-    for step in (Axis.end, Axis.free):
-        for axis in axes:
-            try:
-                step(axis)
-            except Summa3dError as error:
-                first = first or error
+    steps: list[Callable[[], None]] = [axis.transports.end for axis in axes]
+    steps += [partial(free, axis) for axis in axes]
+    for step in steps:
+        try:
+            step()
+        except Summa3dError as error:
+            first = first or error
     return first
 
 
@@ -519,12 +520,43 @@ class Place(Grid):
         return self.size, self.rank
 
 
+@contextmanager
+def _communicators(asked: str, grid: Grid | None = None) -> Iterator[None]:
+    """Within the block, MPI's error where it has no communicator left becomes a GridError; what interrupts it is noted."""
+    try:
+        yield
+    except MPI.Exception as error:
+        if "communicators" not in str(error):
+            raise
+        raise GridError(
+            f"MPI has no communicator left for {asked}: too many grids are in use. Free those that are not needed any more, by\n"
+            "  grid.free() or `with Grid(…) as grid:`."
+        ) from error
+    except Summa3dError:
+        raise
+    except BaseException:
+        if grid is not None:
+            grid.unfinished = asked
+        raise
+
+
 def _check_names(names: tuple[str, ...], shape: Mapping[str, int]) -> None:
     for name in names:
         if name not in shape:
             raise GridError(f"The grid has no axis {name!r}. Its axes: {', '.join(shape)}.")
         if names.count(name) > 1:
             raise GridError(f"A plane of axes {', '.join(names)} names axis {name!r} twice.")
+
+
+def _check_in_use(grid: Grid) -> None:
+    """Raise GridError if the grid was freed, or interrupted while it made an axis."""
+    if grid.freed:
+        raise GridError(f"{grid} was freed: its axes communicate no more. Make another grid.")
+    if grid.unfinished:
+        raise GridError(
+            f"{grid} was interrupted in {grid.unfinished}, which other ranks may have finished: it makes no further axes.\n"
+            "  Free it and make another grid."
+        )
 
 
 def _check_unsealed(grid: Grid, asked: str) -> None:

@@ -61,16 +61,17 @@ class Signatures:
 
     def call(self, signature: Signed) -> int:
         """Post what this member calls next; the number of the call."""
-        self.number = number = self.number + 1
+        words, self.number = self.words, self.number + 1
+        number = self.number
         if self.compared < number - KEPT:
             self.compare(number - KEPT)
         place = number % KEPT
         if self._texts[place] is not signature.text:
             self._texts[place] = signature.text
             self.flags.write_text(self.index, place, signature.text)
-        self.words[self.own + KEPT + place] = self.mine[place] = signature.hashed + (number & NUMBERS)
+        words[self.own + KEPT + place] = self.mine[place] = signature.hashed + (number & NUMBERS)
         self.flags.set(self.own, number)  # after the signature: who sees the number sees that too
-        if self.words[0]:
+        if words[0]:
             self.flags.check()
         if self.compared < number - 1:
             self.review()

@@ -97,7 +97,7 @@ def test_a_file_holds_the_last_records_and_each_text_once(tmp_path: Path) -> Non
     assert what == [0, 1, 0]
     calls = 3 * flight.KEPT + 5
     for number in range(1, calls + 1):
-        begun = recorder.begin(what[number % 2], axis, number, time.perf_counter(), flight.WAITED_FOR)
+        begun = recorder.begin(flight.texts_of(what[number % 2], axis), number, time.perf_counter(), flight.WAITED_FOR)
         if number < calls:
             recorder.end(begun, time.perf_counter())
     found = flight.read(tmp_path / "1.flight")
@@ -112,7 +112,8 @@ def test_a_rank_that_calls_something_else_is_named(tmp_path: Path) -> None:
     for rank, name in enumerate(("all_reduce", "all_reduce", "all_gather")):
         recorder = flight.Recorder(tmp_path / f"{rank}.flight", rank, 4)
         axis = recorder.axis("x", range(4))
-        recorder.begin(recorder.text(name, lambda name=name: name), axis, 1, time.perf_counter(), flight.WAITED_FOR)
+        texts = flight.texts_of(recorder.text(name, lambda name=name: name), axis)
+        recorder.begin(texts, 1, time.perf_counter(), flight.WAITED_FOR)
     first, *others = flight.table(flight.read_folder(tmp_path), time.time())[1:]
     assert ", rank 2 called all_gather; " in first
     assert others[-1] == "  ranks 3: no record on this node"

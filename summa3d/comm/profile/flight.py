@@ -14,28 +14,32 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ..arrays import Array
 
 VARIABLE = "SUMMA3D_FLIGHT"
 """The folder of the recorders of a job, as `summa3d launch` sets it; "no": nothing is recorded."""
 KEPT = 256
 """Communications that a rank's file holds."""
-WORDS = 8
-"""64-bit words of one: its number, begin and end, the texts of call, axis and line; its number along the axis; its state."""
+RECORD = struct.Struct("<qddqqq16x")  # number, begin, end or 0, texts, number along the axis, state
+WORDS = RECORD.size // 8
 TEXTS, TEXT = 2048, 512
 """Texts that a file holds, each of this many bytes; further ones are the last."""
 HEADER = struct.Struct("<8sqqqdd")  # what it is, rank, ranks, process, seconds from the records' clock to the wall's, end or 0
 MAGIC = b"flight1\n"
 HEAD = 64
-NBYTES = HEAD + KEPT * WORDS * 8 + TEXTS * TEXT
-BEGUN, WAITED_FOR, DONE, FAILED = range(4)
+NBYTES = HEAD + KEPT * RECORD.size + TEXTS * TEXT
+BEGUN, WAITED_FOR, FAILED, DONE = range(4)
 SUFFIX = ".flight"
 LIFETIME = 3600.0
 """Seconds after which the folder of a job that ended otherwise than cleanly is swept up."""
+MESSAGES = ("send", "receive")
 FRAMES = 12
 """Frames that are searched for the user's line."""
 PACKAGE = f"{Path(__file__).resolve().parents[2]}{os.sep}"
@@ -56,22 +60,22 @@ class Recorder:
         finally:
             os.close(descriptor)
         HEADER.pack_into(self._memory, 0, MAGIC, rank, ranks, os.getpid(), time.time() - time.perf_counter(), 0)
-        records = memoryview(self._memory)[HEAD : HEAD + KEPT * WORDS * 8]
+        records = memoryview(self._memory)[HEAD : HEAD + KEPT * RECORD.size]
         self._words, self._times = records.cast("q"), records.cast("d")
         self._texts: dict[Any, int] = {}
         self._axes: dict[str, int] = {}
+        self._lines: dict[tuple[int, int], int] = {}
+        self._codes: list[CodeType] = []
         self.number = 0
 
-    def begin(self, what: int, axis: int, count: int, began: float, state: int) -> int:
-        """Write that a communication has begun; the number by which `mark` and `end` know it."""
+    def begin(self, texts: int, count: int, began: float, state: int) -> int:
+        """Write that a communication has begun; the number by which `mark` and `end` know it.
+
+        texts : the numbers of the texts of call and axis, `texts_of` them. count : its number along the axis.
+        """
         self.number = number = self.number + 1
-        at = number % KEPT * WORDS
-        words, times = self._words, self._times
-        words[at] = 0  # until all of it is written
-        times[at + 1], times[at + 2] = began, 0.0
-        words[at + 3] = what << 32 | axis << 16 | self._line(sys._getframe(3))
-        words[at + 4], words[at + 5] = count, state
-        words[at] = number
+        line = self._line(sys._getframe(3))
+        RECORD.pack_into(self._memory, HEAD + number % KEPT * RECORD.size, number, began, 0.0, texts | line, count, state)
         return number
 
     def mark(self, number: int, state: int) -> None:
@@ -85,14 +89,13 @@ class Recorder:
         at = number % KEPT * WORDS
         if self._words[at] == number:
             self._times[at + 2] = ended
-            self._words[at + 5] = DONE
 
     def text(self, key: Any, make: Callable[[], str]) -> int:
         """The number of a text, which is made and written the first time that its key is seen."""
         number = self._texts.get(key)
         if number is None:
             number = self._texts[key] = min(len(self._texts), TEXTS - 1)
-            said, start = make().encode()[: TEXT - 1], HEAD + KEPT * WORDS * 8 + number * TEXT
+            said, start = make().encode()[: TEXT - 1], HEAD + KEPT * RECORD.size + number * TEXT
             self._memory[start : start + len(said) + 1] = said + b"\0"
         return number
 
@@ -108,9 +111,10 @@ class Recorder:
         for _ in range(FRAMES):
             if frame is None:
                 break
-            kind = KINDS.get(frame.f_code.co_filename)
+            code = frame.f_code
+            kind = KINDS.get(code.co_filename)
             if kind is None:
-                kind = _kind(frame.f_code.co_filename)
+                kind = _kind(code.co_filename)
             if kind == USERS:
                 outer = frame
                 break
@@ -119,8 +123,15 @@ class Recorder:
             frame = frame.f_back
         if outer is None:
             return self.text("", str)
-        code, line = outer.f_code, outer.f_lineno
-        return self.text((code.co_filename, line), lambda: f"{_short(code.co_filename)}:{line} in {code.co_name}")
+        number = self._lines.get((id(outer.f_code), outer.f_lasti))
+        return self._new_line(outer) if number is None else number
+
+    def _new_line(self, frame: FrameType) -> int:
+        code, line = frame.f_code, frame.f_lineno
+        self._codes.append(code)  # no other code gets its id
+        number = self.text((code.co_filename, line), lambda: f"{_short(code.co_filename)}:{line} in {code.co_name}")
+        self._lines[id(code), frame.f_lasti] = number
+        return number
 
     def close(self) -> None:
         """Write that this rank has ended. The last one of the node removes the folder; others may wait for a rank that ends."""
@@ -174,6 +185,57 @@ def start(rank: int, ranks: int, job: str) -> None:
     for old in folder.parent.glob(f"summa3d-flight-{os.getuid()}-*"):
         if old != folder and time.time() - old.stat().st_mtime > LIFETIME:
             shutil.rmtree(old, ignore_errors=True)
+
+
+class Described(Protocol):
+    """A call, as far as the recorder knows it: transport.call.Route."""
+
+    operation: str
+    recorded: int
+
+    def described(self, array: Array) -> str:
+        """What it is, in words."""
+
+
+class AxisRecords:
+    """What an axis writes to the recorder of its process, where there is one.
+
+    label : the axis's. ranks : the ranks of its members in the job.
+    """
+
+    def __init__(self, label: str, ranks: Callable[[], Sequence[int]]) -> None:
+        self.label, self.ranks = label, ranks
+        self.count, self.text = 0, -1
+
+    def begin(self, route: Described, array: Array, began: float, state: int) -> int:
+        """Write that a call has begun; the number by which `mark` and `end` know it, 0 without a recorder."""
+        if recorder is None:
+            return 0
+        if route.recorded < 0:
+            if self.text < 0:
+                self.text = recorder.axis(self.label, self.ranks())
+            said = route.described(array)
+            route.recorded = texts_of(recorder.text(said, lambda: said), self.text)
+        if route.operation in MESSAGES:  # of which members have different numbers
+            return recorder.begin(route.recorded, 0, began, state)
+        self.count = count = self.count + 1
+        return recorder.begin(route.recorded, count, began, state)
+
+    @contextlib.contextmanager
+    def around(self, route: Described, array: Array) -> Iterator[None]:
+        """Record a call that the block makes, and waits for."""
+        number = self.begin(route, array, time.perf_counter(), WAITED_FOR)
+        try:
+            yield
+        except BaseException:
+            failed(number)
+            raise
+        end(number, time.perf_counter())
+
+
+def texts_of(what: int, axis: int) -> int:
+    """The numbers of two texts as `Recorder.begin` takes them."""
+    return what << 32 | axis << 16
 
 
 def mark(number: int, state: int) -> None:
@@ -263,12 +325,13 @@ def read(file: Path) -> Flight | None:
     _, rank, ranks, process, offset, end = HEADER.unpack_from(data)
 
     def text(number: int) -> str:
-        start = HEAD + KEPT * WORDS * 8 + number * TEXT
+        start = HEAD + KEPT * RECORD.size + number * TEXT
         return data[start : start + TEXT].partition(b"\0")[0].decode(errors="replace")
 
     records = []
     for place in range(KEPT):
-        number, began, ended, ids, count, state = struct.unpack_from("<qddqqq", data, HEAD + place * WORDS * 8)
+        number, began, ended, ids, count, state = RECORD.unpack_from(data, HEAD + place * RECORD.size)
+        state = DONE if ended and state != FAILED else state
         if number:
             what, axis, line = text(ids >> 32), text(ids >> 16 & 0xFFFF), text(ids & 0xFFFF)
             records.append(Record(number, what, axis, line, count, state, began + offset, ended + offset))
@@ -292,7 +355,7 @@ def table(flights: Sequence[Flight], now: float) -> list[str]:
             lines.append(f"  rank {flight.rank}: {_free(flight, now)}")
             continue
         lines.append(
-            f"  rank {flight.rank}: waits {now - waits.began:.1f} s in {waits.what} over {waits.axis}, call {waits.count}"
+            f"  rank {flight.rank}: waits {now - waits.began:.1f} s in {waits.what} over {waits.axis}{_call(waits)}"
             f"{_whom(flight, waits, flights)}; {waits.line}"
         )
     silent = sorted(set(range(flights[0].ranks)) - {flight.rank for flight in flights})
@@ -306,12 +369,20 @@ def _free(flight: Flight, now: float) -> str:
         return f"{ended or 'runs'}, and has communicated nothing"
     last = flight.records[-1]
     how = "failed in" if last.state == FAILED else f"{ended or 'runs'}, and communicates nothing since"
-    return f"{how} {last.what} over {last.axis}, call {last.count}, {now - max(last.began, last.ended):.1f} s ago; {last.line}"
+    return f"{how} {last.what} over {last.axis}{_call(last)}, {now - max(last.began, last.ended):.1f} s ago; {last.line}"
+
+
+def _call(record: Record) -> str:
+    """The number of a collective along its axis."""
+    return f", call {record.count}" if record.count else ""
 
 
 def _whom(flight: Flight, waits: Record, flights: Sequence[Flight]) -> str:
     """For which ranks of the axis a rank waits, and which of them have called something else."""
-    late, differ = [], []
+    late: list[int] = []
+    differ: list[str] = []
+    if waits.count == 0:  # a message, which names its other end
+        return ""
     for other in flights:
         theirs = [one for one in other.records if one.axis == waits.axis]
         if other.rank == flight.rank or other.rank not in members(waits.axis):

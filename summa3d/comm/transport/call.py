@@ -91,6 +91,7 @@ class Route:
             uneven = self.receive_sizes is not None  # each member has other pieces
             marks = [f"dim {self.dim}", "pieces of any sizes" if uneven else f"sizes {list(self.sizes)}"]
         marks += [f"root {self.root}"] if self.operation in ("broadcast", "reduce") else []
+        marks += [f"member {self.root} at the other end"] if self.operation in MESSAGES else []
         marks += ["as a view"] if self.view else []
         marks += ["on a device"] if self.on_device else []
         if self.operation == "all_reduce" and array.itemsize * count(array) > ALL_REDUCE_LIMIT and not self.in_order:
