@@ -60,7 +60,7 @@ class ShapeError(Summa3dError):
 
 
 class AgreementError(Summa3dError):
-    """Ranks called a collective with different operations, shapes or dtypes (debug mode)."""
+    """Ranks called different collectives, or one with different shapes, dtypes, reductions or roots."""
 
 
 class ConfigError(Summa3dError):

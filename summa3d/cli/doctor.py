@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..blas_library import BLAS_OVERRIDES, library, numpys_core_type, rule_for_tensors
-from ..errors import ConfigError, LaunchError
+from ..comm.profile import flight
+from ..errors import ConfigError, DataError, LaunchError
 from ..launch import segments, slurm
 from ..launch.runtime import Runtime, find_launcher, loaded_runtime, usable_cores
 from ..node_support import why_no_node_memory
@@ -26,10 +27,15 @@ NODE_VARIABLES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "OMPI_MCA_orte_num_node
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d doctor` to `parser`."""
     parser.add_argument("--json", action="store_true", help="Print the report as one JSON line.")
+    parser.add_argument(
+        "--flight", type=Path, metavar="DIR", help="Show who waited for whom, by the flight recorders of a job in DIR."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; returns the exit status 1 where MPI jobs cannot be started, else 0. In a Slurm job, srun starts them."""
+    if args.flight is not None:
+        return show_flight(args.flight)
     found = examine()
     if args.json:
         print(json.dumps(found))
@@ -40,6 +46,15 @@ def run(args: argparse.Namespace) -> int:
         for warning in found["warnings"]:  # type: ignore[attr-defined]
             print(f"warning: {warning}")
     return 0 if found["launcher"] or "slurm" in found else 1
+
+
+def show_flight(folder: Path) -> int:
+    """Print the table of who waited for whom; raises DataError where the folder has no records."""
+    flights = flight.read_folder(folder)
+    if not flights:
+        raise DataError(f"{folder} has no flight records (files *{flight.SUFFIX}, which a job that failed leaves).")
+    print("\n".join(flight.table(flights, flight.ended(folder)) or ["no rank waited for another one"]))
+    return 0
 
 
 def examine() -> dict[str, object]:

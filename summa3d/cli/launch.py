@@ -1,4 +1,4 @@
-"""`summa3d launch -n N ARGS…`: replaces itself by the launcher of this interpreter's MPI, which runs `summa3d ARGS…` N times.
+"""`summa3d launch -n N ARGS…`: starts the launcher of this interpreter's MPI, which runs `summa3d ARGS…` N times.
 
 It also starts Python scripts (`launch -n N script.py`) and modules (`launch -n N -m module`). This process loads no MPI library.
 With `--emulate` it stays, and the launcher runs beside it (launch/emulate.py).
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import LaunchError
 from ..launch import emulate, segments
+from ..launch.follow import follow
 from ..launch.runtime import Runtime, find_launcher, launcher_vendor, loaded_runtime, rank_environment, usable_cores
 from .main import COMMANDS, unknown_command
 
@@ -82,9 +84,10 @@ def program(args: argparse.Namespace) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace this process by the launcher, or start it on emulated nodes, and return its exit status.
+    """Run the launcher to its end, on emulated nodes if that is asked for, and return its exit status.
 
-    Raises LaunchError where the launcher cannot be started, or nodes not be emulated.
+    Where the system cannot wait for signals, this process is replaced by the launcher. Raises LaunchError where the launcher cannot
+    be started, or nodes not be emulated.
     """
     arguments, runtime = program(args), loaded_runtime()
     command, environment, account = mpi_command(args.ranks, arguments, runtime=runtime)
@@ -101,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
         launcher = command[: command.index("-n")]
         return emulate.run(args.emulate, launcher, args.ranks, [sys.executable, *arguments], environment)
     try:
+        if hasattr(signal, "sigwaitinfo") and sys.platform == "linux":
+            return follow(command, environment)
         os.execvpe(command[0], command, environment)
     except OSError as error:
         raise LaunchError(f"cannot start {command[0]}: {error.strerror}. `summa3d doctor` shows the launcher in use.") from error

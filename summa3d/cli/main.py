@@ -109,7 +109,7 @@ EXAMPLES = {
         "summa3d plan schedule --pp 3 --micro-batches 6 --layers 5,4,3",
         "summa3d plan formulas --layers 128 --hidden 25600 --tokens 450e9 --ranks 3072 --tflops 163",
     ),
-    "doctor": ("summa3d doctor", "summa3d doctor --json"),
+    "doctor": ("summa3d doctor", "summa3d doctor --json", "summa3d doctor --flight runs/demo/flight"),
 }
 VARIABLES = {
     "SUMMA3D_DEVICE": "cpu or cuda: where gemm, train, generate and bench compute",
@@ -120,6 +120,7 @@ VARIABLES = {
     "SUMMA3D_BIND": "no: do not bind ranks that outnumber the cores to one core each",
     "SUMMA3D_UNLINK": "no: let MPICH's shared segments keep their names in /dev/shm until the job ends",
     "SUMMA3D_CACHE": "the folder in which plan keeps traced cells",
+    "SUMMA3D_FLIGHT": "no: do not record communications; a folder: where to",
     "SUMMA3D_MPIEXEC": "a launcher, arguments too: what `summa3d launch` starts",
     "OMP_NUM_THREADS": "threads of a rank; by default ranks share the cores of their node",
     "OMP_WAIT_POLICY": "active: idle threads spin; by default they sleep",

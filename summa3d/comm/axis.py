@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from math import prod
 
+import numpy as np
 from mpi4py import MPI
 
 from .arrays import Array, copy_into, count, dtype_name, into_problem, is_on_device, place_of, share
 from .checks import Checks
+from .nodes import world_ranks
 from .pending import Begun, Completed, Pending
+from .profile import flight
 from .profile.ledger import Amounts, Ledger
 from .transport.call import Call, Route
 from .transport.node_buffer import NodeBuffer
-from .transport.transports import Transports
+from .transport.transports import Freed, Transports
 
+NOTHING = np.empty(0)
 ROUTES = 1024
 """Routes that an axis keeps; a step of training takes the same few again and again."""
 
@@ -41,8 +47,12 @@ class Axis:
         self.comm: MPI.Intracomm = members.comm
         self.label: str = members.label
         self.ledger: Ledger = members.ledger
-        self._checks = Checks(members, transports, check)
+        self.checks = Checks(members, transports, check)
         self._routes: dict[Hashable, Route] = {}
+        self._records, self._barrier = (
+            flight.AxisRecords(self.label, partial(world_ranks, self.comm)),
+            Route("barrier", False, 0, 0),
+        )
 
     def __deepcopy__(self, memo: object) -> Axis:
         return self  # a copied layer communicates over the same grid's axes
@@ -117,7 +127,9 @@ class Axis:
     def barrier(self) -> None:
         """Return once every member has called. Members that share a node wait asleep."""
         if self.size > 1:
-            self.transports.barrier()
+            with self._records.around(Route("barrier", False, 0, 0), NOTHING):
+                self.checks.barrier()
+                self.transports.barrier()
 
     # -- started: return a Pending ---------------------------------------------------------------------------------------
 
@@ -163,13 +175,13 @@ class Axis:
 
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
-        self._checks.peer("send", to)
+        self.checks.peer("send", to)
         return self._begin(Call(Route("send", is_on_device(array), 0, 0, root=to, tag=tag), array, None, False))
 
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
-        self._checks.target("receive", array)
-        self._checks.peer("receive", source)
+        self.checks.target("receive", array)
+        self.checks.peer("receive", source)
         return self._begin(Call(Route("receive", is_on_device(array), count(array), 1, root=source, tag=tag), array, None, False))
 
     # -- memory ---------------------------------------------------------------------------------------------------------
@@ -182,12 +194,12 @@ class Axis:
         return None if self.size == 1 else self.transports.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
-        """Whether an all-gather of arrays of this dtype can return a view of the node buffer (collective the first time)."""
+        """Whether an all-gather of arrays of this dtype can return a view of the node buffer."""
         return self.transports.offers_views(array)
 
     @property
     def node_buffer(self) -> NodeBuffer | None:
-        """The node buffer of this axis; None if it has none. The first use is collective, and makes it."""
+        """The node buffer of this axis; None if it has none."""
         return None if self.transports.node is None else self.transports.node.buffer
 
     def open_device(self, array: Array) -> None:
@@ -204,7 +216,7 @@ class Axis:
         route = self._known(key, into)
         if route is not None:
             return route
-        dim, sizes = self._checks.settled("all_gather", block, dim, sizes, False, into)
+        dim, sizes = self.checks.settled("all_gather", block, dim, sizes, False, into)
         words = (sum(sizes) - sizes[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
         return self._kept(key, Route("all_gather", is_on_device(block), words, self.size - 1, dim, sizes, view=view))
 
@@ -213,7 +225,7 @@ class Axis:
         route = self._known(key, into)
         if route is not None:
             return route
-        dim, sizes = self._checks.settled("reduce_scatter", array, dim, sizes, True, into)
+        dim, sizes = self.checks.settled("reduce_scatter", array, dim, sizes, True, into)
         words = (self.size - 1) * sizes[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
         return self._kept(key, Route("reduce_scatter", is_on_device(array), words, self.size - 1, dim, sizes))
 
@@ -226,10 +238,10 @@ class Axis:
         if route is not None:
             return route
         facts = {"shape": tuple(array.shape), "op": op, "root": root}
-        problem = self._checks.root_problem(root or 0)
+        problem = self.checks.root_problem(root or 0)
         if problem is None and root in (None, self.index):
             problem = into_problem(into, array, array.shape)
-        self._checks.agreed(name, array, facts, problem)
+        self.checks.agreed(name, array, facts, problem)
         own = share(count(array), self.size, self.index)
         words, messages = (self.size - 1) * own, self.size - 1
         if root is None:
@@ -239,16 +251,20 @@ class Axis:
 
     def _from_root(self, array: Array, root: int) -> Route:
         received = self.index != root
-        problem = self._checks.root_problem(root) or (self._checks.target_problem("broadcast", array) if received else None)
-        self._checks.agreed("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
+        problem = self.checks.root_problem(root) or (self.checks.target_problem("broadcast", array) if received else None)
+        self.checks.agreed("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
         route = Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root)
         return self._kept(("broadcast", array.shape, array.dtype, place_of(array), root), route)
 
     def _exchange(self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None) -> Route:
-        dim, sizes, received = self._checks.pieces(array, dim, sizes, receive_sizes)
+        cut = sizes and tuple(sizes), receive_sizes and tuple(receive_sizes)
+        key = ("all_to_all", array.shape, array.dtype, place_of(array), dim, *cut)
+        if route := self._known(key, None):
+            return route
+        dim, sizes, received = self.checks.pieces(array, dim, sizes, receive_sizes)
         arriving = sizes if received is None else received
         words = (sum(arriving) - arriving[self.index]) * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
-        return Route("all_to_all", is_on_device(array), words, self.size - 1, dim, sizes, receive_sizes=received)
+        return self._kept(key, Route("all_to_all", is_on_device(array), words, self.size - 1, dim, sizes, receive_sizes=received))
 
     def _known(self, key: Hashable, into: Array | None) -> Route | None:
         """The route of calls like this one; None where this one must be checked itself."""
@@ -266,24 +282,37 @@ class Axis:
         if self.ledger.by_steps or call.route.on_device:
             return self._begin(call).wait()
         wall, cpu = time.perf_counter(), time.thread_time()
-        carried = self.transports.carry(call)
-        result = carried.complete()
-        self._record(call.route, carried.moved, time.perf_counter() - wall, time.thread_time() - cpu)
+        number = self._records.begin(call.route, call.array, wall, flight.WAITED_FOR)
+        try:
+            carried = self.transports.carry(call)
+            result = carried.complete()
+        except BaseException:
+            flight.failed(number)
+            raise
+        ended = time.perf_counter()
+        flight.end(number, ended)
+        self._record(call.route, carried.moved, ended - wall, time.thread_time() - cpu)
         return result
 
     def _begin(self, call: Call) -> Pending:
         """Carry a call; `wait` of the returned Pending records its completion. Inside an NVTX range if the ledger has ranges."""
-        ranges = self.ledger.ranges
-        if ranges is not None:
-            with ranges.around(f"{call.route.operation} {self.label}"):
-                return self._carry_by_steps(call)
-        if self.ledger.by_steps or call.route.on_device:
-            return self._carry_by_steps(call)
-        wall, cpu = time.perf_counter(), time.thread_time()
-        carried = self.transports.carry(call)
-        moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
-        line = self._record(call.route, moved, time.perf_counter() - wall, time.thread_time() - cpu)
-        return Pending(carried, line.wait)
+        ranges, wall = self.ledger.ranges, time.perf_counter()
+        number = self._records.begin(call.route, call.array, wall, flight.BEGUN)
+        try:
+            if self.ledger.by_steps or call.route.on_device:
+                with nullcontext() if ranges is None else ranges.around(f"{call.route.operation} {self.label}"):
+                    pending = Begun(self.transports.carry, self.transports.of, call).recorded(self.ledger, self.label)
+            else:
+                cpu = time.thread_time()
+                carried = self.transports.carry(call)
+                moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
+                line = self._record(call.route, moved, time.perf_counter() - wall, time.thread_time() - cpu)
+                pending = Pending(carried, line.wait)
+        except BaseException:
+            flight.failed(number)
+            raise
+        pending.number = number
+        return pending
 
     def _record(self, route: Route, moved: Array, seconds: float, cpu_seconds: float) -> Amounts:
         """Add a call to its line of the ledger, which the route keeps by phase; returns the line."""
@@ -294,11 +323,14 @@ class Axis:
         line.add(Amounts(1, route.words, route.messages, route.words * moved.itemsize, seconds, cpu_seconds))
         return line
 
-    def _carry_by_steps(self, call: Call) -> Pending:
-        """Start a call of which the ledger follows each step: for a trace, a profiler, a dry run, or on a device."""
-        return Begun(self.transports.carry, self.transports.of, call).recorded(self.ledger, self.label)
-
 
 def alone(array: Array, into: Array | None) -> Array:
     """The result of a collective over an axis of one member."""
     return array if into is None or into is array else copy_into(into, array)
+
+
+def free(axis: Axis) -> None:
+    """Release the memory of an axis (collective). Whatever the axis is asked for later raises GridError."""
+    before, axis.transports = axis.transports, Freed(axis.transports.members)
+    axis.checks.in_step = axis.transports.check
+    before.free()

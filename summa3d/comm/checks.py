@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ..errors import ShapeError
 from .arrays import Array, dtype_name, into_problem, is_contiguous, is_on_device, is_writable
 from .failure import check_agreement
@@ -27,7 +29,10 @@ class Checks:
         self, name: str, array: Array, dim: int, sizes: Sequence[int] | None, whole: bool, into: Array | None = None
     ) -> tuple[int, list[int]]:
         """`dim` counted from the front, and one size per member: `array` holds all of them along it (whole), or this member's."""
-        shape, problem = list(array.shape), None
+        shape = list(array.shape)
+        problem = _not_whole(name, "dim", dim) or next((_not_whole(name, "a size", size, 0) for size in sizes or ()), None)
+        if problem is not None:
+            self.agreed(name, array, {"dim": dim, "sizes": sizes}, problem)
         if not -len(shape) <= dim < len(shape):
             problem = f"{name} over {self.label}: an array of shape {tuple(shape)} has no dim {dim}."
             self.agreed(name, array, {"dim": dim}, problem)
@@ -61,6 +66,11 @@ class Checks:
         equal = sizes is None
         dim, sizes = self.settled("all_to_all", array, dim, sizes, True)
         receive_sizes = sizes if receive_sizes is None else list(receive_sizes)
+        wrong = next((_not_whole("all_to_all", "a size", size, 0) for size in receive_sizes), None)
+        if wrong is None and len(receive_sizes) != self.size:
+            wrong = f"all_to_all over {self.label} = {self.size} was given receive_sizes {receive_sizes}. Pass one per member."
+        if wrong is not None:
+            self.agreed("all_to_all", array, {}, wrong)
         if self.debug:  # compare with what the others send
             sent = self.comm.alltoall(list(sizes)) if len(receive_sizes) == self.size else None
             known = f"Member {self.index} awaits pieces {receive_sizes} but is sent {sent}."
@@ -90,7 +100,7 @@ class Checks:
 
     def root_problem(self, root: int) -> str | None:
         """The reason why `root` is no member of the axis; None if it is one."""
-        if 0 <= root < self.size:
+        if isinstance(root, (int, np.integer)) and 0 <= root < self.size:
             return None
         return f"There is no root {root} on axis {self.label}; its members are 0 to {self.size - 1}."
 
@@ -104,8 +114,21 @@ class Checks:
         if problem is not None:
             raise ShapeError(problem)
 
+    def barrier(self) -> None:
+        """In debug mode, raise AgreementError on all members unless all are at a barrier."""
+        if self.debug:
+            self.in_step()
+            check_agreement(self.comm, f"barrier over {self.label}", {})
+
     def peer(self, name: str, peer: int) -> None:
         """Raise ShapeError unless there is such a member, other than this one."""
-        if not 0 <= peer < self.size or peer == self.index:
+        if not isinstance(peer, (int, np.integer)) or not 0 <= peer < self.size or peer == self.index:
             others = ", ".join(str(member) for member in range(self.size) if member != self.index) or "none"
             raise ShapeError(f"{name} on axis {self.label}: member {self.index} has no peer {peer}. Peers: {others}.")
+
+
+def _not_whole(name: str, what: str, value: object, least: int | None = None) -> str | None:
+    """The reason why a dim or a size is refused; None if it is a whole number, and at least `least`."""
+    if isinstance(value, (int, np.integer)) and (least is None or value >= least):
+        return None
+    return f"{name}: {what} must be a whole number{'' if least is None else f' ≥ {least}'}; it is {value!r}."

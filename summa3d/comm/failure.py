@@ -18,6 +18,7 @@ from typing import NoReturn
 from mpi4py import MPI
 
 from ..errors import AgreementError, Summa3dError
+from .profile import flight
 
 WAIT_FOR_RANK_ZERO = 0.3  # seconds a rank leaves to rank 0 to speak first, where all of them fail alike
 WAIT_PER_RANK = 0.02  # more of it, so that the ranks of several nodes do not speak at once
@@ -55,6 +56,7 @@ def report_and_abort(kind: type[BaseException], error: BaseException, trace: Tra
     if _may_speak():
         sys.stdout.flush()
         sys.stderr.write(_report(kind, error, trace, of_rank=f" on {_who()}"))
+        _save_flight()
         sys.stderr.flush()
         time.sleep(TIME_TO_BE_HEARD)
         abort(status)
@@ -102,7 +104,7 @@ def _claim_node() -> bool:
     folder = Path(tempfile.gettempdir())
     prefix = f"summa3d-failure-{os.getuid()}-"
     try:
-        os.close(os.open(folder / f"{prefix}{_job_name()}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.close(os.open(folder / f"{prefix}{job_name()}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return False
     except OSError:
@@ -114,7 +116,7 @@ def _claim_node() -> bool:
     return True
 
 
-def _job_name() -> str:
+def job_name() -> str:
     """Name the job as all its ranks on this node would: by the launcher's own identifier, or by the launcher itself."""
     if "PMIX_NAMESPACE" in os.environ:
         return f"{os.environ['PMIX_NAMESPACE']}.{_start_of(os.getppid())}"
@@ -129,6 +131,16 @@ def _start_of(process: int) -> str:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return "0"
+
+
+def _save_flight() -> None:
+    """Keep the records of this node's ranks and say where, unless `summa3d launch` does, or nobody waits."""
+    recorder, now = flight.recorder, time.time()
+    if recorder is None or flight.VARIABLE in os.environ or not flight.table(flight.read_folder(recorder.file.parent), now):
+        return
+    kept = flight.save(recorder.file.parent, now)
+    if kept is not None:
+        sys.stderr.write(f"what each rank was doing: summa3d doctor --flight {kept}\n")
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, of_rank: str = "") -> str:
@@ -213,6 +225,9 @@ class Watchdog:
             if self._stopped.wait(left):
                 return
         os.write(self.output, self._stacks().encode(errors="replace"))
+        if flight.recorder is not None and _claim_node():
+            _save_flight()
+            sys.stderr.flush()
         if not self._stopped.wait(self.GRACE):
             os._exit(1)
 
@@ -271,7 +286,7 @@ def check_agreement(comm: MPI.Comm, operation: str, facts: Mapping[str, object])
     differing = [name for name in dict.fromkeys(name for one in everyone for name in one) if _values(everyone, name) != 1]
     if not differing:
         return
-    lines = [f"  {name}: {_who_passed_what([one.get(name, 'nothing') for one in everyone])}" for name in differing]
+    lines = [f"  {name}: {who_passed_what([one.get(name, 'nothing') for one in everyone])}" for name in differing]
     where = "which collective they are in" if "operation" in differing else operation
     raise AgreementError(f"the {comm.size} ranks do not agree on {where}:\n" + "\n".join(lines))
 
@@ -280,9 +295,14 @@ def _values(everyone: Sequence[Mapping[str, str]], name: str) -> int:
     return len({one.get(name) for one in everyone})
 
 
-def _who_passed_what(values: Sequence[str]) -> str:
+def who_passed_what(values: Sequence[str], ranks: Sequence[int] | None = None) -> str:
+    """The different values, and of which ranks each is; the ranks are numbered from 0 unless they are given.
+
+    >>> who_passed_what(["sum", "max", "sum"])
+    'sum on ranks 0, 2; max on rank 1'
+    """
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
         ranks_of.setdefault(value, []).append(rank)
     return "; ".join(f"{value} on {_ranks_in_words(ranks)}" for value, ranks in ranks_of.items())
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
 
 from mpi4py import MPI
 
 from ..blas_library import TORCH, Rule, common_rule, rule_for_tensors
-from ..errors import ConfigError, GridError
+from ..errors import ConfigError, GridError, Summa3dError
 from ..node_support import affinity, why_no_node_memory
-from .axis import Axis
+from .axis import Axis, free
 from .device.backend import Backend
+from .failure import check_agreement, job_name
+from .profile import flight
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
 from .transport.call import Call, Carried, Members
@@ -21,6 +24,8 @@ from .transport.node_buffer import NodeRule
 from .transport.select import requested
 from .transport.transports import TransportFactory, Transports
 
+AGREED = 4096
+"""The calls that a grid remembers as agreed on; then it begins anew, on all ranks alike."""
 EVERYONE = ("everyone",)
 """Names the axis of all ranks, those outside the grid included."""
 
@@ -56,6 +61,7 @@ class Grid:
 
     freed = False
     sealed = False
+    unfinished = ""  # the call that was interrupted while it made an axis
     device: Backend | None = None
     nodes: Sequence[int] = ()
     """The node of each rank, numbered from 0."""
@@ -80,11 +86,14 @@ class Grid:
         topology = Topology.checked(axes, order, tile)
         self.ranks = checked_ranks(ranks, comm.size)
         topology.check_size(len(self.ranks))
-        self.comm = comm if self.ranks == tuple(range(comm.size)) else _comm_of_some(comm, self.ranks)
+        with _communicators(f"Grid {describe(topology.shape)}"):
+            self.comm = comm if self.ranks == tuple(range(comm.size)) else _comm_of_some(comm, self.ranks)
         rank = self.ranks.index(comm.rank) if comm.rank in self.ranks else MPI.UNDEFINED
         self._stand(topology, rank, check, Ledger(device), transports)
         if self.inside:
-            self.nodes = _node_of_each_rank(self.comm)
+            flight.start(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, job_name())
+            with _communicators(f"Grid {describe(topology.shape)}"):
+                self.nodes = _node_of_each_rank(self.comm)
             self.blas = _rule_of_all(self.comm)
             wanted = node_memory is not False and why_no_node_memory() is None
             if self.size > 1 and self.comm.allreduce(wanted, MPI.MIN):
@@ -157,7 +166,7 @@ class Grid:
     def _line(self, names: tuple[str, ...], comm: MPI.Intracomm) -> Axis:
         key = (*names, "in the order of the grid's ranks" if comm is self.comm else "in the order of the communicator")
         if key not in self._axes:
-            self._check_in_use()
+            _check_in_use(self)
             self._axes[key] = self._new_axis(names, *self._extent(comm), comm)
         return self._axes[key]
 
@@ -255,20 +264,24 @@ class Grid:
         return tuple(name for name in self.shape if self[name].node_buffer is not None)
 
     def free(self) -> None:
-        """Release the axes' communicators (collective); a second call does nothing. The grid cannot communicate afterwards."""
+        """Release the axes' communicators and memory (collective); a second call does nothing. No axis communicates afterwards.
+
+        Raises AgreementError, once all is released, where ranks differ in a communication that had not been compared yet.
+        """
         if self.freed:
             return
-        for part in self._parts.values():
-            part.release()
-        self.freed = True
+        self.freed, differ = True, _freed([axis for grid in (*self._parts.values(), self) for axis in grid._axes.values()])
         for axis in self._axes.values():
-            axis.transports.free()
             if axis.comm not in (self.comm, self.common, MPI.COMM_SELF):
                 axis.comm.Free()
+        for part in self._parts.values():
+            part.release()
         self._axes.clear()
         self.kept.clear()
         if self.inside and self.comm is not self.common:
             self.comm.Free()
+        if differ:
+            raise differ
 
     def __deepcopy__(self, memo: object) -> Grid:
         return self  # a copied model or matrix stays on the same grid
@@ -294,10 +307,11 @@ class Grid:
     def _joined(self, key: tuple[str, ...], members: list[int], asked: str, rule: NodeRule | None) -> Axis:
         """The axis of these ranks, which is kept under `key`; `asked` is the call that asks for it."""
         if key not in self._axes:
-            self._check_in_use()
-            comm = self._comm_of(members, asked)
+            _check_in_use(self)
             node = rule if len({self.nodes[rank] for rank in members}) == 1 else None
-            self._axes[key] = self._new_axis(key, len(members), members.index(self.rank), comm, node)
+            with _communicators(asked, self):
+                comm = self._comm_of(members, asked)
+                self._axes[key] = self._new_axis(key, len(members), members.index(self.rank), comm, node)
         return self._axes[key]
 
     def _new_axis(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Intracomm, node: NodeRule | None = None) -> Axis:
@@ -308,10 +322,6 @@ class Grid:
         """How many members the line of all ranks of `comm` has, and which this rank is."""
         return comm.size, comm.rank
 
-    def _check_in_use(self) -> None:
-        if self.freed:
-            raise GridError(f"{self} was freed: its axes communicate no more. Make another grid.")
-
     def _comm_of(self, members: list[int], asked: str) -> MPI.Intracomm:
         """The communicator of these ranks; `asked` is the call that asks for it, for the error of a sealed grid."""
         if len(members) == 1:
@@ -320,6 +330,40 @@ class Grid:
             return self.comm
         _check_unsealed(self, asked)
         return _comm_of_some(self.comm, members)
+
+
+def _freed(axes: Sequence[Axis]) -> Summa3dError | None:
+    """The first error of those that freeing the axes raised. All ends are said before one is waited for: the order may differ."""
+    first = None
+    steps: list[Callable[[], None]] = [axis.transports.end for axis in axes]
+    steps += [partial(free, axis) for axis in axes]
+    for step in steps:
+        try:
+            step()
+        except Summa3dError as error:
+            first = first or error
+    return first
+
+
+def agree_on_call(
+    grid: Grid, operation: str, facts: Mapping[str, Hashable], axis: Axis | None = None, problem: str | None = None
+) -> None:
+    """Raise AgreementError on all ranks unless all make this call: compared at the first of a kind, with `grid.check` at each.
+
+    axis : the ranks that make it; default all of the grid. problem : why this rank is about to refuse the call. A message round
+    where they are compared.
+    """
+    seen: set[Hashable] = grid.kept.setdefault("agreed", set())
+    key = (operation, *facts.values())
+    makes_none = grid.job.sealed and "comm" not in vars(grid)  # a part's own communicator, in a job that makes no more
+    if (key in seen and not grid.check) or makes_none:
+        return
+    comm = (axis or grid.ranked).comm
+    if comm != MPI.COMM_NULL and comm.size > 1:
+        check_agreement(comm, operation, {**facts, "problem": problem})
+    if len(seen) >= AGREED:
+        seen.clear()
+    seen.add(key)
 
 
 class Part(Grid):
@@ -393,8 +437,6 @@ class Part(Grid):
     def release(self) -> None:
         """Release what the part alone has, when its job is freed."""
         self.freed = True
-        for axis in self._axes.values():
-            axis.transports.free()
         self._axes.clear()
         self.kept.clear()
         comm = vars(self).get("comm")
@@ -478,12 +520,43 @@ class Place(Grid):
         return self.size, self.rank
 
 
+@contextmanager
+def _communicators(asked: str, grid: Grid | None = None) -> Iterator[None]:
+    """Within the block, MPI's error where it has no communicator left becomes a GridError; what interrupts it is noted."""
+    try:
+        yield
+    except MPI.Exception as error:
+        if "communicators" not in str(error):
+            raise
+        raise GridError(
+            f"MPI has no communicator left for {asked}: too many grids are in use. Free those that are not needed any more, by\n"
+            "  grid.free() or `with Grid(…) as grid:`."
+        ) from error
+    except Summa3dError:
+        raise
+    except BaseException:
+        if grid is not None:
+            grid.unfinished = asked
+        raise
+
+
 def _check_names(names: tuple[str, ...], shape: Mapping[str, int]) -> None:
     for name in names:
         if name not in shape:
             raise GridError(f"The grid has no axis {name!r}. Its axes: {', '.join(shape)}.")
         if names.count(name) > 1:
             raise GridError(f"A plane of axes {', '.join(names)} names axis {name!r} twice.")
+
+
+def _check_in_use(grid: Grid) -> None:
+    """Raise GridError if the grid was freed, or interrupted while it made an axis."""
+    if grid.freed:
+        raise GridError(f"{grid} was freed: its axes communicate no more. Make another grid.")
+    if grid.unfinished:
+        raise GridError(
+            f"{grid} was interrupted in {grid.unfinished}, which other ranks may have finished: it makes no further axes.\n"
+            "  Free it and make another grid."
+        )
 
 
 def _check_unsealed(grid: Grid, asked: str) -> None:

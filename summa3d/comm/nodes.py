@@ -43,3 +43,8 @@ class Nodes:
     def total_cores(self) -> int:
         """The number of cores that the job may use."""
         return sum(self.cores)
+
+
+def world_ranks(comm: MPI.Comm) -> list[int]:
+    """The rank in MPI_COMM_WORLD of each rank of `comm`."""
+    return list(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .arrays import Array, dtype_name, is_on_device
+from .profile import flight
 from .profile.ledger import Amounts, Ledger
 from .profile.nvtx import Ranges
 from .profile.timeline import Timed
@@ -20,6 +21,9 @@ class Pending:
     afterwards sees the result; the transport keeps arrays that the device still uses (arrival.Held), whether or not `wait` is
     called. `account(wall, cpu)` receives the wall and processor seconds of the completion.
     """
+
+    number = 0
+    """That of the communication in the flight recorder; 0 where it is not recorded."""
 
     def __init__(self, carried: Carried, account: Callable[[float, float], None]) -> None:
         self._carried: Carried | None = carried
@@ -36,9 +40,15 @@ class Pending:
         carried = self._carried
         if carried is not None:
             wall, cpu = time.perf_counter(), time.thread_time()
-            self._result = carried.complete()
-            self._carried = None
-            self._account(time.perf_counter() - wall, time.thread_time() - cpu)
+            flight.mark(self.number, flight.WAITED_FOR)
+            try:
+                self._result = carried.complete()
+            except BaseException:
+                flight.failed(self.number)
+                raise
+            self._carried, ended = None, time.perf_counter()
+            flight.end(self.number, ended)
+            self._account(ended - wall, time.thread_time() - cpu)
             del self._account
         return self._result
 

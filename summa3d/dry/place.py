@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..comm.arrays import Array, empty, is_half, is_torch
 from ..comm.grid import Place
 from ..comm.profile.ledger import Amounts, Ledger
+from ..comm.signatures import Signed
 from ..comm.transport.call import Members, Requests
 from ..comm.transport.host import HostTransport
 from ..comm.transport.node import NodeTransport
@@ -70,6 +72,22 @@ class DryFlags:
         return -1
 
 
+class DrySignatures:
+    """Signatures without other members."""
+
+    number = 0
+
+    def call(self, signature: Signed) -> int:
+        """Do nothing: no member compares."""
+        return 0
+
+    def compare(self, number: int) -> None:
+        """Return at once: no member differs."""
+
+    def compare_with(self, member: int, number: int) -> None:
+        """Return at once: no member differs."""
+
+
 class DrySlot(Slot):
     """A slot without memory: its parts do not count as memory of this rank."""
 
@@ -90,6 +108,7 @@ class DryNodeBuffer(NodeBuffer):
 
     def __init__(self, members: Members) -> None:
         self.comm, self.size, self.index, self.flags = members.comm, members.size, members.index, DryFlags()  # type: ignore[assignment]
+        self.signatures = DrySignatures()  # type: ignore[assignment]
         self.begin()
         self.sizes = [0] * SLOTS
 
@@ -110,10 +129,9 @@ class DryTransports(Transports):
     """The transports of one axis: communications use the node buffer where they can, and move nothing."""
 
     def __init__(self, members: Members, on_device: bool) -> None:
-        super().__init__(members)
-        self.host = DryTransport(on_device)
-        if self.node is not None:
-            self.node = DryNodeTransport(members)
+        super().__init__(replace(members, node=None))
+        self.members, self.host = members, DryTransport(on_device)
+        self.node = None if members.node is None or members.size == 1 else DryNodeTransport(members)
 
     def of(self, array: Array) -> Any:
         """The transport for collectives on `array`, and for messages from one member to another."""
@@ -127,7 +145,10 @@ class DryNodeTransport(NodeTransport):
 
     def __init__(self, members: Members) -> None:
         super().__init__(members, NODE_RULE)
-        self._made, self._buffer = True, DryNodeBuffer(members)
+
+    def opened(self) -> NodeBuffer:
+        """The buffer without memory."""
+        return DryNodeBuffer(self.members)
 
 
 NODE_RULE = NodeRule(crowded=True, always=True)

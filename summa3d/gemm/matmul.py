@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..comm.arrays import empty
-from ..errors import LayoutError, ShapeError
+from ..comm.arrays import dtype_name, empty
+from ..comm.grid import agree_on_call
+from ..errors import LayoutError, ShapeError, Summa3dError
 from .algorithms.checks import agree_on_out
 from .algorithms.plan import ProductPlan
 from .describe import summary
@@ -51,7 +52,8 @@ def matmul(
     The grid keeps the executor and its workspace for products alike, up to `executors.KEPT_BYTES`, until `grid.free()`.
     On a rank outside the grid C has no elements, and nothing is done.
     Raises ShapeError (sizes, dtypes), LayoutError (grids, layouts), GridError (a grid that the algorithm cannot use) or
-    ConfigError (an unknown algorithm) on every rank alike, before any communication.
+    ConfigError (an unknown algorithm) on every rank alike, before any communication. The first product of a kind on a grid
+    raises AgreementError on all ranks where they call it differently; with `check` each product does.
     """
     _check_operands(a, b, out)
     check_kind(a, b, f"No product of form {form}")
@@ -85,12 +87,40 @@ def _check_operands(a: Any, b: Any, out: Any) -> None:
 
 def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any]) -> Bound:
     """The plan that the operands' layouts ask for, kept with the grid."""
-    kept: dict[Any, Bound] = a.grid.kept.setdefault(Bound, {})
-    key = (a.layout, a.shape, a.is_transposed, b.layout, b.shape, b.is_transposed, form, algorithm, *options.items())
-    bound = kept.get(key)
+    grid = a.grid
+    kept: dict[Any, Bound] = grid.kept.setdefault(Bound, {})
+    key = (
+        a.layout,
+        a.shape,
+        a.is_transposed,
+        b.layout,
+        b.shape,
+        b.is_transposed,
+        a.block.dtype,
+        form,
+        algorithm,
+        *options.items(),
+    )
+    bound, refusal = kept.get(key), None
+    if bound is not None and not grid.check:
+        return bound
+    try:
+        bound = Bound(*product_of(a, b, grid.shape, form, algorithm, options))
+    except Summa3dError as error:
+        refusal = error
+    if grid.inside and (refusal is None or grid.check):
+        facts = {"a": _operand(a), "b": _operand(b), "form": form, "algorithm": algorithm, "options": str(options)}
+        agree_on_call(grid, "matmul", facts, None, None if refusal is None else str(refusal))
     if bound is None:
-        found = product_of(a, b, a.grid.shape, form, algorithm, options)
-        if len(kept) >= KEPT_BINDINGS:
-            kept.clear()
-        bound = kept[key] = Bound(*found)
+        assert refusal is not None
+        raise refusal
+    if len(kept) >= KEPT_BINDINGS:
+        kept.clear()
+    kept[key] = bound
     return bound
+
+
+def _operand(matrix: Distributed) -> str:
+    """What all ranks know alike of an operand."""
+    rows, columns = matrix.shape
+    return f"{rows}×{columns} {dtype_name(matrix.block)} in {matrix.layout}{', transposed' if matrix.is_transposed else ''}"

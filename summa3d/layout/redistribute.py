@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..comm.arrays import Array, empty, is_on_device
+from ..comm.arrays import Array, dtype_name, empty, is_on_device
+from ..comm.grid import agree_on_call
 from ..errors import LayoutError, ShapeError
 from .cyclic import Ownership, Runs, ownership
 from .layout import Coordinates
@@ -235,7 +236,7 @@ def redistribute(
     all-to-all over the grid's ranks, or from grid to grid over `Grid.everyone`, counted in `grid`'s ledger; nothing, and no
     message, where no rank lacks anything. Needs `Redistribution.workspace_of` words of workspace.
     Raises LayoutError or ShapeError, before any communication, where the grids have no common communicator or `block` is not
-    this rank's.
+    this rank's; AgreementError on all ranks where they call differently, which they compare at the first call of a kind.
     """
     layout, to = ownership(layout), ownership(to)
     if to_grid is None or to_grid is grid:
@@ -246,12 +247,17 @@ def redistribute(
         check_common(grid, to_grid)
         places = Placement.among_everyone(grid, layout), Placement.among_everyone(to_grid, to)
         plan, axis = Redistribution(tuple(shape), *places), grid.everyone
-    here = axis.index
+    here, problem = axis.index, None
     expected = plan.source.local_shape(shape, here)
     if tuple(block.shape) != expected:
-        raise ShapeError(
+        problem = (
             f"Rank {here} holds a block of shape {tuple(block.shape)}; {layout} of {tuple(shape)} on {grid} gives {expected}."
         )
+    if problem is None or grid.check:
+        facts = {"shape": tuple(shape), "dtype": dtype_name(block), "layout": str(layout), "to": str(to), "grid": repr(to_grid)}
+        agree_on_call(grid, "redistribute", facts, axis, problem)
+    if problem is not None:
+        raise ShapeError(problem)
     out = _new_block(plan.target.local_shape(shape, here), block, order)
     kept = plan.kept_by(here)
     if kept:

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import preemption
 from ..comm.axis import Axis
 from ..comm.failure import Watchdog, telling_where
-from ..comm.profile import trace
+from ..comm.profile import flight, trace
 from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
 from ..files import read_json
@@ -96,6 +96,7 @@ def train(
         if traced is not None:
             traced.check(run.done, config.train.steps)
         run.grid.ledger.ranges = ranges
+        flight.keep_in(folder)
         recorder = Recorder(run.metrics, comm, run.done, _work(run, progress), config.train.tensorboard)
         progress.say(_opening(run))
         progress.start(run.done)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
 
-from ..arrays import Array
+from ..arrays import Array, count, dtype_name
 from ..profile.ledger import Amounts, Ledger
+from ..signatures import Signed
 from .progress import is_done
 
 if TYPE_CHECKING:
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 
 Requests = list[Any]
 """What is in flight: MPI's requests, or a device transport's own, which have a `wait` each."""
+
+MESSAGES = ("send", "receive")
+ALONG_A_DIM = ("all_gather", "reduce_scatter", "all_to_all")
+ALL_REDUCE_LIMIT = 1 << 20
+"""Bytes up to which every member of a node reads every array to reduce it; of larger ones each sums its share."""
+
+NO_SIGNATURE = Signed(b"", 0)
 
 
 @dataclass(frozen=True)
@@ -43,12 +51,13 @@ class Route:
     which dim, and each member's extent there. op : the reduction. root : the root, or the other side of a message. view : whether
     the result may lie in memory that the members share. in_order : whether all members complete it between the same two of their
     communications. receive_sizes : of an all-to-all; None where all pieces are equal. words, messages : what the ledger counts.
-    bound : the transport's own, kept from its first call on. lines : of the ledger, by phase and dtype.
+    bound : the transport's own, kept from its first call on. lines : of the ledger, by phase and dtype. signed : what a member
+    posts of such a call, for the others to compare. recorded : the flight recorder's number of its text.
     """
 
     __slots__ = (
         *("bound", "dim", "in_order", "lines", "messages", "on_device", "op", "operation", "receive_sizes", "root", "sizes"),
-        *("tag", "view", "words"),
+        *("recorded", "signed", "tag", "view", "words"),
     )
 
     def __init__(
@@ -70,7 +79,26 @@ class Route:
         self.dim, self.sizes, self.op, self.root, self.tag = dim, sizes, op, root, tag
         self.view, self.in_order, self.receive_sizes = view, in_order, receive_sizes
         self.bound: Any = None
+        self.signed, self.recorded = NO_SIGNATURE, -1
         self.lines: dict[tuple[str, Any], Amounts] = {}
+
+    def described(self, array: Array) -> str:
+        """What a call of this kind with such an array is: in these words all members must call alike."""
+        shape: list[Any] = list(array.shape)
+        marks = [self.op] if "reduce" in self.operation else []
+        if self.operation in ALONG_A_DIM:
+            shape[self.dim] = "·"
+            uneven = self.receive_sizes is not None  # each member has other pieces
+            marks = [f"dim {self.dim}", "pieces of any sizes" if uneven else f"sizes {list(self.sizes)}"]
+        marks += [f"root {self.root}"] if self.operation in ("broadcast", "reduce") else []
+        marks += [f"member {self.root} at the other end"] if self.operation in MESSAGES else []
+        marks += ["as a view"] if self.view else []
+        marks += ["on a device"] if self.on_device else []
+        if self.operation == "all_reduce" and array.itemsize * count(array) > ALL_REDUCE_LIMIT and not self.in_order:
+            marks.append("in any order")
+        if self.operation == "barrier":
+            return "barrier"
+        return ", ".join([f"{self.operation} of {dtype_name(array)} [{', '.join(map(str, shape))}]", *marks])
 
 
 class Call(NamedTuple):
@@ -104,16 +132,19 @@ class Carried:
     """A communication that has been begun.
 
     requests : what is to be waited for. finish : gives the result once they have completed. keep : what must stay alive until
-    then. moved : an array of the dtype that travels.
+    then. moved : an array of the dtype that travels. before : what is done before it is waited for.
     """
 
-    __slots__ = ("finish", "keep", "moved", "requests")
+    __slots__ = ("before", "finish", "keep", "moved", "requests")
 
     def __init__(self, requests: Requests, finish: Callable[[], Any], keep: Any, moved: Array) -> None:
         self.requests, self.finish, self.keep, self.moved = requests, finish, keep, moved
+        self.before: Callable[[], None] | None = None
 
     def complete(self) -> Any:
         """Wait for the requests, on the host for MPI's and on the caller's stream for a device's; returns the result."""
+        if self.before is not None:
+            self.before()
         requests = self.requests
         if requests and isinstance(requests[0], MPI.Request):
             MPI.Request.Waitall(requests)

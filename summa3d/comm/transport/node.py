@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -19,6 +20,7 @@ from ..arrays import (
     copy_into,
     count,
     detached,
+    dtype_name,
     empty,
     is_contiguous,
     is_half,
@@ -28,97 +30,140 @@ from ..arrays import (
     share,
     widen,
 )
-from .call import Call, Carried, Members, Route
+from ..signatures import signed
+from .call import ALL_REDUCE_LIMIT, MESSAGES, Call, Carried, Members, Route
 from .host import HostTransport
 from .node_buffer import NodeBuffer, NodeRule, Slot, lasting, row_major, staged_dtype
 from .node_memory import SLOTS
 
 OPERATIONS = {"sum": "add", "max": "maximum", "min": "minimum"}
-ALL_REDUCE_LIMIT = 1 << 20
-"""Bytes up to which every member reads every array to reduce it; of larger ones each sums its share, and shares are gathered."""
+BARRIER, FREE = signed("barrier"), signed("grid.free()")
 
 
 class NodeTransport:
-    """Collectives through the node buffer of an axis. `carry` returns None, on all members alike, for calls it leaves to MPI."""
+    """Collectives through the node buffer of an axis. `carry` returns None, on all members alike, for calls it leaves to MPI.
+
+    Every collective of the axis, those through MPI included, is compared over the members (signatures.py).
+    Making one is collective over the members.
+    """
 
     def __init__(self, members: Members, rule: NodeRule) -> None:
         self.members, self.rule, self.host = members, rule, HostTransport()
-        self._buffer: NodeBuffer | None = None
-        self._made = False
+        self.buffer = self.opened()
         self._staged: dict[tuple[Any, Any], bool] = {}
 
-    @property
-    def buffer(self) -> NodeBuffer | None:
-        """The slots (made at the first use, which is collective); None where the node cannot offer them."""
-        if not self._made:
-            members = self.members
-            self._made, self._buffer = True, NodeBuffer.over(members.comm, members.label, self.rule.crowded)
-        return self._buffer
+    def opened(self) -> NodeBuffer | None:
+        """The slots of this axis (collective); None where the node cannot offer them."""
+        return NodeBuffer.over(self.members.comm, self.members.label, self.rule.crowded)
 
     def check(self) -> None:
         """Raise GridError where a member has failed in the middle of a communication."""
-        if self._buffer is not None and self._buffer.flags.broken:
-            self._buffer.refuse()
+        if self.buffer is not None and self.buffer.flags.broken:
+            self.buffer.refuse()
+
+    def end(self) -> None:
+        """Say that this member makes no more calls, and frees the axis."""
+        if self.buffer is not None and not self.buffer.flags.broken:
+            self.buffer.signatures.call(FREE)
+
+    def free(self) -> None:
+        """Release the node's memory (collective). AgreementError if members differ in a call that was not compared yet."""
+        buffer, self.buffer = self.buffer, None
+        if buffer is None:
+            return
+        try:
+            if buffer.flags.broken:
+                buffer.signatures.disputed()
+            else:
+                buffer.signatures.compare(buffer.signatures.number)
+        finally:
+            buffer.release()
 
     def carry(self, call: Call) -> Carried | None:
         """Begin `call`; None, on all members alike, where it is left to another transport.
 
-        Raises ShapeError for a dtype or a reduction that MPI does not support either, before a slot is taken. Any later error
-        breaks the axis: the other members get GridError instead of waiting for this one.
+        Raises ShapeError for a dtype or a reduction that MPI does not support either, before a slot is taken; AgreementError
+        where members differ in what they call. Any error but a ShapeError breaks the axis: the other members get one too, instead
+        of waiting for this one.
         """
-        route = call.route
-        bound, buffer = route.bound, self._buffer
-        slot = buffer.slot_of(call.array) if buffer is not None and route.operation == "reduce_scatter" else None
-        if bound is None or (slot is not None and bound is ELSEWHERE):  # bound before there was a buffer to allocate in
-            bound = route.bound = self._bind(route, call.array)
-            buffer = self._buffer
-        if buffer is None or (slot is None and not bound.here):
+        route, buffer = call.route, self.buffer
+        if buffer is None or route.operation in MESSAGES:
             return None
+        bound = route.bound
+        if bound is None:
+            bound = route.bound = self._bind(buffer, route, call.array)
+            route.signed = signed(route.described(call.array))
         try:
+            number = buffer.signatures.call(route.signed)
+            slot = buffer.slot_of(call.array) if route.operation == "reduce_scatter" else None
+            if slot is None and not bound.here:
+                self._compare_for_mpi(buffer, call, number)
+                return None
             finish = bound.begin(call, slot)
         except BaseException as error:
             buffer.fail(error)
             raise
         return None if finish is None else Carried([], finish, call.array, call.array)
 
+    def _compare_for_mpi(self, buffer: NodeBuffer, call: Call, number: int) -> None:
+        """Compare a call that MPI carries, before MPI would meet two that differ: it may abort, or overwrite memory.
+
+        What is begun only does not wait here: of two members that differ, the later one sees it and begins nothing; the other one
+        compares before it waits (`compared`).
+        """
+        if call.blocking and not call.route.on_device:
+            buffer.signatures.compare(number)
+        else:
+            buffer.signatures.review()
+
+    def compared(self) -> Callable[[], None] | None:
+        """What a member does before it waits for the call that MPI has just begun for it; None without a node buffer."""
+        return None if self.buffer is None else partial(self._compare, self.buffer, self.buffer.signatures.number)
+
+    def _compare(self, buffer: NodeBuffer, number: int) -> None:
+        try:
+            buffer.signatures.compare(number)
+        except BaseException as error:
+            buffer.fail(error)
+            raise
+
     def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
         """A buffer that the next reduce-scatter sums in place; None where there is none."""
-        return self._buffer.allocate(shape, like) if self.offers_views(like) and self._buffer is not None else None
+        buffer = self.buffer
+        if buffer is None or not self.offers_views(like):
+            return None
+        try:
+            buffer.signatures.call(signed(f"allocate of {dtype_name(like)} {tuple(shape)}"))
+            return buffer.allocate(shape, like)
+        except BaseException as error:
+            buffer.fail(error)
+            raise
 
     def offers_views(self, array: Array) -> bool:
-        """Whether a gather of such arrays may be read in place; the first call is collective."""
+        """Whether a gather of such arrays may be read in place."""
         kind = array.dtype, place_of(array)
         staged = self._staged.get(kind)
         if staged is None:
             staged = self._staged[kind] = staged_dtype(array)
-        return staged and (self._buffer if self._made else self.buffer) is not None
+        return staged and self.buffer is not None
 
     def barrier(self) -> bool:
         """Wait, asleep, for every member; returns False if the axis has no node buffer."""
         buffer = self.buffer
         if buffer is None:
             return False
-        slot = buffer.take(0)
-        assert slot is not None  # no memory is needed
-
-        def meet(slot: Slot) -> None:
-            slot.post()
-            slot.wait_for_all()
-
-        slot.read = meet
-        slot.finish()
+        self._compare(buffer, buffer.signatures.call(BARRIER))
         return True
 
-    def _bind(self, route: Route, array: Array) -> Bound | Elsewhere:
-        """The collective of `route`, bound to the slots; the first that goes through them makes them (collective)."""
+    def _bind(self, buffer: NodeBuffer, route: Route, array: Array) -> Bound | Elsewhere:
+        """The collective of `route`, bound to the slots."""
+        if not route.on_device:
+            self.host.datatype(array)
+            if "reduce" in route.operation:
+                self.host.operation(array, route.op)
         here = self._takes(route, array)
         kind = BOUND.get(route.operation)
-        if kind is None or not staged_dtype(array) or not (here or self._made):
-            return ELSEWHERE
-        self.host.datatype(array)
-        self.host.operation(array, route.op)
-        buffer = self.buffer
-        if buffer is None:
+        if kind is None or not staged_dtype(array):
             return ELSEWHERE
         if route.operation == "all_reduce" and array.itemsize * count(array) > ALL_REDUCE_LIMIT:
             kind = AllReduceInParts

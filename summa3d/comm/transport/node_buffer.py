@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -18,8 +19,10 @@ from weakref import WeakSet
 import numpy as np
 from mpi4py import MPI
 
-from ...errors import GridError
+from ...errors import Summa3dError
 from ..arrays import Array, dtype_name, empty, is_on_device, is_torch
+from ..nodes import world_ranks
+from ..signatures import Signatures
 from .node_memory import BROKEN, CLOSED, FLAGS, LEFT, MAPPED, OFFERED, POSTED, SLOTS, Flags, joined, mapped, offered
 
 GRAIN = 1 << 18
@@ -32,11 +35,11 @@ class Slot:
     read : what `finish` does, and returns the result. into, own : of that communication.
     """
 
-    __slots__ = ("_result", "buffer", "into", "memory", "number", "own", "place", "read", "viewed")
+    __slots__ = ("_result", "buffer", "call", "into", "memory", "number", "own", "place", "read", "viewed")
 
     def __init__(self, buffer: NodeBuffer, number: int, memory: mmap.mmap | None) -> None:
         self.buffer, self.number, self.memory = buffer, number, memory
-        self.place = number % SLOTS
+        self.place, self.call = number % SLOTS, buffer.signatures.number
         self.read: Callable[[Slot], Array] | None = None
         self.viewed = False
         self.into: Array = None
@@ -64,6 +67,7 @@ class Slot:
         """Return once `member` has posted."""
         if member != self.buffer.index:
             self.buffer.flags.wait(self.buffer.flag(POSTED, member, self.place), self.number)
+            self.buffer.signatures.compare_with(member, self.call)
 
     def wait_for_all(self) -> None:
         """Return once every member has posted. Waits first for the member that was last before, so that this rank wakes once."""
@@ -72,6 +76,7 @@ class Slot:
         if last >= 0 and last != others[0]:
             others.remove(last)
             others.insert(0, last)
+        self.buffer.signatures.compare(self.call)
 
     def finish(self) -> None:
         """Read the parts of all members; a second call does nothing. Closes the slot, unless the result is a view of it."""
@@ -113,6 +118,7 @@ class NodeBuffer:
 
     def __init__(self, comm: MPI.Intracomm, flags: Flags) -> None:
         self.comm, self.size, self.index, self.flags = comm, comm.size, comm.rank, flags
+        self.signatures = Signatures(flags, comm.rank, partial(world_ranks, comm))
         self.begin()
 
     def begin(self) -> None:
@@ -167,6 +173,7 @@ class NodeBuffer:
             self.flags.wait_for(self.others[CLOSED][place], number - SLOTS)
             memory = self.memories[place]
             if nbytes > (0 if memory is None else len(memory)):
+                self.signatures.compare(self.signatures.number)  # members that differ in their call would not all grow
                 self.memories[place] = None
                 self.flats[place].clear()
                 for bound in self.grown:
@@ -219,7 +226,7 @@ class NodeBuffer:
         """Break this member's flags too, so that no member waits for it, and raise the GridError of the broken axis."""
         try:
             self.flags.check()
-        except GridError as error:
+        except Summa3dError as error:
             self.fail(error)
             raise
 
@@ -230,6 +237,13 @@ class NodeBuffer:
             self.flags.report(self.index, f"member {self.index} failed in a collective ({type(error).__name__}: {text})")
         for flag in itertools.chain(*self.own):
             self.flags.set(flag, BROKEN)
+        self.signatures.wake()
+
+    def release(self) -> None:
+        """Let go of the memory, at once and not by the collector of circles; views that a caller still holds keep theirs."""
+        self.signatures.close()
+        self.begin()
+        self.flags.release()
 
     def view(self, slot: Slot) -> None:
         """The result of `slot` is a view, which stays until the next slot is taken."""

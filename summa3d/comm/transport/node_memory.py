@@ -5,13 +5,14 @@ Only on Linux on x86-64 (node_support.py).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -35,6 +36,10 @@ LEFT, BROKEN = 1 << 61, (1 << 62) + 0xFFFFFFFF
 POSTED, CLOSED, OFFERED, MAPPED = range(4)
 """A member's flags of a slot: its part is written; it has finished reading; larger memory is offered; it has mapped that."""
 FLAGS = 4
+FAILED, DISPUTED = 1, 2
+"""The first word of a broken axis: a member failed in a collective; members differ in a call, whose number is the next word."""
+KEPT, TEXT = 8, 240
+"""The last calls of a member that others can compare, a cache line of signatures; bytes of a call's text, which is cut there."""
 RECORD = 1024
 """Bytes of shared memory for a member's error: a time, and a text."""
 TOKEN, NOTE = 16, 128
@@ -51,11 +56,13 @@ class Flags:
     A flag is named by the place of its 64-bit word (`place`).
 
     A member that fails breaks its flags: a member that waits for one of them, now or later, gets GridError.
+
+    review : what a member does before it sleeps. disputed : raises the error of members that differ in a call, the first time.
     """
 
     def __init__(self, memory: mmap.mmap, label: str, members: int, crowded: bool) -> None:
-        self._memory, self._label, self._members = memory, label, members
-        self._words = memoryview(memory).cast("q")
+        self._memory, self.label, self.members = memory, label, members
+        self.words = memoryview(memory).cast("q")
         self._first = address(np.frombuffer(memory, np.int64))
         self._spins = SPINS[crowded]
         self._fence = threading.Lock()
@@ -66,21 +73,27 @@ class Flags:
         # A killed member wakes no other: each sleep has a timeout, and the launcher ends the other members meanwhile.
         self._times = {busy: _Time(int(seconds), round(seconds % 1 * 1e9)) for busy, seconds in ((False, SLEEP), (True, NAP))}
         self._timeouts = {busy: ctypes.addressof(time) for busy, time in self._times.items()}
+        self.review: Callable[[], None] = _nothing
+        self.disputed: Callable[[], None] = _nothing
 
     @staticmethod
     def nbytes(members: int) -> int:
-        """The shared memory that they need: a line for the whole axis, one for each flag, and the members' records."""
-        return (1 + FLAGS * members * SLOTS) * LINE * 8 + members * RECORD + SLOTS * NOTE
+        """The shared memory that they need: a line for the whole axis, one for each flag, and the members' records and calls."""
+        return _lines(members) * LINE * 8 + members * (RECORD + KEPT * TEXT) + SLOTS * NOTE
 
     @staticmethod
     def place(kind: int, members: int, member: int, slot: int) -> int:
         """The flag of one kind that `member` of `members` writes for a slot."""
         return ((kind * members + member) * SLOTS + slot + 1) * LINE
 
+    def called(self, member: int) -> int:
+        """The flag that counts a member's calls. In the line behind it are the signatures of its last calls."""
+        return (1 + FLAGS * self.members * SLOTS + 2 * member) * LINE
+
     @property
     def broken(self) -> bool:
         """Whether some member has failed."""
-        return bool(self._words[0])
+        return bool(self.words[0])
 
     def set(self, flag: int, value: int) -> None:
         """Raise `flag` to `value` and wake its waiters. A rank that sees the flag also sees what this rank stored before.
@@ -88,7 +101,7 @@ class Flags:
         The next word is 1 if a rank may sleep: else no system call is needed. The processor must not read it before others see
         the flag; the lock is there for its locked instruction, which orders the two.
         """
-        words = self._words
+        words = self.words
         words[flag] = value
         with self._fence:
             sleeps = words[flag + 1]
@@ -98,7 +111,7 @@ class Flags:
 
     def wait_for(self, flags: Sequence[int], value: int) -> int:
         """Return once all of `flags` are at least `value`; the one for which this rank slept last, else -1."""
-        words, slept = self._words, -1
+        words, slept = self.words, -1
         for flag in flags:
             if not value <= words[flag] < LEFT and self.wait(flag, value):
                 slept = flag
@@ -110,12 +123,16 @@ class Flags:
         While asleep it lets MPI progress the requests in flight of this process. Raises GridError if the member that writes
         `flag` has failed, or skipped the communication that this rank waits for.
         """
-        words = self._words
+        words = self.words
         for _ in range(self._spins):
             if (seen := words[flag]) >= value and (seen < LEFT or self._arrived(seen, value)):
                 return False
+        slept = False
         while (seen := words[flag]) < value or (seen >= LEFT and not self._arrived(seen, value)):
             self.check()
+            if slept:  # for as long as a member that has come would have taken: it may have called something else
+                self.review()
+            slept = True
             timeout = self._timeouts[IN_FLIGHT.advance()]
             words[flag + 1] = 1  # before the kernel compares the flag with what was seen, each time
             self._call(self._number, self._first + flag * 8, WAIT, seen & 0xFFFFFFFF, timeout)
@@ -126,29 +143,50 @@ class Flags:
         if seen >= BROKEN:
             self.check()
         if seen - LEFT == value:
+            self.review()  # raises what each member called, where they are compared
             raise GridError("a member allocated a buffer for a reduce-scatter, as this one did, and began something else instead")
         return False
 
     def check(self) -> None:
-        """Raise GridError with the first error if a member has failed."""
-        if self._words[0]:
+        """Raise GridError with the first error if a member has failed; AgreementError, once, if the members differ in a call."""
+        if self.words[0]:
+            self.disputed()
             raise GridError(
-                f"axis {self._label} is broken: {self.first_error()}.\n"
+                f"axis {self.label} is broken: {self.first_error()}.\n"
                 "  Its members are out of step, and it communicates no more. Free the grid and make another."
             )
 
-    def report(self, member: int, text: str) -> None:
-        """Write the error of `member` to shared memory."""
+    def report(self, member: int, text: str, disputed: bool = False) -> None:
+        """Write the error of `member` to shared memory; the axis is broken from now on."""
         place = self._record(member)
         said = text.encode()[: RECORD - 8 - 1]
         self._memory[place + 8 : place + 8 + len(said)] = said
-        self._words[place // 8] = time.monotonic_ns()
-        self._words[0] = 1
+        self.words[place // 8] = time.monotonic_ns()
+        self.words[0] = DISPUTED if disputed else FAILED
+
+    def release(self) -> None:
+        """Unmap the memory; nothing may be asked of the flags afterwards."""
+        self.review = self.disputed = _nothing
+        self.words.release()
+        with contextlib.suppress(BufferError):  # who waits in another thread still looks at it
+            self._memory.close()
+
+    def write_text(self, member: int, place: int, text: bytes) -> None:
+        """Write what a member calls, at one of its KEPT places."""
+        start = self._text(member, place)
+        self._memory[start : start + len(text)] = text
+        if len(text) < TEXT:
+            self._memory[start + len(text)] = 0
+
+    def text(self, member: int, place: int) -> str:
+        """What a member called, at one of its KEPT places."""
+        start = self._text(member, place)
+        return self._memory[start : start + TEXT].partition(b"\0")[0].decode(errors="ignore")
 
     def first_error(self) -> str:
         """The error of the first member that failed; empty if none has."""
-        records = [self._record(member) for member in range(self._members)]
-        written = [(self._words[place // 8], place) for place in records if self._words[place // 8]]
+        records = [self._record(member) for member in range(self.members)]
+        written = [(self.words[place // 8], place) for place in records if self.words[place // 8]]
         if not written:
             return ""
         place = min(written)[1]
@@ -156,16 +194,29 @@ class Flags:
 
     def value(self, flag: int) -> int:
         """What `flag` is now."""
-        return self._words[flag]
+        return self.words[flag]
 
     def note(self, slot: int) -> memoryview:
         """The note in which the member that offers larger memory for a slot says where to find it."""
-        place = self._record(self._members) + slot * NOTE
+        place = self._record(self.members) + slot * NOTE
         return memoryview(self._memory)[place : place + NOTE]
 
     def _record(self, member: int) -> int:
         """Where a member's record begins, in bytes; behind the last one are the notes of the slots."""
-        return (1 + FLAGS * self._members * SLOTS) * LINE * 8 + member * RECORD
+        return _lines(self.members) * LINE * 8 + member * RECORD
+
+    def _text(self, member: int, place: int) -> int:
+        """Where the text of a member's call begins, in bytes: behind the notes of the slots."""
+        return self._record(self.members) + SLOTS * NOTE + (member * KEPT + place) * TEXT
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _lines(members: int) -> int:
+    """The lines of flags: one for the axis, one for each flag of each slot, two for each member's calls."""
+    return 1 + (FLAGS * SLOTS + 2) * members
 
 
 def in_one_node(comm: MPI.Intracomm) -> bool:

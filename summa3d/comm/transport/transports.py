@@ -10,7 +10,7 @@ from mpi4py import MPI
 from ...errors import GridError
 from ..arrays import Array, is_on_device
 from . import probe
-from .call import Call, Carried, Members
+from .call import MESSAGES, Call, Carried, Members
 from .cuda_aware import CudaAwareTransport
 from .flat import FlatTransport
 from .host import HostTransport
@@ -18,8 +18,6 @@ from .nccl import NcclTransport
 from .node import NodeTransport
 from .pinned import PinnedTransport
 from .select import Facts, TransportChoice, choose
-
-MESSAGES = ("send", "receive")
 
 
 class Transports:
@@ -48,7 +46,10 @@ class Transports:
                 return carried
             self.node.check()
         if not is_on_device(call.array):
-            return self.host.carry(call, self.members)
+            carried = self.host.carry(call, self.members)
+            if self.node is not None and carried.requests and call.route.operation not in MESSAGES:
+                carried.before = self.node.compared()
+            return carried
         return (self.between_two if call.route.operation in MESSAGES else self.of)(call.array).carry(call, self.members)
 
     def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
@@ -56,7 +57,7 @@ class Transports:
         return None if self.node is None else self.node.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
-        """Whether an all-gather of arrays of this dtype can return a view of the node buffer (collective the first time)."""
+        """Whether an all-gather of arrays of this dtype can return a view of the node buffer."""
         return self.node is not None and self.node.offers_views(array)
 
     def barrier(self) -> None:
@@ -103,11 +104,52 @@ class Transports:
         comm: MPI.Intracomm = self.members.comm
         return bool(comm.bcast(probe.cuda_aware().works if comm.rank == 0 else None))
 
+    def end(self) -> None:
+        """Say that this member frees the axis: one that calls something else learns it."""
+        if self.node is not None:
+            self.node.end()
+
     def free(self) -> None:
-        """Release what the device transport holds (collective)."""
+        """Release the node's memory and what the device transport holds (collective, after `end` of all axes of the grid)."""
         if self._device is not None:
             self._device.close()
             self._device = None
+        if self.node is not None:
+            self.node.free()
+
+
+class Freed(Transports):
+    """What stands for the transports of an axis that has been freed: whatever it is asked for raises GridError."""
+
+    def __init__(self, members: Members) -> None:
+        self.members, self.node = members, None
+
+    def check(self) -> None:
+        """Raise GridError."""
+        raise GridError(f"axis {self.members.label} was freed with its grid, and communicates no more. Make another grid.")
+
+    def carry(self, call: Call) -> Carried:
+        """Raise GridError."""
+        self.check()
+        raise AssertionError
+
+    def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
+        """Raise GridError."""
+        self.check()
+        raise AssertionError
+
+    def barrier(self) -> None:
+        """Raise GridError."""
+        self.check()
+
+    def of(self, array: Array) -> Any:
+        """Raise GridError."""
+        self.check()
+
+    between_two = of
+
+    def free(self) -> None:
+        """Do nothing: it is freed."""
 
 
 TransportFactory = Callable[[Members], Transports]

@@ -1,0 +1,405 @@
+"""The flight recorder: the last communications of each rank in a file that outlives it, and the table of who waits for whom.
+
+A rank writes to mapped memory, so that what it did can be read however it ended. This file needs neither MPI nor numpy.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import mmap
+import os
+import shutil
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+
+VARIABLE = "SUMMA3D_FLIGHT"
+"""The folder of the recorders of a job, as `summa3d launch` sets it; "no": nothing is recorded."""
+KEPT = 256
+"""Communications that a rank's file holds."""
+RECORD = struct.Struct("<qddqqq16x")  # number, begin, end or 0, texts, number along the axis, state
+WORDS = RECORD.size // 8
+TEXTS, TEXT = 2048, 512
+"""Texts that a file holds, each of this many bytes; further ones are the last."""
+HEADER = struct.Struct("<8sqqqdd")  # what it is, rank, ranks, process, seconds from the records' clock to the wall's, end or 0
+MAGIC = b"flight1\n"
+HEAD = 64
+NBYTES = HEAD + KEPT * RECORD.size + TEXTS * TEXT
+BEGUN, WAITED_FOR, FAILED, DONE = range(4)
+SUFFIX = ".flight"
+LIFETIME = 3600.0
+"""Seconds after which the folder of a job that ended otherwise than cleanly is swept up."""
+MESSAGES = ("send", "receive")
+FRAMES = 12
+"""Frames that are searched for the user's line."""
+PACKAGE = f"{Path(__file__).resolve().parents[2]}{os.sep}"
+COMM = f"{PACKAGE}comm{os.sep}"
+KEEP, ENDED, SAVED = "keep", "ended", "flight"
+"""Files that say in which folder records are to be kept, and when their job ended; the folder in which they are kept there."""
+
+
+class Recorder:
+    """Writes the communications of this rank to a file. Texts are written once, and then named by their number."""
+
+    def __init__(self, file: Path, rank: int, ranks: int) -> None:
+        self.file, self._process = file, os.getpid()
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.ftruncate(descriptor, NBYTES)  # pages that are never written take no memory
+            self._memory = mmap.mmap(descriptor, NBYTES)
+        finally:
+            os.close(descriptor)
+        HEADER.pack_into(self._memory, 0, MAGIC, rank, ranks, os.getpid(), time.time() - time.perf_counter(), 0)
+        records = memoryview(self._memory)[HEAD : HEAD + KEPT * RECORD.size]
+        self._words, self._times = records.cast("q"), records.cast("d")
+        self._texts: dict[Any, int] = {}
+        self._axes: dict[str, int] = {}
+        self._lines: dict[tuple[int, int], int] = {}
+        self._codes: list[CodeType] = []
+        self.number = 0
+
+    def begin(self, texts: int, count: int, began: float, state: int) -> int:
+        """Write that a communication has begun; the number by which `mark` and `end` know it.
+
+        texts : the numbers of the texts of call and axis, `texts_of` them. count : its number along the axis.
+        """
+        self.number = number = self.number + 1
+        line = self._line(sys._getframe(3))
+        RECORD.pack_into(self._memory, HEAD + number % KEPT * RECORD.size, number, began, 0.0, texts | line, count, state)
+        return number
+
+    def mark(self, number: int, state: int) -> None:
+        """Write that a communication is waited for now, or has failed."""
+        at = number % KEPT * WORDS
+        if self._words[at] == number:
+            self._words[at + 5] = state
+
+    def end(self, number: int, ended: float) -> None:
+        """Write that a communication has completed."""
+        at = number % KEPT * WORDS
+        if self._words[at] == number:
+            self._times[at + 2] = ended
+
+    def text(self, key: Any, make: Callable[[], str]) -> int:
+        """The number of a text, which is made and written the first time that its key is seen."""
+        number = self._texts.get(key)
+        if number is None:
+            number = self._texts[key] = min(len(self._texts), TEXTS - 1)
+            said, start = make().encode()[: TEXT - 1], HEAD + KEPT * RECORD.size + number * TEXT
+            self._memory[start : start + len(said) + 1] = said + b"\0"
+        return number
+
+    def axis(self, label: str, ranks: Sequence[int]) -> int:
+        """The number of the text of one more axis of these ranks of the job."""
+        self._axes[label] = number = self._axes.get(label, 0) + 1
+        text = f"{label}{f'#{number}' if number > 1 else ''} (ranks {', '.join(map(str, ranks))})"
+        return self.text(text, lambda: text)
+
+    def _line(self, frame: FrameType | None) -> int:
+        """The number of the nearest line outside of the library and torch; else of the line that called the axis."""
+        outer = None
+        for _ in range(FRAMES):
+            if frame is None:
+                break
+            code = frame.f_code
+            kind = KINDS.get(code.co_filename)
+            if kind is None:
+                kind = _kind(code.co_filename)
+            if kind == USERS:
+                outer = frame
+                break
+            if kind == LIBRARY and outer is None:
+                outer = frame
+            frame = frame.f_back
+        if outer is None:
+            return self.text("", str)
+        number = self._lines.get((id(outer.f_code), outer.f_lasti))
+        return self._new_line(outer) if number is None else number
+
+    def _new_line(self, frame: FrameType) -> int:
+        code, line = frame.f_code, frame.f_lineno
+        self._codes.append(code)  # no other code gets its id
+        number = self.text((code.co_filename, line), lambda: f"{_short(code.co_filename)}:{line} in {code.co_name}")
+        self._lines[id(code), frame.f_lasti] = number
+        return number
+
+    def close(self) -> None:
+        """Write that this rank has ended. The last one of the node removes the folder; others may wait for a rank that ends."""
+        if os.getpid() != self._process or not self.file.exists():
+            return
+        struct.pack_into("<d", self._memory, HEADER.size - 8, time.time())
+        if all(has_ended(file) for file in self.file.parent.glob(f"*{SUFFIX}")):
+            shutil.rmtree(self.file.parent, ignore_errors=True)
+
+
+def has_ended(file: Path) -> bool:
+    """Whether the rank of a file has come to its program's end."""
+    with contextlib.suppress(OSError, struct.error), file.open("rb") as head:
+        return HEADER.unpack(head.read(HEADER.size))[-1] != 0
+    return True
+
+
+USERS, LIBRARY, INSIDE = range(3)
+KINDS: dict[str, int] = {}
+"""A source file: the user's, the library's, or one whose lines say nothing (those of axes, and torch's)."""
+
+
+def _kind(file: str) -> int:
+    inside = file.startswith(COMM) or f"{os.sep}torch{os.sep}" in file or file.startswith("<")
+    KINDS[file] = INSIDE if inside else LIBRARY if file.startswith(PACKAGE) else USERS
+    return KINDS[file]
+
+
+def _short(file: str) -> str:
+    """A file of the library from its package on; another one as it is."""
+    return f"summa3d/{file.removeprefix(PACKAGE)}" if file.startswith(PACKAGE) else file
+
+
+recorder: Recorder | None = None
+"""That of this process; None before the first grid of several ranks, and where nothing is to be recorded."""
+
+
+def start(rank: int, ranks: int, job: str) -> None:
+    """Record this process's communications from now on, in the folder of its job on this node."""
+    global recorder
+    named = os.environ.get(VARIABLE, "")
+    if recorder is not None or named == "no" or ranks == 1:
+        return
+    folder = Path(named) if named else Path(tempfile.gettempdir()) / f"summa3d-flight-{os.getuid()}-{job}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        recorder = Recorder(folder / f"{rank}{SUFFIX}", rank, ranks)
+    except OSError:  # a full or read-only folder is no reason to end a job that works
+        return
+    atexit.register(recorder.close)
+    for old in folder.parent.glob(f"summa3d-flight-{os.getuid()}-*"):
+        if old != folder and time.time() - old.stat().st_mtime > LIFETIME:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+class Described(Protocol):
+    """A call, as far as the recorder knows it: transport.call.Route."""
+
+    operation: str
+    recorded: int
+
+    def described(self, array: Array) -> str:
+        """What it is, in words."""
+
+
+class AxisRecords:
+    """What an axis writes to the recorder of its process, where there is one.
+
+    label : the axis's. ranks : the ranks of its members in the job.
+    """
+
+    def __init__(self, label: str, ranks: Callable[[], Sequence[int]]) -> None:
+        self.label, self.ranks = label, ranks
+        self.count, self.text = 0, -1
+
+    def begin(self, route: Described, array: Array, began: float, state: int) -> int:
+        """Write that a call has begun; the number by which `mark` and `end` know it, 0 without a recorder."""
+        if recorder is None:
+            return 0
+        if route.recorded < 0:
+            if self.text < 0:
+                self.text = recorder.axis(self.label, self.ranks())
+            said = route.described(array)
+            route.recorded = texts_of(recorder.text(said, lambda: said), self.text)
+        if route.operation in MESSAGES:  # of which members have different numbers
+            return recorder.begin(route.recorded, 0, began, state)
+        self.count = count = self.count + 1
+        return recorder.begin(route.recorded, count, began, state)
+
+    @contextlib.contextmanager
+    def around(self, route: Described, array: Array) -> Iterator[None]:
+        """Record a call that the block makes, and waits for."""
+        number = self.begin(route, array, time.perf_counter(), WAITED_FOR)
+        try:
+            yield
+        except BaseException:
+            failed(number)
+            raise
+        end(number, time.perf_counter())
+
+
+def texts_of(what: int, axis: int) -> int:
+    """The numbers of two texts as `Recorder.begin` takes them."""
+    return what << 32 | axis << 16
+
+
+def mark(number: int, state: int) -> None:
+    """Write that a communication is waited for now, or has failed; nothing for number 0."""
+    if number and recorder is not None:
+        recorder.mark(number, state)
+
+
+def end(number: int, when: float) -> None:
+    """Write that a communication has completed; nothing for number 0."""
+    if number and recorder is not None:
+        recorder.end(number, when)
+
+
+def failed(number: int) -> None:
+    """Write that a communication has raised."""
+    mark(number, FAILED)
+
+
+def keep_in(folder: Path) -> None:
+    """Have the records of a job that fails kept in `folder`, not in the one in which it runs."""
+    if recorder is not None:
+        with contextlib.suppress(OSError):
+            (recorder.file.parent / KEEP).write_text(str(folder.resolve()), encoding="utf-8")
+
+
+def save(folder: Path, now: float) -> Path | None:
+    """Copy the records of a job that ended at `now` to where they are kept; None where they cannot be written."""
+    kept = folder / KEEP
+    try:
+        target = Path(kept.read_text(encoding="utf-8") if kept.is_file() else ".") / SAVED
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(folder, target)
+        (target / ENDED).write_text(repr(now), encoding="utf-8")
+    except OSError:
+        return None
+    return target
+
+
+def ended(folder: Path) -> float:
+    """When the job ended whose records were saved in a folder; now, of one that was not saved."""
+    try:
+        return float((folder / ENDED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return time.time()
+
+
+@dataclass(frozen=True)
+class Record:
+    """One communication in a rank's file: `count` is its number along the axis. Times are those of the clock on the wall."""
+
+    number: int
+    what: str
+    axis: str
+    line: str
+    count: int
+    state: int
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Flight:
+    """What one rank's file says: its last communications, oldest first."""
+
+    rank: int
+    ranks: int
+    process: int
+    ended: float
+    records: list[Record]
+
+    @property
+    def waits(self) -> Record | None:
+        """What the rank waits for: of several, the one that it asked for last."""
+        return next((one for one in reversed(self.records) if one.state == WAITED_FOR), None)
+
+    def count(self, axis: str) -> int:
+        """How many communications along an axis it has begun."""
+        return max((one.count for one in self.records if one.axis == axis), default=0)
+
+
+def read(file: Path) -> Flight | None:
+    """A rank's file; None if it is none, or cut short."""
+    data = file.read_bytes()
+    if len(data) != NBYTES or not data.startswith(MAGIC):
+        return None
+    _, rank, ranks, process, offset, end = HEADER.unpack_from(data)
+
+    def text(number: int) -> str:
+        start = HEAD + KEPT * RECORD.size + number * TEXT
+        return data[start : start + TEXT].partition(b"\0")[0].decode(errors="replace")
+
+    records = []
+    for place in range(KEPT):
+        number, began, ended, ids, count, state = RECORD.unpack_from(data, HEAD + place * RECORD.size)
+        state = DONE if ended and state != FAILED else state
+        if number:
+            what, axis, line = text(ids >> 32), text(ids >> 16 & 0xFFFF), text(ids & 0xFFFF)
+            records.append(Record(number, what, axis, line, count, state, began + offset, ended + offset))
+    return Flight(rank, ranks, process, end, sorted(records, key=lambda one: one.number))
+
+
+def read_folder(folder: Path) -> list[Flight]:
+    """The files of a folder, by rank."""
+    found = [read(file) for file in folder.glob(f"*{SUFFIX}")]
+    return sorted((one for one in found if one is not None), key=lambda one: one.rank)
+
+
+def table(flights: Sequence[Flight], now: float) -> list[str]:
+    """Who waits where, for whom, since when, and who differs; empty if nobody waits. `now` is when the job ended."""
+    if not any(flight.waits for flight in flights):
+        return []
+    lines = ["what each rank was doing:"]
+    for flight in flights:
+        waits = flight.waits
+        if waits is None:
+            lines.append(f"  rank {flight.rank}: {_free(flight, now)}")
+            continue
+        lines.append(
+            f"  rank {flight.rank}: waits {now - waits.began:.1f} s in {waits.what} over {waits.axis}{_call(waits)}"
+            f"{_whom(flight, waits, flights)}; {waits.line}"
+        )
+    silent = sorted(set(range(flights[0].ranks)) - {flight.rank for flight in flights})
+    return lines + ([f"  ranks {', '.join(map(str, silent))}: no record on this node"] if silent else [])
+
+
+def _free(flight: Flight, now: float) -> str:
+    """What a rank does that waits for nothing."""
+    ended = f"has ended {now - flight.ended:.1f} s ago" if flight.ended else ""
+    if not flight.records:
+        return f"{ended or 'runs'}, and has communicated nothing"
+    last = flight.records[-1]
+    how = "failed in" if last.state == FAILED else f"{ended or 'runs'}, and communicates nothing since"
+    return f"{how} {last.what} over {last.axis}{_call(last)}, {now - max(last.began, last.ended):.1f} s ago; {last.line}"
+
+
+def _call(record: Record) -> str:
+    """The number of a collective along its axis."""
+    return f", call {record.count}" if record.count else ""
+
+
+def _whom(flight: Flight, waits: Record, flights: Sequence[Flight]) -> str:
+    """For which ranks of the axis a rank waits, and which of them have called something else."""
+    late: list[int] = []
+    differ: list[str] = []
+    if waits.count == 0:  # a message, which names its other end
+        return ""
+    for other in flights:
+        theirs = [one for one in other.records if one.axis == waits.axis]
+        if other.rank == flight.rank or other.rank not in members(waits.axis):
+            continue
+        if other.count(waits.axis) < waits.count:
+            late.append(other.rank)
+        differ += [
+            f"rank {other.rank} called {one.what}" for one in theirs if one.count == waits.count and one.what != waits.what
+        ]
+    parts = [f"for rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"] if late else []
+    return "".join(f", {part}" for part in parts + differ)
+
+
+def members(axis: str) -> list[int]:
+    """The ranks that an axis's text names.
+
+    >>> members("x (ranks 0, 2)")
+    [0, 2]
+    """
+    return [int(one) for one in axis.rpartition("(ranks ")[2].rstrip(")").split(", ") if one.isdigit()]

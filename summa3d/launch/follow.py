@@ -1,0 +1,75 @@
+"""The launcher as a child: signals are passed on, and after a failure its ranks' flight recorders say who waited for whom."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..comm.profile import flight
+
+PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+FROM_KERNEL = 0x80
+"""si_code of a signal that the terminal sent: to the launcher as well."""
+PR_SET_PDEATHSIG = 1
+INTERRUPTED = (130, -signal.SIGINT)
+LONG = 5.0
+"""Seconds that a rank must have waited when a job is interrupted, for the interruption to look like the end of a hang."""
+
+
+def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run a launcher to its end, and say what the ranks were doing if it failed; its exit status, as a shell gives it.
+
+    Raises OSError where it cannot be started.
+    """
+    named = environ.get(flight.VARIABLE)
+    folder = Path(tempfile.mkdtemp(prefix=f"summa3d-flight-{os.getuid()}-")) if named is None else None
+    try:
+        status = _run(command, {**environ, flight.VARIABLE: str(folder)} if folder else dict(environ))
+        if status != 0 and folder is not None:
+            for line in told(folder, time.time(), LONG if status in INTERRUPTED else 0.0):
+                print(line, file=sys.stderr)
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 128 - status if status < 0 else status
+
+
+def told(folder: Path, now: float, at_least: float = 0.0) -> list[str]:
+    """The table of who waited for whom when the job of these recorders ended, and where they are kept from now on.
+
+    Empty where nobody waited, or no one as long as `at_least` seconds.
+    """
+    flights = flight.read_folder(folder)
+    longest = max((now - one.waits.began for one in flights if one.waits), default=-1.0)
+    if longest < at_least:
+        return []
+    kept = flight.save(folder, now)
+    return [*flight.table(flights, now), *([f"  kept: summa3d doctor --flight {kept}"] if kept else [])]
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Start the launcher, pass signals on to it until it ends, and return its status; negative, the signal that ended it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*PASSED_ON, signal.SIGCHLD])
+    kernel = ctypes.CDLL(None)
+
+    def begin() -> None:
+        kernel.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a launcher whose parent is killed ends its ranks
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    try:
+        with subprocess.Popen(list(command), env=dict(environ), preexec_fn=begin) as child:
+            while child.poll() is None:
+                info = signal.sigwaitinfo([*PASSED_ON, signal.SIGCHLD])
+                if info.si_signo != signal.SIGCHLD and info.si_code != FROM_KERNEL and child.poll() is None:
+                    child.send_signal(info.si_signo)
+            return child.returncode
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

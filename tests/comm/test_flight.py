@@ -1,0 +1,119 @@
+"""The flight recorder: after a failure, who waits where, for whom and since when; nothing is left of a job that ends well."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import jobs
+import pytest
+
+from summa3d.comm.profile import flight
+
+JOB = """
+import os, sys, time
+import numpy as np
+from mpi4py import MPI
+from summa3d.comm.failure import Watchdog, install_abort_hook
+from summa3d.comm.grid import Grid
+
+comm, how = MPI.COMM_WORLD, sys.argv[1]
+grid = Grid(comm, {"x": 2, "y": 2})
+for _ in range(5):
+    grid["x"].all_reduce(np.ones(4))
+if how == "fine":
+    grid.free()
+    sys.exit()
+if how == "watched":
+    install_abort_hook()
+    watchdog = Watchdog(2)
+if comm.rank == 3:
+    time.sleep(1)
+    os.kill(os.getpid(), 9) if how == "killed" else time.sleep(60)
+if comm.rank == 0:
+    grid["y"].all_gather(np.ones(3))
+grid["x"].all_reduce(np.ones(5))
+"""
+CALLS = ('    grid["y"].all_gather(np.ones(3))', 'grid["x"].all_reduce(np.ones(5))', '    grid["x"].all_reduce(np.ones(4))')
+TRIPLE, FIVE, FOUR = (JOB.splitlines().index(line) + 1 for line in CALLS)
+GATHER = r"waits \d+\.\d s in all_gather of float64 \[·\], dim 0, sizes \[3, 3\]"
+SUM = r"waits \d+\.\d s in all_reduce of float64 \[5\], sum"
+WAITS = (
+    rf"rank 0: {GATHER} over y \(ranks 0, 1\), call 1, for rank 1; .*job.py:{TRIPLE} ",
+    rf"rank 1: {SUM} over x \(ranks 1, 3\), call 6, for rank 3; .*job.py:{FIVE} ",
+    rf"rank 2: {SUM} over x \(ranks 0, 2\), call 6, for rank 0; .*job.py:{FIVE} ",
+    r"rank 3: runs, and communicates nothing since all_reduce of float64 \[4\], sum over x \(ranks 1, 3\), call 5, "
+    rf".*job.py:{FOUR} ",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the job, and a temporary folder of its own."""
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def launched(folder: Path, how: str) -> jobs.Ended:
+    extra = {"TMPDIR": str(folder / "tmp")}
+    return jobs.run_serial(["-m", "summa3d", "launch", "-n", "4", "job.py", how], cwd=folder, extra=extra)
+
+
+def test_launch_says_who_waited_for_whom_when_a_rank_was_killed(folder: Path) -> None:
+    ended = launched(folder, "killed")
+    assert ended.status != 0
+    for line in WAITS:
+        assert re.search(line, ended.stderr), (line, ended.stderr)
+    assert list((folder / "tmp").glob("summa3d-flight*")) == []
+    shown = jobs.run_serial(["-m", "summa3d", "doctor", "--flight", str(folder / "flight")])
+    assert shown.stdout.strip() in ended.stderr
+    assert shown.stdout.count("waits") == 3
+
+
+def test_a_clean_end_leaves_nothing_and_says_nothing(folder: Path) -> None:
+    ended = launched(folder, "fine")
+    assert ended.status == 0, ended.stderr
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert {file.name for file in folder.iterdir()} == {"job.py", "tmp"}
+    assert list((folder / "tmp").glob("summa3d-flight*")) == []
+
+
+def test_without_launch_a_watchdog_keeps_the_records_and_says_where(folder: Path) -> None:
+    ended = jobs.run(["job.py", "watched"], 4, cwd=folder, extra={"TMPDIR": str(folder / "tmp")})
+    assert ended.status != 0
+    assert ended.stderr.count("what each rank was doing: summa3d doctor --flight flight") == 1, ended.stderr
+    found = flight.read_folder(folder / "flight")
+    lines = "\n".join(flight.table(found, flight.ended(folder / "flight")))
+    for line in WAITS:
+        assert re.search(line, lines), (line, lines)
+
+
+def test_a_file_holds_the_last_records_and_each_text_once(tmp_path: Path) -> None:
+    recorder = flight.Recorder(tmp_path / "1.flight", 1, 4)
+    what = [recorder.text(name, lambda name=name: name) for name in ("all_reduce", "all_gather", "all_reduce")]
+    axis = recorder.axis("x", [1, 3])
+    assert what == [0, 1, 0]
+    calls = 3 * flight.KEPT + 5
+    for number in range(1, calls + 1):
+        begun = recorder.begin(flight.texts_of(what[number % 2], axis), number, time.perf_counter(), flight.WAITED_FOR)
+        if number < calls:
+            recorder.end(begun, time.perf_counter())
+    found = flight.read(tmp_path / "1.flight")
+    assert found is not None
+    assert [one.number for one in found.records] == list(range(calls - flight.KEPT + 1, calls + 1))
+    assert found.waits == found.records[-1]
+    assert (found.waits.what, found.waits.axis, found.waits.count) == ("all_gather", "x (ranks 1, 3)", calls)
+    assert abs(found.waits.began - time.time()) < 60
+
+
+def test_a_rank_that_calls_something_else_is_named(tmp_path: Path) -> None:
+    for rank, name in enumerate(("all_reduce", "all_reduce", "all_gather")):
+        recorder = flight.Recorder(tmp_path / f"{rank}.flight", rank, 4)
+        axis = recorder.axis("x", range(4))
+        texts = flight.texts_of(recorder.text(name, lambda name=name: name), axis)
+        recorder.begin(texts, 1, time.perf_counter(), flight.WAITED_FOR)
+    first, *others = flight.table(flight.read_folder(tmp_path), time.time())[1:]
+    assert ", rank 2 called all_gather; " in first
+    assert others[-1] == "  ranks 3: no record on this node"
