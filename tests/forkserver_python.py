@@ -32,6 +32,9 @@ def run(arguments: list[str]) -> None:
     """Do what the interpreter does with its command line."""
     known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:1] = [str(Path.cwd()), *(path for path in known if path not in sys.path)]
+    if arguments[0] == "-P":
+        arguments = arguments[1:]
+        sys.path.pop(0)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

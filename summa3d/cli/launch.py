@@ -20,6 +20,10 @@ from ..launch.runtime import Runtime, find_launcher, launcher_vendor, loaded_run
 from .main import COMMANDS, unknown_command
 
 SCRIPT = "summa3d.launch.script"
+WITHOUT_FOLDER = (
+    "import sys; sys.path[:1] = []; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+"""`python -P -m` for Python 3.10."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,19 +79,26 @@ def program(args: argparse.Namespace) -> list[str]:
             "  For example: summa3d launch -n 8 train demo"
         )
     if args.module:
-        return ["-m", SCRIPT, "-m", *args.module]
+        return module(SCRIPT, "-m", *args.module)
     if words[0] in COMMANDS:
-        return ["-m", "summa3d", *words]
+        return module("summa3d", *words)
     if not Path(words[0]).is_file():
         raise LaunchError(f"{unknown_command(words[0])} Nor is there a script of this path.")
-    return ["-m", SCRIPT, *words]
+    return module(SCRIPT, *words)
+
+
+def module(name: str, *words: str) -> list[str]:
+    """The arguments of a Python that runs a module of ours and imports nothing from the current folder, as `-m` alone would."""
+    if sys.version_info >= (3, 11):
+        return ["-P", "-m", name, *words]
+    return ["-c", WITHOUT_FOLDER, name, *words]
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the launcher to its end, on emulated nodes if that is asked for, and return its exit status.
 
-    Where the system cannot wait for signals, this process is replaced by the launcher. Raises LaunchError where the launcher cannot
-    be started, or nodes not be emulated.
+    Where the system cannot wait for signals, this process is replaced by the launcher. Raises LaunchError where the launcher
+    cannot be started, or nodes not be emulated.
     """
     arguments, runtime = program(args), loaded_runtime()
     command, environment, account = mpi_command(args.ranks, arguments, runtime=runtime)

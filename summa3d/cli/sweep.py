@@ -139,10 +139,10 @@ def _set(args: argparse.Namespace) -> list[str]:
 
 def _starter(args: argparse.Namespace, directory: Path) -> Callable[[int, Sequence[str]], int]:
     """What starts ranks for the points of one rank count."""
-    from .launch import mpi_command
+    from .launch import module, mpi_command
 
     def start(ranks: int, options: Sequence[str]) -> int:
-        words = ["-m", "summa3d", "sweep", "run", args.file, "--dir", str(directory), *_set(args), *options]
+        words = module("summa3d", "sweep", "run", args.file, "--dir", str(directory), *_set(args), *options)
         words += [word for one in args.only for word in ("--only", one)] if "--only" not in options else []
         command, environ, account = mpi_command(ranks, words)
         _say(account)

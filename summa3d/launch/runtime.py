@@ -41,6 +41,8 @@ WAITING_VARIABLES = {
 }
 POLLS_BEFORE_YIELD = "10"  # the fastest measured with 8 ranks on 2 quiet cores; MPICH's default is 1000
 PROBE = """
+import sys
+sys.path[:1] = []  # the current folder
 import json, pathlib, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI

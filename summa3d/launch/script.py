@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from .runtime import launched_as, let_idle_threads_sleep, take_core, usable_cores
 
 
@@ -16,6 +18,7 @@ def main() -> None:
     let_idle_threads_sleep()
     from mpi4py import run
 
+    sys.path.insert(0, "")  # for the script's folder, or for the current one of a module
     run.main()
 
 

@@ -292,3 +292,24 @@ def test_a_process_that_holds_mpi_itself_such_as_a_notebook_can_launch_ranks(tmp
     )
     ended = jobs.run_serial(["-c", program], cwd=tmp_path)
     assert ended.stdout == "1 ['2', '2']\n", ended.stderr
+
+
+def test_nothing_is_imported_from_the_current_folder_but_by_ones_own_script(tmp_path: Path) -> None:
+    """A run folder that somebody else wrote may hold a json.py."""
+    for name in ("json", "tomllib", "random", "mpi4py", "numpy"):
+        (tmp_path / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r}); raise SystemExit('planted')\n"
+        )
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "beside.py").write_text("WORD = 'found'\n")
+    (tmp_path / "mine" / "script.py").write_text(
+        "import beside\nfrom mpi4py import MPI\nprint(MPI.COMM_WORLD.gather(beside.WORD))\n"
+    )
+    program = str(Path(sys.executable).with_name("summa3d"))
+    product = ["launch", "-n", "2", "gemm", "--m", "8", "--n", "8", "--k", "8", "--check"]
+    for words, said in ((product, "error"), (["doctor"], "MPI"), (["launch", "-n", "2", "mine/script.py"], "['found', 'found']")):
+        done = subprocess.run(
+            [program, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == 0 and said in done.stdout, (words, done)
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
