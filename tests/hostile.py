@@ -175,9 +175,9 @@ def make_base(folder: Path) -> None:
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     tokenizer.train([str(folder / "corpus.txt")], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    import summa3d.plan
+    import summa3d
 
-    shutil.copy(Path(summa3d.plan.__file__).parent / "clusters" / "selene.toml", folder / "cluster.toml")
+    shutil.copy(Path(summa3d.__file__).parent / "clusters" / "selene.toml", folder / "cluster.toml")
     for file in folder.glob(".std*"):
         file.unlink()
 
@@ -376,10 +376,10 @@ def _spoil_index(folder: Path, change: Callable[[dict[str, Any], Path, random.Ra
 
 def _signed(index: dict[str, Any]) -> dict[str, Any]:
     """An index with the checksum of what it says now."""
-    from summa3d.train.checkpoint import folder
+    from summa3d.train.checkpoint import index as contents
 
     said = {key: value for key, value in index.items() if key != "sha256"}
-    return {**said, "sha256": folder._digest(said)}
+    return {**said, "sha256": contents.digest(said)}
 
 
 def _tensor(index: dict[str, Any], chooser: random.Random) -> dict[str, Any]:
