@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .. import preemption
 from ..comm.profile import flight
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
@@ -33,7 +34,7 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix=f"summa3d-flight-{os.getuid()}-")) if named is None else None
     try:
         status = _run(command, {**environ, flight.VARIABLE: str(folder)} if folder else dict(environ))
-        if status != 0 and folder is not None:
+        if status not in (0, preemption.STATUS) and folder is not None:
             for line in told(folder, time.time(), LONG if status in INTERRUPTED else 0.0):
                 print(line, file=sys.stderr)
     finally:

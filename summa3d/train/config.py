@@ -30,8 +30,8 @@ GRID_AXES = ("x", "y", "z", "d", "dp", "pp")
 NOT_YET = {"cp": "context parallelism", "ep": "expert parallelism"}
 """Axes that are named, and not available yet → what they are for."""
 SIZES = {"grid.x", "grid.y", "grid.z", "grid.d"}
-CATCHABLE = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU", "SIGALRM")
-"""What job systems send before they end a job, beside SIGTERM."""
+CATCHABLE = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
+"""What job systems send before they end a job, beside SIGTERM, and launchers pass on."""
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 MOST_RANKS = 2**20
 """Of an axis."""

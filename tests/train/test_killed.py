@@ -77,9 +77,9 @@ def trained(folder: Path, *more: str, killed: str = "-1 0 - 0", **changes: objec
     [
         ("1 4 copy 1", [2], None),
         ("1 4 file 1", [2], ".tmp-step-4"),
-        ("0 4 index 1", [2], ".tmp-step-4"),
+        pytest.param("0 4 index 1", [2], ".tmp-step-4", marks=pytest.mark.wide),
         ("0 4 rename 1", [2], ".tmp-step-4"),
-        ("0 2 delete 1", [4, 6], ".old-step-2"),
+        pytest.param("0 2 delete 1", [4, 6], ".old-step-2", marks=pytest.mark.wide),
     ],
 )
 def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(
