@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 # Each part may import itself and those before it.
 ORDER = (
     "errors",
+    "files",
     "dtypes",
     "cluster",
     "node_support",

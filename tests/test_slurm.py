@@ -203,3 +203,20 @@ def test_srun_ends_when_its_output_goes_into_a_pipe(cluster: Cluster) -> None:
     ended = cluster.slurm.run("bash", "-o", "pipefail", "-c", line, cwd=cluster.folder, timeout=WAIT, PATH=path, **COMMON)
     assert ended.stdout == (cluster.folder / "piped.txt").read_text()
     assert "error " in ended.stdout
+
+
+def test_a_sweep_is_arrays_over_its_rank_counts_a_job_for_each_number_of_nodes(cluster: Cluster) -> None:
+    path = f"{Path(sys.executable).parent}:{cluster.slurm.environment['PATH']}"
+    environment = {"PATH": path, "OMP_NUM_THREADS": "1", **COMMON, **TYPE}
+    settings = ["ranks=1,2,4", "ranks_per_node=2", "rounds=2", "m=64", "n=64", "k=64"]
+    words = ["summa3d", "sweep", "submit", "product-strong", "--dir", "swept", *(f"--set={one}" for one in settings)]
+    lines = cluster.slurm.run(*words, cwd=cluster.folder, **environment).stdout.splitlines()
+    assert lines == ["sbatch swept/job-1.sh", "sbatch swept/job-2.sh"]
+    for line, tasks in zip(lines, (2, 1), strict=True):
+        command = ["sbatch", "--parsable", *line.split()[1:]]
+        job = cluster.slurm.run(*command, cwd=cluster.folder, **environment).stdout.strip()
+        for task in range(tasks):
+            assert cluster.slurm.wait(f"{job}_{task}", WAIT) == "COMPLETED"
+    found = [json.loads(file.read_text()) for file in sorted(cluster.folder.glob("swept/ranks-*/points.jsonl"))]
+    assert [(line["ranks"], line["words"]) for line in found] == [(line["ranks"], line["words_formula"]) for line in found]
+    assert [line["ranks"] for line in found] == [1, 2, 4]

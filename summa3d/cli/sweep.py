@@ -172,7 +172,8 @@ def measure(args: argparse.Namespace) -> int:
     say = _say if world.rank == 0 else _silent
     points = on_root(world, chosen, DataError)
     if not points:
-        say(f"{sweep.name} has no points of {world.size} ranks.")
+        launched = launched_as()
+        say(f"{sweep.name} has no points of {world.size} ranks, which {launched[2] if launched else 'a launcher'} has started.")
     measured(sweep, points, world, args.dir or FOLDER / sweep.name, args.fewer, before, say)
     return 0
 

@@ -106,11 +106,12 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def expected() -> dict[str, tuple[dict[str, Any], int]]:
     """id → configuration and words of every point, by the closed form of the product."""
+    from summa3d.files import from_toml
     from summa3d.gemm.algorithms.registry import algorithm
-    from summa3d.sweep.file import read, tomllib
+    from summa3d.sweep.file import read
     from summa3d.sweep.points import expand
 
-    points, refused = expand(read(tomllib.loads(FILE)))
+    points, refused = expand(read(from_toml(FILE)))
     assert len(points) == POINTS and not refused
     found = {}
     for point in points:
@@ -175,13 +176,14 @@ def test_a_sweep_killed_at_five_moments_is_an_undisturbed_one(job: Job, seed: in
 
 def test_a_point_that_kills_its_ranks_alone_too_has_a_line_that_says_so_and_the_others_are_measured(tmp_path: Path) -> None:
     """Ranks are a program of the test: it dies in the races of one point, and appends the lines of the others."""
-    from summa3d.sweep.file import read, tomllib
+    from summa3d.files import from_toml
+    from summa3d.sweep.file import read
     from summa3d.sweep.lines import RUNNING, append, folder_of, known_in, missing
     from summa3d.sweep.measure import about, whole
     from summa3d.sweep.points import expand, races
     from summa3d.sweep.run import Runner
 
-    sweep = read({**tomllib.loads(FILE), "order": "interleaved", "ranks": [2]})
+    sweep = read({**from_toml(FILE), "order": "interleaved", "ranks": [2]})
     points, _ = expand(sweep)
     bad, starts, retried = points[3], [], [False]
 
@@ -212,10 +214,11 @@ def test_a_point_that_kills_its_ranks_alone_too_has_a_line_that_says_so_and_the_
 
 def test_ranks_that_die_before_they_measure_anything_end_the_sweep(tmp_path: Path) -> None:
     from summa3d.errors import LaunchError
-    from summa3d.sweep.file import read, tomllib
+    from summa3d.files import from_toml
+    from summa3d.sweep.file import read
     from summa3d.sweep.points import expand
     from summa3d.sweep.run import Runner
 
-    sweep = read(tomllib.loads(FILE))
+    sweep = read(from_toml(FILE))
     with pytest.raises(LaunchError, match="the start of 1 ranks ended with status 127 before any point"):
         Runner(sweep, tmp_path, lambda ranks, options: 127, print).run(expand(sweep)[0], [1, 2])
