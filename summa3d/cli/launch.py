@@ -1,7 +1,7 @@
 """`summa3d launch -n N ARGS…`: starts the launcher of this interpreter's MPI, which runs `summa3d ARGS…` N times.
 
 It also starts Python scripts (`launch -n N script.py`) and modules (`launch -n N -m module`). This process loads no MPI library.
-With `--emulate` it stays, and the launcher runs beside it (launch/emulate.py).
+With `--emulate` they run on emulated nodes (launch/emulate.py).
 """
 
 from __future__ import annotations
@@ -112,9 +112,10 @@ def run(args: argparse.Namespace) -> int:
         reason = emulate.why_not(launcher_vendor((command[0],)))
         if reason is not None:
             raise LaunchError(f"nodes cannot be emulated: {reason}.")
-        launcher = command[: command.index("-n")]
-        return emulate.run(args.emulate, launcher, args.ranks, [sys.executable, *arguments], environment)
     try:
+        if args.emulate is not None:
+            launcher = command[: command.index("-n")]
+            return emulate.run(args.emulate, launcher, args.ranks, [sys.executable, *arguments], environment)
         if hasattr(signal, "sigwaitinfo") and sys.platform == "linux":
             return follow(command, environment)
         os.execvpe(command[0], command, environment)

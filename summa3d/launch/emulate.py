@@ -10,17 +10,15 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
-from types import FrameType, TracebackType
-from typing import NoReturn
+from types import TracebackType
 
 from ..errors import LaunchError
+from .follow import follow
 
 PROGRAMS = ("ip", "tc", "nsenter", "unshare", "taskset", "mount")
 HYDRA = ("mpich", "intel")
@@ -45,8 +43,6 @@ mount --rbind /dev/shm/cgroup /sys/fs/cgroup && umount --lazy /dev/shm/cgroup &&
 cat /proc/sys/kernel/random/uuid > /dev/shm/id && mount --bind /dev/shm/id {BOOT_ID} && rm /dev/shm/id && echo $pid && read -r _
 """
 """The first process of a node named $1. UCX finds a node's links in /sys; it and summa3d tell nodes apart by their boot_id."""
-GRACE = 3.0
-"""Seconds in which the launcher may end its ranks after a signal."""
 
 
 @dataclass(frozen=True)
@@ -196,26 +192,12 @@ class Emulated:
 
 
 def run(network: Network, launcher: Sequence[str], ranks: int, program: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a program on ranks of emulated nodes to its end, and return its exit status; a signal ends it and the nodes.
+    """Run a program on ranks of emulated nodes to its end, and return its exit status as `follow` does.
 
-    Raises LaunchError where nodes cannot be emulated, or do not divide the ranks.
+    Raises LaunchError where nodes cannot be emulated, or do not divide the ranks; OSError where the launcher cannot be started.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
     with Emulated(network) as nodes:
-        command = nodes.command(launcher, ranks, program)
-        child = subprocess.Popen(command, env={**environ, **ENVIRONMENT, "PATH": _path(environ)})
-        try:
-            status = child.wait()
-            return status if status >= 0 else 128 - status
-        except KeyboardInterrupt:  # the child has got it from the terminal, too
-            return 128 + signal.SIGINT
-        finally:
-            child.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(GRACE)
-            child.kill()
-            child.wait()
+        return follow(nodes.command(launcher, ranks, program), {**environ, **ENVIRONMENT, "PATH": _path(environ)})
 
 
 def cores_of(place: int, nodes: int) -> list[int]:
@@ -223,10 +205,6 @@ def cores_of(place: int, nodes: int) -> list[int]:
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // nodes)
     return list(islice(cycle(cores), place * share, (place + 1) * share))
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _path(environ: Mapping[str, str] = os.environ) -> str:
