@@ -86,8 +86,8 @@ def program(args: argparse.Namespace) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Run the launcher to its end, on emulated nodes if that is asked for, and return its exit status.
 
-    Where the system cannot wait for signals, this process is replaced by the launcher. Raises LaunchError where the launcher cannot
-    be started, or nodes not be emulated.
+    Where the system cannot wait for signals, this process is replaced by the launcher. Raises LaunchError where the launcher
+    cannot be started, or nodes not be emulated.
     """
     arguments, runtime = program(args), loaded_runtime()
     command, environment, account = mpi_command(args.ranks, arguments, runtime=runtime)
