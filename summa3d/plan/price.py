@@ -47,10 +47,9 @@ class Prices:
         self._crowding = cluster.crowding(topology.size)
         self._byte = cluster.byte_time() * self._crowding
         self._launches = {key: cluster[f"{key}.launch"] * self._crowding for key in ("product", "elements", "collectives")}
-        self._edges = [
-            Edge(self._crowding / one.bandwidth, self._crowding / (one.bandwidth * one.duplex), one.latency * self._crowding)
-            for one in cluster.levels
-        ]
+        self._edges = [Edge(1 / one.bandwidth, 1 / (one.bandwidth * one.duplex), one.latency) for one in cluster.levels]
+        inner = self._edges[0]  # what cores do themselves; the ports of other levels do not depend on cores
+        self._edges[0] = Edge(inner.one_way * self._crowding, inner.both_ways * self._crowding, inner.latency * self._crowding)
         if cluster["host.shared"]:
             self._edges[0] = Edge(0.0, 0.0, self._edges[0].latency)
         self._flop: dict[str, float] = {}

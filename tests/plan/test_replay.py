@@ -208,6 +208,8 @@ def test_ranks_that_share_cores_and_memory_take_longer_and_move_by_copies_that_t
     slow = plain(**{"host.slots": 2, "node.latency": 1e-6})
     for op in (product(100), elements(1000), GATHER):
         assert Prices(slow, AXES).seconds(op) == pytest.approx(2 * Prices(plain(**{"node.latency": 1e-6}), AXES).seconds(op))
+    between = move(1, "y", 1000)  # through ports, which cores do not share
+    assert Prices(slow, AXES).seconds(between) == pytest.approx(Prices(plain(**{"node.latency": 1e-6}), AXES).seconds(between))
     shared = Prices(plain(**{"host.shared": 1, "node.latency": 1e-6}), AXES)
     assert shared.seconds(GATHER) == pytest.approx(3e-6) == shared.seconds(GATHER._replace(words=30_000))
     assert shared.seconds(move(1, "y", 1000)) == pytest.approx(16e-6)  # between nodes it moves
