@@ -72,7 +72,7 @@ INDEX: dict[str, tuple[Change, str]] = {
     "dtype": (at("dtype", to="int8"), "dtype = int8 is not float32 or"),
     "model": (at("model", to=[]), "model = [] is not dict"),
     "model key": (at("model", "hiden", to=1), "Unknown configuration key 'model.hiden'"),
-    "layers": (at("model", "layers", to=10**9), "tensors for model.layers = 1000000000"),
+    "layers": (at("model", "layers", to=4000), "tensors for model.layers = 4000"),
     "scale": (at("loss_scale", "value", to=float("nan")), "loss_scale = "),
     "infinite scale": (at("loss_scale", "value", to=float("inf")), "loss_scale = "),
     "scale as text": (at("loss_scale", "good", to="many"), "loss_scale.good = many is not a whole number"),
