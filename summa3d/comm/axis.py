@@ -50,7 +50,7 @@ class Axis:
         self.checks = Checks(members, transports, check)
         self._routes: dict[Hashable, Route] = {}
         self._records, self._barrier = (
-            flight.AxisRecords(self.label, partial(world_ranks, self.comm)),
+            flight.AxisRecords(self.label, None if self.comm == MPI.COMM_NULL else partial(world_ranks, self.comm)),
             Route("barrier", False, 0, 0),
         )
 

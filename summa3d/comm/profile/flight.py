@@ -200,16 +200,16 @@ class Described(Protocol):
 class AxisRecords:
     """What an axis writes to the recorder of its process, where there is one.
 
-    label : the axis's. ranks : the ranks of its members in the job.
+    label : the axis's. ranks : the ranks of its members in the job; None of a dry run's axis, which has none and is not recorded.
     """
 
-    def __init__(self, label: str, ranks: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, label: str, ranks: Callable[[], Sequence[int]] | None) -> None:
         self.label, self.ranks = label, ranks
         self.count, self.text = 0, -1
 
     def begin(self, route: Described, array: Array, began: float, state: int) -> int:
         """Write that a call has begun; the number by which `mark` and `end` know it, 0 without a recorder."""
-        if recorder is None:
+        if recorder is None or self.ranks is None:
             return 0
         if route.recorded < 0:
             if self.text < 0:
