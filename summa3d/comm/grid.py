@@ -360,7 +360,7 @@ def agree_on_call(
         return
     comm = (axis or grid.ranked).comm
     if comm != MPI.COMM_NULL and comm.size > 1:
-        check_agreement(comm, operation, {**facts, "problem": problem})
+        check_agreement(comm, operation, {**facts, "refused": problem is not None})  # the reason may name the rank
     if len(seen) >= AGREED:
         seen.clear()
     seen.add(key)
