@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from math import prod
 
+import numpy as np
+
 from ..dry.record import Op
 from ..dtypes import dtype_of
 from .links import level_of, members
@@ -41,7 +43,7 @@ class HostPrices(Prices):
             for group in groups:
                 for place in range(0, len(group) - reach, 2 * reach):
                     source, target = group[place], group[place + reach]
-                    level = level_of(source, target, ports)
+                    level = int(level_of(np.array(source), np.array(target), ports))
                     unit = ports[level - 1][0] if level else 1
                     load[level, source // unit, True] += 1
                     load[level, target // unit, False] += 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from itertools import permutations
 from math import prod
 from typing import NamedTuple
+
+import numpy as np
 
 from ..cluster import Level
 from ..comm.topology import Topology, divisors
@@ -19,7 +21,8 @@ Ports = tuple[tuple[int, int], ...]
 """(size, ports) of each level, innermost first: what loads depend on of a cluster. They do not depend on its speeds."""
 
 
-Carried = tuple[dict[tuple[int, int], float], dict[tuple[int, int], float], tuple[int, ...]]
+DIGITS = 12
+"""Of loads: thirds of a byte add up to whole ones."""
 
 
 class PortUse(NamedTuple):
@@ -84,13 +87,17 @@ def busy_ports(topology: Topology, flights: Sequence[tuple[str, str]], levels: S
     """
     ports = tuple((level.size, level.ports) for level in levels)
     shape, tile = tuple(topology.shape.items()), tuple(topology.tile.items())
-    carried = [_carried(shape, topology.order, tile, axis, ports, pattern, 0) for axis, pattern in flights]
+    flows = [_flow(shape, topology.order, tile, axis, ports, pattern) for axis, pattern in flights]
+    ends = [
+        flow.from_root(0) if pattern == "chain" else (flow.out, flow.into)
+        for flow, (_, pattern) in zip(flows, flights, strict=True)
+    ]
+    sent, received = np.array([end[0] for end in ends]).round(DIGITS), np.array([end[1] for end in ends]).round(DIGITS)
     found: dict[PortUse, None] = {}
-    for key in dict.fromkeys(key for out, into, _ in carried for key in (*out, *into)):
-        sent = tuple(out.get(key, 0.0) for out, _, _ in carried)
-        received = tuple(into.get(key, 0.0) for _, into, _ in carried)
-        both = tuple(map(sum, zip(sent, received, strict=True)))
-        found |= dict.fromkeys((PortUse(key[0], False, sent), PortUse(key[0], False, received), PortUse(key[0], True, both)))
+    for port in np.flatnonzero((sent > 0).any(0) | (received > 0).any(0)):
+        level = int(flows[0].level_of_port[port])
+        for both_ways, loads in ((False, sent[:, port]), (False, received[:, port]), (True, sent[:, port] + received[:, port])):
+            found[PortUse(level, both_ways, tuple(loads.tolist()))] = None
     return list(found)
 
 
@@ -103,79 +110,131 @@ def _loads(
     ports: Ports,
     pattern: str,
 ) -> tuple[tuple[Load, int], ...]:
-    roots = range(prod(dict(shape).get(name, 1) for name in axis.split("·"))) if pattern == "chain" else (0,)
-    return tuple(Counter(_load(_carried(shape, order, tile, axis, ports, pattern, root)) for root in roots).items())
+    flow = _flow(shape, order, tile, axis, ports, pattern)
+    if pattern != "chain":
+        return ((flow.load(flow.out, flow.into, flow.hops.max(0)), 1),)
+    return tuple(Counter(flow.load(*flow.from_root(root)) for root in range(flow.edges)).items())
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The edges of all groups of an axis, of which each carries one byte, and what ports carry for them.
+
+    Ports are numbered through all levels. edges : of a group. out_ports, into_ports, shares : [groups, edges, ports of an edge],
+    a port and the part of the byte that passes it. level_of_edge : [groups, edges]. out, into : [ports], of all edges.
+    hops : [groups, levels].
+    """
+
+    edges: int
+    level_of_port: np.ndarray
+    out_ports: np.ndarray
+    into_ports: np.ndarray
+    shares: np.ndarray
+    level_of_edge: np.ndarray
+    out: np.ndarray
+    into: np.ndarray
+    hops: np.ndarray
+
+    def from_root(self, root: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`out`, `into` and the most hops of each level of a chain from the member `root`: a ring without the edge to it."""
+        closing = (root - 1) % self.edges
+        size, shares = len(self.out), self.shares[:, closing].ravel()
+        out = self.out - np.bincount(self.out_ports[:, closing].ravel(), shares, size)
+        into = self.into - np.bincount(self.into_ports[:, closing].ravel(), shares, size)
+        hops = self.hops.copy()
+        hops[np.arange(len(hops)), self.level_of_edge[:, closing]] -= 1
+        return out, into, hops.max(0)
+
+    def load(self, out: np.ndarray, into: np.ndarray, hops: np.ndarray) -> Load:
+        """The busiest port of each level."""
+
+        def most(of: np.ndarray) -> tuple[float, ...]:
+            return tuple(round(float(of[self.level_of_port == level].max()), DIGITS) for level in range(len(hops)))
+
+        return Load(most(np.maximum(out, into)), most(out + into), tuple(int(many) for many in hops))
 
 
 @cache
-def _carried(
+def _flow(
     shape: tuple[tuple[str, int], ...],
     order: tuple[str, ...],
     tile: tuple[tuple[str, int], ...],
     axis: str,
     ports: Ports,
     pattern: str,
-    root: int,
-) -> Carried:
-    """What each port, by its level and number, sends and receives; and the hops of each level."""
-    out: defaultdict[tuple[int, int], float] = defaultdict(float)
-    into: defaultdict[tuple[int, int], float] = defaultdict(float)
-    hops = [0] * len(ports)
-    for group in members(Topology(dict(shape), order, dict(tile)), axis):
-        used = [_ports_used(group, ports, level) for level in range(len(ports))]
-        found = [0] * len(ports)
-        for source, target, share in _edges(group[root:] + group[:root], pattern):
-            level = level_of(source, target, ports)
-            found[level] += 1
-            unit = ports[level - 1][0] if level else 1
-            ends = used[level][source // unit], used[level][target // unit]
-            many = min(map(len, ends))
-            for end, total in zip(ends, (out, into), strict=True):
-                for port in end[:many]:
-                    total[level, port] += share / many
-        hops = list(map(max, hops, found))
-    return dict(out), dict(into), tuple(hops)
+) -> Flow:
+    topology = Topology(dict(shape), order, dict(tile))
+    groups = _groups(topology, axis)
+    many = groups.shape[1]
+    ends, part = _edges(many, pattern)
+    sources, targets = groups[:, ends[0]], groups[:, ends[1]]
+    level = level_of(sources, targets, ports)
+    units = [ports[index - 1][0] if index else 1 for index in range(len(ports))]
+    sizes = [-(-topology.size // unit) * rails for unit, (_, rails) in zip(units, ports, strict=True)]
+    first = np.concatenate(([0], np.cumsum(sizes)))
+    most = max(rails for _, rails in ports)
+    out_ports, into_ports = (np.zeros((*level.shape, most), int) for _ in range(2))
+    shares = np.zeros((*level.shape, most))
+    for index, (unit, (_, rails)) in enumerate(zip(units, ports, strict=True)):
+        rail, of_unit = _rails(groups, unit, rails)
+        a, b = ends
+        used = np.minimum(of_unit[:, a], of_unit[:, b])
+        for slot in range(rails):
+            here = (level == index) & (slot < used)
+            out_ports[here, slot] = (first[index] + rail[:, a, slot])[here]
+            into_ports[here, slot] = (first[index] + rail[:, b, slot])[here]
+            shares[here, slot] = part / used[here]
+    out, into = (np.bincount(of.ravel(), shares.ravel(), first[-1]) for of in (out_ports, into_ports))
+    hops = np.stack([(level == index).sum(1) for index in range(len(ports))], axis=1)
+    return Flow(many, np.repeat(np.arange(len(ports)), sizes), out_ports, into_ports, shares, level, out, into, hops)
 
 
-def _load(carried: Carried) -> Load:
-    out, into, hops = carried
-    one_way, both = [0.0] * len(hops), [0.0] * len(hops)
-    for key in {*out, *into}:
-        directions = out.get(key, 0.0), into.get(key, 0.0)
-        one_way[key[0]], both[key[0]] = max(one_way[key[0]], *directions), max(both[key[0]], sum(directions))
-    return Load(tuple(one_way), tuple(both), hops)
+def _rails(groups: np.ndarray, unit: int, rails: int) -> tuple[np.ndarray, np.ndarray]:
+    """[groups, members, rails] the ports that members of the group have in a member's unit, ascending; and how many these are."""
+    port = groups // unit * rails + groups % unit * rails // unit
+    number = groups // unit
+    found, many = np.zeros((*groups.shape, rails), int), np.zeros(groups.shape, int)
+    for place in range(groups.shape[1]):
+        inside = number == number[:, place : place + 1]
+        fresh = inside & (np.diff(port, axis=1, prepend=-1) != 0)
+        slot = np.cumsum(fresh, axis=1) - 1
+        rows, columns = np.nonzero(fresh)
+        found[rows, place, slot[rows, columns]] = port[rows, columns]
+        many[:, place] = fresh.sum(1)
+    return found, many
 
 
 def members(topology: Topology, axis: str) -> list[list[int]]:
     """The ranks of every group of an axis, or of a plane such as "x·y", ascending."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+    found: list[list[int]] = _groups(topology, axis).tolist()
+    return found
+
+
+def _groups(topology: Topology, axis: str) -> np.ndarray:
+    """[groups, members] ranks, ascending."""
     inside = axis.split("·")
-    for rank in range(topology.size):
-        at = topology.coordinates_of(rank)
-        groups.setdefault(tuple(index for name, index in at.items() if name not in inside), []).append(rank)
-    return list(groups.values())
+    digits = [(name in inside, topology.tile[name]) for name in topology.order]
+    digits += [(name in inside, topology.shape[name] // topology.tile[name]) for name in topology.order]
+    ranks = np.arange(topology.size).reshape([radix for _, radix in reversed(digits)])
+    of_axis = [place for place, (mine, _) in enumerate(reversed(digits)) if mine]
+    moved = np.moveaxis(ranks, of_axis, range(-len(of_axis), 0)) if of_axis else ranks[..., None]
+    many = prod(radix for mine, radix in digits if mine)
+    return moved.reshape(-1, many)
 
 
-def level_of(source: int, target: int, ports: Ports) -> int:
-    """The innermost level that joins two ranks."""
-    return next((level for level, (size, _) in enumerate(ports) if size and source // size == target // size), len(ports) - 1)
+def level_of(source: np.ndarray, target: np.ndarray, ports: Ports) -> np.ndarray:
+    """The innermost level that joins two ranks, of each pair."""
+    level = np.full(np.shape(source), len(ports) - 1)
+    for index, (size, _) in reversed([*enumerate(ports)]):
+        if size:
+            level[source // size == target // size] = index
+    return level
 
 
-def _ports_used(group: list[int], ports: Ports, level: int) -> dict[int, list[int]]:
-    """Unit of the level below → the ports that members of the group have there."""
-    unit, many = (ports[level - 1][0] if level else 1), ports[level][1]
-    found: dict[int, set[int]] = {}
-    for rank in group:
-        found.setdefault(rank // unit, set()).add(rank // unit * many + rank % unit * many // unit)
-    return {key: sorted(value) for key, value in found.items()}
-
-
-def _edges(group: list[int], pattern: str) -> Iterator[tuple[int, int, float]]:
-    """The edges of a group, each with its part of the bytes that a member sends."""
+def _edges(many: int, pattern: str) -> tuple[tuple[np.ndarray, np.ndarray], float]:
+    """The places of both ends of the edges of a group of so many, and the part of the bytes of a member that each carries."""
     if pattern == "pairs":
-        for source, target in permutations(group, 2):
-            yield source, target, 1 / (len(group) - 1)
-        return
-    for source, target in zip(group, [*group[1:], group[0]], strict=True):
-        if pattern == "ring" or target != group[0]:
-            yield source, target, 1.0
+        sources, targets = np.nonzero(~np.eye(many, dtype=bool))
+        return (sources, targets), 1 / max(1, many - 1)
+    sources = np.arange(many - (pattern == "next"))
+    return (sources, (sources + 1) % many), 1.0
