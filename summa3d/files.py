@@ -15,7 +15,7 @@ else:
 
 def text_of(path: Path) -> str:
     """The text of a regular file. Raises OSError, and ValueError for a FIFO or a device, and for what is not UTF-8."""
-    if path.exists() and not path.is_file():
+    if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path} is no regular file")
     return path.read_text(encoding="utf-8")
 

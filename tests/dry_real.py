@@ -26,7 +26,7 @@ Lines = dict[tuple[str, str, str], tuple[int, int]]
 
 def config_of(case: Case) -> configuration.Config:
     """As much of a run's configuration as training takes."""
-    return configuration.Config(dtype=case.dtype)
+    return configuration.Config(dtype=case.dtype, train=configuration.TrainConfig(checkpoint_every=0))
 
 
 def setting_of(case: Case, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False) -> Setting:
@@ -95,7 +95,7 @@ class Real:
         self.states = states = states_of(self.model, grid)
         replicas = Replicas.of(states, grid, 0, 1)
         pipeline = Pipeline(self.model, "1f1b", case.batch, torch.float32, replicas)
-        self.update, self.moments, _ = self.training.optimizer(pipeline, states)
+        self.update, self.moments, *_ = self.training.optimizer(pipeline, states)
         self.batch = batch_of(self.config, case.batch)
         self.held = sum(weight.nbytes for weight in self.model.parameters())
 

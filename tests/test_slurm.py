@@ -187,6 +187,7 @@ def test_the_tasks_of_an_array_train_in_folders_of_their_own(cluster: Cluster) -
         assert f"learning_rate = {float(rate)}" in (cluster.folder / run / "config.toml").read_text()
 
 
+@pytest.mark.wide
 def test_the_job_of_a_written_plan_trains_on_its_grid(cluster: Cluster) -> None:
     job = cluster.jobs["planned"]
     assert cluster.ends("planned") == "COMPLETED", cluster.output("runs/plan-2", job)
@@ -205,6 +206,7 @@ def test_srun_ends_when_its_output_goes_into_a_pipe(cluster: Cluster) -> None:
     assert "error " in ended.stdout
 
 
+@pytest.mark.wide
 def test_a_sweep_is_arrays_over_its_rank_counts_a_job_for_each_number_of_nodes(cluster: Cluster) -> None:
     path = f"{Path(sys.executable).parent}:{cluster.slurm.environment['PATH']}"
     environment = {"PATH": path, "OMP_NUM_THREADS": "1", **COMMON, **TYPE}

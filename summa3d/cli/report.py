@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from ..bench.results import merge, read
 from ..bench.table import FORMATS, Table
 from ..bench.tables import in_one_line, table
 from ..errors import DataError
+from ..files import from_json
 
 SWEEP, POINTS = "sweep", "points.jsonl"
 
@@ -79,9 +79,11 @@ def has_points(file: Path) -> bool:
     """Whether this is a folder with points of a sweep, or a file whose first line is one."""
     if file.is_dir():
         return any(file.rglob(POINTS))
+    if not file.is_file():
+        return False
     try:
         with file.open(encoding="utf-8") as lines:
-            first = json.loads(lines.readline())
+            first = from_json(lines.readline())
     except (OSError, ValueError):  # the reader of other files says what is wrong with it
         return False
     return isinstance(first, dict) and SWEEP in first

@@ -9,6 +9,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch.utils._python_dispatch import _disable_current_modes
@@ -94,8 +95,10 @@ class DrySlot(Slot):
     __slots__ = ()
 
     def part(self, like: Array, offset: int, shape: tuple[int, ...], strides: Sequence[int] | None = None) -> Array:
-        """An array of `like`'s kind and dtype that stands for a part of the slot."""
-        if prod(shape) == 0 or not is_torch(like):
+        """An array of `like`'s kind and dtype that stands for a part of the slot; numbers on the host are 0 until written."""
+        if not is_torch(like):
+            return np.zeros(shape, like.dtype)
+        if prod(shape) == 0:
             return empty(shape, like)
         with _disable_current_modes():
             return torch.empty(shape, dtype=like.dtype, device=like.device)

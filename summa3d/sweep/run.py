@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import LaunchError, Summa3dError
+from ..files import from_json
 from ..train.lease import Lease
 from . import predict
 from .file import Sweep
@@ -98,7 +98,7 @@ class Runner:
         status = self.start(count, [*options, "--retry-before", str(self.retry_before)])
         if status == 0 or not file.exists() or file.stat().st_mtime < began - 1:
             return status, []
-        running: list[str] = json.loads(file.read_text() or "[]")
+        running: list[str] = from_json(file.read_text() or "[]")
         return status, running
 
     def _fail(self, point: Point, status: int) -> None:

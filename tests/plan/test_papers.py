@@ -133,6 +133,7 @@ def test_the_3d_paper_is_reported_under_both_machines_and_three_placements_and_n
     assert seconds[first + "z in the node"] < 0.6 * seconds[first + "weights' axis x in the node"]
 
 
+@pytest.mark.wide
 def test_another_process_with_another_seed_of_hashes_prints_the_same_json(three: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "summa3d", "plan", "--paper", "3d", "--json"]
     other = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "2"}, capture_output=True, check=True, text=True).stdout

@@ -140,7 +140,7 @@ def test_the_peak_is_that_of_a_step_of_the_run(comm, shared_tmp_path, settings, 
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     sizes = ["model.layers=2", "model.hidden=96", "model.heads=4", "model.sequence=64", "train.batch=8", "train.warmup=1"]
     corpus = f"data.path={shared_corpus(comm, shared_tmp_path)}"
-    loaded = config.load("demo", [*sizes, corpus, f"dtype={dtype}", *settings])
+    loaded = config.load("demo", [*sizes, corpus, f"dtype={dtype}", "train.checkpoint_every=0", *settings])
     run = prepare(loaded, comm, shared_tmp_path / "run")
     held, moments = held_by(run)
     take_step(run, 1)
@@ -195,7 +195,7 @@ def test_every_rank_of_pipelines_and_replicas_moves_and_holds_what_its_dry_run_s
     sizes = ["model.layers=2", "model.hidden=96", "model.heads=4", "model.sequence=64", "train.batch=16", "train.warmup=1"]
     corpus = f"data.path={shared_corpus(comm, shared_tmp_path)}"
     for number, settings in enumerate(STAGED[comm.size]):
-        loaded = config.load("demo", [*sizes, corpus, f"dtype={dtype}", *settings])
+        loaded = config.load("demo", [*sizes, corpus, f"dtype={dtype}", "train.checkpoint_every=0", *settings])
         run = prepare(loaded, comm, shared_tmp_path / f"run{number}")
         take_step(run, 1)
         with run.grid.ledger.watch() as moved:

@@ -57,7 +57,7 @@ def test_16_bit_runs_reach_the_loss_of_float32_within_2_percent(comm: Any, share
         found[dtype] = train_small(comm, folder, **changes)
         if comm.rank == 0 and comm.size == 8:
             carried = found[dtype]["bytes_by_dtype"]
-            assert list(carried) == [*([] if dtype == "float32" else [dtype]), "float32", "float64"]
+            assert list(carried) == sorted({dtype, "complex128", "float32", "float64"})
             assert max(carried, key=lambda name: carried[name]) == dtype
     for dtype in ("bfloat16", "float16"):
         for key in ("loss", "validation_loss"):
@@ -145,7 +145,7 @@ def test_weights_and_activations_travel_in_16_bits_statistics_and_norm_do_not(co
         "float32",
         "float64",
     }
-    assert carried["all_reduce", "optimizer"] == "float64"
+    assert carried["all_reduce", "optimizer"] == "complex128"  # the norm, beside the votes
 
 
 @pytest.mark.mpi(sizes=(1, 2))

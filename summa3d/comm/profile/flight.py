@@ -183,8 +183,9 @@ def start(rank: int, ranks: int, job: str) -> None:
         return
     atexit.register(recorder.close)
     for old in folder.parent.glob(f"summa3d-flight-{os.getuid()}-*"):
-        if old != folder and time.time() - old.stat().st_mtime > LIFETIME:
-            shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):  # its own job may remove it now
+            if old != folder and time.time() - old.stat().st_mtime > LIFETIME:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 class Described(Protocol):
