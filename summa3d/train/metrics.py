@@ -204,6 +204,7 @@ class Recorder:
         self._mine = np.zeros(4)
         self._all = np.zeros((comm.size, 4)) if comm.rank == 0 else None
         self._pending: tuple[Step, MPI.Request] | None = None
+        self._path, self._late, self._told = path, b"", False
         self._file = open_at(path, resumed_at) if comm.rank == 0 else None
         self._board = _open_board(path.parent / "tensorboard", resumed_at) if tensorboard and comm.rank == 0 else None
 
@@ -225,12 +226,23 @@ class Recorder:
         words, cpu = int(self._all[:, 0].max()), [float(amount) for amount in self._all[:, 1:].sum(0)]
         self.core_time = self.account.add(step, words, cpu)
         entry = line(step, words, self.core_time)
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        self._late += json.dumps(entry).encode() + b"\n"
+        self._write(self._file)
         if self._board is not None:
             for name, value in entry.items():
                 if name != "step" and value is not None:
                     self._board.add_scalar(name, value, step.step)
+
+    def _write(self, file: Any) -> None:
+        """Write the lines that are not written yet. Where the disk is full, which is said once, they are kept for the next time."""
+        try:
+            while self._late:
+                self._late = self._late[file.write(self._late) :]
+        except OSError as error:
+            if not self._told:
+                text = f"{self._path} cannot be written: {error.strerror}. The run goes on, and writes its lines when it can."
+                print(text, file=sys.stderr, flush=True)
+            self._told = True
 
     def close(self) -> None:
         """Write the line of the step in flight and close the file; collective."""
@@ -278,7 +290,7 @@ def open_at(path: Path, resumed_at: int) -> Any:
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
     os.replace(temporary, path)
-    return open(path, "a")
+    return open(path, "ab", buffering=0)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -105,6 +105,20 @@ def test_lines_fit_and_say_what_is_left(
     assert any(line.startswith("step 100020/200000 50% · 138:51:40 left · loss 0.3333") for line in lines)  # 99,980 · 5 s
 
 
+@pytest.mark.mpi(sizes=(1,))
+def test_a_full_disk_ends_no_run_and_loses_no_line(comm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder(tmp_path / "metrics.jsonl", comm, resumed_at=0)
+    with open("/dev/full", "wb", buffering=0) as full:
+        file, recorder._file = recorder._file, full
+        for number in (1, 2, 3):
+            recorder.post(step(number))
+    said = capsys.readouterr().err
+    assert said.count("metrics.jsonl cannot be written: No space left on device. The run goes on") == 1
+    recorder._file = file
+    recorder.close()
+    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": number}) + "\n" for number in (1, 2, 3)) + '{"step": 4, "lo')
