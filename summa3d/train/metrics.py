@@ -234,7 +234,7 @@ class Recorder:
                     self._board.add_scalar(name, value, step.step)
 
     def _write(self, file: Any) -> None:
-        """Write the lines that are not written yet. Where the disk is full, which is said once, they are kept for the next time."""
+        """Write the lines that are not written yet. Where the disk is full they are kept, which is said once."""
         try:
             while self._late:
                 self._late = self._late[file.write(self._late) :]
