@@ -240,7 +240,7 @@ def open_folder(folder: Path, resume: bool, overwrite: bool, lease: Lease | None
     newest = checkpoint.newest(checkpoints)
     if overwrite:
         shutil.rmtree(checkpoints)
-        checkpoints.mkdir()
+        checkpoints.mkdir(exist_ok=True)  # another run that starts here makes it too, before it looks at the lease
         for older in folder.glob("config-*.toml"):
             older.unlink()
     elif newest is not None and not resume:
