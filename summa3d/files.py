@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .errors import DataError
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -18,6 +20,16 @@ def text_of(path: Path) -> str:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path} is no regular file")
     return path.read_text(encoding="utf-8")
+
+
+def named_text(file: Path) -> str:
+    """The text of a file that a user has named. Raises DataError, which names it, where it is missing or cannot be read."""
+    try:
+        return text_of(file)
+    except FileNotFoundError:
+        raise DataError(f"There is no file {file}.") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read: {error}.") from None
 
 
 def from_json(text: str | bytes) -> Any:

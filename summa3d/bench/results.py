@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..files import from_json, text_of
+from ..files import from_json, named_text
 from .series import IDENTITY, grouped, joined, same_family
 from .tables import machines
 
@@ -107,12 +107,7 @@ def alike(on: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _entries(file: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file: one, or one per line."""
-    try:
-        text = text_of(file)
-    except FileNotFoundError:
-        raise DataError(f"There is no file {file}.") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read: {error}.") from None
+    text = named_text(file)
     try:
         entries = [from_json(text)]
     except ValueError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from math import prod
 
 import numpy as np
@@ -36,18 +36,20 @@ class HostPrices(Prices):
         """Of each round of a tree from a root, in all groups of an axis at once: seconds per byte, and latency."""
         levels = self.cluster.levels
         ports = tuple((level.size, level.ports) for level in levels)
-        groups = [group[root:] + group[:root] for group in members(self.topology, axis)]
-        found, reach = [], 1 << (len(groups[0]) - 1).bit_length() - 1
+        units = np.array([1, *(size for size, _ in ports[:-1])])
+        groups = np.roll(members(self.topology, axis), -root, axis=1)
+        many = groups.shape[1]
+        found, reach = [], 1 << (many - 1).bit_length() - 1
         while reach:
-            load: defaultdict[tuple[int, int, bool], int] = defaultdict(int)
-            for group in groups:
-                for place in range(0, len(group) - reach, 2 * reach):
-                    source, target = group[place], group[place + reach]
-                    level = int(level_of(np.array(source), np.array(target), ports))
-                    unit = ports[level - 1][0] if level else 1
-                    load[level, source // unit, True] += 1
-                    load[level, target // unit, False] += 1
-            per_byte = max(many / (levels[at].bandwidth * levels[at].ports) for (at, _, _), many in load.items())
+            places = np.arange(0, many - reach, 2 * reach)
+            ends = groups[:, places], groups[:, places + reach]
+            level = level_of(*ends, ports)
+            load = Counter(
+                (at, side, unit)
+                for side, end in enumerate(ends)
+                for at, unit in zip(level.flat, (end // units[level]).flat, strict=True)
+            )
+            per_byte = max(count / (levels[at].bandwidth * levels[at].ports) for (at, _, _), count in load.items())
             found.append((per_byte, max(levels[at].latency for at, _, _ in load)))
             reach //= 2
         return found

@@ -25,6 +25,14 @@ DIGITS = 12
 """Of loads: thirds of a byte add up to whole ones."""
 
 
+class Placement(NamedTuple):
+    """A topology as the key of a cache."""
+
+    shape: tuple[tuple[str, int], ...]
+    order: tuple[str, ...]
+    tile: tuple[tuple[str, int], ...]
+
+
 class PortUse(NamedTuple):
     """What a port of a level carries for each of several flights, in one direction or in both together."""
 
@@ -56,7 +64,8 @@ def loads(topology: Topology, axis: str, levels: Sequence[Level], pattern: str) 
     digits = _digits(topology, axis, [size for size, _ in ports if size])
     shape = tuple((str(place), radix) for place, (_, radix) in enumerate(digits))
     plane = "·".join(str(place) for place, (inside, _) in enumerate(digits) if inside)
-    return _loads(shape, tuple(name for name, _ in shape), tuple((name, 1) for name, _ in shape), plane, ports, pattern)
+    placement = Placement(shape, tuple(name for name, _ in shape), tuple((name, 1) for name, _ in shape))
+    return _loads(placement, plane, ports, pattern)
 
 
 def _digits(topology: Topology, axis: str, sizes: Sequence[int]) -> list[tuple[bool, int]]:
@@ -86,8 +95,8 @@ def busy_ports(topology: Topology, flights: Sequence[tuple[str, str]], levels: S
     A chain is that from its first member.
     """
     ports = tuple((level.size, level.ports) for level in levels)
-    shape, tile = tuple(topology.shape.items()), tuple(topology.tile.items())
-    flows = [_flow(shape, topology.order, tile, axis, ports, pattern) for axis, pattern in flights]
+    placement = Placement(tuple(topology.shape.items()), topology.order, tuple(topology.tile.items()))
+    flows = [_flow(placement, axis, ports, pattern) for axis, pattern in flights]
     ends = [
         flow.from_root(0) if pattern == "chain" else (flow.out, flow.into)
         for flow, (_, pattern) in zip(flows, flights, strict=True)
@@ -102,15 +111,8 @@ def busy_ports(topology: Topology, flights: Sequence[tuple[str, str]], levels: S
 
 
 @cache
-def _loads(
-    shape: tuple[tuple[str, int], ...],
-    order: tuple[str, ...],
-    tile: tuple[tuple[str, int], ...],
-    axis: str,
-    ports: Ports,
-    pattern: str,
-) -> tuple[tuple[Load, int], ...]:
-    flow = _flow(shape, order, tile, axis, ports, pattern)
+def _loads(placement: Placement, axis: str, ports: Ports, pattern: str) -> tuple[tuple[Load, int], ...]:
+    flow = _flow(placement, axis, ports, pattern)
     if pattern != "chain":
         return ((flow.load(flow.out, flow.into, flow.hops.max(0)), 1),)
     return tuple(Counter(flow.load(*flow.from_root(root)) for root in range(flow.edges)).items())
@@ -155,15 +157,8 @@ class Flow:
 
 
 @cache
-def _flow(
-    shape: tuple[tuple[str, int], ...],
-    order: tuple[str, ...],
-    tile: tuple[tuple[str, int], ...],
-    axis: str,
-    ports: Ports,
-    pattern: str,
-) -> Flow:
-    topology = Topology(dict(shape), order, dict(tile))
+def _flow(placement: Placement, axis: str, ports: Ports, pattern: str) -> Flow:
+    topology = Topology(dict(placement.shape), placement.order, dict(placement.tile))
     groups = _groups(topology, axis)
     many = groups.shape[1]
     ends, part = _edges(many, pattern)

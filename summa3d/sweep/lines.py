@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..files import from_json, text_of
+from ..files import from_json, named_text
 from .file import flat
 from .points import Point
 
@@ -44,7 +44,7 @@ def append(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def mend(folder: Path, say: Say) -> None:
-    """Cut off the torn last line that a killed writer has left; the caller holds the folder's lease."""
+    """Cut off an incomplete last line, of a writer that was killed; the caller holds the folder's lease."""
     file = folder / NAME
     text = file.read_bytes() if file.exists() else b""
     end = text.rfind(b"\n") + 1
@@ -54,22 +54,16 @@ def mend(folder: Path, say: Say) -> None:
 
 
 def read(file: Path, say: Say) -> list[Line]:
-    """The lines of a file. A torn last line is told and dropped. Raises DataError for what is no line of a sweep."""
-    try:
-        text = text_of(file)
-    except FileNotFoundError:
-        raise DataError(f"There is no file {file}.") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read: {error}.") from None
+    """The lines of a file. An incomplete last line is reported and dropped. Raises DataError for what is no line of a sweep."""
     found = []
-    rows = text.splitlines(keepends=True)
+    rows = named_text(file).splitlines(keepends=True)
     for number, row in enumerate(rows, 1):
         try:
             line = from_json(row)
-            torn = not row.endswith("\n")
+            incomplete = not row.endswith("\n")
         except ValueError:
-            line, torn = None, number == len(rows)
-        if torn:
+            line, incomplete = None, number == len(rows)
+        if incomplete:
             say(f"{file}: the last line is torn and was dropped.")
         elif not isinstance(line, dict) or any(key not in line for key in NEEDED):
             raise DataError(f"{file}, line {number}: this is no line of a sweep (a JSON object with {', '.join(NEEDED)}).")

@@ -152,9 +152,10 @@ def convert(key: str, value: Any, kind: Any) -> Any:
 
 def _is_unicode(text: str) -> bool:
     try:
-        return bool(text.encode()) or not text
+        text.encode()
     except UnicodeEncodeError:
         return False
+    return True
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ...dtypes import DTYPES, FLOATS
 from ...errors import CheckpointError, ConfigError
+from ...files import read_json
 from ...nn.config import ModelConfig
 from .. import toml
 
@@ -58,9 +59,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file() or path.stat().st_size > LARGEST:
             raise ValueError(f"it is no file of at most {LARGEST >> 20} MiB")
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = read_json(path)
         altered = index.pop("sha256") != digest(index)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = " ".join(str(error).split())[: 4 * SHOWN]
         raise CheckpointError(f"Cannot read the checkpoint index {path}: it is damaged ({said}). {advice}") from error
     if altered:
