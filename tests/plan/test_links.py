@@ -120,3 +120,11 @@ def test_a_plane_is_the_axis_of_its_ranks() -> None:
     levels = [Level("node", 4, 1, 1e9, 2, 0), Level("network", 0, 1, 1e9, 2, 0)]
     flat = Topology.checked({"a": 4, "z": 2}, ["a", "z"])
     assert loads(grid, "x·y", levels, "ring") == loads(flat, "a", levels, "ring")
+
+
+def test_a_chain_has_one_hop_less_than_a_ring_where_it_ends() -> None:
+    levels = [Level("node", 2, 1, 1e9, 2, 0), Level("network", 0, 1, 1e9, 2, 0)]
+    grid = Topology.checked({"x": 4, "y": 2}, ["x", "y"])
+    found = loads(grid, "x", levels, "chain")  # 0→1→2→3 ends in a node; 1→2→3→0 ends between nodes
+    assert sorted((load.hops, roots) for load, roots in found) == [((1, 2), 2), ((2, 1), 2)]
+    assert [load.hops for load, _ in loads(grid, "x", levels, "ring")] == [(2, 2)]
