@@ -166,6 +166,15 @@ class Elements:
             self.launch(f"sum_lanes_{suffix(dtype)}", blocks, THREADS, parts, sums, vectors, lanes, columns)
         return sums
 
+    def sum_parts(self, parts: Tensor, out: Tensor) -> None:
+        """out = Σ parts, in their order, in one kernel; see `reference.sum_parts`."""
+        parts, whole = parts.contiguous(), out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        blocks = min(-(-out.numel() // (THREADS * ACCESS // out.dtype.itemsize)), self.launch.most_blocks)
+        if blocks:
+            self.launch(f"sum_parts_{suffix(parts.dtype)}", blocks, THREADS, parts, whole, len(parts), out.numel())
+        if whole is not out:
+            out.copy_(whole)
+
     @property
     def device(self) -> torch.device:
         """The device that the launcher's kernels run on."""

@@ -220,6 +220,20 @@ def dropout_gradient(gradient: Tensor, keep: Tensor, probability: float, summed:
     return of_x, of_x.flatten(0, -2).sum(0) if summed else None
 
 
+def sum_parts(parts: Tensor, out: Tensor) -> None:
+    """out = Σ parts over their first dim, 16-bit floats, added in float32 in the order 0, 1, … and rounded once.
+
+    >>> out = torch.empty(1, dtype=torch.bfloat16)
+    >>> sum_parts(torch.tensor([[1.0], [2.0]], dtype=torch.bfloat16), out)
+    >>> out.item()
+    3.0
+    """
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)
+
+
 def adamw(
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],

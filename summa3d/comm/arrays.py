@@ -199,8 +199,13 @@ def is_half(array: Array) -> bool:
 def sum_parts(parts: Array, out: Array) -> Array:
     """out = Σ parts over their first dim, always in the order 0, 1, …, so that a sum is the same in every run.
 
-    16-bit floats are accumulated in float32 and rounded once.
+    16-bit floats are accumulated in float32 and rounded once; torch's tensors on a device in one kernel.
     """
+    if is_half(parts) and is_torch(parts):
+        from summa3d.kernels import dispatch
+
+        dispatch.kernels_for(parts).sum_parts(parts.detach(), out)
+        return out
     if is_half(parts):
         total = widen(parts[0])
         for part in parts[1:]:

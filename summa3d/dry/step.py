@@ -257,7 +257,7 @@ class Rank:
         """
         tracer = Tracer()
         tracer.storages.converts = not setting.on_device
-        with _kernels(setting, tracer):
+        with _kernels(setting, tracer), _older_garbage_left():
             rank = cls(setting, training, tracer)
             rank.trace(like)
         return rank
@@ -476,6 +476,19 @@ def _weights(module: torch.nn.Module) -> list[Tensor]:
 
 def _net(segments: Sequence[Segment]) -> int:
     return sum(segment.net for segment in segments)
+
+
+@contextmanager
+def _older_garbage_left() -> Iterator[None]:
+    """Within the block, the collector looks at what is made in it alone: a search has millions of older objects."""
+    if gc.get_freeze_count():  # the caller has done so already
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

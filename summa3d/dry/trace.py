@@ -246,11 +246,15 @@ class Tracer:
         return self._phase, self.owners.current.layer
 
     def launched(self, kernel: str, tensors: Sequence[Tensor]) -> None:
-        """Record a kernel launch. Tensors in memory not yet written count as written, and the first three of AdamW."""
+        """Record a kernel launch. Tensors in memory not yet written count as written, and the first three of AdamW.
+
+        Of a sum of parts it is the second: the parts have arrived, which leaves no write behind.
+        """
         if not self._recording:
             return
         segment, fresh, updates = self._find(kernel), self.storages.fresh, kernel.startswith("adamw")
         written = list(tensors[:3]) if updates else [one for one in tensors if one.untyped_storage()._cdata in fresh]
+        written = [tensors[1]] if kernel.startswith("sum_parts") else written
         fresh.difference_update(one.untyped_storage()._cdata for one in written)
         read = bytes_of(list(tensors)) - (0 if updates else bytes_of(written))
         segment.ops.append(Op("elements", *self._about(), kernel, read=read, written=bytes_of(written)))

@@ -188,3 +188,15 @@ def test_every_sixteen_bit_number_is_read_as_torch_reads_it(fused, of):
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(of)[None].to(DEVICE)
     most = fused.row_maximum(every.t().contiguous())  # one number a row: its widened self
     assert torch.equal(most.nan_to_num(1e9), every[0].float().nan_to_num(1e9))
+
+
+@pytest.mark.parametrize("of", SIXTEEN, ids=str)
+def test_parts_are_added_bit_for_bit_as_on_the_host(fused, of):
+    for many, columns in [(1, 7), (2, 8), (5, 4099), (37, 61), (3, 0)]:
+        parts = normal(many, columns, dtype=of, seed=30, scale=3)
+        want, out = torch.empty(columns, dtype=of, device=DEVICE), torch.zeros(2, columns, dtype=of, device=DEVICE)
+        reference.sum_parts(parts, want)
+        fused.sum_parts(parts, out[1])
+        apart = torch.zeros(columns, 2, dtype=of, device=DEVICE)
+        fused.sum_parts(parts, apart[:, 1])
+        assert torch.equal(out[1], want) and torch.equal(apart[:, 1], want) and not out[0].any() and not apart[:, 0].any()

@@ -50,7 +50,7 @@ def sums_of_halves(cell: Cell) -> Cell:
         for op in trace:
             if op.name == "all_reduce" and op.dtype == "float32":
                 yield op._replace(dtype="bfloat16")
-            elif op.kind != "elements" or not (op.name in ("_to_copy", "copy_") or (op.name, op.dtype) == ("add_", "float32")):
+            elif op.kind != "elements" or not op.name.startswith(("_to_copy", "copy_", "sum_parts")):
                 yield op
 
     return Cell(tuple(halved(cell.forward)), tuple(halved(cell.backward)))
