@@ -6,6 +6,8 @@ The plugin mpiworlds brings `comm`, `world_size` and `shared_tmp_path`.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit(reason, returncode=4)
     hypothesis.settings.register_profile("loaded", deadline=None)  # of a case: other work on this machine may take its time
     hypothesis.settings.load_profile("loaded")
+    if "SUMMA3D_CACHE" not in os.environ:  # the user's own cells and description of this machine are not for tests
+        own = tempfile.mkdtemp(prefix="summa3d-tests-")
+        os.environ |= {"SUMMA3D_CACHE": own, "SUMMA3D_CLUSTER": f"{own}/here.toml"}
+        config.add_cleanup(lambda: shutil.rmtree(own, ignore_errors=True))
     if devices.NAME == "cuda":
         config.option.fresh_ranks, config.option.lanes = True, 1  # a fork cannot use a GPU that its parent has looked at
     if devices.NAME == "pretended":

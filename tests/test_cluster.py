@@ -40,7 +40,18 @@ def test_every_shipped_cluster_has_a_source_for_each_number_and_at_most_three_fi
 
 def test_the_shipped_clusters() -> None:
     assert names() == [
-        *("dgx-h100", "frontera-rtx", "frontier", "gb200-nvl72", "jean-zay", "longhorn", "perlmutter", "selene", "server"),
+        *(
+            "dgx-h100",
+            "frontera-rtx",
+            "frontier",
+            "gb200-nvl72",
+            "host",
+            "jean-zay",
+            "longhorn",
+            "perlmutter",
+            "selene",
+            "server",
+        ),
     ]
     assert [(level.name, level.size, level.ports) for level in load("frontier").levels] == [
         *(("module", 2, 1), ("node", 8, 2), ("network", 0, 4)),

@@ -108,7 +108,9 @@ def run(args: argparse.Namespace) -> int:
     ranks = MPI.COMM_WORLD.size if args.ranks is None else args.ranks
     configuration.at_least("--ranks", ranks, 1)
     assignments = [*args.assignments, *(["train.tensorboard=true"] if args.tensorboard else [])]
-    config = configuration.load_for(ranks, args.config or str(folder / "config.toml"), assignments, chooser("train"))
+    config = configuration.load_for(
+        ranks, args.config or str(folder / "config.toml"), assignments, picker("train", args.ranks_per_node)
+    )
     if args.resume or args.ranks is not None or MPI.COMM_WORLD.size > 1:  # a dry run on one process is of any grid
         _check_ranks(config, ranks, args.resume)
     if args.dry_run:
@@ -143,19 +145,55 @@ def one_thread_if_small(model: ModelConfig, rows: int) -> None:
 
 def chooser(command: str) -> Choose:
     """Chooses the scheme and the grid of the fewest words, and says so on rank 0's stderr in the name of `command`."""
-    from mpi4py import MPI
-
     from ..nn.choose import choose
 
     def chosen(config: Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
-        outer = config.grid.outer
         found = choose(config.model, config.rows, ranks, schemes, config.regather, config.vectors)
-        if MPI.COMM_WORLD.rank == 0 and ranks * outer > 1:
-            parts = f", on each of {outer} replicas and stages" if outer > 1 else ""
-            print(f"summa3d {command}: {found}{parts}", file=sys.stderr, flush=True)
+        _say(command, found, config, ranks)
         return found.scheme, found.grid
 
     return chosen
+
+
+def picker(command: str, ranks_per_node: int | None = None) -> Choose:
+    """Chooses the scheme and the grid of the fastest predicted step; on devices that nothing describes, as `chooser`.
+
+    Without `ranks_per_node` the ranks lie as those that were started, and those of a dry run in one process on one node.
+    """
+
+    def chosen(config: Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
+        from mpi4py import MPI
+
+        from ..bench.clock import sleep_until_all_are_here
+        from ..comm.device.select import requested_device
+        from ..comm.nodes import Nodes
+        from ..plan.pick import Pick, cluster_for, pick
+        from ..train.on_root import on_root
+
+        world, device = MPI.COMM_WORLD, requested_device(config.device)
+        nodes, total = Nodes.of(world), ranks * config.grid.outer
+        node = ranks_per_node or (max(nodes.ranks) if world.size > 1 else total)
+
+        def picked() -> Pick | None:
+            cluster = cluster_for(device, total, node, min(nodes.cores))
+            return None if cluster is None else pick(config, ranks, schemes, cluster)
+
+        found = on_root(world, picked, ConfigError, sleep_until_all_are_here) if ranks > 1 else None
+        if found is None:
+            return chooser(command)(config, ranks, schemes)
+        _say(command, found, config, ranks)
+        return found.scheme, found.grid
+
+    return chosen
+
+
+def _say(command: str, found: object, config: Config, ranks: int) -> None:
+    from mpi4py import MPI
+
+    outer = config.grid.outer
+    if MPI.COMM_WORLD.rank == 0 and ranks * outer > 1:
+        parts = f", on each of {outer} replicas and stages" if outer > 1 else ""
+        print(f"summa3d {command}: {found}{parts}", file=sys.stderr, flush=True)
 
 
 def _check_ranks(config: Config, ranks: int, resumes: bool) -> None:

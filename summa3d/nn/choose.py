@@ -61,7 +61,15 @@ def choose(
     >>> choose(ModelConfig(hidden=64), batch=8, ranks=4, regather=False).grid
     {'x': 4, 'y': 1, 'z': 1}
     """
+    found = ranked(config, batch, ranks, schemes, regather, vectors)
+    fewest = min(one.words for one in found)
+    return replace(next(one for one in found if one.words <= EQUAL * fewest), compared=len(found))
 
+
+def ranked(
+    config: ModelConfig, batch: int, ranks: int, schemes: Sequence[str], regather: bool = True, vectors: str = "copied"
+) -> list[Choice]:
+    """Every scheme on every grid of `ranks` ranks that can hold the model, as `choose` takes them and raises, cuboids first."""
     among = [name for name in FOR_MODELS if name in schemes]
 
     def fitting(count: int) -> list[Choice]:
@@ -69,8 +77,7 @@ def choose(
 
     found = fitting(ranks)
     if found:
-        fewest = min(one.words for one in found)
-        return replace(next(one for one in found if one.words <= EQUAL * fewest), compared=len(found))
+        return found
     near = sorted(range(1, 2 * ranks + NEAR), key=lambda count: abs(count - ranks))
     counts = sorted(islice((count for count in near if fitting(count)), NEAR))
     names = f" with scheme {', '.join(among)}" if len(among) < len(FOR_MODELS) else ""

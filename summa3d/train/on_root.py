@@ -13,8 +13,15 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-def on_root(comm: MPI.Intracomm, action: Callable[[], Result], failure: type[Summa3dError]) -> Result:
+def on_root(
+    comm: MPI.Intracomm,
+    action: Callable[[], Result],
+    failure: type[Summa3dError],
+    meet: Callable[[MPI.Intracomm], None] = lambda comm: None,
+) -> Result:
     """Run `action` on rank 0 only and broadcast its result; collective.
+
+    meet : is called on all ranks when rank 0 is done: a barrier in which the others sleep and leave it their cores
 
     Raises the Summa3dError of `action` on every rank alike; an OSError is raised as the type `failure`.
     """
@@ -27,6 +34,7 @@ def on_root(comm: MPI.Intracomm, action: Callable[[], Result], failure: type[Sum
             error = caught
         except OSError as caught:
             error = failure(str(caught))
+    meet(comm)
     result, error = comm.bcast((result, error))
     if error is not None:
         raise error

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from summa3d.cli.train import chooser
+from summa3d.cli.train import picker
 from summa3d.errors import ConfigError
 from summa3d.train import config
 
@@ -163,10 +163,10 @@ def test_replicas_divide_the_batch_and_a_chosen_grid_leaves_them_alone():
         config.load("demo", ["replicas.zero=4"])
     with pytest.raises(ConfigError, match=r"replicas.bucket is 0; it must be at least 1"):
         config.load("demo", ["replicas.bucket=0"])
-    chosen = config.load_for(6, "demo", ["grid.dp=3", "train.batch=12", "train.accumulate=1"], chooser("train"))
+    chosen = config.load_for(6, "demo", ["grid.dp=3", "train.batch=12", "train.accumulate=1"], picker("train"))
     assert chosen.grid.dp == 3 and prod(chosen.grid.axes.values()) == 6 and chosen.chosen
     with pytest.raises(ConfigError, match=r"4 rank\(s\) cannot be divided into 3 equal parts .* fit: 3, 6"):
-        config.load_for(4, "demo", ["grid.dp=3", "train.batch=12"], chooser("train"))
+        config.load_for(4, "demo", ["grid.dp=3", "train.batch=12"], picker("train"))
 
 
 @pytest.mark.parametrize(

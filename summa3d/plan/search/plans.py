@@ -182,7 +182,7 @@ def inners(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[tuple[s
         spec = SCHEME_SPECS[scheme]
         for ranks in divisors(space.ranks):
             for own in spec.grids(ranks):
-                if _repeats(scheme, own):
+                if repeats(scheme, own):
                     continue
                 shape = {"x": 1, "y": 1, "z": 1, **own}
                 unit, reason = _unit(spec, space.model, shape)
@@ -192,7 +192,7 @@ def inners(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[tuple[s
                     yield scheme, shape, unit
 
 
-def _repeats(scheme: str, shape: Mapping[str, int]) -> bool:
+def repeats(scheme: str, shape: Mapping[str, int]) -> bool:
     """Whether a simpler scheme is the same program on this grid."""
     several = sum(size > 1 for size in shape.values())
     if scheme == "cuboid-sequence":
