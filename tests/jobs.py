@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,14 +22,17 @@ ROOT = Path(__file__).parent.parent
 
 
 def warm_server() -> forkserver.Server:
-    """Start the server of `python`, which has imported torch; its owner closes it."""
+    """Start the server of `python`, which has imported torch and all of summa3d; its owner closes it."""
     program = str(Path(forkserver.__file__).with_name("forkserver_python.py"))
+    files = sorted(file for folder in ("summa3d", "kernels") for file in (ROOT / folder).rglob("*.py"))
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if file.name != "__main__.py"]
+    modules = [re.sub("^kernels", "summa3d.kernels", name).removesuffix(".__init__") for name in names]
     environ = {**environment(), "OMP_NUM_THREADS": "1"}
-    return forkserver.Server([sys.executable, program, "numpy", "torch"], environ)
+    return forkserver.Server([sys.executable, program, "numpy", "torch", *modules], environ)
 
 
 def python() -> str:
-    """The program to start as Python: one that has imported torch already, where there is one.
+    """The program to start as Python: one that has imported torch and summa3d already, where there is one.
 
     A test of how a process starts, of what it imports, or of signals sent to it takes sys.executable.
     """
