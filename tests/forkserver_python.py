@@ -21,7 +21,7 @@ MPI = "mpi4py.MPI"
 
 
 class LoadedMPI:
-    """The module of MPI, loaded before the fork: a fork that imports it initialises MPI, as the import of a fresh process does."""
+    """The module of MPI, loaded before a fork; the import of it in the fork initialises MPI, as that of a fresh process does."""
 
     def __init__(self) -> None:
         import mpi4py
