@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -89,6 +90,8 @@ class Request:
 
     def take_over(self) -> None:
         """Make this process the stub's: environment, folder, parent, standard descriptors, and the connection to the launcher."""
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)  # the exit ends here, before libraries that the server has loaded take 0.1 s to tidy up
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)

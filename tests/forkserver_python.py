@@ -11,16 +11,52 @@ import os
 import runpy
 import sys
 import types
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
 from pathlib import Path
 
 import forkserver
 
+MPI = "mpi4py.MPI"
+
+
+class LoadedMPI:
+    """The module of MPI, loaded before a fork; the import of it in the fork initialises MPI, as that of a fresh process does."""
+
+    def __init__(self) -> None:
+        import mpi4py
+
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # a fork that initialises MPI finalises it at its exit
+        self.module = importlib.import_module(MPI)
+        mpi4py.rc.initialize, mpi4py.rc.finalize = True, None
+
+    def hide(self) -> None:
+        """Have the next import of it ask this finder."""
+        import mpi4py
+
+        del sys.modules[MPI], mpi4py.MPI
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        return spec_from_loader(name, self) if name == MPI else None
+
+    def create_module(self, _: ModuleSpec) -> types.ModuleType:
+        return self.module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        import mpi4py
+
+        if mpi4py.rc.initialize:
+            module.Init_thread(module.THREAD_MULTIPLE)
+
 
 def main(modules: list[str]) -> None:
     """Import `modules`, then fork for every stub; returns in the server when its owner has ended it, in a fork at its end."""
+    mpi = LoadedMPI()
     for module in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    mpi.hide()
     request = forkserver.serve()
     if request is not None:
         request.take_over()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,14 +22,17 @@ ROOT = Path(__file__).parent.parent
 
 
 def warm_server() -> forkserver.Server:
-    """Start the server of `python`, which has imported torch; its owner closes it."""
+    """Start the server of `python`, which has imported torch and all of summa3d; its owner closes it."""
     program = str(Path(forkserver.__file__).with_name("forkserver_python.py"))
+    files = sorted(file for folder in ("summa3d", "kernels") for file in (ROOT / folder).rglob("*.py"))
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if file.name != "__main__.py"]
+    modules = [re.sub("^kernels", "summa3d.kernels", name).removesuffix(".__init__") for name in names]
     environ = {**environment(), "OMP_NUM_THREADS": "1"}
-    return forkserver.Server([sys.executable, program, "numpy", "torch"], environ)
+    return forkserver.Server([sys.executable, program, "numpy", "torch", *modules], environ)
 
 
 def python() -> str:
-    """The program to start as Python: one that has imported torch already, where there is one.
+    """The program to start as Python: one that has imported torch and summa3d already, where there is one.
 
     A test of how a process starts, of what it imports, or of signals sent to it takes sys.executable.
     """
@@ -51,19 +55,22 @@ def environment(extra: Variables = None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **(extra or {})}
 
 
-def start(
-    arguments: list[str], ranks: int, cwd: Path | None = None, extra: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
+def start(arguments: list[str], ranks: int, cwd: Path | None = None, extra: Variables = None) -> subprocess.Popen[str]:
     """Start `python ARGUMENTS…` on `ranks` ranks."""
     command, environ, _ = mpi_command(ranks, arguments, environment(extra))
     command = [python() if word == sys.executable else word for word in command]
+    return _popen(command, cwd, environ)
+
+
+def _popen(command: list[str], cwd: Path | None, environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    """A process group of its own, whose output is kept."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
 
 
-def finish(job: subprocess.Popen[str], timeout: float = 100) -> Ended:
+def finish(job: subprocess.Popen[str], timeout: float = 300) -> Ended:
     """Wait for a job's end; one that does not end is killed, and its output raised."""
     began = time.monotonic()
     try:
@@ -75,25 +82,13 @@ def finish(job: subprocess.Popen[str], timeout: float = 100) -> Ended:
     return Ended(job.returncode, stdout, stderr, time.monotonic() - began)
 
 
-def run(
-    arguments: list[str], ranks: int, cwd: Path | None = None, timeout: float = 100, extra: Mapping[str, str] | None = None
-) -> Ended:
+def run(arguments: list[str], ranks: int, cwd: Path | None = None, timeout: float = 300, extra: Variables = None) -> Ended:
     """Run `python ARGUMENTS…` on `ranks` ranks to its end."""
     return finish(start(arguments, ranks, cwd, extra), timeout)
 
 
 def run_serial(
-    arguments: list[str], extra: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 100
+    arguments: list[str], extra: Variables = None, cwd: Path | None = None, fresh: bool = False, timeout: float = 300
 ) -> Ended:
-    """Run `python ARGUMENTS…` without a launcher."""
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=environment(extra),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+    """Run `python ARGUMENTS…` without a launcher; `fresh`: in a process that has imported nothing yet."""
+    return finish(_popen([sys.executable if fresh else python(), *arguments], cwd, environment(extra)), timeout)

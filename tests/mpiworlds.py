@@ -1,8 +1,8 @@
-"""A pytest plugin: `@pytest.mark.mpi(sizes=(1, 2, 8), timeout=100)` runs a test on that many MPI ranks, from one plain pytest.
+"""A pytest plugin: `@pytest.mark.mpi(sizes=(1, 2, 8))` runs a test on that many MPI ranks, from one plain pytest.
 
 A pytest has one of four roles.
 
-*parent*   ``python -m pytest``: collects, has the tests run by one mpiexec per world size and by processes without MPI, two
+*parent*   ``python -m pytest``: collects, has the tests run by one mpiexec per world size and by processes without MPI, four
            such groups at a time (``--lanes``), merges what the ranks report (mpiworlds_parent.py).
 *server*   started by the parent: collects once, and is forked for every rank (forkserver.py). Imports are paid once.
 *rank*     a fork of a server, or (``--fresh-ranks``, and where forks cannot be) a pytest that mpiexec itself starts: runs the
@@ -37,7 +37,7 @@ from _pytest.tmpdir import TempPathFactory
 
 FOLDER_VARIABLE = "MPIWORLDS_FOLDER"  # set by the parent for the ranks it starts
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-DEFAULT_TIMEOUT = 100.0
+DEFAULT_TIMEOUT = 300.0
 SERIAL_TIMEOUT = 900.0  # of a test without MPI that a process of its own runs
 GUEST_GRACE = 10.0  # seconds that the other ranks of a guest may stay in a test after one has failed in it
 BACKSTOP = 60.0  # seconds after a test's timeout at which a rank ends itself: only where the parent has died
@@ -45,7 +45,7 @@ BACKSTOP = 60.0  # seconds after a test's timeout at which a rank ends itself: o
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--worlds", default="", metavar="SIZES", help="run mpi tests at these world sizes only: --worlds 1,4")
-    parser.addoption("--lanes", type=int, default=2, help="groups of tests that run at once; 1: one after the other")
+    parser.addoption("--lanes", type=int, default=4, help="groups of tests that run at once; 1: one after the other")
     parser.addini("preloaded", "modules that fork servers import beside those that test files import", type="args")
     parser.addoption("--fresh-ranks", action="store_true", help="start a Python for every rank; fork none")
     parser.addoption("--world-timeout", type=float, default=DEFAULT_TIMEOUT, help="seconds for an mpi test that names no timeout")
@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "mpi(sizes=(2,), timeout=100): run on that many MPI ranks, one mpiexec per size")
+    config.addinivalue_line("markers", "mpi(sizes=(2,), timeout=300): run on that many MPI ranks, one mpiexec per size")
     if forkserver.LISTENER_VARIABLE in os.environ:
         config.pluginmanager.register(RankServer(config), "mpiworlds-server")
     elif FOLDER_VARIABLE in os.environ:

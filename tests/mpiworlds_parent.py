@@ -230,7 +230,8 @@ class Lanes:
         for item in items:
             size = world_size_of(item)
             groups.setdefault((size, "" if size else str(item.path)), []).append(item)
-        self.waiting = [(size, group) for (size, _), group in groups.items()]
+        long = {key: (-size * len(group), path.count("/")) for key, group in groups.items() for size, path in (key,)}
+        self.waiting = [(size, groups[size, path]) for size, path in sorted(groups, key=long.get)]
         self.running: list[World] = []
         self.ending: list[tuple[World, float]] = []
         self.servers = Servers(config, items) if may_fork(config) else None
@@ -254,16 +255,14 @@ class Lanes:
             self.servers.close()
 
     def _start(self) -> None:
-        """Start groups while there is room: beside one world of ranks, tests without MPI only; a world of one rank is light."""
+        """Start groups while there is room: worlds, whose ranks wait for each other most of the time, in half of the lanes."""
         lanes = self.config.getoption("--lanes")
         for group in list(self.waiting):
             size, items = group
-            taken = sum(1 if world.size < 2 else 2 for world in self.running)
-            ranks = any(world.size for world in self.running)
-            if (ranks and size) or (self.running and taken + (1 if size < 2 else 2) > lanes + 1):
-                continue
-            self.waiting.remove(group)
-            self.running.append(World(size, items, self.config, self.servers))
+            worlds = sum(world.size > 0 for world in self.running)
+            if len(self.running) < lanes and not (size and worlds >= (lanes + 1) // 2):
+                self.waiting.remove(group)
+                self.running.append(World(size, items, self.config, self.servers))
 
     def _follow(self, world: World) -> None:
         """Take in the tests that a world has ended; one that fails to end its test is ended, and the rest of its tests wait."""

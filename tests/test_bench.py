@@ -6,9 +6,9 @@ import importlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import jobs
 import pytest
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
@@ -17,7 +17,7 @@ SHORT = ("--ranks", "2", "--divide", "32", "--case", "tall", "--dtype", "float64
 
 
 def run(script: str, *arguments: str, **environ: str) -> str:
-    command = [sys.executable, str(BENCH / script), *arguments]
+    command = [jobs.python(), str(BENCH / script), *arguments]
     done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

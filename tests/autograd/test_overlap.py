@@ -98,7 +98,7 @@ def check(
 
 
 @pytest.mark.pairs
-@pytest.mark.mpi(sizes=tuple(CUBOIDS), timeout=100)
+@pytest.mark.mpi(sizes=tuple(CUBOIDS))
 @pytest.mark.parametrize(("family", "regather", "node_memory"), CASES)
 def test_all_switches_on_change_no_bit_and_no_word(make_grid, world_size, family, regather, node_memory):
     grid = make_grid(check=False, node_memory=node_memory, **CUBOIDS[world_size])

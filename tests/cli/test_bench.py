@@ -24,7 +24,7 @@ ROW = {
 WIDE = [("strong", False), ("weak", True)]
 
 
-def summa3d(*arguments, ranks=None, timeout=100, variables=None):
+def summa3d(*arguments, ranks=None, timeout=300, variables=None):
     launch = [] if ranks is None else ["launch", "-n", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", **(variables or {})}
     command = [jobs.python(), "-m", "summa3d", *launch, *map(str, arguments)]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SIZES = ("--blocks", "2", "--batch", "4", "--sequence", "5", "--hidden", "24", "--heads", "4")
 
 
-def summa3d(*arguments, ranks=None, timeout=100):
+def summa3d(*arguments, ranks=None, timeout=300):
     launch = [] if ranks is None else ["launch", "-n", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
     command = [jobs.python(), "-m", "summa3d", *launch, *map(str, arguments)]

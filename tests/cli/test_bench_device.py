@@ -11,7 +11,7 @@ from summa3d.comm.device import cupy as cupy_backend
 from summa3d.comm.device import select as places
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=120)
+@pytest.mark.mpi(sizes=(3,))
 def test_a_race_on_a_device_waits_for_each_product_and_counts_what_the_host_would(comm, monkeypatch):
     device = fake_device.use(fake_device.Device(comm, "lazy"))
     for module, name, value in (

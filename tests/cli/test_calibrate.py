@@ -105,7 +105,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(calibrate, name, value)
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=100)
+@pytest.mark.mpi(sizes=(4,))
 def test_what_is_measured_is_written_as_a_cluster_or_refused(comm, quick, monkeypatch, tmp_path, capsys):
     file = Path(comm.bcast(str(tmp_path), root=0)) / "mine" / "here.toml"
     monkeypatch.setenv("SUMMA3D_CLUSTER", str(file))
@@ -136,7 +136,7 @@ def test_what_is_measured_is_written_as_a_cluster_or_refused(comm, quick, monkey
         Calibration(comm)
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=100)
+@pytest.mark.mpi(sizes=(2,))
 def test_devices_are_measured_by_their_own_products_collectives_and_memory(comm, quick, monkeypatch):
     device = fake_device.use(fake_device.Device(comm, "lazy"))
     for module, name, value in (

@@ -22,7 +22,7 @@ H, V = 8, 257
 
 def summa3d(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [jobs.python(), "-m", "summa3d", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=dict(os.environ))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ Disk = namedtuple("Disk", "total used free")
 
 
 def examined(extra: dict[str, str] | None = None) -> dict[str, object]:
-    ended = jobs.run_serial(["-m", "summa3d", "doctor", "--json"], extra=extra)
+    ended = jobs.run_serial(["-m", "summa3d", "doctor", "--json"], extra, fresh=True)
     assert ended.status == 0, ended.stderr
     found: dict[str, object] = json.loads(ended.stdout)
     return found
@@ -139,7 +139,7 @@ def program(path: Path, says: str) -> None:
 
 
 def test_a_library_that_cannot_be_loaded_is_reported_and_fails() -> None:
-    ended = jobs.run_serial(["-m", "summa3d", "doctor"], extra={"MPI4PY_LIBMPI": "/nowhere/libmpi.so.12"})
+    ended = jobs.run_serial(["-m", "summa3d", "doctor"], {"MPI4PY_LIBMPI": "/nowhere/libmpi.so.12"}, fresh=True)
     assert ended.status == 1
     assert "mpi4py cannot load an MPI library" in ended.stdout
     assert "Traceback" not in ended.stderr

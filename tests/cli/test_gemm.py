@@ -37,7 +37,7 @@ BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 
 BOUND = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2, "bfloat16": 1e-2, "complex128": 1e-14, "int32": 0}
 
 
-def gemm(ranks, *arguments, timeout=100):
+def gemm(ranks, *arguments, timeout=300):
     command = [jobs.python(), "-m", "summa3d", "launch", "-n", str(ranks), "gemm", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
@@ -170,6 +170,6 @@ def test_the_memory_that_is_asked_for_is_the_memory_that_is_taken(comm, make_gri
 def test_a_device_that_is_not_there_and_a_transport_that_does_not_exist_are_one_error(arguments, message):
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [jobs.python(), "-m", "summa3d", "gemm", "--m", "8", "--n", "8", "--k", "8", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=hidden)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=hidden)
     assert ended.returncode != 0 and message in ended.stderr and "Traceback" not in ended.stderr
     assert "use device cpu" in ended.stderr.lower() or "Transports: auto" in ended.stderr

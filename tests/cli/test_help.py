@@ -95,7 +95,7 @@ print(main(["gemm", "--m", "4", "--n", "4", "--k", "4", "--json"]), main(["confi
 
 
 def test_without_torch_a_command_says_in_one_line_what_installs_it_and_others_work() -> None:
-    ended = jobs.run_serial(["-c", WITHOUT])
+    ended = jobs.run_serial(["-c", WITHOUT], fresh=True)
     assert ended.status == 0, ended.stderr
     lines = ended.stdout.splitlines()
     for name, line in zip(("train", "generate", "checkpoint", "bench"), lines, strict=False):
@@ -104,9 +104,8 @@ def test_without_torch_a_command_says_in_one_line_what_installs_it_and_others_wo
 
 
 def test_without_an_mpi_library_a_command_says_what_installs_it() -> None:
-    ended = jobs.run_serial(
-        ["-m", "summa3d", "gemm", "--m", "4", "--n", "4", "--k", "4"], extra={"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
-    )
+    product = ["-m", "summa3d", "gemm", "--m", "4", "--n", "4", "--k", "4"]
+    ended = jobs.run_serial(product, {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}, fresh=True)
     assert ended.status == 1 and ended.stderr.startswith("LaunchError: mpi4py cannot load an MPI library: ")
     assert "pip install 'summa3d[mpi]'" in ended.stderr and "Traceback" not in ended.stderr
 

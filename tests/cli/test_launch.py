@@ -217,7 +217,7 @@ def test_asking_for_the_library_leaves_this_process_without_mpi() -> None:
     program = (
         "import sys; from summa3d.launch.runtime import loaded_runtime; loaded_runtime(); print('mpi4py.MPI' in sys.modules)"
     )
-    assert jobs.run_serial(["-c", program]).stdout.strip() == "False"
+    assert jobs.run_serial(["-c", program], fresh=True).stdout.strip() == "False"
 
 
 @pytest.mark.parametrize(("word", "nearest"), [("gem", "gemm"), ("trian", "train")])
@@ -290,7 +290,7 @@ def test_a_process_that_holds_mpi_itself_such_as_a_notebook_can_launch_ranks(tmp
         "from mpi4py import MPI; import subprocess; from summa3d import Grid; grid = Grid(MPI.COMM_WORLD, {'x': 1});"
         f"print(grid.size, subprocess.run({inner!r}, capture_output=True, text=True, timeout=60).stdout.split())"
     )
-    ended = jobs.run_serial(["-c", program], cwd=tmp_path)
+    ended = jobs.run_serial(["-c", program], cwd=tmp_path, fresh=True)
     assert ended.stdout == "1 ['2', '2']\n", ended.stderr
 
 

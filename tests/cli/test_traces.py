@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 ROUNDED = 0.002  # µs: times are written with three digits
 
 
-def summa3d(*arguments, ranks, timeout=100):
+def summa3d(*arguments, ranks, timeout=300):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
     command = [jobs.python(), "-m", "summa3d", "launch", "-n", str(ranks), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)

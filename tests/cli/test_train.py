@@ -22,7 +22,7 @@ from small_runs import assignments, metrics_of, write_corpus
 
 from summa3d.cli.train import report
 
-PATIENCE = 120.0
+PATIENCE = 300.0
 
 
 def summa3d(*arguments: object) -> subprocess.CompletedProcess[str]:

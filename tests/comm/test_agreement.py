@@ -36,7 +36,7 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=20)
+@pytest.mark.mpi(sizes=(3,))
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_ranks_that_differ_all_get_an_error_that_names_them(comm, make_grid, name):
     attempt, words = PARAMETERS[name]
@@ -64,7 +64,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=20)
+@pytest.mark.mpi(sizes=(3,))
 @pytest.mark.parametrize("name", BLOCKS)
 def test_what_is_wrong_on_one_rank_only_is_an_error_on_all(comm, make_grid, name):
     axis = make_grid(x=3)["x"]

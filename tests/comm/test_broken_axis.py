@@ -69,7 +69,7 @@ def armed(monkeypatch, step, after, error):
     return lambda: calls[0] >= after
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=100)
+@pytest.mark.mpi(sizes=(3,))
 def test_after_an_error_on_one_member_the_next_call_names_it_on_every_member(comm, monkeypatch):
     failed = 0
     for trial in range(TRIALS):
@@ -130,7 +130,7 @@ def read_only(array):
     return array
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=100)
+@pytest.mark.mpi(sizes=(3,))
 def test_a_refused_call_leaves_the_axis_as_it_was_whether_all_are_refused_or_one(comm, make_grid):
     axis = make_grid(x=comm.size, node_memory=True, check=False)["x"]
     for trial in range(TRIALS):
@@ -215,7 +215,7 @@ def test_freed_grids_give_back_their_memory_at_once(comm, make_grid):
             gc.enable()
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=100)
+@pytest.mark.mpi(sizes=(2,))
 def test_too_many_grids_are_a_grid_error(comm):
     made = []
     try:

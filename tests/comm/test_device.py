@@ -13,7 +13,7 @@ from summa3d.errors import GridError
 from summa3d.layout import split_sizes
 
 TRANSPORTS = ("nccl", "pinned", "cuda-aware")
-WORLDS = pytest.mark.mpi(sizes=(1, 2, 3, 4), timeout=120)
+WORLDS = pytest.mark.mpi(sizes=(1, 2, 3, 4))
 DTYPES = ("float64", "float16", "float32", "int32", "int64", "complex128", "complex64")
 
 
@@ -130,7 +130,7 @@ def test_reductions_and_broadcasts_on_a_device_equal_those_on_the_host(comm, wor
         )
 
 
-@pytest.mark.mpi(sizes=(2, 3, 4), timeout=120)
+@pytest.mark.mpi(sizes=(2, 3, 4))
 def test_a_ring_of_sends_that_all_begin_by_sending_arrives(comm, world):
     _, device, grid, _ = world
     axis, me, members = grid["x"], comm.rank, comm.size
@@ -147,7 +147,7 @@ def test_a_ring_of_sends_that_all_begin_by_sending_arrives(comm, world):
     assert np.array_equal(values, numbers("float64", (4, 3), 6, me))
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=60)
+@pytest.mark.mpi(sizes=(3,))
 def test_a_message_between_two_of_three_members_needs_a_transport_that_all_have_opened(comm, world):
     """Opening one is collective: a message that did it would wait for the member that takes no part in it."""
     _, device, grid, _ = world
@@ -163,7 +163,7 @@ def test_a_message_between_two_of_three_members_needs_a_transport_that_all_have_
         assert np.array_equal(device.read(axis.receive(arriving, 1)), np.arange(6.0))
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=60)
+@pytest.mark.mpi(sizes=(3,))
 def test_what_was_waited_for_is_not_kept_until_the_device_has_done_with_it(comm, world):
     """The caller's stream waits for it, and with it whoever gets its memory next: a step's peak has no finished communication."""
     transport, device, grid, _ = world
@@ -178,7 +178,7 @@ def test_what_was_waited_for_is_not_kept_until_the_device_has_done_with_it(comm,
     assert len(carrier.held) == 0
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=60)
+@pytest.mark.mpi(sizes=(3,))
 @pytest.mark.parametrize("transport", ["nccl", "pinned"])
 def test_what_another_stream_waits_for_is_kept_until_the_device_has_done_with_it(comm, make_grid, transport, monkeypatch):
     """The stream that it was begun on, whose memory it is, has not waited."""
@@ -193,7 +193,7 @@ def test_what_another_stream_waits_for_is_kept_until_the_device_has_done_with_it
     device.finish()
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=120)
+@pytest.mark.mpi(sizes=(3,))
 def test_what_nobody_waits_for_is_kept_until_the_device_has_done_with_it(comm, world):
     transport, device, grid, _ = world
     axis = grid["x"]
@@ -211,7 +211,7 @@ def test_what_nobody_waits_for_is_kept_until_the_device_has_done_with_it(comm, w
         assert np.array_equal(device.read(pending.wait()), want)
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=120)
+@pytest.mark.mpi(sizes=(3,))
 def test_several_communications_are_in_flight_on_a_device_in_any_order_of_waiting(comm, make_grid, mode):
     device = fake_device.use(fake_device.Device(comm, mode, seed=comm.rank))
     grid = make_grid(x=3, transport="nccl", device=device)
@@ -223,7 +223,7 @@ def test_several_communications_are_in_flight_on_a_device_in_any_order_of_waitin
     device.finish()
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=60)
+@pytest.mark.mpi(sizes=(3,))
 def test_nccl_makes_the_right_calls(comm, make_grid):
     device = fake_device.use(fake_device.Device(comm))
     axis = make_grid(x=3, transport="nccl", device=device)["x"]
@@ -249,7 +249,7 @@ def test_nccl_makes_the_right_calls(comm, make_grid):
     device.finish()
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_nccl_never_blocks_the_host(comm, make_grid, monkeypatch):
     device = fake_device.use(fake_device.Device(comm))
     axis = make_grid(x=2, transport="nccl", device=device)["x"]
@@ -263,7 +263,7 @@ def test_nccl_never_blocks_the_host(comm, make_grid, monkeypatch):
     device.finish()
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_pinned_buffers_are_used_again(comm, make_grid):
     device = fake_device.use(fake_device.Device(comm, "random", seed=comm.rank))
     axis = make_grid(x=2, transport="pinned", device=device)["x"]
@@ -276,7 +276,7 @@ def test_pinned_buffers_are_used_again(comm, make_grid):
     device.finish()
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_a_device_array_never_takes_the_nodes_memory(comm, make_grid):
     device = fake_device.use(fake_device.Device(comm))
     axis = make_grid(x=2, node_memory=True, transport="pinned", device=device)["x"]

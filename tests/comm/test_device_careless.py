@@ -11,7 +11,7 @@ import pytest
 from summa3d.comm.transport.arrival import Held
 from summa3d.comm.transport.pinned import Buffers
 
-WORLD = pytest.mark.mpi(sizes=(2,), timeout=60)
+WORLD = pytest.mark.mpi(sizes=(2,))
 
 
 def gathers_right(comm, make_grid, transport, mode, device_type=fake_device.Device):

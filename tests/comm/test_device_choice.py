@@ -66,7 +66,7 @@ def test_the_environment_names_a_transport_and_an_unknown_one_is_an_error(monkey
         choice.requested()
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_ranks_that_share_a_device_take_pinned_copies_and_refuse_nccl_alike(comm, make_grid, monkeypatch):
     monkeypatch.setattr(probe, "cuda_aware", lambda: probe.Probe(False, "a test says so"))
     shared = fake_device.use(fake_device.Device(comm, shared=True))

@@ -106,12 +106,13 @@ def test_a_started_call_is_counted_once_in_the_phase_that_started_it(comm, make_
 def test_waiting_costs_wall_time_and_work_costs_processor_time(comm, make_grid):
     """Seconds are those inside the calls only; a rank that computes between two calls is not charged for it."""
     grid = make_grid(x=2, check=False)
+    began = time.perf_counter()
     with grid.ledger.watch() as moved:
         if comm.rank == 0:
             time.sleep(0.3)
         grid["x"].all_reduce(np.ones(3))
     if comm.rank == 0:
-        assert moved.seconds < 0.2
+        assert moved.seconds <= time.perf_counter() - began - 0.3
     else:
         assert moved.seconds > 0.2
     assert 0 <= moved.cpu_seconds < moved.seconds + 0.05

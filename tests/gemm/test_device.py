@@ -36,7 +36,7 @@ def elements(rows, columns, seed, dtype):
     return (values + 1j * values[::-1] if dtype.startswith("complex") else values).astype(dtype)
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=120)
+@pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("transport", ["nccl", "pinned"])
 def test_products_on_a_device_are_those_of_the_host_word_for_word(comm, make_grid, transport):
     for name, shape, form, dtype, alpha, beta in CASES:
@@ -103,7 +103,7 @@ def placed(device, values, place):
     return device.put(whole)[part][:rows, :columns]
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=120)
+@pytest.mark.mpi(sizes=(4,))
 def test_16_bit_products_on_a_device_copy_no_operand_to_float32(comm, make_grid):
     """C is summed in float32 where several products meet in it, and is otherwise written as it is, β·C included."""
     for name, shape, room in (
@@ -150,7 +150,7 @@ def test_the_fake_cublas_takes_the_arguments_of_cupys():
     assert callable(real.setMathMode) and callable(cuda.Stream.from_external)
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_a_product_of_a_host_and_a_device_matrix_is_an_error(comm, make_grid):
     device = fake_device.use(fake_device.Device(comm))
     grid = make_grid(x=1, y=1, z=2, device=device, transport="pinned")
@@ -162,7 +162,7 @@ def test_a_product_of_a_host_and_a_device_matrix_is_an_error(comm, make_grid):
     device.finish()
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=60)
+@pytest.mark.mpi(sizes=(4,))
 def test_a_device_matrix_is_redistributed_and_measured(comm, make_grid):
     device = fake_device.use(fake_device.Device(comm, "eager"))
     grid = make_grid(x=2, y=2, device=device, transport="nccl")

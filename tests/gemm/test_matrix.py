@@ -259,7 +259,7 @@ def test_an_output_that_cannot_be_written_on_one_rank_is_refused_on_all_and_is_a
         assert moved.calls == 0 and np.array_equal(block, before)
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=20)
+@pytest.mark.mpi(sizes=(2,))
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_an_output_within_an_operand_is_refused_on_all_ranks_where_some_hold_nothing(comm, make_grid, library):
     grid = make_grid(x=2, y=1, z=1)
@@ -277,7 +277,7 @@ def test_an_output_within_an_operand_is_refused_on_all_ranks_where_some_hold_not
     assert matmul(a, b, out=fresh).to_global().sum() == 16
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=20)
+@pytest.mark.mpi(sizes=(2,))
 def test_executors_of_a_grid_that_checks_agree_on_an_output_too(comm, make_grid):
     grid = make_grid(check=True, x=2, y=1, z=1)
     plan = CuboidPlan("nn", 4, 4, 4)

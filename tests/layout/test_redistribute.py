@@ -17,7 +17,7 @@ from summa3d.layout import BlockCyclic, Layout, Redistribution, distribute, redi
 from summa3d.layout.redistribute import Placement, common_runs, put, taken
 
 AXES = "xyzd"
-SIZES = pytest.mark.mpi(sizes=(1, 2, 3, 4, 6, 8, 12), timeout=120)
+SIZES = pytest.mark.mpi(sizes=(1, 2, 3, 4, 6, 8, 12))
 
 
 def points(grid_shape, order):

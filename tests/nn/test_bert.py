@@ -36,7 +36,7 @@ def batch_for(x: int, y: int, z: int) -> dict[str, Tensor]:
     return sentence_pairs(CONFIG, lcm(x * y, x * z) * (2 if x * y * z < 4 else 1), S)
 
 
-@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=100)
+@pytest.mark.mpi(sizes=tuple(GRIDS))
 def test_both_losses_and_every_raw_gradient_equal_plain_torch(make_grid, world_size):
     for x, y, z in GRIDS[world_size]:
         model = build(CONFIG, scheme("cuboid", make_grid(x=x, y=y, z=z)), torch.float64, seed=3)

@@ -49,7 +49,7 @@ def in_stages(model, inputs, cuts, **options):
     return loss
 
 
-@pytest.mark.mpi(sizes=(1, 4), timeout=120)
+@pytest.mark.mpi(sizes=(1, 4))
 @pytest.mark.parametrize("family", list(CASES))
 def test_cut_between_layers_a_model_has_the_same_loss_and_gradients_in_bits(make_grid, world_size, family):
     on_grid = scheme("serial") if world_size == 1 else scheme("cuboid", make_grid(y=2, z=2))

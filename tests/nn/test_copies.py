@@ -36,7 +36,7 @@ def check_equal(found: list[Tensor], want: list[Tensor], what: Any) -> None:
     assert all(torch.equal(mine, others) for mine, others in zip(found, want, strict=True)), what
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=60)
+@pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize(("family", "gather"), [("gpt2", 0), ("gpt2", 2), ("llama", 1), ("bert", 1)])
 def test_a_copy_computes_with_its_own_weights_before_and_after_steps(make_grid, family, gather):
     grid = make_grid(check=False, x=2, z=2)

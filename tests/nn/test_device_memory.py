@@ -24,7 +24,7 @@ CASES = [(name, family) for grids in SCHEMES.values() for name, _ in grids for f
 TURNS = [("serial", family) for family in FAMILIES] + turns((name for name, _ in SCHEMES[4]), ("gpt2", "bert", "llama", "vit"))
 
 
-@pytest.mark.mpi(sizes=(1, 4), timeout=300)
+@pytest.mark.mpi(sizes=(1, 4))
 @pytest.mark.parametrize("cases", [TURNS, pytest.param(CASES, marks=pytest.mark.wide)], ids=["turns", "all"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_on_a_device_holds_what_its_closed_forms_say(make_grid, world_size, family, cases, kernel_libraries, monkeypatch):

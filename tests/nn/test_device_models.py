@@ -73,7 +73,7 @@ def compare(found, want, tolerance, what):
         assert error <= tolerance * expected.double().norm() + 1e-14, (what, name, error)
 
 
-@pytest.mark.mpi(sizes=(1, 2, 4), timeout=300)
+@pytest.mark.mpi(sizes=(1, 2, 4))
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("cases", [some(CASES), pytest.param(CASES, marks=pytest.mark.wide)], ids=["pairs", "all"])
 def test_a_step_on_a_device_is_the_hosts_word_for_word_and_waits_once(
@@ -97,7 +97,7 @@ def test_a_step_on_a_device_is_the_hosts_word_for_word_and_waits_once(
             assert any(started.startswith(kernel) for started in device.kernels), (kernel, sorted(set(device.kernels)))
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_blocks_race_on_a_device_as_on_the_host(comm, kernel_libraries, monkeypatch):
     entries = [BlockEntry("oned", {"y": 2}), BlockEntry("cuboid", {"x": 1, "y": 1, "z": 2}, regather=False)]
     config = ModelConfig(layers=2, hidden=24, heads=4, sequence=5, dropout=0.1)

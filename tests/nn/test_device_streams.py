@@ -34,7 +34,7 @@ def in_another_thread(act):
     return thread.ident
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=60)
+@pytest.mark.mpi(sizes=(4,))
 def test_what_backward_communicates_is_ordered_by_the_stream_of_its_own_thread(comm, make_grid, kernel_libraries, monkeypatch):
     with pretended.pretended(monkeypatch, kernel_libraries) as (device, backends):
         on_grid = scheme("cuboid", make_grid(x=2, z=2, node_memory=False, transport="nccl"))

@@ -54,7 +54,7 @@ def check_against_plain_torch(
     )
 
 
-@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=200)
+@pytest.mark.mpi(sizes=tuple(GRIDS))
 @pytest.mark.parametrize("keep", [(True, False), pytest.param((False, True), marks=pytest.mark.wide)], ids=["turns", "rest"])
 def test_loss_and_every_raw_gradient_equal_plain_torch(make_grid, world_size, keep):
     for shape, regather in turns(GRIDS[world_size], keep):
@@ -68,7 +68,7 @@ def test_float32_gradients_equal_plain_torch(make_grid):
 
 
 @pytest.mark.wide
-@pytest.mark.mpi(sizes=(27,), timeout=300)
+@pytest.mark.mpi(sizes=(27,))
 def test_one_cube_of_27_ranks(make_grid):
     check_against_plain_torch(make_grid(x=3, y=3, z=3), (3, 3, 3), True, torch.float64, 1e-10)
 

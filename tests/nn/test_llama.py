@@ -49,7 +49,7 @@ def batch_for(x: int, y: int, z: int) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=100)
+@pytest.mark.mpi(sizes=tuple(GRIDS))
 def test_loss_and_every_raw_gradient_equal_plain_torch(make_grid, world_size):
     for (x, y, z), kv_heads in GRIDS[world_size]:
         config = replace(CONFIG, kv_heads=kv_heads)

@@ -43,7 +43,7 @@ def runs(documents: Tensor) -> list[slice]:
     return [slice(*pair) for pair in pairwise(starts)]
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=100)
+@pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_packed_documents_are_as_good_as_alone(make_grid, family):
     for name, axes in GRIDS:

@@ -44,7 +44,7 @@ CASES = [(name, family) for grids in SCHEMES.values() for name, _ in grids for f
 TURNS = [("serial", family) for family in FAMILIES] + turns((name for name, _ in SCHEMES[4]), ("bert", "gpt2", "vit", "llama"))
 
 
-@pytest.mark.mpi(sizes=(1, 4), timeout=300)
+@pytest.mark.mpi(sizes=(1, 4))
 @pytest.mark.parametrize("cases", [TURNS, pytest.param(CASES, marks=pytest.mark.wide)], ids=["turns", "all"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("node_memory", [None, False], ids=["node", "mpi"])

@@ -24,7 +24,7 @@ from summa3d.train.optimizer import global_gradient_norm
 CASES = [(ranks, name, family) for ranks, grids in GRIDS.items() for name, _ in grids for family in FAMILIES]
 
 
-@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=300)
+@pytest.mark.mpi(sizes=tuple(GRIDS))
 @pytest.mark.parametrize("cases", [some(CASES), pytest.param(CASES, marks=pytest.mark.wide)], ids=["pairs", "all"])
 def test_loss_and_every_raw_gradient_equal_plain_torch(make_grid, world_size, cases):
     for name, axes in GRIDS[world_size]:
@@ -33,7 +33,7 @@ def test_loss_and_every_raw_gradient_equal_plain_torch(make_grid, world_size, ca
                 check_against_plain_torch(FAMILIES[family], scheme(name, make_grid(**axes)))
 
 
-@pytest.mark.mpi(sizes=(8,), timeout=110)
+@pytest.mark.mpi(sizes=(8,))
 @pytest.mark.parametrize("order", ["z,y,x,dp,pp", "pp,z,y"])
 @pytest.mark.parametrize("family, name", [("bert", "summa"), ("llama", "cuboid-sequence"), ("gpt2", "oned")])
 def test_inside_a_job_of_replicas_and_stages_a_model_is_that_of_its_inner_grid(make_grid, family, name, order):
@@ -45,7 +45,7 @@ def test_inside_a_job_of_replicas_and_stages_a_model_is_that_of_its_inner_grid(m
     assert not any("pp" in row.axis or "dp" in row.axis for row in job.ledger.rows())
 
 
-@pytest.mark.mpi(sizes=(27,), timeout=110)
+@pytest.mark.mpi(sizes=(27,))
 @pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=pytest.mark.wide)])
 def test_one_cube_of_27_ranks(make_grid, family):
     check_against_plain_torch(FAMILIES[family], scheme("cuboid", make_grid(x=3, y=3, z=3)))

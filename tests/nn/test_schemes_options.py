@@ -31,7 +31,7 @@ STORED = {
 }
 
 
-@pytest.mark.mpi(sizes=tuple(STORED), timeout=300)
+@pytest.mark.mpi(sizes=tuple(STORED))
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["turns", "all"])
 def test_a_model_with_root_only_or_diagonal_vectors_equals_plain_torch(make_grid, world_size, every):
     cases = product(STORED[world_size], FAMILIES) if every or world_size == 4 else turns(STORED[world_size], tuple(FAMILIES))

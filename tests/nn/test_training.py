@@ -47,7 +47,7 @@ def losses(model: Any, parameters: Any, loss: Any, family: str) -> list[float]:
     return found
 
 
-@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=300)
+@pytest.mark.mpi(sizes=tuple(GRIDS))
 @pytest.mark.parametrize("cases", [TURNS, pytest.param(CASES, marks=pytest.mark.wide)], ids=["turns", "all"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_twenty_losses_equal_plain_torchs_to_seven_digits(comm, make_grid, world_size, family, cases):

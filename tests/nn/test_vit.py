@@ -35,7 +35,7 @@ def image_for(on_grid: Scheme) -> int | None:
     return next((3 * n for n in (2, 3, 4) if (1 + n * n) % num_shards == 0), None)
 
 
-@pytest.mark.mpi(sizes=(1, 2, 3, 4, 8, 12), timeout=100)
+@pytest.mark.mpi(sizes=(1, 2, 3, 4, 8, 12))
 def test_loss_and_every_raw_gradient_equal_plain_torch_in_every_scheme(make_grid, world_size):
     for name, axes in GRIDS[world_size]:
         on_grid = scheme(name, make_grid(**axes))

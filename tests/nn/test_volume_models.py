@@ -17,7 +17,7 @@ WITH_VIT = {**FAMILIES, "vit": Family(lambda scheme: VIT, None, pictures)}
 
 
 @pytest.mark.pairs
-@pytest.mark.mpi(sizes=(2, 4, 8, 12), timeout=200)
+@pytest.mark.mpi(sizes=(2, 4, 8, 12))
 @pytest.mark.parametrize("regather", [True, False], ids=["regather", "keep"])
 @pytest.mark.parametrize("family", ["llama", "bert", "vit"])
 def test_a_step_moves_exactly_the_words_and_messages_of_its_formula(make_grid, world_size, family, regather):

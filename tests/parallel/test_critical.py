@@ -48,7 +48,7 @@ def test_the_arithmetic_of_a_run_is_its_processor_time_without_sleep_and_communi
     assert name == "F 0.1" and 0.02 <= seconds < 0.04
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=100)
+@pytest.mark.mpi(sizes=(2,))
 def test_a_traced_run_tells_the_critical_path_of_its_pipeline(comm: Any, shared_tmp_path: Path, monkeypatch: Any) -> None:
     said: list[str] = []
     monkeypatch.setattr(Progress, "say", lambda self, line: said.append(line))

@@ -61,7 +61,7 @@ class Noting(AfterOps):
         self.counts.append((len(self.executor.flights), len(self.executor.channel._sends), alive))
 
 
-@pytest.mark.mpi(sizes=tuple(CASES), timeout=300)
+@pytest.mark.mpi(sizes=tuple(CASES))
 @pytest.mark.parametrize("cases", [CASES, pytest.param(WIDE, marks=pytest.mark.wide)], ids=["few", "more"])
 def test_a_step_has_the_bits_of_accumulation_and_moves_the_words_of_its_messages(
     make_grid: Any, world_size: int, cases: dict[int, list[Case]]
@@ -101,7 +101,7 @@ def check_words(piped: Piped, moved: Any) -> None:
     assert all(row.axis.startswith("pp") or set(row.axis) <= set("xyzd·") for row in moved.rows), moved.rows
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=100)
+@pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("distributed", [True, False])
 def test_of_an_input_whose_parts_are_kept_nothing_else_is_alive(make_grid: Any, world_size: int, distributed: bool) -> None:
     """Behind its forward, on ranks of oned that recompute from their parts; else the input lives until its backward."""
@@ -121,7 +121,7 @@ def test_of_an_input_whose_parts_are_kept_nothing_else_is_alive(make_grid: Any, 
     piped.executor.channel.free()
 
 
-@pytest.mark.mpi(sizes=(4, 6), timeout=100)
+@pytest.mark.mpi(sizes=(4, 6))
 def test_copies_of_the_stream_travel_once(make_grid: Any, world_size: int) -> None:
     """Each rank of oned sends its part, and the next stage gathers the whole: the same bits as where each sends all."""
     case = Case(2, 3, scheme="oned", axes=(("y", world_size // 2),), layers=3)
@@ -144,7 +144,7 @@ def test_copies_of_the_stream_travel_once(make_grid: Any, world_size: int) -> No
         assert moved[0]["y", phase] - moved[1]["y", phase] == case.m * messages * (block - share)
 
 
-@pytest.mark.mpi(sizes=(2, 4), timeout=200)
+@pytest.mark.mpi(sizes=(2, 4))
 def test_a_whole_step_equals_one_rank(make_grid: Any, world_size: int) -> None:
     """Against a model on one rank, whose gradients are whole."""
     for case in CASES[world_size][1:4:2] if world_size == 2 else CASES[world_size][1:3]:
@@ -160,7 +160,7 @@ def test_a_whole_step_equals_one_rank(make_grid: Any, world_size: int) -> None:
         piped.executor.channel.free()
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=100)
+@pytest.mark.mpi(sizes=(4,))
 def test_without_gradients_only_forwards_run(make_grid: Any) -> None:
     for case in (Case(4, 6), Case(2, 4, "interleaved", 2, scheme="oned", axes=Y2, layers=4)):
         piped = Piped(case, make_grid)
@@ -178,7 +178,7 @@ def note_flights(piped: Piped, counts: list[int]) -> None:
     counts.append(len(piped.executor.flights))
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=100)
+@pytest.mark.mpi(sizes=(4,))
 def test_each_chunk_prefetches_in_its_own_order_and_copies_end_with_the_last_forward(make_grid: Any) -> None:
     """A prefetch that is dropped would be counted; the backwards that are left free each copy that they have used."""
     words = {}
@@ -203,7 +203,7 @@ SPOKEN = {
 }
 
 
-@pytest.mark.mpi(sizes=tuple(SPOKEN), timeout=100)
+@pytest.mark.mpi(sizes=tuple(SPOKEN))
 def test_the_next_tokens_logits_are_the_whole_models_on_every_rank(make_grid: Any, world_size: int) -> None:
     """Of 5 tokens, which axes that split the sequence cannot share; the last stage broadcasts them."""
     for case in SPOKEN[world_size]:
@@ -257,7 +257,7 @@ def test_a_hang_or_a_failure_is_told_with_the_op_that_each_rank_is_in(tmp_path: 
     assert re.search(r"uncaught exception on rank 0 of 2 \[F 0\.1; \d sends out\]:", failed.stderr), failed.stderr
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=100)
+@pytest.mark.mpi(sizes=(4,))
 def test_ranks_that_do_not_agree_on_the_pipeline_are_told_in_what(make_grid: Any, world_size: int) -> None:
     case = Case(2, 3, scheme="oned", axes=Y2, family="gpt2", layers=3)
     piped = Piped(case, make_grid)

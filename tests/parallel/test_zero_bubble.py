@@ -99,7 +99,7 @@ def test_a_step_has_the_bits_of_accumulation_and_keeps_what_the_simulation_says(
         piped.executor.channel.free()
 
 
-@pytest.mark.mpi(sizes=(2, 4), timeout=200)
+@pytest.mark.mpi(sizes=(2, 4))
 def test_zb_h1_has_the_bits_of_1f1b_on_the_same_ranks_with_a_tied_table_too(make_grid: Any, world_size: int) -> None:
     """And a weight that two layers of a stage use: as one backward sums it."""
     inner = {2: {}, 4: {"scheme": "cuboid", "axes": Z2}}[world_size]
@@ -128,7 +128,7 @@ GATHERED = [
 """Scheme, axes, regather; and E/P of a block, bsV/P of the head, that W gathers again of the gradients of products."""
 
 
-@pytest.mark.mpi(sizes=(8,), timeout=300)
+@pytest.mark.mpi(sizes=(8,))
 def test_paying_later_gathers_each_products_gradient_once_more_and_moves_nothing_else(make_grid: Any) -> None:
     layers, m = (1, 2), 2
     for name, axes, regather, of in GATHERED:
@@ -184,7 +184,7 @@ UNITS = {("1f1b", 1): 33.0, ("interleaved", 2): 28.5, ("zb-h1", 1): 27.0, ("zb-v
 
 
 @pytest.mark.wide  # it asserts times
-@pytest.mark.mpi(sizes=(4,), timeout=200)
+@pytest.mark.mpi(sizes=(4,))
 def test_steps_of_sleeping_stages_take_the_times_of_their_schedules(comm: Any, make_grid: Any) -> None:
     """8 micro-batches on 4 ranks, in units of a rank's forward: from the first op of the trace to the last."""
     unit, m, best = 0.15, 8, {}

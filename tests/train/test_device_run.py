@@ -18,7 +18,7 @@ GRIDS: dict[int, dict[str, Any]] = {
 }
 
 
-@pytest.mark.mpi(sizes=(1, 2, 4), timeout=100)
+@pytest.mark.mpi(sizes=(1, 2, 4))
 def test_a_run_on_a_device_is_the_hosts_and_the_host_goes_on_with_it(
     comm, shared_tmp_path, world_size, kernel_libraries, monkeypatch
 ):

@@ -186,7 +186,7 @@ CLOSE = {"float32": 0.05, "bfloat16": 0.08}
 """Tolerance of a peak by dtype."""
 
 
-@pytest.mark.mpi(sizes=tuple(STAGED), timeout=200)
+@pytest.mark.mpi(sizes=tuple(STAGED))
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.wide)])
 def test_every_rank_of_pipelines_and_replicas_moves_and_holds_what_its_dry_run_says(
     comm, shared_tmp_path, dtype, monkeypatch

@@ -143,7 +143,7 @@ def our_logits(model: Any, family: str) -> list[torch.Tensor]:
     return [*model.eval().logits(tokens, types, mask)] if family == "bert" else [model.eval().logits(tokens)]
 
 
-@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=150)
+@pytest.mark.mpi(sizes=tuple(GRIDS))
 @pytest.mark.parametrize("family", SIZES)
 def test_an_imported_model_has_the_logits_of_transformers_on_every_scheme(
     comm: Any, make_grid: Any, shared_tmp_path: Path, family: str

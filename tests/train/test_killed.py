@@ -27,8 +27,8 @@ from summa3d.launch.runtime import loaded_runtime
 pytestmark = pytest.mark.skipif(devices.NAME == "pretended", reason="other processes have no pretended device")
 
 RANKS = 2
-ENDS_WITHIN = 10.0
-PATIENCE = 120.0
+ENDS_WITHIN = 50.0
+PATIENCE = 300.0
 MEASURED = (
     *("tokens_per_second", "seconds", "words_per_rank"),
     *("arithmetic_share", "communication_share", "idle_share", "waited_seconds", "exposed_communication"),
@@ -59,9 +59,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
     """The numbers of the run that nobody kills."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     write_corpus(folder / "corpus.txt")
-    job = launch(train_arguments(folder))
-    output, _ = job.communicate(timeout=PATIENCE)
-    assert job.returncode == 0, output
+    assert trained(folder).status == 0
     return numbers(folder)
 
 

@@ -189,7 +189,7 @@ def test_of_two_runs_started_at_once_in_one_folder_one_goes_on(tmp_path: Path, p
     write_corpus(tmp_path / "corpus.txt")
     for _ in range(pairs):
         both = [run_of(tmp_path, "--overwrite", train__steps=STEPS, train__evaluate_every=0) for _ in range(2)]
-        ends = [(*one.communicate(timeout=100), one.returncode) for one in both]
+        ends = [(*one.communicate(timeout=300), one.returncode) for one in both]
         assert sorted(status for *_, status in ends) == [0, 1], ends
         refused = next(error for _, error, status in ends if status)
         assert refused.startswith("ConfigError: ") and "is in use by process" in refused and refused.count("\n") == 1
@@ -201,20 +201,20 @@ def test_the_lease_of_a_run_that_was_killed_is_taken_over(tmp_path: Path) -> Non
     write_corpus(tmp_path / "corpus.txt")
     killed = run_of(tmp_path, train__steps=100_000, train__checkpoint_every=100)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (tmp_path / "run" / "checkpoints" / "step-100").exists():
             assert time.monotonic() < deadline and killed.poll() is None, "the run did not get there"
             time.sleep(0.01)
         holder = json.loads((tmp_path / "run" / lease.NAME).read_text())["pid"]
     finally:
         os.kill(holder, signal.SIGKILL)
-        killed.communicate(timeout=60)
+        killed.communicate(timeout=300)
     assert (tmp_path / "run" / lease.NAME).exists()
     began = time.monotonic()
     resumed = run_of(tmp_path, "--resume", train__steps=100_000)
     while json.loads((tmp_path / "run" / lease.NAME).read_text() or "{}").get("pid") in (holder, None):
-        assert time.monotonic() - began < 60 and resumed.poll() is None
+        assert time.monotonic() - began < 300 and resumed.poll() is None
         time.sleep(0.01)
     resumed.kill()
-    _, said = resumed.communicate(timeout=60)
+    _, said = resumed.communicate(timeout=300)
     assert "waiting" not in said

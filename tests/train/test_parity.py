@@ -41,18 +41,18 @@ def run(config: Config, comm: MPI.Comm, folder: Any) -> list[dict[str, Any]]:
     return metrics.read(folder / "metrics.jsonl")
 
 
-@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=300)
+@pytest.mark.mpi(sizes=tuple(GRIDS))
 def test_loss_and_gradient_norm_of_20_steps_equal_the_serial_runs(comm, world_size, shared_tmp_path):
     check(comm, shared_tmp_path, "float64", 1e-9, GRIDS[world_size])
 
 
-@pytest.mark.mpi(sizes=(4, 8), timeout=300)
+@pytest.mark.mpi(sizes=(4, 8))
 def test_so_they_do_in_single_precision(comm, world_size, shared_tmp_path):
     check(comm, shared_tmp_path, "float32", 2e-4, GRIDS[world_size][:1])
 
 
 @pytest.mark.wide
-@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=300)
+@pytest.mark.mpi(sizes=tuple(GRIDS))
 def test_so_they_do_in_single_precision_on_every_grid(comm, world_size, shared_tmp_path):
     check(comm, shared_tmp_path, "float32", 2e-4, GRIDS[world_size])
 

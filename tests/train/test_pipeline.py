@@ -52,7 +52,7 @@ def numbers(folder: Path, name: str) -> list[float]:
     return [line[name] for line in metrics_of(folder) if name in line]
 
 
-@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=200)
+@pytest.mark.mpi(sizes=tuple(GRIDS))
 def test_20_steps_in_a_pipeline_have_the_losses_and_norms_of_one_rank(comm: Any, shared_tmp_path: Path) -> None:
     for index, (model, pipeline) in enumerate(GRIDS[comm.size]):
         alone, staged = shared_tmp_path / f"alone{index}", shared_tmp_path / f"staged{index}"
@@ -68,7 +68,7 @@ def test_20_steps_in_a_pipeline_have_the_losses_and_norms_of_one_rank(comm: Any,
         assert len(got) == 2
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=100)
+@pytest.mark.mpi(sizes=(4,))
 def test_every_stage_and_replica_knows_the_loss_and_the_norm(comm: Any, shared_tmp_path: Path) -> None:
     settings = {"scheme": "serial", "grid__pp": 2, "grid__dp": 2, "model__layers": 2, "train__accumulate": 3}
     run = prepare(small_config(shared_corpus(comm, shared_tmp_path), **settings), comm, shared_tmp_path / "run")
@@ -87,7 +87,7 @@ LEGS: list[tuple[int, Settings]] = [
 ]
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=150)
+@pytest.mark.mpi(sizes=(4,))
 def test_a_run_that_changes_its_pipeline_every_two_steps_is_one_run(comm: Any, shared_tmp_path: Path) -> None:
     whole, legs = shared_tmp_path / "whole", shared_tmp_path / "legs"
     keys = {"model__layers": 8, "train__accumulate": 4, "train__batch": 8, "train__decay_to": 1.0}
@@ -97,7 +97,7 @@ def test_a_run_that_changes_its_pipeline_every_two_steps_is_one_run(comm: Any, s
     assert numbers(legs, "loss") == pytest.approx(numbers(whole, "loss"), rel=1e-9)
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=100)
+@pytest.mark.mpi(sizes=(2,))
 def test_a_pipeline_that_goes_on_has_the_bits_of_one_that_was_never_stopped(comm: Any, shared_tmp_path: Path) -> None:
     """In bfloat16, whose copies are made once a step; and one rank, the run's stages and those of a checkpoint say the same."""
     keys = {"grid__pp": 2, "scheme": "serial", "dtype": "bfloat16", "model__layers": 4, "train__accumulate": 4}

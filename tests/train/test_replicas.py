@@ -79,19 +79,19 @@ def check_against_serial(
     assert got == pytest.approx(want, rel=tolerance, abs=0)
 
 
-@pytest.mark.mpi(sizes=tuple(size for size in RUNS if size < 9), timeout=300)
+@pytest.mark.mpi(sizes=tuple(size for size in RUNS if size < 9))
 def test_20_clipped_steps_of_replicas_are_the_serial_runs(comm: Any, world_size: int, shared_tmp_path: Path) -> None:
     for number, changes in enumerate(RUNS[world_size]):
         check_against_serial(comm, shared_tmp_path / str(number), changes, 1e-9)
 
 
 @pytest.mark.wide
-@pytest.mark.mpi(sizes=(9,), timeout=300)
+@pytest.mark.mpi(sizes=(9,))
 def test_so_they_are_where_a_replicas_ranks_are_far_apart(comm: Any, world_size: int, shared_tmp_path: Path) -> None:
     check_against_serial(comm, shared_tmp_path, RUNS[world_size][0], 1e-9)
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=200)
+@pytest.mark.mpi(sizes=(4,))
 def test_so_they_are_in_fewer_bits(comm: Any, world_size: int, shared_tmp_path: Path) -> None:
     check_against_serial(comm, shared_tmp_path / "single", RUNS[world_size][0], 2e-4, dtype="float32")
     check_against_serial(comm, shared_tmp_path / "half", RUNS[world_size][0], 1e-2, losses=True, dtype="bfloat16")
@@ -101,7 +101,7 @@ INTERLEAVED = {"scheme": "serial", "grid__dp": 2, "grid__pp": 2, "pipeline__sche
 INTERLEAVED["model__layers"] = 5
 
 
-@pytest.mark.mpi(sizes=(3, 4), timeout=200)
+@pytest.mark.mpi(sizes=(3, 4))
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_zero_overlap_and_the_size_of_buckets_change_no_bit(
     comm: Any, world_size: int, shared_tmp_path: Path, dtype: str
@@ -116,7 +116,7 @@ def test_zero_overlap_and_the_size_of_buckets_change_no_bit(
         assert trained(comm, shared_tmp_path, name, **settings, **changes) == want
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=100)
+@pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_sums_of_a_chunk_start_behind_its_last_backward(comm: Any, shared_tmp_path: Path, overlap: bool) -> None:
     """While the other chunk computes; those of the tied table behind its sum over the stages. Without overlap, behind all."""
@@ -181,7 +181,7 @@ def test_raw_gradients_are_the_whole_batchs_where_one_replica_has_no_label(make_
     assert all(torch.equal(weights[key], weight.detach()) for key, weight in plain.weights.items())  # gathered from their owners
 
 
-@pytest.mark.mpi(sizes=(4, 6), timeout=100)
+@pytest.mark.mpi(sizes=(4, 6))
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_step_moves_each_gradient_and_each_weight_once(comm: Any, world_size: int, shared_tmp_path: Path, zero: int) -> None:
     """2(D−1)/D words an element, of each part exactly; one word for the loss; as the dry run says, and all else as alone."""
@@ -230,7 +230,7 @@ LEGS = [
 """Ranks and their grids, for two steps each."""
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=110)
+@pytest.mark.mpi(sizes=(4,))
 def test_a_run_goes_on_with_other_replicas_and_each_writes_its_share(comm: Any, shared_tmp_path: Path) -> None:
     whole, legs = shared_tmp_path / "whole", shared_tmp_path / "legs"
     constant = {"train__decay_to": 1.0, "train__evaluate_every": 2}
@@ -242,7 +242,7 @@ def test_a_run_goes_on_with_other_replicas_and_each_writes_its_share(comm: Any, 
     assert numbers_of(legs) == pytest.approx(numbers_of(whole), rel=1e-9)
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=110)
+@pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_a_run_of_replicas_that_is_resumed_repeats_every_bit(comm: Any, shared_tmp_path: Path, dtype: str) -> None:
     """In float16 some of the first steps are skipped."""

@@ -30,7 +30,7 @@ def shared_folder(comm, tmp_path):
 
 
 @pytest.mark.skipif(devices.NAME != "cpu", reason="phases are the host's times, a device's communications its own: see below")
-@pytest.mark.mpi(sizes=(4,), timeout=120)
+@pytest.mark.mpi(sizes=(4,))
 def test_a_trace_holds_every_communication_of_its_steps_once_with_the_words_of_the_ledger(comm, shared_folder, monkeypatch):
     scheme = {"scheme": "cuboid", "grid__x": 2, "grid__y": 2, "grid__z": 1}
     overlapped = {"overlap__gather": 1}
@@ -73,7 +73,7 @@ def test_a_trace_holds_every_communication_of_its_steps_once_with_the_words_of_t
     assert min(event["ts"] for event in events if "ts" in event) == 0
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=60)
+@pytest.mark.mpi(sizes=(2,))
 def test_on_a_device_every_product_and_communication_has_its_time_by_events_and_the_step_waits_no_more_often(
     comm, shared_folder, kernel_libraries, monkeypatch
 ):
@@ -110,7 +110,7 @@ def test_on_a_device_every_product_and_communication_has_its_time_by_events_and_
     ]
 
 
-@pytest.mark.mpi(sizes=(1, 2), timeout=60)
+@pytest.mark.mpi(sizes=(1, 2))
 def test_a_file_or_steps_that_cannot_be_are_an_error_on_every_rank_before_the_first_step(comm, shared_folder):
     config = small(shared_folder, comm, scheme="cuboid", grid__x=comm.size, grid__y=1, grid__z=1, train__steps=3)
     for number, (file, first, last, why) in enumerate(

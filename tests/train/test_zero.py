@@ -22,7 +22,7 @@ def prepared(comm: Any, folder: Path, name: str = "run", **changes: Any) -> Any:
     return prepare(small_config(shared_corpus(comm, folder), **changes), comm, folder / name)
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=100)
+@pytest.mark.mpi(sizes=(4,))
 def test_replicas_in_16_bits_store_their_shares_and_gather_copies_of_16_bits(comm: Any, shared_tmp_path: Path) -> None:
     """Of the float32 weight and moments a share; the sums move float32 words, and the gathered copies 16-bit ones."""
     run = prepared(comm, shared_tmp_path, dtype="bfloat16", **CUBOIDS)
@@ -45,7 +45,7 @@ def test_replicas_in_16_bits_store_their_shares_and_gather_copies_of_16_bits(com
     }, (index, rows)
 
 
-@pytest.mark.mpi(sizes=(2,), timeout=100)
+@pytest.mark.mpi(sizes=(2,))
 def test_a_run_in_16_bits_goes_on_with_another_zero_and_the_same_bits(comm: Any, shared_tmp_path: Path) -> None:
     """The copies are rounded after they are gathered, or before: the same. Also in checkpoints and evaluations."""
     keys = {"dtype": "bfloat16", "scheme": "serial", "grid__dp": 2, "train__decay_to": 1.0, "train__evaluate_every": 2}
@@ -100,7 +100,7 @@ def trained(comm: Any, folder: Path, name: str, **changes: Any) -> tuple[list[fl
     return comm.bcast(numbers_of(folder / name) if comm.rank == 0 else None), summary
 
 
-@pytest.mark.mpi(sizes=tuple(GRIDS), timeout=250)
+@pytest.mark.mpi(sizes=tuple(GRIDS))
 def test_gradients_and_weights_that_replicas_share_train_as_copied_ones(
     comm: Any, world_size: int, shared_tmp_path: Path
 ) -> None:
@@ -114,7 +114,7 @@ def test_gradients_and_weights_that_replicas_share_train_as_copied_ones(
         assert runs[3] == pytest.approx(runs[1], rel=1e-9), grid
 
 
-@pytest.mark.mpi(sizes=(3,), timeout=150)
+@pytest.mark.mpi(sizes=(3,))
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_of_one_micro_batch_every_zero_has_the_same_bits(comm: Any, shared_tmp_path: Path, dtype: str) -> None:
     """Every gradient is then one sum over the replicas: but for a tied table with zero 3, where the two uses are summed each.
@@ -141,7 +141,7 @@ LEGS = [
 ]
 
 
-@pytest.mark.mpi(sizes=(4,), timeout=150)
+@pytest.mark.mpi(sizes=(4,))
 def test_a_run_goes_on_with_another_zero_on_other_grids(comm: Any, shared_tmp_path: Path) -> None:
     keys = {"train__decay_to": 1.0, "train__evaluate_every": 2, "model__layers": 2, "train__accumulate": 2}
     assert len([*train_in_legs(comm, shared_tmp_path, LEGS, **keys)]) == sum(comm.rank < ranks for ranks, _ in LEGS)
@@ -156,7 +156,7 @@ def uses_of(name: str, recomputed: bool) -> tuple[int, int, int]:
     return 1, int(product) + int(recomputed and name.startswith("blocks")), 1
 
 
-@pytest.mark.mpi(sizes=(4, 6), timeout=100)
+@pytest.mark.mpi(sizes=(4, 6))
 @pytest.mark.parametrize(("zero", "recompute"), [(2, "none"), (3, "none"), (3, "full")])
 def test_words_and_bytes_are_those_of_the_shards(
     comm: Any, world_size: int, shared_tmp_path: Path, zero: int, recompute: str
