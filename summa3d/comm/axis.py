@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 from mpi4py import MPI
 
-from .arrays import Array, copy_into, count, dtype_name, into_problem, is_on_device, place_of, share
+from .arrays import Array, copy_into, count, dtype_name, into_problem, is_on_device, is_writable, place_of, share
 from .checks import Checks
 from .nodes import world_ranks
 from .pending import Begun, Completed, Pending
@@ -49,10 +49,8 @@ class Axis:
         self.ledger: Ledger = members.ledger
         self.checks = Checks(members, transports, check)
         self._routes: dict[Hashable, Route] = {}
-        self._records, self._barrier = (
-            flight.AxisRecords(self.label, None if self.comm == MPI.COMM_NULL else partial(world_ranks, self.comm)),
-            Route("barrier", False, 0, 0),
-        )
+        self._barrier = Route("barrier", False, 0, 0)
+        self._records = flight.AxisRecords(self.label, None if self.comm == MPI.COMM_NULL else partial(world_ranks, self.comm))
 
     def __deepcopy__(self, memo: object) -> Axis:
         return self  # a copied layer communicates over the same grid's axes
@@ -127,9 +125,7 @@ class Axis:
     def barrier(self) -> None:
         """Return once every member has called. Members that share a node wait asleep."""
         if self.size > 1:
-            with self._records.around(Route("barrier", False, 0, 0), NOTHING):
-                self.checks.barrier()
-                self.transports.barrier()
+            self._meet()
 
     # -- started: return a Pending ---------------------------------------------------------------------------------------
 
@@ -176,13 +172,13 @@ class Axis:
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
         self.checks.peer("send", to)
-        return self._begin(Call(Route("send", is_on_device(array), 0, 0, root=to, tag=tag), array, None, False))
+        return self._begin(Call(self._message("send", array, to, tag), array, None, False))
 
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
         self.checks.target("receive", array)
         self.checks.peer("receive", source)
-        return self._begin(Call(Route("receive", is_on_device(array), count(array), 1, root=source, tag=tag), array, None, False))
+        return self._begin(Call(self._message("receive", array, source, tag), array, None, False))
 
     # -- memory ---------------------------------------------------------------------------------------------------------
 
@@ -250,11 +246,14 @@ class Axis:
         return self._kept(key, route)
 
     def _from_root(self, array: Array, root: int) -> Route:
+        key = ("broadcast", array.shape, array.dtype, place_of(array), root)
+        route = self._known(key, None)
+        if route is not None and (not route.words or is_writable(array)):
+            return route
         received = self.index != root
         problem = self.checks.root_problem(root) or (self.checks.target_problem("broadcast", array) if received else None)
         self.checks.agreed("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
-        route = Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root)
-        return self._kept(("broadcast", array.shape, array.dtype, place_of(array), root), route)
+        return self._kept(key, Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root))
 
     def _exchange(self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None) -> Route:
         cut = sizes and tuple(sizes), receive_sizes and tuple(receive_sizes)
@@ -265,6 +264,14 @@ class Axis:
         arriving = sizes if received is None else received
         words = (sum(arriving) - arriving[self.index]) * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
         return self._kept(key, Route("all_to_all", is_on_device(array), words, self.size - 1, dim, sizes, receive_sizes=received))
+
+    def _message(self, name: str, array: Array, peer: int, tag: int) -> Route:
+        """The route of a message to or from member `peer`."""
+        key = (name, array.shape, array.dtype, place_of(array), peer, tag)
+        arriving = name == "receive"
+        return self._routes.get(key) or self._kept(
+            key, Route(name, is_on_device(array), count(array) * arriving, int(arriving), root=peer, tag=tag)
+        )
 
     def _known(self, key: Hashable, into: Array | None) -> Route | None:
         """The route of calls like this one; None where this one must be checked itself."""
@@ -279,10 +286,11 @@ class Axis:
 
     def _complete(self, call: Call) -> Array:
         """Carry a blocking call, and record it in the ledger once it is complete."""
-        if self.ledger.by_steps or call.route.on_device:
+        ledger, route = self.ledger, call.route
+        if ledger.by_steps or route.on_device:
             return self._begin(call).wait()
         wall, cpu = time.perf_counter(), time.thread_time()
-        number = self._records.begin(call.route, call.array, wall, flight.WAITED_FOR)
+        number = self._records.begin(route, call.array, wall, flight.WAITED_FOR)
         try:
             carried = self.transports.carry(call)
             result = carried.complete()
@@ -291,22 +299,22 @@ class Axis:
             raise
         ended = time.perf_counter()
         flight.end(number, ended)
-        self._record(call.route, carried.moved, ended - wall, time.thread_time() - cpu)
+        self._record(route, carried.moved, ended - wall, time.thread_time() - cpu)
         return result
 
     def _begin(self, call: Call) -> Pending:
         """Carry a call; `wait` of the returned Pending records its completion. Inside an NVTX range if the ledger has ranges."""
-        ranges, wall = self.ledger.ranges, time.perf_counter()
-        number = self._records.begin(call.route, call.array, wall, flight.BEGUN)
+        ledger, route, wall = self.ledger, call.route, time.perf_counter()
+        number = self._records.begin(route, call.array, wall, flight.BEGUN)
         try:
-            if self.ledger.by_steps or call.route.on_device:
-                with nullcontext() if ranges is None else ranges.around(f"{call.route.operation} {self.label}"):
-                    pending = Begun(self.transports.carry, self.transports.of, call).recorded(self.ledger, self.label)
+            if ledger.by_steps or route.on_device:
+                with nullcontext() if ledger.ranges is None else ledger.ranges.around(f"{route.operation} {self.label}"):
+                    pending = Begun(self.transports.carry, self.transports.of, call).recorded(ledger, self.label)
             else:
                 cpu = time.thread_time()
                 carried = self.transports.carry(call)
                 moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
-                line = self._record(call.route, moved, time.perf_counter() - wall, time.thread_time() - cpu)
+                line = self._record(route, moved, time.perf_counter() - wall, time.thread_time() - cpu)
                 pending = Pending(carried, line.wait)
         except BaseException:
             flight.failed(number)
@@ -314,13 +322,24 @@ class Axis:
         pending.number = number
         return pending
 
+    def _meet(self) -> None:
+        """Carry a barrier, which the ledger does not count."""
+        number = self._records.begin(self._barrier, NOTHING, time.perf_counter(), flight.WAITED_FOR)
+        try:
+            self.checks.barrier()
+            self.transports.barrier()
+        except BaseException:
+            flight.failed(number)
+            raise
+        flight.end(number, time.perf_counter())
+
     def _record(self, route: Route, moved: Array, seconds: float, cpu_seconds: float) -> Amounts:
         """Add a call to its line of the ledger, which the route keeps by phase; returns the line."""
         key = self.ledger.current_phase, moved.dtype
         line = route.lines.get(key)
         if line is None:
             line = route.lines[key] = self.ledger.line(route.operation, self.label, dtype_name(moved))
-        line.add(Amounts(1, route.words, route.messages, route.words * moved.itemsize, seconds, cpu_seconds))
+        line.count(route.words, route.messages, moved.itemsize, seconds, cpu_seconds)
         return line
 
 

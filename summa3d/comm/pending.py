@@ -39,15 +39,17 @@ class Pending:
         """Complete the communication and return its result; a second call returns the same result."""
         carried = self._carried
         if carried is not None:
-            wall, cpu = time.perf_counter(), time.thread_time()
-            flight.mark(self.number, flight.WAITED_FOR)
+            wall, cpu, number = time.perf_counter(), time.thread_time(), self.number
+            if number:
+                flight.mark(number, flight.WAITED_FOR)
             try:
                 self._result = carried.complete()
             except BaseException:
-                flight.failed(self.number)
+                flight.failed(number)
                 raise
             self._carried, ended = None, time.perf_counter()
-            flight.end(self.number, ended)
+            if number:
+                flight.end(number, ended)
             self._account(ended - wall, time.thread_time() - cpu)
             del self._account
         return self._result

@@ -25,7 +25,7 @@ LOOK_EVERY = 0.001
 
 
 class Signed(NamedTuple):
-    """A call's text, as bytes, and its hash above the bits of its number."""
+    """A call's text, as bytes that are cut or end in 0, and its hash above the bits of its number."""
 
     text: bytes
     hashed: int
@@ -35,7 +35,9 @@ class Signed(NamedTuple):
 def signed(text: str) -> Signed:
     """The signature of a call that says this of itself: the same in every process."""
     said = text.encode()
-    return Signed(said[:TEXT], int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 17 << NUMBER_BITS)
+    return Signed(
+        (said + b"\0")[:TEXT], int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 17 << NUMBER_BITS
+    )
 
 
 class Signatures:
@@ -55,26 +57,31 @@ class Signatures:
         self.others = [line for member, line in enumerate(lines) if member != index]
         self.number = self.compared = 0
         self.mine, self._texts = [0] * KEPT, [b""] * KEPT
+        self._last = lines[index] + KEPT  # the place of the first of the signatures of the last calls
         self._told, self._process = False, os.getpid()
         flags.review, flags.disputed = self.review, self.disputed
         OPEN.add(self)
 
     def call(self, signature: Signed) -> int:
-        """Post what this member calls next; the number of the call."""
-        words, self.number = self.words, self.number + 1
-        number = self.number
+        """Post what this member calls next, and wake who waits for that; the number of the call."""
+        number = self.post(signature)
+        self.wake()
+        return number
+
+    def post(self, signature: Signed) -> int:
+        """`call`, of which the caller then wakes who waits: a slot's `post` does, or `wake`."""
+        words, (text, hashed) = self.words, signature
+        self.number = number = self.number + 1
         if self.compared < number - KEPT:
             self.compare(number - KEPT)
         place = number % KEPT
-        if self._texts[place] is not signature.text:
-            self._texts[place] = signature.text
-            self.flags.write_text(self.index, place, signature.text)
-        words[self.own + KEPT + place] = self.mine[place] = signature.hashed + (number & NUMBERS)
-        self.flags.set(self.own, number)  # after the signature: who sees the number sees that too
+        if self._texts[place] is not text:
+            self._texts[place] = text
+            self.flags.write_text(self.index, place, text)
+        words[self._last + place] = self.mine[place] = hashed + (number & NUMBERS)
+        words[self.own] = number  # after the signature: who sees the number sees that too
         if words[0]:
             self.flags.check()
-        if self.compared < number - 1:
-            self.review()
         return number
 
     def compare(self, number: int) -> None:

@@ -82,6 +82,11 @@ class DrySignatures:
         """Do nothing: no member compares."""
         return 0
 
+    post = call
+
+    def wake(self) -> None:
+        """Do nothing: no member waits."""
+
     def compare(self, number: int) -> None:
         """Return at once: no member differs."""
 
@@ -93,6 +98,9 @@ class DrySlot(Slot):
     """A slot without memory: its parts do not count as memory of this rank."""
 
     __slots__ = ()
+
+    def post(self) -> None:
+        """Do nothing: no member waits."""
 
     def part(self, like: Array, offset: int, shape: tuple[int, ...], strides: Sequence[int] | None = None) -> Array:
         """An array of `like`'s kind and dtype that stands for a part of the slot; numbers on the host are 0 until written."""

@@ -10,6 +10,7 @@ import jobs
 import pytest
 
 from summa3d.comm.profile import flight
+from summa3d.comm.transport.call import Route
 
 JOB = """
 import os, sys, time
@@ -90,16 +91,23 @@ def test_without_launch_a_watchdog_keeps_the_records_and_says_where(folder: Path
         assert re.search(line, lines), (line, lines)
 
 
-def test_a_file_holds_the_last_records_and_each_text_once(tmp_path: Path) -> None:
-    recorder = flight.Recorder(tmp_path / "1.flight", 1, 4)
-    what = [recorder.text(name, lambda name=name: name) for name in ("all_reduce", "all_gather", "all_reduce")]
-    axis = recorder.axis("x", [1, 3])
-    assert what == [0, 1, 0]
+def begin(recorder: flight.Recorder, records: flight.AxisRecords, what: str) -> int:
+    """Record the begin of a barrier that is called `what`."""
+    route = Route("barrier", False, 0, 0)
+    route.recorded = recorder.text(what, lambda: what) << 32 | recorder.text(records.label, lambda: records.label) << 16
+    return records.begin(route, None, time.perf_counter(), flight.WAITED_FOR)
+
+
+def test_a_file_holds_the_last_records_and_each_text_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, records = flight.Recorder(tmp_path / "1.flight", 1, 4), flight.AxisRecords("x (ranks 1, 3)", list)
+    monkeypatch.setattr(flight, "recorder", recorder)
+    what = ("all_reduce", "all_gather", "all_reduce")
+    assert [recorder.text(name, lambda name=name: name) for name in what] == [0, 1, 0]
     calls = 3 * flight.KEPT + 5
     for number in range(1, calls + 1):
-        begun = recorder.begin(flight.texts_of(what[number % 2], axis), number, time.perf_counter(), flight.WAITED_FOR)
+        begun = begin(recorder, records, what[number % 2])
         if number < calls:
-            recorder.end(begun, time.perf_counter())
+            flight.end(begun, time.perf_counter())
     found = flight.read(tmp_path / "1.flight")
     assert found is not None
     assert [one.number for one in found.records] == list(range(calls - flight.KEPT + 1, calls + 1))
@@ -108,12 +116,11 @@ def test_a_file_holds_the_last_records_and_each_text_once(tmp_path: Path) -> Non
     assert abs(found.waits.began - time.time()) < 60
 
 
-def test_a_rank_that_calls_something_else_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_calls_something_else_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, name in enumerate(("all_reduce", "all_reduce", "all_gather")):
         recorder = flight.Recorder(tmp_path / f"{rank}.flight", rank, 4)
-        axis = recorder.axis("x", range(4))
-        texts = flight.texts_of(recorder.text(name, lambda name=name: name), axis)
-        recorder.begin(texts, 1, time.perf_counter(), flight.WAITED_FOR)
+        monkeypatch.setattr(flight, "recorder", recorder)
+        begin(recorder, flight.AxisRecords("x (ranks 0, 1, 2, 3)", list), name)
     first, *others = flight.table(flight.read_folder(tmp_path), time.time())[1:]
     assert ", rank 2 called all_gather; " in first
     assert others[-1] == "  ranks 3: no record on this node"

@@ -14,7 +14,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -28,13 +28,14 @@ VARIABLE = "SUMMA3D_FLIGHT"
 KEPT = 256
 """Communications that a rank's file holds."""
 RECORD = struct.Struct("<qddqqq16x")  # number, begin, end or 0, texts, number along the axis, state
-WORDS = RECORD.size // 8
+PACK, SIZE = RECORD.pack_into, RECORD.size
+WORDS = SIZE // 8
 TEXTS, TEXT = 2048, 512
 """Texts that a file holds, each of this many bytes; further ones are the last."""
 HEADER = struct.Struct("<8sqqqdd")  # what it is, rank, ranks, process, seconds from the records' clock to the wall's, end or 0
 MAGIC = b"flight1\n"
 HEAD = 64
-NBYTES = HEAD + KEPT * RECORD.size + TEXTS * TEXT
+NBYTES = HEAD + KEPT * SIZE + TEXTS * TEXT
 BEGUN, WAITED_FOR, FAILED, DONE = range(4)
 SUFFIX = ".flight"
 LIFETIME = 3600.0
@@ -56,47 +57,26 @@ class Recorder:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.ftruncate(descriptor, NBYTES)  # pages that are never written take no memory
-            self._memory = mmap.mmap(descriptor, NBYTES)
+            self.memory = mmap.mmap(descriptor, NBYTES)
         finally:
             os.close(descriptor)
-        HEADER.pack_into(self._memory, 0, MAGIC, rank, ranks, os.getpid(), time.time() - time.perf_counter(), 0)
-        records = memoryview(self._memory)[HEAD : HEAD + KEPT * RECORD.size]
-        self._words, self._times = records.cast("q"), records.cast("d")
+        HEADER.pack_into(self.memory, 0, MAGIC, rank, ranks, os.getpid(), time.time() - time.perf_counter(), 0)
+        records = memoryview(self.memory)[HEAD : HEAD + KEPT * SIZE]
+        self.words, self.times = records.cast("q"), records.cast("d")
+        self.lines: dict[tuple[int, int], int] = {}  # of the user's
         self._texts: dict[Any, int] = {}
         self._axes: dict[str, int] = {}
-        self._lines: dict[tuple[int, int], int] = {}
+        self._inner: dict[tuple[int, int], int] = {}
         self._codes: list[CodeType] = []
         self.number = 0
-
-    def begin(self, texts: int, count: int, began: float, state: int) -> int:
-        """Write that a communication has begun; the number by which `mark` and `end` know it.
-
-        texts : the numbers of the texts of call and axis, `texts_of` them. count : its number along the axis.
-        """
-        self.number = number = self.number + 1
-        line = self._line(sys._getframe(3))
-        RECORD.pack_into(self._memory, HEAD + number % KEPT * RECORD.size, number, began, 0.0, texts | line, count, state)
-        return number
-
-    def mark(self, number: int, state: int) -> None:
-        """Write that a communication is waited for now, or has failed."""
-        at = number % KEPT * WORDS
-        if self._words[at] == number:
-            self._words[at + 5] = state
-
-    def end(self, number: int, ended: float) -> None:
-        """Write that a communication has completed."""
-        at = number % KEPT * WORDS
-        if self._words[at] == number:
-            self._times[at + 2] = ended
 
     def text(self, key: Any, make: Callable[[], str]) -> int:
         """The number of a text, which is made and written the first time that its key is seen."""
         number = self._texts.get(key)
         if number is None:
             number = self._texts[key] = min(len(self._texts), TEXTS - 1)
-            said, start = make().encode()[: TEXT - 1], HEAD + KEPT * RECORD.size + number * TEXT
-            self._memory[start : start + len(said) + 1] = said + b"\0"
+            said, start = make().encode()[: TEXT - 1], HEAD + KEPT * SIZE + number * TEXT
+            self.memory[start : start + len(said) + 1] = said + b"\0"
         return number
 
     def axis(self, label: str, ranks: Sequence[int]) -> int:
@@ -105,7 +85,7 @@ class Recorder:
         text = f"{label}{f'#{number}' if number > 1 else ''} (ranks {', '.join(map(str, ranks))})"
         return self.text(text, lambda: text)
 
-    def _line(self, frame: FrameType | None) -> int:
+    def line(self, frame: FrameType | None) -> int:
         """The number of the nearest line outside of the library and torch; else of the line that called the axis."""
         outer = None
         for _ in range(FRAMES):
@@ -116,28 +96,28 @@ class Recorder:
             if kind is None:
                 kind = _kind(code.co_filename)
             if kind == USERS:
-                outer = frame
-                break
+                return self._numbered(frame, self.lines)
             if kind == LIBRARY and outer is None:
                 outer = frame
             frame = frame.f_back
-        if outer is None:
-            return self.text("", str)
-        number = self._lines.get((id(outer.f_code), outer.f_lasti))
-        return self._new_line(outer) if number is None else number
+        return self.text("", str) if outer is None else self._numbered(outer, self._inner)
 
-    def _new_line(self, frame: FrameType) -> int:
-        code, line = frame.f_code, frame.f_lineno
-        self._codes.append(code)  # no other code gets its id
-        number = self.text((code.co_filename, line), lambda: f"{_short(code.co_filename)}:{line} in {code.co_name}")
-        self._lines[id(code), frame.f_lasti] = number
+    def _numbered(self, frame: FrameType, known: dict[tuple[int, int], int]) -> int:
+        """The number of the line of a frame; its text is written the first time."""
+        code, at = frame.f_code, frame.f_lasti
+        number = known.get((id(code), at))
+        if number is None:
+            line = frame.f_lineno
+            self._codes.append(code)  # no other code gets its id
+            number = self.text((code.co_filename, line), lambda: f"{_short(code.co_filename)}:{line} in {code.co_name}")
+            known[id(code), at] = number
         return number
 
     def close(self) -> None:
         """Write that this rank has ended. The last one of the node removes the folder; others may wait for a rank that ends."""
         if os.getpid() != self._process or not self.file.exists():
             return
-        struct.pack_into("<d", self._memory, HEADER.size - 8, time.time())
+        struct.pack_into("<d", self.memory, HEADER.size - 8, time.time())
         if all(has_ended(file) for file in self.file.parent.glob(f"*{SUFFIX}")):
             shutil.rmtree(self.file.parent, ignore_errors=True)
 
@@ -209,46 +189,54 @@ class AxisRecords:
         self.count, self.text = 0, -1
 
     def begin(self, route: Described, array: Array, began: float, state: int) -> int:
-        """Write that a call has begun; the number by which `mark` and `end` know it, 0 without a recorder."""
-        if recorder is None or self.ranks is None:
+        """Write that a call has begun; the number by which `mark` and `end` know it, 0 without a recorder.
+
+        The caller of the caller of what calls this is where the user's line is looked for first.
+        """
+        mine = recorder
+        if mine is None or self.ranks is None:
             return 0
-        if route.recorded < 0:
-            if self.text < 0:
-                self.text = recorder.axis(self.label, self.ranks())
-            said = route.described(array)
-            route.recorded = texts_of(recorder.text(said, lambda: said), self.text)
-        if route.operation in MESSAGES:  # of which members have different numbers
-            return recorder.begin(route.recorded, 0, began, state)
-        self.count = count = self.count + 1
-        return recorder.begin(route.recorded, count, began, state)
-
-    @contextlib.contextmanager
-    def around(self, route: Described, array: Array) -> Iterator[None]:
-        """Record a call that the block makes, and waits for."""
-        number = self.begin(route, array, time.perf_counter(), WAITED_FOR)
+        texts = route.recorded
+        if texts < 0:
+            texts = self._texts(mine, route, array)
         try:
-            yield
-        except BaseException:
-            failed(number)
-            raise
-        end(number, time.perf_counter())
+            frame: FrameType | None = sys._getframe(3)
+        except ValueError:  # an axis's method that the interpreter itself calls, at its end
+            frame = None
+        line = None if frame is None else mine.lines.get((id(frame.f_code), frame.f_lasti))
+        if line is None:
+            line = mine.line(frame)
+        mine.number = number = mine.number + 1
+        count = 0
+        if route.operation not in MESSAGES:  # of which members have different numbers
+            self.count = count = self.count + 1
+        PACK(mine.memory, HEAD + number % KEPT * SIZE, number, began, 0.0, texts | line, count, state)
+        return number
 
-
-def texts_of(what: int, axis: int) -> int:
-    """The numbers of two texts as `Recorder.begin` takes them."""
-    return what << 32 | axis << 16
+    def _texts(self, mine: Recorder, route: Described, array: Array) -> int:
+        """The numbers of the texts of a call and of this axis, above the bits of that of a line."""
+        assert self.ranks is not None
+        if self.text < 0:
+            self.text = mine.axis(self.label, self.ranks())
+        said = route.described(array)
+        route.recorded = mine.text(said, lambda: said) << 32 | self.text << 16
+        return route.recorded
 
 
 def mark(number: int, state: int) -> None:
     """Write that a communication is waited for now, or has failed; nothing for number 0."""
     if number and recorder is not None:
-        recorder.mark(number, state)
+        words, at = recorder.words, number % KEPT * WORDS
+        if words[at] == number:
+            words[at + 5] = state
 
 
 def end(number: int, when: float) -> None:
     """Write that a communication has completed; nothing for number 0."""
     if number and recorder is not None:
-        recorder.end(number, when)
+        at = number % KEPT * WORDS
+        if recorder.words[at] == number:
+            recorder.times[at + 2] = when
 
 
 def failed(number: int) -> None:
@@ -326,12 +314,12 @@ def read(file: Path) -> Flight | None:
     _, rank, ranks, process, offset, end = HEADER.unpack_from(data)
 
     def text(number: int) -> str:
-        start = HEAD + KEPT * RECORD.size + number * TEXT
+        start = HEAD + KEPT * SIZE + number * TEXT
         return data[start : start + TEXT].partition(b"\0")[0].decode(errors="replace")
 
     records = []
     for place in range(KEPT):
-        number, began, ended, ids, count, state = RECORD.unpack_from(data, HEAD + place * RECORD.size)
+        number, began, ended, ids, count, state = RECORD.unpack_from(data, HEAD + place * SIZE)
         state = DONE if ended and state != FAILED else state
         if number:
             what, axis, line = text(ids >> 32), text(ids >> 16 & 0xFFFF), text(ids & 0xFFFF)

@@ -40,12 +40,21 @@ class Amounts:
 
     def add(self, other: Amounts) -> None:
         """Add `other` in place."""
-        self.calls += other.calls  # spelled out, because every collective passes here
+        self.calls += other.calls
         self.words += other.words
         self.messages += other.messages
         self.bytes += other.bytes
         self.seconds += other.seconds
         self.cpu_seconds += other.cpu_seconds
+
+    def count(self, words: int, messages: int, itemsize: int, seconds: float, cpu_seconds: float) -> None:
+        """Add one call that receives `words` of `itemsize` bytes; spelled out, because every collective passes here."""
+        self.calls += 1
+        self.words += words
+        self.messages += messages
+        self.bytes += words * itemsize
+        self.seconds += seconds
+        self.cpu_seconds += cpu_seconds
 
     def wait(self, seconds: float, cpu_seconds: float) -> None:
         """Add what the completion of a communication took."""

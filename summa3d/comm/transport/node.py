@@ -94,12 +94,14 @@ class NodeTransport:
             bound = route.bound = self._bind(buffer, route, call.array)
             route.signed = signed(route.described(call.array))
         try:
-            number = buffer.signatures.call(route.signed)
+            number = buffer.signatures.post(route.signed)
             slot = buffer.slot_of(call.array) if route.operation == "reduce_scatter" else None
             if slot is None and not bound.here:
                 self._compare_for_mpi(buffer, call, number)
                 return None
             finish = bound.begin(call, slot)
+            if finish is None:
+                buffer.signatures.wake()
         except BaseException as error:
             buffer.fail(error)
             raise
@@ -111,6 +113,7 @@ class NodeTransport:
         What is begun only does not wait here: of two members that differ, the later one sees it and begins nothing; the other one
         compares before it waits (`compared`).
         """
+        buffer.signatures.wake()
         if call.blocking and not call.route.on_device:
             buffer.signatures.compare(number)
         else:
@@ -412,6 +415,8 @@ class Broadcast(Bound):
         if self.buffer.index == self.root:
             copy_into(self.in_slot(slot), detached(call.array))
             slot.post()
+        else:
+            self.buffer.signatures.wake()
         slot.into, slot.read = call.array, self.read
         return slot.result
 

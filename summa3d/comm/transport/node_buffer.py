@@ -60,8 +60,12 @@ class Slot:
         return flat[offset : offset + count].reshape(shape)
 
     def post(self) -> None:
-        """Signal that this member's part is written."""
-        self.buffer.flags.set(self.buffer.own[POSTED][self.place], self.number)
+        """Signal that this member's part is written; wake, too, who waits for its call itself."""
+        buffer = self.buffer
+        buffer.flags.set(buffer.own[POSTED][self.place], self.number)
+        signatures = buffer.signatures
+        if signatures.words[signatures.own + 1]:  # `set` has ordered this behind the call
+            signatures.wake()
 
     def wait(self, member: int) -> None:
         """Return once `member` has posted."""
@@ -173,6 +177,7 @@ class NodeBuffer:
             self.flags.wait_for(self.others[CLOSED][place], number - SLOTS)
             memory = self.memories[place]
             if nbytes > (0 if memory is None else len(memory)):
+                self.signatures.wake()
                 self.signatures.compare(self.signatures.number)  # members that differ in their call would not all grow
                 self.memories[place] = None
                 self.flats[place].clear()

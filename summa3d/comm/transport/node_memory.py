@@ -63,6 +63,7 @@ class Flags:
     def __init__(self, memory: mmap.mmap, label: str, members: int, crowded: bool) -> None:
         self._memory, self.label, self.members = memory, label, members
         self.words = memoryview(memory).cast("q")
+        self._texts = self._record(members) + SLOTS * NOTE  # of members' calls, behind the notes of the slots
         self._first = address(np.frombuffer(memory, np.int64))
         self._spins = SPINS[crowded]
         self._fence = threading.Lock()
@@ -172,15 +173,13 @@ class Flags:
             self._memory.close()
 
     def write_text(self, member: int, place: int, text: bytes) -> None:
-        """Write what a member calls, at one of its KEPT places."""
-        start = self._text(member, place)
+        """Write what a member calls, as bytes that are cut or end in 0, at one of its KEPT places."""
+        start = self._texts + (member * KEPT + place) * TEXT
         self._memory[start : start + len(text)] = text
-        if len(text) < TEXT:
-            self._memory[start + len(text)] = 0
 
     def text(self, member: int, place: int) -> str:
         """What a member called, at one of its KEPT places."""
-        start = self._text(member, place)
+        start = self._texts + (member * KEPT + place) * TEXT
         return self._memory[start : start + TEXT].partition(b"\0")[0].decode(errors="ignore")
 
     def first_error(self) -> str:
@@ -204,10 +203,6 @@ class Flags:
     def _record(self, member: int) -> int:
         """Where a member's record begins, in bytes; behind the last one are the notes of the slots."""
         return _lines(self.members) * LINE * 8 + member * RECORD
-
-    def _text(self, member: int, place: int) -> int:
-        """Where the text of a member's call begins, in bytes: behind the notes of the slots."""
-        return self._record(self.members) + SLOTS * NOTE + (member * KEPT + place) * TEXT
 
 
 def _nothing() -> None:
