@@ -49,7 +49,7 @@ class Axis:
         self.ledger: Ledger = members.ledger
         self.checks = Checks(members, transports, check)
         self._routes: dict[Hashable, Route] = {}
-        self._records, self._barrier = (
+        self.records, self._barrier = (
             flight.AxisRecords(self.label, None if self.comm == MPI.COMM_NULL else partial(world_ranks, self.comm)),
             Route("barrier", False, 0, 0),
         )
@@ -127,7 +127,7 @@ class Axis:
     def barrier(self) -> None:
         """Return once every member has called. Members that share a node wait asleep."""
         if self.size > 1:
-            with self._records.around(Route("barrier", False, 0, 0), NOTHING):
+            with self.records.around(Route("barrier", False, 0, 0), NOTHING):
                 self.checks.barrier()
                 self.transports.barrier()
 
@@ -282,7 +282,7 @@ class Axis:
         if self.ledger.by_steps or call.route.on_device:
             return self._begin(call).wait()
         wall, cpu = time.perf_counter(), time.thread_time()
-        number = self._records.begin(call.route, call.array, wall, flight.WAITED_FOR)
+        number = self.records.begin(call.route, call.array, wall, flight.WAITED_FOR)
         try:
             carried = self.transports.carry(call)
             result = carried.complete()
@@ -297,7 +297,7 @@ class Axis:
     def _begin(self, call: Call) -> Pending:
         """Carry a call; `wait` of the returned Pending records its completion. Inside an NVTX range if the ledger has ranges."""
         ranges, wall = self.ledger.ranges, time.perf_counter()
-        number = self._records.begin(call.route, call.array, wall, flight.BEGUN)
+        number = self.records.begin(call.route, call.array, wall, flight.BEGUN)
         try:
             if self.ledger.by_steps or call.route.on_device:
                 with nullcontext() if ranges is None else ranges.around(f"{call.route.operation} {self.label}"):
