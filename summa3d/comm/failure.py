@@ -12,8 +12,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from opcode import opname
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from mpi4py import MPI
@@ -68,8 +69,6 @@ def _say_and_abort(kind: type[BaseException], say: Callable[[], object]) -> NoRe
 
 
 _ends_job = False
-_asked: SystemExit | None = None
-"""The last SystemExit that sys.exit has raised on the main thread."""
 
 
 def prepare_for_failure(comm: MPI.Intracomm) -> None:
@@ -97,16 +96,16 @@ def prepare_for_failure(comm: MPI.Intracomm) -> None:
         _say_and_abort(kind, say)
 
     def noted(*status: Any) -> NoReturn:
-        global _asked
         try:
             leave(*status)
         except SystemExit as error:
             if threading.current_thread() is threading.main_thread():
-                _asked = error
+                *_, (frame, _) = traceback.walk_stack(sys._getframe())
+                atexit.unregister(_end_job_as_asked)
+                atexit.register(_end_job_as_asked, frame, error)  # called first, before other ranks hear that this one ends
             raise
 
     sys.excepthook, sys.exit = hook, noted
-    atexit.register(_end_job_as_asked)
 
 
 def _is_left_alone() -> bool:
@@ -114,14 +113,10 @@ def _is_left_alone() -> bool:
     return interactive or "_pytest" in sys.modules or "mpi4py.futures" in sys.modules or forbidden("SUMMA3D_ABORT")
 
 
-def _end_job_as_asked() -> None:
-    """End the job if this program ends by sys.exit with a status: if its exception has left the outermost frame.
-
-    Of an exception that was caught on its way, the traceback stops at the frame that caught it, or that frame has gone on.
-    """
-    if _asked is not None and _asked.__traceback__ is not None:
-        outermost, at = _asked.__traceback__.tb_frame, _asked.__traceback__.tb_lasti
-        end_job(status_of(_asked) if outermost.f_back is None and outermost.f_lasti == at else 0)
+def _end_job_as_asked(frame: FrameType, error: SystemExit) -> None:
+    """End the job if `error` ends this program: if the outermost frame of its raise has not returned. It was not caught then."""
+    if not opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN"):
+        end_job(status_of(error))
 
 
 def status_of(error: SystemExit) -> int:
