@@ -8,6 +8,8 @@ import sys
 
 from .errors import ConfigError
 
+MOST_SECONDS = 1e8
+"""The longest time for which a watchdog waits."""
 FUTEX = {"x86_64": 202}
 """Architecture → number of the futex system call. Other architectures also reorder stores, and would need fences."""
 
@@ -22,6 +24,21 @@ def why_no_node_memory() -> str | None:
     if not sys.platform.startswith("linux") or platform.machine() not in FUTEX or not hasattr(os, "memfd_create"):
         return f"{sys.platform} on {platform.machine()} (needs Linux on {', '.join(FUTEX)})"
     return None
+
+
+def watchdog_seconds(default: float = 600.0) -> float:
+    """After how many seconds a job that hangs is ended: SUMMA3D_WATCHDOG, else `default`; 0, never.
+
+    Raises ConfigError for a value that is no such number.
+    """
+    text = os.environ.get("SUMMA3D_WATCHDOG", "")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise ConfigError(f"SUMMA3D_WATCHDOG is {text!r}; it takes seconds, 0 (never) to {MOST_SECONDS:.0f}.")
+    return seconds
 
 
 def affinity() -> list[int]:

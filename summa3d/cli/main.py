@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from .. import preemption
+from ..comm.profile.processes import launched_as
 from ..errors import CapacityError, ConfigError, DataError, LaunchError, Summa3dError, shortened
 from ..launch.runtime import (
     LIKE_OPEN_MPI,
     VENDOR_NAMES,
-    launched_as,
     let_idle_threads_sleep,
     no_library,
     share_threads,
@@ -30,7 +30,7 @@ from ..launch.runtime import (
 )
 from ..launch.segments import unname
 from ..launch.slurm import TYPE_VARIABLE, advice
-from ..node_support import affinity, forbidden
+from ..node_support import affinity, forbidden, watchdog_seconds
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -120,6 +120,8 @@ VARIABLES = {
     "SUMMA3D_BIND": "no: do not bind ranks that outnumber the cores to one core each",
     "SUMMA3D_UNLINK": "no: let MPICH's shared segments keep their names in /dev/shm until the job ends",
     "SUMMA3D_CACHE": "the folder in which plan keeps traced cells",
+    "SUMMA3D_WATCHDOG": "seconds after which a job that hangs is ended, 600 by default; 0: never",
+    "SUMMA3D_ABORT": "no: do not end the job when one rank of a script raises, or exits with a status",
     "SUMMA3D_FLIGHT": "no: do not record communications; a folder: where to",
     "SUMMA3D_MPIEXEC": "a launcher, arguments too: what `summa3d launch` starts",
     "OMP_NUM_THREADS": "threads of a rank; by default ranks share the cores of their node",
@@ -258,9 +260,9 @@ def _run(name: str, arguments: list[str]) -> int:
         status: int = module.run(parsed)
     except SystemExit as request:
         if not without_mpi(name, arguments):
-            from ..comm.failure import end_job
+            from ..comm.failure import end_job, status_of
 
-            end_job(request.code if isinstance(request.code, int) else int(request.code is not None))
+            end_job(status_of(request))
         raise
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -343,12 +345,14 @@ def start_mpi(most_threads: int | None = None) -> None:
     most_threads : the most BLAS threads of a rank, where the user has not set their number
 
     Raises LaunchError where mpi4py finds no MPI library, and where the launcher belongs to another MPI than the one that mpi4py
-    loads, so that each process would be a job of one rank; ConfigError for an unknown value of SUMMA3D_BIND or SUMMA3D_UNLINK.
+    loads, so that each process would be a job of one rank; ConfigError for an unknown value of SUMMA3D_BIND, SUMMA3D_UNLINK or
+    SUMMA3D_WATCHDOG.
     """
     import mpi4py
 
     for variable in ("SUMMA3D_BIND", "SUMMA3D_UNLINK"):
         forbidden(variable)  # raises an error for an unknown value, on every rank
+    seconds = watchdog_seconds()
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = True
     try:
@@ -358,6 +362,7 @@ def start_mpi(most_threads: int | None = None) -> None:
     version = MPI.Get_library_version()
     if not MPI.Is_initialized():
         _check_launcher(version, size=None)
+        _watch_ranks(seconds)
         _yield_while_waiting(vendor_of(version))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="suspicious MPI")  # the next check raises an error with a remedy
@@ -373,6 +378,18 @@ def start_mpi(most_threads: int | None = None) -> None:
 
     install_abort_hook()
     keep_freed_memory()
+
+
+def _watch_ranks(seconds: float) -> None:
+    """Watch the ranks of this node, from before MPI_Init on."""
+    from ..comm import watchdog
+    from ..comm.profile import flight
+
+    launched = launched_as()
+    if launched is not None:
+        ranks, rank, _ = launched
+        flight.start(rank, ranks)
+        watchdog.watch(seconds)
 
 
 def _check_launcher(version: str, size: int | None) -> None:

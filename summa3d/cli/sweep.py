@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from ..comm.profile.processes import launched_as
 from ..errors import ConfigError, DataError
-from ..launch.runtime import launched_as
 from .block import QUIET_PROFILER
 from .report import add_outputs, show
 

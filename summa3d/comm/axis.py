@@ -50,7 +50,7 @@ class Axis:
         self.checks = Checks(members, transports, check)
         self._routes: dict[Hashable, Route] = {}
         self._barrier = Route("barrier", False, 0, 0)
-        self._records = flight.AxisRecords(self.label, None if self.comm == MPI.COMM_NULL else partial(world_ranks, self.comm))
+        self.records = flight.AxisRecords(self.label, None if self.comm == MPI.COMM_NULL else partial(world_ranks, self.comm))
 
     def __deepcopy__(self, memo: object) -> Axis:
         return self  # a copied layer communicates over the same grid's axes
@@ -290,7 +290,7 @@ class Axis:
         if ledger.by_steps or route.on_device:
             return self._begin(call).wait()
         wall, cpu = time.perf_counter(), time.thread_time()
-        number = self._records.begin(route, call.array, wall, flight.WAITED_FOR)
+        number = self.records.begin(route, call.array, wall, flight.WAITED_FOR)
         try:
             carried = self.transports.carry(call)
             result = carried.complete()
@@ -305,7 +305,7 @@ class Axis:
     def _begin(self, call: Call) -> Pending:
         """Carry a call; `wait` of the returned Pending records its completion. Inside an NVTX range if the ledger has ranges."""
         ledger, route, wall = self.ledger, call.route, time.perf_counter()
-        number = self._records.begin(route, call.array, wall, flight.BEGUN)
+        number = self.records.begin(route, call.array, wall, flight.BEGUN)
         try:
             if ledger.by_steps or route.on_device:
                 with nullcontext() if ledger.ranges is None else ledger.ranges.around(f"{route.operation} {self.label}"):
@@ -324,7 +324,7 @@ class Axis:
 
     def _meet(self) -> None:
         """Carry a barrier, which the ledger does not count."""
-        number = self._records.begin(self._barrier, NOTHING, time.perf_counter(), flight.WAITED_FOR)
+        number = self.records.begin(self._barrier, NOTHING, time.perf_counter(), flight.WAITED_FOR)
         try:
             self.checks.barrier()
             self.transports.barrier()

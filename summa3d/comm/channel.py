@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from ..errors import AgreementError, GridError
-from .arrays import Array, count, dtype_name, is_on_device
+from .arrays import Array, count, dtype_name, is_on_device, place_of
 from .axis import Axis
 from .checks import Checks
 from .pending import Begun, Pending
+from .profile import flight
 from .transport.call import Call, Route
 from .transport.nccl import NcclLink, NcclTransport
 from .transport.progress import IN_FLIGHT
@@ -53,6 +55,20 @@ def links_of(homes: Sequence[int]) -> dict[tuple[str, int], Link]:
     return found
 
 
+class Message(Route):
+    """The messages of one kind and size to one stage; `what` says which they are, and who is at the other end."""
+
+    __slots__ = ("what",)
+
+    def __init__(self, operation: str, array: Array, words: int, root: int, tag: int, what: str) -> None:
+        super().__init__(operation, is_on_device(array), words, int(operation == "receive"), root=root, tag=tag)
+        self.what = what
+
+    def described(self, array: Array) -> str:
+        """What it is, in words."""
+        return f"{self.operation} of {dtype_name(array)} {list(array.shape)}, {self.what}"
+
+
 class Channel:
     """What the members of a pipeline's axis send each other: inputs of stages (F), and gradients of their outputs (B).
 
@@ -86,21 +102,12 @@ class Channel:
         self._sends: list[Pending] = []
         self._posted: set[Incoming] = set()  # MPI writes into their arrays, whether or not somebody waits
         self._headers: list[tuple[MPI.Request, bytes]] = []
-        self.waiting: Incoming | str = ""
+        self._routes: dict[Any, Message] = {}
 
     @property
     def comm(self) -> MPI.Intracomm:
         """The communicator of the messages."""
         return self._members.comm
-
-    def __repr__(self) -> str:
-        return f"Channel({self.axis.label} {self.axis.index}{self.state})"
-
-    @property
-    def state(self) -> str:
-        """What this member waits for, and how many of its sends are out; made when it is asked for."""
-        waits = f" waits for {self.waiting}" if self.waiting else ""
-        return f"{waits}; {len(self._sends)} sends out"
 
     def open_device(self, array: Array) -> None:
         """Open what carries messages that lie where `array` does (collective over the axis); nothing to open on the host.
@@ -128,15 +135,19 @@ class Channel:
             request = self.comm.Isend(header, link.target, tag + 2 * self.stages)
             IN_FLIGHT.add([request])
             self._headers.append((request, header))
-        begun = self._begin(Call(Route("send", is_on_device(array), 0, 0, root=link.target, tag=tag), array, None, False), link)
-        self._sends.append(begun.recorded(self.axis.ledger, self.axis.label))
+        route = self._message("send", array, 0, stage, kind, link.target)
+        number = self.axis.records.begin(route, array, time.perf_counter(), flight.BEGUN)
+        sent = self._begin(Call(route, array, None, False), link).recorded(self.axis.ledger, self.axis.label)
+        sent.number = number
+        self._sends.append(sent)
 
     def start_receive(self, out: Array, stage: int, kind: str, micro: int = 0) -> Incoming:
         """Post the receive of what is sent to `stage`, into `out`; posted receives of one kind and stage are served in order."""
         self._checks.target("receive", out)
         link, tag = self._link("receive", stage, kind), self._tag(stage, kind)
-        route = Route("receive", is_on_device(out), count(out), 1, root=link.source, tag=tag)
-        incoming = Incoming(self, link, tag, partial(self._begin, Call(route, out, None, False), link))
+        route = self._message("receive", out, count(out), stage, kind, link.source)
+        number = self.axis.records.begin(route, out, time.perf_counter(), flight.BEGUN)
+        incoming = Incoming(self, number, partial(self._begin, Call(route, out, None, False), link))
         if self.axis.check:
             incoming.expect(_header(out, stage, kind, micro), link.source, tag + 2 * self.stages)
         else:
@@ -166,12 +177,11 @@ class Channel:
 
     def finish(self) -> None:
         """Return once all that was sent has arrived."""
-        self.waiting = "its own sends"
         for pending in self._sends:
             pending.wait()
         if self._headers:
             MPI.Request.Waitall([request for request, _ in self._headers])
-        self._sends, self._headers, self.waiting = [], [], ""
+        self._sends, self._headers = [], []
 
     def free(self) -> None:
         """Finish, and release the communicators (collective over the axis)."""
@@ -195,6 +205,14 @@ class Channel:
                 call.route.root = int(call.route.operation == "send")  # of two: the source, then the target
         return Begun(lambda call: transport.carry(call, self._members), lambda array: transport, call)
 
+    def _message(self, way: str, array: Array, words: int, stage: int, kind: str, peer: int) -> Message:
+        """The route of messages like this one, which is kept: the flight recorder writes its text once."""
+        key = way, stage, kind, array.shape, array.dtype, place_of(array)
+        if key not in self._routes:
+            what = f"{kind} for stage {stage} {'to' if way == 'send' else 'from'} rank {self.ranks[peer]}"
+            self._routes[key] = Message(way, array, words, peer, self._tag(stage, kind), what)
+        return self._routes[key]
+
     def _tag(self, stage: int, kind: str) -> int:
         """Neither order nor peer tells messages apart: of two members, one sends both kinds to the other."""
         return 2 * stage + KINDS.index(kind)
@@ -217,15 +235,11 @@ class Incoming:
     In debug mode only its header is posted: what is not the awaited message may be larger than the array.
     """
 
-    def __init__(self, channel: Channel, link: Link, tag: int, start: Callable[[], Begun]) -> None:
-        self._channel, self._link, self._tag, self._start = channel, link, tag, start
+    def __init__(self, channel: Channel, number: int, start: Callable[[], Begun]) -> None:
+        self._channel, self._number, self._start = channel, number, start
         self._begun: Begun | None = None
         self._header: tuple[MPI.Request, bytearray, bytes] | None = None
         self._pending: Pending | None = None
-
-    def __str__(self) -> str:
-        source = self._link.source
-        return f"{self._channel.axis.label} {source} (rank {self._channel.ranks[source]}), tag {self._tag}"
 
     def begin(self) -> Begun:
         """Post the receive of the array, once."""
@@ -245,18 +259,19 @@ class Incoming:
         """
         channel = self._channel
         if self._pending is None:
-            channel.waiting = self
             if self._header is not None:
                 self._compare(*self._header)
             self._pending = self.begin().recorded(channel.axis.ledger, channel.axis.label)
+            self._pending.number = self._number
         result = self._pending.wait()
-        channel.waiting = ""
         channel._posted.discard(self)
         return result
 
     def _compare(self, request: MPI.Request, arrived: bytearray, expected: bytes) -> None:
+        flight.mark(self._number, flight.WAITED_FOR)
         request.Wait()
         if arrived != expected:
+            flight.failed(self._number)
             sent, wanted = (bytes(text).rstrip(b"\0").decode() for text in (arrived, expected))
             axis = self._channel.axis
             raise AgreementError(f"{axis.label} {axis.index} waits for {wanted}, and was sent {sent}.")

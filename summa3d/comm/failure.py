@@ -1,9 +1,10 @@
-"""End the whole job when one rank fails: the abort hook, the watchdog, and agreement of ranks on errors."""
+"""End the whole job when one rank fails: the abort hooks, and agreement of ranks on errors."""
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import contextlib
-import faulthandler
 import os
 import sys
 import tempfile
@@ -11,21 +12,22 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from opcode import opname
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
 from ..errors import AgreementError, Summa3dError
-from .profile import flight
+from ..node_support import forbidden
+from .profile import flight, processes
 
 WAIT_FOR_RANK_ZERO = 0.3  # seconds a rank leaves to rank 0 to speak first, where all of them fail alike
 WAIT_PER_RANK = 0.02  # more of it, so that the ranks of several nodes do not speak at once
 LONGEST_WAIT = 2.0
 WAIT_FOR_THE_END = 5.0  # seconds that a silent rank, or an abort that does not return, waits before the process ends itself
 TIME_TO_BE_HEARD = 0.25  # seconds for a launcher to forward the report: Open MPI's drops what is under way at an abort
-STDERR = 2  # the file descriptor
 INTERRUPTED = 130  # the shell's exit status for SIGINT
 CLAIM_LIFETIME = 3600.0  # seconds after which a claim to print is swept up
 
@@ -48,43 +50,103 @@ def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
 
 def report_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the failure once per job, then end all ranks; returns only where there are no other ranks."""
-    if not _has_peers():
-        sys.stderr.write(_report(kind, error, trace))
-        sys.stderr.flush()
-        return
-    status = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
+    if has_peers():
+        _say_and_abort(kind, lambda: sys.stderr.write(_report(kind, error, trace, of_rank=f" on {who()}")))
+    sys.stderr.write(_report(kind, error, trace))
+    sys.stderr.flush()
+
+
+def _say_and_abort(kind: type[BaseException], say: Callable[[], object]) -> NoReturn:
     if _may_speak():
         sys.stdout.flush()
-        sys.stderr.write(_report(kind, error, trace, of_rank=f" on {_who()}"))
-        _save_flight()
+        say()
+        save_flight()
         sys.stderr.flush()
         time.sleep(TIME_TO_BE_HEARD)
-        abort(status)
-    time.sleep(WAIT_FOR_THE_END)
-    abort(status)
+    else:
+        time.sleep(WAIT_FOR_THE_END)
+    abort(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+_ends_job = False
+
+
+def prepare_for_failure(comm: MPI.Intracomm) -> None:
+    """Record this rank's communications from now on. If all ranks of the job, several, are in `comm`, a failure of one ends all.
+
+    An uncaught exception of the main thread is shown as before, by the hook that is there; sys.exit with a status other than 0
+    ends the job with that status. Later calls do nothing. Left alone are programs in which the abort hook is installed,
+    interactive sessions, pytest and mpi4py.futures; and all with SUMMA3D_ABORT=no.
+    """
+    global _ends_job
+    flight.start(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    if _ends_job or not 1 < comm.size == MPI.COMM_WORLD.size or sys.excepthook is report_and_abort or _is_left_alone():
+        return
+    _ends_job, show, leave = True, sys.excepthook, sys.exit
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not has_peers():
+            show(kind, error, trace)
+            return
+
+        def say() -> None:
+            sys.stderr.write(f"uncaught exception on {who()}:\n")
+            show(kind, error, trace)
+
+        _say_and_abort(kind, say)
+
+    def noted(*status: Any) -> NoReturn:
+        try:
+            leave(*status)
+        except SystemExit as error:
+            if threading.current_thread() is threading.main_thread():
+                *_, (frame, _) = traceback.walk_stack(sys._getframe())
+                atexit.unregister(_end_job_as_asked)
+                atexit.register(_end_job_as_asked, frame, error)  # called first, before other ranks hear that this one ends
+            raise
+
+    sys.excepthook, sys.exit = hook, noted
+
+
+def _is_left_alone() -> bool:
+    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "get_ipython")
+    return interactive or "_pytest" in sys.modules or "mpi4py.futures" in sys.modules or forbidden("SUMMA3D_ABORT")
+
+
+def _end_job_as_asked(frame: FrameType, error: SystemExit) -> None:
+    """End the job if `error` ends this program: if the outermost frame of its raise has not returned. It was not caught then."""
+    if not opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN"):
+        end_job(status_of(error))
+
+
+def status_of(error: SystemExit) -> int:
+    """The exit status that a SystemExit asks for, as Python gives it."""
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def abort(status: int) -> NoReturn:
     """End every rank of the job with `status`; a process that the MPI library cannot end, ends itself."""
     backstop = threading.Timer(WAIT_FOR_THE_END, os._exit, (status,))
     backstop.daemon = True
-    backstop.start()
+    with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while the interpreter ends
+        backstop.start()
     sys.stdout.flush()
     sys.stderr.flush()
-    if _has_peers():
+    if has_peers():
         MPI.COMM_WORLD.Abort(status)
     os._exit(status)
 
 
 def end_job(status: int) -> None:
     """End every rank with `status` where this one alone asks to exit (``sys.exit(3)`` in the middle of a run)."""
-    if _has_peers() and status != 0:
+    if has_peers() and status != 0:
         if _may_speak():
-            sys.stderr.write(f"{_who()} exits with status {status}, and so the job ends\n")
+            sys.stderr.write(f"{who()} exits with status {status}, and so the job ends\n")
         abort(status)
 
 
-def _has_peers() -> bool:
+def has_peers() -> bool:
+    """Whether MPI is in use and has other ranks."""
     return MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1
 
 
@@ -93,10 +155,10 @@ def _may_speak() -> bool:
     rank = MPI.COMM_WORLD.rank
     if rank != 0:
         time.sleep(min(WAIT_FOR_RANK_ZERO + WAIT_PER_RANK * rank, LONGEST_WAIT))
-    return _claim_node()
+    return claim_node()
 
 
-def _claim_node() -> bool:
+def claim_node() -> bool:
     """Take this job's one place to print on this node: a file that only one process can create.
 
     It outlives the process, because a slow rank may fail after the first one has already ended; old ones are swept up.
@@ -104,7 +166,7 @@ def _claim_node() -> bool:
     folder = Path(tempfile.gettempdir())
     prefix = f"summa3d-failure-{os.getuid()}-"
     try:
-        os.close(os.open(folder / f"{prefix}{job_name()}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.close(os.open(folder / f"{prefix}{processes.job_name()}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return False
     except OSError:
@@ -116,24 +178,7 @@ def _claim_node() -> bool:
     return True
 
 
-def job_name() -> str:
-    """Name the job as all its ranks on this node would: by the launcher's own identifier, or by the launcher itself."""
-    if "PMIX_NAMESPACE" in os.environ:
-        return f"{os.environ['PMIX_NAMESPACE']}.{_start_of(os.getppid())}"
-    if "SLURM_STEP_ID" in os.environ and "SLURM_JOB_ID" in os.environ:
-        return f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}.{os.getppid()}"
-    return f"{os.getppid()}.{_start_of(os.getppid())}"
-
-
-def _start_of(process: int) -> str:
-    """When a process started, in clock ticks since boot, so that a number used again is not taken for the same process."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return "0"
-
-
-def _save_flight() -> None:
+def save_flight() -> None:
     """Keep the records of this node's ranks and say where, unless `summa3d launch` does, or nobody waits."""
     recorder, now = flight.recorder, time.time()
     if recorder is None or flight.VARIABLE in os.environ or not flight.table(flight.read_folder(recorder.file.parent), now):
@@ -168,79 +213,15 @@ def telling_where(state: Callable[[], str]) -> Iterator[None]:
     _state = before
 
 
-def _who() -> str:
-    return f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}{_where()}"
+def who() -> str:
+    """This rank, and where it is."""
+    return f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}{where()}"
 
 
-def _where() -> str:
-    """Where this rank is, in brackets; nothing where nothing tells it."""
-    state = _state()
-    return f" [{state}]" if state else ""
-
-
-class Watchdog:
-    """Ends a job that makes no progress: unless `touch` is called every `seconds`, this rank prints its stacks and exits.
-
-    Every stuck rank prints before the first one exits (`GRACE` seconds later), because a launcher kills the others then.
-    A hang that holds the interpreter's lock is ended by `faulthandler`, another `GRACE` later. Use it as a context manager,
-    or call `stop`.
-    """
-
-    GRACE = 2.0
-    REARM_EVERY = 1.0  # seconds between re-armings of faulthandler: `touch` itself costs a clock reading
-
-    def __init__(self, seconds: float, what: str = "no progress", output: int = STDERR) -> None:
-        self.seconds, self.what, self.output = seconds, what, output
-        self._stopped = threading.Event()
-        self._arm()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
-
-    def touch(self) -> None:
-        """Say that this rank is alive."""
-        now = time.monotonic()
-        self._deadline = now + self.seconds
-        if now - self._armed > self.REARM_EVERY:
-            self._arm()
-
-    def stop(self) -> None:
-        """Stop watching this rank, and disarm the stack dump."""
-        self._stopped.set()
-        faulthandler.cancel_dump_traceback_later()
-
-    def __enter__(self) -> Watchdog:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
-
-    def _arm(self) -> None:
-        self._armed = time.monotonic()
-        self._deadline = self._armed + self.seconds
-        backstop = self.seconds + self.REARM_EVERY + 2 * self.GRACE
-        faulthandler.dump_traceback_later(backstop, exit=True, file=self.output)
-
-    def _watch(self) -> None:
-        while (left := self._deadline - time.monotonic()) > 0:
-            if self._stopped.wait(left):
-                return
-        os.write(self.output, self._stacks().encode(errors="replace"))
-        if flight.recorder is not None and _claim_node():
-            _save_flight()
-            sys.stderr.flush()
-        if not self._stopped.wait(self.GRACE):
-            os._exit(1)
-
-    def _stacks(self) -> str:
-        """Return the stacks of all threads but the watchdog's own, as one text so that ranks do not mix their lines."""
-        who = _who() if _has_peers() else f"this process{_where()}"
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        lines = [f"{who}: {self.what} for {self.seconds:g} s; the job ends. Its stacks, innermost call last:\n"]
-        for ident, frame in sys._current_frames().items():
-            if ident != threading.get_ident():
-                lines.append(f"  thread {names.get(ident, ident)}:\n")
-                lines += ["  " + line for line in traceback.format_stack(frame)]
-        return "".join(lines)
+def where() -> str:
+    """Where this rank is and for what it waits, in brackets; nothing where nothing tells it."""
+    told = "; ".join(filter(None, (_state(), flight.waiting())))
+    return f" [{told}]" if told else ""
 
 
 def agree_on_error(comm: MPI.Comm, error: Exception | None) -> None:

@@ -15,8 +15,7 @@ from ..errors import ConfigError, GridError, Summa3dError
 from ..node_support import affinity, why_no_node_memory
 from .axis import Axis, free
 from .device.backend import Backend
-from .failure import check_agreement, job_name
-from .profile import flight
+from .failure import check_agreement, prepare_for_failure
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
 from .transport.call import Call, Carried, Members
@@ -91,7 +90,7 @@ class Grid:
         rank = self.ranks.index(comm.rank) if comm.rank in self.ranks else MPI.UNDEFINED
         self._stand(topology, rank, check, Ledger(device), transports)
         if self.inside:
-            flight.start(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, job_name())
+            prepare_for_failure(comm)
             with _communicators(f"Grid {describe(topology.shape)}"):
                 self.nodes = _node_of_each_rank(self.comm)
             self.blas = _rule_of_all(self.comm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -14,13 +15,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import preemption
-from ..comm.profile import flight
+from ..comm.profile import flight, processes
+from ..node_support import watchdog_seconds
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 FROM_KERNEL = 0x80
 """si_code of a signal that the terminal sent: to the launcher as well."""
 PR_SET_PDEATHSIG = 1
 INTERRUPTED = (130, -signal.SIGINT)
+LOOK_EVERY = 1.0
+"""Seconds between two looks at the ranks; if the launch itself was stopped meanwhile, twice as many count."""
+PATIENCE = 6.0
+"""Seconds beyond the limit, so that ranks that are not stopped may speak first: they know more."""
 LONG = 5.0
 """Seconds that a rank must have waited when a job is interrupted, for the interruption to look like the end of a hang."""
 
@@ -28,12 +34,15 @@ LONG = 5.0
 def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a launcher to its end, and say what the ranks were doing if it failed; its exit status, as a shell gives it.
 
-    Raises OSError where it cannot be started.
+    A process of the job that stays stopped beyond the limit of the watchdog is killed, and so the launcher ends the job.
+
+    Raises OSError where it cannot be started, ConfigError for an unknown value of SUMMA3D_WATCHDOG.
     """
+    limit = watchdog_seconds()
     named = environ.get(flight.VARIABLE)
     folder = Path(tempfile.mkdtemp(prefix=f"summa3d-flight-{os.getuid()}-")) if named is None else None
     try:
-        status = _run(command, {**environ, flight.VARIABLE: str(folder)} if folder else dict(environ))
+        status = _run(command, {**environ, flight.VARIABLE: str(folder)} if folder else dict(environ), limit)
         if status not in (0, preemption.STATUS) and folder is not None:
             for line in told(folder, time.time(), LONG if status in INTERRUPTED else 0.0):
                 print(line, file=sys.stderr)
@@ -56,7 +65,28 @@ def told(folder: Path, now: float, at_least: float = 0.0) -> list[str]:
     return [*flight.table(flights, now), *([f"  kept: summa3d doctor --flight {kept}"] if kept else [])]
 
 
-def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
+class Stopped:
+    """How long processes of a job have been stopped: one that is, from before MPI_Init to its end, is killed after `limit` s."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self._seconds, self._last = limit, dict[int, float](), time.monotonic()
+
+    def look(self, launcher: int) -> None:
+        """Look at what the launcher has started; say which processes have been stopped for too long, and kill them."""
+        elapsed, self._last = min(time.monotonic() - self._last, 2 * LOOK_EVERY), time.monotonic()
+        states = {process: processes.state_of(process) for process in processes.descendants(launcher)}
+        stopped = [process for process, state in states.items() if state and state.letter == processes.STOPPED]
+        self._seconds = {process: self._seconds.get(process, 0.0) + elapsed for process in stopped}
+        for process, seconds in self._seconds.items():
+            if seconds >= self.limit + PATIENCE:
+                started = processes.launched_as(processes.environment_of(process))
+                who = f"process {process}" if started is None else f"rank {started[1]} of {started[0]} (process {process})"
+                print(f"summa3d launch: {who} has been stopped for {self.limit:g} s; the job ends", file=sys.stderr, flush=True)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> int:
     """Start the launcher, pass signals on to it until it ends, and return its status; negative, the signal that ended it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [*PASSED_ON, signal.SIGCHLD])
     kernel = ctypes.CDLL(None)
@@ -67,9 +97,13 @@ def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
 
     try:
         with subprocess.Popen(list(command), env=dict(environ), preexec_fn=begin) as child:
+            stopped = Stopped(limit)
             while child.poll() is None:
-                info = signal.sigwaitinfo([*PASSED_ON, signal.SIGCHLD])
-                if info.si_signo != signal.SIGCHLD and info.si_code != FROM_KERNEL and child.poll() is None:
+                info = signal.sigtimedwait([*PASSED_ON, signal.SIGCHLD], LOOK_EVERY)
+                if info is None:
+                    if limit:
+                        stopped.look(child.pid)
+                elif info.si_signo != signal.SIGCHLD and info.si_code != FROM_KERNEL and child.poll() is None:
                     child.send_signal(info.si_signo)
             return child.returncode
     finally:

@@ -287,23 +287,3 @@ def _openmpi_settings(oversubscribed: bool) -> dict[str, str]:
     if os.geteuid() == 0:
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return settings
-
-
-def launched_as(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str] | None:
-    """(number of ranks, this rank, name of the launcher) from the environment; None where no launcher started this process.
-
-    The count of a Slurm step is read instead of SLURM_NTASKS, which is also set for a serial process in an allocation.
-
-    >>> launched_as({"PMI_SIZE": "4", "PMI_RANK": "1"})[:2]
-    (4, 1)
-    """
-    hints = (
-        ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun (IBM Spectrum MPI)"),
-        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's or Spectrum MPI's launcher"),
-        ("PMI_SIZE", "PMI_RANK", "a PMI launcher (MPICH's or Intel MPI's mpiexec, or srun)"),
-        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
-    )
-    for size, rank, launcher in hints:
-        if environ.get(size, "").isdigit() and environ.get(rank, "").isdigit():
-            return int(environ[size]), int(environ[rank]), launcher
-    return None

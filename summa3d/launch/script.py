@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from .runtime import launched_as, let_idle_threads_sleep, take_core, usable_cores
+from ..comm.profile.processes import launched_as
+from .runtime import let_idle_threads_sleep, take_core, usable_cores
 
 
 def main() -> None:

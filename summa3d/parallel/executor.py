@@ -128,12 +128,8 @@ class Executor:
 
     @property
     def state(self) -> str:
-        """Where this rank is: its op, the rank that it waits for, and how many of its sends are out.
-
-        "F 1.3 waits for pp 2 (rank 12), tag 6; 2 sends out"
-        """
-        op = "between steps" if self.op is None else str(self.op)
-        return op if self.channel is None else op + self.channel.state
+        """Where this rank is: its op, as "F 1.3"."""
+        return "between steps" if self.op is None else str(self.op)
 
     def run(self, program: Program, feed: Feed, scale: float = 1.0, forwarded: Callable[[], None] | None = None) -> list[Tensor]:
         """Run a program, and return the losses of its micro-batches in order: on the last stage; elsewhere none.

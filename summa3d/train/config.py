@@ -18,6 +18,7 @@ from ..files import read_json, read_toml
 from ..nn.config import LARGEST_SIZE, MOST_LAYERS, ModelConfig
 from ..nn.overlap import Overlap
 from ..nn.schemes.registry import SCHEME_SPECS
+from ..node_support import MOST_SECONDS
 from ..parallel.schedule import rule_of, split_layers
 from . import toml
 
@@ -35,8 +36,6 @@ CATCHABLE = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 MOST_RANKS = 2**20
 """Of an axis."""
-MOST_SECONDS = 1e8
-"""Of a wait: what the clocks of all systems can count."""
 NAMED_CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -170,7 +169,8 @@ class TrainConfig:
     sample_tokens : tokens by which a causal model continues `sample_prompt` when the run ends; with 0, there is no sample
     sample_prompt : the text that is continued
     signal : a signal that asks the run to save and to end with status 75, as SIGTERM does, such as "SIGUSR1"; "" for none
-    watchdog : seconds without a completed step after which the job is aborted; 0 turns the watchdog off
+    watchdog : seconds without a completed step after which the job is ended, and those for which a rank may be stopped or asleep;
+        0 turns the watchdog off. SUMMA3D_WATCHDOG, where it is set, is taken in its place
     peak_tflops : TFLOP/s of one rank, against which model FLOPs utilization (MFU) is reported; with 0, a product is measured
     tensorboard : whether TensorBoard's events are written to the run folder
     """

@@ -18,14 +18,16 @@ from mpi4py import MPI
 from torch import Tensor
 
 from .. import preemption
+from ..comm import watchdog
 from ..comm.axis import Axis
-from ..comm.failure import Watchdog, telling_where
+from ..comm.failure import telling_where
 from ..comm.profile import flight, trace
 from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
 from ..files import read_json
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Inputs, LanguageModel
+from ..node_support import watchdog_seconds
 from ..parallel.critical import in_words, replay
 from ..parallel.states import named_parameters
 from . import metrics
@@ -91,6 +93,8 @@ def train(
 
     Raises the errors of `prepare`, on every rank alike, and Summa3dError where the loss or the gradient diverges.
     """
+    hung = watchdog_seconds(config.train.watchdog)
+    watchdog.limit(hung)
     with Lease() as lease, Progress(config.train.steps, speak=comm.rank == 0) as progress:
         run = prepare(config, comm, folder, resume, overwrite, lease, progress)
         if traced is not None:
@@ -104,10 +108,10 @@ def train(
         with (
             Writer(run.checkpoints, run.grid, config, progress.say) as writer,
             telling_where(lambda: run.pipeline.executor.state),
-            _watchdog(config.train.watchdog) as watchdog,
+            watchdog.Watchdog(hung, "no training step completed") if hung else nullcontext() as deadline,
             torch.autograd.set_multithreading_enabled(False),
         ):
-            preempted = run_steps(run, recorder, writer, lease, progress, watchdog, traced)
+            preempted = run_steps(run, recorder, writer, lease, progress, deadline, traced)
         recorder.close()
         seconds = time.perf_counter() - began
         summary = preempted_at(run, progress) if preempted else finish(run, recorder, seconds, progress)
@@ -134,7 +138,7 @@ def run_steps(
     writer: Writer,
     lease: Lease,
     progress: Progress,
-    watchdog: Watchdog | None = None,
+    deadline: watchdog.Watchdog | None = None,
     traced: Traced | None = None,
 ) -> bool:
     """Take the remaining steps; evaluate and save at their periods, and after the last step.
@@ -170,8 +174,8 @@ def run_steps(
         elif not run.writing:
             writer.settle()
         run.done = number
-        if watchdog is not None:
-            watchdog.touch()
+        if deadline is not None:
+            deadline.touch()
         if ends:
             return True
     return False
@@ -370,7 +374,3 @@ def _parameters(run: Run) -> int:
 
 def _due(number: int, period: int, last: int) -> bool:
     return number == last or (period > 0 and number % period == 0)
-
-
-def _watchdog(seconds: float) -> Any:
-    return Watchdog(seconds, "no training step completed") if seconds else nullcontext()

@@ -13,6 +13,7 @@ import jobs
 import pytest
 
 from summa3d.cli import main as entry
+from summa3d.comm.profile.processes import launched_as
 from summa3d.errors import LaunchError
 from summa3d.launch import runtime
 from summa3d.launch.runtime import (
@@ -20,7 +21,6 @@ from summa3d.launch.runtime import (
     THREAD_VARIABLES,
     Runtime,
     find_launcher,
-    launched_as,
     launcher_vendor,
     loaded_runtime,
     rank_environment,

@@ -19,7 +19,8 @@ HOOK = """
 import os, sys, threading, time
 from pathlib import Path
 from mpi4py import MPI
-from summa3d.comm.failure import Watchdog, install_abort_hook
+from summa3d.comm.failure import install_abort_hook
+from summa3d.comm.watchdog import Watchdog
 from summa3d.errors import LayoutError
 install_abort_hook()
 comm = MPI.COMM_WORLD

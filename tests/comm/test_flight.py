@@ -16,7 +16,8 @@ JOB = """
 import os, sys, time
 import numpy as np
 from mpi4py import MPI
-from summa3d.comm.failure import Watchdog, install_abort_hook
+from summa3d.comm.failure import install_abort_hook
+from summa3d.comm.watchdog import Watchdog
 from summa3d.comm.grid import Grid
 
 comm, how = MPI.COMM_WORLD, sys.argv[1]

@@ -22,7 +22,7 @@ from typing import Any
 
 from summa3d.cli.main import main
 from summa3d.comm.profile.ledger import Ledger
-from summa3d.launch.runtime import launched_as
+from summa3d.comm.profile.processes import launched_as
 from summa3d.train.checkpoint import shards
 from summa3d.train.checkpoint.writer import Writer
 

@@ -18,7 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from . import processes
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -32,8 +34,9 @@ PACK, SIZE = RECORD.pack_into, RECORD.size
 WORDS = SIZE // 8
 TEXTS, TEXT = 2048, 512
 """Texts that a file holds, each of this many bytes; further ones are the last."""
-HEADER = struct.Struct("<8sqqqdd")  # what it is, rank, ranks, process, seconds from the records' clock to the wall's, end or 0
-MAGIC = b"flight1\n"
+HEADER = struct.Struct("<8sqqqqdd")
+"""What the file is, rank, ranks, process, node, seconds from the records' clock to the wall's, and the end or 0."""
+MAGIC = b"flight2\n"
 HEAD = 64
 NBYTES = HEAD + KEPT * SIZE + TEXTS * TEXT
 BEGUN, WAITED_FOR, FAILED, DONE = range(4)
@@ -53,14 +56,15 @@ class Recorder:
     """Writes the communications of this rank to a file. Texts are written once, and then named by their number."""
 
     def __init__(self, file: Path, rank: int, ranks: int) -> None:
-        self.file, self._process = file, os.getpid()
+        self.file, self.ranks, self._process = file, ranks, os.getpid()
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.ftruncate(descriptor, NBYTES)  # pages that are never written take no memory
             self.memory = mmap.mmap(descriptor, NBYTES)
         finally:
             os.close(descriptor)
-        HEADER.pack_into(self.memory, 0, MAGIC, rank, ranks, os.getpid(), time.time() - time.perf_counter(), 0)
+        offset = time.time() - time.perf_counter()
+        HEADER.pack_into(self.memory, 0, MAGIC, rank, ranks, os.getpid(), processes.this_node(), offset, 0)
         records = memoryview(self.memory)[HEAD : HEAD + KEPT * SIZE]
         self.words, self.times = records.cast("q"), records.cast("d")
         self.lines: dict[tuple[int, int], int] = {}  # of the user's
@@ -129,6 +133,44 @@ def has_ended(file: Path) -> bool:
     return True
 
 
+def waiting() -> str:
+    """What this process waits for, and since when; "" where it waits for nothing, or nothing is recorded."""
+    flown = None if recorder is None else read(recorder.file)
+    return f"waits {_in(flown.waits, time.time())}" if flown is not None and flown.waits is not None else ""
+
+
+def _in(waits: Record, now: float) -> str:
+    return f"{now - waits.began:.1f} s in {waits.what} over {waits.axis}{_call(waits)}"
+
+
+class Neighbour(NamedTuple):
+    """A rank of this node that has not ended: how many communications it has begun, and whether it waits for one."""
+
+    rank: int
+    process: int
+    number: int
+    waits: bool
+
+
+def neighbours(folder: Path) -> list[Neighbour]:
+    """The ranks of this node that have files in a folder and have not ended, by rank; this one too."""
+    node, found = processes.this_node(), []
+    for file in folder.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(OSError, struct.error), file.open("rb") as opened:
+            _, rank, _, process, there, _, end = HEADER.unpack(opened.read(HEAD)[: HEADER.size])
+            if there == node and not end and processes.state_of(process) is not None:
+                records = RECORD.iter_unpack(opened.read(KEPT * SIZE))
+                begun = [(number, state == WAITED_FOR and not ended) for number, _, ended, _, _, state in records]
+                found.append(Neighbour(rank, process, max(begun)[0], any(waits for _, waits in begun)))
+    return sorted(found)
+
+
+def unrecorded() -> list[int]:
+    """The ranks of the job that have no file beside this one's."""
+    assert recorder is not None
+    return sorted(set(range(recorder.ranks)) - {int(file.stem) for file in recorder.file.parent.glob(f"*{SUFFIX}")})
+
+
 USERS, LIBRARY, INSIDE = range(3)
 KINDS: dict[str, int] = {}
 """A source file: the user's, the library's, or one whose lines say nothing (those of axes, and torch's)."""
@@ -149,13 +191,13 @@ recorder: Recorder | None = None
 """That of this process; None before the first grid of several ranks, and where nothing is to be recorded."""
 
 
-def start(rank: int, ranks: int, job: str) -> None:
+def start(rank: int, ranks: int) -> None:
     """Record this process's communications from now on, in the folder of its job on this node."""
     global recorder
     named = os.environ.get(VARIABLE, "")
     if recorder is not None or named == "no" or ranks == 1:
         return
-    folder = Path(named) if named else Path(tempfile.gettempdir()) / f"summa3d-flight-{os.getuid()}-{job}"
+    folder = Path(named) if named else Path(tempfile.gettempdir()) / f"summa3d-flight-{os.getuid()}-{processes.job_name()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         recorder = Recorder(folder / f"{rank}{SUFFIX}", rank, ranks)
@@ -311,7 +353,7 @@ def read(file: Path) -> Flight | None:
     data = file.read_bytes()
     if len(data) != NBYTES or not data.startswith(MAGIC):
         return None
-    _, rank, ranks, process, offset, end = HEADER.unpack_from(data)
+    _, rank, ranks, process, _, offset, end = HEADER.unpack_from(data)
 
     def text(number: int) -> str:
         start = HEAD + KEPT * SIZE + number * TEXT
@@ -343,10 +385,7 @@ def table(flights: Sequence[Flight], now: float) -> list[str]:
         if waits is None:
             lines.append(f"  rank {flight.rank}: {_free(flight, now)}")
             continue
-        lines.append(
-            f"  rank {flight.rank}: waits {now - waits.began:.1f} s in {waits.what} over {waits.axis}{_call(waits)}"
-            f"{_whom(flight, waits, flights)}; {waits.line}"
-        )
+        lines.append(f"  rank {flight.rank}: waits {_in(waits, now)}{_whom(flight, waits, flights)}; {waits.line}")
     silent = sorted(set(range(flights[0].ranks)) - {flight.rank for flight in flights})
     return lines + ([f"  ranks {', '.join(map(str, silent))}: no record on this node"] if silent else [])
 

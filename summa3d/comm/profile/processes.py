@@ -1,0 +1,115 @@
+"""What the system says of the processes of a job: stopped, asleep or at work. This file needs neither MPI nor numpy.
+
+Linux alone tells; elsewhere nothing is known of any process.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+PROC = Path("/proc")
+TICKS = os.sysconf("SC_CLK_TCK")
+STATE, PROCESSOR, STARTED = 0, slice(11, 13), 19
+"""Places in a process's `stat`, after its name: state, ticks in user and in system mode, and when it started."""
+STOPPED, ASLEEP, ON_DISK, DEAD = "T", "S", "D", "ZX"
+
+
+class State(NamedTuple):
+    """A process: its kernel state (R, S, D, T, …) and the processor seconds of all its threads."""
+
+    letter: str
+    seconds: float
+
+
+def _stat(file: Path) -> list[str]:
+    """The words of a `stat` file after the process's name; none where the process is gone."""
+    try:
+        return file.read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def state_of(process: int) -> State | None:
+    """The state of a process; None where it has ended."""
+    words = _stat(PROC / f"{process}/stat")
+    return State(words[STATE], sum(map(int, words[PROCESSOR])) / TICKS) if words and words[STATE] not in DEAD else None
+
+
+def reads_or_writes(process: int) -> bool:
+    """Whether some thread of a process waits for a disk or a file system."""
+    return any(_stat(file)[:1] == [ON_DISK] for file in PROC.glob(f"{process}/task/*/stat"))
+
+
+def children(process: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(word) for file in PROC.glob(f"{process}/task/*/children") for word in _text(file).split()]
+
+
+def descendants(process: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    found, new = [], [process]
+    while new:
+        started = children(new.pop())
+        found += started
+        new += started
+    return found
+
+
+def environment_of(process: int) -> dict[str, str]:
+    """The environment that a process was started with; {} where it cannot be read."""
+    return dict(word.partition("=")[::2] for word in _text(PROC / f"{process}/environ").split("\0"))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def this_node() -> int:
+    """A number of the running system and of its processes' name space: where it is equal, process ids mean the same."""
+    try:
+        space = os.stat(PROC / "self/ns/pid").st_ino
+    except OSError:
+        space = 0
+    return zlib.crc32(f"{_text(PROC / 'sys/kernel/random/boot_id') or os.uname().nodename} {space}".encode())
+
+
+def job_name() -> str:
+    """Name the job as all its ranks on this node would: by the launcher's own identifier, or by the launcher itself."""
+    if "PMIX_NAMESPACE" in os.environ:
+        return f"{os.environ['PMIX_NAMESPACE']}.{_start_of(os.getppid())}"
+    if "SLURM_STEP_ID" in os.environ and "SLURM_JOB_ID" in os.environ:
+        return f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}.{os.getppid()}"
+    return f"{os.getppid()}.{_start_of(os.getppid())}"
+
+
+def _start_of(process: int) -> str:
+    """When a process started, in clock ticks since boot, so that a number used again is not taken for the same process."""
+    words = _stat(PROC / f"{process}/stat")
+    return words[STARTED] if words else "0"
+
+
+def launched_as(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str] | None:
+    """(number of ranks, this rank, name of the launcher) from the environment; None where no launcher started this process.
+
+    The count of a Slurm step is read instead of SLURM_NTASKS, which is also set for a serial process in an allocation.
+
+    >>> launched_as({"PMI_SIZE": "4", "PMI_RANK": "1"})[:2]
+    (4, 1)
+    """
+    hints = (
+        ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun (IBM Spectrum MPI)"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's or Spectrum MPI's launcher"),
+        ("PMI_SIZE", "PMI_RANK", "a PMI launcher (MPICH's or Intel MPI's mpiexec, or srun)"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
+    )
+    for size, rank, launcher in hints:
+        if environ.get(size, "").isdigit() and environ.get(rank, "").isdigit():
+            return int(environ[size]), int(environ[rank]), launcher
+    return None
