@@ -99,11 +99,14 @@ def _may_speak() -> bool:
 def _claim_node() -> bool:
     """Take this job's one place to print on this node: a file that only one process can create.
 
-    It outlives the process, because a slow rank may fail after the first one has already ended; old ones are swept up.
+    It outlives the process, because a slow rank may fail after the first one has already ended. `summa3d launch` removes it with
+    the recorders; without it, old ones are swept up.
     """
-    folder = Path(tempfile.gettempdir())
+    launched = os.environ.get(flight.VARIABLE, "")
+    folder = Path(tempfile.gettempdir() if launched in ("", flight.NO) else launched)
     prefix = f"summa3d-failure-{os.getuid()}-"
     try:
+        folder.mkdir(mode=0o700, exist_ok=True)
         os.close(os.open(folder / f"{prefix}{job_name()}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return False

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from ..arrays import Array
 
-VARIABLE = "SUMMA3D_FLIGHT"
+VARIABLE, NO = "SUMMA3D_FLIGHT", "no"
 """The folder of the recorders of a job, as `summa3d launch` sets it; "no": nothing is recorded."""
 KEPT = 256
 """Communications that a rank's file holds."""
@@ -173,7 +173,7 @@ def start(rank: int, ranks: int, job: str) -> None:
     """Record this process's communications from now on, in the folder of its job on this node."""
     global recorder
     named = os.environ.get(VARIABLE, "")
-    if recorder is not None or named == "no" or ranks == 1:
+    if recorder is not None or named == NO or ranks == 1:
         return
     folder = Path(named) if named else Path(tempfile.gettempdir()) / f"summa3d-flight-{os.getuid()}-{job}"
     try:
