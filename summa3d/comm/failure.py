@@ -104,7 +104,7 @@ def _claim_node() -> bool:
     """
     launched = os.environ.get(flight.VARIABLE, "")
     folder = Path(tempfile.gettempdir() if launched in ("", flight.NO) else launched)
-    prefix = f"summa3d-failure-{os.getuid()}-"
+    prefix = f"{flight.CLAIM}{os.getuid()}-"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         os.close(os.open(folder / f"{prefix}{job_name()}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))

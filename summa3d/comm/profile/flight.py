@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 VARIABLE, NO = "SUMMA3D_FLIGHT", "no"
 """The folder of the recorders of a job, as `summa3d launch` sets it; "no": nothing is recorded."""
+CLAIM = "summa3d-failure-"
+"""How the file begins that the rank of a node makes which reports a failure."""
 KEPT = 256
 """Communications that a rank's file holds."""
 RECORD = struct.Struct("<qddqqq16x")  # number, begin, end or 0, texts, number along the axis, state
