@@ -168,7 +168,8 @@ class Elements:
 
     def sum_parts(self, parts: Tensor, out: Tensor) -> None:
         """out = Σ parts, in their order, in one kernel; see `reference.sum_parts`."""
-        parts, whole = parts.contiguous(), out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        parts = parts.contiguous()
+        whole = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         blocks = min(-(-out.numel() // (THREADS * ACCESS // out.dtype.itemsize)), self.launch.most_blocks)
         if blocks:
             self.launch(f"sum_parts_{suffix(parts.dtype)}", blocks, THREADS, parts, whole, len(parts), out.numel())

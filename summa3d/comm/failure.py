@@ -161,11 +161,14 @@ def _may_speak() -> bool:
 def claim_node() -> bool:
     """Take this job's one place to print on this node: a file that only one process can create.
 
-    It outlives the process, because a slow rank may fail after the first one has already ended; old ones are swept up.
+    It outlives the process, because a slow rank may fail after the first one has already ended. `summa3d launch` removes it with
+    the recorders; without it, old ones are swept up.
     """
-    folder = Path(tempfile.gettempdir())
-    prefix = f"summa3d-failure-{os.getuid()}-"
+    launched = os.environ.get(flight.VARIABLE, "")
+    folder = Path(tempfile.gettempdir() if launched in ("", flight.NO) else launched)
+    prefix = f"{flight.CLAIM}{os.getuid()}-"
     try:
+        folder.mkdir(mode=0o700, exist_ok=True)
         os.close(os.open(folder / f"{prefix}{processes.job_name()}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return False

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .. import preemption
 from ..comm.profile import flight, processes
 from ..node_support import watchdog_seconds
+from .ended import FirstEnded
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 FROM_KERNEL = 0x80
@@ -42,8 +43,11 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
     named = environ.get(flight.VARIABLE)
     folder = Path(tempfile.mkdtemp(prefix=f"summa3d-flight-{os.getuid()}-")) if named is None else None
     try:
-        status = _run(command, {**environ, flight.VARIABLE: str(folder)} if folder else dict(environ), limit)
+        first = FirstEnded()
+        status = _run(command, {**environ, flight.VARIABLE: str(folder)} if folder else dict(environ), limit, first.follow)
         if status not in (0, preemption.STATUS) and folder is not None:
+            if first.ranks and status not in INTERRUPTED and not any(folder.glob(f"{flight.CLAIM}*")):
+                print(f"summa3d launch: {', '.join(first.ranks)} ended first, without a report", file=sys.stderr)
             for line in told(folder, time.time(), LONG if status in INTERRUPTED else 0.0):
                 print(line, file=sys.stderr)
     finally:
@@ -86,8 +90,11 @@ class Stopped:
                     os.kill(process, signal.SIGKILL)
 
 
-def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> int:
-    """Start the launcher, pass signals on to it until it ends, and return its status; negative, the signal that ended it."""
+def _run(command: Sequence[str], environ: Mapping[str, str], limit: float, started: Callable[[int], None]) -> int:
+    """Start the launcher, pass signals on to it until it ends, and return its status; negative, the signal that ended it.
+
+    limit : seconds that a process of it may be stopped, 0 for any. started : called with the launcher's process
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [*PASSED_ON, signal.SIGCHLD])
     kernel = ctypes.CDLL(None)
 
@@ -98,6 +105,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> in
     try:
         with subprocess.Popen(list(command), env=dict(environ), preexec_fn=begin) as child:
             stopped = Stopped(limit)
+            started(child.pid)
             while child.poll() is None:
                 info = signal.sigtimedwait([*PASSED_ON, signal.SIGCHLD], LOOK_EVERY)
                 if info is None:

@@ -99,14 +99,16 @@ def test_a_rank_killed_in_a_step_ends_the_job_soon(tmp_path: Path, uninterrupted
     endless = launch(train_arguments(tmp_path, train__steps=100_000, train__keep=1))
     try:
         wait_for(lambda: (tmp_path / "run" / "checkpoints" / "step-10").is_dir())
-        mapped = Path(f"/proc/{rank_process(tmp_path / 'run', 1)}/maps").read_text()
-        os.kill(rank_process(tmp_path / "run", 1), signal.SIGKILL)
+        process = rank_process(tmp_path / "run", 1)
+        mapped = Path(f"/proc/{process}/maps").read_text()
+        os.kill(process, signal.SIGKILL)
         began = time.monotonic()
-        endless.communicate(timeout=PATIENCE)
+        output, _ = endless.communicate(timeout=PATIENCE)
     finally:
         endless.kill()
     assert time.monotonic() - began < ENDS_WITHIN
     assert endless.returncode != 0
+    assert f"rank 1 of 2 (process {process}) ended first, without a report" in output
     assert not list(rank_processes(tmp_path / "run"))
     segments = set(re.findall(r"(/dev/shm/mpich_shm_\S+)", mapped))
     assert segments or loaded_runtime().vendor != "mpich"

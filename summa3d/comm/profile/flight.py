@@ -25,8 +25,10 @@ from . import processes
 if TYPE_CHECKING:
     from ..arrays import Array
 
-VARIABLE = "SUMMA3D_FLIGHT"
+VARIABLE, NO = "SUMMA3D_FLIGHT", "no"
 """The folder of the recorders of a job, as `summa3d launch` sets it; "no": nothing is recorded."""
+CLAIM = "summa3d-failure-"
+"""How the file begins that the rank of a node makes which reports a failure."""
 KEPT = 256
 """Communications that a rank's file holds."""
 RECORD = struct.Struct("<qddqqq16x")  # number, begin, end or 0, texts, number along the axis, state
@@ -195,7 +197,7 @@ def start(rank: int, ranks: int) -> None:
     """Record this process's communications from now on, in the folder of its job on this node."""
     global recorder
     named = os.environ.get(VARIABLE, "")
-    if recorder is not None or named == "no" or ranks == 1:
+    if recorder is not None or named == NO or ranks == 1:
         return
     folder = Path(named) if named else Path(tempfile.gettempdir()) / f"summa3d-flight-{os.getuid()}-{processes.job_name()}"
     try:

@@ -94,6 +94,8 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path} holds {min(others)}, which its index does not name. {self._advice()}")
         except CheckpointError as caught:
             error = caught
+        except OSError as caught:
+            error = CheckpointError(f"Cannot read the checkpoint {self.path}: {caught}.")
         agree_on_error(comm, error)
 
     def check_tensors(self) -> None:
