@@ -73,6 +73,7 @@ def run(arguments: list[str]) -> None:
         sys.path.pop(0)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
+        sys.modules.pop(arguments[1], None)  # which the server has imported: a fresh process runs it first
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     elif arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
