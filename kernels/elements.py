@@ -168,11 +168,11 @@ class Elements:
 
     def sum_parts(self, parts: Tensor, out: Tensor) -> None:
         """out = Σ parts, in their order, in one kernel; see `reference.sum_parts`."""
-        parts = parts.contiguous()
         whole = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         blocks = min(-(-out.numel() // (THREADS * ACCESS // out.dtype.itemsize)), self.launch.most_blocks)
         if blocks:
-            self.launch(f"sum_parts_{suffix(parts.dtype)}", blocks, THREADS, parts, whole, len(parts), out.numel())
+            kernel = f"sum_parts_{suffix(parts.dtype)}"
+            self.launch(kernel, blocks, THREADS, parts.contiguous(), whole, len(parts), out.numel())
         if whole is not out:
             out.copy_(whole)
 

@@ -230,7 +230,7 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
     """
     total = parts[0].float()
     for part in parts[1:]:
-        total += part
+        total += part.float()  # torch would make this copy itself, unseen by a dry run
     out.copy_(total)
 
 

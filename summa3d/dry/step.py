@@ -250,16 +250,17 @@ class Rank:
     """What one rank holds, and the trace of the ops of its program."""
 
     @classmethod
-    def traced(cls, setting: Setting, training: Training, like: Rank | None = None) -> Rank:
+    def traced(cls, setting: Setting, training: Training, like: Rank | None = None, between: bool = False) -> Rank:
         """The rank of `setting`, all of whose ops have been traced.
 
-        like : a rank that differs in its parts of what replicas share alone: its forwards and backwards are not traced again
+        like : a rank that differs in its parts of what replicas share alone: its forwards and backwards are not traced again.
+        between : whether of the micro-batches only those between first and last are traced; then it has no whole step
         """
         tracer = Tracer()
         tracer.storages.converts = not setting.on_device
         with _kernels(setting, tracer), _older_garbage_left():
             rank = cls(setting, training, tracer)
-            rank.trace(like)
+            rank.trace(like, between)
         return rank
 
     def __init__(self, setting: Setting, training: Training, tracer: Tracer) -> None:
@@ -327,8 +328,8 @@ class Rank:
         between = op.micro if op.micro in (ALL, 0) or (op.micro == last and self.copied) else min(1, last)
         return Key(op.kind, op.chunk if op.micro == ALL else self.like[op.chunk], between)
 
-    def trace(self, like: Rank | None = None) -> None:
-        """Trace each op of the program that is a key, and what is before and behind them."""
+    def trace(self, like: Rank | None = None, between: bool = False) -> None:
+        """Trace each op of the program that is a key, and what is before and behind them; `between` as of `traced`."""
         tracer, program, weights = self.tracer, self.pipeline.program(self.setting.accumulate), self.training.weights
         with tracer.storages:
             if like is None:
@@ -337,12 +338,13 @@ class Rank:
                 self.kept = self._kept()
             else:
                 self.saved, self.kept, self.copied, weights = like.saved, like.kept, like.copied, Training().weights
-            untraced = self._untraced() if like is None else [self.model]
+            untraced = [self.model] if between or like is not None else self._untraced()
             given = {id(one) for module in untraced for one in module.parameters()}
             for state in (one for one in self.states if one.numel and id(one.parameter) in given):
                 shape = state.shardings.gradient.local_shape(self.place)
                 state.add(state.parameter.new_empty(shape))  # something to sum and to update with
             wanted = [step for step in program if self._is_traced(step.op) and (like is None or step.op.micro == ALL)]
+            wanted = [step for step in wanted if step.op.micro in (ALL, 1)] if between else wanted
             with tracer.recording() as ops, ExitStack() as copies:
                 with tracer.ledger.phase("forward"):
                     copies.enter_context(weights(self.model, self.states))

@@ -18,18 +18,20 @@ import pytest
 from summa3d.cli import plan as cli
 from summa3d.cluster import load
 from summa3d.dry.record import ENTER, LEAVE
+from summa3d.dry.step import Rank
 from summa3d.errors import ConfigError
 from summa3d.nn.config import ModelConfig
 from summa3d.plan.cells import BLOCK
 from summa3d.plan.search import store as kept
 from summa3d.plan.search.cells import Inner, traced
 from summa3d.plan.search.export import configured
-from summa3d.plan.search.memory import memory
+from summa3d.plan.search.memory import least as bytes_at_least
+from summa3d.plan.search.memory import least_saved, memory
 from summa3d.plan.search.plans import SCHEMES, Plan, Space, admits, plans, tiles
 from summa3d.plan.search.request import bytes_of, models, request, space_of
 from summa3d.plan.search.search import Search
 from summa3d.plan.search.store import Store, file_of
-from summa3d.plan.search.timing import Times
+from summa3d.plan.search.timing import Times, elements_of
 from summa3d.train import config as configuration
 
 MODEL = ModelConfig(layers=3, hidden=64, heads=4, sequence=32, vocabulary=256)
@@ -122,8 +124,11 @@ def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched
         for one in placements if admits(SPACE, plan) else ():
             cells, units = times.store.cells(one.inner, one.units)
             least, closed = times.closed(one, least=True), times.closed(one)
+            assert times.floor(plan) <= floor * (1 + 1e-9), one
             assert floor <= least * (1 + 1e-9) and least <= closed * (1 + 1e-9), one
-            if memory(one, cells, units).total <= LIMIT:
+            held = memory(one, cells, units).total
+            assert bytes_at_least(plan) + least_saved(plan, times.saved(plan)) <= held
+            if held <= LIMIT:
                 prices.append((closed, str(one)))
     assert len(prices) >= 30
     assert min(prices)[0] == pytest.approx(min(one[0] for one in search.done))
@@ -134,11 +139,13 @@ def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched
     assert faster == sorted(faster, reverse=True)
 
 
-def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path) -> None:
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path, zero: int) -> None:
     from summa3d.train.dry_run import predict
 
     model = replace(MODEL, layers=4, hidden=512, sequence=256)
-    plan = Plan(replace(inner("oned-sp", 1, y=2), model=model), 2, 2, 1, 1, 4, 1)
+    of = replace(inner("oned-sp", 1, y=2), model=model, replicas=2 if zero == 3 else 1)
+    plan = Plan(of, 2, 2, 1, 1, 4, zero)
     cells, units = Store().cells(plan.inner, plan.units)
     held = memory(plan, cells, units)
     dry = predict(configured(plan, request(["layers=4", "hidden=512", "heads=4", "vocabulary=256"], 8, CLUSTER).config))
@@ -152,6 +159,39 @@ def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path) -> 
             op = cells.kinds[kind].at(units)
             words[op.axis] += op.words * many * times * plan.micro_batches * (op.kind == "move")
     assert words["y"] == sum(axes.get("y", 0) for axes in dry["words"].values()) > 0
+    held_by = elements_of(plan, cells)[held.stage]
+    words["dp"] += {1: 2, 2: plan.micro_batches + 1, 3: 0}[zero] * held_by // 2
+    assert words["dp"] == pytest.approx(sum(axes.get("dp", 0) for axes in dry["words"].values()), abs=2) and words["dp"] > 0
+
+
+def test_a_plan_that_keeps_less_on_each_replica_is_tried_where_no_other_fits(cache: Path) -> None:
+    model = replace(MODEL, layers=4, hidden=2048)
+    fixed = {"scheme": "oned-sp", "y": 2, "pp": 1, "recompute": "none", "b": 1}
+    space, base = replace(SPACE, model=model, fixed=fixed), request(["layers=4", "hidden=2048", "heads=4"], 8, CLUSTER).config
+    held = {}
+    for zero in (1, 2, 3):
+        limit = LIMIT if zero == 1 else held[zero - 1] - 1
+        found = Search(space, Times(CLUSTER, Store()), limit, 1).run(lambda *state: None)
+        held[zero] = found.best[0].memory.total
+        assert (found.best[0].plan.zero, found.best[0].plan.dp) == (zero, 2) and held[zero] <= limit
+        assert configured(found.best[0].plan, base).replicas.zero == zero
+    with pytest.raises(ConfigError, match="no plan fits"):
+        Search(space, Times(CLUSTER, Store()), held[3] - 1, 1).run(lambda *state: None)
+
+
+def test_what_is_traced_of_the_middle_micro_batch_is_that_of_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Rank.traced.__func__  # type: ignore[attr-defined]
+
+    def numbered(cells: Any) -> list[Any]:
+        passes = [cells.forward, cells.backward, cells.copies, cells.optimizer]
+        pieces = [[(*piece[:3], [cells.kinds[kind] for kind, _ in piece.ops]) for piece in one] for one in passes]
+        return [pieces, cells.elements, cells.kept]
+
+    for one in (inner("cuboid", 2, "full", x=2, z=2), inner("summa", 2, x=2, y=2)):
+        short = numbered(traced(one, False))
+        with monkeypatch.context() as patch:
+            patch.setattr(Rank, "traced", classmethod(lambda cls, setting, training, between: whole(cls, setting, training)))
+            assert numbered(traced(one, False)) == short
 
 
 def test_a_written_plan_has_the_bytes_of_its_dry_run(cache: Path, tmp_path: Path, capsys: Any) -> None:

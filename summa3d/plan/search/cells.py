@@ -12,7 +12,7 @@ from ...dry.record import ENTER, LEAVE, Op
 from ...errors import ConfigError
 from ...nn.config import ModelConfig
 from ...train import toml
-from ...train.config import Config, DataConfig, GridConfig, TrainConfig
+from ...train.config import Config, DataConfig, GridConfig, ReplicasConfig, TrainConfig
 from ..cells import BLOCK, largest, with_messages
 
 SIZES = ("m", "n", "k", "batch", "read", "written", "words", "messages")
@@ -70,6 +70,11 @@ class Inner:
         """Ranks of the inner grid."""
         return prod(self.shape.values())
 
+    @cached_property
+    def block_elements(self) -> int:
+        """Elements of the weights of a block."""
+        return sum(rows * columns for rows, columns in matrices(self.model))
+
     def config(self, units: int) -> Config:
         """The configuration of a step of a model of one block, with micro-batches of `units` units."""
         words = min(256, self.model.vocabulary)
@@ -80,6 +85,7 @@ class Inner:
             regather=self.regather,
             device=self.device,
             grid=toml.build(GridConfig, {**self.shape, "dp": self.replicas}),
+            replicas=ReplicasConfig(zero=1 if self.replicas == 1 else 3),
             model=replace(self.model, layers=1),
             train=TrainConfig(batch=ACCUMULATE * units * self.unit * self.replicas, accumulate=ACCUMULATE),
             data=DataConfig(tokenizer=f"numbers:{words}"),
@@ -88,6 +94,13 @@ class Inner:
     def key(self, single: bool) -> dict[str, Any]:
         """All that a trace depends on, as JSON: of one unit (`single`), or of the line through two sizes."""
         return {**asdict(self), "model": asdict(replace(self.model, layers=1)), "axes": self.shape, "single": single}
+
+
+def matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of the weights of a block, in the order of its products."""
+    h, f, kv = model.hidden, model.ffn_dim, 2 * model.num_kv_heads * model.hidden // model.heads
+    gates = 2 if model.architecture.activation == "swiglu" else 1
+    return (h, h + kv), (h, h), (h, gates * f), (f, h)
 
 
 class Line(NamedTuple):
@@ -226,7 +239,7 @@ def _traced(setting: Any, config: Config) -> Sample:
     from ...dry.step import Key, Rank
     from ...train.dry_run import training_of
 
-    rank = Rank.traced(setting, training_of(config))
+    rank = Rank.traced(setting, training_of(config), between=True)
     step = rank.step([])
     passes = rank.ops[Key("F", 0, 1)].parts, rank.ops[Key("B", 0, 1)].parts
     found = tuple(

@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from .explain import explain
 from .export import export
 from .memory import memory, reserve
-from .plans import Plan, Space, admits, plans
+from .plans import Plan, Space, admits, plans, savings
 from .request import bytes_of, request, space_of
 from .search import Priced, Search, Tell
 from .store import Store
@@ -67,7 +67,8 @@ def by_rule(space: Space, searched: Search) -> Priced | None:
     """
     node = searched.times.cluster.node or space.ranks
     narrow: dict[tuple[int, int], list[Plan]] = {}
-    for plan in plans(space, type(searched.rejected)()):
+    every = (one for plan in plans(space, type(searched.rejected)()) for _, one in savings(plan, space.era))
+    for plan in every:
         y = plan.inner.shape["y"]
         if (
             plan.inner.scheme in ("oned", "oned-sp")

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
 from ...parallel.schedule import rule_of
 from ...parallel.simulate import in_flight
-from ...train.config import master_dtype
+from ...train.config import ReplicasConfig, master_dtype
 from ..cells import BLOCK
-from .cells import Cells, Piece
+from .cells import Cells, Piece, matrices
 from .plans import Plan
-from .timing import elements_of, matrices
+from .timing import elements_of
 
 CONTEXT = 1.2 * 2**30
 """Bytes of a device that its context, NCCL and cuBLAS take: assumed."""
 FRAGMENTED = 0.04
 """Of a device's memory that its allocator cannot use: assumed."""
+IN_FLIGHT = 2
+"""Buckets of gradients whose sums are in flight at once (`Replicas`, which imports torch)."""
 
 
 class Memory(NamedTuple):
@@ -42,18 +45,24 @@ def reserve(memory: float) -> float:
     return CONTEXT + FRAGMENTED * memory
 
 
+@cache
 def kept_per_element(dtype: str, zero: int, dp: int) -> tuple[float, float, float]:
     """Bytes per element of parameters with their 16-bit copies, of gradients, and of the optimizer's moments."""
     size, shards = dtype_of(master_dtype(dtype)).nbytes, dp if zero else 1
-    copied = dtype_of(dtype).nbytes if dtype in HALVES else 0
-    whole = size / shards + copied if copied else size
-    return whole, size, 2 * size / shards
+    copied = (dtype_of(dtype).nbytes if dtype in HALVES else 0) / (dp if zero == 3 else 1)
+    whole = size / shards + copied if copied or zero == 3 else size
+    return whole, size / (dp if zero > 1 else 1), 2 * size / shards
 
 
 def least(plan: Plan) -> float:
     """Bytes that any rank holds of the weights of blocks alone, and their states: a bound that needs no trace."""
-    block = sum(rows * columns for rows, columns in matrices(plan.inner.model)) / plan.inner.ranks
+    block = plan.inner.block_elements / plan.inner.ranks
     return block * plan.inner.model.layers / plan.pp * sum(kept_per_element(plan.inner.dtype, plan.zero, plan.dp))
+
+
+def least_saved(plan: Plan, saved: float) -> float:
+    """Bytes that forwards in flight save on the first rank at least. saved : of a block and a micro-batch (`Times.saved`)."""
+    return most_in_flight(plan.schedule, plan.pp, plan.micro_batches, plan.chunks, 0) * plan.layers[0] * saved
 
 
 def memory(plan: Plan, cells: Cells, units: int) -> Memory:
@@ -81,7 +90,16 @@ def _of_rank(plan: Plan, cells: Cells, units: int, rank: int) -> Memory:
     kept = cells.kept.at(units) + (plan.rows * plan.inner.model.sequence * plan.inner.model.hidden // plan.inner.ranks) * (
         2 * dtype_of(plan.inner.dtype).nbytes * (plan.pp > 1)
     )
-    return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept, rank)
+    return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept + _summed(plan, held), rank)
+
+
+def _summed(plan: Plan, held: int) -> int:
+    """Bytes of gradients that zero 2 sums in a micro-batch: of a bucket's weights, those that are packed, and two in flight."""
+    if plan.zero != 2 or plan.dp == 1:
+        return 0
+    model, size = plan.inner.model, dtype_of(master_dtype(plan.inner.dtype)).nbytes
+    largest = max(rows * columns for rows, columns in (*matrices(model), (model.vocabulary, model.hidden))) // plan.inner.ranks
+    return (2 + IN_FLIGHT) * min(held * size, max(ReplicasConfig.bucket, largest * size))
 
 
 def extent(pieces: Iterable[Piece], times: Mapping[str, int], units: int) -> tuple[int, int]:
@@ -118,4 +136,9 @@ def most_in_flight(schedule: str, p: int, m: int, chunks: int, rank: int) -> int
     many = min(m, 2 * p)  # more change nothing
     if chunks > 1:
         many = max(p, many // p * p)
+    return _most_in_flight(schedule, p, many, chunks, rank)
+
+
+@cache
+def _most_in_flight(schedule: str, p: int, many: int, chunks: int, rank: int) -> int:
     return max(in_flight(list(rule_of(schedule, p, many, chunks).order(p, many, chunks, rank))))

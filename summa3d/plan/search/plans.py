@@ -26,8 +26,10 @@ FAMILIES = ("1-D", "FSDP", "2-D", "2.5-D", "cuboid")
 UNITS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Micro-batches that are tried, in units of the fewest rows that a grid divides."""
 MOST_CHUNKS = 8
-VARIANTS = (("none", False), ("none", True), ("full", False))
+VARIANTS = (("none", False), ("none", True), ("selective", False), ("full", False))
 """(recompute, regather) that are tried; "full" keeps no gathered operand from forward to backward, so that none is regathered."""
+Saving = tuple[int, int]
+"""How a plan saves memory: the place of its (recompute, regather) and of its stage of ZeRO among those that are tried."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Era:
 
     schemes: tuple[str, ...] = SCHEMES
     variants: tuple[tuple[str, bool], ...] = VARIANTS
-    zero: tuple[int, ...] = (1,)
+    zero: tuple[int, ...] = (1, 2, 3)
 
 
 ERAS = {"2021": Era(("oned",), (("full", False),), (0,)), "now": Era()}
@@ -163,17 +165,20 @@ def family_of(scheme: str, shape: Mapping[str, int]) -> str:
 
 
 def plans(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[Plan]:
-    """Every plan that divides evenly, with the default placement; what does not is counted in `rejected` by family and reason."""
+    """Every plan that divides evenly and saves no memory (`savings`), with the default placement.
+
+    What does not divide is counted in `rejected` by family and reason.
+    """
     for scheme, shape, unit in inners(space, rejected):
         ranks, family = prod(shape.values()), family_of(scheme, shape)
-        for recompute, regather in _variants(space.era, scheme, shape):
-            of = space.model, scheme, tuple(shape.items()), recompute, regather, space.dtype, space.device, unit
-            inner = Inner(*of, shared=space.shared)
-            for pp in divisors(space.ranks // ranks):
-                if pp > space.model.layers:
-                    rejected[family, "more stages than layers"] += 1
-                    continue
-                yield from _around(inner, space, pp, space.ranks // ranks // pp, rejected)
+        recompute, regather = space.era.variants[0]
+        of = space.model, scheme, tuple(shape.items()), recompute, regather, space.dtype, space.device, unit
+        inner = Inner(*of, shared=space.shared)
+        for pp in divisors(space.ranks // ranks):
+            if pp > space.model.layers:
+                rejected[family, "more stages than layers"] += 1
+                continue
+            yield from _around(inner, space, pp, space.ranks // ranks // pp, rejected)
 
 
 def inners(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[tuple[str, dict[str, int], int]]:
@@ -221,10 +226,45 @@ def _unit(spec: SchemeSpec, model: ModelConfig, shape: Mapping[str, int]) -> tup
     return unit, ""
 
 
-def _variants(era: Era, scheme: str, shape: Mapping[str, int]) -> tuple[tuple[str, bool], ...]:
-    """(recompute, regather): products of schemes other than cuboids gather nothing that could be kept."""
-    gathers = scheme.startswith(("cuboid", "oned-sp")) and max(shape["x"], shape["y"]) > 1
-    return tuple(dict.fromkeys((recompute, regather and gathers) for recompute, regather in era.variants))
+def savings(plan: Plan, era: Era) -> Iterator[tuple[Saving, Plan]]:
+    """The plan and those that save memory beside it: what gathers or computes again, or keeps less on each replica.
+
+    One whose places are both at least those of another takes fewer bytes and more seconds.
+    """
+    for saving, inner, zero in _savings(plan.inner, plan.dp, era):
+        yield saving, _saving(plan, inner, zero)
+
+
+def next_savings(plan: Plan, era: Era, failed: set[Saving], last: Saving) -> Iterator[tuple[Saving, Plan]]:
+    """Those of `savings` that are of use once `failed` do not fit, the last of which is `last`: all that save less are there."""
+    for saving, inner, zero in _savings(plan.inner, plan.dp, era):
+        less = _before(saving)
+        if last in less and failed.issuperset(less):
+            yield saving, _saving(plan, inner, zero)
+
+
+def _saving(plan: Plan, inner: Inner, zero: int) -> Plan:
+    return Plan(inner, plan.dp, plan.pp, plan.chunks, plan.units, plan.micro_batches, zero, plan.tile)
+
+
+@cache
+def _savings(inner: Inner, dp: int, era: Era) -> list[tuple[Saving, Inner, int]]:
+    """Each saving with what the cells depend on, and its stage of ZeRO."""
+    gathers, found = inner.scheme.startswith(("cuboid", "oned-sp")) and max(inner.shape["x"], inner.shape["y"]) > 1, []
+    for place, (recompute, regather) in enumerate(era.variants):
+        if (regather and not gathers) or (recompute == "selective" and not inner.model.attention_dropout):
+            continue  # nothing is gathered, and fused attention keeps no scores
+        kept = replace(inner, recompute=recompute, regather=regather, replicas=1)
+        for stage, zero in enumerate(era.zero if dp > 1 else era.zero[:1]):
+            found.append(((place, stage), replace(kept, replicas=dp) if zero == 3 else kept, zero))
+    return found
+
+
+@cache
+def _before(saving: Saving) -> tuple[Saving, ...]:
+    """The savings just below one, which save less and are as fast at least."""
+    place, stage = saving
+    return (*([(0, stage)] if place else []), *([(place, stage - 1)] if stage else []))
 
 
 def _around(inner: Inner, space: Space, pp: int, dp: int, rejected: Counter[tuple[str, str]]) -> Iterator[Plan]:
@@ -237,8 +277,8 @@ def _around(inner: Inner, space: Space, pp: int, dp: int, rejected: Counter[tupl
     for units in UNITS:
         if rows % units:
             continue
-        for chunks, zero in product(_chunks(space.model.layers, pp, rows // units), space.era.zero if dp > 1 else (1,)):
-            yield Plan(inner, dp, pp, chunks, units, rows // units, zero)
+        for chunks in _chunks(space.model.layers, pp, rows // units):
+            yield Plan(inner, dp, pp, chunks, units, rows // units, space.era.zero[0])
 
 
 def _chunks(layers: int, pp: int, micro_batches: int) -> list[int]:

@@ -6,16 +6,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import groupby
+from typing import NamedTuple
 
 from ...cluster import Cluster
 from ...dry.record import ENTER, LEAVE
 from ...errors import ConfigError, GridError, LayoutError
 from ..cells import BLOCK
-from .memory import Memory, least, memory, reserve
-from .plans import FAMILIES, Plan, Space, admits, plans, tiles
+from .cells import matrices
+from .memory import Memory, least, least_saved, memory, reserve
+from .plans import FAMILIES, Plan, Saving, Space, admits, next_savings, plans, tiles
 from .store import Store
-from .timing import PASSES, Times, matrices
+from .timing import PASSES, Times
 
 Tell = Callable[[int, int, int], None]
 """Is told how many plans are done, of how many, and how many cells have been traced."""
@@ -38,7 +41,8 @@ class Found:
     """What a search found.
 
     best : the fastest plans, ascending. families : the best plan of each. pareto : plans priced that no other beats in both
-    seconds and bytes. considered : how many plans divide evenly. rejected : (family, reason) → how many. limit : bytes of a rank.
+    seconds and bytes. considered : how many plans were looked at, all of which divide evenly. rejected : (family, reason) → how
+    many. limit : bytes of a rank.
     """
 
     space: Space
@@ -54,6 +58,20 @@ class Found:
     rejected: Counter[tuple[str, str]]
 
 
+class Waiting(NamedTuple):
+    """A plan that waits for its turn, in the order of its least seconds.
+
+    placed : whether `floor` knows its placements. base : the plan that it saves memory of, by number
+    """
+
+    floor: float
+    number: int
+    placed: bool
+    plan: Plan
+    saving: Saving
+    base: int
+
+
 @dataclass
 class Search:
     """A search over `space` on a cluster, with `limit` bytes a rank; `top` plans are kept."""
@@ -63,39 +81,55 @@ class Search:
     limit: float
     top: int
     rejected: Counter[tuple[str, str]] = field(default_factory=Counter)
+    considered: int = 0
     done: list[tuple[float, Plan, Memory]] = field(default_factory=list)
     _best: dict[str, float] = field(default_factory=dict)
     _cutoff: float = float("inf")
-    _kept: set[tuple[object, ...]] = field(default_factory=set)
+    _waiting: list[Waiting] = field(default_factory=list)
+    _failed: dict[int, set[Saving]] = field(default_factory=dict)
 
     def run(self, tell: Tell) -> Found:
         """Search. Raises ConfigError where no plan is left, with the reasons of each family."""
-        every = [plan for plan in plans(self.space, self.rejected) if self._fits(plan)]
-        tell(0, len(every), 0)
+        for plan in plans(self.space, self.rejected):
+            self._consider(plan, (0, 0), self.considered)
+        tell(0, self.considered, 0)
         told = time.monotonic()
-        floors = sorted((self.times.floor(plan, self._placements(plan)), number) for number, plan in enumerate(every))
-        for place, (floor, number) in enumerate(floors):
-            plan = every[number]
+        while self._waiting:
+            one = heappop(self._waiting)
+            plan = one.plan
             if time.monotonic() > told + EVERY:
                 told = time.monotonic()
-                tell(place, len(floors), self.times.store.traces)
-            if self._hopeless(plan, floor):
+                tell(self.considered - len(self._waiting), self.considered, self.times.store.traces)
+            if self._hopeless(plan, one.floor):
                 self.rejected[plan.family, "slower than the best by a lower bound"] += 1
-                continue
-            self._try(plan)
-        tell(len(floors), len(floors), self.times.store.traces)
+            elif one.placed:
+                self._try(one)
+            else:
+                heappush(self._waiting, one._replace(floor=self.times.floor(plan, self._placements(plan)), placed=True))
+        tell(self.considered, self.considered, self.times.store.traces)
         if not self.done:
             raise ConfigError(nothing_fits(self.space, self.limit, self.rejected))
-        return self._found(len(every))
+        return self._found()
 
-    def _fits(self, plan: Plan) -> bool:
+    def _consider(self, plan: Plan, saving: Saving, base: int) -> None:
+        """Let a plan wait for its turn by its least time, unless bounds rule it out."""
+        self.considered += 1
         if not admits(self.space, plan):
-            self.rejected[plan.family, "not within --fix and --limit"] += 1
-        elif least(plan) > self.limit:
-            self.rejected[plan.family, "weights and their states alone do not fit"] += 1
+            self._save(plan, saving, base, "not within --fix and --limit")
+        elif (states := least(plan)) > self.limit:
+            self._save(plan, saving, base, "weights and their states alone do not fit")
+        elif states + least_saved(plan, self.times.saved(plan)) > self.limit:
+            self._save(plan, saving, base, "memory, by a lower bound")
         else:
-            return True
-        return False
+            heappush(self._waiting, Waiting(self.times.floor(plan), self.considered, False, plan, saving, base))
+
+    def _save(self, plan: Plan, saving: Saving, base: int, reason: str) -> None:
+        """Reject a plan, and consider those that save more memory, once none fits that saves less."""
+        self.rejected[plan.family, reason] += 1
+        failed = self._failed.setdefault(base, set())
+        failed.add(saving)
+        for other, one in next_savings(plan, self.space.era, failed, saving):
+            self._consider(one, other, base)
 
     def _placements(self, plan: Plan) -> list[Plan]:
         fixed = (self.space.fixed or {}).keys() & {"tile", "grid.tile"}
@@ -104,15 +138,9 @@ class Search:
     def _hopeless(self, plan: Plan, seconds: float) -> bool:
         return seconds >= self._cutoff and seconds >= self._best.get(plan.family, float("inf"))
 
-    def _try(self, plan: Plan) -> None:
-        """Price a plan with each of its placements, as far as its bounds leave it a chance.
-
-        What gathers or computes again is not tried where the plan that keeps all fits: it does the same and more.
-        """
-        around = plan.inner.scheme, plan.inner.axes, plan.dp, plan.pp, plan.chunks, plan.units, plan.zero
-        if around in self._kept:
-            self.rejected[plan.family, "fits without gathering or computing again"] += 1
-            return
+    def _try(self, waiting: Waiting) -> None:
+        """Price a plan with each of its placements, as far as its bounds leave it a chance."""
+        plan = waiting.plan
         try:
             cells, units = self.times.store.cells(plan.inner, plan.units)
         except (LayoutError, GridError, ConfigError) as error:
@@ -120,10 +148,8 @@ class Search:
             return
         held = memory(plan, cells, units)
         if held.total > self.limit:
-            self.rejected[plan.family, "memory"] += 1
+            self._save(plan, waiting.saving, waiting.base, "memory")
             return
-        if plan.inner.recompute == "none" and not plan.inner.regather:
-            self._kept.add(around)
         seen = set()
         for one in self._placements(plan):
             bound = self.times.closed(one, least=True)
@@ -142,7 +168,7 @@ class Search:
         if len(self.done) >= self.top:
             self._cutoff = sorted(one for one, *_ in self.done)[self.top - 1]
 
-    def _found(self, considered: int) -> Found:
+    def _found(self) -> Found:
         done = sorted(self.done, key=lambda one: (one[0], str(one[1])))
         chosen = {plan: held for _, plan, held in done[: self.top]}
         for family in FAMILIES:
@@ -152,7 +178,7 @@ class Search:
         families = {family: families[family] for family in FAMILIES if family in families}
         front = [Priced(plan, seconds, held) for seconds, plan, held in front_of(done)]
         store = self.times.store
-        counts = (considered, len(done), store.traces, store.read)
+        counts = (self.considered, len(done), store.traces, store.read)
         return Found(self.space, self.times.cluster, self.limit, best[: self.top], families, front, *counts, self.rejected)
 
     def priced(self, plan: Plan, held: Memory) -> Priced:

@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
 from ...cluster import Cluster
 from ...comm.topology import Topology
 from ...dry.record import ENTER, LEAVE, Op
-from ...nn.config import ModelConfig
+from ...dtypes import dtype_of
 from ...train.config import master_dtype
 from ..cells import BLOCK, Cell
 from ..links import loads
 from ..predict import Durations, Step
 from ..price import Prices
 from ..replay import Span, replay
-from .cells import Cells, Inner
+from .cells import Cells, Inner, matrices
 from .plans import ORDER, Plan
 from .store import Store
 
 CELLS = (ENTER, BLOCK, LEAVE)
 PASSES = (False, True)
 MARGIN = 0.95
-"""Of what one rank alone computes that no scheme saves: some fuse or leave out a copy."""
+"""Of what one rank alone computes and saves that no scheme does without: some fuse or leave out a copy."""
 Key = tuple[Inner, int, tuple[tuple[str, int], ...], int]
 """What the times of cells depend on: their sizes, units of the micro-batch, tile, and ranks outside the grid of a stage."""
 
@@ -51,8 +52,8 @@ class After(NamedTuple):
 class Times:
     """Seconds of plans on a cluster.
 
-    They fall into three kinds, each at least as large as the one before: `floor` needs no trace, `least` counts the operations of
-    traced cells, and `spans` replays them.
+    They fall into four kinds, each at least as large as the one before: `floor` needs no trace, and knows links where it is given
+    placements; `least` counts the operations of traced cells, and `spans` replays them.
     """
 
     def __init__(self, cluster: Cluster, store: Store) -> None:
@@ -61,22 +62,25 @@ class Times:
         self._prices: dict[object, Prices] = {}
         self._least: dict[Key, Durations] = {}
         self._spans: dict[Key, dict[tuple[str, bool], Span]] = {}
-        self._floors: dict[tuple[Inner, int], dict[str, float]] = {}
+        self._floors: dict[tuple[Inner, int, bool, int], dict[str, float]] = {}
+        self._saved: dict[tuple[str, int], float] = {}
         self._shares: dict[tuple[str, str, bool, int, int], float] = {}
 
     # -- without a trace
 
-    def floor(self, plan: Plan, placements: Sequence[Plan]) -> float:
-        """Seconds that the plan takes at least, wherever its ranks lie.
+    def floor(self, plan: Plan, placements: Sequence[Plan] = ()) -> float:
+        """Seconds that the plan takes at least: with one of these placements, or, without them, wherever its ranks lie.
 
         That is an equal share of what one rank alone would compute, which one trace tells for all plans, and the words that
         products must move.
         """
-        key = plan.inner, plan.units
+        key = plan.inner, plan.units, bool(placements), plan.pp * (plan.zero == 3)
         if key not in self._floors:
             parts = {cell: sum(self._share(plan, cell, way) for way in PASSES) for cell in CELLS}
-            words = [*least_words(plan.inner, plan.rows)]
-            parts[BLOCK] += min(self._moved(one, words) for one in placements)
+            words, computed = [*least_words(plan.inner, plan.rows)], parts[BLOCK]
+            moved = [self._moved(one, words) for one in placements] or [self._moved_anywhere(plan.inner, words)]
+            parts[BLOCK] = min(max(computed + ports, streams) for ports, streams in moved)
+            parts[BLOCK] += self._gathered(plan, bool(placements)) if plan.zero == 3 else 0.0
             self._floors[key] = parts
         parts, last = self._floors[key], plan.pp - 1
         work = [plan.layers_of(rank) * parts[BLOCK] for rank in (0, last)]
@@ -91,8 +95,7 @@ class Times:
         inner = plan.inner
         key = inner.recompute, cell, backward, plan.rows, inner.ranks
         if key not in self._shares:
-            alone = replace(inner, scheme="oned", axes=tuple({"x": 1, "y": 1, "z": 1}.items()), regather=False, unit=1)
-            cells, rows = self.store.cells(alone, plan.rows)
+            cells, rows = self.alone(plan)
             prices = self._outer("dp", 1, inner.ranks * plan.dp * plan.pp)
             seconds = 0.0
             for kind, many in cells.counts[cell, backward].items():
@@ -105,10 +108,64 @@ class Times:
             self._shares[key] = MARGIN * seconds
         return self._shares[key]
 
-    def _moved(self, plan: Plan, words: Sequence[tuple[str, str, float]]) -> float:
-        """Seconds that the ports are in use by communications of so many words."""
-        prices, dtype = self._prices_of(plan), plan.inner.dtype
-        return sum(prices.parts(move(name, axis, int(many), dtype))[1] for axis, name, many in words if many)
+    def alone(self, plan: Plan) -> tuple[Cells, int]:
+        """The cells that one rank alone would run, and at how many units: rows."""
+        axes = tuple({"x": 1, "y": 1, "z": 1}.items())
+        return self.store.cells(replace(plan.inner, scheme="oned", axes=axes, regather=False, unit=1), plan.rows)
+
+    def saved(self, plan: Plan) -> float:
+        """Bytes of a block that a rank saves for backward at least: an equal share of what one rank alone would save."""
+        key = plan.inner.recompute, plan.rows
+        if key not in self._saved:
+            cells, rows = self.alone(plan)
+            self._saved[key] = MARGIN * sum(piece.net.at(rows) for piece in cells.forward if piece.cell == BLOCK)
+        return self._saved[key] / plan.inner.ranks
+
+    def _moved(self, plan: Plan, words: Sequence[Least]) -> tuple[float, float]:
+        """Seconds for which communications use ports, and for which the busiest axis is in use, by so many words and messages."""
+        prices, ports, streams = self._prices_of(plan), 0.0, dict[str, float]()
+        for axis, name, many, messages in words:
+            if many:
+                fixed, moving = prices.parts(move(name, axis, int(many / messages), plan.inner.dtype))
+                ports += messages * moving
+                streams[axis] = streams.get(axis, 0.0) + messages * (fixed + moving)
+        return ports, max(streams.values(), default=0.0)
+
+    def _gathered(self, plan: Plan, placed: bool) -> float:
+        """Seconds of the gathers of a block's shared weights, and of the sums of their gradients, with zero 3.
+
+        placed : by the loads of links; else by the fastest ports
+        """
+        passes, words = 3 + (plan.inner.recompute == "full"), plan.inner.block_elements // (plan.inner.ranks * plan.dp)
+        op, levels = move("all_gather", "dp", words * (plan.dp - 1), plan.inner.dtype), self.cluster.levels
+        if placed:
+            return passes * self._outer("dp", plan.inner.ranks, plan.dp, plan.pp).parts(op)[1]
+        return passes * op.words * dtype_of(op.dtype).nbytes * min(1 / (level.ports * level.bandwidth) for level in levels)
+
+    def _moved_anywhere(self, inner: Inner, words: Sequence[Least]) -> tuple[float, float]:
+        """The least of `_moved` over all placements, and below: ports between nodes of s ranks carry their fair share.
+
+        Of an axis whose rings have k members in a node, s/k rings leave it. The k of all axes multiply to s at most (Loomis and
+        Whitney), and of what does not leave the node it is the size of the axis. So the sum of volume·s/k is at least n times the
+        geometric mean of what their n axes would have with the whole s. Every message has the hops of its axis.
+        """
+        levels, volumes, streams = self.cluster.levels, dict[str, float](), dict[str, float]()
+        if len(levels) < 2 or self.cluster["host.slots"]:
+            return 0.0, 0.0
+        hop, launch = min(level.latency for level in levels), self.cluster["collectives.launch"]
+        for axis, _, many, messages in words:
+            if inner.shape[axis] > 1:
+                volumes[axis] = volumes.get(axis, 0.0) + many * dtype_of(inner.dtype).nbytes
+                streams[axis] = streams.get(axis, 0.0) + messages * (launch + hop * (inner.shape[axis] - 1))
+        node, port = levels[-2].size, levels[-1]
+        fastest, least = min(1 / level.bandwidth for level in levels) * sum(volumes.values()), float("inf")
+        for inside in product((False, True), repeat=len(volumes)):
+            room = node / prod(inner.shape[axis] for axis, one in zip(volumes, inside, strict=True) if one)
+            out = [volume for volume, one in zip(volumes.values(), inside, strict=True) if not one]
+            if room >= 1:
+                mean = len(out) * (prod(out) / room) ** (1 / len(out)) if out else 0.0
+                least = min(least, max(mean, sum(out) / node) * node / (port.ports * port.bandwidth))
+        return max(fastest, least), max(streams.values(), default=0.0)
 
     def slowest_level(self, plan: Plan, axis: str) -> tuple[str, float]:
         """The level of links that a ring along an axis of the stage's grid is bound by, and its seconds per byte."""
@@ -193,19 +250,23 @@ class Times:
         """Seconds behind the last backward, of the rank that holds most parameters."""
         cells, _ = self.store.cells(plan.inner, plan.units)
         held, dp = max(elements_of(plan, cells)), plan.dp
-        return After(self._replicas(plan, held), self._optimizer(plan, cells, held if plan.zero == 0 else -(-held // dp)))
+        updated = held if plan.zero in (0, 3) else -(-held // dp)  # the cells of zero 3 update a shard already
+        return After(self._replicas(plan, held), self._optimizer(plan, cells, updated))
 
     def _replicas(self, plan: Plan, held: int) -> float:
-        """Gradients are reduce-scattered in the dtype of weights that the optimizer keeps, weights gathered in that of layers."""
+        """Gradients are reduce-scattered in the dtype of weights that the optimizer keeps, weights gathered in that of layers.
+
+        With zero 2 gradients are summed in every micro-batch; what zero 3 moves is part of the cells.
+        """
         dtype = master_dtype(plan.inner.dtype)
         seconds = 0.0
-        if plan.dp > 1:
+        if plan.dp > 1 and plan.zero < 3:
             outer = self._outer("dp", plan.inner.ranks, plan.dp, plan.pp)
             words = held * (plan.dp - 1) // plan.dp
             gathered = dtype if plan.zero == 0 else plan.inner.dtype
-            seconds = outer.seconds(move("reduce_scatter", "dp", words, dtype)) + outer.seconds(
-                move("all_gather", "dp", words, gathered)
-            )
+            sums = plan.micro_batches if plan.zero == 2 else 1
+            seconds = sums * outer.seconds(move("reduce_scatter", "dp", words, dtype))
+            seconds += outer.seconds(move("all_gather", "dp", words, gathered))
         cells, _ = self.store.cells(plan.inner, plan.units)
         if plan.pp > 1 and cells.elements["tied"]:  # both ends sum the table's gradient
             pair = self._outer("pp", plan.inner.ranks * plan.dp, plan.pp)
@@ -227,7 +288,7 @@ class Times:
 
     def _key(self, plan: Plan) -> Key:
         around = plan.dp * plan.pp
-        if not self.cluster["host.slots"]:  # else ranks slow each other down, wherever they are
+        if plan.zero < 3 and not self.cluster["host.slots"]:  # else ranks slow each other down, wherever they are
             around = min(around, self._repeat(plan.inner.ranks))
         return plan.inner, plan.units, plan.tile, around
 
@@ -236,12 +297,12 @@ class Times:
         return _copies(ranks, tuple(level.size for level in self.cluster.levels if level.size))
 
     def _prices_of(self, plan: Plan) -> Prices:
-        """Prices inside the grid of a stage, with the replicas that share its units of links."""
+        """Prices inside the grid of a stage, with the replicas that share its units of links, or its weights (zero 3)."""
         _, _, tile, around = self._key(plan)
-        inner = plan.inner
-        key = inner.axes, tile, around
+        inner, replicas = plan.inner, plan.dp if plan.zero == 3 else around
+        key = inner.axes, tile, around, replicas
         if key not in self._prices:
-            shape = {**inner.shape, "dp": around}
+            shape = {**inner.shape, "dp": replicas, "pp": around // replicas}
             topology = Topology.checked(shape, [name for name in ORDER if name in shape], dict(tile))
             self._prices[key] = Prices(self.cluster, topology)
         return self._prices[key]
@@ -273,28 +334,30 @@ def elements_of(plan: Plan, cells: Cells) -> list[int]:
     return held
 
 
-def matrices(model: ModelConfig) -> list[tuple[int, int]]:
-    """(rows, columns) of the weights of a block, in the order of its products."""
-    h, f, kv = model.hidden, model.ffn_dim, 2 * model.num_kv_heads * model.hidden // model.heads
-    gates = 2 if model.architecture.activation == "swiglu" else 1
-    return [(h, h + kv), (h, h), (h, gates * f), (f, h)]
+class Least(NamedTuple):
+    """What a rank receives along an axis in a block at least, by so many communications at least."""
+
+    axis: str
+    collective: str
+    words: float
+    messages: int
 
 
-def least_words(inner: Inner, rows: int) -> Iterator[tuple[str, str, float]]:
-    """(axis, collective, words that a rank receives in a block) at least, without what may hide behind arithmetic."""
+def least_words(inner: Inner, rows: int) -> Iterator[Least]:
+    """What a rank receives in a block at least, without what may hide behind arithmetic."""
     tokens, shape, ranks = rows * inner.model.sequence, inner.shape, inner.ranks
     passes = 2 if inner.recompute == "full" else 1  # of forward
     if inner.scheme == "oned":
-        yield "y", "all_gather", passes * 4 * tokens * inner.model.hidden * (1 - 1 / ranks)
+        yield Least("y", "all_gather", passes * 4 * tokens * inner.model.hidden * (1 - 1 / ranks), passes * 4)
         return
     for place, (k, n) in enumerate(matrices(inner.model)):
         if inner.scheme.startswith(("cuboid", "oned-sp")):
             of_a, of_c = ("y", "z") if place % 2 == 0 else ("z", "y")
             again = inner.regather  # backward gathers both operands
-            yield of_a, "all_gather", (passes + again) * (shape[of_a] - 1) * tokens * k / ranks
-            yield of_c, "all_gather", (passes + 1) * (shape[of_c] - 1) * tokens * n / ranks
-            yield "x", "all_gather", (passes + 1 + again) * (shape["x"] - 1) * k * n / ranks
+            of = (of_a, passes + again, tokens * k), (of_c, passes + 1, tokens * n), ("x", passes + 1 + again, k * n)
+            for axis, times, size in of:
+                yield Least(axis, "all_gather", times * (shape[axis] - 1) * size / ranks, times)
         else:
-            depth = shape.get("d", 1)
-            yield "y", "broadcast", (passes + 1) * (shape["y"] - 1) * tokens * k / ranks
-            yield "x", "broadcast", (passes + 1) * (shape["x"] - 1) * k * n * depth / ranks
+            panels, depth = max(shape["x"], shape["y"]), shape.get("d", 1)
+            for axis, size in (("y", tokens * k), ("x", k * n * depth)):
+                yield Least(axis, "broadcast", (passes + 1) * (shape[axis] - 1) * size / ranks, (passes + 1) * panels)
