@@ -29,7 +29,8 @@ class Facts:
     """What one rank a core does while all cores work.
 
     flops : operations per second of products, by dtype. half : the side at which a product has half its rate. memory : bytes per
-    second. kernel : seconds of an element-wise kernel of little.
+    second. kernel : seconds of an element-wise kernel of little. function : of an element of GELU, beside its bytes. layer : of
+    the Python of an operation of a layer.
     """
 
     flops: Mapping[str, float]
@@ -37,6 +38,8 @@ class Facts:
     memory: float
     kernel: float
     cores: int
+    function: float
+    layer: float
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,12 @@ def cluster_of(race: Race, facts: Facts) -> Any:
         "peak": {name: number(rate) for name, rate in facts.flops.items()},
         "device": {"memory": number(1e9), "memory_bandwidth": number(facts.memory)},
         "product": {"efficiency": number(share), "half": number(facts.half)},
-        "elements": {"efficiency": number(share), "launch": number(facts.kernel / share)},
+        "elements": {
+            "efficiency": number(share),
+            "launch": number(facts.kernel / share),
+            "function": number(facts.function / share),
+        },
+        "layers": {"launch": number(facts.layer / share)},
         "collectives": {"launch": number(0.0, "assumed")},
         "level": [node, network],
         "band": {"percent": number(20.0, "assumed")},

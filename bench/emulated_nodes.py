@@ -25,7 +25,7 @@ from emulated_report import claims, figures, lines, replaced
 PREDICTIONS = Path(__file__).with_name("emulated_predictions.json")
 LONG, SHORT = 512, 64
 FACT_RANKS = 2
-BYTES = 1 << 26
+BYTES, ELEMENTS = 1 << 26, 1 << 20
 
 
 def main() -> None:
@@ -100,6 +100,7 @@ def core_facts() -> dict[str, Any]:
     import torch
     from mpi4py import MPI
 
+    from summa3d.bench.calibrate import Calibration, gelu
     from summa3d.bench.machine import machine
     from summa3d.comm.nodes import Nodes
 
@@ -121,14 +122,22 @@ def core_facts() -> dict[str, Any]:
     long = {dtype: rate(LONG, dtype) for dtype in ("float64", "float32")}
     short = rate(SHORT, MATRICES)
     half = max(0.0, (long[MATRICES] - short) / (short / SHORT - long[MATRICES] / LONG))  # rate = peak · side/(side + half)
+    calibration = Calibration(world)
+    (block,) = calibration.layers()
+    small = least(block.act, 50)
     source, target = np.ones(BYTES, np.uint8), np.empty(BYTES, np.uint8)
-    x = torch.ones(64)
+    memory = 2 * BYTES / least(lambda: np.copyto(target, source), 30)
+    x, wide, out = torch.ones(64), torch.ones(ELEMENTS), torch.empty(ELEMENTS)
+    kernel = least(lambda: [torch.add(x, x) for _ in range(100)], 50) / 100
+    operations = block.sample.products + block.sample.kernels
     return {
         "facts": {
             "flops": {dtype: value * (LONG + half) / LONG for dtype, value in long.items()},
             "half": half,
-            "memory": 2 * BYTES / least(lambda: np.copyto(target, source), 30),
-            "kernel": least(lambda: [torch.add(x, x) for _ in range(100)], 50) / 100,
+            "memory": memory,
+            "kernel": kernel,
+            "function": max(0.0, least(lambda: gelu(wide, out), 30) / ELEMENTS - 8 / memory),
+            "layer": max(0.0, small / operations - kernel),
             "cores": Nodes.of(world).total_cores,
         },
         "machine": machine(world),

@@ -41,6 +41,8 @@ DEVICE = {
     "product.launch": Range(0, 0.1, "seconds", "start of a product", 0.0),
     "elements.efficiency": Range(0.01, 1, "of the memory bandwidth", "rate of element-wise kernels"),
     "elements.launch": Range(0, 0.1, "seconds", "start of an element-wise kernel", 0.0),
+    "elements.function": Range(0, 1e-6, "seconds", "of an element of GELU and the like, beside its bytes", 0.0),
+    "layers.launch": Range(0, 0.1, "seconds", "Python of a product or an element-wise operation of a layer", 0.0),
     "collectives.launch": Range(0, 0.1, "seconds", "start of a collective"),
     "collectives.chunk": Range(1, 1e9, "bytes", "what a broadcast's chain forwards at a time", 524288.0),
     "host.slots": Range(0, 1e4, "ranks", "ranks of a node that have a core each; more share them; 0 for devices", 0.0),

@@ -1,9 +1,11 @@
-"""Measures the machine that it runs on, all ranks at once: products, element-wise work, collectives and messages."""
+"""Measures the machine that it runs on, all ranks at once: products, element-wise work, layers, collectives and messages."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..comm.arrays import Array, copy_into, library_of, numpy_dtype
+from ..comm.arrays import Array, copy_into, is_torch, library_of, numpy_dtype
 from ..comm.axis import Axis
 from ..comm.device.select import placed, settle
 from ..comm.grid import Grid
@@ -47,13 +49,18 @@ MEMORY_SHARE = 12
 
 @dataclass
 class Trial:
-    """A measurement: what is repeated how often, the quickest round so far, and what its seconds are divided by."""
+    """A measurement: what is repeated how often, the quickest round so far, and what its seconds are divided by.
+
+    worked : whether the seconds of a rank's processor count in place of the wall's, which are kept beside them
+    """
 
     sample: Sample
     act: Callable[[], Array]
     best: float
+    wall: float
     times: int
     divided: float
+    worked: bool
 
 
 class Calibration:
@@ -71,8 +78,10 @@ class Calibration:
         self.world, self.device, self.ranks, self.nodes = world, device, nodes.ranks[0], len(nodes.ranks)
         threads = world.bcast(threads_of_rank())
         self.slots = 0 if device == "cuda" else max(1, min(nodes.cores) // threads)
+        self.one_thread = device == "cpu" and threads == 1
         self.grid = Grid(world, {"x": self.ranks, "y": self.nodes}, order=("x", "y"))
         self.clock, self.grids = Clock(self.grid), [self.grid]
+        self.shared = device == "cpu" and bool(self.grid.staged)
         self.largest = world.bcast(node_memory() // MEMORY_SHARE // self.ranks // 3)
 
     @property
@@ -82,32 +91,48 @@ class Calibration:
 
     def run(self) -> Measured:
         """All measurements, in rounds, so that a while of other work spoils none of them; collective, equal on all ranks."""
-        trials = [*self.products(), *self.elements(), *self.moves(), *self.messages()]
+        trials = [*self.products(), *self.elements(), *self.layers(), *self.moves(), *self.messages()]
         for _ in range(ROUNDS):
             for trial in trials:
-                trial.best = min(trial.best, self.repeated(trial.act, trial.times))
+                seconds, wall = self.repeated(trial.act, trial.times, trial.worked)
+                trial.best, trial.wall = min(trial.best, seconds), min(trial.wall, wall)
         memory = device_memory() if self.device == "cuda" else node_memory() / self.ranks
-        shared = self.device == "cpu" and bool(self.grid.staged)
         for grid in self.grids:
             grid.free()
-        samples = tuple(trial.sample._replace(seconds=trial.best / trial.divided) for trial in trials)
-        return Measured(self.ranks, self.nodes, self.slots, float(memory), shared, samples)
+        samples = tuple(trial.sample._replace(seconds=trial.best / trial.divided, wall=trial.wall) for trial in trials)
+        return Measured(self.ranks, self.nodes, self.slots, float(memory), self.shared, samples)
 
-    def repeated(self, act: Callable[[], Array], times: int) -> float:
-        """Seconds of one of `times` repetitions on all ranks; of what act returns, all that is queued is done."""
+    def repeated(self, act: Callable[[], Any], times: int, worked: bool) -> tuple[float, float]:
+        """Seconds of one of `times` repetitions on all ranks, and of the wall; of what act returns, all that is queued is done.
+
+        worked : the former are those of the processor of the rank that works the longest
+        """
+        from mpi4py import MPI
+
+        busy = 0.0
 
         def run() -> None:
+            nonlocal busy
+            start = time.thread_time()
             for _ in range(times):
                 last = act()
             settle(last)
+            busy = time.thread_time() - start
 
-        return self.clock.spans(run)[0] / times
+        wall = self.clock.spans(run)[0] / times
+        return (self.world.allreduce(busy, MPI.MAX) / times if worked else wall), wall
 
-    def trial(self, sample: Sample, act: Callable[[], Array], divided: float | None = None) -> Trial:
-        """A measurement; `divided` is what its time is divided by, else how much ranks slow each other down."""
-        self.repeated(act, 1)
-        best = self.repeated(act, 1)
-        return Trial(sample, act, best, int(min(2000, max(1, SPAN / max(best, 1e-7)))), divided or self.crowding)
+    def trial(self, sample: Sample, act: Callable[[], Any], divided: float | None = None, worked: bool | None = None) -> Trial:
+        """A measurement.
+
+        divided : what its time is divided by; by default how much ranks slow each other down, if it is the wall's. worked : by
+        default whether one thread computes: other work takes cores, but not speed.
+        """
+        worked = self.one_thread if worked is None else worked
+        self.repeated(act, 1, worked)
+        best, wall = self.repeated(act, 1, worked)
+        times = int(min(2000, max(1, SPAN / max(best, 1e-7))))
+        return Trial(sample, act, best, wall, times, divided or (1.0 if worked else self.crowding), worked)
 
     def array(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         """An array of ones where the ranks compute."""
@@ -168,6 +193,10 @@ class Calibration:
 
             yield self.trial(Sample("elements", f"copy of {nbytes:,} bytes", bytes=2 * nbytes), copy)
             yield self.trial(Sample("elements", f"addition of {nbytes:,} bytes", bytes=3 * nbytes), add)
+            if self.device == "cpu" and is_torch(a) and nbytes > 8:
+                many = nbytes // 4
+                sample = Sample("elements", f"GELU of {nbytes:,} bytes", bytes=2 * nbytes, functions=many)
+                yield self.trial(sample, partial(gelu, a, out))
 
     def elementwise(self, nbytes: int) -> Array:
         """An array for element-wise work."""
@@ -177,6 +206,32 @@ class Calibration:
 
             return torch.from_numpy(array)
         return array
+
+    def layers(self) -> Iterator[Trial]:
+        """A transformer block that has next to nothing to compute, on a grid of this rank alone: what its Python takes."""
+        if self.device != "cpu" or importlib.util.find_spec("torch") is None:
+            return
+        from mpi4py import MPI
+
+        from ..nn.config import ModelConfig
+        from ..plan.cells import BLOCK, cells
+        from .blocks import BlockEntry, BlockRunner, Case
+        from .predicted import setting_of
+
+        config = ModelConfig(layers=1, hidden=8, heads=2, sequence=4, vocabulary=8)
+        entry, case = BlockEntry("cuboid", {"x": 1, "y": 1, "z": 1}, regather=False), Case(config, 1)
+        runner = BlockRunner(entry, case, MPI.COMM_SELF)
+        self.grids.append(runner.grid)
+
+        def act() -> Any:
+            y = runner.forward()
+            runner.backward(y)
+            runner.forget()
+            return y
+
+        ops = [op for trace in cells(setting_of(entry, case, 1))[BLOCK] for op in trace]
+        many = Counter(op.kind for op in ops)
+        yield self.trial(Sample("layers", "a small block", products=many["product"], kernels=many["elements"]), act)
 
     # -- between ranks -------------------------------------------------------------------------------------------------------
 
@@ -192,6 +247,7 @@ class Calibration:
     def collectives(self, axis: Axis, level: str, sharing: int) -> Iterator[Trial]:
         """Rings of all sizes along an axis; none along one of a single member."""
         size = axis.size
+        worked = self.shared and self.crowding > 1 and level == "node"  # a rank that waits sleeps, and leaves others the core
         for nbytes in MESSAGES if size > 1 else ():
             total = max(nbytes // 4 // size, 1) * size
             if 4 * total > self.largest:
@@ -205,12 +261,16 @@ class Calibration:
             for name, (times, act) in acts.items():
                 received, what = times * 4 * (total - total // size), f"{name} of {4 * total:,} bytes on {size} ranks"
                 hops = 2 * log2(size) if times == 2 and level == "network" else times * (size - 1)  # a tree between nodes
-                yield self.trial(Sample("move", what, bytes=received * sharing, level=level, hops=hops), act)
+                sample = Sample("move", what, bytes=received * sharing, level=level, hops=hops)
+                yield self.trial(sample, act, 1.0 if level == "network" else None, worked)
 
     def messages(self) -> Iterator[Trial]:
-        """Messages between two ranks of a node, and of two nodes, there and back, while the others wait."""
+        """Messages between two ranks of a node, and of two nodes, there and back, while the others wait.
+
+        None in a node whose ranks share cores: these two have cores of their own meanwhile, which no run leaves them.
+        """
         partners = (("node", self.grid["x"], 0), ("network", self.grid["y"], 0))
-        for level, axis, index in partners:
+        for level, axis, index in partners[self.crowding > 1 :]:
             for nbytes in MESSAGES if axis.size > 1 else ():
                 if nbytes > self.largest:
                     break
@@ -227,7 +287,14 @@ class Calibration:
                     return array
 
                 what = f"message of {nbytes:,} bytes"
-                yield self.trial(Sample("move", what, bytes=nbytes, level=level, hops=1, message=True), act, divided=2.0)
+                yield self.trial(Sample("move", what, bytes=nbytes, level=level, hops=1, message=True), act, 2.0, False)
+
+
+def gelu(a: Any, out: Any) -> Any:
+    """GELU of a tensor, approximated by tanh, as in GPT-2."""
+    import torch
+
+    return torch.ops.aten.gelu.out(a, approximate="tanh", out=out)
 
 
 def node_memory() -> int:

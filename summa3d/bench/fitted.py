@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import combinations
+from math import ceil
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -29,10 +30,11 @@ REWEIGHTED, NEAR = 20, 0.02
 
 
 class Sample(NamedTuple):
-    """A measured time. kind : product | elements | move. name : of what. seconds : as if every rank had a core of its own.
+    """A measured time. kind : product | elements | layers | move. name : of what. seconds : as if every rank had its own core.
 
     dtype, m, n, k : of a product. bytes : read and written, or those that a rank receives, times the groups that share a port.
-    level, hops : of a move; message : from one rank to another.
+    level, hops : of a move; message : from one rank to another. functions : elements of a function. products, kernels : in
+    layers. wall : seconds that passed, on all ranks.
     """
 
     kind: str
@@ -46,6 +48,10 @@ class Sample(NamedTuple):
     level: str = ""
     hops: float = 0
     message: bool = False
+    functions: int = 0
+    products: int = 0
+    kernels: int = 0
+    wall: float = 0.0
 
     @property
     def flops(self) -> int:
@@ -103,11 +109,15 @@ def fit(samples: Sequence[Sample]) -> Fit:
     """The numbers by which samples are predicted best, none of them negative."""
     numbers, residuals = _products([one for one in samples if one.kind == "product"])
     elements = [one for one in samples if one.kind == "elements"]
-    (byte, launch), errors = solved([[one.bytes, 1.0] for one in elements], elements)
-    quickest = max(one.bytes / one.seconds for one in elements)
+    (byte, function, launch), errors = solved([[one.bytes, one.functions, 1.0] for one in elements], elements)
+    quickest = max(one.bytes / one.seconds for one in elements if not one.functions)
     byte = max(byte, LEAST / quickest)
     bandwidth = max(1 / byte, quickest)
     numbers |= {"device.memory_bandwidth": bandwidth, "elements.efficiency": 1 / byte / bandwidth, "elements.launch": launch}
+    numbers["elements.function"] = function
+    for one in (one for one in samples if one.kind == "layers"):
+        rest = one.seconds - one.products * numbers["product.launch"] - one.kernels * launch
+        numbers["layers.launch"] = max(0.0, rest / (one.products + one.kernels))
     residuals += zip(elements, errors, strict=True)
     moves = [one for one in samples if one.kind == "move"]
     levels = list(dict.fromkeys(one.level for one in moves))
@@ -151,7 +161,7 @@ def solved(rows: Sequence[Sequence[float]], samples: Sequence[Sample]) -> tuple[
     """
     seconds = np.array([one.seconds for one in samples])
     scaled = np.array(rows, float) / seconds[:, None]
-    units = np.abs(scaled).max(axis=0)
+    units = np.maximum(np.abs(scaled).max(axis=0), np.finfo(float).tiny)
     scaled /= units
     ratio, off = np.ones(len(samples)), np.ones(len(samples))
     for _ in range(REWEIGHTED):
@@ -222,7 +232,7 @@ def as_result(measured: Measured, found: Fit, machine: Mapping[str, Any]) -> dic
     }
 
 
-def as_table(found: Fit) -> Table:
+def as_table(measured: Measured, found: Fit) -> Table:
     """How well the numbers explain the times, by what was measured."""
     groups = found.groups()
     columns = [
@@ -232,4 +242,15 @@ def as_table(found: Fit) -> Table:
         Column("largest", [max(errors) for errors in groups.values()], "{:.0%}".format),
     ]
     numbers = [f"{key} {value:.4g}" for key, value in found.numbers.items()]
-    return Table("measured on all ranks at once, and explained by", columns, [f"median error {found.error:.0%}", *numbers])
+    notes = [f"median error {found.error:.0%}", *numbers]
+    crowd = ceil(measured.ranks / measured.slots) if measured.slots else 1
+    if crowd > 1:
+        ratios = [
+            median([one.wall / one.seconds / crowd for one in measured.samples if test(one)] or [1.0])
+            for test in (lambda one: one.kind == "product", lambda one: one.level == "node")
+        ]
+        notes += [
+            f"{crowd} ranks share a core: their processor's time was measured, of which the wall's was {crowd} times "
+            f"{ratios[0]:.2f} in products and {ratios[1]:.2f} in collectives of a node; messages in a node were not measured"
+        ]
+    return Table("measured on all ranks at once, and explained by", columns, notes)

@@ -16,6 +16,7 @@ from ..gemm.cost.machine import Machine
 from .table import Column, Table
 
 if TYPE_CHECKING:
+    from ..dry.step import Setting
     from .blocks import BlockEntry, Case
     from .products import ProductEntry
 
@@ -33,13 +34,21 @@ def of_product(entry: ProductEntry, machine: Machine) -> float:
 def of_block(entry: BlockEntry, case: Case, cluster: Cluster) -> float:
     """Predicted seconds of forward and backward of an entry of a benchmark of blocks: its dry run, priced and replayed."""
     from ..comm.topology import Topology
-    from ..dry.step import Setting
     from ..plan.cells import BLOCK, cells
     from ..plan.price import Prices
     from ..plan.replay import replay
 
     topology = Topology.checked(dict(entry.grid))
-    setting = Setting(
+    prices = Prices(cluster, topology)
+    traces = cells(setting_of(entry, case, cluster.ranks_per_node(topology.size)))[BLOCK]
+    return case.config.layers * sum(replay(trace, prices).seconds for trace in traces)
+
+
+def setting_of(entry: BlockEntry, case: Case, ranks_per_node: int) -> Setting:
+    """The setting of the dry run of an entry of a benchmark of blocks."""
+    from ..dry.step import Setting
+
+    return Setting(
         case.config,
         case.batch,
         entry.scheme,
@@ -47,11 +56,9 @@ def of_block(entry: BlockEntry, case: Case, cluster: Cluster) -> float:
         regather=entry.regather,
         overlap=entry.overlap,
         dtype=case.dtype,
-        ranks_per_node=cluster.ranks_per_node(topology.size),
+        ranks_per_node=ranks_per_node,
         on_device=case.device == "cuda",
     )
-    prices = Prices(cluster, topology)
-    return case.config.layers * sum(replay(trace, prices).seconds for trace in cells(setting)[BLOCK])
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:

@@ -152,7 +152,7 @@ def calibrated(args: argparse.Namespace, file: Path | None) -> int:
     measured, where = Calibration(world, device).run(), machine(world, probe=False)
     found = fit(measured.samples)  # equal on all ranks, as the times are
     if world.rank == 0:
-        print(json.dumps(as_result(measured, found, where)) if args.json == "-" else as_table(found).text(), flush=True)
+        print(json.dumps(as_result(measured, found, where)) if args.json == "-" else as_table(measured, found).text(), flush=True)
         if file is not None:
             _write(file, json.dumps(as_result(measured, found, where)) + "\n", "--json")
     if found.error > WORST:

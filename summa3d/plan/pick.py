@@ -27,19 +27,22 @@ PRICED = 6
 
 @dataclass(frozen=True)
 class Pick:
-    """A scheme and its grid; the predicted seconds of a step; on which cluster; how many grids were priced, and how many fit."""
+    """A scheme and its grid; the predicted seconds of a step; on which cluster; how many grids were priced, and how many fit.
+
+    Where a single one fits, none is priced.
+    """
 
     scheme: str
     grid: dict[str, int]
-    seconds: float
+    seconds: float | None
     cluster: str
     priced: int
     fitting: int
 
     def __str__(self) -> str:
-        seconds = f"{self.seconds:.2g} s a step, predicted by cluster {self.cluster}"
-        others = f", the fastest of {self.priced} priced, of {self.fitting} that fit" if self.fitting > 1 else ""
-        return f"scheme {self.scheme}, grid {describe(self.grid)}: {seconds}{others}"
+        of = f"{self.seconds:.2g} s a step on cluster {self.cluster}" if self.seconds is not None else "the only one that fits"
+        others = f", the fastest of {self.priced} predicted, of {self.fitting} that fit" if self.seconds is not None else ""
+        return f"scheme {self.scheme}, grid {describe(self.grid)}: {of}{others}"
 
 
 class Exact(Store):
@@ -68,6 +71,8 @@ def pick(
     Raises GridError where no grid fits.
     """
     found = ranked(config.model, config.rows, ranks, schemes, config.regather, config.vectors)
+    if len(found) == 1:
+        return Pick(found[0].scheme, found[0].grid, None, cluster.name, 0, 1)
     times, priced = Times(cluster, Exact(tell)), []
     for one in shortened(found):
         try:

@@ -12,6 +12,12 @@ from ..dtypes import dtype_of
 from .links import Load, busy_ports, loads
 
 CHAINS = ("broadcast", "reduce")
+FUNCTIONS = frozenset(
+    {"gelu", "gelu_backward", "silu", "silu_backward", "tanh", "tanh_backward", "exp", "_softmax", "_log_softmax"}
+)
+"""Element-wise operations that a core does not do as fast as its memory gives it their elements."""
+COPIES = ("copy_", "_to_copy", "clone")
+"""Element-wise operations that belong to communications as well, which layers do not call one by one."""
 
 
 def alike(op: Op) -> Op:
@@ -36,9 +42,10 @@ class Prices:
     """Prices of operations where the ranks of `topology` are consecutive ranks of `cluster`.
 
     A product takes 2mnk/(peak·efficiency·d/(d + half)), d its smallest side, or the time to read and write its operands where
-    that is more. Element-wise work takes its bytes over the memory's bandwidth. A communication takes its volume over the slowest
-    port that it loads (`links.loads`), and its hops. All groups of its axis communicate at once. Inside a host whose ranks share
-    memory it takes its hops alone: the trace has the copies. All take a launch, and longer where ranks share cores.
+    that is more. Element-wise work takes its bytes over the memory's bandwidth, and what its function takes. Both take the Python
+    of a layer. A communication takes its volume over the slowest port that it loads (`links.loads`), and its hops. All groups of
+    its axis communicate at once. Inside a host whose ranks share memory it takes its hops alone: the trace has the copies. All
+    take a launch, and longer where ranks share cores.
     """
 
     def __init__(self, cluster: Cluster, topology: Topology) -> None:
@@ -46,6 +53,7 @@ class Prices:
         self._half = cluster["product.half"]
         self._crowding = cluster.crowding(topology.size)
         self._byte = cluster.byte_time() * self._crowding
+        self._layer = cluster["layers.launch"] * self._crowding
         self._launches = {key: cluster[f"{key}.launch"] * self._crowding for key in ("product", "elements", "collectives")}
         self._edges = [Edge(1 / one.bandwidth, 1 / (one.bandwidth * one.duplex), one.latency) for one in cluster.levels]
         inner = self._edges[0]  # what cores do themselves; the ports of other levels do not depend on cores
@@ -79,9 +87,16 @@ class Prices:
     def _parts(self, op: Op) -> tuple[float, float]:
         if op.kind == "move":
             return self.move(op)
-        if op.kind == "product":
-            return self.product(op), 0.0
-        return (self.elements(op.read + op.written) if op.kind == "elements" else 0.0), 0.0
+        if op.kind == "wait":
+            return 0.0, 0.0
+        own = self.product(op) if op.kind == "product" else self.elements(op.read + op.written) + self._functions(op)
+        return own + (0.0 if op.name in COPIES else self._layer), 0.0
+
+    def _functions(self, op: Op) -> float:
+        """Seconds of an element-wise operation beside its bytes."""
+        if op.name not in FUNCTIONS or not op.dtype:
+            return 0.0
+        return op.written / dtype_of(op.dtype).nbytes * self.cluster["elements.function"] * self._crowding
 
     def elements(self, size: float, launches: float = 1.0) -> float:
         """Seconds of element-wise work on so many bytes."""

@@ -29,8 +29,8 @@ class Sweep:
     config : a shipped configuration that `base` changes (train only)
     ranks : rank counts
     base : keys of the configuration that all points share; of a product m, n, k, form, dtype, algorithm
-    vary : keys with lists of values; grid is "planned", "every", or a list such as ["x=2,y=2"]; a list of tables, under any name,
-        has keys that vary together
+    vary : keys with lists of values; grid is "planned", "fewest", "every", or a list such as ["x=2,y=2"]; a list of tables, under
+        any name, has keys that vary together
     series : tables with name, base and vary of their own, for values that vary together
     weak : how sizes grow: the name of a rule, or key → a formula of base, ranks and first, or a list with a value for each count
     base_ranks : the rank count that `base` is meant for; 0 for the first

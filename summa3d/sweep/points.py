@@ -12,9 +12,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..bench.products import Problem, ProductEntry, fewest_words, own_choice
+from ..cluster import Cluster, load
 from ..comm.device.select import requested_device
 from ..comm.topology import describe
-from ..errors import ConfigError, GridError, Summa3dError
+from ..errors import ClusterError, ConfigError, GridError, Summa3dError
 from ..gemm.algorithms.registry import ALGORITHMS, algorithm
 from ..gemm.cost.machine import Machine
 from .file import Sweep, flat, nearest_key, nested
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ..train.config import Config
 
 ID_LENGTH = 12
-CHOSEN, ALL, PLANNED, EVERY = "chosen", "all", "planned", "every"
+CHOSEN, ALL, PLANNED, FEWEST, EVERY = "chosen", "all", "planned", "fewest", "every"
 SIZES = ("m", "n", "k")
 PRODUCT = (*SIZES, "form", "dtype", "device", "algorithm")
 WORK = ("m", "n", "k", "form", "dtype", "device", "model.", "data.", "train.batch", "train.seed")
@@ -165,7 +166,7 @@ def _on_grids(
     """The points of one configuration: one for each grid that `spec` asks for."""
     race = json.dumps({key: value for key, value in unscaled.items() if key.startswith(WORK)}, sort_keys=True)
     try:
-        for chosen, axes in _grids(sweep.what, config, ranks, spec):
+        for chosen, axes in _grids(sweep, config, ranks, spec):
             own = {**config, **chosen, **{f"{GRID}{axis}": size for axis, size in axes.items()}}
             x = ranks if sweep.x == "ranks" else describe(axes) if sweep.x == "grid" else own.get(sweep.x)
             point = Point(sweep.what, ranks, own, repeat, _series(sweep, name, vary, own), x, race)
@@ -173,7 +174,7 @@ def _on_grids(
                 _check(point)
             yield point
     except Summa3dError as error:
-        if isinstance(error, ConfigError) and sweep.what == "gemm":
+        if isinstance(error, ClusterError) or (isinstance(error, ConfigError) and sweep.what == "gemm"):
             raise
         yield Refusal(_series(sweep, name, vary, config), ranks, error)
 
@@ -185,7 +186,7 @@ def _series(sweep: Sweep, name: str, vary: Mapping[str, Any], config: Mapping[st
     return " ".join([name or str(config.get(main, "cuboid")), *others])
 
 
-def _grids(what: str, config: Mapping[str, Any], ranks: int, spec: Any) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+def _grids(sweep: Sweep, config: Mapping[str, Any], ranks: int, spec: Any) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
     """What the grid decides of the configuration, and the grids that are meant. Raises GridError where there is none."""
     if isinstance(spec, list):
         listed = [axes_of(one) for one in spec]
@@ -193,12 +194,12 @@ def _grids(what: str, config: Mapping[str, Any], ranks: int, spec: Any) -> Itera
         if not fitting:
             raise GridError(f"none of the grids that are listed has {ranks} ranks.")
         yield from (({}, axes) for axes in fitting)
-    elif spec not in (PLANNED, EVERY):
-        yield from _grids(what, config, ranks, [spec])
-    elif what == "gemm":
+    elif spec not in (PLANNED, FEWEST, EVERY):
+        yield from _grids(sweep, config, ranks, [spec])
+    elif sweep.what == "gemm":
         yield from _of_products(config, ranks, spec)
     else:
-        yield from (({}, axes) for axes in _of_models(config, ranks, spec))
+        yield from (({}, axes) for axes in _of_models(sweep, config, ranks, spec))
 
 
 def _of_products(config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
@@ -222,10 +223,11 @@ def _of_products(config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[t
             yield from (({"algorithm": found.name}, dict(axes)) for axes in chosen)
 
 
-def _of_models(config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[dict[str, int]]:
-    """The grids of a model: the one whose products move the fewest words, or all that fit, for each replica and stage."""
+def _of_models(sweep: Sweep, config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[dict[str, int]]:
+    """The grids of a model for each replica and stage: the planner's pick, the one of the fewest words, or all that fit."""
     from ..nn.choose import choose
     from ..nn.schemes.registry import SCHEME_SPECS
+    from ..plan.pick import pick
 
     given = {key.removeprefix(GRID): size for key, size in config.items() if key.startswith(GRID) and type(size) is int}
     if set(given) - {"dp", "pp"}:
@@ -237,14 +239,30 @@ def _of_models(config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[dic
     if ranks % settings.grid.outer:
         raise GridError(f"{ranks} ranks cannot be divided into {settings.grid.outer} replicas and stages.")
     inner = ranks // settings.grid.outer
-    if spec == PLANNED:
-        schemes = [settings.scheme]
-        yield choose(settings.model, settings.rows, inner, schemes, settings.regather, settings.vectors).grid
+    cluster = _planned_on(sweep, settings.device) if spec == PLANNED else None
+    if cluster is not None:
+        yield pick(settings, inner, [settings.scheme], cluster).grid
+        return
+    if spec != EVERY:
+        yield choose(settings.model, settings.rows, inner, [settings.scheme], settings.regather, settings.vectors).grid
         return
     fitting = [axes for axes in SCHEME_SPECS[settings.scheme].grids(inner) if _fits(config, ranks, axes)]
     if not fitting:
         raise GridError(f"no grid of {inner} ranks fits scheme {settings.scheme} and these sizes.")
     yield from fitting
+
+
+def _planned_on(sweep: Sweep, device: str | None) -> Cluster | None:
+    """The cluster that grids are planned on: the sweep's, else, on the host, nodes of its ranks_per_node; None on devices.
+
+    Nothing of the machine at hand, so that the same file has the same points on every one.
+    """
+    from ..plan.pick import HOST
+
+    if sweep.cluster:
+        return load(sweep.cluster)
+    nodes = dict.fromkeys(("node.size", "host.slots"), float(sweep.ranks_per_node))
+    return None if device == "cuda" else load(HOST).replaced(nodes, "assumed")
 
 
 def _fits(config: Mapping[str, Any], ranks: int, axes: Mapping[str, int]) -> bool:

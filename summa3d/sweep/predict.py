@@ -33,8 +33,8 @@ def machine_of(point: Point, cluster: Cluster | None, ranks_per_node: int) -> Ma
 
 
 def seconds(point: Point, cluster: Cluster | None, machine: Machine | None = None) -> float | None:
-    """The predicted seconds of a point, of a product on `machine`; None without a cluster, and for training in a pipeline."""
-    if cluster is None or (point.what == "train" and point.settings.grid.pp > 1):
+    """The predicted seconds of a point, of a product on `machine`; None without a cluster."""
+    if cluster is None:
         return None
     if point.what == "gemm":
         machine = machine or machine_of(point, cluster, 1)
@@ -43,15 +43,9 @@ def seconds(point: Point, cluster: Cluster | None, machine: Machine | None = Non
         from ..bench.predicted import of_block
 
         return of_block(*block_of(point), cluster)
-    from ..comm.topology import Topology
-    from ..dry.step import run
-    from ..plan.price import Prices
-    from ..train.dry_run import training_of
+    from ..plan.training import seconds as of_step
 
-    config = point.settings
-    prices = Prices(cluster, Topology.checked(config.grid.axes, config.grid.rank_order, config.grid.tile))
-    parts = run(setting_of(point), training_of(config)).parts
-    return sum(times * sum(map(prices.seconds, segment.ops)) for segment, times in parts)
+    return of_step(point.settings, cluster)
 
 
 def block_of(point: Point) -> tuple[BlockEntry, Case]:

@@ -34,17 +34,24 @@ from summa3d.plan.price import Prices
 TRUE = {
     "peak.float32": 6e10, "product.efficiency": 0.8, "product.half": 40, "product.launch": 5e-6,
     "device.memory_bandwidth": 1e10, "elements.efficiency": 0.7, "elements.launch": 3e-6, "collectives.launch": 2e-5,
+    "elements.function": 2e-9, "layers.launch": 2e-5,
     "node.size": 4, "node.bandwidth": 4e9, "node.latency": 4e-6, "network.bandwidth": 1e9, "network.latency": 3e-5,
 }  # fmt: skip
 
 
 def priced(cluster: Cluster) -> Iterator[Sample]:
     """The times of what is measured, on 4 ranks of each of 4 nodes, as the planner prices them."""
-    prices = Prices(cluster, Topology.checked({"x": 4, "y": 4}, ["x", "y"]))
+    topology = Topology.checked({"x": 4, "y": 4}, ["x", "y"])
+    prices, layers = (Prices(one, topology) for one in (cluster.replaced({"layers.launch": 0}, "assumed"), cluster))
     sides = [(side, side, side) for side in calibrate.SIDES]
     for dtype in calibrate.FULL:
         for m, n, k in (*sides, *calibrate.THIN, (8, 8, 8)):
             yield Sample("product", "", prices.seconds(Op("product", "", "", "nn", m, n, k, dtype=dtype)), dtype, m, n, k)
+    for nbytes in calibrate.ARRAYS:
+        gelu = Op("elements", "", "", "gelu", read=nbytes, written=nbytes, dtype="float32")
+        yield Sample("elements", "", prices.seconds(gelu), bytes=2 * nbytes, functions=nbytes // 4)
+    small = layers.seconds(Op("product", "", "", "nn", 8, 8, 8)), layers.seconds(Op("elements", "", "", "add", written=8))
+    yield Sample("layers", "", 3 * small[0] + 5 * small[1], products=3, kernels=5)
     for nbytes in (8, *calibrate.ARRAYS):
         yield Sample("elements", "", prices.seconds(Op("elements", "", "", "", read=nbytes, written=nbytes)), bytes=2 * nbytes)
     for level, axis, sharing in (("node", "x", 1), ("network", "y", 4)):
@@ -62,7 +69,11 @@ def test_a_fit_finds_the_numbers_behind_the_times_though_some_of_them_were_distu
     samples = [one._replace(seconds=one.seconds * (3 if draw.random() < 0.1 else 1)) for one in priced(true)]
     found = fit(samples)
     assert found.error < 0.02
-    for key in ("product.half", *(f"{name}.launch" for name in ("product", "elements", "collectives"))):
+    for key in (
+        "product.half",
+        "elements.function",
+        *(f"{one}.launch" for one in ("product", "elements", "layers", "collectives")),
+    ):
         assert found.numbers[key] == pytest.approx(true[key], rel=0.05), key
     for key in (f"{level}.{name}" for level in ("node", "network") for name in ("bandwidth", "latency")):
         assert found.numbers[key] == pytest.approx(true[key], rel=0.05), key
@@ -130,7 +141,9 @@ def test_what_is_measured_is_written_as_a_cluster_or_refused(comm, quick, monkey
     assert comm.allgather(measured) == [measured] * 4
     assert (measured.ranks, measured.nodes, measured.slots) == (2, 2, 1)
     assert {one.level for one in measured.samples} == {"", "node", "network"}
-    assert all(one.seconds > 0 for one in measured.samples) and sum(one.message for one in measured.samples) == 4
+    assert (
+        all(one.seconds > 0 for one in measured.samples) and sum(one.message for one in measured.samples) == 2
+    )  # in a node ranks share cores
     monkeypatch.setattr(Nodes, "of", classmethod(lambda cls, comm: Nodes(("a", "b"), (3, 1), (1, 1))))
     with pytest.raises(ConfigError, match="as many ranks on every node; these nodes have 3, 1"):
         Calibration(comm)

@@ -10,7 +10,9 @@ from typing import Any
 import jobs
 import pytest
 
-from summa3d.errors import ConfigError
+from summa3d import cluster
+from summa3d.errors import ClusterError, ConfigError
+from summa3d.plan.pick import pick
 from summa3d.sweep import file as sweeps
 from summa3d.sweep.file import Sweep, flat, load, nested, read
 from summa3d.sweep.points import Point, expand, races
@@ -25,7 +27,7 @@ def products(**table: Any) -> Sweep:
 
 
 def blocks(**table: Any) -> Sweep:
-    return read({"name": "b", "ranks": [1, 2, 4], "base": MODEL, **table})
+    return read({"name": "b", "ranks": [1, 2, 4], "base": {**MODEL, "grid": "fewest"}, **table})
 
 
 def test_every_count_meets_every_value_once() -> None:
@@ -76,9 +78,15 @@ def test_the_rules_of_the_papers_are_their_tables() -> None:
     assert odd["model.hidden"] % odd["model.heads"] == 0
 
 
-def test_grids_are_those_of_fewest_words_every_one_or_those_of_a_list() -> None:
-    planned, _ = expand(blocks(vary={"scheme": ["oned", "cuboid"]}))
-    assert [prod(point.axes.values()) for point in planned] == [point.ranks for point in planned]
+def test_grids_are_the_planners_those_of_fewest_words_every_one_or_those_of_a_list() -> None:
+    fewest, _ = expand(blocks(vary={"scheme": ["oned", "cuboid"]}))
+    assert [prod(point.axes.values()) for point in fewest] == [point.ranks for point in fewest]
+    (planned,), _ = expand(blocks(ranks=[4], ranks_per_node=4, vary={"scheme": ["cuboid"], "grid": "planned"}))
+    host = cluster.load("host").replaced({"node.size": 4, "host.slots": 4}, "assumed")
+    found = pick(planned.settings, 4, ["cuboid"], host)
+    assert planned.axes == found.grid and found.priced > 1
+    with pytest.raises(ClusterError, match="unknown cluster 'selen'"):
+        expand(blocks(cluster="selen", vary={"grid": "planned"}))
     every, _ = expand(blocks(ranks=[4], vary={"scheme": ["cuboid"], "grid": "every"}))
     assert {tuple(point.axes.values()) for point in every} >= {(4, 1, 1), (2, 2, 1), (1, 2, 2)}
     listed, refused = expand(blocks(vary={"scheme": ["cuboid"], "grid": ["x=2,y=2", {"z": 2}]}))

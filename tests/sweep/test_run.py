@@ -18,7 +18,7 @@ BLOCKS = """
 kind = "strong"
 what = "block"
 ranks = [1, 2]
-base = {model = {hidden = 24, heads = 6, sequence = 8, layers = 1}, train.batch = 4}
+base = {model = {hidden = 24, heads = 6, sequence = 8, layers = 1}, train.batch = 4, grid = "fewest"}
 vary.scheme = ["oned", "cuboid"]
 rounds = 2
 cluster = "frontera-rtx"
@@ -31,6 +31,7 @@ config = "demo"
 ranks = [2]
 x = "train.accumulate"
 rounds = 2
+cluster = "host"
 
 [base]
 scheme = "oned"
@@ -112,7 +113,7 @@ def test_steps_move_the_words_of_their_dry_run_however_they_are_divided(comm: An
     if comm.rank:
         return
     assert sorted((line["series"], line["x"]) for line in lines) == [("rows", 1), ("stages", 2)]
-    assert [line["predicted"] for line in lines] == [None, None]
+    assert all(line["predicted"] > 0 for line in lines)
     assert len({round(line["loss"], 3) for line in lines}) == 1  # the same steps
     assert cli(["sweep", "report", str(shared_tmp_path / "steps"), "--format", "csv"]) == 0
     rows = list(csv.DictReader((shared_tmp_path / "steps.csv").open()))
