@@ -57,6 +57,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 STUCK = ("SIGSTOP", "lock held", "desynchronised call")
 GOES_ON = ("slow rank", "failing write")
 ON_RESUME = ("failing read", "corrupt read")
+UNNAMED = ("SIGINT", "SIGTERM")
+"""Signals that ask for the end: of one that comes before the first step, no report says which rank received it."""
 PREEMPTED, INTERRUPTED = 75, 130
 MEASURED = re.compile("seconds|share|per_second|mfu|exposed|words|resumed")
 """Keys of a metrics line that are measured, and so are never the same."""
@@ -270,15 +272,22 @@ def reports(fault: Fault, ended: Ended) -> list[str]:
         problems.append(f"{len(heads)} reports: {heads}")
     if text.count(TABLE) > 1:
         problems.append(f"{text.count(TABLE)} tables")
-    if fault.kind in ON_RESUME or fault.kind == "full disk":
-        named = re.search(r"step-\d+|run/|tmp/", text) is not None
-    else:
-        named = re.search(rf"\branks? (\d+, )*{fault.rank}\b", text) is not None
-    if not named and fault.kind not in ("SIGINT", "SIGTERM"):
+    if fault.kind not in UNNAMED and not re.search(names(fault), text):
         problems.append("no report names " + ("the file" if fault.kind in (*ON_RESUME, "full disk") else "the rank"))
     if "Traceback" in text and "exception" not in fault.kind and fault.kind != "lock held":
         problems.append("a traceback")
     return problems
+
+
+def names(fault: Fault) -> str:
+    """What the report of a failed run must match: the name of a file, or of the rank, by who can know it."""
+    if fault.kind in (*ON_RESUME, "full disk"):
+        return r"step-\d+|run/|tmp/"
+    if fault.kind in ("SIGKILL", "SIGSEGV", "abort"):
+        return rf"summa3d launch: .*rank {fault.rank} of \d+ \(process \d+\).* ended first"
+    if "exception" in fault.kind:
+        return rf"uncaught exception on rank {fault.rank} "
+    return rf"\branks? (\d+, )*{fault.rank}\b"
 
 
 def damage(checkpoint: Path | None, fault: Fault) -> None:
