@@ -7,6 +7,7 @@ leave nothing behind. Resumed, it must come to the numbers of the undisturbed ru
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -116,7 +117,7 @@ class Trial:
 class Runs:
     """Starts the run of a folder, and waits for its end.
 
-    limit : its train.watchdog. room : further seconds that every limit has, on a busy machine. changes : settings
+    limit : its train.watchdog and SUMMA3D_WATCHDOG. room : further seconds of every limit, on a busy machine. changes : settings
     """
 
     def __init__(self, folder: Path, limit: float, room: float, **changes: object) -> None:
@@ -136,6 +137,7 @@ class Runs:
         temporary = run.parent / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
         environ = {**environment(), "TMPDIR": str(temporary), "CHAOS_RUN": str(run), "CHAOS": json.dumps(plan)}
+        environ["SUMMA3D_WATCHDOG"] = str(self.limit)
         environ["PYTHONPATH"] = f"{HERE / 'faults'}{os.pathsep}{environ['PYTHONPATH']}"
         with (run.parent / "output").open("wb") as output:
             return subprocess.Popen(
@@ -150,18 +152,21 @@ class Runs:
 
     def end(self, job: subprocess.Popen[bytes], run: Path, began: float, patience: float) -> Ended:
         """Wait for the end of a job: so long from its fault, or longer from its start where there is none."""
-        at, deadline = run.parent / "at", began + ROOM_TO_START + self.room
-        while job.poll() is None and time.time() < deadline:
-            time.sleep(0.02)
-            if at.exists() and (text := at.read_text()):
-                deadline = min(deadline, float(text) + patience + self.room)
-        now, status = time.time(), job.poll()
-        since = now - float(at.read_text()) if at.exists() else None
-        at.unlink(missing_ok=True)
-        time.sleep(0.2)
-        left = [f"process {process} ({name})" for process, name in processes(run)] if status is not None else []
-        for process, _ in processes(run):
-            os.kill(process, signal.SIGKILL)
+        at, deadline, left = run.parent / "at", began + ROOM_TO_START + self.room, list[str]()
+        try:
+            while job.poll() is None and time.time() < deadline:
+                time.sleep(0.02)
+                if at.exists() and (text := at.read_text()):
+                    deadline = min(deadline, float(text) + patience + self.room)
+            now, status = time.time(), job.poll()
+            since = now - float(at.read_text()) if at.exists() else None
+            at.unlink(missing_ok=True)
+            time.sleep(0.2)
+            left += [f"process {process} ({name})" for process, name in processes(run)] if status is not None else []
+        finally:
+            for process, _ in processes(run):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
         job.wait()
         left += [f"temporary file {path.name}" for path in (run.parent / "tmp").iterdir()]
         left += [f"/dev/shm/{path.name}" for path in Path("/dev/shm").iterdir()] if PRIVATE in os.environ else []
@@ -519,7 +524,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=6, help="Trials of each kind on each number of ranks.")
     parser.add_argument("--full", action="store_true", help="20 trials of each.")
     parser.add_argument("--seed", type=int, default=1, help="Of the moments.")
-    parser.add_argument("--limit", type=float, default=5.0, help="Seconds of train.watchdog in every run.")
+    parser.add_argument("--limit", type=float, default=5.0, help="Seconds of the watchdog of every run.")
     parser.add_argument("--room", type=float, default=0.0, help="Further seconds for every limit, on a busy machine.")
     parser.add_argument(
         "--mtbf", type=float, metavar="SECONDS", help="Relaunch a run that fails at exponential times, of this mean."
@@ -541,6 +546,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Do what the options say, and print whether the claims hold."""
     args = options()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and so end the runs, and remove their files
     with_private_memory()
     if PRIVATE not in os.environ:
         note("what is left in /dev/shm is not looked at: this system gives this program none of its own")
