@@ -236,6 +236,7 @@ class World:
         if kind == "corrupt read":  # as the message advises
             shutil.rmtree(newest(run))
         resumed = self.runs.run(run, ranks, grid, None, *(("--resume",) if (run / "config.toml").exists() else ()))
+        result.problems += [f"left behind by the resumed run: {what}" for what in resumed.left]
         if resumed.status != 0:
             result.problems.append(f"the resumed run ended with status {resumed.status}")
         else:
@@ -318,7 +319,8 @@ def differences(whole: Path, run: Path, exact: bool) -> list[str]:
     if [line.keys() for line in steps[0]] != [line.keys() for line in steps[1]]:
         return ["the resumed run has other lines of metrics"]
     numbers = [np.array([number for line in one for number in line.values()], float) for one in steps]
-    pairs = {"metrics": numbers, **{name: [tensors(whole)[name], tensors(run)[name]] for name in tensors(whole)}}
+    ours, theirs = tensors(whole), tensors(run)
+    pairs = {"metrics": numbers, **{name: [ours[name], theirs[name]] for name in ours}}
     problems = []
     for name, (one, other) in pairs.items():
         same = np.array_equal(one, other) if exact else np.abs(one - other).max() <= 1e-9 * np.abs(one).max()
