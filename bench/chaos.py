@@ -7,6 +7,7 @@ leave nothing behind. Resumed, it must come to the numbers of the undisturbed ru
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -57,6 +58,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 STUCK = ("SIGSTOP", "lock held", "desynchronised call")
 GOES_ON = ("slow rank", "failing write")
 ON_RESUME = ("failing read", "corrupt read")
+UNNAMED = ("SIGINT", "SIGTERM")
+"""Signals that ask for the end: of one that comes before the first step, no report says which rank received it."""
 PREEMPTED, INTERRUPTED = 75, 130
 MEASURED = re.compile("seconds|share|per_second|mfu|exposed|words|resumed")
 """Keys of a metrics line that are measured, and so are never the same."""
@@ -114,7 +117,7 @@ class Trial:
 class Runs:
     """Starts the run of a folder, and waits for its end.
 
-    limit : its train.watchdog. room : further seconds that every limit has, on a busy machine. changes : settings
+    limit : its train.watchdog and SUMMA3D_WATCHDOG. room : further seconds of every limit, on a busy machine. changes : settings
     """
 
     def __init__(self, folder: Path, limit: float, room: float, **changes: object) -> None:
@@ -134,6 +137,7 @@ class Runs:
         temporary = run.parent / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
         environ = {**environment(), "TMPDIR": str(temporary), "CHAOS_RUN": str(run), "CHAOS": json.dumps(plan)}
+        environ["SUMMA3D_WATCHDOG"] = str(self.limit)
         environ["PYTHONPATH"] = f"{HERE / 'faults'}{os.pathsep}{environ['PYTHONPATH']}"
         with (run.parent / "output").open("wb") as output:
             return subprocess.Popen(
@@ -148,18 +152,21 @@ class Runs:
 
     def end(self, job: subprocess.Popen[bytes], run: Path, began: float, patience: float) -> Ended:
         """Wait for the end of a job: so long from its fault, or longer from its start where there is none."""
-        at, deadline = run.parent / "at", began + ROOM_TO_START + self.room
-        while job.poll() is None and time.time() < deadline:
-            time.sleep(0.02)
-            if at.exists() and (text := at.read_text()):
-                deadline = min(deadline, float(text) + patience + self.room)
-        now, status = time.time(), job.poll()
-        since = now - float(at.read_text()) if at.exists() else None
-        at.unlink(missing_ok=True)
-        time.sleep(0.2)
-        left = [f"process {process} ({name})" for process, name in processes(run)] if status is not None else []
-        for process, _ in processes(run):
-            os.kill(process, signal.SIGKILL)
+        at, deadline, left = run.parent / "at", began + ROOM_TO_START + self.room, list[str]()
+        try:
+            while job.poll() is None and time.time() < deadline:
+                time.sleep(0.02)
+                if at.exists() and (text := at.read_text()):
+                    deadline = min(deadline, float(text) + patience + self.room)
+            now, status = time.time(), job.poll()
+            since = now - float(at.read_text()) if at.exists() else None
+            at.unlink(missing_ok=True)
+            time.sleep(0.2)
+            left += [f"process {process} ({name})" for process, name in processes(run)] if status is not None else []
+        finally:
+            for process, _ in processes(run):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
         job.wait()
         left += [f"temporary file {path.name}" for path in (run.parent / "tmp").iterdir()]
         left += [f"/dev/shm/{path.name}" for path in Path("/dev/shm").iterdir()] if PRIVATE in os.environ else []
@@ -229,6 +236,7 @@ class World:
         if kind == "corrupt read":  # as the message advises
             shutil.rmtree(newest(run))
         resumed = self.runs.run(run, ranks, grid, None, *(("--resume",) if (run / "config.toml").exists() else ()))
+        result.problems += [f"left behind by the resumed run: {what}" for what in resumed.left]
         if resumed.status != 0:
             result.problems.append(f"the resumed run ended with status {resumed.status}")
         else:
@@ -270,15 +278,22 @@ def reports(fault: Fault, ended: Ended) -> list[str]:
         problems.append(f"{len(heads)} reports: {heads}")
     if text.count(TABLE) > 1:
         problems.append(f"{text.count(TABLE)} tables")
-    if fault.kind in ON_RESUME or fault.kind == "full disk":
-        named = re.search(r"step-\d+|run/|tmp/", text) is not None
-    else:
-        named = re.search(rf"\branks? (\d+, )*{fault.rank}\b", text) is not None
-    if not named and fault.kind not in ("SIGINT", "SIGTERM"):
+    if fault.kind not in UNNAMED and not re.search(names(fault), text):
         problems.append("no report names " + ("the file" if fault.kind in (*ON_RESUME, "full disk") else "the rank"))
     if "Traceback" in text and "exception" not in fault.kind and fault.kind != "lock held":
         problems.append("a traceback")
     return problems
+
+
+def names(fault: Fault) -> str:
+    """What the report of a failed run must match: the name of a file, or of the rank, by who can know it."""
+    if fault.kind in (*ON_RESUME, "full disk"):
+        return r"step-\d+|run/|tmp/"
+    if fault.kind in ("SIGKILL", "SIGSEGV", "abort"):
+        return rf"summa3d launch: .*rank {fault.rank} of \d+ \(process \d+\).* ended first"
+    if "exception" in fault.kind:
+        return rf"uncaught exception on rank {fault.rank} "
+    return rf"\branks? (\d+, )*{fault.rank}\b"
 
 
 def damage(checkpoint: Path | None, fault: Fault) -> None:
@@ -304,7 +319,8 @@ def differences(whole: Path, run: Path, exact: bool) -> list[str]:
     if [line.keys() for line in steps[0]] != [line.keys() for line in steps[1]]:
         return ["the resumed run has other lines of metrics"]
     numbers = [np.array([number for line in one for number in line.values()], float) for one in steps]
-    pairs = {"metrics": numbers, **{name: [tensors(whole)[name], tensors(run)[name]] for name in tensors(whole)}}
+    ours, theirs = tensors(whole), tensors(run)
+    pairs = {"metrics": numbers, **{name: [ours[name], theirs[name]] for name in ours}}
     problems = []
     for name, (one, other) in pairs.items():
         same = np.array_equal(one, other) if exact else np.abs(one - other).max() <= 1e-9 * np.abs(one).max()
@@ -510,7 +526,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=6, help="Trials of each kind on each number of ranks.")
     parser.add_argument("--full", action="store_true", help="20 trials of each.")
     parser.add_argument("--seed", type=int, default=1, help="Of the moments.")
-    parser.add_argument("--limit", type=float, default=5.0, help="Seconds of train.watchdog in every run.")
+    parser.add_argument("--limit", type=float, default=5.0, help="Seconds of the watchdog of every run.")
     parser.add_argument("--room", type=float, default=0.0, help="Further seconds for every limit, on a busy machine.")
     parser.add_argument(
         "--mtbf", type=float, metavar="SECONDS", help="Relaunch a run that fails at exponential times, of this mean."
@@ -532,6 +548,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Do what the options say, and print whether the claims hold."""
     args = options()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and so end the runs, and remove their files
     with_private_memory()
     if PRIVATE not in os.environ:
         note("what is left in /dev/shm is not looked at: this system gives this program none of its own")

@@ -19,7 +19,8 @@ def chaos(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("chaos")
 
 
-KILLED = """what each rank was doing:
+KILLED = """summa3d launch: rank 1 of 2 (process 7) ended first, without a report
+what each rank was doing:
   rank 0: waits 0.6 s in all_reduce of float64 [3], sum over x (ranks 0, 1), call 7, for rank 1; a.py:3 in f
   rank 1: runs, and communicates nothing since all_gather of float64 [3] over x (ranks 0, 1), call 6, 0.6 s ago; a.py:2 in f
 """
@@ -36,7 +37,8 @@ BROKEN = "uncaught exception on rank 1 of 2 [F 0.1]:\nTraceback (most recent cal
         ("SIGSTOP", "forward", {"since": 14.0}, None),
         ("SIGSTOP", "forward", {"since": 16.0}, "it ended 16.0 s after the fault; at most 15"),
         ("SIGKILL", "forward", {"status": 0}, "it went on as if nothing had happened"),
-        ("SIGKILL", "forward", {"output": "Killed"}, "no report names the rank"),
+        ("SIGKILL", "forward", {"output": KILLED.replace("rank 1 of 2 (p", "rank 0 of 2 (p")}, "no report names the rank"),
+        ("exception", "forward", {"output": BROKEN.replace("rank 1", "rank 0")}, "no report names the rank"),
         ("SIGKILL", "forward", {"output": 2 * KILLED}, "2 tables"),
         ("SIGKILL", "forward", {"left": ["process 7 (python)"]}, "left behind: process 7 (python)"),
         ("exception", "forward", {"output": BROKEN}, None),

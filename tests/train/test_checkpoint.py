@@ -149,6 +149,43 @@ def test_a_damaged_file_is_named_and_refused_by_every_rank(
 
 
 @pytest.mark.mpi(sizes=(2,))
+def test_a_file_that_one_rank_cannot_read_is_refused_by_every_rank(
+    comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = make_grid(**GRID[2])
+    path = save(grid, shared_tmp_path, 5)
+
+    def failing(file: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    if comm.rank == 1:
+        monkeypatch.setattr(shards, "checksum", failing)
+    with pytest.raises(CheckpointError, match=rf"{path}: \[Errno 5\] Input/output error\.\n  On rank 1 of 2 only"):
+        load(grid, path, comm)
+
+
+@pytest.mark.mpi(sizes=(1,))
+def test_a_publication_that_fails_is_said_and_tried_again(
+    comm: Any, make_grid: Callable[..., Any], shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    renames = iter([OSError(errno.EIO, "Input/output error"), None])
+
+    def rename(source: Path, target: Path) -> None:
+        if error := next(renames):
+            raise error
+        os.replace(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(writer, "PAUSE", 0.01)
+    grid = make_grid(**GRID[1])
+    with writer.Writer(shared_tmp_path, grid, config.load("demo", ["dtype=float64"]), said.append) as writes:
+        writes.save(3, blocks(grid, True), waits=True)
+    assert said == ["The checkpoint of step 3 cannot be written: [Errno 5] Input/output error. Trying again."]
+    assert [path.name for path in shared_tmp_path.iterdir()] == ["step-3"]
+
+
+@pytest.mark.mpi(sizes=(2,))
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [('"step": 5', '"step": 6', "is altered"), ('"step"', '"step', "is damaged"), ("{", "[]{", "is damaged")],

@@ -113,7 +113,7 @@ class Writer:
         if self._saving is None:
             return
         began, saving, comm = time.perf_counter(), self._saving, self._grid.comm
-        entry, error = _outcome(saving.work)
+        entry, error = _outcome(saving)
         found = comm.gather((entry, error))
         failed: list[str] = comm.bcast([one for _, one in found if one is not None] if found else [])
         if failed and saving.attempt == self._attempts:
@@ -175,11 +175,12 @@ def save(folder: Path, step: int, blocks: Sequence[shards.TensorBlock], grid: Gr
     return folder / f"step-{step}"
 
 
-def _outcome(work: Future[Any] | None) -> tuple[Any, str | None]:
+def _outcome(saving: Saving) -> tuple[Any, str | None]:
     """The result of a thread's work, or what is to be said of its failure."""
+    work = saving.work
     error = None if work is None else work.exception()
     if isinstance(error, OSError):
-        return None, f"The checkpoint cannot be written: {error}."
+        return None, f"The checkpoint of step {saving.step} cannot be written: {error}."
     if error is not None and not isinstance(error, CheckpointError):
         raise error
     return (None if work is None or error is not None else work.result()), None if error is None else str(error)
