@@ -13,6 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..comm.grid import Grid
+from ..comm.profile import flight
 
 NAP = 0.002  # seconds that a rank sleeps between two tests of a barrier
 
@@ -50,5 +51,6 @@ class Clock:
 def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
     """A barrier in which waiting ranks sleep and leave their cores idle; collective."""
     request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(NAP)
+    with flight.waiting_in("a barrier", "all ranks"):
+        while not request.Test():
+            time.sleep(NAP)

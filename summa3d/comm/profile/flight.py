@@ -288,6 +288,18 @@ def failed(number: int) -> None:
     mark(number, FAILED)
 
 
+@contextlib.contextmanager
+def waiting_in(what: str, where: str) -> Iterator[None]:
+    """Record that this rank waits for others in the block, not in a call of an axis: it may sleep there as long as they work."""
+    if recorder is None:
+        yield
+        return
+    texts = texts_of(recorder.text(what, lambda: what), recorder.text(where, lambda: where))
+    number = recorder.begin(texts, 0, time.perf_counter(), WAITED_FOR)
+    yield
+    recorder.end(number, time.perf_counter())
+
+
 def keep_in(folder: Path) -> None:
     """Have the records of a job that fails kept in `folder`, not in the one in which it runs."""
     if recorder is not None:
