@@ -1,7 +1,7 @@
 """`summa3d ARGS…` on ranks of which one stops, sleeps or works for long at a moment; started by comm/test_watchdog.py.
 
-AT="RANK HOW MODULE FUNCTION": what the rank does when FUNCTION of MODULE is called: `stop` itself, `lock` (wait for a lock that
-nobody gives back), or `work` for WORKS seconds in one call that holds the interpreter's lock. "RANK HOW" alone: at once.
+AT="RANK HOW MODULE FUNCTION": what the rank does when FUNCTION of MODULE is called: `stop` or `kill` itself, `lock` (wait for a
+lock that nobody gives back), or `work` for WORKS seconds in a call that holds the interpreter's lock. "RANK HOW" alone: at once.
 AT_FILE: receives the time.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 from summa3d.comm.profile.processes import launched_as
 
 WORKS = 8.0
+SIGNALS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
 
 
 def digits(bits: int) -> float:
@@ -36,8 +37,8 @@ def work() -> None:
 
 def disturb(how: str) -> None:
     Path(os.environ["AT_FILE"]).write_text(str(time.time()))
-    if how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if how in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[how])
     elif how == "lock":
         lock = threading.Lock()
         lock.acquire()

@@ -207,6 +207,32 @@ def test_srun_ends_when_its_output_goes_into_a_pipe(cluster: Cluster) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize(
+    ("at", "ranks", "said"),
+    [
+        ("1 stop summa3d.train.data.tokens prepare", 4, r"rank 1 \(process \d+\) is stopped"),
+        ("1 stop summa3d.train.loop take_step", 4, r"rank 1 \(process \d+\) is stopped"),
+        ("1 stop summa3d.train.loop take_step", 2, r"rank 0 of 2 .*: no training step completed for 3 s; the job ends"),
+        ("1 kill summa3d.train.loop take_step", 4, r"task 1: Killed"),
+    ],
+)
+def test_a_rank_that_is_stopped_or_killed_under_srun_ends_the_step(
+    cluster: Cluster, tmp_path: Path, at: str, ranks: int, said: str
+) -> None:
+    """Two nodes; with two ranks, each is alone on its node."""
+    start = ("srun", "--mpi=pmi2", "--nodes=2", f"--ntasks={ranks}", "--kill-on-bad-exit=1")
+    program = (sys.executable, str(ROOT / "tests/stopped_rank.py"), "train", cluster.configure("disturbed.toml", steps=4))
+    command = [*start, *program, f"--set=grid.y={ranks}", f"--run={tmp_path / 'run'}"]
+    variables = {"AT": at, "AT_FILE": str(tmp_path / "at"), "SUMMA3D_WATCHDOG": "3", **COMMON}
+    environ = cluster.slurm.environment | variables
+    ended = subprocess.run(command, cwd=cluster.folder, env=environ, capture_output=True, text=True, timeout=WAIT)
+    seconds = time.time() - float((tmp_path / "at").read_text())
+    assert ended.returncode != 0 and seconds < 3 + 10, (seconds, ended.stderr)
+    assert re.search(said, ended.stderr), ended.stderr
+    assert "kill" in at or "summa3d doctor --flight" in ended.stderr, ended.stderr
+
+
+@pytest.mark.wide
 def test_a_sweep_is_arrays_over_its_rank_counts_a_job_for_each_number_of_nodes(cluster: Cluster) -> None:
     path = f"{Path(sys.executable).parent}:{cluster.slurm.environment['PATH']}"
     environment = {"PATH": path, "OMP_NUM_THREADS": "1", **COMMON, **TYPE}
