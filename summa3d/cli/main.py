@@ -360,9 +360,9 @@ def start_mpi(most_threads: int | None = None) -> None:
     except (ImportError, RuntimeError) as error:
         raise no_library((str(error).splitlines() or [type(error).__name__])[-1]) from error
     version = MPI.Get_library_version()
+    _watch_ranks(seconds)
     if not MPI.Is_initialized():
         _check_launcher(version, size=None)
-        _watch_ranks(seconds)
         _yield_while_waiting(vendor_of(version))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="suspicious MPI")  # the next check raises an error with a remedy

@@ -185,7 +185,8 @@ class NodeWatch:
                 if kind == ASLEEP:
                     with contextlib.suppress(OSError):
                         os.kill(rank.process, SHOW_STACKS)
-                    time.sleep(TIME_TO_BE_HEARD)
+            if ASLEEP in kinds.values():
+                time.sleep(Watchdog.GRACE)
             save_flight()
             sys.stderr.flush()
             time.sleep(TIME_TO_BE_HEARD)
