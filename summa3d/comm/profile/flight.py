@@ -14,7 +14,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -291,13 +291,15 @@ def failed(number: int) -> None:
 @contextlib.contextmanager
 def waiting_in(what: str, where: str) -> Iterator[None]:
     """Record that this rank waits for others in the block, not in a call of an axis: it may sleep there as long as they work."""
-    if recorder is None:
+    mine = recorder
+    if mine is None:
         yield
         return
-    texts = texts_of(recorder.text(what, lambda: what), recorder.text(where, lambda: where))
-    number = recorder.begin(texts, 0, time.perf_counter(), WAITED_FOR)
+    texts = mine.text(what, lambda: what) << 32 | mine.text(where, lambda: where) << 16 | mine.line(sys._getframe(2))
+    mine.number = number = mine.number + 1
+    PACK(mine.memory, HEAD + number % KEPT * SIZE, number, time.perf_counter(), 0.0, texts, 0, WAITED_FOR)
     yield
-    recorder.end(number, time.perf_counter())
+    end(number, time.perf_counter())
 
 
 def keep_in(folder: Path) -> None:
