@@ -46,8 +46,8 @@ class Need:
 def product_need(plan: ProductPlan, scheme: Scheme, word: int, staged: Collection[str] = (), device: bool = False) -> Need:
     """What the product that `scheme` makes of `plan` needs, `word` bytes an element; `staged`: as in `Grid.staged`.
 
-    On a `device` NCCL adds up what has more than 16 bits, and needs no room for the parts. 16-bit floats are summed in float32: on
-    the host beside the parts, on a device in registers.
+    On a `device` NCCL adds up what has more than 16 bits, and needs no room for the parts. 16-bit floats are summed in float32:
+    on the host beside the parts, on a device in registers.
     """
     half = word == 2
     shape, at = scheme.grid.shape, scheme.grid.coordinates
