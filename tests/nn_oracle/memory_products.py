@@ -107,9 +107,7 @@ def _rooms(plan: SummaPlan, scheme: Scheme, half: bool, device: bool) -> dict[st
     return {name: size for name, size in rooms.items() if size}
 
 
-def _gathered(
-    plan: CuboidPlan, scheme: Scheme, word: int, staged: Collection[str], device: bool, a: int, b: int, c: int
-) -> Need:
+def _gathered(plan: CuboidPlan, scheme: Scheme, word: int, staged: Collection[str], device: bool, a: int, b: int, c: int) -> Need:
     shape, at, keep = scheme.grid.shape, scheme.grid.coordinates, not scheme.regather
 
     def moved(layout: Layout, axis: str, extents: tuple[int, ...], fine: int, own: int) -> _Moved:
