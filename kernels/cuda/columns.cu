@@ -1,6 +1,6 @@
-// Sums down columns. sum_lanes, the second phase of the gradients of biases, γ and β, adds the lanes' partial sums. One block adds
-// 32 columns of one vector: its threads stride over the lanes, then the block adds its threads' sums. sum_parts adds the 16-bit
-// parts of a reduce-scatter in their order, as the host does: a thread adds its columns in registers and rounds once.
+// Sums down columns. sum_lanes, the second phase of the gradients of biases, γ and β, adds the lanes' partial sums. One block
+// adds 32 columns of one vector: its threads stride over the lanes, then the block adds its threads' sums. sum_parts adds the
+// 16-bit parts of a reduce-scatter in their order, as the host does: a thread adds its columns in registers and rounds once.
 #include "walk.cuh"
 
 template <class T> struct SumParts {

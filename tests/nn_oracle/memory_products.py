@@ -46,7 +46,8 @@ class Need:
 def product_need(plan: ProductPlan, scheme: Scheme, word: int, staged: Collection[str] = (), device: bool = False) -> Need:
     """What the product that `scheme` makes of `plan` needs, `word` bytes an element; `staged`: as in `Grid.staged`.
 
-    On a `device` NCCL adds up what has more than 16 bits, and needs no room for the parts. 16-bit floats are summed in float32.
+    On a `device` NCCL adds up what has more than 16 bits, and needs no room for the parts. 16-bit floats are summed in float32:
+    on the host beside the parts, on a device in registers.
     """
     half = word == 2
     shape, at = scheme.grid.shape, scheme.grid.coordinates
@@ -55,7 +56,7 @@ def product_need(plan: ProductPlan, scheme: Scheme, word: int, staged: Collectio
         for layout, extents in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
     )
     if isinstance(plan, CuboidPlan):
-        return _gathered(plan, scheme, word, staged, device and not half, a, b, c)
+        return _gathered(plan, scheme, word, staged, device, a, b, c)
     if isinstance(plan, SummaPlan):
         parts = (part for part in (plan, *gradient_plans(plan)) if isinstance(part, SummaPlan))
         used = [_rooms(part, scheme, half, device) for part in parts]
@@ -106,14 +107,12 @@ def _rooms(plan: SummaPlan, scheme: Scheme, half: bool, device: bool) -> dict[st
     return {name: size for name, size in rooms.items() if size}
 
 
-def _gathered(
-    plan: CuboidPlan, scheme: Scheme, word: int, staged: Collection[str], summing: bool, a: int, b: int, c: int
-) -> Need:
+def _gathered(plan: CuboidPlan, scheme: Scheme, word: int, staged: Collection[str], device: bool, a: int, b: int, c: int) -> Need:
     shape, at, keep = scheme.grid.shape, scheme.grid.coordinates, not scheme.regather
 
     def moved(layout: Layout, axis: str, extents: tuple[int, ...], fine: int, own: int) -> _Moved:
         whole = word * block_words(without(layout, axis), extents, shape, at)
-        return _Moved(shape[axis], own, whole, bool(fine), axis in staged, summing, word == 2)
+        return _Moved(shape[axis], own, whole, bool(fine), axis in staged, device and word > 2, word == 2 and not device)
 
     of_a = moved(plan.a_layout, plan.y, plan.a_shape, plan.a_fine, a)
     of_b = moved(plan.b_layout, plan.x, plan.b_shape, plan.b_fine, b)
@@ -151,7 +150,7 @@ class _Moved:
 
     own : the block. whole : gathered, or the summand. turned : its fine split lies on columns, so that MPI needs it turned
     first. staged : the axis goes through its node's memory, where views are read and summands computed. summing : a scatter
-    adds up as it moves, straight into the result. half : 16-bit floats.
+    adds up as it moves, straight into the result. wide : it is added up in float32, in memory.
     """
 
     size: int
@@ -160,7 +159,7 @@ class _Moved:
     turned: bool
     staged: bool
     summing: bool
-    half: bool
+    wide: bool
 
     def gathered(self, copied: bool = False) -> int:
         """What a gather leaves: nothing where the node's memory is read in place."""
@@ -187,8 +186,8 @@ class _Moved:
 
     @property
     def result(self) -> int:
-        """The sum, where it is not there yet; turned, where it was summed turned; of 16-bit floats beside two in float32."""
-        if self.half:
+        """The sum, where it is not there yet; turned, where it was summed turned; a wide one beside two in float32."""
+        if self.wide:
             return 5 * self.own
         return self.own * ((self.staged or not self.summing) + (self.turned and not self.staged))
 

@@ -139,6 +139,28 @@ def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched
     assert faster == sorted(faster, reverse=True)
 
 
+SHARED = (
+    ("oned", 1, {"y": 2}),
+    ("summa", 2, {"x": 2, "y": 2}),
+    ("tesseract", 4, {"x": 2, "y": 2, "d": 2}),
+    ("cuboid", 4, {"x": 2, "y": 2}),
+)
+
+
+@pytest.mark.parametrize(("scheme", "unit", "axes"), SHARED)
+def test_bounds_hold_for_every_scheme_and_for_weights_that_replicas_share(cache: Path, scheme: str, unit: int, axes: Any) -> None:
+    times, model = Times(CLUSTER, Store()), replace(MODEL, hidden=2048, sequence=512)
+    for zero, recompute in ((1, "none"), (3, "full")):
+        of = replace(inner(scheme, unit, recompute, **axes), model=model, replicas=4 if zero == 3 else 1)
+        plan = Plan(of, 4, 1, 1, 1, 2, zero)
+        placements = [*tiles(plan, SPACE.nodes)]
+        floors = times.floor(plan), times.floor(plan, placements)
+        assert floors[0] <= floors[1] * (1 + 1e-9)
+        assert floors[1] <= min(times.closed(one) for one in placements) * (1 + 1e-9)
+        assert all(times.closed(one, least=True) <= times.closed(one) * (1 + 1e-9) for one in placements)
+        assert bytes_at_least(plan) + least_saved(plan, times.saved(plan)) <= memory(plan, *times.store.cells(of, 1)).total
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path, zero: int) -> None:
     from summa3d.train.dry_run import predict
@@ -167,7 +189,8 @@ def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path, zer
 def test_a_plan_that_keeps_less_on_each_replica_is_tried_where_no_other_fits(cache: Path) -> None:
     model = replace(MODEL, layers=4, hidden=2048)
     fixed = {"scheme": "oned-sp", "y": 2, "pp": 1, "recompute": "none", "b": 1}
-    space, base = replace(SPACE, model=model, fixed=fixed), request(["layers=4", "hidden=2048", "heads=4"], 8, CLUSTER).config
+    words = ["layers=4", "hidden=2048", "heads=4", "vocabulary=256"]
+    space, base = replace(SPACE, model=model, fixed=fixed), request(words, 8, CLUSTER).config
     held = {}
     for zero in (1, 2, 3):
         limit = LIMIT if zero == 1 else held[zero - 1] - 1

@@ -52,8 +52,8 @@ class After(NamedTuple):
 class Times:
     """Seconds of plans on a cluster.
 
-    They fall into four kinds, each at least as large as the one before: `floor` needs no trace, and knows links where it is given
-    placements; `least` counts the operations of traced cells, and `spans` replays them.
+    `spans` replays traced cells. Two lower bounds of that come before: `floor` needs no trace, and is larger where it is given
+    placements, whose links it then knows; `least` counts the operations of traced cells.
     """
 
     def __init__(self, cluster: Cluster, store: Store) -> None:
@@ -132,11 +132,11 @@ class Times:
         return ports, max(streams.values(), default=0.0)
 
     def _gathered(self, plan: Plan, placed: bool) -> float:
-        """Seconds of the gathers of a block's shared weights, and of the sums of their gradients, with zero 3.
+        """Seconds of the gathers of a block's shared weights with zero 3; sums of their gradients may hide behind arithmetic.
 
         placed : by the loads of links; else by the fastest ports
         """
-        passes, words = 3 + (plan.inner.recompute == "full"), plan.inner.block_elements // (plan.inner.ranks * plan.dp)
+        passes, words = 2 + (plan.inner.recompute == "full"), plan.inner.block_elements // (plan.inner.ranks * plan.dp)
         op, levels = move("all_gather", "dp", words * (plan.dp - 1), plan.inner.dtype), self.cluster.levels
         if placed:
             return passes * self._outer("dp", plan.inner.ranks, plan.dp, plan.pp).parts(op)[1]
