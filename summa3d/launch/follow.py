@@ -39,14 +39,14 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
 
     Raises OSError where it cannot be started, ConfigError for an unknown value of SUMMA3D_WATCHDOG.
     """
-    limit = watchdog_seconds()
+    first, stopped = FirstEnded(), Stopped(watchdog_seconds())
     named = environ.get(flight.VARIABLE)
     folder = Path(tempfile.mkdtemp(prefix=f"summa3d-flight-{os.getuid()}-")) if named is None else None
     try:
-        first = FirstEnded()
-        status = _run(command, {**environ, flight.VARIABLE: str(folder)} if folder else dict(environ), limit, first.follow)
+        status = _run(command, {**environ, flight.VARIABLE: str(folder)} if folder else dict(environ), stopped, first.follow)
         if status not in (0, preemption.STATUS) and folder is not None:
-            if first.ranks and status not in INTERRUPTED and not any(folder.glob(f"{flight.CLAIM}*")):
+            reported = stopped.killed or any(folder.glob(f"{flight.CLAIM}*"))
+            if first.ranks and status not in INTERRUPTED and not reported:
                 print(f"summa3d launch: {', '.join(first.ranks)} ended first, without a report", file=sys.stderr)
             for line in told(folder, time.time(), LONG if status in INTERRUPTED else 0.0):
                 print(line, file=sys.stderr)
@@ -70,10 +70,13 @@ def told(folder: Path, now: float, at_least: float = 0.0) -> list[str]:
 
 
 class Stopped:
-    """How long processes of a job have been stopped: one that is, from before MPI_Init to its end, is killed after `limit` s."""
+    """How long processes of a job have been stopped: one that is, from before MPI_Init to its end, is killed after `limit` s.
+
+    With a limit of 0 none is. `killed` says whether some was.
+    """
 
     def __init__(self, limit: float) -> None:
-        self.limit, self._seconds, self._last = limit, dict[int, float](), time.monotonic()
+        self.limit, self.killed, self._seconds, self._last = limit, False, dict[int, float](), time.monotonic()
 
     def look(self, launcher: int) -> None:
         """Look at what the launcher has started; say which processes have been stopped for too long, and kill them."""
@@ -82,7 +85,8 @@ class Stopped:
         stopped = [process for process, state in states.items() if state and state.letter == processes.STOPPED]
         self._seconds = {process: self._seconds.get(process, 0.0) + elapsed for process in stopped}
         for process, seconds in self._seconds.items():
-            if seconds >= self.limit + PATIENCE:
+            if self.limit and seconds >= self.limit + PATIENCE:
+                self.killed = True
                 started = processes.launched_as(processes.environment_of(process))
                 who = f"process {process}" if started is None else f"rank {started[1]} of {started[0]} (process {process})"
                 print(f"summa3d launch: {who} has been stopped for {self.limit:g} s; the job ends", file=sys.stderr, flush=True)
@@ -90,10 +94,10 @@ class Stopped:
                     os.kill(process, signal.SIGKILL)
 
 
-def _run(command: Sequence[str], environ: Mapping[str, str], limit: float, started: Callable[[int], None]) -> int:
+def _run(command: Sequence[str], environ: Mapping[str, str], stopped: Stopped, started: Callable[[int], None]) -> int:
     """Start the launcher, pass signals on to it until it ends, and return its status; negative, the signal that ended it.
 
-    limit : seconds that a process of it may be stopped, 0 for any. started : called with the launcher's process
+    stopped : looks at its processes. started : called with the launcher's process
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [*PASSED_ON, signal.SIGCHLD])
     kernel = ctypes.CDLL(None)
@@ -104,13 +108,11 @@ def _run(command: Sequence[str], environ: Mapping[str, str], limit: float, start
 
     try:
         with subprocess.Popen(list(command), env=dict(environ), preexec_fn=begin) as child:
-            stopped = Stopped(limit)
             started(child.pid)
             while child.poll() is None:
                 info = signal.sigtimedwait([*PASSED_ON, signal.SIGCHLD], LOOK_EVERY)
                 if info is None:
-                    if limit:
-                        stopped.look(child.pid)
+                    stopped.look(child.pid)
                 elif info.si_signo != signal.SIGCHLD and info.si_code != FROM_KERNEL and child.poll() is None:
                     child.send_signal(info.si_signo)
             return child.returncode
