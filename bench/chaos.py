@@ -423,7 +423,9 @@ def failing_again_and_again(runs: Runs, ranks: int, between: float, minutes: flo
             break
     wall = time.time() - began
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    goodput = sum(line["seconds"] for line in lines) / wall
+    useful = sum(line["seconds"] for line in lines)
+    bound = useful / (useful / bound + costs["start"])  # which Daly's formulas count after each failure, and not at first
+    goodput = useful / wall
     differ = differences(whole, run, exact=not several)
     return {**costs, "launches": launches, "kills": kills, "every": every, "steps": steps, "wall": wall, "goodput": goodput} | {
         "bound": bound, "grids": grids, "differences": differ, "load": os.getloadavg()[0]

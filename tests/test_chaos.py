@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_bench import BENCH, run
+from test_bench import BENCH
 
 
 @pytest.fixture
@@ -75,8 +77,10 @@ def test_dalys_interval_is_where_his_share_is_largest(chaos: Any) -> None:
 
 
 def trials(file: Path, *arguments: str) -> list[dict[str, Any]]:
-    said = run("chaos.py", "--room", "60", "--json", str(file), *arguments)
-    found = json.loads(file.read_text())["trials"]
+    command = [sys.executable, str(BENCH / "chaos.py"), "--room", "60", "--json", str(file), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    assert done.returncode == 0, done.stderr
+    said, found = done.stdout, json.loads(file.read_text())["trials"]
     assert not [(trial["fault"], trial["problems"], trial["output"]) for trial in found if trial["problems"]], said
     assert f"holds: {len(found)} faults" in said
     return found
