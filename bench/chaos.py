@@ -293,7 +293,12 @@ def names(fault: Fault) -> str:
         return rf"summa3d launch: .*rank {fault.rank} of \d+ \(process \d+\).* ended first"
     if "exception" in fault.kind:
         return rf"uncaught exception on rank {fault.rank} "
-    return rf"\branks? (\d+, )*{fault.rank}\b"
+    if fault.kind == "SIGSTOP":
+        return rf"rank {fault.rank} (?:of \d+ )?\(process \d+\) (?:is|has been) stopped"
+    if fault.kind == "desynchronised call":
+        return rf"on ranks? (?:\d+, )*{fault.rank}\b|, for ranks? (?:\d+, )*{fault.rank}\b"
+    silent = rf"rank {fault.rank}(?:: runs| \(process \d+\) is asleep| of \d+ \[[^;\]]*\]: no training step)"
+    return rf"{silent}|, for ranks? (?:\d+, )*{fault.rank}\b"
 
 
 def damage(checkpoint: Path | None, fault: Fault) -> None:
@@ -414,13 +419,16 @@ def failing_again_and_again(runs: Runs, ranks: int, between: float, minutes: flo
         launches += 1
         while job.poll() is None and time.time() < started + left:
             time.sleep(0.05)
-        victims = [process for process, name in processes(run) if of_rank(process)]
-        if job.poll() is None and victims:
-            os.kill(chance.choice(victims), signal.SIGKILL)
+        strikes = job.poll() is None
+        if strikes:
+            victims = [process for process, _ in processes(run) if of_rank(process)]
+            os.kill(chance.choice(victims or [job.pid]), signal.SIGKILL)
             kills += 1
         ended = runs.end(job, run, time.time(), IN_TIME)
         if ended.status == 0:
             break
+        if not strikes:
+            sys.exit(f"the run failed by itself, with status {ended.status}:\n{ended.output}")
     wall = time.time() - began
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     useful = sum(line["seconds"] for line in lines)
