@@ -288,7 +288,7 @@ def reports(fault: Fault, ended: Ended) -> list[str]:
 def names(fault: Fault) -> str:
     """What the report of a failed run must match: the name of a file, or of the rank, by who can know it."""
     if fault.kind in (*ON_RESUME, "full disk"):
-        return r"step-\d+|run/|tmp/"
+        return r"trial/run"
     if fault.kind in ("SIGKILL", "SIGSEGV", "abort"):
         return rf"summa3d launch: .*rank {fault.rank} of \d+ \(process \d+\).* ended first"
     if "exception" in fault.kind:
