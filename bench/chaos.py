@@ -288,12 +288,17 @@ def reports(fault: Fault, ended: Ended) -> list[str]:
 def names(fault: Fault) -> str:
     """What the report of a failed run must match: the name of a file, or of the rank, by who can know it."""
     if fault.kind in (*ON_RESUME, "full disk"):
-        return r"step-\d+|run/|tmp/"
+        return r"trial/run"
     if fault.kind in ("SIGKILL", "SIGSEGV", "abort"):
         return rf"summa3d launch: .*rank {fault.rank} of \d+ \(process \d+\).* ended first"
     if "exception" in fault.kind:
         return rf"uncaught exception on rank {fault.rank} "
-    return rf"\branks? (\d+, )*{fault.rank}\b"
+    if fault.kind == "SIGSTOP":
+        return rf"rank {fault.rank} (?:of \d+ )?\(process \d+\) (?:is|has been) stopped"
+    if fault.kind == "desynchronised call":
+        return rf"on ranks? (?:\d+, )*{fault.rank}\b|, for ranks? (?:\d+, )*{fault.rank}\b"
+    silent = rf"rank {fault.rank}(?:: runs| \(process \d+\) is asleep| of \d+ \[[^;\]]*\]: no training step)"
+    return rf"{silent}|, for ranks? (?:\d+, )*{fault.rank}\b"
 
 
 def damage(checkpoint: Path | None, fault: Fault) -> None:
@@ -414,16 +419,21 @@ def failing_again_and_again(runs: Runs, ranks: int, between: float, minutes: flo
         launches += 1
         while job.poll() is None and time.time() < started + left:
             time.sleep(0.05)
-        victims = [process for process, name in processes(run) if of_rank(process)]
-        if job.poll() is None and victims:
-            os.kill(chance.choice(victims), signal.SIGKILL)
+        strikes = job.poll() is None
+        if strikes:
+            victims = [process for process, _ in processes(run) if of_rank(process)]
+            os.kill(chance.choice(victims or [job.pid]), signal.SIGKILL)
             kills += 1
         ended = runs.end(job, run, time.time(), IN_TIME)
         if ended.status == 0:
             break
+        if not strikes:
+            sys.exit(f"the run failed by itself, with status {ended.status}:\n{ended.output}")
     wall = time.time() - began
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    goodput = sum(line["seconds"] for line in lines) / wall
+    useful = sum(line["seconds"] for line in lines)
+    bound = useful / (useful / bound + costs["start"])  # which Daly's formulas count after each failure, and not at first
+    goodput = useful / wall
     differ = differences(whole, run, exact=not several)
     return {**costs, "launches": launches, "kills": kills, "every": every, "steps": steps, "wall": wall, "goodput": goodput} | {
         "bound": bound, "grids": grids, "differences": differ, "load": os.getloadavg()[0]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_bench import BENCH, run
+from test_bench import BENCH
 
 
 @pytest.fixture
@@ -24,6 +26,7 @@ what each rank was doing:
   rank 0: waits 0.6 s in all_reduce of float64 [3], sum over x (ranks 0, 1), call 7, for rank 1; a.py:3 in f
   rank 1: runs, and communicates nothing since all_gather of float64 [3] over x (ranks 0, 1), call 6, 0.6 s ago; a.py:2 in f
 """
+STOPPED = "  rank 1 (process 7) is stopped\n" + KILLED[KILLED.index("what") :]
 BROKEN = "uncaught exception on rank 1 of 2 [F 0.1]:\nTraceback (most recent call last):\nValueError: no\n"
 
 
@@ -34,17 +37,28 @@ BROKEN = "uncaught exception on rank 1 of 2 [F 0.1]:\nTraceback (most recent cal
         ("SIGKILL", "forward", {"status": None}, "it did not end"),
         ("SIGKILL", "forward", {"since": None}, "the fault did not strike"),
         ("SIGKILL", "forward", {"since": 11.0}, "it ended 11.0 s after the fault; at most 10"),
-        ("SIGSTOP", "forward", {"since": 14.0}, None),
-        ("SIGSTOP", "forward", {"since": 16.0}, "it ended 16.0 s after the fault; at most 15"),
+        ("SIGSTOP", "forward", {"since": 14.0, "output": STOPPED}, None),
+        ("SIGSTOP", "forward", {"since": 14.0}, "no report names the rank"),
+        ("SIGSTOP", "forward", {"since": 16.0, "output": STOPPED}, "it ended 16.0 s after the fault; at most 15"),
         ("SIGKILL", "forward", {"status": 0}, "it went on as if nothing had happened"),
         ("SIGKILL", "forward", {"output": KILLED.replace("rank 1 of 2 (p", "rank 0 of 2 (p")}, "no report names the rank"),
         ("exception", "forward", {"output": BROKEN.replace("rank 1", "rank 0")}, "no report names the rank"),
         ("SIGKILL", "forward", {"output": 2 * KILLED}, "2 tables"),
         ("SIGKILL", "forward", {"left": ["process 7 (python)"]}, "left behind: process 7 (python)"),
+        ("lock held", "forward", {}, None),
+        ("lock held", "forward", {"output": KILLED[: KILLED.index("what")]}, "no report names the rank"),
+        ("desynchronised call", "forward", {"output": "AgreementError: x\n  max on rank 0; sum on rank 1\n"}, None),
+        (
+            "desynchronised call",
+            "forward",
+            {"output": "AgreementError: x\n  max on rank 0; sum on rank 2\n"},
+            "no report names the rank",
+        ),
         ("exception", "forward", {"output": BROKEN}, None),
         ("exception", "forward", {"output": BROKEN + "GridError: rank 1\n"}, "2 reports"),
-        ("full disk", "write", {"output": "CheckpointError: no room: run/step-3\n"}, None),
-        ("full disk", "write", {"output": f"{BROKEN} run/step-3"}, "a traceback"),
+        ("full disk", "write", {"output": "CheckpointError: no room: trial/run/step-3\n"}, None),
+        ("full disk", "write", {"output": "CheckpointError: no room\n"}, "no report names the file"),
+        ("full disk", "write", {"output": f"{BROKEN} trial/run"}, "a traceback"),
         ("slow rank", "write", {"status": 0}, None),
         ("slow rank", "write", {"status": 1}, "it ended with status 1, and was to go on"),
         ("failing write", "write", {"status": 0, "output": "The file is not written. Trying\n  again."}, None),
@@ -75,8 +89,10 @@ def test_dalys_interval_is_where_his_share_is_largest(chaos: Any) -> None:
 
 
 def trials(file: Path, *arguments: str) -> list[dict[str, Any]]:
-    said = run("chaos.py", "--room", "60", "--json", str(file), *arguments)
-    found = json.loads(file.read_text())["trials"]
+    command = [sys.executable, str(BENCH / "chaos.py"), "--room", "60", "--json", str(file), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    assert done.returncode == 0, done.stderr
+    said, found = done.stdout, json.loads(file.read_text())["trials"]
     assert not [(trial["fault"], trial["problems"], trial["output"]) for trial in found if trial["problems"]], said
     assert f"holds: {len(found)} faults" in said
     return found

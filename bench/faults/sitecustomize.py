@@ -125,7 +125,7 @@ class Fault:
             for place in places:
                 wrap(place, functools.partial(self.before, stage))
         wrap("summa3d.train.loop:evaluate", self.evaluate)
-        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        for name in ("all_gather", "reduce_scatter", "all_reduce") if self.plan.get("kind") == "desynchronised call" else ():
             wrap(f"summa3d.comm.axis:Axis.{name}", functools.partial(self.desynchronise, name))
 
     def before(self, stage: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

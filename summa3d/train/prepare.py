@@ -108,7 +108,7 @@ def prepare(
     plan.check(config.model, config.rows)
     if config.train.tensorboard:
         on_root(comm, check_tensorboard, ConfigError)
-    on_root(comm, lambda: open_folder(folder, resume, overwrite, lease, progress), ConfigError)
+    on_root(comm, lambda: open_folder(folder, resume, overwrite, lease, progress), ConfigError, folder=folder)
     saved = open_checkpoint(config, comm, folder) if resume else None
     if saved is not None and saved.step > config.train.steps:
         raise ConfigError(
@@ -134,7 +134,7 @@ def prepare(
         if any(state.copy is not None for state in states):
             replicas.gather_weights()
         run.done = saved.step
-    on_root(comm, lambda: write_config(config, folder, saved, progress), ConfigError)
+    on_root(comm, lambda: write_config(config, folder, saved, progress), ConfigError, folder=folder)
     return run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,16 @@ def test_overwrite_starts_again_and_removes_the_old_checkpoints(comm: Any, share
 def test_resuming_where_nothing_is_saved_starts_from_the_start(comm: Any, shared_tmp_path: Path) -> None:
     assert train_small(comm, shared_tmp_path, resume=True, grid__y=2, train__steps=2)["steps_taken"] == 2
     assert train_small(comm, shared_tmp_path, resume=True, grid__y=2, train__steps=2)["steps_taken"] == 0
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_disk_without_room_is_named_by_the_folder(comm: Any, shared_tmp_path: Path) -> None:
+    settings = small_config(shared_corpus(comm, shared_tmp_path), grid__y=2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ConfigError) as raised:
+            train(settings, comm, shared_tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(raised.value) == f"Cannot write to {shared_tmp_path / 'run'}: File too large."

@@ -83,7 +83,7 @@ def prepare(
 
     Raises DataError, on every rank alike, where the corpus is missing, empty or shorter than one window per part.
     """
-    on_root(comm, lambda: _encode_once(config, folder, say), DataError)
+    on_root(comm, lambda: _encode_once(config, folder, say), DataError, folder=folder)
     return open_tokens(config, sequence, folder)
 
 
