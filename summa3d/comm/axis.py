@@ -11,6 +11,7 @@ from math import prod
 import numpy as np
 from mpi4py import MPI
 
+from ..errors import ShapeError
 from .arrays import Array, copy_into, count, dtype_name, into_problem, is_on_device, is_writable, place_of, share
 from .checks import Checks
 from .nodes import world_ranks
@@ -87,7 +88,10 @@ class Axis:
         """
         if self.size == 1:
             return alone(array, into)
-        return self._complete(Call(self._scatter(array, dim, sizes, into), array, into, True, parts))
+        route = self._scatter(array, dim, sizes, into)
+        if parts is not None:
+            self.checks.workspace(array, parts, route.words // (self.size - 1) * self.size)
+        return self._complete(Call(route, array, into, True, parts))
 
     def all_reduce(self, array: Array, op: str = "sum", into: Array | None = None) -> Array:
         """Reduce the members' arrays by `op` (sum, max, min) on all of them. Words n + (g−2)·n_r, messages 2(g−1)."""
@@ -171,13 +175,14 @@ class Axis:
 
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
-        self.checks.peer("send", to)
+        self.checks.peer("send", to, tag)
         return self._begin(Call(self._message("send", array, to, tag), array, None, False))
 
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
+        self.checks.array("receive", array)
         self.checks.target("receive", array)
-        self.checks.peer("receive", source)
+        self.checks.peer("receive", source, tag)
         return self._begin(Call(self._message("receive", array, source, tag), array, None, False))
 
     # -- memory ---------------------------------------------------------------------------------------------------------
@@ -208,33 +213,32 @@ class Axis:
     # -- each collective: checked and counted once for all calls that are alike -------------------------------------------
 
     def _gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, view: bool) -> Route:
-        key = ("all_gather", block.shape, block.dtype, place_of(block), dim, sizes and tuple(sizes), view)
-        route = self._known(key, into)
+        sizes = None if sizes is None else listed("all_gather", sizes)
+        key, route = self._known("all_gather", block, into, dim, sizes, view)
         if route is not None:
             return route
-        dim, sizes = self.checks.settled("all_gather", block, dim, sizes, False, into)
-        words = (sum(sizes) - sizes[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
-        return self._kept(key, Route("all_gather", is_on_device(block), words, self.size - 1, dim, sizes, view=view))
+        dim, extents = self.checks.settled("all_gather", block, dim, sizes, False, into)
+        words = (sum(extents) - extents[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
+        return self._kept(key, Route("all_gather", is_on_device(block), words, self.size - 1, dim, extents, view=view))
 
     def _scatter(self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None) -> Route:
-        key = ("reduce_scatter", array.shape, array.dtype, place_of(array), dim, sizes and tuple(sizes))
-        route = self._known(key, into)
+        sizes = None if sizes is None else listed("reduce_scatter", sizes)
+        key, route = self._known("reduce_scatter", array, into, dim, sizes)
         if route is not None:
             return route
-        dim, sizes = self.checks.settled("reduce_scatter", array, dim, sizes, True, into)
-        words = (self.size - 1) * sizes[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
-        return self._kept(key, Route("reduce_scatter", is_on_device(array), words, self.size - 1, dim, sizes))
+        dim, extents = self.checks.settled("reduce_scatter", array, dim, sizes, True, into)
+        words = (self.size - 1) * extents[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
+        return self._kept(key, Route("reduce_scatter", is_on_device(array), words, self.size - 1, dim, extents))
 
     def _reduction(
         self, name: str, array: Array, op: str, into: Array | None, root: int | None = None, in_order: bool = True
     ) -> Route:
         """The route of an all-reduce, or of a reduce onto `root`."""
-        key = (name, array.shape, array.dtype, place_of(array), op, root, in_order)
-        route = self._known(key, into)
+        key, route = self._known(name, array, into, op, root, in_order)
         if route is not None:
             return route
         facts = {"shape": tuple(array.shape), "op": op, "root": root}
-        problem = self.checks.root_problem(root or 0)
+        problem = self.checks.root_problem(0 if root is None else root) or self.checks.op_problem(op)
         if problem is None and root in (None, self.index):
             problem = into_problem(into, array, array.shape)
         self.checks.agreed(name, array, facts, problem)
@@ -246,8 +250,7 @@ class Axis:
         return self._kept(key, route)
 
     def _from_root(self, array: Array, root: int) -> Route:
-        key = ("broadcast", array.shape, array.dtype, place_of(array), root)
-        route = self._known(key, None)
+        key, route = self._known("broadcast", array, None, root)
         if route is not None and (not route.words or is_writable(array)):
             return route
         received = self.index != root
@@ -256,26 +259,43 @@ class Axis:
         return self._kept(key, Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root))
 
     def _exchange(self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None) -> Route:
-        cut = sizes and tuple(sizes), receive_sizes and tuple(receive_sizes)
-        key = ("all_to_all", array.shape, array.dtype, place_of(array), dim, *cut)
-        if route := self._known(key, None):
+        sizes = None if sizes is None else listed("all_to_all", sizes)
+        receive_sizes = None if receive_sizes is None else listed("all_to_all", receive_sizes)
+        key, route = self._known("all_to_all", array, None, dim, sizes, receive_sizes)
+        if route is not None:
             return route
-        dim, sizes, received = self.checks.pieces(array, dim, sizes, receive_sizes)
-        arriving = sizes if received is None else received
+        dim, extents, received = self.checks.pieces(array, dim, sizes, receive_sizes)
+        arriving = extents if received is None else received
         words = (sum(arriving) - arriving[self.index]) * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
-        return self._kept(key, Route("all_to_all", is_on_device(array), words, self.size - 1, dim, sizes, receive_sizes=received))
+        return self._kept(
+            key, Route("all_to_all", is_on_device(array), words, self.size - 1, dim, extents, receive_sizes=received)
+        )
 
     def _message(self, name: str, array: Array, peer: int, tag: int) -> Route:
         """The route of a message to or from member `peer`."""
-        key = (name, array.shape, array.dtype, place_of(array), peer, tag)
+        key, route = self._known(name, array, None, peer, tag)
         arriving = name == "receive"
-        return self._routes.get(key) or self._kept(
+        return route or self._kept(
             key, Route(name, is_on_device(array), count(array) * arriving, int(arriving), root=peer, tag=tag)
         )
 
-    def _known(self, key: Hashable, into: Array | None) -> Route | None:
-        """The route of calls like this one; None where this one must be checked itself."""
-        return None if into is not None or self.check else self._routes.get(key)
+    def _known(self, name: str, array: Array, into: Array | None, *rest: Hashable) -> tuple[Hashable, Route | None]:
+        """What calls like this one have in common, and their route; None where this one must be checked itself.
+
+        Raises ShapeError for what is no array, and for arguments of types that no call takes.
+        """
+        key: Hashable = None
+        try:
+            key = (name, array.shape, array.dtype, place_of(array), rest)
+            route = self._routes.get(key)
+            if route is not None and into is None and not self.check:
+                return key, route
+        except (AttributeError, TypeError) as error:
+            self.checks.array(name, array)
+            said = ", ".join(map(repr, rest))
+            raise ShapeError(f"{name} over {self.label} does not take arguments of these types: {said}.") from error
+        self.checks.array(name, array)
+        return key, None
 
     def _kept(self, key: Hashable, route: Route) -> Route:
         if len(self._routes) >= ROUTES:
@@ -341,6 +361,14 @@ class Axis:
             line = route.lines[key] = self.ledger.line(route.operation, self.label, dtype_name(moved))
         line.count(route.words, route.messages, moved.itemsize, seconds, cpu_seconds)
         return line
+
+
+def listed(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes as a tuple. Raises ShapeError for what is no sequence."""
+    try:
+        return tuple(sizes)
+    except TypeError as error:
+        raise ShapeError(f"{name}: sizes are whole numbers, one per member; they are given as {sizes!r}.") from error
 
 
 def alone(array: Array, into: Array | None) -> Array:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from ..errors import ShapeError
-from .arrays import Array, dtype_name, into_problem, is_contiguous, is_on_device, is_writable
+from .arrays import Array, array_problem, count, dtype_name, into_problem, is_contiguous, is_on_device, is_writable
 from .failure import check_agreement
 from .transport.call import Members
 from .transport.transports import Transports
+
+LEAST_TAGS = 32767
+"""The largest tag that every MPI has."""
 
 
 class Checks:
@@ -104,6 +108,10 @@ class Checks:
             return None
         return f"There is no root {root} on axis {self.label}; its members are 0 to {self.size - 1}."
 
+    def op_problem(self, op: object) -> str | None:
+        """The reason why `op` names no reduction; None if it is a text, of which the transport says what it means."""
+        return None if isinstance(op, str) else f"Reduction {op!r} is not defined; it is a text, such as sum."
+
     def agreed(self, name: str, array: Array, facts: dict[str, Any], problem: str | None = None) -> None:
         """Raise ShapeError for a `problem` with this call; in debug mode an error on all members if they differ in anything."""
         if self.debug:
@@ -120,8 +128,26 @@ class Checks:
             self.in_step()
             check_agreement(self.comm, f"barrier over {self.label}", {})
 
-    def peer(self, name: str, peer: int) -> None:
-        """Raise ShapeError unless there is such a member, other than this one."""
+    def array(self, name: str, array: Any) -> None:
+        """Raise ShapeError for what is no array that can be communicated."""
+        problem = array_problem(array, self.comm != MPI.COMM_NULL)
+        if problem is not None:
+            raise ShapeError(f"{name} over {self.label}: {problem}.")
+
+    def workspace(self, array: Array, parts: Any, elements: int) -> None:
+        """Raise ShapeError unless `parts` can hold these elements of `array`'s dtype."""
+        problem = array_problem(parts, self.comm != MPI.COMM_NULL)
+        if problem is None and count(parts) != elements:
+            problem = f"it has {count(parts)} elements, where {elements} are needed"
+        problem = problem or into_problem(parts, array, parts.shape)
+        if problem is not None:
+            raise ShapeError(f"reduce_scatter over {self.label}: parts cannot be its workspace: {problem}")
+
+    def peer(self, name: str, peer: int, tag: int) -> None:
+        """Raise ShapeError unless there is such a member, other than this one, and such a tag."""
+        most = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAGS
+        if not isinstance(tag, (int, np.integer)) or not 0 <= tag <= most:
+            raise ShapeError(f"{name} on axis {self.label}: a tag is a whole number from 0 to {most}; it is {tag!r}.")
         if not isinstance(peer, (int, np.integer)) or not 0 <= peer < self.size or peer == self.index:
             others = ", ".join(str(member) for member in range(self.size) if member != self.index) or "none"
             raise ShapeError(f"{name} on axis {self.label}: member {self.index} has no peer {peer}. Peers: {others}.")
