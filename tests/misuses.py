@@ -262,8 +262,8 @@ def whole(value: Any) -> int:
     """An argument that must be a whole number."""
     import numpy as np
 
-    if not isinstance(value, (int, np.integer)):
-        raise MustRefuse
+    if not isinstance(value, (int, np.integer)) and not (isinstance(value, float) and value.is_integer()):
+        raise MustRefuse  # 4.0 is refused or taken for 4
     return int(value)
 
 
@@ -889,6 +889,7 @@ def run(numbers: list[int], ranks: int, seed: int, settled: float = SETTLED) -> 
             done = (
                 [json.loads(line) for line in (folder / "lines").read_text().splitlines()] if (folder / "lines").exists() else []
             )
+            tell(done)
             lines += done
             left = left[len(done) :]
             if not left:

@@ -245,16 +245,12 @@ class Grid:
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """Axis name → index of `rank`: the digits of the rank, tile digits first, in `order`. GridError for no rank of it."""
-        if not hasattr(rank, "__index__") or not 0 <= rank < self.size:
-            raise GridError(f"{self} has no rank {rank!r}; its ranks are 0 to {self.size - 1}.")
+        self.topology.check_rank(rank)
         return self.topology.coordinates_of(rank)
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
         """The rank at `coordinates`; the inverse of `coordinates_of`. GridError for a point that the grid does not have."""
-        for name, size in self.shape.items():
-            at = coordinates.get(name)
-            if at is None or not hasattr(at, "__index__") or not 0 <= at < size:
-                raise GridError(f"{self} has no rank at {dict(coordinates)}: index {at!r} of axis {name} = {size}.")
+        self.topology.check_point(coordinates)
         return self.topology.rank_of(coordinates)
 
     def add_axes(self, *names: str) -> None:

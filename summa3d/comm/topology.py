@@ -48,6 +48,18 @@ class Topology:
         if self.size != ranks:
             raise GridError(_misfit(self.shape, ranks))
 
+    def check_rank(self, rank: int) -> None:
+        """Raise GridError unless there is such a rank."""
+        if not hasattr(rank, "__index__") or not 0 <= rank < self.size:
+            raise GridError(f"Grid {describe(self.shape)} has no rank {rank!r}; its ranks are 0 to {self.size - 1}.")
+
+    def check_point(self, coordinates: Mapping[str, int]) -> None:
+        """Raise GridError unless there is such a point."""
+        for name, size in self.shape.items():
+            at = coordinates.get(name)
+            if at is None or not hasattr(at, "__index__") or not 0 <= at < size:
+                raise GridError(f"Grid {describe(self.shape)} has no point {dict(coordinates)}: index {at!r} of {name} = {size}.")
+
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """Axis name → index of `rank`: the digits of the rank, tile digits first, in `order`."""
         inner, outer = dict.fromkeys(self.shape, 0), dict.fromkeys(self.shape, 0)

@@ -45,7 +45,8 @@ class ProductPlan(ABC):
             size = getattr(self, name)
             if not is_whole(size) or size < 0:
                 raise ShapeError(f"{name} is {size!r}; sizes are whole numbers of at least 0.")
-        for axis in self.axes:
+        for role in self.roles():
+            axis = getattr(self, role)
             if not isinstance(axis, str):
                 raise ShapeError(f"{axis!r} is no axis of a grid; a plan names one for each of its roles, such as 'x'.")
 
