@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
+from ..comm.arrays import dtype_name
 from ..comm.axis import Axis
-from ..comm.grid import Grid
+from ..comm.grid import Grid, agree_on_call
 from ..comm.pending import Completed, Pending
 from ..errors import ShapeError
 from ..gemm.algorithms.cuboid import Cuboid
@@ -60,6 +61,31 @@ class Product(ABC):
             raise ShapeError(f"matmul has no gradient for form {plan.form!r}; forms with gradients: {', '.join(GRADIENTS)}.")
         self.plan, self.rows, self.in_flight = plan, rows, in_flight
         self.of_a, self.of_b = GRADIENTS[plan.form]
+        self._agreed: set[object] = set()
+
+    executor: Executor
+    """The product without gradients."""
+
+    def agree(self, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+        """Raise AgreementError on all ranks unless all call this product: compared at its first use on such operands.
+
+        Raises ShapeError, before that, for operands that are no tensors, or a bias of another size or dtype.
+        """
+        for name, operand in (("a", a), ("b", b), ("bias", bias)):
+            if not isinstance(operand, Tensor) and not (name == "bias" and operand is None):
+                raise ShapeError(f"{name} is a {type(operand).__name__}; products with gradients take torch's tensors.")
+        wanted = tuple(one is not None and one.requires_grad and is_grad_enabled() for one in (a, b, bias))
+        known = (a.dtype, b.dtype, None if bias is None else (bias.dtype, bias.shape), wanted)
+        if known in self._agreed and not self.executor.grid.check:
+            return
+        columns = self.executor.c_block[1:]
+        if bias is not None and (bias.shape != columns or bias.dtype != a.dtype):
+            given, takes = f"{tuple(bias.shape)} {dtype_name(bias)}", f"{columns} {dtype_name(a)}"
+            raise ShapeError(f"the block of the bias is {given}; {self.plan} takes {takes} here.")
+        dtypes = dtype_name(a), dtype_name(b)
+        facts = {"plan": repr(self.plan), "dtypes": dtypes, "bias": bias is not None, "gradients of a, b, bias": wanted}
+        agree_on_call(self.executor.grid, "autograd.matmul", facts)
+        self._agreed.add(known)
 
     @abstractmethod
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -114,6 +140,7 @@ class Sharded(Product):
     ) -> None:
         super().__init__(product.plan, product.rows, replace(product.in_flight, source=source))
         self.product, self.plane, self.sizes, self.transposed = product, plane, sizes, transposed
+        self.executor = product.executor
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return C's block, what the product keeps of A, and the shard of B."""
@@ -166,6 +193,7 @@ class Gathered(Product):
     def __init__(self, cuboid: Cuboid, regather: bool = True, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
         super().__init__(cuboid.plan, rows, in_flight)
         self.cuboid, self.regather = cuboid, regather
+        self.executor = cuboid
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return C's block, and the shards or (without `regather`) the gathered operands."""
@@ -269,7 +297,7 @@ class Executed(Product):
         super().__init__(plan, rows)
         self.grid, self.workspace = grid, workspace or Workspace(grid)
         self.a_plan, self.b_plan = gradient_plans(plan)
-        self._executor = self._bound(plan)
+        self.executor = self._bound(plan)
 
     @cached_property
     def _grad_a(self) -> Executor:
@@ -284,7 +312,7 @@ class Executed(Product):
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return C's block and both shards."""
-        return self._executor.run(a, b), (a, b)
+        return self.executor.run(a, b), (a, b)
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """Return dA, complete: the algorithm sums as it goes."""

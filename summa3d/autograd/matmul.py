@@ -81,9 +81,12 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None, s
     [(Y−1)mk + (X−1)kn]/P more (`gemm.volume` has the other algorithms' words). The bias gradient is one all-reduce over
     `product.rows`.
     Where gradients of B are postponed (`autograd.debts`), backward records a debt instead of dB.
+    Raises ShapeError for blocks that the plan does not have, before any communication; AgreementError on all ranks where they
+    call differently, or want other gradients, which they compare at a product's first use.
     Memory kept for backward: both shards; for the cuboid with regather=False, both gathered operands.
     Source: Bian et al. 2021, Algorithms 2, 4 and 6, a closed set (with 6 read as AᵀB).
     """
+    product.agree(a, b, bias)
     if torch.is_grad_enabled() and product.source is not None:
         product.source.saved = b.detach()
     debts, rows = product.in_flight.debts, product.rows if sums_bias else None

@@ -98,13 +98,15 @@ def run(args: argparse.Namespace) -> int:
     """Run the launcher to its end, on emulated nodes if that is asked for, and return its exit status.
 
     Where the system cannot wait for signals, this process is replaced by the launcher. Raises LaunchError where the launcher
-    cannot be started, or nodes not be emulated.
+    cannot be started, nodes not be emulated, or MPICH's ranks have no room to share memory in.
     """
     arguments, runtime = program(args), loaded_runtime()
     command, environment, account = mpi_command(args.ranks, arguments, runtime=runtime)
     emulated = "" if args.emulate is None else f"{args.emulate.nodes} emulated nodes, "
     print(f"summa3d launch: {emulated}{account}", file=sys.stderr, flush=True)
     for warning in segments.warnings(args.ranks) if runtime.vendor == "mpich" and args.emulate is None else ():
+        if segments.cannot_start(args.ranks):
+            raise LaunchError(warning)
         print(f"summa3d launch: {warning}", file=sys.stderr, flush=True)
     if sys.stderr.isatty() and Path(command[0]).name != "srun":  # which forwards whole lines
         environment["SUMMA3D_TERMINAL"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)

@@ -55,8 +55,25 @@ def is_on_device(array: Array) -> bool:
 
 
 def place_of(array: Array) -> Any:
-    """Where the memory lies, as something to compare: torch's or CuPy's device; of numpy's arrays, a constant."""
-    return None if isinstance(array, np.ndarray) else getattr(array, "device", type(array))
+    """What kind of array it is and where its memory lies, as something to compare; of numpy's own arrays, a constant."""
+    kind = type(array)
+    return None if kind is np.ndarray else (kind, getattr(array, "device", None), getattr(array, "layout", None))
+
+
+def array_problem(array: Any, has_memory: bool = True) -> str | None:
+    """Why this is no array that can be communicated; None if it is one. A dry run's tensors need not have memory."""
+    if isinstance(array, np.ndarray):
+        odd = isinstance(array, (np.matrix, np.ma.MaskedArray))
+        return f"a {type(array).__name__} is no plain array; pass numpy.asarray of it" if odd else None
+    if is_torch(array):
+        import torch
+
+        if array.layout is not torch.strided:
+            return f"a tensor of layout {array.layout} has no elements in order; pass tensor.to_dense()"
+        return "the tensor is on device meta, and has no elements" if has_memory and array.is_meta else None
+    if hasattr(type(array), "__cuda_array_interface__"):
+        return None
+    return f"a {type(array).__name__} is no array; pass one of numpy, CuPy or torch"
 
 
 def library_of(array: Array) -> Any:
@@ -140,8 +157,12 @@ def is_contiguous(array: Array) -> bool:
 
 
 def is_writable(array: Array) -> bool:
-    """Whether the elements may be overwritten; only numpy knows read-only arrays."""
-    return not isinstance(array, np.ndarray) or bool(array.flags.writeable)
+    """Whether the elements may be overwritten: not of a read-only array of numpy's, nor where a tensor repeats its memory."""
+    if isinstance(array, np.ndarray):
+        return bool(array.flags.writeable)
+    if not is_torch(array) or array.is_contiguous():
+        return True
+    return all(step or extent < 2 for step, extent in zip(array.stride(), array.shape, strict=True))
 
 
 def move_dim(array: Array, dim: int, to: int) -> Array:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from math import prod
 
 import numpy as np
 from mpi4py import MPI
 
-from .arrays import Array, copy_into, count, dtype_name, into_problem, is_on_device, is_writable, place_of, share
-from .checks import Checks
+from .arrays import Array, copy_into, dtype_name
+from .checks import Checks, Routes
 from .nodes import world_ranks
 from .pending import Begun, Completed, Pending
 from .profile import flight
@@ -22,8 +21,6 @@ from .transport.node_buffer import NodeBuffer
 from .transport.transports import Freed, Transports
 
 NOTHING = np.empty(0)
-ROUTES = 1024
-"""Routes that an axis keeps; a step of training takes the same few again and again."""
 
 
 class Axis:
@@ -48,7 +45,7 @@ class Axis:
         self.label: str = members.label
         self.ledger: Ledger = members.ledger
         self.checks = Checks(members, transports, check)
-        self._routes: dict[Hashable, Route] = {}
+        self.routes = Routes(self.checks)
         self._barrier = Route("barrier", False, 0, 0)
         self.records = flight.AxisRecords(self.label, None if self.comm == MPI.COMM_NULL else partial(world_ranks, self.comm))
 
@@ -70,7 +67,7 @@ class Axis:
         """
         if self.size == 1:
             return alone(block, into)
-        return self._complete(Call(self._gather(block, dim, sizes, into, view), block, into))
+        return self._complete(Call(self.routes.gather(block, dim, sizes, into, view), block, into))
 
     def reduce_scatter(
         self,
@@ -87,29 +84,32 @@ class Axis:
         """
         if self.size == 1:
             return alone(array, into)
-        return self._complete(Call(self._scatter(array, dim, sizes, into), array, into, True, parts))
+        route = self.routes.scatter(array, dim, sizes, into)
+        if parts is not None:
+            self.checks.workspace(array, parts, route.words // (self.size - 1) * self.size)
+        return self._complete(Call(route, array, into, True, parts))
 
     def all_reduce(self, array: Array, op: str = "sum", into: Array | None = None) -> Array:
         """Reduce the members' arrays by `op` (sum, max, min) on all of them. Words n + (g−2)·n_r, messages 2(g−1)."""
         if self.size == 1:
             return alone(array, into)
-        return self._complete(Call(self._reduction("all_reduce", array, op, into), array, into))
+        return self._complete(Call(self.routes.reduction("all_reduce", array, op, into), array, into))
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
         """Overwrite every member's `array` by the root's. Words n (root 0), messages 1 (root 0)."""
-        return array if self.size == 1 else self._complete(Call(self._from_root(array, root), array))
+        return array if self.size == 1 else self._complete(Call(self.routes.from_root(array, root), array))
 
     def reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Array | None:
         """Reduce onto the root; None elsewhere. `into`, for the root, may be `array` itself. Words (g−1)·n_r, messages g−1."""
         if self.size == 1:
             return alone(array, into)
-        return self._complete(Call(self._reduction("reduce", array, op, into, root), array, into))
+        return self._complete(Call(self.routes.reduction("reduce", array, op, into, root), array, into))
 
     def all_to_all(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
     ) -> Array:
         """Send piece i along `dim` to member i and concatenate what arrives. Words received from others, messages g−1."""
-        return array if self.size == 1 else self._complete(Call(self._exchange(array, dim, sizes, receive_sizes), array))
+        return array if self.size == 1 else self._complete(Call(self.routes.exchange(array, dim, sizes, receive_sizes), array))
 
     def send(self, array: Array, to: int, tag: int = 0) -> None:
         """Send `array` to member `to`; returns when the buffer may be reused. Moves nothing *to* this rank.
@@ -135,7 +135,7 @@ class Axis:
         """`all_gather`, in flight."""
         if self.size == 1:
             return Completed(alone(block, into))
-        return self._begin(Call(self._gather(block, dim, sizes, into, view), block, into, False))
+        return self._begin(Call(self.routes.gather(block, dim, sizes, into, view), block, into, False))
 
     def start_reduce_scatter(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None
@@ -143,23 +143,23 @@ class Axis:
         """`reduce_scatter`, in flight."""
         if self.size == 1:
             return Completed(alone(array, into))
-        return self._begin(Call(self._scatter(array, dim, sizes, into), array, into, False))
+        return self._begin(Call(self.routes.scatter(array, dim, sizes, into), array, into, False))
 
     def start_all_reduce(self, array: Array, op: str = "sum", into: Array | None = None, in_order: bool = False) -> Pending:
         """`all_reduce`, in flight. `in_order`: all members complete it between the same two of their communications."""
         if self.size == 1:
             return Completed(alone(array, into))
-        return self._begin(Call(self._reduction("all_reduce", array, op, into, in_order=in_order), array, into, False))
+        return self._begin(Call(self.routes.reduction("all_reduce", array, op, into, in_order=in_order), array, into, False))
 
     def start_broadcast(self, array: Array, root: int = 0) -> Pending:
         """`broadcast`, in flight."""
-        return Completed(array) if self.size == 1 else self._begin(Call(self._from_root(array, root), array, None, False))
+        return Completed(array) if self.size == 1 else self._begin(Call(self.routes.from_root(array, root), array, None, False))
 
     def start_reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Pending:
         """`reduce`, in flight."""
         if self.size == 1:
             return Completed(alone(array, into))
-        return self._begin(Call(self._reduction("reduce", array, op, into, root), array, into, False))
+        return self._begin(Call(self.routes.reduction("reduce", array, op, into, root), array, into, False))
 
     def start_all_to_all(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
@@ -167,18 +167,19 @@ class Axis:
         """`all_to_all`, in flight."""
         if self.size == 1:
             return Completed(array)
-        return self._begin(Call(self._exchange(array, dim, sizes, receive_sizes), array, None, False))
+        return self._begin(Call(self.routes.exchange(array, dim, sizes, receive_sizes), array, None, False))
 
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
-        self.checks.peer("send", to)
-        return self._begin(Call(self._message("send", array, to, tag), array, None, False))
+        self.checks.peer("send", to, tag)
+        return self._begin(Call(self.routes.message("send", array, to, tag), array, None, False))
 
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
+        self.checks.array("receive", array)
         self.checks.target("receive", array)
-        self.checks.peer("receive", source)
-        return self._begin(Call(self._message("receive", array, source, tag), array, None, False))
+        self.checks.peer("receive", source, tag)
+        return self._begin(Call(self.routes.message("receive", array, source, tag), array, None, False))
 
     # -- memory ---------------------------------------------------------------------------------------------------------
 
@@ -204,83 +205,6 @@ class Axis:
         A collective does so by itself; on the host there is nothing to open.
         """
         self.transports.of(array)
-
-    # -- each collective: checked and counted once for all calls that are alike -------------------------------------------
-
-    def _gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, view: bool) -> Route:
-        key = ("all_gather", block.shape, block.dtype, place_of(block), dim, sizes and tuple(sizes), view)
-        route = self._known(key, into)
-        if route is not None:
-            return route
-        dim, sizes = self.checks.settled("all_gather", block, dim, sizes, False, into)
-        words = (sum(sizes) - sizes[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
-        return self._kept(key, Route("all_gather", is_on_device(block), words, self.size - 1, dim, sizes, view=view))
-
-    def _scatter(self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None) -> Route:
-        key = ("reduce_scatter", array.shape, array.dtype, place_of(array), dim, sizes and tuple(sizes))
-        route = self._known(key, into)
-        if route is not None:
-            return route
-        dim, sizes = self.checks.settled("reduce_scatter", array, dim, sizes, True, into)
-        words = (self.size - 1) * sizes[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
-        return self._kept(key, Route("reduce_scatter", is_on_device(array), words, self.size - 1, dim, sizes))
-
-    def _reduction(
-        self, name: str, array: Array, op: str, into: Array | None, root: int | None = None, in_order: bool = True
-    ) -> Route:
-        """The route of an all-reduce, or of a reduce onto `root`."""
-        key = (name, array.shape, array.dtype, place_of(array), op, root, in_order)
-        route = self._known(key, into)
-        if route is not None:
-            return route
-        facts = {"shape": tuple(array.shape), "op": op, "root": root}
-        problem = self.checks.root_problem(root or 0)
-        if problem is None and root in (None, self.index):
-            problem = into_problem(into, array, array.shape)
-        self.checks.agreed(name, array, facts, problem)
-        own = share(count(array), self.size, self.index)
-        words, messages = (self.size - 1) * own, self.size - 1
-        if root is None:
-            words, messages = count(array) - own + words, 2 * messages
-        route = Route(name, is_on_device(array), words, messages, op=op, root=-1 if root is None else root, in_order=in_order)
-        return self._kept(key, route)
-
-    def _from_root(self, array: Array, root: int) -> Route:
-        key = ("broadcast", array.shape, array.dtype, place_of(array), root)
-        route = self._known(key, None)
-        if route is not None and (not route.words or is_writable(array)):
-            return route
-        received = self.index != root
-        problem = self.checks.root_problem(root) or (self.checks.target_problem("broadcast", array) if received else None)
-        self.checks.agreed("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
-        return self._kept(key, Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root))
-
-    def _exchange(self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None) -> Route:
-        cut = sizes and tuple(sizes), receive_sizes and tuple(receive_sizes)
-        key = ("all_to_all", array.shape, array.dtype, place_of(array), dim, *cut)
-        if route := self._known(key, None):
-            return route
-        dim, sizes, received = self.checks.pieces(array, dim, sizes, receive_sizes)
-        arriving = sizes if received is None else received
-        words = (sum(arriving) - arriving[self.index]) * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
-        return self._kept(key, Route("all_to_all", is_on_device(array), words, self.size - 1, dim, sizes, receive_sizes=received))
-
-    def _message(self, name: str, array: Array, peer: int, tag: int) -> Route:
-        """The route of a message to or from member `peer`."""
-        key = (name, array.shape, array.dtype, place_of(array), peer, tag)
-        arriving = name == "receive"
-        return self._routes.get(key) or self._kept(
-            key, Route(name, is_on_device(array), count(array) * arriving, int(arriving), root=peer, tag=tag)
-        )
-
-    def _known(self, key: Hashable, into: Array | None) -> Route | None:
-        """The route of calls like this one; None where this one must be checked itself."""
-        return None if into is not None or self.check else self._routes.get(key)
-
-    def _kept(self, key: Hashable, route: Route) -> Route:
-        if len(self._routes) >= ROUTES:
-            self._routes.clear()
-        return self._routes.setdefault(key, route)
 
     # -- carry and account -------------------------------------------------------------------------------------------------
 

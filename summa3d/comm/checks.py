@@ -1,17 +1,33 @@
-"""Checks before a collective: dims, sizes, roots, targets and, in debug mode, agreement between the members."""
+"""Checks before a collective: dims, sizes, roots, targets and, in debug mode, agreement; the routes of calls that are alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from ..errors import ShapeError
-from .arrays import Array, dtype_name, into_problem, is_contiguous, is_on_device, is_writable
+from .arrays import (
+    Array,
+    array_problem,
+    count,
+    dtype_name,
+    into_problem,
+    is_contiguous,
+    is_on_device,
+    is_writable,
+    place_of,
+    share,
+)
 from .failure import check_agreement
-from .transport.call import Members
+from .transport.call import Members, Route
 from .transport.transports import Transports
+
+LEAST_TAGS = 32767
+"""The largest tag that every MPI has."""
 
 
 class Checks:
@@ -69,7 +85,7 @@ class Checks:
         wrong = next((_not_whole("all_to_all", "a size", size, 0) for size in receive_sizes), None)
         if wrong is None and len(receive_sizes) != self.size:
             wrong = f"all_to_all over {self.label} = {self.size} was given receive_sizes {receive_sizes}. Pass one per member."
-        if wrong is not None:
+        if wrong is not None or self.debug:  # before the exchange of sizes, to which all must come
             self.agreed("all_to_all", array, {}, wrong)
         if self.debug:  # compare with what the others send
             sent = self.comm.alltoall(list(sizes)) if len(receive_sizes) == self.size else None
@@ -104,6 +120,10 @@ class Checks:
             return None
         return f"There is no root {root} on axis {self.label}; its members are 0 to {self.size - 1}."
 
+    def op_problem(self, op: object) -> str | None:
+        """The reason why `op` names no reduction; None if it is a text, of which the transport says what it means."""
+        return None if isinstance(op, str) else f"Reduction {op!r} is not defined; it is a text, such as sum."
+
     def agreed(self, name: str, array: Array, facts: dict[str, Any], problem: str | None = None) -> None:
         """Raise ShapeError for a `problem` with this call; in debug mode an error on all members if they differ in anything."""
         if self.debug:
@@ -120,8 +140,26 @@ class Checks:
             self.in_step()
             check_agreement(self.comm, f"barrier over {self.label}", {})
 
-    def peer(self, name: str, peer: int) -> None:
-        """Raise ShapeError unless there is such a member, other than this one."""
+    def array(self, name: str, array: Any) -> None:
+        """Raise ShapeError for what is no array that can be communicated."""
+        problem = array_problem(array, self.comm != MPI.COMM_NULL)
+        if problem is not None:
+            raise ShapeError(f"{name} over {self.label}: {problem}.")
+
+    def workspace(self, array: Array, parts: Any, elements: int) -> None:
+        """Raise ShapeError unless `parts` can hold these elements of `array`'s dtype."""
+        problem = array_problem(parts, self.comm != MPI.COMM_NULL)
+        if problem is None and count(parts) != elements:
+            problem = f"it has {count(parts)} elements, where {elements} are needed"
+        problem = problem or into_problem(parts, array, parts.shape)
+        if problem is not None:
+            raise ShapeError(f"reduce_scatter over {self.label}: parts cannot be its workspace: {problem}")
+
+    def peer(self, name: str, peer: int, tag: int) -> None:
+        """Raise ShapeError unless there is such a member, other than this one, and such a tag."""
+        most = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAGS
+        if not isinstance(tag, (int, np.integer)) or not 0 <= tag <= most:
+            raise ShapeError(f"{name} on axis {self.label}: a tag is a whole number from 0 to {most}; it is {tag!r}.")
         if not isinstance(peer, (int, np.integer)) or not 0 <= peer < self.size or peer == self.index:
             others = ", ".join(str(member) for member in range(self.size) if member != self.index) or "none"
             raise ShapeError(f"{name} on axis {self.label}: member {self.index} has no peer {peer}. Peers: {others}.")
@@ -132,3 +170,117 @@ def _not_whole(name: str, what: str, value: object, least: int | None = None) ->
     if isinstance(value, (int, np.integer)) and (least is None or value >= least):
         return None
     return f"{name}: {what} must be a whole number{'' if least is None else f' ≥ {least}'}; it is {value!r}."
+
+
+ROUTES = 1024
+"""Routes that an axis keeps; a step of training takes the same few again and again."""
+
+
+class Routes:
+    """The routes of an axis's calls: each is checked and counted once for all calls that are alike."""
+
+    def __init__(self, checks: Checks) -> None:
+        self.checks, self.size, self.index, self.label = checks, checks.size, checks.index, checks.label
+        self._routes: dict[Hashable, Route] = {}
+
+    def gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, view: bool) -> Route:
+        """The route of an all-gather."""
+        sizes = None if sizes is None else listed("all_gather", sizes)
+        key, route = self._known("all_gather", block, into, dim, sizes, view)
+        if route is not None:
+            return route
+        dim, extents = self.checks.settled("all_gather", block, dim, sizes, False, into)
+        words = (sum(extents) - extents[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
+        return self._kept(key, Route("all_gather", is_on_device(block), words, self.size - 1, dim, extents, view=view))
+
+    def scatter(self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None) -> Route:
+        """The route of a reduce-scatter."""
+        sizes = None if sizes is None else listed("reduce_scatter", sizes)
+        key, route = self._known("reduce_scatter", array, into, dim, sizes)
+        if route is not None:
+            return route
+        dim, extents = self.checks.settled("reduce_scatter", array, dim, sizes, True, into)
+        words = (self.size - 1) * extents[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
+        return self._kept(key, Route("reduce_scatter", is_on_device(array), words, self.size - 1, dim, extents))
+
+    def reduction(
+        self, name: str, array: Array, op: str, into: Array | None, root: int | None = None, in_order: bool = True
+    ) -> Route:
+        """The route of an all-reduce, or of a reduce onto `root`."""
+        key, route = self._known(name, array, into, op, root, in_order)
+        if route is not None:
+            return route
+        facts = {"shape": tuple(array.shape), "op": op, "root": root}
+        problem = self.checks.root_problem(0 if root is None else root) or self.checks.op_problem(op)
+        if problem is None and root in (None, self.index):
+            problem = into_problem(into, array, array.shape)
+        self.checks.agreed(name, array, facts, problem)
+        own = share(count(array), self.size, self.index)
+        words, messages = (self.size - 1) * own, self.size - 1
+        if root is None:
+            words, messages = count(array) - own + words, 2 * messages
+        route = Route(name, is_on_device(array), words, messages, op=op, root=-1 if root is None else root, in_order=in_order)
+        return self._kept(key, route)
+
+    def from_root(self, array: Array, root: int) -> Route:
+        """The route of a broadcast."""
+        key, route = self._known("broadcast", array, None, root)
+        if route is not None and (not route.words or is_writable(array)):
+            return route
+        received = self.index != root
+        problem = self.checks.root_problem(root) or (self.checks.target_problem("broadcast", array) if received else None)
+        self.checks.agreed("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
+        return self._kept(key, Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root))
+
+    def exchange(self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None) -> Route:
+        """The route of an all-to-all."""
+        sizes = None if sizes is None else listed("all_to_all", sizes)
+        receive_sizes = None if receive_sizes is None else listed("all_to_all", receive_sizes)
+        key, route = self._known("all_to_all", array, None, dim, sizes, receive_sizes)
+        if route is not None:
+            return route
+        dim, extents, received = self.checks.pieces(array, dim, sizes, receive_sizes)
+        arriving = extents if received is None else received
+        words = (sum(arriving) - arriving[self.index]) * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
+        return self._kept(
+            key, Route("all_to_all", is_on_device(array), words, self.size - 1, dim, extents, receive_sizes=received)
+        )
+
+    def message(self, name: str, array: Array, peer: int, tag: int) -> Route:
+        """The route of a message to or from member `peer`."""
+        key, route = self._known(name, array, None, peer, tag)
+        arriving = name == "receive"
+        return route or self._kept(
+            key, Route(name, is_on_device(array), count(array) * arriving, int(arriving), root=peer, tag=tag)
+        )
+
+    def _known(self, name: str, array: Array, into: Array | None, *rest: Hashable) -> tuple[Hashable, Route | None]:
+        """What calls like this one have in common, and their route; None where this one must be checked itself.
+
+        Raises ShapeError for what is no array, and for arguments of types that no call takes.
+        """
+        key: Hashable = None
+        try:
+            key = (name, array.shape, array.dtype, place_of(array), rest)
+            route = self._routes.get(key)
+            if route is not None and into is None and not self.checks.debug:
+                return key, route
+        except (AttributeError, TypeError) as error:
+            self.checks.array(name, array)
+            said = ", ".join(map(repr, rest))
+            raise ShapeError(f"{name} over {self.label} does not take arguments of these types: {said}.") from error
+        self.checks.array(name, array)
+        return key, None
+
+    def _kept(self, key: Hashable, route: Route) -> Route:
+        if len(self._routes) >= ROUTES:
+            self._routes.clear()
+        return self._routes.setdefault(key, route)
+
+
+def listed(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes as a tuple. Raises ShapeError for what is no sequence."""
+    try:
+        return tuple(sizes)
+    except TypeError as error:
+        raise ShapeError(f"{name}: sizes are whole numbers, one per member; they are given as {sizes!r}.") from error

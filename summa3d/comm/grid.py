@@ -141,10 +141,10 @@ class Grid:
         return tuple(self.shape)
 
     def __getitem__(self, key: str | tuple[str, ...]) -> Axis:
-        names = (key,) if isinstance(key, str) else tuple(key)
-        if names in self._axes:
+        names = (key,) if isinstance(key, str) else key
+        if isinstance(names, tuple) and names in self._axes:
             return self._axes[names]
-        _check_names(names, self.shape)
+        names = _check_names(names, self.shape)
         return self._axis(names)
 
     @property
@@ -183,7 +183,7 @@ class Grid:
         The first use is collective over the run. Raises GridError where `size` does not divide the plane.
         """
         plane = self[names]
-        if size < 1 or plane.size % size:
+        if not hasattr(size, "__index__") or size < 1 or plane.size % size:
             fits = ", ".join(map(str, divisors(plane.size)))
             raise GridError(f"Runs of {size} do not divide the {plane.size} members of {plane.label}. Runs that do: {fits}.")
         if size == plane.size:
@@ -200,7 +200,8 @@ class Grid:
 
         The first use is collective over those members. Raises GridError for an index that the axis does not have.
         """
-        line, wanted = self[axis], sorted(set(indices))
+        line, whole = self[axis], all(hasattr(one, "__index__") for one in indices)
+        wanted = sorted(set(map(int, indices))) if whole else []
         if not wanted or wanted[0] < 0 or wanted[-1] >= line.size:
             raise GridError(f"Axis {axis} has the indices 0 to {line.size - 1}; grid.pick asks for {list(indices)}.")
         if line.index not in wanted:
@@ -243,11 +244,13 @@ class Grid:
         return f"Grid({', '.join(f'{name}={size}' for name, size in self.shape.items())}, order={','.join(self.order)}{part})"
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
-        """Axis name → index of `rank`: the digits of the rank, tile digits first, in `order`."""
+        """Axis name → index of `rank`: the digits of the rank, tile digits first, in `order`. GridError for no rank of it."""
+        self.topology.check_rank(rank)
         return self.topology.coordinates_of(rank)
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at `coordinates`; the inverse of `coordinates_of`."""
+        """The rank at `coordinates`; the inverse of `coordinates_of`. GridError for a point that the grid does not have."""
+        self.topology.check_point(coordinates)
         return self.topology.rank_of(coordinates)
 
     def add_axes(self, *names: str) -> None:
@@ -539,12 +542,16 @@ def _communicators(asked: str, grid: Grid | None = None) -> Iterator[None]:
         raise
 
 
-def _check_names(names: tuple[str, ...], shape: Mapping[str, int]) -> None:
+def _check_names(names: object, shape: Mapping[str, int]) -> tuple[str, ...]:
+    """The names of axes as a tuple. Raises GridError for none, for one that the grid does not have, or one that stands twice."""
+    if not isinstance(names, Sequence):
+        raise GridError(f"The grid has no axis {names!r}. Its axes: {', '.join(shape)}; several of them are a plane.")
     for name in names:
-        if name not in shape:
+        if not isinstance(name, str) or name not in shape:
             raise GridError(f"The grid has no axis {name!r}. Its axes: {', '.join(shape)}.")
         if names.count(name) > 1:
             raise GridError(f"A plane of axes {', '.join(names)} names axis {name!r} twice.")
+    return tuple(names)
 
 
 def _check_in_use(grid: Grid) -> None:

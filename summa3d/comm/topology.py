@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import isqrt, log, prod
@@ -47,6 +47,18 @@ class Topology:
         """Raise GridError, naming shapes that would work, unless the axes have `ranks` ranks in all."""
         if self.size != ranks:
             raise GridError(_misfit(self.shape, ranks))
+
+    def check_rank(self, rank: int) -> None:
+        """Raise GridError unless there is such a rank."""
+        if not hasattr(rank, "__index__") or not 0 <= rank < self.size:
+            raise GridError(f"Grid {describe(self.shape)} has no rank {rank!r}; its ranks are 0 to {self.size - 1}.")
+
+    def check_point(self, coordinates: Mapping[str, int]) -> None:
+        """Raise GridError unless there is such a point."""
+        for name, size in self.shape.items():
+            at = coordinates.get(name)
+            if at is None or not hasattr(at, "__index__") or not 0 <= at < size:
+                raise GridError(f"Grid {describe(self.shape)} has no point {dict(coordinates)}: index {at!r} of {name} = {size}.")
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """Axis name → index of `rank`: the digits of the rank, tile digits first, in `order`."""
@@ -131,6 +143,9 @@ def _sizes(axes: Mapping[str, int]) -> dict[str, int]:
     """The axes as a dict of Python's own whole numbers; what is no whole number is left as it is, to be refused."""
     if not isinstance(axes, Mapping):
         raise GridError(f"axes is {axes!r}; a grid takes names and sizes, such as {{'x': 2, 'y': 2}}.")
+    for name in axes:
+        if not isinstance(name, str) or not name:
+            raise GridError(f"axes names an axis {name!r}; the name of an axis is a text, such as 'x'.")
     return {name: index(size) if hasattr(size, "__index__") else size for name, size in axes.items()}
 
 
@@ -140,6 +155,8 @@ def _checked_order(shape: Mapping[str, int], order: str | Sequence[str] | None) 
     for name, size in shape.items():
         if not isinstance(size, int) or size < 1:
             raise GridError(f"Axis {name} has size {size!r}; sizes are whole numbers ≥ 1.")
+    if order is not None and (not isinstance(order, Sequence) or not all(isinstance(name, str) for name in order)):
+        raise GridError(f"order is {order!r}; it is a text such as 'z,y,x', or a list of axes.")
     named = [name for name in DEFAULT_ORDER if name in shape] if order is None else axes_in(order)
     for name in named:
         if name not in shape or named.count(name) > 1:
@@ -167,9 +184,13 @@ def replica_axes(shape: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> dict[str, int]:
+    if tile is not None and not isinstance(tile, Mapping):
+        raise GridError(f"tile is {tile!r}; it takes names and sizes, such as {{'x': 2}}.")
     for name, size in (tile or {}).items():
         if name not in shape:
             raise GridError(f"tile names axis {name!r}; the axes are {', '.join(shape)}.")
+        if not hasattr(size, "__index__"):
+            raise GridError(f"tile {name} is {size!r}; tiles are whole numbers ≥ 1.")
         if size < 1 or shape[name] % size:
             fits = ", ".join(map(str, divisors(shape[name])))
             raise GridError(f"tile {name}={size} does not divide axis {name} = {shape[name]}. Tiles that fit: {fits}.")
@@ -178,7 +199,12 @@ def _checked_tile(shape: Mapping[str, int], tile: Mapping[str, int] | None) -> d
 
 def checked_ranks(ranks: Sequence[int] | None, size: int) -> tuple[int, ...]:
     """The ranks that form a grid, all of them by default. Raises GridError for one that is named twice or does not exist."""
-    named = tuple(range(size)) if ranks is None else tuple(ranks)
+    given = list(ranks) if isinstance(ranks, Iterable) else range(size) if ranks is None else [ranks]
+    if not all(hasattr(rank, "__index__") for rank in given):
+        raise GridError(f"ranks is {ranks!r}; it takes whole numbers, ranks of the communicator from 0 to {size - 1}.")
+    named = tuple(map(index, given))
+    if not named:
+        raise GridError(f"ranks names no rank; the communicator has 0 to {size - 1}.")
     for rank in named:
         if not 0 <= rank < size or named.count(rank) > 1:
             raise GridError(f"ranks {list(named)} must name each rank at most once; the communicator has 0 to {size - 1}.")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..comm.arrays import dtype_name, empty
 from ..comm.grid import agree_on_call
-from ..errors import LayoutError, ShapeError, Summa3dError
+from ..errors import ConfigError, LayoutError, ShapeError, Summa3dError
 from .algorithms.checks import agree_on_out
 from .algorithms.plan import ProductPlan
 from .describe import summary
@@ -63,6 +63,8 @@ def matmul(
         )
     grid = a.grid
     bound = _bound(a, b, form, algorithm, options)
+    if grid.check and grid.inside:
+        agree_on_call(grid, "matmul", {"alpha": repr(alpha), "beta": repr(beta), "out": out is not None})
     layout, shape = bound.plan.c_layout, bound.plan.c_shape
     if out is not None and (out.grid is not grid or out.layout != layout or tuple(out.shape) != shape):
         product = f"the product is {shape[0]}×{shape[1]} in {layout} on {grid}"
@@ -101,7 +103,10 @@ def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, opt
         algorithm,
         *options.items(),
     )
-    bound, refusal = kept.get(key), None
+    try:
+        bound, refusal = kept.get(key), None
+    except TypeError as error:
+        raise ConfigError(f"matmul takes no such form, algorithm or options: {form!r}, {algorithm!r}, {options}.") from error
     if bound is not None and not grid.check:
         return bound
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array, cast, copy_into, dtype_name, empty, is_half, numpy_dtype
+from ..comm.arrays import Array, array_problem, cast, copy_into, dtype_name, empty, is_half, numpy_dtype
 from ..comm.convert import converted
 from ..comm.grid import Grid
 from ..errors import ConfigError, LayoutError, ShapeError
@@ -39,7 +39,11 @@ class DistMatrix(Distributed):
     @classmethod
     def from_global(cls, whole: Array, grid: Grid, layout: Ownership | str) -> DistMatrix:
         """The part that this rank holds of a matrix that every rank holds; a copy. Moves nothing."""
-        layout = ownership(layout)
+        layout, problem = ownership(layout), array_problem(whole)
+        if problem is not None or len(whole.shape) != 2:
+            raise ShapeError(
+                f"from_global takes a matrix that every rank holds: {problem or f'its shape is {tuple(whole.shape)}'}."
+            )
         runs = layout.runs(tuple(whole.shape), grid.shape, grid.coordinates)
         part = taken(whole, runs)
         return cls(copy_into(empty(part.shape, part), part), layout, grid, (whole.shape[0], whole.shape[1]))

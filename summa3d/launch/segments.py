@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 FOLDER = Path("/dev/shm")
 NAMES = "mpich_shm_*"
 BYTES_PER_RANK = 5 << 20
-"""What a start of MPICH takes: 8 ranks were measured to need 40 MB, 64 ranks 330 MB."""
+"""What a start of MPICH takes: 8 ranks were measured to need 40 MiB, 64 ranks 330 MB."""
+FATAL_PER_RANK = 9 << 19
+"""Free bytes a rank with which MPICH ends in a signal: 8 ranks in 36 MiB do, 16 in 64 MiB too."""
+SPREAD = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "HYDRA_HOST_FILE")
+"""Variables of jobs whose ranks may lie on other nodes."""
 
 
 def unname(node: MPI.Comm) -> None:
@@ -63,8 +67,13 @@ def warnings(ranks: int, folder: Path = FOLDER) -> list[str]:
         if left
         else ("a container gets more by docker run --shm-size=1g")
     )
-    fits = free // BYTES_PER_RANK
+    fits, then = free // BYTES_PER_RANK, "cannot start" if cannot_start(ranks, folder) else "may end in a bus error"
     return [
         f"{folder} has {free >> 20} MiB free, enough for about {fits} rank{'s' if fits != 1 else ''} of MPICH "
-        f"({BYTES_PER_RANK >> 20} MiB each), and {ranks} may end in a bus error: {remedy}"
+        f"({BYTES_PER_RANK >> 20} MiB each), and {ranks} {then}: {remedy}"
     ]
+
+
+def cannot_start(ranks: int, folder: Path = FOLDER) -> bool:
+    """Whether so many ranks of MPICH on this node would end in a signal for want of room. False where they may lie on others."""
+    return folder.is_dir() and free_bytes(folder) < ranks * FATAL_PER_RANK and not any(name in os.environ for name in SPREAD)

@@ -142,7 +142,12 @@ Ownership = Layout | BlockCyclic
 
 
 def ownership(layout: Ownership | str) -> Ownership:
-    """An ownership itself, or the one of a text: ``m:x k:y`` is a Layout, ``m:x[64] k:y[64]`` a BlockCyclic."""
-    if not isinstance(layout, str):
+    """An ownership itself, or the one of a text: ``m:x k:y`` is a Layout, ``m:x[64] k:y[64]`` a BlockCyclic.
+
+    Raises LayoutError for what is neither.
+    """
+    if isinstance(layout, Ownership):
         return layout
+    if not isinstance(layout, str):
+        raise LayoutError(f"{layout!r} is no layout; pass a Layout, a BlockCyclic, or its text, such as 'm:x k:y'.")
     return BlockCyclic.from_text(layout) if any(read(layout).blocks) else Layout(layout)

@@ -124,7 +124,9 @@ class Layout:
 
     @classmethod
     def of(cls, layout: Layout | str) -> Layout:
-        """The layout of a text; a Layout itself."""
+        """The layout of a text; a Layout itself. Raises LayoutError for what is neither."""
+        if not isinstance(layout, (str, Layout)):
+            raise LayoutError(f"{layout!r} is no layout here; pass a Layout, or its text, such as 'm:x k:y'.")
         return cls(layout) if isinstance(layout, str) else layout
 
     def named(self, *names: str) -> Layout:

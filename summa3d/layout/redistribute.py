@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..comm.arrays import Array, dtype_name, empty, is_on_device
+from ..comm.arrays import Array, array_problem, dtype_name, empty, is_on_device
 from ..comm.grid import agree_on_call
 from ..errors import LayoutError, ShapeError
 from .cyclic import Ownership, Runs, ownership
@@ -239,6 +239,7 @@ def redistribute(
     this rank's; AgreementError on all ranks where they call differently, which they compare at the first call of a kind.
     """
     layout, to = ownership(layout), ownership(to)
+    check_block(block, shape, order)
     if to_grid is None or to_grid is grid:
         if not grid.inside:
             return _new_block((0,) * len(shape), block, order)
@@ -265,6 +266,17 @@ def redistribute(
     if plan.moves():
         _exchange(plan, block, out, axis)
     return out
+
+
+def check_block(block: Array, shape: Sequence[int], order: str) -> None:
+    """Raise ShapeError for what is no array, no shape, or no memory order."""
+    problem = array_problem(block, has_memory=False)
+    if problem is None and not (isinstance(shape, Sequence) and all(hasattr(size, "__index__") and size >= 0 for size in shape)):
+        problem = f"a shape is whole numbers of at least 0; it is {shape!r}"
+    if problem is None and order not in ("C", "F"):
+        problem = f"order {order!r} does not exist; orders: C, F"
+    if problem is not None:
+        raise ShapeError(f"redistribute: {problem}.")
 
 
 def check_common(grid: Grid, other: Grid) -> None:

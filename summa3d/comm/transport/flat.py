@@ -89,7 +89,8 @@ class FlatTransport:
         """Begin a broadcast into the arrays of the members, in place."""
         array, buffer = call.array, contiguous(call.array)
         requests = self.broadcast(members.comm, buffer, call.route.root, call.blocking)
-        return Carried(requests, lambda: array if buffer is array else copy_into(array, buffer), buffer, array)
+        direct = buffer is array or members.index == call.route.root
+        return Carried(requests, lambda: array if direct else copy_into(array, buffer), buffer, array)
 
     def carry_reduce(self: Any, call: Call, members: Members) -> Carried:
         """Begin a reduction onto the root; 16-bit floats travel and are reduced in float32."""

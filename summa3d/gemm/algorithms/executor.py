@@ -80,10 +80,10 @@ class Executor(ABC):
             if not is_like(array, a):
                 kinds = f"{name} is an array of {kind_of(array)}, A of {kind_of(a)}"
                 raise ShapeError(f"{kinds}; a product takes one library and memory.")
-        if out is None and beta != 0:
-            raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
         for name, factor in (("alpha", alpha), ("beta", beta)):
             check_factor(name, factor, name_of_dtype)
+        if out is None and beta != 0:
+            raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
         if out is not None:
             if self.grid.check:
                 agree_on_out(self.grid.comm, out, a, b)

@@ -37,7 +37,7 @@ class ProductPlan(ABC):
     """Whether form tt is (B·A) by nn and one transpose of the result; else it is computed as it stands."""
 
     def __post_init__(self) -> None:
-        if len(self.form) != 2 or any(letter not in OPS for letter in self.form):
+        if not isinstance(self.form, str) or len(self.form) != 2 or any(letter not in OPS for letter in self.form):
             raise ShapeError(
                 f"form {self.form!r} is not two of the letters n (as is), t (transpose), c (conjugate transpose), such as nt."
             )
@@ -45,6 +45,10 @@ class ProductPlan(ABC):
             size = getattr(self, name)
             if not is_whole(size) or size < 0:
                 raise ShapeError(f"{name} is {size!r}; sizes are whole numbers of at least 0.")
+        for role in self.roles():
+            axis = getattr(self, role)
+            if not isinstance(axis, str):
+                raise ShapeError(f"{axis!r} is no axis of a grid; a plan names one for each of its roles, such as 'x'.")
 
     @abstractmethod
     def layout_of(self, operand: str, names: str) -> Layout:

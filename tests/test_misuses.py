@@ -1,0 +1,30 @@
+"""Wrong calls of the API raise one of ours or are right, and the calls after them are right: no hang, no wrong number."""
+
+from __future__ import annotations
+
+import re
+
+import devices
+import jobs
+import pytest
+
+from summa3d.node_support import why_no_node_memory
+
+pytestmark = [
+    pytest.mark.skipif(devices.NAME == "pretended", reason="what is refused does not depend on the device"),
+    pytest.mark.skipif(why_no_node_memory() is not None, reason=f"no node memory: {why_no_node_memory()}"),
+]
+SOME, MANY = 60, 1000
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks", "seed"),
+    [(SOME, 2, 5), pytest.param(MANY, 2, 1, marks=pytest.mark.wide), pytest.param(MANY, 4, 2, marks=pytest.mark.wide)],
+    ids=["some", "a thousand on 2 ranks", "a thousand on 4 ranks"],
+)
+def test_misuses_raise_one_of_ours_or_are_right_and_so_is_what_follows(number: int, ranks: int, seed: int) -> None:
+    program = str(jobs.ROOT / "tests" / "misuses.py")
+    words = [program, "--cases", str(number), "--ranks", str(ranks), "--seed", str(seed)]
+    ended = jobs.run_serial(words, timeout=100 + 2.0 * number)
+    counts = re.search(rf"^{number} misuses on {ranks} ranks: 0 findings$", ended.stdout, re.MULTILINE)
+    assert ended.status == 0 and counts, ended.stdout + ended.stderr
