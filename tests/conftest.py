@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,6 +65,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         return
     with devices.taken(request.getfixturevalue("comm"), monkeypatch):
         yield
+
+
+@pytest.fixture(autouse=True)
+def plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no curve of a run on a test's own ranks, which takes longer than a small run; runs of real jobs have theirs."""
+    loop = sys.modules.get("summa3d.train.loop")
+    if loop is not None and "comm" in request.fixturenames:
+        monkeypatch.setattr(loop, "draw_loss", lambda folders, paths: paths[0].touch())
 
 
 @pytest.fixture

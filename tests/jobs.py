@@ -27,8 +27,8 @@ def warm_server() -> forkserver.Server:
     files = sorted(file for folder in ("summa3d", "kernels") for file in (ROOT / folder).rglob("*.py"))
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if file.name != "__main__.py"]
     modules = [re.sub("^kernels", "summa3d.kernels", name).removesuffix(".__init__") for name in names]
-    environ = {**environment(), "OMP_NUM_THREADS": "1"}
-    return forkserver.Server([sys.executable, program, "numpy", "torch", *modules], environ)
+    others = ["numpy", "torch", "torch._inductor", "matplotlib.figure", "matplotlib.backends.backend_agg"]
+    return forkserver.Server([sys.executable, program, *others, *modules], {**environment(), "OMP_NUM_THREADS": "1"})
 
 
 def python() -> str:

@@ -72,10 +72,6 @@ def check(comm: MPI.Intracomm, folder: Path, dtype: str, tolerance: float, grids
         for ours, theirs in zip(got, want, strict=True):
             for number in ("loss", "grad_norm"):
                 assert abs(ours[number] - theirs[number]) <= tolerance * abs(theirs[number]), (grid, ours["step"], number)
-        words = max(
-            GPTVolume(MODEL, scheme("cuboid", Place(grid.axes, rank)), TRAINING.micro_batch, MODEL.sequence)
-            .step(TRAINING.accumulate)
-            .words
-            for rank in range(comm.size)
-        )
+        volume = GPTVolume(MODEL, scheme("cuboid", Place(grid.axes, comm.rank)), TRAINING.micro_batch, MODEL.sequence)
+        words = comm.allreduce(volume.step(TRAINING.accumulate).words, MPI.MAX)
         assert {entry["words_per_rank"] for entry in got} == {words}, describe(grid.axes)
