@@ -215,6 +215,7 @@ class Calibration:
 
         from ..nn.config import ModelConfig
         from ..plan.cells import BLOCK, cells
+        from ..plan.price import OF_COLLECTIVES
         from .blocks import BlockEntry, BlockRunner, Case
         from .predicted import setting_of
 
@@ -230,7 +231,7 @@ class Calibration:
             return y
 
         ops = [op for trace in cells(setting_of(entry, case, 1))[BLOCK] for op in trace]
-        many = Counter(op.kind for op in ops)
+        many = Counter(op.kind for op in ops if op.name not in OF_COLLECTIVES)
         yield self.trial(Sample("layers", "a small block", products=many["product"], kernels=many["elements"]), act)
 
     # -- between ranks -------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ FUNCTIONS = frozenset(
     {"gelu", "gelu_backward", "silu", "silu_backward", "tanh", "tanh_backward", "exp", "_softmax", "_log_softmax"}
 )
 """Element-wise operations that a core does not do as fast as its memory gives it their elements."""
-COPIES = ("copy_", "_to_copy", "clone")
-"""Element-wise operations that belong to communications as well, which layers do not call one by one."""
+OF_COLLECTIVES = ("copy_", "clone", "add")
+"""Element-wise operations that collectives in a node's memory consist of, most of which no layer calls."""
 
 
 def alike(op: Op) -> Op:
@@ -90,7 +90,7 @@ class Prices:
         if op.kind == "wait":
             return 0.0, 0.0
         own = self.product(op) if op.kind == "product" else self.elements(op.read + op.written) + self._functions(op)
-        return own + (0.0 if op.name in COPIES else self._layer), 0.0
+        return own + (0.0 if op.name in OF_COLLECTIVES else self._layer), 0.0
 
     def _functions(self, op: Op) -> float:
         """Seconds of an element-wise operation beside its bytes."""

@@ -50,7 +50,7 @@ def priced(cluster: Cluster) -> Iterator[Sample]:
     for nbytes in calibrate.ARRAYS:
         gelu = Op("elements", "", "", "gelu", read=nbytes, written=nbytes, dtype="float32")
         yield Sample("elements", "", prices.seconds(gelu), bytes=2 * nbytes, functions=nbytes // 4)
-    small = layers.seconds(Op("product", "", "", "nn", 8, 8, 8)), layers.seconds(Op("elements", "", "", "add", written=8))
+    small = layers.seconds(Op("product", "", "", "nn", 8, 8, 8)), layers.seconds(Op("elements", "", "", "sum", written=8))
     yield Sample("layers", "", 3 * small[0] + 5 * small[1], products=3, kernels=5)
     for nbytes in (8, *calibrate.ARRAYS):
         yield Sample("elements", "", prices.seconds(Op("elements", "", "", "", read=nbytes, written=nbytes)), bytes=2 * nbytes)
