@@ -188,7 +188,7 @@ def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path, zer
 
 def test_a_plan_that_keeps_less_on_each_replica_is_tried_where_no_other_fits(cache: Path) -> None:
     model = replace(MODEL, layers=4, hidden=2048)
-    fixed = {"scheme": "oned-sp", "y": 2, "pp": 1, "recompute": "none", "b": 1}
+    fixed = {"scheme": "oned-sp", "y": 2, "pp": 1, "recompute": "none", "regather": False, "b": 1}
     words = ["layers=4", "hidden=2048", "heads=4", "vocabulary=256"]
     space, base = replace(SPACE, model=model, fixed=fixed), request(words, 8, CLUSTER).config
     held = {}
