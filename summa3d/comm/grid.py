@@ -144,8 +144,7 @@ class Grid:
         names = (key,) if isinstance(key, str) else key
         if isinstance(names, tuple) and names in self._axes:
             return self._axes[names]
-        names = _check_names(names, self.shape)
-        return self._axis(names)
+        return self._axis(_check_names(names, self.shape))
 
     @property
     def world(self) -> Axis:
@@ -200,8 +199,8 @@ class Grid:
 
         The first use is collective over those members. Raises GridError for an index that the axis does not have.
         """
-        line, whole = self[axis], all(hasattr(one, "__index__") for one in indices)
-        wanted = sorted(set(map(int, indices))) if whole else []
+        line = self[_check_names((axis,), self.shape)]
+        wanted = sorted(set(indices)) if all(hasattr(one, "__index__") for one in indices) else []
         if not wanted or wanted[0] < 0 or wanted[-1] >= line.size:
             raise GridError(f"Axis {axis} has the indices 0 to {line.size - 1}; grid.pick asks for {list(indices)}.")
         if line.index not in wanted:
@@ -245,13 +244,11 @@ class Grid:
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """Axis name → index of `rank`: the digits of the rank, tile digits first, in `order`. GridError for no rank of it."""
-        self.topology.check_rank(rank)
-        return self.topology.coordinates_of(rank)
+        return self.topology.coordinates_of(self.topology.checked_rank(rank))
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
         """The rank at `coordinates`; the inverse of `coordinates_of`. GridError for a point that the grid does not have."""
-        self.topology.check_point(coordinates)
-        return self.topology.rank_of(coordinates)
+        return self.topology.rank_of(self.topology.checked_point(coordinates))
 
     def add_axes(self, *names: str) -> None:
         """Give the grid these axes, of size 1, where it has none of that name; a layout may then name them. Moves nothing."""

@@ -48,17 +48,19 @@ class Topology:
         if self.size != ranks:
             raise GridError(_misfit(self.shape, ranks))
 
-    def check_rank(self, rank: int) -> None:
-        """Raise GridError unless there is such a rank."""
+    def checked_rank(self, rank: int) -> int:
+        """The rank. Raises GridError unless there is such a one."""
         if not hasattr(rank, "__index__") or not 0 <= rank < self.size:
             raise GridError(f"Grid {describe(self.shape)} has no rank {rank!r}; its ranks are 0 to {self.size - 1}.")
+        return rank
 
-    def check_point(self, coordinates: Mapping[str, int]) -> None:
-        """Raise GridError unless there is such a point."""
+    def checked_point(self, coordinates: Mapping[str, int]) -> Mapping[str, int]:
+        """The point. Raises GridError unless there is such a one."""
         for name, size in self.shape.items():
             at = coordinates.get(name)
             if at is None or not hasattr(at, "__index__") or not 0 <= at < size:
                 raise GridError(f"Grid {describe(self.shape)} has no point {dict(coordinates)}: index {at!r} of {name} = {size}.")
+        return coordinates
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """Axis name → index of `rank`: the digits of the rank, tile digits first, in `order`."""

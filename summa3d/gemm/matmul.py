@@ -56,6 +56,8 @@ def matmul(
     raises AgreementError on all ranks where they call it differently; with `check` each product does.
     """
     _check_operands(a, b, out)
+    if not isinstance(form, str):
+        raise ShapeError(f"form {form!r} is none of nn, nt, tn and tt, nor of those with c.")
     check_kind(a, b, f"No product of form {form}")
     if out is not None and (out.block is a.block or out.block is b.block):  # on every rank alike, also where blocks are empty
         raise ShapeError(

@@ -96,6 +96,7 @@ class FlatTransport:
         """Begin a reduction onto the root; 16-bit floats travel and are reduced in float32."""
         array, into, half = call.array, call.into, is_half(call.array)
         send = widen(contiguous(array)) if half else contiguous(array)
+        into = into if members.index == call.route.root else None
         direct = into is not None and not half and is_contiguous(into)
         out = None if members.index != call.route.root else into if direct else empty(send.shape, send)
         requests = self.reduce(members.comm, send, out, call.route.op, call.route.root, call.blocking)
