@@ -160,10 +160,10 @@ class Times:
         node, port = levels[-2].size, levels[-1]
         fastest, least = min(1 / level.bandwidth for level in levels) * sum(volumes.values()), float("inf")
         for inside in product((False, True), repeat=len(volumes)):
-            room = node / prod(inner.shape[axis] for axis, one in zip(volumes, inside, strict=True) if one)
+            share = node / prod(inner.shape[axis] for axis, one in zip(volumes, inside, strict=True) if one)
             out = [volume for volume, one in zip(volumes.values(), inside, strict=True) if not one]
-            if room >= 1:
-                mean = len(out) * (prod(out) / room) ** (1 / len(out)) if out else 0.0
+            if share >= 1:
+                mean = len(out) * (prod(out) / share) ** (1 / len(out)) if out else 0.0
                 least = min(least, max(mean, sum(out) / node) * node / (port.ports * port.bandwidth))
         return max(fastest, least), max(streams.values(), default=0.0)
 
