@@ -49,6 +49,15 @@ class LoadedMPI:
         if mpi4py.rc.initialize:
             module.Init_thread(module.THREAD_MULTIPLE)
 
+    def active(self) -> bool:
+        """Whether MPI is initialised, and not finalised."""
+        return self.module.Is_initialized() and not self.module.Is_finalized()
+
+    def finalise(self) -> None:
+        """What mpi4py does at the exit of an interpreter."""
+        if self.active():
+            self.module.Finalize()
+
 
 def main(modules: list[str]) -> None:
     """Import `modules`, then fork for every stub; returns in the server when its owner has ended it, in a fork at its end."""
@@ -61,7 +70,15 @@ def main(modules: list[str]) -> None:
     if request is not None:
         request.take_over()
         sys.executable = request.python  # what a fork starts by this name is a fork too
-        run(request.arguments)
+        try:
+            run(request.arguments)
+        except SystemExit as end:
+            status = end.code or 0
+            if not isinstance(status, int) or (status and mpi.active()):
+                raise  # the interpreter prints the message; mpi4py ends the job where its `run` asks for it
+        else:
+            status = 0
+        forkserver.leave(status, mpi.finalise)
 
 
 def run(arguments: list[str]) -> None:
@@ -73,7 +90,8 @@ def run(arguments: list[str]) -> None:
         sys.path.pop(0)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
-        sys.modules.pop(arguments[1], None)  # which the server has imported: a fresh process runs it first
+        if not hasattr(sys.modules.get(arguments[1]), "__path__"):
+            sys.modules.pop(arguments[1], None)  # a fresh process runs it first; of a package it runs another
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     elif arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]

@@ -155,6 +155,7 @@ class RankServer:
         request.take_over()
         initialise_mpi()
         self.config.pluginmanager.register(Rank(self.config), "mpiworlds-rank")
+        self.config.add_cleanup(lambda: forkserver.leave(0))  # failures have been reported
         self.config._tmp_path_factory = TempPathFactory.from_config(self.config, _ispytest=True)  # type: ignore[attr-defined]
         capture.start_global_capturing()
         items = {item.nodeid: item for item in session.items}
