@@ -9,6 +9,7 @@ import torch
 from gradients import close, operands
 
 from summa3d.autograd import all_gather, matmul, product, reduce_scatter, sum_gradient
+from summa3d.errors import AgreementError
 from summa3d.gemm import CuboidPlan, volume
 from summa3d.layout import Layout, distribute, split_sizes
 
@@ -111,3 +112,23 @@ def test_conjugate_collectives_have_each_others_gradients(make_grid, world_size)
     copied = whole[0].clone().requires_grad_()
     sum_gradient(copied, axis).backward(seeds[axis.index])
     assert torch.allclose(copied.grad, seeds.sum(0), rtol=1e-14)
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("check", [False, True])
+def test_a_product_called_differently_at_its_first_use_is_an_error_on_all_ranks(comm, make_grid, check):
+    grid = make_grid(x=2, y=2, z=1, check=check)
+    for victim, differs in enumerate(("plan", "dtype", "bias", "gradient")):
+        here = comm.rank == victim
+        plan = CuboidPlan("nn", 8, 8, 12 if here and differs == "plan" else 4 + 4 * victim)
+        dtype = torch.float32 if here and differs == "dtype" else torch.float64
+        a, b = (
+            torch.ones(layout.local_shape(shape, grid.shape, grid.coordinates), dtype=dtype) for layout, shape in plan.stored[:2]
+        )
+        a.requires_grad_(not (here and differs == "gradient"))
+        bias = torch.ones(4, dtype=dtype) if here and differs == "bias" else None
+        with pytest.raises(AgreementError, match=r"autograd\.matmul:\n"):
+            matmul(a, b, product(plan, grid), bias)
+    plan = CuboidPlan("nn", 8, 8, 8)
+    a, b = (torch.ones(layout.local_shape(shape, grid.shape, grid.coordinates)) for layout, shape in plan.stored[:2])
+    assert bool((matmul(a, b, product(plan, grid)) == 8).all())
