@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import prod
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..dry.record import ENTER, LEAVE, Op, Part
@@ -32,8 +32,8 @@ def cells(setting: Setting) -> dict[str, Cell]:
     """The cells of one micro-batch: ENTER, BLOCK (one of them), LEAVE.
 
     They are traced on a model of one block, on rank 0, which holds the largest blocks of every dim. Where parts are uneven, a
-    communication has the words of the first or the last rank, whichever has more. A broadcast has those of its message: its root
-    receives none.
+    communication has the words of that corner of the grid which has most: a gather along z of what y splits too, of the first
+    along y and the last along z. A broadcast has those of its message: its root receives none.
     """
     one = replace(setting, model=replace(setting.model, layers=1))
     key = repr(one)
@@ -48,8 +48,13 @@ def _of_all_ranks(one: Setting) -> dict[str, Cell]:
     first = _traced(one)
     if even(one):
         return {name: Cell(*map(with_messages, cell)) for name, cell in first.items()}
-    other = _traced(replace(one, rank=prod(one.axes.values()) - 1))
-    return {name: Cell(*map(largest, first[name], other[name])) for name in first}
+    place, found = one.place(), first
+    for corner in product(*({0, size - 1} for size in place.shape.values())):
+        rank = place.rank_of(dict(zip(place.shape, corner, strict=True)))
+        if rank:
+            other = _traced(replace(one, rank=rank))
+            found = {name: Cell(*map(largest, found[name], other[name])) for name in found}
+    return found
 
 
 def _traced(setting: Setting) -> dict[str, Cell]:
