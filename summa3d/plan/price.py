@@ -63,6 +63,7 @@ class Prices:
         self._flop: dict[str, float] = {}
         self._known: dict[Op, tuple[float, float]] = {}
         self._speeds: dict[tuple[tuple[str, str], ...], tuple[float, ...]] = {}
+        self._loads: dict[tuple[str, str], tuple[tuple[Load, int], ...]] = {}
 
     def seconds(self, op: Op) -> float:
         """The seconds of an operation by itself; 0 of a wait."""
@@ -123,7 +124,7 @@ class Prices:
             fill, moved = self._chain(op.axis, volume * members / (members - 1) if op.name == "reduce" else volume)
             return fill + launch, moved
         pattern = pattern_of(op)
-        ((load, _),) = loads(self.topology, op.axis, self.cluster.levels, pattern)
+        ((load, _),) = self._loads_of(op.axis, pattern)
         if pattern == "next":
             return max(self._latencies(load)) + launch, volume * self._slowest(load)
         steps = 2 if op.name == "all_reduce" else 1
@@ -162,6 +163,12 @@ class Prices:
             growing -= {flight for number in full for flight in growing if used[number][flight] > 0}
         return tuple(rate * slowest if slowest else 1.0 for rate, slowest in zip(rates, alone, strict=True))
 
+    def _loads_of(self, axis: str, pattern: str) -> tuple[tuple[Load, int], ...]:
+        """`links.loads` on this topology."""
+        if (axis, pattern) not in self._loads:
+            self._loads[axis, pattern] = loads(self.topology, axis, self.cluster.levels, pattern)
+        return self._loads[axis, pattern]
+
     def _slowest(self, load: Load) -> float:
         """Seconds per byte of an edge, by the slowest port."""
         ports = zip(load.one_way, load.both_ways, self._edges, strict=True)
@@ -181,7 +188,7 @@ class Prices:
 
     def _chain(self, axis: str, message: float) -> tuple[float, float]:
         """Seconds until a chain is filled and of its message, which it forwards chunk after chunk; the mean over all roots."""
-        found = loads(self.topology, axis, self.cluster.levels, "chain")
+        found = self._loads_of(axis, "chain")
         chunk = min(self.cluster["collectives.chunk"], message)
         filled = moved = 0.0
         for load, roots in found:
