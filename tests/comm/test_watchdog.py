@@ -93,6 +93,8 @@ def test_a_job_of_which_every_rank_waits_is_ended_and_not_one_of_which_a_rank_wo
 def test_launch_kills_what_stays_stopped_and_names_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
     with process("sh", "-c", "PMI_SIZE=4 PMI_RANK=2 sleep 60 & echo; wait") as launcher:
         (rank,) = processes.descendants(launcher)
+        while processes.launched_as(processes.environment_of(rank)) is None:  # the shell's fork has not begun `sleep` yet
+            time.sleep(0.01)
         looks = follow.Stopped(LIMIT)
         looks.look(launcher)
         os.kill(rank, signal.SIGSTOP)
