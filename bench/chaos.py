@@ -30,6 +30,7 @@ from rich.table import Table
 from safetensors import safe_open
 
 from summa3d import errors
+from summa3d.comm.profile.processes import environment_of, launched_as
 
 STEPS, BATCH = 20, 24
 SETTINGS = {
@@ -38,7 +39,12 @@ SETTINGS = {
     **{"train.evaluate_every": 5, "train.evaluate_batches": 2, "train.checkpoint_every": 3, "train.peak_tflops": 0.05},
     "scheme": "cuboid",
 }
-GRIDS = {2: {"y": 2}, 4: {"y": 2, "z": 2}, 8: {"x": 2, "y": 2, "z": 2}}
+GRIDS = {
+    2: [{"y": 2}, {"z": 2}, {"x": 2}],
+    4: [{"y": 2, "z": 2}, {"x": 2, "y": 2}, {"x": 2, "z": 2}],
+    8: [{"x": 2, "y": 2, "z": 2}],
+}
+"""Ranks → grids: the first is that of the trials; runs that are launched again and again may take each in turn."""
 OTHERS: dict[int, tuple[int, dict[str, int]]] = {2: (1, {}), 4: (2, {"y": 2}), 8: (4, {"x": 2, "z": 2})}
 """Ranks → the ranks and the grid on which every other trial is resumed."""
 STAGES = ("start", "set-up", "forward", "backward", "optimizer", "evaluation", "copy", "write", "publish", "clean")
@@ -187,7 +193,7 @@ class World:
     """The trials on so many ranks: the undisturbed run, how often each rank comes to each stage, and a run that is half done."""
 
     def __init__(self, runs: Runs, ranks: int) -> None:
-        self.runs, self.ranks, self.grid = runs, ranks, GRIDS[ranks]
+        self.runs, self.ranks, self.grid = runs, ranks, GRIDS[ranks][0]
         self.whole, self.half = runs.folder / f"whole-{ranks}" / "run", runs.folder / f"half-{ranks}" / "run"
         self._checked(self.whole, 0, {"ranks": None, "counts": str(runs.folder / f"counts-{ranks}")})
         self.counts = [json.loads((runs.folder / f"counts-{ranks}.{rank}").read_text()) for rank in range(ranks)]
@@ -407,7 +413,7 @@ def failing_again_and_again(runs: Runs, ranks: int, between: float, minutes: flo
     note(f"a step {costs['step']:.3f} s, a checkpoint {costs['checkpoint']:.3f} s, start and end {costs['start']:.1f} s")
     settings = {"train.steps": steps, "train.checkpoint_every": every, "train.evaluate_every": 0}
     whole, run, chance = runs.folder / "whole" / "run", runs.folder / "failing" / "run", random.Random(seed)
-    grids = GRIDS_OF[ranks] if several else GRIDS_OF[ranks][:1]
+    grids = GRIDS[ranks] if several else GRIDS[ranks][:1]
     ended = runs.end(runs.start(whole, ranks, grids[0], None, **settings), whole, time.time(), 10 * 60 * minutes)
     if ended.status != 0:
         sys.exit(f"the run to compare with ended with status {ended.status}:\n{ended.output}")
@@ -440,11 +446,6 @@ def failing_again_and_again(runs: Runs, ranks: int, between: float, minutes: flo
     }  # fmt: skip
 
 
-GRIDS_OF = {
-    2: [{"y": 2}, {"z": 2}, {"x": 2}],
-    4: [{"y": 2, "z": 2}, {"x": 2, "y": 2}, {"x": 2, "z": 2}],
-    8: [{"x": 2, "y": 2, "z": 2}],
-}
 LARGER = {"model.layers": 2, "model.hidden": 192, "model.sequence": 64, "train.clip": 1.0}
 """The model of runs that last minutes: of a step that is long beside what a relaunch reads."""
 
@@ -454,7 +455,7 @@ def costs_of(runs: Runs, ranks: int) -> dict[str, float]:
     run, every, number = runs.folder / "costs" / "run", 5, 8
     settings = {"train.steps": 10**6, "train.checkpoint_every": every, "train.evaluate_every": 0}
     began = time.time()
-    job = runs.start(run, ranks, GRIDS_OF[ranks][0], None, **settings)
+    job = runs.start(run, ranks, GRIDS[ranks][0], None, **settings)
     metrics, first = run / "metrics.jsonl", 0.0
     while job.poll() is None and len(lines := metrics.read_text().splitlines() if metrics.exists() else []) < every * number:
         first = first or (time.time() if lines else 0.0)
@@ -480,17 +481,14 @@ def daly(between: float, checkpoint: float, start: float) -> tuple[float, float]
 
 def of_rank(process: int) -> bool:
     """Whether a process is a rank of its job, and not a launcher."""
-    try:
-        return re.search(rb"\0PMI_RANK=|\0PMIX_RANK=", Path(f"/proc/{process}/environ").read_bytes()) is not None
-    except OSError:
-        return False
+    return launched_as(environment_of(process)) is not None
 
 
 def soak(runs: Runs, ranks: int, minutes: float) -> dict[str, Any]:
     """Memory, descriptors and maps of all ranks of a long run, sampled every few seconds, and how much each grows."""
     run, began = runs.folder / "soak" / "run", time.time()
     job = runs.start(
-        run, ranks, GRIDS[ranks], None, **{"train.steps": 10**6, "train.checkpoint_every": 20, "train.evaluate_every": 20}
+        run, ranks, GRIDS[ranks][0], None, **{"train.steps": 10**6, "train.checkpoint_every": 20, "train.evaluate_every": 20}
     )
     found: list[tuple[float, ...]] = []
     while job.poll() is None and time.time() < began + 60 * minutes:

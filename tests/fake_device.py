@@ -4,7 +4,8 @@ lazy : nothing else runs, so that what was not waited for has not happened.
 eager : the transports' streams run ahead of the caller's as far as they can, so that what they do not wait for comes after them.
 random : now and then all streams run ahead where they meet no other rank, so that what nobody holds is freed and overwritten.
 concurrent : streams run beside each other, as a GPU's do: a message of NCCL holds up its own stream alone, until the other side
-    is there. When nothing moves for PATIENCE seconds, Deadlock is raised. Not one of MODES: collectives hold up the rank.
+    is there. Deadlock is raised when nothing has moved for PATIENCE seconds of this rank's processor time: where others work too,
+    a rank may wait long for another. Not one of MODES: collectives hold up the rank.
 """
 
 from __future__ import annotations
@@ -188,12 +189,12 @@ class Device:
 
     def _run_beside(self, ended: Callable[[], bool]) -> None:
         """Let all streams run until `ended`, each as far as it can."""
-        moved = time.monotonic()
+        moved = time.thread_time()
         while not ended():
             for stream in self.streams:
                 while stream.queue and stream.blocked is None and self._begin_or_end(stream):
-                    moved = time.monotonic()
-            if time.monotonic() - moved > PATIENCE:
+                    moved = time.thread_time()
+            if time.thread_time() - moved > PATIENCE:
                 raise Deadlock(f"{sum(bool(stream.queue) for stream in self.streams)} streams wait")
 
     def _begin_or_end(self, stream: Stream) -> bool:

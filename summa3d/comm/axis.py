@@ -171,15 +171,13 @@ class Axis:
 
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
-        self.checks.peer("send", to, tag)
         return self._begin(Call(self.routes.message("send", array, to, tag), array, None, False))
 
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
-        self.checks.array("receive", array)
+        route = self.routes.message("receive", array, source, tag)
         self.checks.target("receive", array)
-        self.checks.peer("receive", source, tag)
-        return self._begin(Call(self.routes.message("receive", array, source, tag), array, None, False))
+        return self._begin(Call(route, array, None, False))
 
     # -- memory ---------------------------------------------------------------------------------------------------------
 

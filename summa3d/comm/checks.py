@@ -249,10 +249,11 @@ class Routes:
     def message(self, name: str, array: Array, peer: int, tag: int) -> Route:
         """The route of a message to or from member `peer`."""
         key, route = self._known(name, array, None, peer, tag)
+        if route is not None:
+            return route
+        self.checks.peer(name, peer, tag)
         arriving = name == "receive"
-        return route or self._kept(
-            key, Route(name, is_on_device(array), count(array) * arriving, int(arriving), root=peer, tag=tag)
-        )
+        return self._kept(key, Route(name, is_on_device(array), count(array) * arriving, int(arriving), root=peer, tag=tag))
 
     def _known(self, name: str, array: Array, into: Array | None, *rest: Hashable) -> tuple[Hashable, Route | None]:
         """What calls like this one have in common, and their route; None where this one must be checked itself.

@@ -30,7 +30,7 @@ PATIENCE = 3.0
 AWAKE = 0.02
 """The part of a core that a rank takes which is not asleep."""
 SHOW_STACKS = signal.SIGRTMAX - 1
-"""On which a rank of a command prints its stacks, whoever holds the interpreter's lock."""
+"""The signal on which a rank prints the stack traces of all its threads, also while one of them holds the GIL."""
 STOPPED, ASLEEP, WAITS, WORKS = "is stopped", "is asleep outside of any communication", "waits in a communication", "works"
 SILENT = (STOPPED, ASLEEP)
 

@@ -7,9 +7,8 @@ import os
 import select
 import sys
 import threading
-from pathlib import Path
 
-from ..comm.profile.processes import descendants, environment_of, launched_as
+from ..comm.profile.processes import descendants, described, environment_of, launched_as, state_of
 
 LOOK_EVERY = 100
 """Milliseconds between two looks for ranks that have started, until all have been seen."""
@@ -36,7 +35,7 @@ class FirstEnded:
     def _follow(self, launcher: int) -> None:
         poll, known, looks = select.poll(), dict[int, tuple[int, str]](), 0
         own, total = launched_as(environment_of(launcher)), 1
-        while not self.ranks and Path(f"/proc/{launcher}").exists():
+        while not self.ranks and state_of(launcher) is not None:
             looks += 1
             for process in descendants(launcher) if len(known) < total and looks < LOOKS else ():
                 launched = launched_as(environment_of(process))
@@ -45,7 +44,7 @@ class FirstEnded:
                 with contextlib.suppress(OSError):  # it has ended
                     descriptor = os.pidfd_open(process)
                     poll.register(descriptor, select.POLLIN)
-                    known[descriptor] = launched[1], f"rank {launched[1]} of {launched[0]} (process {process})"
+                    known[descriptor] = launched[1], described(process)
                     total = launched[0]
             self.ranks = [known[descriptor][1] for descriptor, _ in poll.poll(LOOK_EVERY)]
         for descriptor in known:

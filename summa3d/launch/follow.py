@@ -87,9 +87,8 @@ class Stopped:
         for process, seconds in self._seconds.items():
             if self.limit and seconds >= self.limit + PATIENCE:
                 self.killed = True
-                started = processes.launched_as(processes.environment_of(process))
-                who = f"process {process}" if started is None else f"rank {started[1]} of {started[0]} (process {process})"
-                print(f"summa3d launch: {who} has been stopped for {self.limit:g} s; the job ends", file=sys.stderr, flush=True)
+                said = f"{processes.described(process)} has been stopped for {self.limit:g} s; the job ends"
+                print(f"summa3d launch: {said}", file=sys.stderr, flush=True)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
 

@@ -40,9 +40,11 @@ class Pick:
     fitting: int
 
     def __str__(self) -> str:
-        of = f"{self.seconds:.2g} s a step on cluster {self.cluster}" if self.seconds is not None else "the only one that fits"
-        others = f", the fastest of {self.priced} predicted, of {self.fitting} that fit" if self.seconds is not None else ""
-        return f"scheme {self.scheme}, grid {describe(self.grid)}: {of}{others}"
+        why = "the only one that fits"
+        if self.seconds is not None:
+            among = f"the fastest of {self.priced} predicted, of {self.fitting} that fit"
+            why = f"{self.seconds:.2g} s a step on cluster {self.cluster}, {among}"
+        return f"scheme {self.scheme}, grid {describe(self.grid)}: {why}"
 
 
 class Exact(Store):
@@ -125,4 +127,9 @@ def cluster_for(device: str, ranks: int, ranks_per_node: int, cores: int) -> Clu
             return here.replaced({inner: ranks_per_node}, "measured") if len(here.levels) > 1 else here
     if device != "cpu":
         return None
-    return load(HOST).replaced({"node.size": ranks_per_node, "host.slots": cores}, "measured")
+    return host(ranks_per_node, cores, "measured")
+
+
+def host(ranks_per_node: int, cores: int, source: str) -> Cluster:
+    """`HOST` with so many ranks on a node, and so many cores."""
+    return load(HOST).replaced({"node.size": ranks_per_node, "host.slots": cores}, source)

@@ -257,12 +257,11 @@ def _planned_on(sweep: Sweep, device: str | None) -> Cluster | None:
 
     Nothing of the machine at hand, so that the same file has the same points on every one.
     """
-    from ..plan.pick import HOST
+    from ..plan.pick import host
 
     if sweep.cluster:
         return load(sweep.cluster)
-    nodes = dict.fromkeys(("node.size", "host.slots"), float(sweep.ranks_per_node))
-    return None if device == "cuda" else load(HOST).replaced(nodes, "assumed")
+    return None if device == "cuda" else host(sweep.ranks_per_node, sweep.ranks_per_node, "assumed")
 
 
 def _fits(config: Mapping[str, Any], ranks: int, axes: Mapping[str, int]) -> bool:

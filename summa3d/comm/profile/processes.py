@@ -95,6 +95,12 @@ def _start_of(process: int) -> str:
     return words[STARTED] if words else "0"
 
 
+def described(process: int) -> str:
+    """A process in words: with its rank, if a launcher has started it as one."""
+    launched = launched_as(environment_of(process))
+    return f"process {process}" if launched is None else f"rank {launched[1]} of {launched[0]} (process {process})"
+
+
 def launched_as(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str] | None:
     """(number of ranks, this rank, name of the launcher) from the environment; None where no launcher started this process.
 
