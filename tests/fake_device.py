@@ -4,8 +4,8 @@ lazy : nothing else runs, so that what was not waited for has not happened.
 eager : the transports' streams run ahead of the caller's as far as they can, so that what they do not wait for comes after them.
 random : now and then all streams run ahead where they meet no other rank, so that what nobody holds is freed and overwritten.
 concurrent : streams run beside each other, as a GPU's do: a message of NCCL holds up its own stream alone, until the other side
-    is there. Deadlock is raised when nothing has moved for PATIENCE seconds of this rank's processor time: where others work too,
-    a rank may wait long for another. Not one of MODES: collectives hold up the rank.
+    is there. Deadlock is raised when nothing has moved for `patience` seconds: a busy machine may keep a rank waiting for long,
+    so only who expects a deadlock should wait less than PATIENCE. Not one of MODES: collectives hold up the rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from mpi4py import MPI
 
 POISON = 0xFF  # NaN in floats, −1 in whole numbers
 MODES = ("lazy", "eager", "random")
-PATIENCE = 2.0
+PATIENCE = 90.0
+ASLEEP = 1e-4
+"""Seconds that a rank sleeps when none of its streams can go on, so that the others have the processor."""
 
 
 class Deadlock(Exception):
@@ -80,9 +82,11 @@ class Device:
     `takes` says how many milliseconds a call takes on its stream's clock, by its name and size: nothing takes any by default.
     """
 
-    def __init__(self, world: MPI.Intracomm, mode: str = "lazy", shared: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, world: MPI.Intracomm, mode: str = "lazy", shared: bool = False, seed: int = 0, patience: float = PATIENCE
+    ) -> None:
         assert mode in (*MODES, "concurrent")
-        self.world, self.mode, self.shared = world, mode, shared
+        self.world, self.mode, self.shared, self.patience = world, mode, shared, patience
         self.random = random.Random(seed)
         self.streams: list[Stream] = []
         self.compute = self.stream()
@@ -189,13 +193,19 @@ class Device:
 
     def _run_beside(self, ended: Callable[[], bool]) -> None:
         """Let all streams run until `ended`, each as far as it can."""
-        moved = time.thread_time()
+        moved = time.monotonic()
         while not ended():
+            idle = True
             for stream in self.streams:
                 while stream.queue and stream.blocked is None and self._begin_or_end(stream):
-                    moved = time.thread_time()
-            if time.thread_time() - moved > PATIENCE:
+                    idle = False
+            now = time.monotonic()
+            if not idle:
+                moved = now
+            elif now - moved > self.patience:
                 raise Deadlock(f"{sum(bool(stream.queue) for stream in self.streams)} streams wait")
+            else:
+                time.sleep(ASLEEP)
 
     def _begin_or_end(self, stream: Stream) -> bool:
         """Run the next op of a stream, which ends when its requests have; whether it has ended."""

@@ -26,6 +26,8 @@ from summa3d.parallel.schedule import GRADIENT_ENDS, Message, Schedule, build
 
 DELAY = 0.001
 """Seconds that an op takes at most."""
+DEADLOCK = 2.0
+"""Seconds in which nothing moves, after which a deadlock that is expected is taken for one."""
 
 
 class Synchronous(MPI.Intracomm):
@@ -130,7 +132,8 @@ def main(transport: str, name: str, *numbers: str) -> None:
     world = MPI.COMM_WORLD
     schedule, arrays, device = build(name, p, m, v), Host(), None
     if transport != "mpi":
-        device = fake_device.use(fake_device.Device(world, "concurrent", seed=world.rank))
+        patience = DEADLOCK if transport == "grouped" else fake_device.PATIENCE
+        device = fake_device.use(fake_device.Device(world, "concurrent", seed=world.rank, patience=patience))
         arrays = Fake(device)
     options = {"node_memory": True} if transport == "mpi" else {"transport": "nccl", "device": device}
     grid = Grid(world, {"pp": p, "z": world.size // p}, order=["z", "pp"], check=False, **options)  # type: ignore[arg-type]
