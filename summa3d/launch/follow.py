@@ -17,6 +17,7 @@ from pathlib import Path
 from .. import preemption
 from ..comm.profile import flight, processes
 from ..node_support import watchdog_seconds
+from . import segments
 from .ended import FirstEnded
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
@@ -39,11 +40,13 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
 
     Raises OSError where it cannot be started, ConfigError for an unknown value of SUMMA3D_WATCHDOG.
     """
-    first, stopped = FirstEnded(), Stopped(watchdog_seconds())
+    first, stopped, began = FirstEnded(), Stopped(watchdog_seconds()), time.time()
     named = environ.get(flight.VARIABLE)
     folder = Path(tempfile.mkdtemp(prefix=f"summa3d-flight-{os.getuid()}-")) if named is None else None
     try:
         status = _run(command, {**environ, flight.VARIABLE: str(folder)} if folder else dict(environ), stopped, first.follow)
+        if status != 0:
+            segments.remove_left(began)
         if status not in (0, preemption.STATUS) and folder is not None:
             reported = stopped.killed or any(folder.glob(f"{flight.CLAIM}*"))
             if first.ranks and status not in INTERRUPTED and not reported:

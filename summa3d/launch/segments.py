@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,8 @@ BYTES_PER_RANK = 5 << 20
 """What a start of MPICH takes: 8 ranks were measured to need 40 MiB, 64 ranks 330 MB."""
 FATAL_PER_RANK = 9 << 19
 """Free bytes a rank with which MPICH ends in a signal: 8 ranks in 36 MiB do, 16 in 64 MiB too."""
+PATIENCE = 2.0
+"""Seconds in which the ranks of a failed job end."""
 SPREAD = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "HYDRA_HOST_FILE")
 """Variables of jobs whose ranks may lie on other nodes."""
 
@@ -44,10 +48,46 @@ def mapped(maps: Path) -> set[Path]:
 
 
 def stale(folder: Path = FOLDER) -> list[Path]:
-    """The segments of this user in a folder that no process has mapped: what jobs left that were killed."""
-    own = [path for path in folder.glob(NAMES) if path.stat().st_uid == os.getuid()]
-    used = set().union(*(mapped(maps) for maps in Path("/proc").glob("[0-9]*/maps"))) if own else set()
-    return sorted(path for path in own if path not in used)
+    """The segments of this user in a folder that no process has open or mapped: what jobs left that were killed."""
+    own = _own(folder)
+    used = set().union(*map(_used, Path("/proc").glob("[0-9]*"))) if own else set()
+    return sorted(own.keys() - used)
+
+
+def remove_left(since: float, folder: Path = FOLDER) -> None:
+    """Remove what a job that has failed leaves if it was ended inside MPI_Init, before its ranks could `unname` anything.
+
+    Of this user's segments that are younger than the job, which began at `since` (`time.time`), those that nobody uses. Waits
+    for the ranks of the job, which may still be ending; no longer than PATIENCE, as those of others may be starting.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while young := {path for path, made in _own(folder).items() if made >= since}:
+        for path in young.intersection(stale(folder)):
+            path.unlink(missing_ok=True)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+
+
+def _own(folder: Path) -> dict[Path, float]:
+    """The segments of this user in a folder, and when each was made."""
+    found = {}
+    for path in folder.glob(NAMES):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if status.st_uid == os.getuid():
+                found[path] = status.st_mtime
+    return found
+
+
+def _used(process: Path) -> set[Path]:
+    """The segments that a process has open or mapped: who makes one has it open until it has mapped it."""
+    opened = set()
+    with contextlib.suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                opened.add(descriptor.readlink())
+    return opened | mapped(process / "maps")
 
 
 def free_bytes(folder: Path = FOLDER) -> int:

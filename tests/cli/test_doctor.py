@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 from collections import namedtuple
@@ -73,6 +74,22 @@ def test_it_warns_of_a_small_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_
     assert segments.warnings(12, tmp_path) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(1 << 30, 0, 1 << 30))
     assert segments.warnings(27, tmp_path) == []
+
+
+def test_what_a_job_that_failed_left_is_removed_and_what_others_use_or_left_before_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(segments, "PATIENCE", 0.1)
+    before, left, used = (tmp_path / f"mpich_shm_{name}_0" for name in ("b", "1", "a"))
+    (tmp_path / "mine").write_bytes(b"x")
+    before.write_bytes(b"x")
+    os.utime(before, (100.0, 100.0))
+    left.write_bytes(b"x")
+    with used.open("w"):
+        segments.remove_left(200.0, tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", used.name, before.name]
+    segments.remove_left(200.0, tmp_path)
+    assert before.exists() and not used.exists()
 
 
 def test_it_warns_of_a_library_path_that_hides_the_mpi_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
