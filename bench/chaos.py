@@ -48,6 +48,8 @@ GRIDS = {
 OTHERS: dict[int, tuple[int, dict[str, int]]] = {2: (1, {}), 4: (2, {"y": 2}), 8: (4, {"x": 2, "z": 2})}
 """Ranks → the ranks and the grid on which every other trial is resumed."""
 STAGES = ("start", "set-up", "forward", "backward", "optimizer", "evaluation", "copy", "write", "publish", "clean")
+OF_CHECKPOINTS = STAGES[6:]
+"""Stages to which a run on a busy machine comes less often: a checkpoint that is due while one is written is put off."""
 BY_RANK_0 = ("publish", "clean")
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV", "SIGSTOP", "abort")
 IN_CALLS = STAGES[2:6]
@@ -216,7 +218,9 @@ class World:
         stage = stages[(number + seed * 3 + sum(map(ord, kind))) % len(stages)] if number < len(stages) else chance.choice(stages)
         rank = 0 if stage in BY_RANK_0 else chance.randrange(self.ranks)
         most = READS if stage == "read" else self.counts[rank][stage] if stage != "start" else 1
-        count = chance.randint(1, most // 2 if kind == "full disk" and most > 3 else most)  # a write must follow
+        if most > 3 and (kind == "full disk" or stage in OF_CHECKPOINTS):  # a write must follow
+            most //= 2
+        count = chance.randint(1, most)
         delay = chance.uniform(0, DELAY) if kind in SIGNALS and chance.random() < 0.5 else 0.0
         if stage == "start":
             delay = chance.uniform(0.05, self.counts[rank]["start"])
