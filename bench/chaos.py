@@ -66,8 +66,6 @@ KINDS: dict[str, tuple[str, ...]] = {
 STUCK = ("SIGSTOP", "lock held", "desynchronised call")
 GOES_ON = ("slow rank", "failing write")
 ON_RESUME = ("failing read", "corrupt read")
-UNNAMED = ("SIGINT", "SIGTERM")
-"""Signals that ask for the end: of one that comes before the first step, no report says which rank received it."""
 PREEMPTED, INTERRUPTED = 75, 130
 MEASURED = re.compile("seconds|share|per_second|mfu|exposed|words|resumed")
 """Keys of a metrics line that are measured, and so are never the same."""
@@ -78,7 +76,7 @@ DELAY = 0.01
 IN_TIME = 10.0
 ROOM_TO_START = 120.0
 TABLE = "what each rank was doing:"
-HEADS = rf"uncaught exception|(?:{'|'.join(errors.__all__)}): |interrupted$|.*got SIGTERM: "
+HEADS = rf"uncaught exception|(?:{'|'.join(errors.__all__)}): |interrupted\b|.*got SIGTERM: "
 """The first line of a report, beside the table."""
 
 
@@ -288,7 +286,7 @@ def reports(fault: Fault, ended: Ended) -> list[str]:
         problems.append(f"{len(heads)} reports: {heads}")
     if text.count(TABLE) > 1:
         problems.append(f"{text.count(TABLE)} tables")
-    if fault.kind not in UNNAMED and not re.search(names(fault), text):
+    if not re.search(names(fault), text):
         problems.append("no report names " + ("the file" if fault.kind in (*ON_RESUME, "full disk") else "the rank"))
     if "Traceback" in text and "exception" not in fault.kind and fault.kind != "lock held":
         problems.append("a traceback")
@@ -299,8 +297,13 @@ def names(fault: Fault) -> str:
     """What the report of a failed run must match: the name of a file, or of the rank, by who can know it."""
     if fault.kind in (*ON_RESUME, "full disk"):
         return r"trial/run"
+    ended = rf"summa3d launch: .*rank {fault.rank} of \d+ \(process \d+\).* ended first"
     if fault.kind in ("SIGKILL", "SIGSEGV", "abort"):
-        return rf"summa3d launch: .*rank {fault.rank} of \d+ \(process \d+\).* ended first"
+        return ended
+    if fault.kind == "SIGTERM":
+        return rf"rank {fault.rank} got SIGTERM: |{ended}"
+    if fault.kind == "SIGINT":
+        return rf"interrupted on rank {fault.rank} of|\(rank {fault.rank}\) failed in a collective \(KeyboardInterrupt|{ended}"
     if "exception" in fault.kind:
         return rf"uncaught exception on rank {fault.rank} "
     if fault.kind == "SIGSTOP":
@@ -411,73 +414,124 @@ def failing_again_and_again(runs: Runs, ranks: int, between: float, minutes: flo
     between : the mean seconds between two failures. several : whether every launch takes another grid
     """
     costs = costs_of(runs, ranks)
-    tau, bound = daly(between, costs["checkpoint"], costs["start"])
-    every = max(1, round(tau / costs["step"]))
+    tau, share = daly(between, costs["checkpoint"], costs["restart"])
+    every = max(SOONEST, round(tau / costs["step"]))
     steps = every * max(1, round(60 * minutes / costs["step"] / every))
-    note(f"a step {costs['step']:.3f} s, a checkpoint {costs['checkpoint']:.3f} s, start and end {costs['start']:.1f} s")
+    note(", ".join(f"{name} {seconds:.3f} s" for name, seconds in costs.items()) + f"; checkpoints {tau:.2f} s apart")
     settings = {"train.steps": steps, "train.checkpoint_every": every, "train.evaluate_every": 0}
-    whole, run, chance = runs.folder / "whole" / "run", runs.folder / "failing" / "run", random.Random(seed)
-    grids = GRIDS[ranks] if several else GRIDS[ranks][:1]
+    whole, run, grids = (
+        runs.folder / "whole" / "run",
+        runs.folder / "failing" / "run",
+        GRIDS[ranks] if several else GRIDS[ranks][:1],
+    )
     ended = runs.end(runs.start(whole, ranks, grids[0], None, **settings), whole, time.time(), 10 * 60 * minutes)
     if ended.status != 0:
         sys.exit(f"the run to compare with ended with status {ended.status}:\n{ended.output}")
-    began, launches, kills = time.time(), 0, 0
-    while True:
-        resumed = ("--resume",) if (run / "config.toml").exists() else ()
-        started, left = time.time(), chance.expovariate(1 / between)
+    began, launches, kills, repeated, ends, starts = time.time(), 0, 0, 0.0, 0.0, 0
+    for left in failures(between, random.Random(seed)):
+        resumed, file = ("--resume",) if (run / "config.toml").exists() else (), identity(run)
+        started = time.time()
         job = runs.start(run, ranks, grids[launches % len(grids)], None, *resumed, **settings)
         launches += 1
         while job.poll() is None and time.time() < started + left:
             time.sleep(0.05)
-        strikes = job.poll() is None
-        if strikes:
-            victims = [process for process, _ in processes(run) if of_rank(process)]
-            os.kill(chance.choice(victims or [job.pid]), signal.SIGKILL)
+        if strikes := job.poll() is None:
+            kill(job, run, random.Random(f"{seed} {kills}"))
             kills += 1
-        ended = runs.end(job, run, time.time(), IN_TIME)
+        now = time.time()
+        ended = runs.end(job, run, now, IN_TIME)
         if ended.status == 0:
             break
         if not strikes:
             sys.exit(f"the run failed by itself, with status {ended.status}:\n{ended.output}")
-    wall = time.time() - began
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    useful = sum(line["seconds"] for line in lines)
-    bound = useful / (useful / bound + costs["start"])  # which Daly's formulas count after each failure, and not at first
-    goodput = useful / wall
-    differ = differences(whole, run, exact=not several)
-    return {**costs, "launches": launches, "kills": kills, "every": every, "steps": steps, "wall": wall, "goodput": goodput} | {
-        "bound": bound, "grids": grids, "differences": differ, "load": os.getloadavg()[0]
-    }  # fmt: skip
+        ends += time.time() - now
+        starts += identity(run) == file
+        repeated += sum(line["seconds"] for line in lines_of(run) if line["step"] > saved(run)) if identity(run) != file else 0.0
+    wall, useful = time.time() - began, sum(line["seconds"] for line in lines_of(run))
+    bound = useful / (useful / share + costs["launch"])  # Daly's formulas count a start after each failure, and not the first
+    found = {"launches": launches, "kills": kills, "in starts": starts, "every": every, "steps": steps, "wall": wall}
+    found |= {"useful": useful, "repeated": repeated, "ends": ends, "goodput": useful / wall, "bound": bound, "grids": grids}
+    return costs | found | {"differences": differences(whole, run, exact=not several), "load": os.getloadavg()[0]}
 
 
 LARGER = {"model.layers": 2, "model.hidden": 192, "model.sequence": 64, "train.clip": 1.0}
 """The model of runs that last minutes: of a step that is long beside what a relaunch reads."""
+SOONEST = 3
+"""Steps after which a checkpoint that is written in the background may be complete."""
+RESTARTS, SPREAD = 3, 8
+
+
+def failures(between: float, chance: random.Random) -> Iterator[float]:
+    """Exponential times of this mean; the quantiles of each 8 are spread evenly, so that the mean of a short run is theirs."""
+    while True:
+        for place in chance.sample(range(SPREAD), SPREAD):
+            yield -between * float(np.log1p(-(place + chance.random()) / SPREAD))
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    """The complete lines of a run's metrics."""
+    file = run / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def identity(run: Path) -> int:
+    """Which file the metrics are in: a resumed run, once it begins its steps, replaces the file."""
+    file = run / "metrics.jsonl"
+    return file.stat().st_ino if file.exists() else 0
+
+
+def saved(run: Path) -> int:
+    """The step of a run's newest complete checkpoint; 0 without any."""
+    found = newest(run)
+    return 0 if found is None else int(found.name.partition("-")[2])
+
+
+def kill(job: subprocess.Popen[bytes], run: Path, chance: random.Random) -> None:
+    """Kill a rank of a job; the launcher, where no rank has started."""
+    victims = [process for process, _ in processes(run) if of_rank(process)]
+    os.kill(chance.choice(victims or [job.pid]), signal.SIGKILL)
 
 
 def costs_of(runs: Runs, ranks: int) -> dict[str, float]:
-    """Seconds of a step, of a checkpoint, and of a start and an end, from one undisturbed run that is then killed."""
-    run, every, number = runs.folder / "costs" / "run", 5, 8
+    """Seconds of a step, of a checkpoint, of a launch, and of a restart: from a kill to the first step that follows.
+
+    From one run that is killed and launched again as it will be: with the end of the job before.
+    """
+    run, every, number, chance = runs.folder / "costs" / "run", 5, 8, random.Random(0)
     settings = {"train.steps": 10**6, "train.checkpoint_every": every, "train.evaluate_every": 0}
+
+    def reached(job: subprocess.Popen[bytes], steps: int, before: int = 0) -> float:
+        """When a file of metrics, other than `before`, has so many lines."""
+        while job.poll() is None:
+            if identity(run) not in (0, before) and len(lines_of(run)) >= steps:
+                return time.time()
+            time.sleep(0.01)
+        sys.exit(f"a run without an end has ended:\n{(run.parent / 'output').read_text()}")
+
     began = time.time()
     job = runs.start(run, ranks, GRIDS[ranks][0], None, **settings)
-    metrics, first = run / "metrics.jsonl", 0.0
-    while job.poll() is None and len(lines := metrics.read_text().splitlines() if metrics.exists() else []) < every * number:
-        first = first or (time.time() if lines else 0.0)
-        time.sleep(0.02)
-    now = time.time()
-    os.kill(next(process for process, _ in processes(run) if of_rank(process)), signal.SIGKILL)
-    ended = runs.end(job, run, now, IN_TIME)
-    seconds = [json.loads(line)["seconds"] for line in lines]
+    first, now = reached(job, 1), reached(job, every * number)
+    seconds = [line["seconds"] for line in lines_of(run)][: every * number]
     checkpoint = (now - first - sum(seconds[2:])) / (number - 1)  # all that is not a step: copies, and what they keep waiting
-    return {
-        "step": float(np.median(seconds)),
-        "checkpoint": max(checkpoint, 1e-3),
-        "start": first - began - sum(seconds[:2]) + ended.seconds,
-    }
+    step, starts = float(np.median(seconds)), []
+    for _ in range(RESTARTS):
+        file, killed = identity(run), time.time()
+        kill(job, run, chance)
+        runs.end(job, run, killed, IN_TIME)
+        job = runs.start(run, ranks, GRIDS[ranks][0], None, "--resume", **settings)
+        starts.append(reached(job, saved(run) + 1, file) - killed - 2 * step)  # a line is written after the next step
+    kill(job, run, chance)
+    runs.end(job, run, time.time(), IN_TIME)
+    launch = first - began - sum(seconds[:2])
+    return {"step": step, "checkpoint": max(checkpoint, 1e-3), "launch": launch, "restart": float(np.mean(starts))}
 
 
 def daly(between: float, checkpoint: float, start: float) -> tuple[float, float]:
-    """Daly's interval between checkpoints (2006, eq. 37), and the share of the time that is useful with it (eq. 20)."""
+    """Daly's interval between checkpoints (2006, eq. 37), and the share of the time that is useful with it (eq. 20).
+
+    start : the seconds of a restart, from a failure to the first step after it
+    """
     part = checkpoint / (2 * between)
     tau = np.sqrt(2 * checkpoint * between) * (1 + np.sqrt(part) / 3 + part / 9) - checkpoint
     return float(tau), float(tau / (between * np.exp(start / between) * np.expm1((tau + checkpoint) / between)))
@@ -545,7 +599,7 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--mtbf", type=float, metavar="SECONDS", help="Relaunch a run that fails at exponential times, of this mean."
     )
-    parser.add_argument("--minutes", type=float, default=15.0, help="How long that run lasts undisturbed.")
+    parser.add_argument("--minutes", type=float, default=15.0, help="How long that run's steps last undisturbed.")
     parser.add_argument("--grids", choices=("one", "several"), default="one", help="Whether each relaunch takes another grid.")
     parser.add_argument(
         "--soak", type=float, metavar="MINUTES", help="Sample memory, descriptors and maps of a run of so many minutes."
@@ -574,7 +628,9 @@ def main() -> None:
         runs = Runs(Path(name), args.limit, args.room, **long)
         if args.mtbf:
             result = failing_again_and_again(runs, args.worlds[0], args.mtbf, args.minutes, args.grids == "several", args.seed)
-            print(f"{result['launches']} launches, {result['kills']} kills, {result['steps']} steps in {result['wall']:.0f} s")
+            print(f"{result['launches']} launches, {result['kills']} kills, {result['in starts']} of them in a start, ", end="")
+            print(f"{result['steps']} steps in {result['wall']:.0f} s: {result['useful']:.1f} s of steps that count, ", end="")
+            print(f"{result['repeated']:.1f} s of steps that were repeated, {result['ends']:.1f} s of ends; the rest of starts")
             print(
                 f"goodput {result['goodput']:.3f}, Daly's bound {result['bound']:.3f}, a checkpoint every {result['every']} steps"
             )

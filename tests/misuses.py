@@ -12,6 +12,7 @@ import faulthandler
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,10 +34,21 @@ MODES: dict[str, dict[str, Any]] = {
     "node memory, check": {"node_memory": True, "check": True},
 }
 HELD = ("refused", "right")
+UNCHECKED = ("grid", "freed", "gradient", "redistribute", "layer")
+"""Groups of cases whose result is not compared where the oracle has none."""
 
 
 class MustRefuse(Exception):
     """What the oracle raises for arguments that have no right result."""
+
+
+ANY = object()
+"""What the oracle returns where no rank can know that its numbers are not those of the others: any result is held."""
+
+
+def axes_of(size: int) -> dict[str, int]:
+    """The axes of the grids of so many ranks."""
+    return {"x": size, "y": 1, "z": 1} if size % 2 else {"x": 2, "y": size // 2, "z": 1}
 
 
 @dataclass
@@ -44,6 +56,7 @@ class Case:
     """A call that is right but for one argument, on all ranks or on one.
 
     call : makes it, of a grid and the arguments. oracle : the right result of this rank, of all ranks' arguments as they were.
+    around : what the ranks make before the case, and free after it. close : how far a result may be from the right one.
     """
 
     group: str
@@ -54,6 +67,8 @@ class Case:
     bad: dict[str, Any]
     call: Callable[[Any, dict[str, Any]], Any]
     oracle: Callable[[list[dict[str, Any]], int], Any]
+    around: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    close: float = 0.0
 
 
 @dataclass
@@ -71,7 +86,7 @@ class World:
 
         if mode not in self.grids:
             own = self.comm.Dup()
-            self.grids[mode] = Grid(own, {"x": 2, "y": self.comm.size // 2, "z": 1}, **MODES[mode]), own
+            self.grids[mode] = Grid(own, axes_of(self.comm.size), **MODES[mode]), own
         return self.grids[mode][0]
 
     def drop(self, mode: str) -> None:
@@ -82,6 +97,16 @@ class World:
         with contextlib.suppress(Summa3dError):
             grid.free()
         own.Free()
+
+
+def same(arrays: list[Any]) -> Any:
+    """The array that all ranks give; ANY where they differ in its numbers alone."""
+    import numpy as np
+
+    first = arrays[0]
+    if any(one.shape != first.shape for one in arrays):
+        raise MustRefuse
+    return first if all(np.array_equal(one, first, equal_nan=first.dtype.kind in "fc") for one in arrays) else ANY
 
 
 # ---------------------------------------------------------------------------------------------------------- arrays and values
@@ -144,7 +169,7 @@ def spoilt_arrays(array: Any) -> dict[str, Any]:
         "tensor": tensor(array),
         "tensor with gradient": tensor(array).requires_grad_(),
         "tensor, conjugate": torch.complex(tensor(array), tensor(array)).conj(),
-        "tensor, transposed": tensor(array).t().contiguous().t(),
+        "tensor, transposed": tensor(array).transpose(0, 1).contiguous().transpose(0, 1),
         "tensor, bfloat16": tensor(array).bfloat16(),
         "tensor, sparse": tensor(array).to_sparse(),
         "tensor without memory": tensor(array).to("meta"),
@@ -482,7 +507,7 @@ def grids(chance: random.Random, rank: int, size: int) -> Case:
         def make(grid: Any, arguments: dict[str, Any]) -> Any:
             from summa3d import Grid
 
-            with Grid(grid.common, **{"axes": {"x": 2, "y": size // 2}, **arguments}) as made:
+            with Grid(grid.common, **{"axes": axes_of(size), **arguments}) as made:
                 return [list(made.shape.items()), made.size]
 
         return Case("grid", f"Grid, {key}: {name}", mode, None, {}, bad, make, lambda everyone, rank: None)
@@ -511,13 +536,14 @@ def redistributions(chance: random.Random, rank: int, size: int) -> Case:
 
     from summa3d import DistMatrix
 
-    matrix = np.arange(48.0).reshape(8, 6)
+    matrix = np.arange(72.0).reshape(12, 6)
     good: dict[str, Any] = {"array": matrix, "layout": "m:x k:y", "to": "m:y k"}
     shapes = {
-        repr(one): one for one in ((8, 5), (8,), (8, 6, 1), (8.0, 6.0), (-8, 6), None, "86", 48, ("8", "6"), (0, 6), (2**70, 6))
+        repr(one): one
+        for one in ((12, 5), (12,), (12, 6, 1), (12.0, 6.0), (-12, 6), None, "86", 72, ("12", "6"), (0, 6), (2**70, 6))
     }
     spoils = {"array": spoilt_arrays(matrix), "layout": LAYOUTS, "to": LAYOUTS, "shape": shapes, "order": OPS, "block": {}}
-    spoils["block"] = spoilt_arrays(np.ones((4, 6 // max(1, size // 2))))
+    spoils["block"] = spoilt_arrays(np.ones((12 // axes_of(size)["x"], 6 // axes_of(size)["y"])))
     key = chance.choice([*spoils])
     name = chance.choice([*spoils[key]])
 
@@ -537,8 +563,8 @@ def redistributions(chance: random.Random, rank: int, size: int) -> Case:
     def oracle(everyone: list[dict[str, Any]], rank: int) -> Any:
         if "block" in everyone[rank]:
             return None
-        array = arrays_of(everyone)[rank]
-        if array.ndim != 2 or len({one.shape for one in arrays_of(everyone)}) != 1:
+        array = same(arrays_of(everyone))
+        if array is not ANY and array.ndim != 2:
             raise MustRefuse
         return array
 
@@ -561,7 +587,7 @@ def products(chance: random.Random, rank: int, size: int) -> Case:
 
     from summa3d import DistMatrix, matmul
 
-    left, right = np.arange(48.0).reshape(8, 6) % 5, np.arange(24.0).reshape(6, 4) % 7
+    left, right = np.arange(72.0).reshape(12, 6) % 5, np.arange(36.0).reshape(6, 6) % 7
     good: dict[str, Any] = {"array": left, "b": right, "a_layout": "m:(x,y) k:z", "b_layout": "k:(z,x) n:y"}
     forms = {repr(one): one for one in ("tn", "nt", "xx", "", None, 3, ["n", "n"], "nnn", "cn", "N")}
     scales = {repr(one): one for one in ("2", None, [1], float("nan"), 2, 1j, np.ones(2), True, {}, np.float32(2))}
@@ -590,8 +616,7 @@ def products(chance: random.Random, rank: int, size: int) -> Case:
         mine = everyone[rank]
         if {"out", "other", "operand"} & set(mine):
             raise MustRefuse
-        b = arrays_of([{"array": one["b"]} for one in everyone])[rank]
-        a = arrays_of(everyone)[rank]
+        a, b = same(arrays_of(everyone)), same(arrays_of([{"array": one["b"]} for one in everyone]))
         if mine["b"][0] != mine["array"][0] or mine.get("beta", 0) != 0:
             raise MustRefuse
         alpha = mine.get("alpha", 1)
@@ -600,6 +625,8 @@ def products(chance: random.Random, rank: int, size: int) -> Case:
         form = mine.get("form", "nn")
         if form not in ("nn", "tn", "nt", "tt"):
             raise MustRefuse
+        if a is ANY or b is ANY:
+            return ANY
         return alpha * ((a.T if form[0] == "t" else a) @ (b.T if form[1] == "t" else b))
 
     mode = chance.choice([*MODES])
@@ -611,13 +638,13 @@ def gradients(chance: random.Random, rank: int, size: int) -> Case:
     """A product with gradients of blocks, plans and grids that do not fit."""
     import numpy as np
 
-    a, b = np.arange(64.0).reshape(8, 8) % 5, np.arange(64.0).reshape(8, 8) % 7
+    a, b = np.arange(144.0).reshape(12, 12) % 5, np.arange(144.0).reshape(12, 12) % 7
     good: dict[str, Any] = {"array": a, "b": b}
-    sizes = {repr(one): one for one in (0, -8, 7, 8.0, "8", None, 2**40, 16)}
+    sizes = {repr(one): one for one in (0, -12, 7, 12.0, "12", None, 2**40, 24)}
     spoils = {
         **{
-            "local a": spoilt_arrays(a[: 8 // size]),
-            "local b": spoilt_arrays(b[:4, : 8 // max(1, size // 2)]),
+            "local a": spoilt_arrays(a[: 12 // size]),
+            "local b": spoilt_arrays(b[: 12 // axes_of(size)["x"], : 12 // axes_of(size)["y"]]),
             "m": sizes,
             "k": sizes,
         },
@@ -632,7 +659,7 @@ def gradients(chance: random.Random, rank: int, size: int) -> Case:
         from summa3d.layout import collect, distribute
 
         roles = (arguments["roles"], "y", "z") if "roles" in arguments else ("x", "y", "z")
-        plan = CuboidPlan(arguments.get("form", "nn"), arguments.get("m", 8), 8, arguments.get("k", 8), *roles)
+        plan = CuboidPlan(arguments.get("form", "nn"), arguments.get("m", 12), 12, arguments.get("k", 12), *roles)
         at = [arguments.get(f"local {which}") for which in "ab"]
         blocks = [
             distribute(tensor(as_numpy(arguments[key])), grid, layout).requires_grad_() if given is None else given
@@ -658,7 +685,7 @@ def freed(chance: random.Random, rank: int, size: int) -> Case:
 
     from summa3d import DistMatrix, Grid
 
-    array = np.arange(16.0).reshape(4, 4)
+    array = np.arange(36.0).reshape(6, 6)
     uses: dict[str, Callable[[Any, Any, Any], Any]] = {
         "all_reduce": lambda grid, axis, a: axis.all_reduce(array),
         "start_broadcast": lambda grid, axis, a: axis.start_broadcast(array.copy()),
@@ -680,7 +707,7 @@ def freed(chance: random.Random, rank: int, size: int) -> Case:
     def call(grid: Any, arguments: dict[str, Any]) -> Any:
         if not arguments:
             return None
-        with Grid(grid.common, {"x": 2, "y": size // 2}, **MODES[mode]) as other:
+        with Grid(grid.common, axes_of(size), **MODES[mode]) as other:
             axis, a = other["x"], DistMatrix.from_global(array, other, "m:x k:y")
             if mixed:
                 return DistMatrix.from_global(array, grid, "m:x k:y") @ a
@@ -694,8 +721,353 @@ def freed(chance: random.Random, rank: int, size: int) -> Case:
     return Case("freed", "two grids" if mixed else name, mode, None, {}, {"use": name}, call, oracle)
 
 
+def place_like(array: Any) -> Any:
+    """A place for what is like an array, where it is one."""
+    import numpy as np
+    import torch
+
+    if isinstance(array, np.ndarray):
+        return np.zeros(array.shape, array.dtype)
+    usable = isinstance(array, torch.Tensor) and array.layout is torch.strided and not array.is_meta
+    return torch.zeros(array.shape, dtype=array.dtype) if usable else np.zeros((2, 3))
+
+
+def channels(chance: random.Random, rank: int, size: int) -> Case:
+    """A message from each stage of a pipeline to the next, round two stages of each rank, with one argument spoilt."""
+    import numpy as np
+
+    from summa3d.comm.channel import Channel
+
+    array, mode = np.arange(6.0).reshape(2, 3) + rank, chance.choice([*MODES])
+    good: dict[str, Any] = {"array": array, "out": np.zeros((2, 3)), "stage": 0, "kind": "F", "micro": 0}
+    kinds = {repr(one): one for one in ("B", "", "f", None, 3, b"F", ["F"], "FB")}
+    homes = {repr(one): one for one in ([size], [-1, 0], "01", [0.0] * size, None, 3, [None], {"a": 0}, [[0]])}
+    spoils = {"array": spoilt_arrays(array), "stage": NUMBERS, "kind": kinds, "micro": NUMBERS, "homes": homes}
+    spoils["use"] = {"freed": "freed", "freed twice": "freed twice", "of a freed grid": "grid"}
+    if "check" in mode:  # what the other end awaits is compared with the message in debug mode alone
+        spoils["out"] = spoilt_into(np.zeros((2, 3)))
+    key = chance.choice([*spoils])
+    name = chance.choice([*spoils[key]])
+    made: list[Any] = []
+
+    @contextlib.contextmanager
+    def around(grid: Any) -> Any:
+        made[:] = [Channel(grid.world, [*range(size), *range(size)])]
+        yield
+        made[0].free()
+
+    def call(grid: Any, arguments: dict[str, Any]) -> Any:
+        channel, what = made[0], arguments["array"]
+        if "homes" in arguments:
+            Channel(grid.world, arguments["homes"]).free()
+            return None
+        if arguments.get("use") == "grid":
+            with type(grid)(grid.common, axes_of(size), **MODES[mode]) as other:
+                channel = Channel(other.world, [*range(size), *range(size)])
+        for _ in arguments.get("use", "").split() if "freed" in arguments.get("use", "") else ():
+            channel.free()
+        place = place_like(what) if key == "array" else arguments["out"]
+        shift, kind, micro = arguments["stage"], arguments["kind"], arguments["micro"]
+        stages = [one if shift == 0 else shift for one in (grid.world.index + 1, grid.world.index or size)]
+        if key == "out":
+            taken = channel.start_receive(place, stages[1], kind, micro)
+            channel.send(what, stages[0], kind, micro)
+        else:
+            channel.send(what, stages[0], kind, micro)
+            taken = channel.start_receive(place, stages[1], kind, micro)
+        return taken.wait()
+
+    def oracle(everyone: list[dict[str, Any]], rank: int) -> Any:
+        if "homes" in everyone[rank]:
+            raise MustRefuse
+        if "use" in everyone[rank] or everyone[rank]["stage"] != 0 or everyone[rank]["kind"] not in ("F", "B"):
+            raise MustRefuse
+        return arrays_of(everyone)[(rank - 1) % size]
+
+    return Case("channel", f"{key}: {name}", mode, None, good, {**good, key: spoils[key][name]}, call, oracle, around)
+
+
+def inner_grids(chance: random.Random, rank: int, size: int) -> Case:
+    """A grid on what is no communicator, or on one of another grid; blocks of one on the other; one freed before the other."""
+    import numpy as np
+
+    from summa3d import DistMatrix, Grid
+    from summa3d.comm.grid import Place
+
+    array, mode = np.arange(36.0).reshape(6, 6), chance.choice([*MODES])
+
+    def outer_freed(grid: Any, use: Callable[[Any], Any]) -> Any:
+        outer = Grid(grid.common, axes_of(size), **MODES[mode])
+        inner = Grid(outer["x"].comm, {"x": 1, "y": x, "z": 1}, **MODES[mode])
+        outer.free()
+        try:
+            return use(inner)
+        finally:
+            inner.free()
+
+    def both(grid: Any, use: Callable[[Any, Any], Any]) -> Any:
+        with Grid(grid["x"].comm, {"x": x}, **MODES[mode]) as inner:
+            return use(grid, inner)
+
+    x = axes_of(size)["x"]
+    total = np.full(2, x * (x - 1) / 2)
+
+    def matrix(grid: Any, layout: str = "m:x k:y") -> Any:
+        return DistMatrix.from_global(array, grid, layout)
+
+    def ranks(grid: Any) -> Any:
+        return np.full(2, float(grid.rank))
+
+    after: dict[str, tuple[Callable[[Any], Any], Any]] = {
+        "all_reduce": (lambda inner: inner["y"].all_reduce(ranks(inner)), total),
+        "all_gather": (lambda inner: inner.world.all_gather(np.ones(1)), np.ones(x)),
+        "start_reduce": (lambda inner: inner["y"].start_reduce(ranks(inner)).wait(), ANY),
+        "from_global": (lambda inner: matrix(inner).to_global(), array),
+        "barrier": (lambda inner: inner["y"].barrier(), None),
+        "matmul": (lambda inner: (matrix(inner) @ matrix(inner).T).to_global(), array @ array.T),
+        "redistribute": (lambda inner: matrix(inner).redistribute("m:y k").to_global(), array),
+        "start_send": (lambda inner: inner["y"].start_send(array, (inner.rank + 1) % x).wait(), ANY),
+        "part": (lambda inner: inner.part("y")["y"].all_reduce(ranks(inner)), total),
+        "Grid": (lambda inner: Grid(inner.comm, {"x": x})["x"].all_reduce(ranks(inner)), total),
+    }
+    uses: dict[str, tuple[Callable[[Any], Any], Any]] = {
+        **{f"on {one!r}": (lambda grid, one=one: Grid(one, axes_of(size)), MustRefuse) for one in (None, 3, "world", [0], {})},
+        "on the null communicator": (lambda grid: Grid(type(grid.comm)(), axes_of(size)), MustRefuse),
+        "on a grid": (lambda grid: Grid(grid, axes_of(size)), MustRefuse),
+        "on an axis": (lambda grid: Grid(grid["x"], {"x": x}), MustRefuse),
+        "on a place's communicator": (lambda grid: Grid(Place({"x": size}).comm, {"x": size}), MustRefuse),
+        "too large": (lambda grid: Grid(grid["x"].comm, {"x": x + 1}), MustRefuse),
+        "too small": (lambda grid: Grid(grid["x"].comm, {"x": 1, "y": x - 1}), MustRefuse),
+        "right": (lambda grid: both(grid, lambda outer, inner: inner["x"].all_reduce(ranks(inner))), total),
+        "blocks of two": (
+            lambda grid: both(grid, lambda outer, inner: matrix(outer, "m:x k") @ matrix(inner, "m:x k")),
+            MustRefuse,
+        ),
+        "a block too small": (
+            lambda grid: both(grid, lambda outer, inner: DistMatrix(array, inner, layout_of("m k"), (7, 7)).to_global()),
+            MustRefuse,
+        ),
+        "a part's other axis": (lambda grid: grid.part("x").part("y"), MustRefuse),
+        "freed twice": (lambda grid: both(grid, lambda outer, inner: inner.free()), None),
+        **{
+            f"{one} after the outer one's free": (lambda grid, one=one: outer_freed(grid, after[one][0]), after[one][1])
+            for one in after
+        },
+    }
+    name = chance.choice([*uses])
+    use, right = uses[name]
+
+    def oracle(everyone: list[dict[str, Any]], rank: int) -> Any:
+        if right is MustRefuse:
+            raise MustRefuse
+        return right if everyone[rank] else None
+
+    return Case(
+        *("inner grid", name, mode, None, {}, {"use": name}, lambda grid, arguments: use(grid) if arguments else None, oracle)
+    )
+
+
+MODEL = {"family": "gpt2", "layers": 1, "hidden": 24, "heads": 6, "sequence": 6, "vocabulary": 12}
+
+
+def spoilt_tokens(tokens: Any) -> dict[str, Any]:
+    """Tokens, or labels, of other types, shapes and values; not all of them are wrong."""
+    import torch
+
+    def with_one(value: int) -> Any:
+        changed = tokens.clone()
+        changed[-1, -1] = value
+        return changed
+
+    return {
+        **{f"dtype {one}": tokens.to(one) for one in (torch.int32, torch.uint8, torch.float32, torch.bool, torch.complex64)},
+        **{f"the id {one}": with_one(one) for one in (12, -1, 2**40, -(2**40))},
+        "numpy": tokens.numpy(),
+        "a list": tokens.tolist(),
+        "None": None,
+        "a number": 3,
+        "one sequence": tokens[0],
+        "one more dim": tokens[None],
+        "one row less": tokens[1:],
+        "no rows": tokens[:0],
+        "no columns": tokens[:, :0],
+        "longer": torch.cat([tokens, tokens], 1),
+        "transposed": tokens.t(),
+        "without memory": tokens.to("meta"),
+        "sparse": tokens.to_sparse(),
+        "every other column": torch.cat([tokens, tokens], 1)[:, ::2],
+    }
+
+
+def models(chance: random.Random, rank: int, size: int) -> Case:
+    """A model's loss, or a layer, with one argument spoilt."""
+    import torch
+
+    tokens = torch.arange(72).reshape(12, 6) * 7 % 12
+    good: dict[str, Any] = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+    values = {repr(one): one for one in (0, -1, 7, 5.0, "6", None, True, [2], 2**40, "gpt2", "bert")}
+    others = {repr(one): one for one in ("serial", "oned", "summa", "cannon", "", None, 3, ["cuboid"], "cuboid ")}
+    dtypes = {repr(one): one for one in (torch.int64, "float32", None, torch.complex64, torch.float64, 3)}
+    spoils: dict[str, dict[str, Any]] = {
+        **{"tokens": spoilt_tokens(tokens), "labels": spoilt_tokens(tokens), "attention_mask": spoilt_tokens(tokens)},
+        **{"documents": spoilt_tokens(tokens), "step": NUMBERS, "first_row": NUMBERS, "count": NUMBERS, "seed": NUMBERS},
+        **{f"model {one}": values for one in MODEL},
+        **{"scheme": others, "dtype": dtypes, "unknown": {"a key": 1}},
+    }
+    key = chance.choice([*spoils])
+    name = chance.choice([*spoils[key]])
+    mode = chance.choice([*MODES])
+
+    def call(grid: Any, arguments: dict[str, Any]) -> Any:
+        from summa3d.nn import ModelConfig, build, scheme
+
+        changes = {one.removeprefix("model "): value for one, value in arguments.items() if one.startswith("model ")}
+        plan, dtype = scheme(arguments.get("scheme", "cuboid"), grid), arguments.get("dtype", torch.float64)
+        model = build(ModelConfig(**{**MODEL, **changes}), plan, dtype, arguments.get("seed", 1))
+        rest = {one: arguments[one] for one in ("attention_mask", "documents", "step", "first_row", "count") if one in arguments}
+        loss = model(arguments["tokens"], arguments["labels"], **rest)
+        loss.backward()
+        return loss.detach().reshape(1)
+
+    def oracle(everyone: list[dict[str, Any]], rank: int) -> Any:
+        """The loss of one rank alone."""
+        from summa3d.comm.grid import Place
+
+        if key in ("dtype", "scheme"):
+            return ANY
+        try:
+            return as_numpy(call(Place(dict.fromkeys("xyz", 1)), {**good, key: spoils[key][name], "scheme": "serial"}))
+        except Exception as error:
+            raise MustRefuse from error
+
+    return Case("model", f"{key}: {name}", mode, None, good, {**good, key: spoils[key][name]}, call, oracle, close=1e-9)
+
+
+def layers(chance: random.Random, rank: int, size: int) -> Case:
+    """A linear layer or a norm with one argument spoilt."""
+    import torch
+
+    x = torch.arange(72.0).reshape(12, 6) % 5
+    good: dict[str, Any] = {"x": x[: 12 // size]}
+    sizes = {repr(one): one for one in (0, -6, 7, 6.0, "6", None, True, [6], 2**40)}
+    spoils: dict[str, dict[str, Any]] = {
+        **{"x": spoilt_arrays(good["x"].numpy()), "k": sizes, "n": sizes, "layout": LAYOUTS, "rows": NUMBERS},
+        **{"dtype": {"int64": torch.int64, "float64": torch.float64, "a text": "float32", "None": None}, "std": NUMBERS},
+    }
+    key = chance.choice([*spoils])
+    name = chance.choice([*spoils[key]])
+
+    def call(grid: Any, arguments: dict[str, Any]) -> Any:
+        from summa3d.nn import Linear, initialise, scheme
+
+        plan = scheme("cuboid", grid)
+        rest = {one: arguments[one] for one in ("layout", "std", "dtype") if one in arguments}
+        layer = Linear(arguments.get("k", 6), arguments.get("n", 6), plan, **rest)
+        initialise(layer, plan, 1)
+        y = layer(arguments["x"], *([arguments["rows"]] if "rows" in arguments else []))
+        y.sum().backward()
+        return None
+
+    return Case(
+        *("layer", f"{key}: {name}", chance.choice([*MODES]), None, good, {**good, key: spoils[key][name]}, call),
+        lambda everyone, rank: None,
+    )
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "empty": lambda file: os.truncate(file, 0),
+    "altered": lambda file: file.write_bytes(file.read_bytes()[:-3] + b"abc"),
+    "missing": lambda file: file.unlink(),
+    "a folder": lambda file: file.unlink() or file.mkdir(),
+    "another one": lambda file: file.with_name("rank-99.safetensors").write_bytes(file.read_bytes()) and None,
+}
+
+
+def checkpoints(chance: random.Random, rank: int, size: int) -> Case:
+    """A checkpoint that is written, damaged or not, and read, by this grid or by another, with one argument spoilt."""
+    import numpy as np
+    import torch
+    from mpi4py import MPI
+
+    from summa3d import Grid, Layout, Sharding
+    from summa3d.train import config
+    from summa3d.train.checkpoint import folder as checkpoint
+    from summa3d.train.checkpoint import writer
+    from summa3d.train.checkpoint.shards import TensorBlock
+
+    whole = {"w": torch.arange(84.0).reshape(12, 7), "b": torch.arange(5.0)}
+    good: dict[str, Any] = {"step": 3}
+    spoils: dict[str, dict[str, Any]] = {
+        "step": NUMBERS,
+        "damage": {f"{damage}: {file}": (damage, file) for damage in DAMAGES for file in ("rank-0.safetensors", "index.json")},
+        "read": {repr(one): one for one in ("step-4", "nowhere", "", "..", "step-3/index.json", "step-3/", "\0", "a" * 300)},
+        "blocks": {one: one for one in ("of another name", "of another dtype", "of another shape", "none", "twice")},
+        "grid": {repr(one): one for one in ({"z": size}, {"x": 1, "y": size}, {"y": size})},
+    }
+    key = chance.choice([*spoils])
+    name = chance.choice([*spoils[key]])
+    mode, victim = chance.choice([*MODES]), None if key in ("damage", "grid") else one_rank(chance, size)
+    folders: list[Path] = []
+
+    @contextlib.contextmanager
+    def around(grid: Any) -> Any:
+        folders[:] = [Path(MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if rank == 0 else None))]
+        yield
+        MPI.COMM_WORLD.Barrier()
+        if rank == 0:
+            shutil.rmtree(folders[0])
+
+    def blocks(grid: Any, filled: bool, how: str = "") -> list[TensorBlock]:
+        layouts = {"w": [("x",), ("y",)], "b": [("y",)]}
+        found = []
+        for tensor, dims in layouts.items():
+            layout = Layout(*(dim if set(dim) <= set(grid.shape) else () for dim in dims))
+            sharding = Sharding(layout, whole[tensor].shape)
+            block = whole[tensor][sharding.slices(grid)].clone()
+            found.append(TensorBlock(tensor, block if filled else torch.full_like(block, torch.nan), sharding))
+        one = found[0]
+        odd = {
+            "of another name": TensorBlock("v", one.tensor, one.sharding),
+            "of another dtype": TensorBlock("w", one.tensor.double(), one.sharding),
+            "of another shape": TensorBlock("w", one.tensor, Sharding(one.sharding.layout, (12, 8))),
+        }
+        return {"none": [], "twice": found * 2}.get(how, [odd.get(how, one), *found[1:]])
+
+    def call(grid: Any, arguments: dict[str, Any]) -> Any:
+        folder, step = folders[0], arguments["step"]
+        path = writer.save(folder, step, blocks(grid, True), grid, config.load("demo", ["dtype=float32"]))
+        if "damage" in arguments and grid.rank == 0:
+            damage, file = arguments["damage"]
+            DAMAGES[damage](path / file)
+        grid.comm.Barrier()
+        with Grid(grid.common, arguments["grid"]) if "grid" in arguments else contextlib.nullcontext(grid) as reads:
+            found = checkpoint.read(folder / arguments["read"] if "read" in arguments else path, grid.comm)
+            found.verify(grid.comm)
+            wanted = blocks(reads, False, arguments.get("blocks", ""))
+            found.load(wanted, reads)
+            off = [(one.tensor - whole[one.name][one.sharding.slices(reads)]).abs().max() for one in wanted if one.tensor.numel()]
+        return np.array([max(map(float, off), default=0.0)])
+
+    def oracle(everyone: list[dict[str, Any]], rank: int) -> Any:
+        read = {one.get("read", "step-3/") for one in everyone}
+        wrong = any("damage" in one or one.get("blocks", "").startswith("of another") for one in everyone)
+        if wrong or read != {"step-3/"} or len({whole_step(one["step"]) for one in everyone}) > 1:
+            raise MustRefuse
+        return np.zeros(1)
+
+    def whole_step(step: Any) -> int:
+        if not isinstance(step, int) or step < 0:
+            raise MustRefuse
+        return step
+
+    bad = {**good, key: spoils[key][name]}
+    return Case("checkpoint", f"{key}: {name}", mode, victim, good, bad, call, oracle, around)
+
+
 GROUPS: tuple[tuple[Callable[[random.Random, int, int], Case], int], ...] = (
     *((collective, 8), (message, 2), (grids, 3), (redistributions, 3), (products, 3), (gradients, 3), (freed, 1)),
+    *((channels, 3), (inner_grids, 2), (models, 3), (layers, 1), (checkpoints, 2)),
 )
 
 
@@ -762,7 +1134,14 @@ def attempt(case: Case, grid: Any, arguments: dict[str, Any]) -> tuple[str, Any,
 
 def verdict_of(case: Case, world: World, number: int, settled: float) -> tuple[str, str]:
     """Run a case on this rank, and right calls after it: a verdict and what was said."""
-    rank, grid = world.comm.rank, world.grid(case.mode)
+    grid = world.grid(case.mode)
+    with case.around(grid):
+        return judged(case, world, grid, number, settled)
+
+
+def judged(case: Case, world: World, grid: Any, number: int, settled: float) -> tuple[str, str]:
+    """The verdict of a case whose ranks have made what it is about."""
+    rank = world.comm.rank
     mine = case.bad if case.victim in (None, rank) else case.good
     world.board.write(number, Board.ENTERED)
     what, result, before = attempt(case, grid, mine)
@@ -805,10 +1184,14 @@ def compared(case: Case, result: Any, everyone: list[dict[str, Any]], rank: int)
         right = case.oracle(everyone, rank)
     except (MustRefuse, ValueError, TypeError, IndexError, KeyError):
         return "wrongly accepted"
+    if right is ANY:
+        return ""
     if right is None or result is None:
-        return "" if right is result or case.group in ("grid", "freed", "gradient", "redistribute") else "a wrong number"
-    found = as_numpy(result)
-    alike = found.shape == np.shape(right) and np.array_equal(found, np.asarray(right), equal_nan=found.dtype.kind in "fc")
+        return "" if right is result or case.group in UNCHECKED else "a wrong number"
+    found, right = as_numpy(result), np.asarray(right)
+    if case.close:
+        return "" if np.allclose(found, right, rtol=case.close, atol=0, equal_nan=True) else "a wrong number"
+    alike = found.shape == right.shape and np.array_equal(found, right, equal_nan=found.dtype.kind in "fc")
     return "" if alike else "a wrong number"
 
 
@@ -823,9 +1206,9 @@ def afterwards(world: World, mode: str, number: int) -> str:
         grid.world.all_reduce(np.full(3, float(number + world.comm.rank))), np.full(3, size * number + size * (size - 1) / 2)
     ):
         return "a wrong sum afterwards"
-    if not np.array_equal(grid["x"].all_gather(np.full(2, number)), np.full(4, number)):
+    if not np.array_equal(grid["x"].all_gather(np.full(2, number)), np.full(2 * grid["x"].size, number)):
         return "a wrong gather afterwards"
-    whole_matrix = np.arange(48.0).reshape(8, 6) + number
+    whole_matrix = np.arange(72.0).reshape(12, 6) + number
     if number % 8 == 0 and not np.array_equal(
         DistMatrix.from_global(whole_matrix, grid, "m:x k:y").redistribute("m k:y").to_global(), whole_matrix
     ):
@@ -833,7 +1216,7 @@ def afterwards(world: World, mode: str, number: int) -> str:
     return ""
 
 
-def on_ranks(numbers: list[int], seed: int, folder: Path, settled: float) -> None:
+def on_ranks(numbers: list[int], seed: int, folder: Path, settled: float, seconds: float) -> None:
     """The program of each rank: the cases of these numbers; rank 0 writes a line for each."""
     from mpi4py import MPI
 
@@ -849,7 +1232,7 @@ def on_ranks(numbers: list[int], seed: int, folder: Path, settled: float) -> Non
         if rank == 0:
             (folder / "now").write_text(str(number))
         stacks = (folder / f"stacks{rank}").open("w")
-        faulthandler.dump_traceback_later(SECONDS, exit=True, file=stacks)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=stacks)
         case = drawn(seed, number, rank, size)
         verdict, said = verdict_of(case, world, number, settled)
         try:
@@ -872,7 +1255,7 @@ def on_ranks(numbers: list[int], seed: int, folder: Path, settled: float) -> Non
 # -------------------------------------------------------------------------------------------------------------------- the parent
 
 
-def run(numbers: list[int], ranks: int, seed: int, settled: float = SETTLED) -> list[dict[str, Any]]:
+def run(numbers: list[int], ranks: int, seed: int, settled: float = SETTLED, seconds: float = SECONDS) -> list[dict[str, Any]]:
     """Run cases on ranks; a job that dies is restarted behind the case at which it died."""
     from summa3d.cli.launch import find_launcher, loaded_runtime
 
@@ -884,8 +1267,9 @@ def run(numbers: list[int], ranks: int, seed: int, settled: float = SETTLED) -> 
             folder = Path(name)
             (folder / "numbers").write_text(json.dumps(left))
             words = [sys.executable, __file__, "--on-ranks", name, "--seed", str(seed), "--settled", str(settled)]
+            words += ["--limit", str(seconds)]
             environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-            limit = 60 + SECONDS * 2 + 1.0 * len(left)
+            limit = seconds * (4 + 0.03 * len(left))
             job = subprocess.run(
                 [*launcher, "-n", str(ranks), *words], capture_output=True, text=True, timeout=limit, env=environ
             )
@@ -931,16 +1315,18 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--settled", type=float, default=SETTLED, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=SECONDS, help="Seconds after which a case hangs; more on a busy machine.")
     parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_ranks is not None:
-        on_ranks(json.loads((args.on_ranks / "numbers").read_text()), args.seed, args.on_ranks, args.settled)
+        numbers = json.loads((args.on_ranks / "numbers").read_text())
+        on_ranks(numbers, args.seed, args.on_ranks, args.settled, args.limit)
         return 0
     numbers = args.only or list(range(10_000 if args.full else args.cases))
-    lines = run(numbers, args.ranks, args.seed, args.settled)
+    lines = run(numbers, args.ranks, args.seed, args.settled, args.limit)
     again = [line["number"] for line in lines if line["verdict"] == "hang"]
     if again:  # a rank that had no processor for long was taken for one that waits: only what hangs twice does
-        slower = {line["number"]: line for number in again for line in run([number], args.ranks, args.seed, 3.0)}
+        slower = {line["number"]: line for number in again for line in run([number], args.ranks, args.seed, 3.0, args.limit)}
         lines = [slower.get(line["number"], line) for line in lines]
     table = Counter((line["group"], line["verdict"] if line["verdict"] in HELD else "finding") for line in lines)
     print(f"{'group':<14}{'cases':>8}{'refused':>9}{'right':>7}{'findings':>10}")

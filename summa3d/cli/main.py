@@ -7,6 +7,7 @@ import difflib
 import errno
 import importlib
 import os
+import signal
 import sys
 import time
 import warnings
@@ -350,6 +351,9 @@ def start_mpi(most_threads: int | None = None) -> None:
     """
     import mpi4py
 
+    interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if interrupts:  # until a report can name the rank: the launcher does
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     for variable in ("SUMMA3D_BIND", "SUMMA3D_UNLINK"):
         forbidden(variable)  # raises an error for an unknown value, on every rank
     seconds = watchdog_seconds()
@@ -378,6 +382,8 @@ def start_mpi(most_threads: int | None = None) -> None:
 
     install_abort_hook()
     keep_freed_memory()
+    if interrupts:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _watch_ranks(seconds: float) -> None:

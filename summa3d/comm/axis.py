@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from .arrays import Array, copy_into, dtype_name
 from .checks import Checks, Routes
+from .failure import check_comm
 from .nodes import world_ranks
 from .pending import Begun, Completed, Pending
 from .profile import flight
@@ -216,8 +217,8 @@ class Axis:
         try:
             carried = self.transports.carry(call)
             result = carried.complete()
-        except BaseException:
-            flight.failed(number)
+        except BaseException as error:
+            self._failed(number, error)
             raise
         ended = time.perf_counter()
         flight.end(number, ended)
@@ -238,8 +239,8 @@ class Axis:
                 moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
                 line = self._record(route, moved, time.perf_counter() - wall, time.thread_time() - cpu)
                 pending = Pending(carried, line.wait)
-        except BaseException:
-            flight.failed(number)
+        except BaseException as error:
+            self._failed(number, error)
             raise
         pending.number = number
         return pending
@@ -250,10 +251,16 @@ class Axis:
         try:
             self.checks.barrier()
             self.transports.barrier()
-        except BaseException:
-            flight.failed(number)
+        except BaseException as error:
+            self._failed(number, error)
             raise
         flight.end(number, time.perf_counter())
+
+    def _failed(self, number: int, error: BaseException) -> None:
+        """Record that a call has failed. Raises GridError for MPI's error about a communicator that is gone."""
+        flight.failed(number)
+        if isinstance(error, MPI.Exception):
+            check_comm(self.comm, f"axis {self.label}")
 
     def _record(self, route: Route, moved: Array, seconds: float, cpu_seconds: float) -> Amounts:
         """Add a call to its line of the ledger, which the route keeps by phase; returns the line."""
@@ -274,4 +281,5 @@ def free(axis: Axis) -> None:
     """Release the memory of an axis (collective). Whatever the axis is asked for later raises GridError."""
     before, axis.transports = axis.transports, Freed(axis.transports.members)
     axis.checks.in_step = axis.transports.check
+    axis.records.ranks = None  # the communicator, which would name them, is gone soon
     before.free()

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 
 from ..errors import AgreementError, GridError
@@ -85,8 +86,11 @@ class Channel:
     Making one is collective over the axis: messages have a communicator of their own. Device arrays need `open_device` first.
     """
 
+    freed = False
+
     def __init__(self, axis: Axis, homes: Sequence[int]) -> None:
-        if not all(0 <= home < axis.size for home in homes):
+        axis.transports.check()
+        if not all(isinstance(home, (int, np.integer)) and 0 <= home < axis.size for home in homes):
             raise GridError(f"axis {axis.label} has the members 0 to {axis.size - 1}; the stages' are given as {list(homes)}.")
         self.axis, self.stages, self.links = axis, len(homes), links_of(homes)
         self._own = {
@@ -128,8 +132,8 @@ class Channel:
 
     def send(self, array: Array, stage: int, kind: str, micro: int = 0) -> None:
         """Begin to send `array` to `stage`; it must not be written until the send is done (`progress`, `finish`)."""
+        link, tag = self._checked("send", array, stage, kind), self._tag(stage, kind)
         self.progress()
-        link, tag = self._link("send", stage, kind), self._tag(stage, kind)
         if self.axis.check:
             header = _header(array, stage, kind, micro)
             request = self.comm.Isend(header, link.target, tag + 2 * self.stages)
@@ -143,8 +147,8 @@ class Channel:
 
     def start_receive(self, out: Array, stage: int, kind: str, micro: int = 0) -> Incoming:
         """Post the receive of what is sent to `stage`, into `out`; posted receives of one kind and stage are served in order."""
+        link, tag = self._checked("receive", out, stage, kind), self._tag(stage, kind)
         self._checks.target("receive", out)
-        link, tag = self._link("receive", stage, kind), self._tag(stage, kind)
         route = self._message("receive", out, count(out), stage, kind, link.source)
         number = self.axis.records.begin(route, out, time.perf_counter(), flight.BEGUN)
         incoming = Incoming(self, number, partial(self._begin, Call(route, out, None, False), link))
@@ -184,7 +188,10 @@ class Channel:
         self._sends, self._headers = [], []
 
     def free(self) -> None:
-        """Finish, and release the communicators (collective over the axis)."""
+        """Finish, and release the communicators (collective over the axis); a second call does nothing."""
+        if self.freed:
+            return
+        self.freed = True
         self.finish()
         for link in self._nccl.values():
             link.close()
@@ -217,10 +224,17 @@ class Channel:
         """Neither order nor peer tells messages apart: of two members, one sends both kinds to the other."""
         return 2 * stage + KINDS.index(kind)
 
-    def _link(self, way: str, stage: int, kind: str) -> Link:
-        """The link of a message that this member sends or receives. Raises GridError where there is none."""
+    def _checked(self, way: str, array: Array, stage: int, kind: str) -> Link:
+        """The link of a message that this member sends or receives.
+
+        Raises GridError where there is none, or none any more, and ShapeError for what is no array.
+        """
+        if self.freed:
+            raise GridError(f"the channel of {self.axis.label} was freed, and carries no more messages. Make another.")
+        self.axis.transports.check()
+        self._checks.array(way, array)
         own = self._own[way]
-        if (kind, stage) not in own:
+        if not isinstance(kind, str) or not isinstance(stage, int) or (kind, stage) not in own:
             known = ", ".join(f"{kind} for stage {stage}" for kind, stage in sorted(own)) or "nothing"
             raise GridError(
                 f"{self.axis.label} {self.axis.index} does not {way} {kind} for stage {stage}. What it {way}s: {known}. "

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from ..errors import AgreementError, Summa3dError
+from ..errors import AgreementError, GridError, Summa3dError
 from ..node_support import forbidden
 from .profile import flight, processes
 
@@ -195,7 +195,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if issubclass(kind, Summa3dError):
         return f"{kind.__name__}: {error}\n"
     if issubclass(kind, KeyboardInterrupt):
-        return "interrupted\n"
+        return f"interrupted{of_rank}\n"
     head = f"uncaught exception{of_rank}:\n" if of_rank else ""
     return head + "".join(traceback.format_exception(kind, error, trace))
 
@@ -265,6 +265,7 @@ def check_agreement(comm: MPI.Comm, operation: str, facts: Mapping[str, object])
 
     The message names, for everything that differs, which ranks passed what. Facts are compared by their `repr`.
     """
+    check_comm(comm, operation)
     mine = {"operation": operation, **{name: repr(fact) for name, fact in facts.items()}}
     everyone = comm.allgather(mine)
     differing = [name for name in dict.fromkeys(name for one in everyone for name in one) if _values(everyone, name) != 1]
@@ -273,6 +274,14 @@ def check_agreement(comm: MPI.Comm, operation: str, facts: Mapping[str, object])
     lines = [f"  {name}: {who_passed_what([one.get(name, 'nothing') for one in everyone])}" for name in differing]
     where = "which collective they are in" if "operation" in differing else operation
     raise AgreementError(f"the {comm.size} ranks do not agree on {where}:\n" + "\n".join(lines))
+
+
+def check_comm(comm: MPI.Comm, operation: str) -> None:
+    """Raise GridError where the communicator of an operation was freed, by its owner or with the grid that made it."""
+    if comm == MPI.COMM_NULL:
+        raise GridError(
+            f"{operation}: its communicator was freed, with the grid that made it or by its owner. Make another grid."
+        )
 
 
 def _values(everyone: Sequence[Mapping[str, str]], name: str) -> int:

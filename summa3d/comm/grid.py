@@ -15,7 +15,7 @@ from ..errors import ConfigError, GridError, Summa3dError
 from ..node_support import affinity, why_no_node_memory
 from .axis import Axis, free
 from .device.backend import Backend
-from .failure import check_agreement, prepare_for_failure
+from .failure import check_agreement, check_comm, prepare_for_failure
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
 from .transport.call import Call, Carried, Members
@@ -55,7 +55,8 @@ class Grid:
 
     ``grid["y"]`` is an axis, ``grid["x", "y"]`` the plane of both (index = ix·Y + iy), ``grid.world`` all ranks.
     Creating a grid is collective over its ranks; so is the first use of each plane over its members.
-    Raises GridError, on every rank and before any communication, where axes, order, tile or ranks do not fit.
+    Raises GridError, on every rank and before any communication, where axes, order, tile or ranks do not fit, and for what is
+    no communicator.
     """
 
     freed = False
@@ -81,6 +82,9 @@ class Grid:
         device: Backend | None = None,
         transports: TransportFactory = Transports,
     ) -> None:
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            what = f"a {type(comm).__name__}" if not isinstance(comm, MPI.Intracomm) else "one that was freed, or of no ranks"
+            raise GridError(f"A grid takes an MPI communicator, as mpi4py.MPI.COMM_WORLD; it was given {what}.")
         self.transport, self.common, self.device = requested(transport), comm, device
         topology = Topology.checked(axes, order, tile)
         self.ranks = checked_ranks(ranks, comm.size)
@@ -319,6 +323,7 @@ class Grid:
 
     def _extent(self, comm: MPI.Intracomm) -> tuple[int, int]:
         """How many members the line of all ranks of `comm` has, and which this rank is."""
+        check_comm(comm, f"{self}")
         return comm.size, comm.rank
 
     def _comm_of(self, members: list[int], asked: str) -> MPI.Intracomm:
@@ -573,6 +578,7 @@ def _check_unsealed(grid: Grid, asked: str) -> None:
 
 def _comm_of_some(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
     """A communicator of these ranks of `comm`, in this order: collective over them; the null communicator on others."""
+    check_comm(comm, f"an axis of {len(ranks)} ranks")
     if comm.rank not in ranks:
         return MPI.Intracomm()
     everyone = comm.Get_group()

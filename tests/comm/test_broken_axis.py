@@ -96,7 +96,7 @@ def test_after_an_error_on_one_member_the_next_call_names_it_on_every_member(com
                 COLLECTIVES[before](axis)
                 continue
             failed += 1
-            said = rf"axis x is broken: member {victim} failed in a collective \(Injected: trial {trial}\)"
+            said = rf"axis x is broken: member {victim} \(rank \d+\) failed in a collective \(Injected: trial {trial}\)"
             assert caught is None or comm.rank == victim or re.search(said, str(caught)), caught
             for call in (following, name):
                 with pytest.raises(GridError, match=said):

@@ -129,6 +129,17 @@ def test_a_message_that_a_member_does_not_send_or_receive_is_refused(comm, make_
             channel.start_receive(np.ones((2, 2)).T, 1, "F")
     with pytest.raises(GridError, match=r"axis pp has the members 0 to 2; the stages' are given as \[0, 3\]"):
         Channel(grid["pp"], (0, 3))
+    with pytest.raises(GridError, match=r"the stages' are given as \[0.0, 1\]"):
+        Channel(grid["pp"], (0.0, 1))
+    with pytest.raises(GridError, match="does not send"):
+        channel.send(block, 1 + comm.rank, ["F"])
+    with pytest.raises(ShapeError, match="is no array"):
+        channel.send([1.0], 1, "F")
+    channel.free()
+    channel.free()
+    for use in (channel.send, channel.start_receive):
+        with pytest.raises(GridError, match="the channel of pp was freed"):
+            use(block, 1, "F")
 
 
 @pytest.mark.mpi(sizes=(2,))

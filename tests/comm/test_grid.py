@@ -198,6 +198,26 @@ def test_a_freed_grid_says_so_and_may_be_freed_again(comm):
             use()
 
 
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("node_memory", [False, True])
+def test_an_axis_that_never_communicated_says_that_it_was_freed(comm, node_memory):
+    """And so does a grid on the communicator of one that was freed, unless the node's memory still carries its calls."""
+    with Grid(comm, {"x": 2, "y": 2}, node_memory=node_memory) as grid:
+        axis, inner = grid["x"], Grid(grid["x"].comm, {"x": 1, "y": 2}, node_memory=False)
+    with pytest.raises(GridError, match="axis x was freed with its grid"):
+        axis.start_send(np.ones(2), 1 - axis.index)
+    for use in (lambda: inner["y"].all_reduce(np.ones(2)), inner["y"].barrier, lambda: inner.everyone.barrier()):
+        with pytest.raises(GridError, match="its communicator was freed, with the grid that made it or by its owner"):
+            use()
+    inner.free()
+
+
+def test_what_is_no_communicator_makes_no_grid():
+    for wrong in (None, 3, MPI.COMM_NULL, Grid(MPI.COMM_SELF, {"x": 1})):
+        with pytest.raises(GridError, match="A grid takes an MPI communicator, as"):
+            Grid(wrong, {"x": 1})
+
+
 def test_sizes_may_be_numpys_whole_numbers_and_axes_must_be_named():
     grid = Grid(MPI.COMM_SELF, {"x": np.int64(1), "y": 1})
     assert grid.shape == {"x": 1, "y": 1} and all(type(size) is int for size in grid.shape.values())

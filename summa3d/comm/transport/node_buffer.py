@@ -238,8 +238,8 @@ class NodeBuffer:
     def fail(self, error: BaseException) -> None:
         """Break the axis: report `error`, if it is the first, to the members that would wait for this one."""
         if not self.flags.broken:
-            text = str(error) or "without a message"
-            self.flags.report(self.index, f"member {self.index} failed in a collective ({type(error).__name__}: {text})")
+            said = ": ".join(filter(None, (type(error).__name__, str(error))))
+            self.flags.report(self.index, f"member {self.index} (rank {MPI.COMM_WORLD.rank}) failed in a collective ({said})")
         for flag in itertools.chain(*self.own):
             self.flags.set(flag, BROKEN)
         self.signatures.wake()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ ITEM_BYTES = {name: DTYPES[name].nbytes for name in CODES.values()}
 ALIGNMENT = 8
 """safetensors pads its header to a multiple of this many bytes."""
 PIECE = 1 << 22
-"""Bytes that are hashed, and then written while a cache holds them."""
+"""Bytes that are hashed and written at once."""
+BEHIND = 16
+"""Pieces that the thread which hashes may lag behind the writes: their tensors stay in memory."""
 STAGING_BYTES = 1 << 26
 """Size of the pinned buffer for device-to-host (D2H) copies."""
 
@@ -40,7 +44,7 @@ def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]]
     tensors : the tensors in the order of `listed`; an iterator may make each of them when it is written
 
     The file holds the header's length in 8 bytes, the header as JSON, then the tensors one after the other. Device tensors are
-    copied to the host in pieces. Raises OSError.
+    copied to the host in pieces. A thread computes the SHA-256 beside the writes. Raises OSError.
     """
     codes = {name: code for code, name in CODES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -50,13 +54,18 @@ def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]]
         header[name] = {"dtype": codes[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    digest = hashlib.sha256()
-    with open(path, "wb", buffering=0) as file:
+    digest, hashed = hashlib.sha256(), deque[Future[None]]()
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1, "hash") as thread:
 
         def put(data: bytes | memoryview) -> None:
-            digest.update(data)
+            hashed.append(thread.submit(digest.update, data))
             while data:
                 data = data[file.write(data) :]
+            wait(BEHIND)
+
+        def wait(most: int) -> None:
+            while len(hashed) > most:
+                hashed.popleft().result()
 
         put(len(text).to_bytes(8, "little") + text)
         for _, tensor in zip(listed, tensors, strict=True):
@@ -64,7 +73,10 @@ def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]]
                 whole = part.numpy().data
                 for start in range(0, len(whole), PIECE):
                     put(whole[start : start + PIECE])
+                if tensor.is_cuda:  # whose next part comes through the same buffer
+                    wait(0)
         os.fsync(file.fileno())
+        wait(0)
     return digest.hexdigest()
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...comm.failure import check_agreement
 from ...errors import CheckpointError
 from ..on_root import on_root
 from . import shards
@@ -87,7 +88,12 @@ class Writer:
         """Write the checkpoint step-N of all ranks' blocks; collective. Waits for the one before.
 
         waits : whether to return when it is published; else a copy of the blocks is written while the caller goes on
+
+        Raises CheckpointError for what is no number of a step, and AgreementError where ranks save different ones.
         """
+        check_agreement(self._grid.comm, "the checkpoint", {"step": step})
+        if not isinstance(step, int) or step < 0:
+            raise CheckpointError(f"A checkpoint is that of a whole number of steps, 0 or more; it was given {step!r}.")
         self.wait()
         began = time.perf_counter()
         own = [block for block in blocks if block.sharding.is_primary(self._grid) and block.tensor.numel()]
