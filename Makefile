@@ -15,6 +15,7 @@ EXTRAS := mpi,mkl,train,bpe,plot
 TESTS := tests
 endif
 
+TOOLS := $(EXTRAS),dev
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet -c constraints.txt
 SYSTEM_MPI = $(PYTHON) -c 'import ctypes.util, shutil, sys; sys.exit(not (shutil.which("mpirun") and ctypes.util.find_library("mpi")))'
@@ -29,17 +30,21 @@ help:  ## list the targets
 venv: $(VENV)/.tools  ## install library, tests and linters into .venv: minutes, once; 2 GB, or 5 GB where pip takes torch with CUDA
 	@:
 
-$(VENV)/.installed: setup.py constraints.txt
+# $(call install,EXTRAS): makes the environment, and installs the library with these extras in one resolution.
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "summa3d needs Python 3.10 or newer; name one with PYTHON=…")'
-	@echo "installing summa3d[$(EXTRAS)] into $(VENV): some minutes, once; 2 GB, or 5 GB where pip takes torch with CUDA"
+	@echo "installing summa3d[$(1)] into $(VENV): some minutes, once; 2 GB, or 5 GB where pip takes torch with CUDA"
 	@$(PYTHON) -m venv $(VENV)
-	@$(INSTALL) -e '.[$(EXTRAS)]'
+	@$(INSTALL) -e '.[$(1)]'
+endef
+
+$(VENV)/.installed: setup.py constraints.txt
+	$(call install,$(EXTRAS))
 	@touch $@
 
-$(VENV)/.tools: $(VENV)/.installed
-	@echo "installing the tools of tests and linters into $(VENV)"
-	@$(INSTALL) -e '.[$(EXTRAS),dev]'
-	@touch $@
+$(VENV)/.tools: setup.py constraints.txt
+	$(call install,$(TOOLS))
+	@touch $(VENV)/.installed $@
 
 demo: $(VENV)/.installed  ## train a byte-level GPT on 8 CPU ranks: minutes
 	$(BIN)/summa3d launch -n 8 train demo --run runs/demo --overwrite \
