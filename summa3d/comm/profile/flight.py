@@ -395,6 +395,7 @@ def table(flights: Sequence[Flight], now: float) -> list[str]:
     """Who waits where, for whom, since when, and who differs; empty if nobody waits. `now` is when the job ended."""
     if not any(flight.waits for flight in flights):
         return []
+    now = max([now, *(max(one.began, one.ended) for flight in flights for one in flight.records)])  # clocks differ by a little
     lines = ["what each rank was doing:"]
     for flight in flights:
         waits = flight.waits
