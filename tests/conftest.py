@@ -47,13 +47,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the Python that jobs of tests are forked from: once, by the pytest that reports."""
     from mpiworlds_parent import may_fork
 
-    reports = session.config.pluginmanager.hasplugin("mpiworlds-parent") and not session.config.option.collectonly
+    parent: Any = session.config.pluginmanager.get_plugin("mpiworlds-parent")
     starts = any("jobs" in vars(item.module) for item in session.items if isinstance(item, pytest.Function))
-    if reports and starts and may_fork(session.config):
+    if parent and not session.config.option.collectonly and starts and may_fork(session.config):
         import jobs
 
         server = jobs.warm_server()
         os.environ[jobs.WARM_VARIABLE] = str(server.python)
+        parent.account.files.append(server.times)
         session.config.add_cleanup(server.close)
 
 

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import processor_time
+
 STUB = Path(__file__).with_name("forkserver_stub.py")
 LISTENER_VARIABLE = "FORKSERVER_LISTENER"  # the descriptor of a server's socket, open from before its start
 LIBC = ctypes.CDLL(None)
@@ -49,6 +51,7 @@ class Server:
         self.folder = tempfile.TemporaryDirectory(prefix="forkserver")
         self.path = Path(self.folder.name) / "socket"
         self.log = Path(self.folder.name) / "log"
+        self.times = Path(self.folder.name) / "times"  # of its forks, by `processor_time.note`
         self.python = Path(self.folder.name) / "python"  # for those who take the name of a program
         self.python.write_text(f"#!{sys.executable} -IS\nimport sys\nsys.argv.insert(1, {str(self.path)!r})\n{STUB.read_text()}")
         self.python.chmod(0o755)
@@ -112,18 +115,18 @@ def serve() -> Request | None:
     python = str(Path(listener.getsockname()).with_name("python"))
     gc.collect()
     gc.freeze()  # a fork's collector would write to every object, and so copy every page
-    forks: dict[int, tuple[int, socket.socket]] = {}  # process descriptor → process, its stub
+    forks: dict[int, tuple[int, socket.socket, Request]] = {}  # process descriptor → process, its stub, what that asked for
     while True:
-        stubs = {stub: process for process, stub in forks.values()}
+        stubs = {stub: process for process, stub, _ in forks.values()}
         ready, _, _ = select.select([0, listener, *forks, *stubs], [], [])
         if 0 in ready:
-            for process, _ in forks.values():
+            for process, _, _ in forks.values():
                 os.kill(process, signal.SIGKILL)
             return None
         for stub in stubs.keys() & set(ready):
             os.kill(stubs[stub], signal.SIGKILL)  # not reaped yet: the id is still this fork's
         for descriptor in forks.keys() & set(ready):
-            _end(*forks.pop(descriptor))
+            _end(*forks.pop(descriptor), Path(python).with_name("times"))
             os.close(descriptor)
         if listener in ready:
             stub, _ = listener.accept()
@@ -133,14 +136,14 @@ def serve() -> Request | None:
                 continue
             process = os.fork()
             if process == 0:
-                for other in (listener, stub, *(other for _, other in forks.values())):
+                for other in (listener, stub, *(other for _, other, _ in forks.values())):
                     other.close()
                 for descriptor in forks:
                     os.close(descriptor)
                 return request
             for descriptor in request.descriptors:
                 os.close(descriptor)
-            forks[os.pidfd_open(process)] = (process, stub)
+            forks[os.pidfd_open(process)] = (process, stub, request)
 
 
 def leave(status: int, last: Callable[[], object] = lambda: None) -> NoReturn:
@@ -157,9 +160,10 @@ def leave(status: int, last: Callable[[], object] = lambda: None) -> NoReturn:
     raise AssertionError("a process goes on after its exit")
 
 
-def _end(process: int, stub: socket.socket) -> None:
-    """Reap a fork and tell its stub how it ended."""
-    _, status = os.waitpid(process, 0)
+def _end(process: int, stub: socket.socket, request: Request, times: Path) -> None:
+    """Reap a fork, tell its stub how it ended, and note what it took."""
+    _, status, usage = os.wait4(process, 0)
+    processor_time.note(times, request.environment, usage)
     with contextlib.suppress(OSError):  # the stub may have been ended by its launcher
         stub.sendall(str(os.waitstatus_to_exitcode(status)).encode())
     stub.close()

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import forkserver
+import processor_time
 import pytest
 from _pytest.tmpdir import TempPathFactory
 
@@ -49,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("preloaded", "modules that fork servers import beside those that test files import", type="args")
     parser.addoption("--fresh-ranks", action="store_true", help="start a Python for every rank; fork none")
     parser.addoption("--world-timeout", type=float, default=DEFAULT_TIMEOUT, help="seconds for an mpi test that names no timeout")
+    parser.addoption("--processor-times", type=int, default=8, metavar="N", help="show the N tests that take the most; 0: all")
     with contextlib.suppress(ValueError):  # pytest-mpi is installed, and has it already
         parser.addoption("--with-mpi", action="store_true", help="these pytests were started by your own mpiexec")
 
@@ -204,8 +206,9 @@ class Rank:
         backstop = timeout_of(item) + BACKSTOP
         faulthandler.dump_traceback_later(backstop, exit=True, file=self.stack)
         self.emit(event="start", test=item.nodeid, at=time.time())
+        before = processor_time.used()
         outcome = yield
-        self.emit(event="done", test=item.nodeid)
+        self.emit(event="done", test=item.nodeid, took=processor_time.used() - before)
         while self.failed and not (self.folder / f"go{self.tests}").exists():
             time.sleep(0.02)
         self.tests += 1

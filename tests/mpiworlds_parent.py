@@ -18,9 +18,10 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import forkserver
+import processor_time
 import pytest
 from mpiworlds import FOLDER_VARIABLE, timeout_of, world_size_of
 
@@ -36,7 +37,11 @@ START = 90.0  # seconds for mpiexec, imports and collection, before the first ra
 START_PER_RANK = 1.0  # and for each rank: all of them share this machine's cores
 LOG_TAIL = 3000  # characters of mpiexec's own output shown with a failure
 # Robust rather than fast: other work on this machine must not turn the waiting of ranks into minutes.
-ROBUST = {"OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+SLEEPING = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}  # ranks that wait sleep, of jobs that tests start too
+ROBUST = {"OMP_NUM_THREADS": "1", **SLEEPING}
+PR_SET_TIMERSLACK, SLACK = 29, 200_000
+"""Nanoseconds that the kernel may add to a sleep, of this process and all that it starts. A rank that waits in MPI asks, sleeps
+for 1 ns, and asks again: with the usual 50 µs each takes a fifth of a core, with 200 µs a twentieth."""
 SEGMENTS = re.compile(r"mpich_shm|mpich-|sm_segment|vader_segment|osc_rdma|psm|ucx_shm")
 OLD_ENOUGH = 2.0  # seconds: a younger segment may be another job's that is just being mapped
 OWN_FRAMES = ("_pytest", "pluggy", "mpiworlds.py", "<frozen runpy>", "pytest/__main__.py")
@@ -46,10 +51,12 @@ OWN_FRAMES = ("_pytest", "pluggy", "mpiworlds.py", "<frozen runpy>", "pytest/__m
 class RankLog:
     """What one rank has told so far."""
 
-    position: int = 0
+    file: IO[bytes] | None = None
+    rest: bytes = b""
     pid: int | None = None
     started: dict[str, float] = field(default_factory=dict)
-    done: set[str] = field(default_factory=set)
+    done: dict[str, float] = field(default_factory=dict)
+    """Seconds of processor time that each test took this rank."""
     reports: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     collect_errors: list[str] = field(default_factory=list)
 
@@ -63,7 +70,7 @@ class RankLog:
         elif kind == "start":
             self.started[event["test"]] = event["at"]
         elif kind == "done":
-            self.done.add(event["test"])
+            self.done[event["test"]] = event["took"]
         elif kind == "collect":
             self.collect_errors.append(event["text"])
         else:
@@ -136,13 +143,11 @@ class World:
     def listen(self) -> None:
         """Take in what the ranks have written since the last time."""
         for rank, log in enumerate(self.logs):
-            path = self.folder / f"rank{rank}.jsonl"
-            if path.exists():
-                with open(path, "rb") as file:
-                    file.seek(log.position)
-                    data = file.read()
-                complete = data[: data.rfind(b"\n") + 1]
-                log.position += len(complete)
+            if log.file is None:
+                with contextlib.suppress(FileNotFoundError):
+                    log.file = open(self.folder / f"rank{rank}.jsonl", "rb")  # noqa: SIM115  (open until the world is closed)
+            if log.file is not None and (data := log.file.read()):
+                complete, _, log.rest = (log.rest + data).rpartition(b"\n")
                 for line in complete.splitlines():
                     log.take(json.loads(line))
 
@@ -211,6 +216,9 @@ class World:
                     break
             self._signal_ranks(signal.SIGKILL)  # ranks may live in process groups of their own
             remove_stale_segments(since=self.launched)
+        for log in self.logs:
+            if log.file is not None:
+                log.file.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _signal_ranks(self, number: signal.Signals) -> None:
@@ -223,9 +231,10 @@ class World:
 class Lanes:
     """Runs groups of tests, of one world size or of one file without MPI, several at a time; keeps the reports of each test."""
 
-    def __init__(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def __init__(self, config: pytest.Config, items: list[pytest.Item], account: processor_time.Account) -> None:
         self.config = config
         self.reports: dict[str, list[pytest.TestReport]] = {}
+        self.account = account
         groups: dict[tuple[int, str], list[pytest.Item]] = {}
         for item in items:
             size = world_size_of(item)
@@ -275,6 +284,7 @@ class Lanes:
             told = {report["when"] for log in world.logs for report in log.reports.get(item.nodeid, [])}
             phases = [phase for phase in PHASES if phase in told or (why and phase == "call")]
             self.reports[item.nodeid] = [_merged(item, world, phase, why, stacks) for phase in phases]
+            self.account.tests[item.nodeid] += sum(log.done.get(item.nodeid, 0.0) for log in world.logs)
             world.release()
             if why:
                 self.running.remove(world)
@@ -300,8 +310,12 @@ class Parent:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.began = time.time()
+        if sys.platform == "linux":
+            forkserver.LIBC.prctl(PR_SET_TIMERSLACK, SLACK)
+        os.environ |= {name: value for name, value in SLEEPING.items() if name not in os.environ}
         signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("terminated", 128 + number))  # ends the worlds too
         self.lanes: Lanes | None = None
+        self.account, self.here = processor_time.Account(), ""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -309,17 +323,30 @@ class Parent:
 
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         if any(map(world_size_of, session.items)) and not session.testsfailed and not self.config.option.collectonly:
-            self.lanes = Lanes(self.config, [item for item in session.items if not self._runs_here(item)])
+            elsewhere = [item for item in session.items if not self._runs_here(item)]
+            self.lanes = Lanes(self.config, elsewhere, self.account)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         if self.lanes is None or self._runs_here(item):
+            self.account.tests[item.nodeid] -= processor_time.used()  # what it takes here is added at its end
+            self.here = item.nodeid
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in self.lanes.wait_for(item):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if nodeid == self.here:
+            self.account.tests[nodeid] += processor_time.used()
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say which tests took the processors."""
+        terminalreporter.write_sep("=", "processor time")
+        for line in self.account.lines(self.config.getoption("--processor-times")):
+            terminalreporter.write_line(line)
 
     def _runs_here(self, item: pytest.Item) -> bool:
         """Whether this process runs a test: one without MPI where there is one lane, one that --worlds left no size."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jobs
 import pytest
 
 HERE = Path(__file__).parent
@@ -21,8 +23,9 @@ def noted(comm):
     Path(__file__).with_name(f"mapped-{os.getpid()}").write_text("\\n".join(paths))
 """
 """Each rank writes down which segments it maps: of /dev/shm, what other jobs leave there is no business of a test's."""
+BURN = "import time\nuntil = time.process_time() + 0.3\nwhile time.process_time() < until: pass"
 BAD = """
-import os, signal, time
+import os, signal, subprocess, sys, time
 import pytest
 from mpi4py import MPI
 
@@ -49,6 +52,14 @@ def test_all_ranks_fail(comm):
 @four
 def test_good_between(comm):
     assert comm.allreduce(1) == 4
+
+@four
+def test_takes_time(comm):
+    if comm.rank == 1:
+        subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 0.3: pass"], check=True)
+    until = time.process_time() + 0.3 * (comm.rank == 2)
+    while time.process_time() < until:
+        pass
 
 @four
 def test_raises_before_barrier(comm):
@@ -126,7 +137,22 @@ def section(report: str, test: str) -> str:
 def test_every_test_has_its_own_outcome(report: str) -> None:
     for test in ("test_good_first[w1]", "test_good_first[w4]", "test_good_between[w4]", "test_good_last[w4]", "test_serial"):
         assert f"PASSED test_bad.py::{test}" in report, report
-    assert "7 failed, 5 passed, 1 skipped, 1 xfailed" in report, report
+    assert "7 failed, 6 passed, 1 skipped, 1 xfailed" in report, report
+
+
+def test_the_processor_time_of_a_test_is_that_of_its_ranks_and_of_what_they_start(report: str) -> None:
+    said = report[report.index(" processor time ") :]
+    seconds = {test: float(many) for many, test in re.findall(r"^([\d.]+)s test_bad\.py::(\S+)$", said, re.MULTILINE)}
+    assert seconds["test_takes_time[w4]"] >= 0.6 and len(seconds) == 8
+    assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
+
+
+def test_so_is_that_of_programs_that_are_forked(request: pytest.FixtureRequest) -> None:
+    if jobs.WARM_VARIABLE not in os.environ:
+        pytest.skip("no program is forked in this session")
+    assert jobs.run_serial(["-c", BURN]).status == 0
+    lines = Path(os.environ[jobs.WARM_VARIABLE]).with_name("times").read_text().splitlines()
+    assert max(float(line.partition(" ")[0]) for line in lines if line.endswith(f" {request.node.nodeid}")) >= 0.3
 
 
 def test_a_failure_names_its_rank(report: str) -> None:
