@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -13,7 +13,7 @@ import numpy as np
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
 from ..cells import BLOCK
-from ..price import Prices
+from ..price import CHAINS, Prices
 from .cells import SIZES, Cells, Inner, matrices
 from .memory import kept_per_element
 from .plans import Plan, Rows, Saving
@@ -69,6 +69,16 @@ def moved(inner: Inner, sizes: Mapping[str, Number], tokens: Number) -> Iterator
         yield Moved("d", "all_reduce", 2 * (d - 1) / d * k * n / (x * y) * wide, 1, True)
 
 
+def _together(every: Iterable[Moved]) -> list[Moved]:
+    """Communications that move something, those of a collective along an axis as one, but for chains, whose sizes matter."""
+    found: dict[object, Moved] = {}
+    for number, one in enumerate(one for one in every if one.size > 0):
+        key = (one.axis, one.name, number if one.name in CHAINS else -1)
+        before = found.get(key, one._replace(size=0.0, many=0))
+        found[key] = one._replace(size=one.size + before.size, many=one.many + before.many)
+    return list(found.values())
+
+
 class Products(NamedTuple):
     """Products of a rank in a block: how many, their sizes, and bytes of an element of what they write."""
 
@@ -117,7 +127,8 @@ class Bounds:
         self.times, self.cluster = times, times.cluster
         self._alone: dict[tuple[str, str, float], Alone] = {}
         self._rates: dict[object, tuple[float, float, float]] = {}
-        self._work: dict[object, tuple[dict[str, Number], float]] = {}
+        self._blocks: dict[object, float] = {}
+        self._work: dict[object, tuple[dict[str, Number], float, list[Moved]]] = {}
 
     # -- bytes
 
@@ -140,41 +151,52 @@ class Bounds:
         that they have on the grid, and the words that these must move.
         """
         inner, sizes = rows.inner_of(saving, int(at[0])), {axis: column[at] for axis, column in rows.sizes.items()}
-        parts, _ = self._computed(inner, sizes, rows.rows[at], int(rows.ranks[0] * rows.dp[0] * rows.pp[0]))
+        shards = rows.dp[at] if rows.era.zero[saving[1]] == 3 else 1
+        parts, _ = self._computed(inner, sizes, rows.rows[at], shards, int(rows.ranks[0] * rows.dp[0] * rows.pp[0]))
         every = [*moved(inner, sizes, rows.rows[at] * inner.model.sequence)]
         ports, streams = self._anywhere(sizes, every)
         parts[BLOCK] = np.maximum(parts[BLOCK] + ports, streams)
         if rows.era.zero[saving[1]] == 3:
-            levels = self.cluster.levels
-            fastest = min(1 / (level.ports * level.bandwidth) for level in levels)
-            parts[BLOCK] = parts[BLOCK] + fastest * self._shared(inner, rows.ranks[at], rows.dp[at])
+            fastest = min(1 / (level.ports * level.bandwidth) for level in self.cluster.levels)
+            gathered = (3 if inner.recompute == "full" else 2) * self._shared(inner, rows.ranks[at], shards)
+            parts[BLOCK] = parts[BLOCK] + fastest * gathered
         around = rows.pp[at], rows.micro_batches[at], *(column[at] for column in rows.layers[:3])
         return _closed(parts, *around)
 
     def placed(self, plan: Plan, placements: Sequence[Plan]) -> list[float]:
         """Seconds that the plan takes at least with each of these placements, whose links are known."""
-        inner, tokens = plan.inner, plan.rows * plan.inner.model.sequence
-        sizes = {axis: inner.shape.get(axis, 1) for axis in AXES}
-        key = inner, plan.units
+        key = plan.inner, plan.units
         if key not in self._work:
-            self._work[key] = self._computed(inner, sizes, plan.rows, inner.ranks * plan.dp * plan.pp)
-        (parts, elements), found = self._work[key], []
-        every = [one for one in moved(inner, sizes, tokens) if one.size > 0]
+            sizes = {axis: plan.inner.shape.get(axis, 1) for axis in AXES}
+            ranks = plan.inner.ranks * plan.dp * plan.pp
+            computed = self._computed(plan.inner, sizes, plan.rows, plan.inner.replicas, ranks)
+            self._work[key] = *computed, _together(moved(plan.inner, sizes, plan.rows * plan.inner.model.sequence))
+        parts = self._work[key][0]
         stages = [plan.layers_of(0), plan.layers_of(plan.pp - 1), min(plan.layers)]
-        for one in placements:
-            prices, ports, streams = self.times.prices_of(one), 0.0, dict[str, float]()
+        blocks = (self._block(one) for one in placements)
+        return [float(_closed({**parts, BLOCK: block}, plan.pp, plan.micro_batches, *stages)) for block in blocks]
+
+    def _block(self, plan: Plan) -> float:
+        """Seconds of a block of a placement."""
+        key = self.times.key(plan)
+        if key not in self._blocks:
+            parts, elements, every = self._work[plan.inner, plan.units]
+            prices, ports, streams = self.times.prices_of(plan), 0.0, dict[str, float]()
             for term in every:
                 fixed, moving = self._seconds(prices, term)
                 ports += moving + (fixed if term.waited else 0.0)
                 streams[term.axis] = streams.get(term.axis, 0.0) + fixed + moving
             block = max(parts[BLOCK] + ports, max(streams.values(), default=0.0))
-            if plan.zero == 3:
-                block += self._gathered(plan, prices, elements)
-            found.append(float(_closed({**parts, BLOCK: block}, plan.pp, plan.micro_batches, *stages)))
-        return found
+            self._blocks[key] = block + (self._gathered(plan, prices, elements) if plan.zero == 3 else 0.0)
+        return self._blocks[key]
 
-    def _computed(self, inner: Inner, sizes: Mapping[str, Number], rows: Number, ranks: int) -> tuple[dict[str, Number], Number]:
-        """Seconds of arithmetic of each cell on a rank; and of a block's element-wise work, which communication may hide behind."""
+    def _computed(
+        self, inner: Inner, sizes: Mapping[str, Number], rows: Number, shards: Number, ranks: int
+    ) -> tuple[dict[str, Number], Number]:
+        """Seconds of arithmetic of each cell on a rank; and of a block's element-wise work, behind which sums may hide.
+
+        shards : of the weights of a rank of the grid, over replicas. ranks : all.
+        """
         inside, crowding = sizes["x"] * sizes["y"] * sizes["z"] * sizes["d"], self.cluster.crowding(ranks)
         found, half, size = {}, self.cluster["product.half"], dtype_of(inner.dtype).nbytes
         flop = crowding / (self.cluster.peak(inner.dtype) * self.cluster["product.efficiency"])
@@ -182,7 +204,7 @@ class Bounds:
         launch = crowding * self.cluster["product.launch"]
         for cell in CELLS:
             launched, still, row, cubes = self._of_one(inner, cell, crowding)
-            found[cell] = launched + (still + row * rows) / inside
+            found[cell] = launched + (still / shards + row * rows) / inside
             for many, volume in cubes:
                 share = volume * rows / inside
                 found[cell] = found[cell] + many * (2 * share * flop * (1 + half / share ** (1 / 3)) + launch)
@@ -283,9 +305,7 @@ class Bounds:
         return np.maximum(fastest, least) + fixed, np.maximum.reduce([streams[axis] + waited[axis] for axis in AXES])
 
 
-def _closed(
-    parts: Mapping[str, Number], pp: Number, micro_batches: Number, first: Number, last: Number, least: Number
-) -> Number:
+def _closed(parts: Mapping[str, Number], pp: Number, micro_batches: Number, first: Number, last: Number, least: Number) -> Number:
     """Seconds of a pipeline at least. first, last, least : layers of the first and the last rank, and of the smallest stage."""
     block, alone = parts[BLOCK], pp == 1
     ends = first * block + parts[ENTER] + parts[LEAVE] * alone, last * block + parts[LEAVE] + parts[ENTER] * alone

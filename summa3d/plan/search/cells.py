@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import takewhile
 from math import prod
 from typing import Any, NamedTuple
 
@@ -183,12 +182,14 @@ class Cells:
         """
         found: dict[tuple[str, bool], dict[int, int]] = {}
         for key in self.counts:
-            ops, many = [(self.kinds[kind].op.kind, kind, number) for kind, number in self.numbered(*key)], found.setdefault(key, {})
+            ops = [(self.kinds[kind].op.kind, kind, number) for kind, number in self.numbered(*key)]
+            many = found.setdefault(key, {})
+            ends = {number: place for place, (what, _, number) in enumerate(ops) if what == "wait"}
             for place, (what, kind, number) in enumerate(ops):
                 if what != "move":
                     continue
-                between = list(takewhile(lambda one: one[2] != number, ops[place + 1 :]))
-                waited = len(between) < len(ops) - place - 1 and all(one[0] in ("elements", "wait") for one in between)
+                between = ops[place + 1 : ends.get(number, len(ops))]
+                waited = number in ends and all(one[0] in ("elements", "wait") for one in between)
                 for other in [one[1] for one in between if one[0] == "elements"] if waited else [kind]:
                     many[other] = many.get(other, 0) + 1
         return found

@@ -151,7 +151,8 @@ class Around(NamedTuple):
 class Rows:
     """Plans of one scheme as columns of numbers, none of which saves memory, and what saves memory beside each.
 
-    inners : their grids. sizes : axis → size. inner, dp, pp, chunks, units, micro_batches, rows, ranks : as of `Plan` and `Inner`.
+    inners : their grids. sizes : axis → size. inner : the number of a row's grid. dp, pp, chunks, units, micro_batches, rows,
+    ranks : as of `Plan` and `Inner`.
     """
 
     def __init__(self, era: Era, inners: Sequence[Inner], around: Sequence[Around]) -> None:

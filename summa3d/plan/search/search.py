@@ -113,7 +113,7 @@ class Search:
             if time.monotonic() > told + EVERY:
                 told = time.monotonic()
                 tell(self.considered - len(self._waiting), self.considered, self.times.store.traces)
-            family = self._schemes[one.scheme].family[one.row]
+            family = str(self._schemes[one.scheme].family[one.row])
             if self._hopeless(family, one.floor):
                 self.rejected[family, "slower than the best by a lower bound"] += 1
             elif one.placements:
@@ -131,10 +131,15 @@ class Search:
 
     def _useful(self, scheme: int, saving: Saving) -> Any:
         """Which rows of a scheme a saving may be of use for: all that save less do not fit."""
-        return np.logical_and.reduce([np.ones(len(self._schemes[scheme]), bool), *(self._failed[scheme][one] for one in less(saving))])
+        return np.logical_and.reduce(
+            [np.ones(len(self._schemes[scheme]), bool), *(self._failed[scheme][one] for one in less(saving))]
+        )
 
-    def _consider(self, scheme: int, at: Any, saving: Saving) -> None:
-        """Let rows of a scheme that save so much wait for their turn by their least time, unless bounds rule them out."""
+    def _consider(self, scheme: int, at: Any, saving: Saving, floor: float | None = None) -> None:
+        """Let rows of a scheme that save so much wait for their turn by their least time, unless bounds rule them out.
+
+        floor : a lower bound of it that is known.
+        """
         rows, kept = self._schemes[scheme], at
         if self.space.fixed or self.space.least or self.space.most:
             kept = np.array([row for row in at if admits(self.space, rows.plan(row, saving))], int)
@@ -145,9 +150,9 @@ class Search:
             self._fail(scheme, kept[(held > self.limit) & (states <= self.limit)], saving, "memory, by a lower bound")
             kept = kept[held <= self.limit]
         if len(kept):
-            floors = self._bounds.floor(rows, kept, saving).tolist()
-            for number, (floor, row) in enumerate(zip(floors, kept.tolist(), strict=True), self.considered):
-                heappush(self._waiting, Waiting(floor, number, scheme, row, saving))
+            floors = self._bounds.floor(rows, kept, saving).tolist() if floor is None else [floor] * len(kept)
+            for number, (least, row) in enumerate(zip(floors, kept.tolist(), strict=True), self.considered):
+                heappush(self._waiting, Waiting(least, number, scheme, row, saving))
         self.considered += len(at)
 
     def _fail(self, scheme: int, at: Any, saving: Saving, reason: str) -> None:
@@ -162,7 +167,7 @@ class Search:
         self._fail(one.scheme, at, one.saving, reason)
         for saving, there in self._schemes[one.scheme].savings.items():
             if there[one.row] and not fresh.isdisjoint(less(saving)) and self._useful(one.scheme, saving)[one.row]:
-                self._consider(one.scheme, at, saving)
+                self._consider(one.scheme, at, saving, one.floor)
                 if failed[saving][one.row]:
                     fresh.add(saving)
 

@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import cache
 from importlib import metadata
@@ -118,7 +119,12 @@ class Store:
                 pass
             except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
                 self._tell(f"{file_of(inner, single)} is traced again: {error!r}")
-        found, said = self._begun[inner].result() if not single and inner in self._begun else kept(inner, single)
+        try:
+            found, said = self._begun[inner].result() if not single and inner in self._begun else kept(inner, single)
+        except BrokenProcessPool as error:
+            self._tell(f"a process that traced cells has ended; the others are traced one by one: {error}")
+            self._processes, self._begun = 0, {}
+            found, said = kept(inner, single)
         self.traces += 1
         for line in said:
             self._tell(line)
@@ -172,7 +178,7 @@ def _to_json(cells: Cells) -> dict[str, Any]:
 
 def _from_json(table: dict[str, Any]) -> Cells:
     kinds = tuple(
-        OpLine(Op(**dict(zip(_FIXED, fixed, strict=True)), layer="", batch=0), tuple(Line(*line) for line in sizes))
+        OpLine(Op(**dict(zip(_FIXED, fixed, strict=True)), layer="", batch=0), tuple(map(Line._make, sizes)))
         for fixed, sizes in table["kinds"]
     )
     passes = {

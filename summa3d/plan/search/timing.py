@@ -71,7 +71,7 @@ class Times:
 
     def least(self, plan: Plan) -> Durations:
         """Seconds of each cell if all that may run beside other operations is hidden; sends; what comes after."""
-        key = self._key(plan)
+        key = self.key(plan)
         if key not in self._least:
             cells, units = self.store.cells(plan.inner, plan.units)
             seconds = self._seconds(plan, cells, units)
@@ -97,7 +97,7 @@ class Times:
 
     def spans(self, plan: Plan) -> Mapping[tuple[str, bool], Span]:
         """(cell, backward) → its replay."""
-        key = self._key(plan)
+        key = self.key(plan)
         if key not in self._spans:
             cells, units = self.store.cells(plan.inner, plan.units)
             prices = self.prices_of(plan)
@@ -179,7 +179,8 @@ class Times:
 
     # -- prices
 
-    def _key(self, plan: Plan) -> Key:
+    def key(self, plan: Plan) -> Key:
+        """What the times of a plan's cells depend on."""
         around = plan.dp * plan.pp
         if plan.zero < 3 and not self.cluster["host.slots"]:  # else ranks slow each other down, wherever they are
             around = min(around, self._repeat(plan.inner.ranks))
@@ -191,7 +192,7 @@ class Times:
 
     def prices_of(self, plan: Plan) -> Prices:
         """Prices inside the grid of a stage, with the replicas that share its units of links, or its weights (zero 3)."""
-        _, _, tile, around = self._key(plan)
+        _, _, tile, around = self.key(plan)
         inner, replicas = plan.inner, plan.dp if plan.zero == 3 else around
         key = inner.axes, tile, around, replicas
         if key not in self._prices:
