@@ -74,6 +74,16 @@ class Schedule:
         """Whether backward is split into gradients of inputs (X) and of weights (W)."""
         return any(op.kind == "X" for ops in self.programs for op in ops)
 
+    @cached_property
+    def before(self) -> dict[Any, set[Any]]:
+        """`dependencies`."""
+        return dependencies(self)
+
+    @cached_property
+    def order(self) -> tuple[Any, ...]:
+        """Everything that happens, behind all that comes before it. Raises CycleError for a deadlock."""
+        return tuple(graphlib.TopologicalSorter(self.before).static_order())
+
     def ops_of(self, rank: int) -> tuple[Op, ...]:
         """The program of a rank."""
         return self.programs[rank]
@@ -341,7 +351,7 @@ def check(schedule: Schedule) -> None:
         if problem is not None:
             raise ConfigError(f"{schedule}, rank {rank}: {problem}.")
     try:
-        graphlib.TopologicalSorter(dependencies(schedule)).prepare()
+        _ = schedule.order
     except graphlib.CycleError as error:
         circle = " ← ".join(_in_words(schedule, node) for node in error.args[1])
         raise ConfigError(f"{schedule} deadlocks: {circle}.") from None

@@ -10,11 +10,10 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from graphlib import TopologicalSorter
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
-from .schedule import GRADIENT_ENDS, Message, Op, Schedule, StreamOf, dependencies, pair_stream
+from .schedule import GRADIENT_ENDS, Message, Op, Schedule, StreamOf, pair_stream
 
 SECONDS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "X": 1.0, "W": 1.0}
 """Time of a rank's ops over all its layers, in units: what the papers' figures assume."""
@@ -74,9 +73,8 @@ def timeline(
     mean = sum(layers or [1] * len(schedule.homes)) / schedule.p
     ends: dict[Any, float] = {}
     spans: dict[tuple[int, int], Span] = {}
-    before = dependencies(schedule)
-    for node in TopologicalSorter(before).static_order():
-        start = max((ends[earlier] for earlier in before[node]), default=0.0)
+    for node in schedule.order:
+        start = max((ends[earlier] for earlier in schedule.before[node]), default=0.0)
         ends[node] = start
         if not isinstance(node, Message) and node != "T":
             rank, place = node

@@ -186,17 +186,18 @@ def _flow(placement: Placement, axis: str, ports: Ports, pattern: str) -> Flow:
 
 def _rails(groups: np.ndarray, unit: int, rails: int) -> tuple[np.ndarray, np.ndarray]:
     """[groups, members, rails] the ports that members of the group have in a member's unit, ascending; and how many these are."""
-    port = groups // unit * rails + groups % unit * rails // unit
-    number = groups // unit
+    number, port = groups // unit, groups // unit * rails + groups % unit * rails // unit
+    starts, fresh = (np.diff(of, axis=1, prepend=-1) != 0 for of in (number, port))  # of a unit, and of a port
+    place = np.cumsum(starts, axis=1) - 1
+    slot = np.cumsum(fresh, axis=1) - 1
+    slot -= np.maximum.accumulate(np.where(starts, slot, 0), axis=1)
     found, many = np.zeros((*groups.shape, rails), int), np.zeros(groups.shape, int)
-    for place in range(groups.shape[1]):
-        inside = number == number[:, place : place + 1]
-        fresh = inside & (np.diff(port, axis=1, prepend=-1) != 0)
-        slot = np.cumsum(fresh, axis=1) - 1
-        rows, columns = np.nonzero(fresh)
-        found[rows, place, slot[rows, columns]] = port[rows, columns]
-        many[:, place] = fresh.sum(1)
-    return found, many
+    rows, columns = np.nonzero(fresh)
+    units = place[rows, columns]
+    found[rows, units, slot[rows, columns]] = port[rows, columns]
+    np.add.at(many, (rows, units), 1)
+    every = np.arange(len(groups))[:, None]
+    return found[every, place], many[every, place]
 
 
 def members(topology: Topology, axis: str) -> list[list[int]]:

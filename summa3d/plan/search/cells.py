@@ -175,15 +175,23 @@ class Cells:
         return (one for piece in self.pieces(backward) if piece.cell == cell for one in piece.ops)
 
     @cached_property
-    def behind(self) -> dict[tuple[str, bool], dict[int, int]]:
-        """(cell, backward) → kind of communication → how many run behind arithmetic: not waited for at once."""
+    def hidden(self) -> dict[tuple[str, bool], dict[int, int]]:
+        """(cell, backward) → kind → how many of its operations may take no time, since others run beside them.
+
+        Those are communications during which a product is computed or another one issued, and element-wise work during others.
+        """
         found: dict[tuple[str, bool], dict[int, int]] = {}
         for key in self.counts:
-            ops, many = [*self.numbered(*key)], found.setdefault(key, {})
-            for place, (kind, number) in enumerate(ops):
-                following = ops[place + 1] if place + 1 < len(ops) else (-1, -1)
-                if self.kinds[kind].op.kind == "move" and following[1] != number:
-                    many[kind] = many.get(kind, 0) + 1
+            ops = [(self.kinds[kind].op.kind, kind, number) for kind, number in self.numbered(*key)]
+            many = found.setdefault(key, {})
+            ends = {number: place for place, (what, _, number) in enumerate(ops) if what == "wait"}
+            for place, (what, kind, number) in enumerate(ops):
+                if what != "move":
+                    continue
+                between = ops[place + 1 : ends.get(number, len(ops))]
+                waited = number in ends and all(one[0] in ("elements", "wait") for one in between)
+                for other in [one[1] for one in between if one[0] == "elements"] if waited else [kind]:
+                    many[other] = many.get(other, 0) + 1
         return found
 
     def trace(self, cell: str, backward: bool, units: int) -> tuple[Op, ...]:

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+
 from ...cluster import load
 from ...errors import ConfigError
 from .explain import explain
 from .export import export
 from .memory import memory, reserve
-from .plans import Plan, Space, admits, plans, savings
+from .plans import Plan, Space, admits, columns
 from .request import bytes_of, request, space_of
 from .search import Priced, Search, Tell
 from .store import Store
@@ -67,16 +69,13 @@ def by_rule(space: Space, searched: Search) -> Priced | None:
     """
     node = searched.times.cluster.node or space.ranks
     narrow: dict[tuple[int, int], list[Plan]] = {}
-    every = (one for plan in plans(space, type(searched.rejected)()) for _, one in savings(plan, space.era))
-    for plan in every:
-        y = plan.inner.shape["y"]
-        if (
-            plan.inner.scheme in ("oned", "oned-sp")
-            and y <= node
-            and (plan.pp == 1 or y == _widest(space, node))
-            and admits(space, plan)
-        ):
-            narrow.setdefault((y * plan.pp, plan.pp), []).append(plan)
+    for rows in columns(space, type(searched.rejected)()):
+        if rows.inners[0].scheme not in ("oned", "oned-sp"):
+            continue
+        wide = (rows.sizes["y"] <= node) & ((rows.pp == 1) | (rows.sizes["y"] == _widest(space, node)))
+        for plan in (rows.plan(row, saving) for saving, there in rows.savings.items() for row in np.flatnonzero(there & wide)):
+            if admits(space, plan):
+                narrow.setdefault((plan.inner.ranks * plan.pp, plan.pp), []).append(plan)
     for key in sorted(narrow):
         priced = []
         for plan in narrow[key]:

@@ -8,12 +8,10 @@ from typing import NamedTuple
 
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
-from ...parallel.schedule import rule_of
-from ...parallel.simulate import in_flight
 from ...train.config import ReplicasConfig, master_dtype
 from ..cells import BLOCK
 from .cells import Cells, Piece, matrices
-from .plans import Plan
+from .plans import Plan, most_in_flight
 from .timing import elements_of
 
 CONTEXT = 1.2 * 2**30
@@ -52,17 +50,6 @@ def kept_per_element(dtype: str, zero: int, dp: int) -> tuple[float, float, floa
     copied = (dtype_of(dtype).nbytes if dtype in HALVES else 0) / (dp if zero == 3 else 1)
     whole = size / shards + copied if copied or zero == 3 else size
     return whole, size / (dp if zero > 1 else 1), 2 * size / shards
-
-
-def least(plan: Plan) -> float:
-    """Bytes that any rank holds of the weights of blocks alone, and their states: a bound that needs no trace."""
-    block = plan.inner.block_elements / plan.inner.ranks
-    return block * plan.inner.model.layers / plan.pp * sum(kept_per_element(plan.inner.dtype, plan.zero, plan.dp))
-
-
-def least_saved(plan: Plan, saved: float) -> float:
-    """Bytes that forwards in flight save on the first rank at least. saved : of a block and a micro-batch (`Times.saved`)."""
-    return most_in_flight(plan.schedule, plan.pp, plan.micro_batches, plan.chunks, 0) * plan.layers[0] * saved
 
 
 def memory(plan: Plan, cells: Cells, units: int) -> Memory:
@@ -129,16 +116,3 @@ def extent(pieces: Iterable[Piece], times: Mapping[str, int], units: int) -> tup
             held += piece.net.at(units)
     close()
     return held, top
-
-
-def most_in_flight(schedule: str, p: int, m: int, chunks: int, rank: int) -> int:
-    """The most inputs of stages that a rank keeps."""
-    many = min(m, 2 * p)  # more change nothing
-    if chunks > 1:
-        many = max(p, many // p * p)
-    return _most_in_flight(schedule, p, many, chunks, rank)
-
-
-@cache
-def _most_in_flight(schedule: str, p: int, many: int, chunks: int, rank: int) -> int:
-    return max(in_flight(list(rule_of(schedule, p, many, chunks).order(p, many, chunks, rank))))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 from math import gcd, lcm, prod
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...comm.topology import Topology, divisors
 from ...errors import ConfigError
@@ -16,7 +18,8 @@ from ...layout.layout import Layout
 from ...nn.config import ModelConfig
 from ...nn.schemes.registry import SCHEME_SPECS, SchemeSpec, is_sequence_fine
 from ...nn.schemes.validate import needs
-from ...parallel.schedule import split_layers
+from ...parallel.schedule import rule_of, split_layers
+from ...parallel.simulate import in_flight
 from .cells import Inner
 
 ORDER = ("z", "y", "x", "d", "dp", "pp")
@@ -90,7 +93,7 @@ class Plan:
     @property
     def schedule(self) -> str:
         """The pipeline's schedule."""
-        return "interleaved" if self.chunks > 1 else "1f1b"
+        return schedule_of(self.chunks)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -134,6 +137,125 @@ class Plan:
 _split = cache(split_layers)
 
 
+class Around(NamedTuple):
+    """A row of `Rows`: the number of its `Inner`, and what is around the grid of a stage."""
+
+    inner: int
+    dp: int
+    pp: int
+    chunks: int
+    units: int
+    micro_batches: int
+
+
+class Rows:
+    """Plans of one scheme as columns of numbers, none of which saves memory, and what saves memory beside each.
+
+    inners : their grids. sizes : axis → size. inner : the number of a row's grid. dp, pp, chunks, units, micro_batches, rows,
+    ranks : as of `Plan` and `Inner`.
+    """
+
+    def __init__(self, era: Era, inners: Sequence[Inner], around: Sequence[Around]) -> None:
+        self.era, self.inners = era, inners
+        table = np.array(around, dtype=np.int64).T
+        self.inner, self.dp, self.pp, self.chunks, self.units, self.micro_batches = table
+        self.sizes = {axis: self._of([one.shape.get(axis, 1) for one in inners]) for axis in ("x", "y", "z", "d")}
+        self.ranks, self.rows = self._of([one.ranks for one in inners]), self.units * self._of([one.unit for one in inners])
+        self.family = np.array([family_of(one.scheme, one.shape) for one in inners])[self.inner]
+
+    @classmethod
+    def of(cls, plan: Plan, era: Era | None = None) -> Rows:
+        """A plan as the only row."""
+        around = Around(0, plan.dp, plan.pp, plan.chunks, plan.units, plan.micro_batches)
+        return cls(era or Era((), ((plan.inner.recompute, plan.inner.regather),), (plan.zero,)), [plan.inner], [around])
+
+    def _of(self, values: Iterable[int]) -> Any:
+        return np.array([*values], dtype=np.int64)[self.inner]
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    @cached_property
+    def savings(self) -> dict[Saving, Any]:
+        """Each saving → which rows have it: what gathers or computes again, or keeps less on each replica.
+
+        One whose places are both at least those of another takes fewer bytes and more seconds.
+        """
+        one, found = self.inners[0], {}
+        gathers = one.scheme.startswith(("cuboid", "oned-sp")) & (np.maximum(self.sizes["x"], self.sizes["y"]) > 1)
+        for place, (recompute, regather) in enumerate(self.era.variants):
+            if recompute == "selective" and not one.model.attention_dropout:
+                continue  # fused attention keeps no scores
+            for stage in range(len(self.era.zero)):
+                found[place, stage] = (gathers if regather else True) & ((self.dp > 1) | (stage == 0))
+        return found
+
+    @cached_property
+    def layers(self) -> Any:
+        """Columns: layers of the first and of the last rank of the pipeline, of the smallest and of the first stage."""
+
+        def of(pp: int, chunks: int) -> tuple[int, ...]:
+            stages = _split(self.inners[0].model.layers, pp, chunks)
+            return sum(stages[::pp]), sum(stages[pp - 1 :: pp]), min(stages), stages[0]
+
+        return _by_kind(of, self.pp, self.chunks)
+
+    @cached_property
+    def in_flight(self) -> Any:
+        """The most inputs of stages that the first rank keeps."""
+
+        def of(pp: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
+            return (most_in_flight(schedule_of(chunks), pp, micro_batches, chunks, 0),)
+
+        return _by_kind(of, self.pp, self.chunks, np.minimum(self.micro_batches, 2 * self.pp))[0]
+
+    def inner_of(self, saving: Saving, row: int) -> Inner:
+        """What the cells of a row depend on; of row 0 for all rows, but for its grid, unit and number of replicas."""
+        recompute, regather = self.era.variants[saving[0]]
+        replicas = int(self.dp[row]) if self.era.zero[saving[1]] == 3 else 1
+        return _kept(self.inners[self.inner[row]], recompute, regather, replicas)
+
+    def plan(self, row: int, saving: Saving = (0, 0)) -> Plan:
+        """The plan of a row that saves so much."""
+        around = (self.dp, self.pp, self.chunks, self.units, self.micro_batches)
+        return Plan(self.inner_of(saving, row), *(int(column[row]) for column in around), self.era.zero[saving[1]])
+
+
+def _by_kind(function: Callable[..., tuple[int, ...]], *columns: Any) -> Any:
+    """Columns of what a function returns for each row of columns; it is called once for rows that are alike."""
+    kinds, place = np.unique(np.stack(columns), axis=1, return_inverse=True)
+    return np.array([function(*map(int, one)) for one in kinds.T]).T[:, place.reshape(-1)]
+
+
+def schedule_of(chunks: int) -> str:
+    """The schedule of a pipeline whose ranks have so many chunks."""
+    return "interleaved" if chunks > 1 else "1f1b"
+
+
+def most_in_flight(schedule: str, p: int, m: int, chunks: int, rank: int) -> int:
+    """The most inputs of stages that a rank keeps."""
+    many = min(m, 2 * p)  # more change nothing
+    if chunks > 1:
+        many = max(p, many // p * p)
+    return _most_in_flight(schedule, p, many, chunks, rank)
+
+
+@cache
+def _most_in_flight(schedule: str, p: int, many: int, chunks: int, rank: int) -> int:
+    return max(in_flight(list(rule_of(schedule, p, many, chunks).order(p, many, chunks, rank))))
+
+
+@cache
+def _kept(inner: Inner, recompute: str, regather: bool, replicas: int) -> Inner:
+    return replace(inner, recompute=recompute, regather=regather, replicas=replicas)
+
+
+def less(saving: Saving) -> tuple[Saving, ...]:
+    """The savings just below one, which save less and are as fast at least: only where none of them fits, it is of use."""
+    place, stage = saving
+    return (*([(0, stage)] if place else []), *([(place, stage - 1)] if stage else []))
+
+
 SHORT = {"b": "micro_batch", "t": "y", "accumulate": "train.accumulate", "order": "grid.order", "tile": "grid.tile"}
 SHORT |= {name: f"grid.{name}" for name in ("x", "y", "z", "d", "dp", "pp")}
 SHORT |= {"chunks": "pipeline.chunks", "schedule": "pipeline.schedule", "zero": "replicas.zero"}
@@ -165,20 +287,28 @@ def family_of(scheme: str, shape: Mapping[str, int]) -> str:
 
 
 def plans(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[Plan]:
-    """Every plan that divides evenly and saves no memory (`savings`), with the default placement.
+    """The plans of `columns`, one by one."""
+    return (rows.plan(place) for rows in columns(space, rejected) for place in range(len(rows)))
+
+
+def columns(space: Space, rejected: Counter[tuple[str, str]]) -> list[Rows]:
+    """Every plan that divides evenly and saves no memory (`Rows.saving`), with the default placement; the rows of each scheme.
 
     What does not divide is counted in `rejected` by family and reason.
     """
+    recompute, regather = space.era.variants[0]
+    found: dict[str, tuple[list[Inner], list[Around]]] = {}
     for scheme, shape, unit in inners(space, rejected):
         ranks, family = prod(shape.values()), family_of(scheme, shape)
-        recompute, regather = space.era.variants[0]
         of = space.model, scheme, tuple(shape.items()), recompute, regather, space.dtype, space.device, unit
-        inner = Inner(*of, shared=space.shared)
+        every, around = found.setdefault(scheme, ([], []))
         for pp in divisors(space.ranks // ranks):
             if pp > space.model.layers:
                 rejected[family, "more stages than layers"] += 1
                 continue
-            yield from _around(inner, space, pp, space.ranks // ranks // pp, rejected)
+            around += _around(len(every), unit, family, space, pp, space.ranks // ranks // pp, rejected)
+        every.append(Inner(*of, shared=space.shared))
+    return [Rows(space.era, every, around) for every, around in found.values() if around]
 
 
 def inners(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[tuple[str, dict[str, int], int]]:
@@ -226,51 +356,11 @@ def _unit(spec: SchemeSpec, model: ModelConfig, shape: Mapping[str, int]) -> tup
     return unit, ""
 
 
-def savings(plan: Plan, era: Era) -> Iterator[tuple[Saving, Plan]]:
-    """The plan and those that save memory beside it: what gathers or computes again, or keeps less on each replica.
-
-    One whose places are both at least those of another takes fewer bytes and more seconds.
-    """
-    for saving, inner, zero in _savings(plan.inner, plan.dp, era):
-        yield saving, _saving(plan, inner, zero)
-
-
-def next_savings(plan: Plan, era: Era, failed: set[Saving], last: Saving) -> Iterator[tuple[Saving, Plan]]:
-    """Those of `savings` that are of use once `failed` do not fit, the last of which is `last`: all that save less are there."""
-    for saving, inner, zero in _savings(plan.inner, plan.dp, era):
-        less = _before(saving)
-        if last in less and failed.issuperset(less):
-            yield saving, _saving(plan, inner, zero)
-
-
-def _saving(plan: Plan, inner: Inner, zero: int) -> Plan:
-    return Plan(inner, plan.dp, plan.pp, plan.chunks, plan.units, plan.micro_batches, zero, plan.tile)
-
-
-@cache
-def _savings(inner: Inner, dp: int, era: Era) -> list[tuple[Saving, Inner, int]]:
-    """Each saving with what the cells depend on, and its stage of ZeRO."""
-    gathers, found = inner.scheme.startswith(("cuboid", "oned-sp")) and max(inner.shape["x"], inner.shape["y"]) > 1, []
-    for place, (recompute, regather) in enumerate(era.variants):
-        if (regather and not gathers) or (recompute == "selective" and not inner.model.attention_dropout):
-            continue  # nothing is gathered, and fused attention keeps no scores
-        kept = replace(inner, recompute=recompute, regather=regather, replicas=1)
-        for stage, zero in enumerate(era.zero if dp > 1 else era.zero[:1]):
-            found.append(((place, stage), replace(kept, replicas=dp) if zero == 3 else kept, zero))
-    return found
-
-
-@cache
-def _before(saving: Saving) -> tuple[Saving, ...]:
-    """The savings just below one, which save less and are as fast at least."""
-    place, stage = saving
-    return (*([(0, stage)] if place else []), *([(place, stage - 1)] if stage else []))
-
-
-def _around(inner: Inner, space: Space, pp: int, dp: int, rejected: Counter[tuple[str, str]]) -> Iterator[Plan]:
-    """The replicas, micro-batches and chunks around the grid of a stage."""
-    family = family_of(inner.scheme, inner.shape)
-    rows, left = divmod(space.batch, dp * inner.unit)
+def _around(
+    inner: int, unit: int, family: str, space: Space, pp: int, dp: int, rejected: Counter[tuple[str, str]]
+) -> Iterator[Around]:
+    """The replicas, micro-batches and chunks around the grid of a stage, which is number `inner` of its scheme."""
+    rows, left = divmod(space.batch, dp * unit)
     if left:
         rejected[family, f"batch {space.batch} does not divide"] += 1
         return
@@ -278,7 +368,7 @@ def _around(inner: Inner, space: Space, pp: int, dp: int, rejected: Counter[tupl
         if rows % units:
             continue
         for chunks in _chunks(space.model.layers, pp, rows // units):
-            yield Plan(inner, dp, pp, chunks, units, rows // units, space.era.zero[0])
+            yield Around(inner, dp, pp, chunks, units, rows // units)
 
 
 def _chunks(layers: int, pp: int, micro_batches: int) -> list[int]:

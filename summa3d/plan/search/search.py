@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...cluster import Cluster
 from ...dry.record import ENTER, LEAVE
 from ...errors import ConfigError, GridError, LayoutError
 from ..cells import BLOCK
+from .bounds import Bounds
 from .cells import matrices
-from .memory import Memory, least, least_saved, memory, reserve
-from .plans import FAMILIES, Plan, Saving, Space, admits, next_savings, plans, tiles
+from .memory import Memory, memory, reserve
+from .plans import FAMILIES, Plan, Rows, Saving, Space, admits, columns, less, tiles
 from .store import Store
 from .timing import PASSES, Times
 
@@ -24,6 +27,8 @@ Tell = Callable[[int, int, int], None]
 """Is told how many plans are done, of how many, and how many cells have been traced."""
 EVERY = 0.5
 """Seconds between two reports."""
+AHEAD = 63
+"""Entries of the heap that are looked at for cells to trace: the first levels, where the next ones are."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +64,17 @@ class Found:
 
 
 class Waiting(NamedTuple):
-    """A plan that waits for its turn, in the order of its least seconds.
+    """A plan that waits for its turn, in the order of its least seconds: a row of the plans of a scheme, which saves so much.
 
-    placed : whether `floor` knows its placements. base : the plan that it saves memory of, by number
+    placements : the least seconds of each, where they are known.
     """
 
     floor: float
     number: int
-    placed: bool
-    plan: Plan
+    scheme: int
+    row: int
     saving: Saving
-    base: int
+    placements: tuple[tuple[float, Plan], ...] = ()
 
 
 @dataclass
@@ -86,61 +91,104 @@ class Search:
     _best: dict[str, float] = field(default_factory=dict)
     _cutoff: float = float("inf")
     _waiting: list[Waiting] = field(default_factory=list)
-    _failed: dict[int, set[Saving]] = field(default_factory=dict)
+    _schemes: list[Rows] = field(default_factory=list)
+    _failed: list[dict[Saving, Any]] = field(default_factory=list)
+    _bounds: Bounds = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._bounds = Bounds(self.times)
 
     def run(self, tell: Tell) -> Found:
         """Search. Raises ConfigError where no plan is left, with the reasons of each family."""
-        for plan in plans(self.space, self.rejected):
-            self._consider(plan, (0, 0), self.considered)
+        for scheme, rows in enumerate(columns(self.space, self.rejected)):
+            self._schemes.append(rows)
+            self._failed.append({})
+            for saving, there in rows.savings.items():
+                self._failed[scheme][saving] = np.zeros(len(rows), bool)
+                self._consider(scheme, np.flatnonzero(there & self._useful(scheme, saving)), saving)
         tell(0, self.considered, 0)
         told = time.monotonic()
         while self._waiting:
             one = heappop(self._waiting)
-            plan = one.plan
             if time.monotonic() > told + EVERY:
                 told = time.monotonic()
                 tell(self.considered - len(self._waiting), self.considered, self.times.store.traces)
-            if self._hopeless(plan, one.floor):
-                self.rejected[plan.family, "slower than the best by a lower bound"] += 1
-            elif one.placed:
+            family = str(self._schemes[one.scheme].family[one.row])
+            if self._hopeless(family, one.floor):
+                self.rejected[family, "slower than the best by a lower bound"] += 1
+            elif one.placements:
+                self._trace_ahead(one)
                 self._try(one)
             else:
-                heappush(self._waiting, one._replace(floor=self.times.floor(plan, self._placements(plan)), placed=True))
+                plan = self._schemes[one.scheme].plan(one.row, one.saving)
+                placements = self._placements(plan)
+                found = sorted(zip(self._bounds.placed(plan, placements), placements, strict=True), key=lambda pair: pair[0])
+                heappush(self._waiting, one._replace(floor=max(one.floor, found[0][0]), placements=tuple(found)))
         tell(self.considered, self.considered, self.times.store.traces)
         if not self.done:
             raise ConfigError(nothing_fits(self.space, self.limit, self.rejected))
         return self._found()
 
-    def _consider(self, plan: Plan, saving: Saving, base: int) -> None:
-        """Let a plan wait for its turn by its least time, unless bounds rule it out."""
-        self.considered += 1
-        if not admits(self.space, plan):
-            self._save(plan, saving, base, "not within --fix and --limit")
-        elif (states := least(plan)) > self.limit:
-            self._save(plan, saving, base, "weights and their states alone do not fit")
-        elif states + least_saved(plan, self.times.saved(plan)) > self.limit:
-            self._save(plan, saving, base, "memory, by a lower bound")
-        else:
-            heappush(self._waiting, Waiting(self.times.floor(plan), self.considered, False, plan, saving, base))
+    def _useful(self, scheme: int, saving: Saving) -> Any:
+        """Which rows of a scheme a saving may be of use for: all that save less do not fit."""
+        return np.logical_and.reduce(
+            [np.ones(len(self._schemes[scheme]), bool), *(self._failed[scheme][one] for one in less(saving))]
+        )
 
-    def _save(self, plan: Plan, saving: Saving, base: int, reason: str) -> None:
+    def _consider(self, scheme: int, at: Any, saving: Saving, floor: float | None = None) -> None:
+        """Let rows of a scheme that save so much wait for their turn by their least time, unless bounds rule them out.
+
+        floor : a lower bound of it that is known.
+        """
+        rows, kept = self._schemes[scheme], at
+        if self.space.fixed or self.space.least or self.space.most:
+            kept = np.array([row for row in at if admits(self.space, rows.plan(row, saving))], int)
+            self._fail(scheme, np.setdiff1d(at, kept), saving, "not within --fix and --limit")
+        if len(kept):
+            states, held = self._bounds.bytes(rows, kept, saving)
+            self._fail(scheme, kept[states > self.limit], saving, "weights and their states alone do not fit")
+            self._fail(scheme, kept[(held > self.limit) & (states <= self.limit)], saving, "memory, by a lower bound")
+            kept = kept[held <= self.limit]
+        if len(kept):
+            floors = self._bounds.floor(rows, kept, saving).tolist() if floor is None else [floor] * len(kept)
+            for number, (least, row) in enumerate(zip(floors, kept.tolist(), strict=True), self.considered):
+                heappush(self._waiting, Waiting(least, number, scheme, row, saving))
+        self.considered += len(at)
+
+    def _fail(self, scheme: int, at: Any, saving: Saving, reason: str) -> None:
+        """Reject rows that save so much."""
+        self._failed[scheme][saving][at] = True
+        for family, many in zip(*np.unique(self._schemes[scheme].family[at], return_counts=True), strict=True):
+            self.rejected[str(family), reason] += int(many)
+
+    def _save(self, one: Waiting, reason: str) -> None:
         """Reject a plan, and consider those that save more memory, once none fits that saves less."""
-        self.rejected[plan.family, reason] += 1
-        failed = self._failed.setdefault(base, set())
-        failed.add(saving)
-        for other, one in next_savings(plan, self.space.era, failed, saving):
-            self._consider(one, other, base)
+        at, failed, fresh = np.array([one.row]), self._failed[one.scheme], {one.saving}
+        self._fail(one.scheme, at, one.saving, reason)
+        for saving, there in self._schemes[one.scheme].savings.items():
+            if there[one.row] and not fresh.isdisjoint(less(saving)) and self._useful(one.scheme, saving)[one.row]:
+                self._consider(one.scheme, at, saving, one.floor)
+                if failed[saving][one.row]:
+                    fresh.add(saving)
+
+    def _trace_ahead(self, first: Waiting) -> None:
+        """Let other processes trace what this plan and the next ones need: of a heap, the nearest of its first entries."""
+        store = self.times.store
+        if store.idle:
+            for one in (first, *sorted(self._waiting[:AHEAD])):
+                if one.placements and not self._hopeless(self._schemes[one.scheme].family[one.row], one.floor):
+                    store.begin(one.placements[0][1].inner)
 
     def _placements(self, plan: Plan) -> list[Plan]:
         fixed = (self.space.fixed or {}).keys() & {"tile", "grid.tile"}
         return [plan] if fixed else [*tiles(plan, self.space.nodes)]
 
-    def _hopeless(self, plan: Plan, seconds: float) -> bool:
-        return seconds >= self._cutoff and seconds >= self._best.get(plan.family, float("inf"))
+    def _hopeless(self, family: str, seconds: float) -> bool:
+        return seconds >= self._cutoff and seconds >= self._best.get(family, float("inf"))
 
     def _try(self, waiting: Waiting) -> None:
         """Price a plan with each of its placements, as far as its bounds leave it a chance."""
-        plan = waiting.plan
+        plan = waiting.placements[0][1]
         try:
             cells, units = self.times.store.cells(plan.inner, plan.units)
         except (LayoutError, GridError, ConfigError) as error:
@@ -148,16 +196,19 @@ class Search:
             return
         held = memory(plan, cells, units)
         if held.total > self.limit:
-            self._save(plan, waiting.saving, waiting.base, "memory")
+            self._save(waiting, "memory")
             return
         seen = set()
-        for one in self._placements(plan):
+        for floor, one in waiting.placements:
+            if self._hopeless(plan.family, floor):
+                self.rejected[plan.family, "slower than the best by a lower bound"] += 1
+                continue
             bound = self.times.closed(one, least=True)
             if bound in seen:
                 self.rejected[plan.family, "its placement loads the links as another's"] += 1
                 continue
             seen.add(bound)
-            if self._hopeless(one, bound):
+            if self._hopeless(plan.family, bound):
                 self.rejected[plan.family, "slower than the best by counted operations"] += 1
                 continue
             self._keep(self.times.closed(one), one, held)

@@ -6,11 +6,15 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import cache
 from importlib import metadata
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +61,16 @@ def file_of(inner: Inner, single: bool) -> Path:
 class Store:
     """Cells by what they depend on: of this process, of disk, or traced now.
 
-    tell : is given a line for each file that cannot be used. traces, read : how many were traced, and read from disk.
+    tell : is given a line for each file that cannot be used. processes : how many others may trace what is needed soon.
+    traces, read : how many were traced, and read from disk.
     """
 
-    def __init__(self, tell: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, tell: Callable[[str], None] = lambda line: None, processes: int = 0) -> None:
         self.traces = self.read = 0
-        self._tell = tell
+        self._tell, self._processes = tell, processes
         self._known: dict[tuple[Inner, bool], Cells | None] = {}
+        self._pool: ProcessPoolExecutor | None = None
+        self._begun: dict[Inner, Future[tuple[Cells | None, list[str]]]] = {}
 
     def cells(self, inner: Inner, units: int) -> tuple[Cells, int]:
         """The cells for micro-batches of so many units, and at how many units they are to be evaluated.
@@ -77,6 +84,25 @@ class Store:
         assert found is not None, "one trace is a line"
         return found, 1
 
+    @property
+    def idle(self) -> bool:
+        """Whether other processes may trace, and have less to do than keeps them busy."""
+        return self._processes > 0 and sum(not one.done() for one in self._begun.values()) < 2 * self._processes
+
+    def begin(self, inner: Inner) -> None:
+        """Let another process trace cells that will be needed soon; those that are on disk are left there."""
+        if (inner, False) in self._known or inner in self._begun or not self.idle or file_of(inner, False).exists():
+            return
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(self._processes, get_context("spawn"), _leave_interrupts)
+        self._begun[inner] = self._pool.submit(kept, inner, False)
+
+    def close(self) -> None:
+        """End the other processes; what they have not begun is left."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool, self._processes = None, 0
+
     def _of(self, inner: Inner, single: bool) -> Cells | None:
         key = inner, single
         if key not in self._known:
@@ -84,25 +110,50 @@ class Store:
         return self._known[key]
 
     def _loaded(self, inner: Inner, single: bool) -> Cells | None:
-        file = file_of(inner, single)
+        if single or inner not in self._begun:
+            try:
+                found = _read(inner, single)
+                self.read += 1
+                return found
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+                self._tell(f"{file_of(inner, single)} is traced again: {error!r}")
         try:
-            kept = read_json(file)
-            if kept["header"] != json.loads(json.dumps(header(inner, single))):
-                raise ValueError("its header is of other cells")
-            self.read += 1
-            return None if kept["cells"] is None else _from_json(kept["cells"])
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            self._tell(f"{file} is traced again: {error!r}")
-        found = traced(inner, single)
+            found, said = self._begun[inner].result() if not single and inner in self._begun else kept(inner, single)
+        except BrokenProcessPool as error:
+            self._tell(f"a process that traced cells has ended; the others are traced one by one: {error}")
+            self._processes, self._begun = 0, {}
+            found, said = kept(inner, single)
         self.traces += 1
-        body = {"header": header(inner, single), "cells": None if found is None else _to_json(found)}
-        try:
-            _write(file, json.dumps(body, separators=(",", ":")))
-        except OSError as error:
-            self._tell(f"{file} cannot be kept: {error}")
+        for line in said:
+            self._tell(line)
         return found
+
+
+def _leave_interrupts() -> None:
+    """Leave Ctrl-C to the process that is asked for the cells."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def kept(inner: Inner, single: bool) -> tuple[Cells | None, list[str]]:
+    """The cells, traced now and kept on disk; and what is to be said of that. Raises as `traced`."""
+    found = traced(inner, single)
+    body = {"header": header(inner, single), "cells": None if found is None else _to_json(found)}
+    file = file_of(inner, single)
+    try:
+        _write(file, json.dumps(body, separators=(",", ":")))
+    except OSError as error:
+        return found, [f"{file} cannot be kept: {error}"]
+    return found, []
+
+
+def _read(inner: Inner, single: bool) -> Cells | None:
+    """The cells that are kept on disk. Raises FileNotFoundError, and ValueError and others for a damaged file."""
+    whole = read_json(file_of(inner, single))
+    if whole["header"] != json.loads(json.dumps(header(inner, single))):
+        raise ValueError("its header is of other cells")
+    return None if whole["cells"] is None else _from_json(whole["cells"])
 
 
 def _write(file: Path, text: str) -> None:
@@ -127,7 +178,7 @@ def _to_json(cells: Cells) -> dict[str, Any]:
 
 def _from_json(table: dict[str, Any]) -> Cells:
     kinds = tuple(
-        OpLine(Op(**dict(zip(_FIXED, fixed, strict=True)), layer="", batch=0), tuple(Line(*line) for line in sizes))
+        OpLine(Op(**dict(zip(_FIXED, fixed, strict=True)), layer="", batch=0), tuple(map(Line._make, sizes)))
         for fixed, sizes in table["kinds"]
     )
     passes = {

@@ -1,0 +1,312 @@
+"""Lower bounds of plans' seconds and bytes that need no trace of theirs: of columns of plans at once, and of one's placements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...dry.record import ENTER, LEAVE
+from ...dtypes import HALVES, dtype_of
+from ..cells import BLOCK
+from ..price import CHAINS, Prices
+from .cells import SIZES, Cells, Inner, matrices
+from .memory import kept_per_element
+from .plans import Plan, Rows, Saving
+from .timing import CELLS, PASSES, Times, move
+
+MARGIN = 0.95
+"""Of what one rank alone does element by element, and saves, that no scheme does without: some fuse or leave out a copy."""
+AXES = ("x", "y", "z", "d")
+MANY = 2**30
+"""Words of a message whose time is all volume."""
+Number = Any
+"""A number, or a column of them."""
+
+
+class Moved(NamedTuple):
+    """What a rank receives along an axis in a block at least: bytes in all, by so many communications.
+
+    waited : whether nothing else is done meanwhile, so that launches and hops count too.
+    """
+
+    axis: str
+    name: str
+    size: Number
+    many: Number
+    waited: bool = False
+
+
+def moved(inner: Inner, sizes: Mapping[str, Number], tokens: Number) -> Iterator[Moved]:
+    """What a rank receives along the axes of a stage, without what may hide behind arithmetic."""
+    x, y, z, d = (sizes[axis] for axis in AXES)
+    ranks, size = x * y * z * d, dtype_of(inner.dtype).nbytes
+    wide = 4 if inner.dtype in HALVES else size  # of sums that are wider than what they sum
+    passes = 2 if inner.recompute == "full" else 1  # of forward
+    if inner.scheme == "oned":
+        many = 2 * passes  # those of backward run behind a product
+        yield Moved("y", "all_reduce", many * 2 * (ranks - 1) / ranks * tokens * inner.model.hidden * wide, many, True)
+        return
+    again, panels = int(inner.regather or inner.replicas > 1), np.maximum(x, y)
+    for place, (k, n) in enumerate(matrices(inner.model)):
+        if _gathers(inner):
+            of_a, of_c = ("y", "z") if place % 2 == 0 else ("z", "y")
+            rows = (of_a, passes + inner.regather, tokens * k), (of_c, passes + 1, tokens * n), ("x", passes + 1 + again, k * n)
+            for axis, times, part in rows:
+                yield Moved(axis, "all_gather", times * (sizes[axis] - 1) * part / ranks * size, times)
+            continue
+        stored = place == 3 and inner.scheme == "summa-transposed"
+        sums = passes if stored else 1  # of products along y: of forward where the weight is stored transposed
+        of_y, of_x = (y - 1) * tokens * (n if stored else k) / ranks, (x - 1) * k * n / (x * y)
+        yield Moved("y", "broadcast", (passes + 2 - sums) * of_y * size, (passes + 2 - sums) * panels, True)
+        yield Moved("y", "reduce", sums * of_y * wide, sums * panels, True)
+        yield Moved("x", "broadcast", (passes + 1) * of_x * size, (passes + 1) * panels, True)
+        yield Moved("x", "reduce", of_x * wide, panels, True)
+        yield Moved("d", "all_reduce", 2 * (d - 1) / d * k * n / (x * y) * wide, 1, True)
+
+
+def _together(every: Iterable[Moved]) -> list[Moved]:
+    """Communications that move something, those of a collective along an axis as one, but for chains, whose sizes matter."""
+    found: dict[object, Moved] = {}
+    for number, one in enumerate(one for one in every if one.size > 0):
+        key = (one.axis, one.name, number if one.name in CHAINS else -1)
+        before = found.get(key, one._replace(size=0.0, many=0))
+        found[key] = one._replace(size=one.size + before.size, many=one.many + before.many)
+    return list(found.values())
+
+
+class Products(NamedTuple):
+    """Products of a rank in a block: how many, their sizes, and bytes of an element of what they write."""
+
+    many: Number
+    m: Number
+    n: Number
+    k: Number
+    written: int
+
+
+def products(inner: Inner, sizes: Mapping[str, Number], tokens: Number) -> Iterator[Products]:
+    """The products with the weights of a block; those of gradients have the same sizes in other places."""
+    x, y, z, d = (sizes[axis] for axis in AXES)
+    size, passes = dtype_of(inner.dtype).nbytes, 4 if inner.recompute == "full" else 3
+    for place, (k, n) in enumerate(matrices(inner.model)):
+        if inner.scheme == "oned" or _gathers(inner):
+            of_k, of_n = (z, y) if place % 2 == 0 else (y, z)
+            yield Products(passes, tokens / x, n / of_n, k / of_k, size)
+        else:
+            panels = np.maximum(x, y)
+            of_k, of_n = (y, panels) if place == 3 and inner.scheme == "summa-transposed" else (panels, y)
+            yield Products(passes * panels, tokens / (x * d), n / of_n, k / of_k, size)
+
+
+def _gathers(inner: Inner) -> bool:
+    return inner.scheme.startswith(("cuboid", "oned-sp"))
+
+
+class Alone(NamedTuple):
+    """What one rank alone does in a cell, in both passes, besides the products of a block's weights.
+
+    launched : seconds of launches. row : seconds for each row of a micro-batch. still : seconds at no rows. cubes : (how many,
+    m·n·k of a row) of products whose sizes on a grid are not known.
+    """
+
+    launched: float
+    still: float
+    row: float
+    cubes: tuple[tuple[int, float], ...]
+
+
+class Bounds:
+    """Lower bounds of plans on the cluster and with the cells of `times`."""
+
+    def __init__(self, times: Times) -> None:
+        self.times, self.cluster = times, times.cluster
+        self._alone: dict[tuple[str, str, float], Alone] = {}
+        self._rates: dict[object, tuple[float, float, float]] = {}
+        self._blocks: dict[object, float] = {}
+        self._work: dict[object, tuple[dict[str, Number], float, list[Moved]]] = {}
+
+    # -- bytes
+
+    def bytes(self, rows: Rows, at: Any, saving: Saving) -> tuple[Any, Any]:
+        """Bytes that a rank holds at least: of the weights of blocks and their states alone; and with what forwards save."""
+        inner, zero, dp = rows.inner_of(saving, int(at[0])), rows.era.zero[saving[1]], rows.dp[at]
+        kinds, place = np.unique(dp, return_inverse=True)
+        each = np.array([sum(kept_per_element(inner.dtype, zero, int(one))) for one in kinds])[place.reshape(-1)]
+        states = inner.block_elements / rows.ranks[at] * inner.model.layers / rows.pp[at] * each
+        net = [piece.net for piece in self._cells(inner).forward if piece.cell == BLOCK]
+        saved = MARGIN * (sum(line.base for line in net) + sum(line.slope for line in net) * rows.rows[at]) / rows.ranks[at]
+        return states, states + rows.in_flight[at] * rows.layers[3][at] * saved
+
+    # -- seconds
+
+    def floor(self, rows: Rows, at: Any, saving: Saving) -> Any:
+        """Seconds that rows take at least, wherever their ranks lie.
+
+        That is an equal share of what one rank alone would compute, which one trace tells for all plans, products of the sizes
+        that they have on the grid, and the words that these must move.
+        """
+        inner, sizes = rows.inner_of(saving, int(at[0])), {axis: column[at] for axis, column in rows.sizes.items()}
+        shards = rows.dp[at] if rows.era.zero[saving[1]] == 3 else 1
+        parts, _ = self._computed(inner, sizes, rows.rows[at], shards, int(rows.ranks[0] * rows.dp[0] * rows.pp[0]))
+        every = [*moved(inner, sizes, rows.rows[at] * inner.model.sequence)]
+        ports, streams = self._anywhere(sizes, every)
+        parts[BLOCK] = np.maximum(parts[BLOCK] + ports, streams)
+        if rows.era.zero[saving[1]] == 3:
+            fastest = min(1 / (level.ports * level.bandwidth) for level in self.cluster.levels)
+            gathered = (3 if inner.recompute == "full" else 2) * self._shared(inner, rows.ranks[at], shards)
+            parts[BLOCK] = parts[BLOCK] + fastest * gathered
+        around = rows.pp[at], rows.micro_batches[at], *(column[at] for column in rows.layers[:3])
+        return _closed(parts, *around)
+
+    def placed(self, plan: Plan, placements: Sequence[Plan]) -> list[float]:
+        """Seconds that the plan takes at least with each of these placements, whose links are known."""
+        key = plan.inner, plan.units
+        if key not in self._work:
+            sizes = {axis: plan.inner.shape.get(axis, 1) for axis in AXES}
+            ranks = plan.inner.ranks * plan.dp * plan.pp
+            computed = self._computed(plan.inner, sizes, plan.rows, plan.inner.replicas, ranks)
+            self._work[key] = *computed, _together(moved(plan.inner, sizes, plan.rows * plan.inner.model.sequence))
+        parts = self._work[key][0]
+        stages = [plan.layers_of(0), plan.layers_of(plan.pp - 1), min(plan.layers)]
+        blocks = (self._block(one) for one in placements)
+        return [float(_closed({**parts, BLOCK: block}, plan.pp, plan.micro_batches, *stages)) for block in blocks]
+
+    def _block(self, plan: Plan) -> float:
+        """Seconds of a block of a placement."""
+        key = self.times.key(plan)
+        if key not in self._blocks:
+            parts, elements, every = self._work[plan.inner, plan.units]
+            prices, ports, streams = self.times.prices_of(plan), 0.0, dict[str, float]()
+            for term in every:
+                fixed, moving = self._seconds(prices, term)
+                ports += moving + (fixed if term.waited else 0.0)
+                streams[term.axis] = streams.get(term.axis, 0.0) + fixed + moving
+            block = max(parts[BLOCK] + ports, max(streams.values(), default=0.0))
+            self._blocks[key] = block + (self._gathered(plan, prices, elements) if plan.zero == 3 else 0.0)
+        return self._blocks[key]
+
+    def _computed(
+        self, inner: Inner, sizes: Mapping[str, Number], rows: Number, shards: Number, ranks: int
+    ) -> tuple[dict[str, Number], Number]:
+        """Seconds of arithmetic of each cell on a rank; and of a block's element-wise work, behind which sums may hide.
+
+        shards : of the weights of a rank of the grid, over replicas. ranks : all.
+        """
+        inside, crowding = sizes["x"] * sizes["y"] * sizes["z"] * sizes["d"], self.cluster.crowding(ranks)
+        found, half, size = {}, self.cluster["product.half"], dtype_of(inner.dtype).nbytes
+        flop = crowding / (self.cluster.peak(inner.dtype) * self.cluster["product.efficiency"])
+        byte = crowding * self.cluster.byte_time()
+        launch = crowding * self.cluster["product.launch"]
+        for cell in CELLS:
+            launched, still, row, cubes = self._of_one(inner, cell, crowding)
+            found[cell] = launched + (still / shards + row * rows) / inside
+            for many, volume in cubes:
+                share = volume * rows / inside
+                found[cell] = found[cell] + many * (2 * share * flop * (1 + half / share ** (1 / 3)) + launch)
+        elements = found[BLOCK]
+        for many, m, n, k, written in products(inner, sizes, rows * inner.model.sequence):
+            side = np.minimum(np.minimum(m, n), k)
+            moving = (size * (m * k + k * n) + written * m * n) * byte
+            found[BLOCK] = found[BLOCK] + many * (np.maximum(2 * m * n * k * flop * (1 + half / side), moving) + launch)
+        return found, elements
+
+    def _of_one(self, inner: Inner, cell: str, crowding: float) -> Alone:
+        key = inner.recompute, cell, crowding
+        if key in self._alone:
+            return self._alone[key]
+        cells, cubes = self._cells(inner), []
+        launched, size, slope, byte = 0.0, 0.0, 0.0, crowding * self.cluster.byte_time()
+        prices = self.times.outer("dp", 1, 1)
+        for kind, many in (pair for way in PASSES for pair in cells.counts[cell, way].items()):
+            one, sizes = cells.kinds[kind].at(1), dict(zip(SIZES, cells.kinds[kind].sizes, strict=True))
+            if one.kind == "elements":
+                launched += many * crowding * self.cluster["elements.launch"]
+                size += many * (sizes["read"].base + sizes["written"].base) * byte
+                slope += many * (sizes["read"].slope + sizes["written"].slope) * byte
+            elif one.kind == "product" and sizes["batch"].slope:  # of attention, whose sizes are those of a head on every grid
+                launch = self.cluster["product.launch"]
+                launched += many * crowding * launch
+                slope += many * crowding * (prices.product(one) - launch)
+            elif one.kind == "product" and cell != BLOCK:
+                cubes.append((many, float(one.m * one.n * one.k)))
+        self._alone[key] = Alone(MARGIN * launched, MARGIN * size, MARGIN * slope, tuple(cubes))
+        return self._alone[key]
+
+    def _cells(self, inner: Inner) -> Cells:
+        """The cells that one rank alone would run, whose units are rows."""
+        axes = tuple({"x": 1, "y": 1, "z": 1}.items())
+        cells, _ = self.times.store.cells(replace(inner, scheme="oned", axes=axes, regather=False, unit=1, replicas=1), 1)
+        return cells
+
+    # -- communication
+
+    def _seconds(self, prices: Prices, one: Moved) -> tuple[float, float]:
+        """Seconds of launches and hops, and of volume, of communications along an axis whose links are known."""
+        members = prices.topology.shape[one.axis]
+        key = id(prices), one.axis, one.name
+        if key not in self._rates:
+            word = 4
+            (least, _), (most, volume) = (prices.move(move(one.name, one.axis, words, "float32")) for words in (1, MANY))
+            fill = (most - least) / max(1.0, self.cluster["collectives.chunk"] - word)
+            received = members / (members - 1) if one.name == "broadcast" else 1.0  # its words are those of the message
+            self._rates[key] = least, fill, received * volume / (word * MANY)
+        fixed, fill, byte = self._rates[key]
+        if fill:  # of a chain, by the first chunk of a message
+            message = one.size / one.many * members / (members - 1)
+            fixed += fill * min(self.cluster["collectives.chunk"], message)
+        return one.many * fixed, one.size * byte
+
+    def _gathered(self, plan: Plan, prices: Prices, elements: float) -> float:
+        """Seconds of the gathers of a block's shared weights, and of the sums of their gradients, behind element-wise work."""
+        passes = 3 if plan.inner.recompute == "full" else 2
+        size = self._shared(plan.inner, plan.inner.ranks, plan.dp)
+        gathers = sum(self._seconds(prices, Moved("dp", "all_gather", passes * size, passes * 4)))
+        return gathers + max(0.0, self._seconds(prices, Moved("dp", "reduce_scatter", size, 4))[1] - elements)
+
+    def _shared(self, inner: Inner, ranks: Number, dp: Number) -> Number:
+        """Bytes of a block's weights that a rank receives of other replicas when it gathers them."""
+        return inner.block_elements / (ranks * dp) * (dp - 1) * dtype_of(inner.dtype).nbytes
+
+    def _anywhere(self, sizes: Mapping[str, Number], every: Sequence[Moved]) -> tuple[Number, Number]:
+        """Seconds for which communications use ports, and for which the busiest axis is in use, at least, wherever ranks lie.
+
+        Ports between nodes of s ranks carry their fair share. Of an axis whose rings have k members in a node, s/k rings leave
+        it. The k of all axes multiply to s at most (Loomis and Whitney), and of what does not leave the node it is the size of
+        the axis. So the sum of volume·s/k is at least n times the geometric mean of what their n axes would have with the whole
+        s. Every message has the hops of its axis.
+        """
+        levels = self.cluster.levels
+        if len(levels) < 2 or self.cluster["host.slots"]:
+            return 0.0, 0.0
+        hop, launch = min(level.latency for level in levels), self.cluster["collectives.launch"]
+        volumes, streams, waited = (dict.fromkeys(AXES, 0.0 * sizes["x"]) for _ in range(3))
+        for axis, name, size, many, alone in every:
+            volumes[axis] = volumes[axis] + size
+            hops = (launch + hop * (sizes[axis] - 1) * (name != "all_reduce")) * (size > 0) * many
+            (waited if alone else streams)[axis] = (waited if alone else streams)[axis] + hops
+        node, port = levels[-2].size, levels[-1]
+        fastest, least = min(1 / level.bandwidth for level in levels) * sum(volumes.values()), np.inf
+        active = {axis: volume > 0 for axis, volume in volumes.items()}
+        for inside in product((False, True), repeat=len(AXES)):
+            kept = {axis: active[axis] & one for axis, one in zip(AXES, inside, strict=True)}
+            fits = np.all([active[axis] for axis, one in zip(AXES, inside, strict=True) if one] or [active["x"] | True], axis=0)
+            share = node / prod(np.where(kept[axis], sizes[axis], 1) for axis in AXES)
+            out = [np.where(active[axis] & ~kept[axis], volumes[axis], 0.0) for axis in AXES]
+            many = np.maximum(1, sum(one > 0 for one in out))
+            mean = many * (prod(np.where(one > 0, one, 1.0) for one in out) / share) ** (1 / many) * (sum(out) > 0)
+            taken = np.maximum(mean, sum(out) / node) * node / (port.ports * port.bandwidth)
+            least = np.minimum(least, np.where(fits & (share >= 1), taken, np.inf))
+        fixed = sum(waited.values())
+        return np.maximum(fastest, least) + fixed, np.maximum.reduce([streams[axis] + waited[axis] for axis in AXES])
+
+
+def _closed(parts: Mapping[str, Number], pp: Number, micro_batches: Number, first: Number, last: Number, least: Number) -> Number:
+    """Seconds of a pipeline at least. first, last, least : layers of the first and the last rank, and of the smallest stage."""
+    block, alone = parts[BLOCK], pp == 1
+    ends = first * block + parts[ENTER] + parts[LEAVE] * alone, last * block + parts[LEAVE] + parts[ENTER] * alone
+    return micro_batches * np.maximum(*ends) + (pp - 1) * least * block
