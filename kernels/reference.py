@@ -262,7 +262,7 @@ def adamw(
     widened = [gradient.to(weight.dtype) for gradient, weight in zip(gradients, weights, strict=True)]
     if factor != 1:
         torch._foreach_mul_(widened, factor)
-    counts = [torch.full((), step - 1, dtype=torch.float32) for step in steps]
+    counts = list(torch.tensor([step - 1 for step in steps], dtype=torch.float32).unbind())
     numbers: dict[str, Any] = {"lr": rate, "beta1": betas[0], "beta2": betas[1], "eps": epsilon, "weight_decay": decay}
     moments = list(first), list(second)
     torch_adamw(list(weights), widened, *moments, [], counts, fused=True, amsgrad=False, maximize=False, **numbers)

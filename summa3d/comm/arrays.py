@@ -57,7 +57,12 @@ def is_on_device(array: Array) -> bool:
 def place_of(array: Array) -> Any:
     """What kind of array it is and where its memory lies, as something to compare; of numpy's own arrays, a constant."""
     kind = type(array)
-    return None if kind is np.ndarray else (kind, getattr(array, "device", None), getattr(array, "layout", None))
+    if kind is np.ndarray:
+        return None
+    try:
+        return kind, array.device, array.layout
+    except AttributeError:  # not torch's
+        return kind, getattr(array, "device", None)
 
 
 def array_problem(array: Any, has_memory: bool = True) -> str | None:

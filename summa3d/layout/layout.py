@@ -179,9 +179,10 @@ class Layout:
 
     def is_primary(self, coordinates: Coordinates) -> bool:
         """True on one rank of each block's copies: at the first index that holds it, and at 0 of the axes that only copy it."""
-        copied = (index == 0 for axis, index in coordinates.items() if axis not in self.axes and axis not in self.root_only)
+        split = self.axes
+        copied = (index == 0 for axis, index in coordinates.items() if axis not in split and axis not in self.root_only)
         first = (
-            axis in self.axes or coordinates[axis] == self.root_index(axis, coordinates)  # in axes: each holds its own part
+            axis in split or coordinates[axis] == self.root_index(axis, coordinates)  # in axes: each holds its own part
             for axis in self.root_only
         )
         return self.holds_block(coordinates) and all(first) and all(copied)

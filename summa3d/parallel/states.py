@@ -164,13 +164,18 @@ class State:
             found.append(slice(rows.start - start, rows.stop - start))
         return found
 
+    @cached_property
+    def cut(self) -> bool:
+        """Whether `pieces` cuts: other ranks own rows of what this rank updates."""
+        return self.shardings.moments is not self.partition
+
     def pieces(self, block: Tensor) -> list[Tensor]:
         """A block in the moments' sharding, cut where another rank begins to own: views.
 
         An update by pieces has the same bits where all replicas update everything as where each updates its own: a kernel may
         round the last elements of a tensor otherwise than those before them.
         """
-        return [block] if self.shardings.moments is self.partition else [block[rows] for rows in self.rows]
+        return [block[rows] for rows in self.rows] if self.cut else [block]
 
     @property
     def weight(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import cos, isfinite, pi, sqrt
 from typing import TYPE_CHECKING
 
@@ -54,33 +54,23 @@ class AdamW:
         """
         for decay in (True, False):
             found = [(state, state.gradient) for state in self.states.values() if state.parameter.decay is decay]
-            given = {state.name: gradient for state, gradient in found if gradient is not None}
+            given = [(state, gradient) for state, gradient in found if gradient is not None]
             self._update(given, rate, self.config.weight_decay if decay else 0.0, factor)
 
-    def _update(self, given: dict[str, torch.Tensor], rate: float, weight_decay: float, factor: float) -> None:
+    def _update(self, given: list[tuple[State, torch.Tensor]], rate: float, weight_decay: float, factor: float) -> None:
         first, second = (self.moments[moment] for moment in MOMENTS)
-        names = list(given)
-        for name in names:
+        rows: list[tuple[torch.Tensor, ...]] = []
+        steps: list[int] = []
+        for state, gradient in given:
+            name = state.name
             self._steps[name] += 1
-        if not names:
-            return
-
-        def pieces(block_of: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
-            return [piece for name in names for piece in self.states[name].pieces(block_of(name))]
-
-        weights = pieces(lambda name: self.states[name].weight)
-        dispatch.kernels_for(weights[0]).adamw(
-            weights,
-            pieces(given.__getitem__),
-            pieces(first.__getitem__),
-            pieces(second.__getitem__),
-            [self._steps[name] for name in names for _ in self.states[name].pieces(first[name])],
-            rate,
-            self.config.betas,
-            self.config.epsilon,
-            weight_decay,
-            factor,
-        )
+            blocks = state.weight, gradient, first[name], second[name]
+            pieces = list(zip(*map(state.pieces, blocks), strict=True)) if state.cut else [blocks]
+            rows += pieces
+            steps += [self._steps[name]] * len(pieces)
+        if rows:
+            kernels, columns = dispatch.kernels_for(rows[0][0]), map(list, zip(*rows, strict=True))
+            kernels.adamw(*columns, steps, rate, self.config.betas, self.config.epsilon, weight_decay, factor)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -117,8 +107,9 @@ def norm_and_votes(gradients: Iterable[tuple[torch.Tensor, Sharding]], grid: Gri
     found = list(gradients)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient, _ in found]
     squares = 0.0
+    primary = {layout: layout.is_primary(grid.coordinates) for layout in {sharding.layout for _, sharding in found}}
     for (_, sharding), norm in zip(found, _read(norms), strict=True):
-        if sharding.is_primary(grid) or not isfinite(norm):
+        if primary[sharding.layout] or not isfinite(norm):
             squares += norm * norm
     whole = grid.world.all_reduce(np.array([complex(squares, votes)]))[0]
     return sqrt(float(whole.real)), round(float(whole.imag))

@@ -69,7 +69,7 @@ class Recorder:
         HEADER.pack_into(self.memory, 0, MAGIC, rank, ranks, os.getpid(), processes.this_node(), offset, 0)
         records = memoryview(self.memory)[HEAD : HEAD + KEPT * SIZE]
         self.words, self.times = records.cast("q"), records.cast("d")
-        self.lines: dict[tuple[int, int], int] = {}  # of the user's
+        self.lines: dict[tuple[int, int], int] = {}  # of the user's; and of the library's from which none of the user's was found
         self._texts: dict[Any, int] = {}
         self._axes: dict[str, int] = {}
         self._inner: dict[tuple[int, int], int] = {}
@@ -92,8 +92,11 @@ class Recorder:
         return self.text(text, lambda: text)
 
     def line(self, frame: FrameType | None) -> int:
-        """The number of the nearest line outside of the library and torch; else of the line that called the axis."""
-        outer = None
+        """The number of the nearest line outside of the library and torch; else of the line that called the axis.
+
+        Where no such line is near, as in a training step, none is looked for again: that took as long as the rest of a record.
+        """
+        first, outer = frame, None
         for _ in range(FRAMES):
             if frame is None:
                 break
@@ -106,7 +109,11 @@ class Recorder:
             if kind == LIBRARY and outer is None:
                 outer = frame
             frame = frame.f_back
-        return self.text("", str) if outer is None else self._numbered(outer, self._inner)
+        number = self.text("", str) if outer is None else self._numbered(outer, self._inner)
+        if first is not None:
+            self._codes.append(first.f_code)
+            self.lines[id(first.f_code), first.f_lasti] = number
+        return number
 
     def _numbered(self, frame: FrameType, known: dict[tuple[int, int], int]) -> int:
         """The number of the line of a frame; its text is written the first time."""

@@ -146,11 +146,12 @@ class Carried:
         if self.before is not None:
             self.before()
         requests = self.requests
-        if requests and isinstance(requests[0], MPI.Request):
-            MPI.Request.Waitall(requests)
-        else:
-            for request in requests:
-                request.wait()
+        if requests:
+            if isinstance(requests[0], MPI.Request):
+                MPI.Request.Waitall(requests)
+            else:
+                for request in requests:
+                    request.wait()
         return self.finish()
 
     @property

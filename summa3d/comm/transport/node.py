@@ -95,7 +95,7 @@ class NodeTransport:
             route.signed = signed(route.described(call.array))
         try:
             number = buffer.signatures.post(route.signed)
-            slot = buffer.slot_of(call.array) if route.operation == "reduce_scatter" else None
+            slot = buffer.slot_of(call.array) if buffer.allocated and route.operation == "reduce_scatter" else None
             if slot is None and not bound.here:
                 self._compare_for_mpi(buffer, call, number)
                 return None
@@ -208,7 +208,8 @@ class Bound(ABC):
         self.like = empty((0,), detached(array))
         self.shape, self.is_torch = tuple(array.shape), is_torch(array)
         self.laid: list[Any] = [None] * SLOTS
-        self.op, self.combine = route.op, _operation(array, route.op)
+        self.sums_wide = route.op == "sum" and is_half(array)
+        self.copy, self.combine = _functions(array, route.op)
         self.prepare(route)
         self.nbytes = self.elements * array.itemsize
         buffer.grown.add(self)
@@ -235,7 +236,7 @@ class Bound(ABC):
     def reduced(self, parts: Sequence[Array], out: Array | None) -> Array:
         """The members' parts reduced in their order: the same bits in every run. 16-bit floats are summed in float32."""
         first, second, *others = parts
-        if self.op == "sum" and is_half(first):
+        if self.sums_wide:
             total = widen(first)
             for part in (second, *others):
                 total += widen(part)
@@ -293,7 +294,7 @@ class AllGather(Bound):
         slot = self.buffer.take(self.nbytes)
         if slot is None:
             return None
-        copy_into(self.in_slot(slot)[0], self.plain(call.array))
+        self.copy(self.in_slot(slot)[0], self.plain(call.array))
         slot.post()
         if self.view and call.into is None and self.adjoin:
             self.buffer.view(slot)
@@ -311,8 +312,8 @@ class AllGather(Bound):
         """Copy all members' blocks."""
         out = empty(self.whole, self.like) if slot.into is None else slot.into
         slot.wait_for_all()
-        for place, part in self.in_slot(slot)[1]:
-            copy_into(out if place is ... else out[place], part)
+        for place, part in self.laid[slot.place][1]:
+            self.copy(out if place is ... else out[place], part)
         return out
 
 
@@ -346,7 +347,7 @@ class ReduceScatter(Bound):
                 return None
             array = self.plain(call.array)
             for part, at in zip(self.in_slot(slot)[0], self.others, strict=True):
-                copy_into(part, array[at])  # no other member reads this member's own part ...
+                self.copy(part, array[at])  # no other member reads this member's own part ...
             own = array[self.own]
             if not call.blocking or (call.into is not None and overlap(call.into, own)):
                 own = copy_into(empty(own.shape, array), own)  # ... but the caller may overwrite it meanwhile, or the sum
@@ -383,7 +384,7 @@ class Reduce(Bound):
         slot = self.buffer.take(self.nbytes)
         if slot is None:
             return None
-        copy_into(self.in_slot(slot)[self.buffer.index], self.plain(call.array))
+        self.copy(self.in_slot(slot)[self.buffer.index], self.plain(call.array))
         slot.post()
         slot.into, slot.read = call.into, self.read
         return slot.result
@@ -393,7 +394,7 @@ class Reduce(Bound):
         if not self.reads:
             return None
         slot.wait_for_all()
-        return self.reduced(self.in_slot(slot), slot.into)
+        return self.reduced(self.laid[slot.place], slot.into)
 
 
 class Broadcast(Bound):
@@ -413,7 +414,7 @@ class Broadcast(Bound):
         if slot is None:
             return None
         if self.buffer.index == self.root:
-            copy_into(self.in_slot(slot), detached(call.array))
+            self.copy(self.in_slot(slot), detached(call.array))
             slot.post()
         else:
             self.buffer.signatures.wake()
@@ -425,7 +426,7 @@ class Broadcast(Bound):
         array = slot.into
         if self.buffer.index != self.root:
             slot.wait(self.root)
-            copy_into(detached(array), self.in_slot(slot))
+            self.copy(detached(array), self.in_slot(slot))
         return array
 
 
@@ -482,9 +483,10 @@ BOUND: dict[str, type[Bound]] = {
 }
 
 
-def _operation(array: Array, op: str) -> Any:
+def _functions(array: Array, op: str) -> tuple[Any, Any]:
+    """What copies one array into another, and what reduces two of them by `op`."""
     if is_torch(array):
         import torch
 
-        return getattr(torch, OPERATIONS[op])
-    return getattr(np, OPERATIONS[op])
+        return torch.Tensor.copy_, getattr(torch, OPERATIONS[op])
+    return np.copyto, getattr(np, OPERATIONS[op])

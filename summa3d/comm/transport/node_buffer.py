@@ -75,29 +75,34 @@ class Slot:
 
     def wait_for_all(self) -> None:
         """Return once every member has posted. Waits first for the member that was last before, so that this rank wakes once."""
-        others = self.buffer.others[POSTED][self.place]
-        last = self.buffer.flags.wait_for(others, self.number)
+        buffer = self.buffer
+        others = buffer.others[POSTED][self.place]
+        last = buffer.flags.wait_for(others, self.number)
         if last >= 0 and last != others[0]:
             others.remove(last)
             others.insert(0, last)
-        self.buffer.signatures.compare(self.call)
-
-    def finish(self) -> None:
-        """Read the parts of all members; a second call does nothing. Closes the slot, unless the result is a view of it."""
-        if self.read is not None:
-            try:
-                self._result, self.read = self.read(self), None
-                if not self.viewed:
-                    self.close()
-            except BaseException as error:
-                self.buffer.fail(error)
-                raise
+        buffer.signatures.compare(self.call)
 
     def result(self) -> Array:
-        """The result of `finish`, once. The slot drops its reference, since the buffer keeps the slot until its next use."""
-        self.finish()
-        result, self._result = self._result, None
+        """Read the parts of all members, unless `finish` did, and close the slot, unless the result is a view of it; once.
+
+        The slot keeps no reference to the result, since the buffer keeps the slot until its next use.
+        """
+        if self.read is None:
+            result, self._result = self._result, None
+            return result
+        try:
+            result, self.read = self.read(self), None
+            if not self.viewed:
+                self.close()
+        except BaseException as error:
+            self.buffer.fail(error)
+            raise
         return result
+
+    def finish(self) -> None:
+        """Have the result ready before it is asked for: the slot is needed."""
+        self._result = self.result()
 
     def leave(self) -> None:
         """Signal that this member will not post."""
@@ -159,10 +164,9 @@ class NodeBuffer:
         """The next slot, with `nbytes` for all members together. None on all members where the node lacks the memory.
 
         Invalidates the view of the last slot, and abandons an allocated slot that was not used. A slot that is too small grows;
-        all members wait for each other then.
+        all members wait for each other then. The caller has posted its call, which raises on a broken axis.
         """
         try:
-            self.flags.check()
             if self.viewed is not None:
                 self.viewed.close()
                 self.viewed = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from ...comm.arrays import Array
@@ -19,6 +20,9 @@ from ...layout.layout import Layout, split_sizes
 from ..local.blas import scale
 from .executor import Executor
 from .plan import ProductPlan
+
+WORTH_A_SLOT = 1 << 15
+"""Bytes of a summand from which its copy into a slot of the node's memory costs more than taking the slot before the product."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +98,10 @@ class Cuboid(Executor):
         self.m, self.n, self.k = coarse.local_shape((plan.m, plan.n, plan.k), grid.shape, grid.coordinates)
         self.a_whole = (self.m, self.k) if plan.form[0] == "n" else (self.k, self.m)
         self.b_whole = (self.k, self.n) if plan.form[1] == "n" else (self.n, self.k)
-        self.a_sizes = split_sizes(self.a_whole[plan.a_fine], self.y.size)
-        self.b_sizes = split_sizes(self.b_whole[plan.b_fine], self.x.size)
-        self.c_sizes = split_sizes((self.m, self.n)[plan.c_fine], self.z.size)
+        self.a_sizes = tuple(split_sizes(self.a_whole[plan.a_fine], self.y.size))
+        self.b_sizes = tuple(split_sizes(self.b_whole[plan.b_fine], self.x.size))
+        self.c_sizes = tuple(split_sizes((self.m, self.n)[plan.c_fine], self.z.size))
+        self._summands = {"a": (self.y, self.a_whole), "b": (self.x, self.b_whole), "c": (self.z, (self.m, self.n))}
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """Gather A along y and B along x, multiply, reduce-scatter C along z."""
@@ -170,10 +175,13 @@ class Cuboid(Executor):
         return self._tracked(self.z, self.workspace.multiply(a_gathered, b_gathered, self.plan.form, slot))
 
     def summand_buffer(self, operand: str, like: Array) -> Array | None:
-        """Where a summand of the operand (a, b or c) may be computed, so that its scatter, if it comes next, copies nothing."""
-        axis = {"a": self.y, "b": self.x, "c": self.z}[operand]
-        shape = {"a": self.a_whole, "b": self.b_whole, "c": (self.m, self.n)}[operand]
-        return axis.allocate(shape, like) if axis.size > 1 else None
+        """Where a summand of the operand (a, b or c) may be computed, so that its scatter, if it comes next, copies nothing.
+
+        None for a small one, by its shape, which all members of the axis share.
+        """
+        axis, shape = self._summands[operand]
+        worth = axis.size > 1 and prod(shape) * like.itemsize >= WORTH_A_SLOT
+        return axis.allocate(shape, like) if worth else None
 
     def scatter_c(self, partial: Array) -> Array:
         """C summed along z and scattered to its layout. Words: (Z−1)·own."""
