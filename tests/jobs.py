@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import forkserver
 
 from summa3d.cli.launch import mpi_command
+from summa3d.launch.runtime import Runtime, loaded_runtime
 
 WARM_VARIABLE = "TESTS_PYTHON"
 Variables = Mapping[str, str] | None
 ROOT = Path(__file__).parent.parent
+COMMANDS = """
+import contextlib, importlib, io, json, sys
+from summa3d.cli.main import parser_of, start_mpi
+from summa3d.errors import Summa3dError
+start_mpi()
+from mpi4py import MPI
+for name, *words in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = importlib.import_module(f"summa3d.cli.{name}").run(parser_of(name).parse_args(words))
+        except SystemExit as end:
+            status = end.code
+        except Summa3dError as error:
+            status = 1
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    told = MPI.COMM_WORLD.gather((status, out.getvalue(), err.getvalue()))
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(told))
+"""
+"""Commands of summa3d one after the other, and how each ended on every rank."""
 
 
 def warm_server() -> forkserver.Server:
@@ -55,9 +79,15 @@ def environment(extra: Variables = None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **(extra or {})}
 
 
+@cache
+def runtime() -> Runtime:
+    """The MPI library of this Python, which another process is asked for."""
+    return loaded_runtime()
+
+
 def start(arguments: list[str], ranks: int, cwd: Path | None = None, extra: Variables = None) -> subprocess.Popen[str]:
     """Start `python ARGUMENTS…` on `ranks` ranks."""
-    command, environ, _ = mpi_command(ranks, arguments, environment(extra))
+    command, environ, _ = mpi_command(ranks, arguments, environment(extra), runtime())
     command = [python() if word == sys.executable else word for word in command]
     return _popen(command, cwd, environ)
 
@@ -92,3 +122,20 @@ def run_serial(
 ) -> Ended:
     """Run `python ARGUMENTS…` without a launcher; `fresh`: in a process that has imported nothing yet."""
     return finish(_popen([sys.executable if fresh else python(), *arguments], cwd, environment(extra)), timeout)
+
+
+def commands(lines: Sequence[Sequence[object]], ranks: int) -> list[Ended]:
+    """How each of these commands of summa3d ends, one after the other on the ranks of one job: all alike, and only rank 0 prints.
+
+    An error is one that every rank raises. For how a process of summa3d ends, and who prints its error, start it alone.
+    """
+    job = run(["-c", COMMANDS, json.dumps([[*map(str, line)] for line in lines])], ranks)
+    assert job.status == 0 and job.stderr == "", job.stderr
+    found = []
+    for line, told in zip(lines, job.stdout.splitlines(), strict=True):
+        (status, stdout, stderr), *others = json.loads(told)
+        errors = {other[2] for other in others}
+        assert all(other[:2] == [status, ""] for other in others) and len(errors) < 2, (line, told)
+        assert all(stderr.endswith(error) and (status == 1) == (error != "") for error in errors), (line, told)
+        found.append(Ended(status, stdout, stderr, 0.0))
+    return found

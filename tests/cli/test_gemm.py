@@ -8,6 +8,8 @@ import os
 import subprocess
 import tracemalloc
 from fractions import Fraction
+from functools import cache
+from math import prod
 
 import jobs
 import pytest
@@ -39,37 +41,51 @@ BOUND = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-2, "bfloat16": 1e-2, "
 
 def gemm(ranks, *arguments, timeout=300):
     command = [jobs.python(), "-m", "summa3d", "launch", "-n", str(ranks), "gemm", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
 
 
-def result(ranks, m, n, k, grid, *arguments):
+M, N, K = 131, 67, 101
+PRODUCTS = [
+    ("nn", "float64", (2, 2, 2), ("--repeat", "3")),
+    ("nt", "float64", (3, 2, 2), ("--alpha", "-1.5", "--beta", "0.5")),
+    ("tn", "float32", (1, 2, 4), ("--repeat", "1")),
+    ("tt", "float16", (2, 1, 1), ("--repeat", "2", "--algorithm", "cuboid")),
+    ("nt", "bfloat16", (1, 2, 2), ("--repeat", "2", "--beta", "2")),
+    ("cn", "complex128", (1, 1, 2), ("--repeat", "2")),
+    ("tn", "int32", (2, 1, 2), ("--repeat", "2")),
+    ("nn", "float16", (1, 2, 2), ("--repeat", "2")),
+]
+ALGORITHMS = ("summa", "cannon", "oned-column", "oned-row", "ca25d", "tesseract")
+
+
+def line_of(form, dtype, grid, extra):
     x, y, z = grid
-    sizes = ["--m", str(m), "--n", str(n), "--k", str(k), "--grid", f"x={x},y={y},z={z}"]
-    done = gemm(ranks, *sizes, "--json", "--check", *arguments)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 1, done.stdout
-    return json.loads(lines[0])
+    sizes = ("--m", M, "--n", N, "--k", K, "--grid", f"x={x},y={y},z={z}")
+    return ("gemm", *sizes, "--form", form, "--dtype", dtype, "--json", "--check", *extra)
 
 
-@pytest.mark.parametrize(
-    ("form", "dtype", "grid", "extra"),
-    [
-        ("nn", "float64", (2, 2, 2), ["--repeat", "3"]),
-        ("nt", "float64", (3, 2, 2), ["--alpha", "-1.5", "--beta", "0.5"]),
-        ("tn", "float32", (1, 2, 4), ["--repeat", "1"]),
-        ("tt", "float16", (2, 1, 1), ["--repeat", "2", "--algorithm", "cuboid"]),
-        ("nt", "bfloat16", (1, 2, 2), ["--repeat", "2", "--beta", "2"]),
-        ("cn", "complex128", (1, 1, 2), ["--repeat", "2"]),
-        ("tn", "int32", (2, 1, 2), ["--repeat", "2"]),
-        ("nn", "float16", (1, 2, 2), ["--repeat", "2"]),
-    ],
-)
+def line_of_algorithm(name):
+    return ("gemm", "--m", 41, "--n", 37, "--k", 53, "--algorithm", name, "--check", "--json", "--repeat", 2)
+
+
+@cache
+def found_on(ranks):
+    """Command line → what its JSON holds, of all products of these tests on so many ranks."""
+    lines = [line_of(*product) for product in PRODUCTS if prod(product[2]) == ranks]
+    lines += [line_of_algorithm(name) for name in ALGORITHMS] if ranks == 4 else []
+    found = {}
+    for line, done in zip(lines, jobs.commands(lines, ranks), strict=True):
+        assert done.status == 0 and done.stdout.count("\n") == 1, done
+        found[line] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(("form", "dtype", "grid", "extra"), PRODUCTS)
 def test_the_json_has_every_field_and_what_moved_equals_the_formulas(form, dtype, grid, extra):
-    m, n, k = 131, 67, 101
+    m, n, k = M, N, K
     x, y, z = grid
-    found = result(x * y * z, m, n, k, grid, "--form", form, "--dtype", dtype, *extra)
+    found = found_on(x * y * z)[line_of(form, dtype, grid, extra)]
     assert found.keys() >= FIELDS
     assert [found[name] for name in ("algorithm", "form", "m", "n", "k", "dtype")] == ["cuboid", form, m, n, k, dtype]
     assert found["grid"] == {"x": x, "y": y, "z": z}
@@ -92,11 +108,9 @@ def test_people_get_a_table_and_no_check_costs_nothing():
     assert "cuboid x=1,y=1,z=1, 5×3×2 nn float64, 1 rank\n" in done.stdout and "serial" not in done.stdout
 
 
-@pytest.mark.parametrize("name", ["summa", "cannon", "oned-column", "oned-row", "ca25d", "tesseract"])
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_is_a_word_on_the_command_line(name):
-    done = gemm(4, "--m", "41", "--n", "37", "--k", "53", "--algorithm", name, "--check", "--json", "--repeat", "2")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = found_on(4)[line_of_algorithm(name)]
     assert found["algorithm"] == name and found["relative_error"] < 1e-14
     assert found["words_per_rank"] == found["words_per_rank_formula"]
     assert found["workspace_bytes"] == found["workspace_bytes_formula"]
@@ -110,38 +124,35 @@ def test_without_algorithm_or_grid_the_chooser_decides_and_says_so():
     assert found["relative_error"] < 1e-14
 
 
-@pytest.mark.parametrize(
-    ("ranks", "arguments", "message"),
-    [
-        (4, ["--grid", "x=2,y=2,z=2"], "GridError: Grid x=2,y=2,z=2 has 8 places, but there are 4 ranks."),
-        (2, ["--grid", "x=2,w=1"], "ConfigError: --grid names axis 'w'; the axes of cuboid are x, y, z."),
-        (2, ["--grid", "x=2", "--m", "0"], "ConfigError: --m is 0; it must be at least 1."),
-        (1, ["--grid", "x=1,y=0"], "GridError: Axis y has size 0"),
-        (
-            2,
-            ["--grid", "two"],
-            "summa3d gemm: argument --grid: 'two' is not a grid; write it as x=2,y=2,z=2; see summa3d help gemm\n",
-        ),
-        (2, ["--algorithm", "all"], "`summa3d bench gemm … --algorithm all` compares all of them; see summa3d help gemm\n"),
-        (2, ["--grid", "x=2,x=1"], "'x=2,x=1' is not a grid"),
-        (
-            2,
-            ["--grid", "x=2", "--panel", "3"],
-            "ConfigError: --panel applies to summa, tesseract and ca25d only (algorithm is cuboid).",
-        ),
-        (2, ["--grid", "x=2", "--dtype", "int4"], "invalid choice: 'int4'"),
-        (
-            2,
-            ["--grid", "x=2", "--m", str(10**7), "--k", str(10**7)],
-            "CapacityError: The product needs up to 1,117,587.1 GiB a rank, 2,235,174.2 GiB on node ",
-        ),
-    ],
-)
-def test_bad_input_is_one_message_and_a_non_zero_status(ranks, arguments, message):
-    done = gemm(ranks, "--m", "4", "--n", "4", "--k", "4", *arguments)
+BAD = [
+    (["--grid", "x=2,y=2,z=2"], "GridError: Grid x=2,y=2,z=2 has 8 places, but there are 2 ranks."),
+    (["--grid", "two"], "summa3d gemm: argument --grid: 'two' is not a grid; write it as x=2,y=2,z=2; see summa3d help gemm\n"),
+    (["--grid", "x=2,w=1"], "ConfigError: --grid names axis 'w'; the axes of cuboid are x, y, z."),
+    (["--grid", "x=2", "--m", "0"], "ConfigError: --m is 0; it must be at least 1."),
+    (["--grid", "x=1,y=0"], "GridError: Axis y has size 0"),
+    (["--algorithm", "all"], "`summa3d bench gemm … --algorithm all` compares all of them; see summa3d help gemm\n"),
+    (["--grid", "x=2,x=1"], "'x=2,x=1' is not a grid"),
+    (["--grid", "x=2", "--panel", "3"], "ConfigError: --panel applies to summa, tesseract and ca25d only (algorithm is cuboid)."),
+    (["--grid", "x=2", "--dtype", "int4"], "invalid choice: 'int4'"),
+    (
+        ["--grid", "x=2", "--m", str(10**7), "--k", str(10**7)],
+        "CapacityError: The product needs up to 1,117,587.1 GiB a rank, 2,235,174.2 GiB on node ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD[:2])
+def test_bad_input_is_one_message_and_a_non_zero_status(arguments, message):
+    done = gemm(2, "--m", "4", "--n", "4", "--k", "4", *arguments)
     assert done.returncode != 0 and done.stdout == ""
     assert done.stderr.count(message) == 1, done.stderr
     assert "Traceback" not in done.stderr and "usage:" not in done.stderr
+
+
+def test_bad_input_is_refused_on_every_rank():
+    commands = [["gemm", "--m", 4, "--n", 4, "--k", 4, *arguments] for arguments, _ in BAD]
+    for done, (_, message) in zip(jobs.commands(commands, 2), BAD, strict=True):
+        assert done.status != 0 and done.stdout == "" and done.stderr.count(message) == 1 and "usage:" not in done.stderr, done
 
 
 @pytest.mark.mpi(sizes=(1,))
