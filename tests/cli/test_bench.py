@@ -26,7 +26,7 @@ WIDE = [("strong", False), ("weak", True)]
 
 def summa3d(*arguments, ranks=None, timeout=300, variables=None):
     launch = [] if ranks is None else ["launch", "-n", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", **(variables or {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
     command = [jobs.python(), "-m", "summa3d", *launch, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)
 
@@ -130,26 +130,32 @@ def test_weak_scaling_keeps_the_work_per_rank():
     assert [(row["ranks"], row["m"], row["n"], row["k"]) for row in result["rows"]] == [(1, 100, 50, 40), (2, 126, 63, 50)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
-    [
-        ("gemm", ["--entry", "summa:z=2"], "'z=2' is not AXIS=SIZE or OPTION=NUMBER; summa has x, y, panel, lookahead."),
-        ("gemm", ["--entry", "cuboid:x=3"], "ConfigError: cuboid x=3,y=1,z=1 needs 3 ranks; 2 were started."),
-        ("gemm", ["--algorithm", "strassen"], "ConfigError: Algorithm 'strassen' is not known."),
-        ("gemm", ["--algorithm", "cannon"], "GridError: cannon cannot use 2 ranks."),
-        ("gemm", ["--rounds", "0"], "ConfigError: --rounds is 0; it must be at least 1."),
-        ("gemm", ["--json", "none/x.json"], "ConfigError: --json none/x.json lies in none, which is no folder."),
-        ("gemm", ["--dtype", "bfloat16", "--numpy"], "which is not comparable with bfloat16 on cpu."),
-        ("strong", ["--device", "cuda"], "ConfigError: device cuda"),
-        ("strong", ["--ranks", "1,4"], "ConfigError: --ranks asks for 4; 2 were started."),
-        ("strong", ["--ranks", "1,two"], "'1,two' is not a list of rank counts; write it as 1,2,4"),
-    ],
-)
-def test_bad_input_is_one_message_and_a_non_zero_status(kind, arguments, message):
+BAD = [
+    ("gemm", ["--entry", "summa:z=2"], "'z=2' is not AXIS=SIZE or OPTION=NUMBER; summa has x, y, panel, lookahead."),
+    ("gemm", ["--entry", "cuboid:x=3"], "ConfigError: cuboid x=3,y=1,z=1 needs 3 ranks; 2 were started."),
+    ("gemm", ["--algorithm", "strassen"], "ConfigError: Algorithm 'strassen' is not known."),
+    ("gemm", ["--algorithm", "cannon"], "GridError: cannon cannot use 2 ranks."),
+    ("gemm", ["--rounds", "0"], "ConfigError: --rounds is 0; it must be at least 1."),
+    ("gemm", ["--json", "none/x.json"], "ConfigError: --json none/x.json lies in none, which is no folder."),
+    ("gemm", ["--dtype", "bfloat16", "--numpy"], "which is not comparable with bfloat16 on cpu."),
+    ("strong", ["--device", "cuda"], "ConfigError: device cuda"),
+    ("strong", ["--ranks", "1,4"], "ConfigError: --ranks asks for 4; 2 were started."),
+    ("strong", ["--ranks", "1,two"], "'1,two' is not a list of rank counts; write it as 1,2,4"),
+]
+
+
+def test_bad_input_is_one_message_and_a_non_zero_status():
+    kind, arguments, message = BAD[1]
     done = bench(2, kind, *arguments)
     assert done.returncode != 0 and done.stdout == ""
     assert done.stderr.count(message) == 1, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_bad_input_is_refused_on_every_rank():
+    commands = [["bench", kind, "--m", 17, "--n", 13, "--k", 11, *arguments] for kind, arguments, _ in BAD]
+    for done, (_, _, message) in zip(jobs.commands(commands, 2), BAD, strict=True):
+        assert done.status != 0 and done.stdout == "" and done.stderr.count(message) == 1, done
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that is always full")

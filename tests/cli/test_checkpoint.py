@@ -100,7 +100,8 @@ def test_what_cannot_be_done_is_said_in_a_line(theirs: Path, tmp_path: Path) -> 
         (["export", tmp_path, tmp_path / "back", "--file-size", "0"], "--file-size is 0"),
         (["transplant", tmp_path], "invalid choice"),
     ]
-    for arguments, words in cases:
-        done = summa3d("checkpoint", *arguments)
-        assert done.returncode != 0 and done.stdout == "" and words in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 3
+    for done, (_, words) in zip(jobs.commands([["checkpoint", *line] for line, _ in cases], 1), cases, strict=True):
+        assert done.status != 0 and done.stdout == "" and words in done.stderr and len(done.stderr.splitlines()) <= 3, done
+    alone = summa3d("checkpoint", *cases[0][0])
+    assert alone.returncode != 0 and alone.stdout == "" and cases[0][1] in alone.stderr
+    assert "Traceback" not in alone.stderr and len(alone.stderr.splitlines()) <= 3

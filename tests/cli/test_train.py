@@ -139,52 +139,53 @@ def test_without_a_grid_one_is_chosen_and_chosen_again_on_other_ranks(tmp_path: 
     assert "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        ("train.step=3", ["ConfigError", "'train.step'", "'train.steps'"]),
-        ("grid.x=3", ["GridError", "x=3,y=1,z=1", "2 ranks", "x=2,y=1,z=1"]),
-        ("train.batch=7", ["LayoutError", "batch 7", "x·y = 2", "6, 8"]),
-        ("data.path=nowhere", ["DataError", "'nowhere'", "does not exist"]),
-    ],
-)
-def test_an_error_is_printed_once_for_all_ranks_before_training_starts(tmp_path: Path, change: str, parts: list[str]) -> None:
-    run = tmp_path / "run"
+UNFIT = [
+    ("grid.x=3", ["GridError", "x=3,y=1,z=1", "2 ranks", "x=2,y=1,z=1"]),
+    ("train.step=3", ["ConfigError", "'train.step'", "'train.steps'"]),
+    ("train.batch=7", ["LayoutError", "batch 7", "x·y = 2", "6, 8"]),
+    ("data.path=nowhere", ["DataError", "'nowhere'", "does not exist"]),
+]
+
+
+def test_an_error_is_printed_once_for_all_ranks_before_training_starts(tmp_path: Path) -> None:
+    """The last one is that of one rank, of which the others are told."""
     words = settings(write_corpus(tmp_path / "corpus.txt"), grid__x=2)
-    done = summa3d("launch", "-n", 2, "train", "demo", "--run", run, *words, "--set", change)
-    assert done.returncode != 0
-    assert done.stderr.count(parts[0]) == 1 and "Traceback" not in done.stderr
-    assert all(part in done.stderr for part in parts), done.stderr
-    assert len(done.stderr.splitlines()) < 20 and done.stdout == ""  # one screen, Open MPI's own words on an abort included
-    assert not (run / "metrics.jsonl").exists()
+    lines = [["train", "demo", "--run", tmp_path / "run", *words, "--set", change] for change, _ in UNFIT]
+    ended = jobs.commands(lines, 2)
+    for line, done, (_, parts) in zip(lines, ended, UNFIT, strict=True):
+        if line is lines[-1]:
+            alone = summa3d("launch", "-n", 2, *line)
+            assert alone.returncode != 0 and alone.stdout == "" and "Traceback" not in alone.stderr
+            assert alone.stderr.count(parts[0]) == 1 and all(part in alone.stderr for part in parts), alone.stderr
+            assert len(alone.stderr.splitlines()) < 20  # one screen, Open MPI's own words on an abort included
+        assert done.status != 0 and done.stdout == "" and done.stderr.count(parts[0]) == 1, done
+        assert all(part in done.stderr for part in parts), done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["train", "--run", "nowhere"], "Name a configuration"),
-        (["train", "demo", "--ranks", "4"], "--ranks is for --dry-run"),
-        (["train", "demo", "--run", "nowhere", "--resume", "--overwrite"], "Give one of them"),
-        (["train", "--run", "nowhere", "--resume"], "nowhere/config.toml"),
-        (["generate", "nowhere", "--prompt", "x"], "nowhere is not a run folder"),
-        (["generate", "nowhere", "--prompt", ""], "--prompt is empty"),
-        (["generate", "nowhere", "--prompt", "x", "--top-k", "-1"], "--top-k is -1"),
-        (
-            ["generate", "nowhere", "--prompt", "x", "--temperature", "nan"],
-            "--temperature is nan; it must be at least 0, and finite",
-        ),
-        (["train", "demo", "--run", "nowhere", "--trace-steps", "1:2"], "Give --trace FILE as well"),
-        (["train", "demo", "--dry-run", "--trace", "t.json"], "--dry-run takes no steps"),
-        (
-            ["train", "demo", "--dry-run", "--ranks", "8", "--set", "grid.x=2"],
-            "Grid x=2,y=1,z=1 has 2 places, but there are 8 ranks",
-        ),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused(arguments: list[str], words: str) -> None:
-    done = summa3d(*arguments)
-    assert done.returncode != 0 and done.stdout == ""
-    assert words in done.stderr and "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 3
+SENSELESS = [
+    (["train", "--run", "nowhere"], "Name a configuration"),
+    (["train", "demo", "--ranks", "4"], "--ranks is for --dry-run"),
+    (["train", "demo", "--run", "nowhere", "--resume", "--overwrite"], "Give one of them"),
+    (["train", "--run", "nowhere", "--resume"], "nowhere/config.toml"),
+    (["generate", "nowhere", "--prompt", "x"], "nowhere is not a run folder"),
+    (["generate", "nowhere", "--prompt", ""], "--prompt is empty"),
+    (["generate", "nowhere", "--prompt", "x", "--top-k", "-1"], "--top-k is -1"),
+    (["generate", "nowhere", "--prompt", "x", "--temperature", "nan"], "--temperature is nan; it must be at least 0, and finite"),
+    (["train", "demo", "--run", "nowhere", "--trace-steps", "1:2"], "Give --trace FILE as well"),
+    (["train", "demo", "--dry-run", "--trace", "t.json"], "--dry-run takes no steps"),
+    (["train", "demo", "--dry-run", "--ranks", "8", "--set", "grid.x=2"], "Grid x=2,y=1,z=1 has 2 places, but there are 8 ranks"),
+]
+
+
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    for done, (_, words) in zip(jobs.commands([line for line, _ in SENSELESS], 1), SENSELESS, strict=True):
+        assert done.status != 0 and done.stdout == "", done
+        assert words in done.stderr and len(done.stderr.splitlines()) <= 3, done.stderr
+    for line, words in SENSELESS[3:5]:
+        alone = summa3d(*line)
+        assert alone.returncode != 0 and alone.stdout == ""
+        assert words in alone.stderr and "Traceback" not in alone.stderr and len(alone.stderr.splitlines()) <= 3
 
 
 PIPELINE = ("grid.pp=4", "pipeline.schedule=interleaved", "pipeline.chunks=2", "model.layers=8")
