@@ -7,6 +7,9 @@ from typing import ClassVar
 
 from ..errors import ConfigError
 
+BUCKETS_IN_FLIGHT = 2
+"""Buckets of gradients whose sums over replicas are in flight at once: as many as an axis has slots in a node's memory."""
+
 
 @dataclass(frozen=True)
 class Overlap:

@@ -13,6 +13,7 @@ import torch
 
 from ..comm.failure import check_agreement
 from ..comm.topology import replica_axes
+from ..nn.overlap import BUCKETS_IN_FLIGHT
 from .buckets import Bucket, buckets_of
 from .states import State
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from ..comm.grid import Grid
     from ..comm.pending import Pending
     from ..nn.parameter import ShardedParameter
-
-IN_FLIGHT = 2
-"""Buckets whose sums are in flight at once: so many slots an axis has in a node's memory, and so many messages are held."""
 
 
 def plane_of(grid: Grid) -> Axis:
@@ -127,7 +125,7 @@ class Replicas:
 
     def start(self, bucket: Bucket) -> None:
         """Begin the sums of a bucket: every replica, in the same order of buckets. A gradient that there is not is 0."""
-        while len(self._in_flight) >= IN_FLIGHT:
+        while len(self._in_flight) >= BUCKETS_IN_FLIGHT:
             self._end_oldest()
         message = bucket.pack({name: self._summand(self.states[name]) for name in bucket.names})
         pending = self.grid[bucket.axes].start_reduce_scatter(message, sizes=bucket.sizes)

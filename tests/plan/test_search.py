@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from summa3d.cli import plan as cli
@@ -23,11 +24,11 @@ from summa3d.errors import ConfigError
 from summa3d.nn.config import ModelConfig
 from summa3d.plan.cells import BLOCK
 from summa3d.plan.search import store as kept
+from summa3d.plan.search.bounds import Bounds
 from summa3d.plan.search.cells import Inner, traced
 from summa3d.plan.search.export import configured
-from summa3d.plan.search.memory import least as bytes_at_least
-from summa3d.plan.search.memory import least_saved, memory
-from summa3d.plan.search.plans import SCHEMES, Plan, Space, admits, plans, tiles
+from summa3d.plan.search.memory import memory
+from summa3d.plan.search.plans import SCHEMES, Plan, Rows, Space, admits, plans, tiles
 from summa3d.plan.search.request import bytes_of, models, request, space_of
 from summa3d.plan.search.search import Search
 from summa3d.plan.search.store import Store, file_of
@@ -117,19 +118,11 @@ def test_a_damaged_or_foreign_file_is_traced_again_and_said(cache: Path, monkeyp
 
 def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched: tuple[Search, Any]) -> None:
     search, found = searched
-    times, prices = search.times, []
+    bounds, prices = Bounds(search.times), []
     for plan in plans(SPACE, Counter()):
-        placements = [*tiles(plan, SPACE.nodes)]
-        floor = times.floor(plan, placements)
-        for one in placements if admits(SPACE, plan) else ():
-            cells, units = times.store.cells(one.inner, one.units)
-            least, closed = times.closed(one, least=True), times.closed(one)
-            assert times.floor(plan) <= floor * (1 + 1e-9), one
-            assert floor <= least * (1 + 1e-9) and least <= closed * (1 + 1e-9), one
-            held = memory(one, cells, units).total
-            assert bytes_at_least(plan) + least_saved(plan, times.saved(plan)) <= held
-            if held <= LIMIT:
-                prices.append((closed, str(one)))
+        placements = [*tiles(plan, SPACE.nodes)] if admits(SPACE, plan) else []
+        held = bounds_hold(bounds, plan, placements)
+        prices += [(search.times.closed(one), str(one)) for one in placements if held <= LIMIT]
     assert len(prices) >= 30
     assert min(prices)[0] == pytest.approx(min(one[0] for one in search.done))
     assert any(reason == "slower than the best by a lower bound" for _, reason in found.rejected)
@@ -137,6 +130,20 @@ def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched
     assert found.families.keys() == {"FSDP", "cuboid", "1-D"}
     faster = [one.memory.total for one in found.pareto]
     assert faster == sorted(faster, reverse=True)
+
+
+def bounds_hold(bounds: Bounds, plan: Plan, placements: list[Plan]) -> int:
+    """Check that no bound of a plan exceeds what it is a bound of; returns the plan's bytes."""
+    times, rows, at = bounds.times, Rows.of(plan), np.array([0])
+    held = memory(plan, *times.store.cells(plan.inner, plan.units)).total
+    states, least = (float(one[0]) for one in bounds.bytes(rows, at, (0, 0)))
+    assert states <= least <= held, plan
+    floor = float(bounds.floor(rows, at, (0, 0))[0])
+    for one, placed in zip(placements, bounds.placed(plan, placements), strict=True):
+        closed = times.closed(one)
+        assert floor <= placed * (1 + 1e-9) and placed <= closed * (1 + 1e-9), one
+        assert times.closed(one, least=True) <= closed * (1 + 1e-9), one
+    return held
 
 
 SHARED = (
@@ -149,16 +156,11 @@ SHARED = (
 
 @pytest.mark.parametrize(("scheme", "unit", "axes"), SHARED)
 def test_bounds_hold_for_every_scheme_and_for_weights_that_replicas_share(cache: Path, scheme: str, unit: int, axes: Any) -> None:
-    times, model = Times(CLUSTER, Store()), replace(MODEL, hidden=2048, sequence=512)
+    bounds, model = Bounds(Times(CLUSTER, Store())), replace(MODEL, hidden=2048, sequence=512)
     for zero, recompute in ((1, "none"), (3, "full")):
         of = replace(inner(scheme, unit, recompute, **axes), model=model, replicas=4 if zero == 3 else 1)
         plan = Plan(of, 4, 1, 1, 1, 2, zero)
-        placements = [*tiles(plan, SPACE.nodes)]
-        floors = times.floor(plan), times.floor(plan, placements)
-        assert floors[0] <= floors[1] * (1 + 1e-9)
-        assert floors[1] <= min(times.closed(one) for one in placements) * (1 + 1e-9)
-        assert all(times.closed(one, least=True) <= times.closed(one) * (1 + 1e-9) for one in placements)
-        assert bytes_at_least(plan) + least_saved(plan, times.saved(plan)) <= memory(plan, *times.store.cells(of, 1)).total
+        bounds_hold(bounds, plan, [*tiles(plan, SPACE.nodes)])
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -202,6 +204,33 @@ def test_a_plan_that_keeps_less_on_each_replica_is_tried_where_no_other_fits(cac
         Search(space, Times(CLUSTER, Store()), held[3] - 1, 1).run(lambda *state: None)
 
 
+def test_cells_are_the_same_whoever_traces_them(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one, fine = inner("oned-sp", 1, y=4), inner("summa", 2, x=2, y=2)
+    monkeypatch.setenv("SUMMA3D_CACHE", str(tmp_path))
+    said: list[str] = []
+    store = Store(said.append, processes=1)
+    for wanted in (one, one, fine):
+        store.begin(wanted)
+    for wanted in (one, fine):
+        assert store.cells(wanted, 3) == (traced(wanted, False), 3)
+    assert (store.traces, store.read, said) == (2, 0, []) and not store._known.keys() - {(one, False), (fine, False)}
+    store.close()
+    again = Store(said.append, processes=1)
+    again.begin(one)
+    assert again._pool is None and again.cells(one, 3) == store.cells(one, 3) and (again.traces, again.read) == (0, 1)
+
+
+def test_cells_are_traced_here_where_the_process_that_does_so_ends(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, said = inner("oned-sp", 2, y=2), list[str]()
+    store = Store(said.append, processes=1)
+    store.begin(one)
+    assert store._pool is not None
+    for process in store._pool._processes.values():
+        process.kill()
+    assert store.cells(one, 3) == (traced(one, False), 3) and not store.idle
+    assert len(said) == 1 and "has ended" in said[0]
+
+
 def test_what_is_traced_of_the_middle_micro_batch_is_that_of_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Rank.traced.__func__  # type: ignore[attr-defined]
 
@@ -217,13 +246,15 @@ def test_what_is_traced_of_the_middle_micro_batch_is_that_of_a_whole_step(monkey
             assert numbered(traced(one, False)) == short
 
 
-def test_a_written_plan_has_the_bytes_of_its_dry_run(cache: Path, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_written_plan_has_the_bytes_of_its_dry_run(cache: Path, tmp_path: Path, capsys: Any, zero: int) -> None:
     from summa3d.train.dry_run import predict
 
     parser, folder = argparse.ArgumentParser(), tmp_path / "out"
     cli.add_arguments(parser)
     words = "--model layers=3 hidden=64 heads=4 sequence=32 vocabulary=256 --cluster selene --ranks 4 --batch 8 --top 2 --json"
     fixes = "--fix scheme=oned-sp --fix recompute=none --limit y>=2 --limit pp<=1 --memory 70GiB --rule ptdp"
+    fixes += f" --limit dp>=2 --fix zero={zero} --fix regather=false"
     assert cli.run(parser.parse_args([*words.split(), *fixes.split(), "--write", str(folder)])) == 0
     found, said = capsys.readouterr()
     found = json.loads(found)
@@ -233,7 +264,7 @@ def test_a_written_plan_has_the_bytes_of_its_dry_run(cache: Path, tmp_path: Path
     assert 0 < first["mfu"] <= first["hfu"] < 1 and first["memory"]["limit"] == 70 * 2**30
     assert found["rule"]["seconds"] >= first["seconds"] * 0.999
     config = configuration.load(str(folder / "plan.toml"))
-    assert config.scheme == "oned-sp" and config.grid.axes["y"] == first["config"]["grid.y"]
+    assert config.scheme == "oned-sp" and config.grid.axes["y"] == first["config"]["grid.y"] and config.replicas.zero == zero
     dry = predict(config)
     written = json.loads((folder / "plan.json").read_text())
     assert written["plan"] == first["plan"] and written["dry_run"]["bytes"] == dry["bytes"]

@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 
 from ...cluster import load
 from ...errors import ConfigError
+from ...node_support import affinity
 from .explain import explain
 from .export import export
 from .memory import memory, reserve
@@ -34,9 +35,10 @@ def run(args: argparse.Namespace) -> int:
     space = space_of(asked, cluster, args.ranks, args.batch, args.era, args.fix, args.limit)
     whole = cluster["device.memory"]
     limit = whole - reserve(whole) if args.memory is None else bytes_of(args.memory)
-    store = Store(lambda line: print(f"summa3d plan: {line}", file=sys.stderr))
+    cores = len(affinity())
+    store = Store(lambda line: print(f"summa3d plan: {line}", file=sys.stderr), cores if cores > 1 else 0)
     searched = Search(space, Times(cluster, store), limit, max(args.top, args.explain or 0))
-    with progress() as tell:
+    with progress() as tell, closing(store):
         found = searched.run(tell)
     print(f"summa3d plan: {store.traces} cells traced, {store.read} read from disk", file=sys.stderr)
     whole_json = as_json(found, asked)

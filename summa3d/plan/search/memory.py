@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
+from ...nn.overlap import BUCKETS_IN_FLIGHT
 from ...train.config import ReplicasConfig, master_dtype
 from ..cells import BLOCK
 from .cells import Cells, Piece, matrices
@@ -18,8 +19,6 @@ CONTEXT = 1.2 * 2**30
 """Bytes of a device that its context, NCCL and cuBLAS take: assumed."""
 FRAGMENTED = 0.04
 """Of a device's memory that its allocator cannot use: assumed."""
-IN_FLIGHT = 2
-"""Buckets of gradients whose sums are in flight at once (`Replicas`, which imports torch)."""
 
 
 class Memory(NamedTuple):
@@ -86,7 +85,7 @@ def _summed(plan: Plan, held: int) -> int:
         return 0
     model, size = plan.inner.model, dtype_of(master_dtype(plan.inner.dtype)).nbytes
     largest = max(rows * columns for rows, columns in (*matrices(model), (model.vocabulary, model.hidden))) // plan.inner.ranks
-    return (2 + IN_FLIGHT) * min(held * size, max(ReplicasConfig.bucket, largest * size))
+    return (2 + BUCKETS_IN_FLIGHT) * min(held * size, max(ReplicasConfig.bucket, largest * size))
 
 
 def extent(pieces: Iterable[Piece], times: Mapping[str, int], units: int) -> tuple[int, int]:
