@@ -74,7 +74,8 @@ class Product(ABC):
         for name, operand in (("a", a), ("b", b), ("bias", bias)):
             if not isinstance(operand, Tensor) and not (name == "bias" and operand is None):
                 raise ShapeError(f"{name} is a {type(operand).__name__}; products with gradients take torch's tensors.")
-        wanted = tuple(one is not None and one.requires_grad and is_grad_enabled() for one in (a, b, bias))
+        graph = is_grad_enabled()
+        wanted = (graph and a.requires_grad, graph and b.requires_grad, graph and bias is not None and bias.requires_grad)
         known = (a.dtype, b.dtype, None if bias is None else (bias.dtype, bias.shape), wanted)
         if known in self._agreed and not self.executor.grid.check:
             return

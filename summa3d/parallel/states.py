@@ -207,8 +207,8 @@ class State:
         return self._part_of_gradient(self.share)
 
     def _part_of_gradient(self, wanted: Sharding) -> Tensor | None:
-        whole = self.accumulated
-        return None if whole is None else self._part(whole, self.shardings.gradient, wanted)
+        whole, sharding = self.total if self.apart else self.parameter.grad, self.shardings.gradient
+        return whole if whole is None or sharding is wanted else self._part(whole, sharding, wanted)
 
     def _part(self, block: Tensor, sharding: Sharding, wanted: Sharding) -> Tensor:
         """The part of a block in `sharding` that a finer sharding has: a view."""

@@ -69,8 +69,8 @@ class AdamW:
             rows += pieces
             steps += [self._steps[name]] * len(pieces)
         if rows:
-            kernels, columns = dispatch.kernels_for(rows[0][0]), map(list, zip(*rows, strict=True))
-            kernels.adamw(*columns, steps, rate, self.config.betas, self.config.epsilon, weight_decay, factor)
+            columns, betas, epsilon = map(list, zip(*rows, strict=True)), self.config.betas, self.config.epsilon
+            dispatch.kernels_for(rows[0][0]).adamw(*columns, steps, rate, betas, epsilon, weight_decay, factor)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

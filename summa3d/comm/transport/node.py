@@ -36,6 +36,8 @@ from .host import HostTransport
 from .node_buffer import NodeBuffer, NodeRule, Slot, lasting, row_major, staged_dtype
 from .node_memory import SLOTS
 
+IN_ONE_COPY = 1 << 16
+"""Bytes in a slot below which one copy of a whole array costs less than to find the parts that others read."""
 OPERATIONS = {"sum": "add", "max": "maximum", "min": "minimum"}
 BARRIER, FREE = signed("barrier"), signed("grid.free()")
 
@@ -334,10 +336,11 @@ class ReduceScatter(Bound):
         others = [part for part in (slice(0, begin), slice(end, ends[-1])) if part.start < part.stop]
         self.others = [(*before, part) for part in others]
 
-    def lay(self, slot: Slot) -> tuple[list[Array], list[Array]]:
-        """Where the parts of the other members go, and all summands of this member's part."""
+    def lay(self, slot: Slot) -> tuple[Array, list[Array], list[Array]]:
+        """This member's array, of it the parts of the other members, and all summands of this member's part."""
         arrays = [slot.part(self.like, member * self.each, self.shape) for member in range(self.buffer.size)]
-        return [arrays[self.buffer.index][at] for at in self.others], [array[self.own] for array in arrays]
+        mine = arrays[self.buffer.index]
+        return mine, [mine[at] for at in self.others], [array[self.own] for array in arrays]
 
     def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
         """Copy what the others sum, unless it lies there."""
@@ -345,20 +348,20 @@ class ReduceScatter(Bound):
             slot = self.buffer.take(self.nbytes)
             if slot is None:
                 return None
-            array = self.plain(call.array)
-            for part, at in zip(self.in_slot(slot)[0], self.others, strict=True):
-                self.copy(part, array[at])  # no other member reads this member's own part ...
-            own = array[self.own]
-            if not call.blocking or (call.into is not None and overlap(call.into, own)):
-                own = copy_into(empty(own.shape, array), own)  # ... but the caller may overwrite it meanwhile, or the sum
-            slot.own = own
+            array, (mine, others, _) = self.plain(call.array), self.in_slot(slot)
+            if self.nbytes < IN_ONE_COPY or not call.blocking or (call.into is not None and overlap(call.into, array)):
+                self.copy(mine, array)
+            else:  # no other member reads this member's own part, nor is it overwritten before it is read
+                for part, at in zip(others, self.others, strict=True):
+                    self.copy(part, array[at])
+                slot.own = array[self.own]
         slot.post()
         slot.into, slot.read = call.into, self.read
         return slot.result
 
     def read(self, slot: Slot) -> Array:
         """Sum this member's part."""
-        parts = self.in_slot(slot)[1]
+        parts = self.in_slot(slot)[2]
         if slot.own is not None:
             parts = [*parts]
             parts[self.buffer.index] = slot.own

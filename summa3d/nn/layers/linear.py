@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ from ...autograd.matmul import matmul
 from ...errors import ShapeError
 from ...layout.layout import Layout
 from ..parameter import new_parameter
+from ..schemes.registry import row_axes
 from ..schemes.scheme import Scheme
 from .product_cache import ProductCache
 
@@ -57,6 +60,7 @@ class Linear(nn.Module):
         vector = scheme.vector(self.output_layout)
         self.bias = new_parameter(scheme, vector, (n,), ("constant", 0.0), dtype, decay=False) if bias else None
         self.vector_rows, self.vectors_summed = scheme.vector_rows(self.output_layout), False
+        self._ways = prod(scheme.grid.shape[axis] for axis in row_axes(self.input_layout))
         self._source = scheme.prefetch_source(self._weights)
         self._product = ProductCache(self._new_product, 8)
 
@@ -91,7 +95,7 @@ class Linear(nn.Module):
                 f"The {self.scheme.name} scheme leaves ranks without a block, so Linear takes a block of a matrix "
                 f"[rows, {self.k}] and the global number of rows; it was given {tuple(x.shape)} and rows={rows}."
             )
-        rows = x.shape[:-1].numel() * self.scheme.rows(self.input_layout).size if rows is None else rows
+        rows = x.shape[:-1].numel() * self._ways if rows is None else rows
         weight = self.weight.t() if self.transposed and not self.scheme.sharded else self.weight
         return matmul(x, weight, self._product(rows), bias, sums_bias=not self.vectors_summed)
 
