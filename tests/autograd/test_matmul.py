@@ -18,6 +18,7 @@ ROLES = [("x", "y", "z"), ("x", "z", "y"), ("z", "x", "y")]
 GRIDS = {1: (1, 1, 1), 2: (1, 1, 2), 3: (3, 1, 1), 4: (2, 2, 1), 6: (1, 3, 2), 8: (2, 2, 2), 12: (3, 2, 2)}
 
 
+@pytest.mark.pairs
 @pytest.mark.mpi(sizes=tuple(GRIDS))
 @pytest.mark.parametrize("form", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize("regather", [True, False], ids=["regather", "keep"])

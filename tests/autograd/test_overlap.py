@@ -99,10 +99,11 @@ def check(
 
 @pytest.mark.pairs
 @pytest.mark.mpi(sizes=tuple(CUBOIDS))
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=[f"{kind}{layers}" for kind, layers in RECOMPUTE])
 @pytest.mark.parametrize(("family", "regather", "node_memory"), CASES)
-def test_all_switches_on_change_no_bit_and_no_word(make_grid, world_size, family, regather, node_memory):
+def test_all_switches_on_change_no_bit_and_no_word(make_grid, world_size, family, regather, node_memory, recompute):
     grid = make_grid(check=False, node_memory=node_memory, **CUBOIDS[world_size])
-    check(grid, "cuboid", family, regather, [ALL], RECOMPUTE[:: 3 - 2 * regather] if world_size > 4 else RECOMPUTE)
+    check(grid, "cuboid", family, regather, [ALL], [recompute])
 
 
 @pytest.mark.mpi(sizes=(4,))

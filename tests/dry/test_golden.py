@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -13,20 +14,25 @@ from summa3d.dry import device
 
 EXACT = ("parameters", "gradients", "optimizer")
 CASES = read()
-SOME, STRIDE = 23, 17
-"""In every run of the tests, every STRIDE-th case, beginning with number SOME % STRIDE; the others behind the marker `wide`."""
+SOME, STRIDE = 7, 25
+"""In every run of the tests, every STRIDE-th case, beginning with number SOME, in one of its other placements: every value of
+every option is among them. The others are behind the marker `wide`."""
 
 
 def marked() -> list[Any]:
     found = []
     for number, (case, figures) in enumerate(CASES):
-        marks = [] if number % STRIDE == SOME % STRIDE else [pytest.mark.wide]
-        found.append(pytest.param(case, figures, id=case.name.replace(" ", "-"), marks=marks))
+        name, (turn, left) = case.name.replace(" ", "-"), divmod(number - SOME, STRIDE)
+        if left == 0:
+            found.append(pytest.param(case, figures, [PLACEMENTS[1 + turn % 2]], id=f"{name}-some"))
+        found.append(pytest.param(case, figures, PLACEMENTS[1:], id=name, marks=pytest.mark.wide))
     return found
 
 
-@pytest.mark.parametrize(("case", "figures"), marked())
-def test_a_dry_step_moves_and_holds_what_the_closed_forms_say(case: Case, figures: dict[str, Any], monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("case", "figures", "placements"), marked())
+def test_a_dry_step_moves_and_holds_what_the_closed_forms_say(
+    case: Case, figures: dict[str, Any], placements: Sequence[str], monkeypatch: Any
+) -> None:
     monkeypatch.setattr(device, "PROCESSORS", 1)  # closed forms count no partial sums of a device's kernels
     for rank in figures["words"]:
         step = run_dry(case, int(rank))
@@ -34,7 +40,7 @@ def test_a_dry_step_moves_and_holds_what_the_closed_forms_say(case: Case, figure
             assert [sum(found.get(phase, {}).values()) for phase in PHASES] == figures[what][rank], (what, rank)
         if rank == "0":
             check_bytes(case, step.bytes(), figures["mpi"])
-    for placement in PLACEMENTS[1:]:
+    for placement in placements:
         ranks_per_node = prod(case.axes.values()) if placement == "node" else 1
         check_bytes(case, run_dry(case, 0, ranks_per_node, placement == "device").bytes(), figures[placement])
 

@@ -67,13 +67,18 @@ def test_vectors_on_a_host_or_a_diagonal_are_counted_where_they_lie_and_where_th
         check(ModelConfig(**FAMILIES[family]), scheme(name, make_grid(check=False, **axes), vectors=vectors), recompute)
 
 
+PLACES = [(kind, ranks) for kind in SCHEME_SPECS.values() if not kind.limits for ranks in (1, 2, 4, 6, 8)]
+PLACED_CASES = [turns(PLACES, tuple(FAMILIES)), pytest.param([*product(PLACES, FAMILIES)], marks=pytest.mark.wide)]
+
+
+@pytest.mark.parametrize("cases", PLACED_CASES, ids=["turns", "all"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_are_exact_on_every_rank_of_every_grid_in_every_scheme_and_storage(family, monkeypatch):
+def test_parameters_are_exact_on_every_rank_of_every_grid_in_every_scheme_and_storage(family, cases, monkeypatch):
     monkeypatch.setattr(parameter, "_fill", lambda *_: None)  # their values do not matter
     sizes = {**FAMILIES[family], "layers": 1, "hidden": 48, "heads": 24} | ({"kv_heads": 12} if family == "llama" else {})
     config = ModelConfig(**sizes)
-    for kind, ranks in product(SCHEME_SPECS.values(), (1, 2, 4, 6, 8)):
-        for axes, vectors in product([] if kind.limits else kind.grids(ranks), kind.vectors):
+    for kind, ranks in (place for place, whose in cases if whose == family):
+        for axes, vectors in product(kind.grids(ranks), kind.vectors):
             for rank in range(ranks):
                 try:
                     on_rank = scheme(kind.name, Place(axes, rank), vectors=vectors)

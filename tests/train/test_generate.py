@@ -43,22 +43,23 @@ def test_the_random_number_depends_on_seed_and_position() -> None:
 
 def continued(folder: Path, comm: Any, **options: Any) -> str:
     model, plan, settings, tokenizer = generate.load(folder, comm)
-    text = generate.sample(model, plan, settings.model, tokenizer, "abc d", 30, **options)
+    text = generate.sample(model, plan, settings.model, tokenizer, "abc d", 12, **options)
     plan.grid.free()
     return text
 
 
 @pytest.mark.mpi(sizes=(8,))
 def test_the_grid_of_a_run_continues_a_prompt_as_one_rank_does(comm: Any, shared_tmp_path: Path) -> None:
-    train_small(comm, shared_tmp_path, grid__x=2, grid__y=2, grid__z=2, train__steps=15)
-    folder = shared_tmp_path / "run"
+    train_small(comm, shared_tmp_path, grid__x=2, grid__y=2, grid__z=2, train__steps=6)
+    folder, texts = shared_tmp_path / "run", []
     for options in ({"seed": 5}, {"seed": 6}, {"temperature": 0.0}, {"top_k": 3, "temperature": 1.5}):
         text = continued(folder, comm, **options)
         assert comm.allgather(text) == [text] * comm.size
-        assert text.startswith("abc d") and len(text.encode(errors="replace")) >= 35
+        assert text.startswith("abc d") and len(text.encode(errors="replace")) >= 17
+        texts.append(text)
         if comm.rank == 0:
             assert continued(folder, MPI.COMM_SELF, **options) == text
-    assert continued(folder, comm, seed=5) != continued(folder, comm, seed=6)
+    assert texts[0] != texts[1]
 
     part = comm.Split(color=0 if comm.rank < 2 else MPI.UNDEFINED)
     if part != MPI.COMM_NULL:

@@ -1,6 +1,6 @@
 """The promise of the whole stack: the first 20 steps are the serial run's, on every grid, dropout on.
 
-Cost what was foretold.
+Cost what was foretold. Of most grids `make test` takes 6 steps, which pass the warm-up and use the moments that steps leave.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ GRIDS = {
     8: [(2, 2, 2), (1, 2, 4)],
     12: [(2, 3, 2)],
 }
+FEW = 6
 TEXT = "".join(f"def f{i}(x):\n    return x * {i * i % 97} + {i}\n" for i in range(400))
 
 
@@ -42,33 +43,35 @@ def run(config: Config, comm: MPI.Comm, folder: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.mpi(sizes=tuple(GRIDS))
-def test_loss_and_gradient_norm_of_20_steps_equal_the_serial_runs(comm, world_size, shared_tmp_path):
-    check(comm, shared_tmp_path, "float64", 1e-9, GRIDS[world_size])
+def test_loss_and_gradient_norm_of_the_first_steps_equal_the_serial_runs(comm, world_size, shared_tmp_path):
+    steps = 20 if world_size == 8 else FEW
+    check(comm, shared_tmp_path, "float64", 1e-9, GRIDS[world_size], steps)
 
 
 @pytest.mark.mpi(sizes=(4, 8))
 def test_so_they_do_in_single_precision(comm, world_size, shared_tmp_path):
-    check(comm, shared_tmp_path, "float32", 2e-4, GRIDS[world_size][:1])
+    check(comm, shared_tmp_path, "float32", 2e-4, GRIDS[world_size][:1], FEW)
 
 
 @pytest.mark.wide
 @pytest.mark.mpi(sizes=tuple(GRIDS))
-def test_so_they_do_in_single_precision_on_every_grid(comm, world_size, shared_tmp_path):
-    check(comm, shared_tmp_path, "float32", 2e-4, GRIDS[world_size])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 2e-4)])
+def test_so_do_all_20_on_every_grid(comm, world_size, shared_tmp_path, dtype, tolerance):
+    check(comm, shared_tmp_path, dtype, tolerance, GRIDS[world_size], 20)
 
 
-def check(comm: MPI.Intracomm, folder: Path, dtype: str, tolerance: float, grids: list[tuple[int, int, int]]) -> None:
+def check(comm: MPI.Intracomm, folder: Path, dtype: str, tolerance: float, grids: list[tuple[int, int, int]], steps: int) -> None:
     corpus = folder / "corpus.py"
     if comm.rank == 0:
         corpus.write_text(TEXT)
     comm.Barrier()
-    config = Config("serial", dtype, model=MODEL, train=TRAINING, data=DataConfig(str(corpus)))
+    config = Config("serial", dtype, model=MODEL, train=replace(TRAINING, steps=steps), data=DataConfig(str(corpus)))
     want = run(config, MPI.COMM_SELF, folder / "serial") if comm.rank == 0 else None
     want = comm.bcast(want)
     for x, y, z in grids:
         grid = GridConfig(x, y, z)
         got = comm.bcast(run(replace(config, scheme="cuboid", grid=grid), comm, folder / str(grid)))
-        assert len(got) == len(want) == 20
+        assert len(got) == len(want) == steps
         for ours, theirs in zip(got, want, strict=True):
             for number in ("loss", "grad_norm"):
                 assert abs(ours[number] - theirs[number]) <= tolerance * abs(theirs[number]), (grid, ours["step"], number)
