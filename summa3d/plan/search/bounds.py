@@ -290,7 +290,8 @@ class Bounds:
             hops = (launch + hop * (sizes[axis] - 1) * (name != "all_reduce")) * (size > 0) * many
             (waited if alone else streams)[axis] = (waited if alone else streams)[axis] + hops
         node, port = levels[-2].size, levels[-1]
-        fastest, least = min(1 / level.bandwidth for level in levels) * sum(volumes.values()), np.inf
+        fastest = min(1 / level.bandwidth for level in levels) * sum(volumes.values())
+        least: Number = np.inf
         active = {axis: volume > 0 for axis, volume in volumes.items()}
         for inside in product((False, True), repeat=len(AXES)):
             kept = {axis: active[axis] & one for axis, one in zip(AXES, inside, strict=True)}
