@@ -12,6 +12,7 @@ import numpy as np
 
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
+from ...train.config import master_dtype
 from ..cells import BLOCK
 from ..price import CHAINS, Prices
 from .cells import SIZES, Cells, Inner, matrices
@@ -199,7 +200,9 @@ class Bounds:
         """
         inside, crowding = sizes["x"] * sizes["y"] * sizes["z"] * sizes["d"], self.cluster.crowding(ranks)
         found, half, size = {}, self.cluster["product.half"], dtype_of(inner.dtype).nbytes
-        flop = crowding / (self.cluster.peak(inner.dtype) * self.cluster["product.efficiency"])
+        wider = master_dtype(inner.dtype)  # which hosts multiply 16-bit operands in
+        peak = max(self.cluster.peak(one) for one in {inner.dtype, wider} if f"peak.{one}" in self.cluster.numbers)
+        flop = crowding / (peak * self.cluster["product.efficiency"])
         byte = crowding * self.cluster.byte_time()
         launch = crowding * self.cluster["product.launch"]
         for cell in CELLS:
