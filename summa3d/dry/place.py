@@ -87,6 +87,8 @@ class DrySignatures:
     def wake(self) -> None:
         """Do nothing: no member waits."""
 
+    review = wake
+
     def compare(self, number: int) -> None:
         """Return at once: no member differs."""
 

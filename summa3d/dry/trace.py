@@ -233,7 +233,8 @@ class Tracer:
             return
         op = Op("elements", *self._about(), name, dtype=dtype_name(written[0]) if written else "")
         if name in PRODUCTS:
-            left, right = [one for one in read if one.dim() == PRODUCTS[name]][-2:]
+            operands = [one for one in read if not any(one is result for result in written)]  # a given result is read, too
+            left, right = [one for one in operands if one.dim() == PRODUCTS[name]][-2:]
             batch = left.shape[:-2].numel()
             op = op._replace(kind="product", name="nn", m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch)
         elif name in ATTENTION:

@@ -11,9 +11,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .schedule import GRADIENT_ENDS, Message, Op, Schedule, StreamOf, pair_stream
+from ..errors import ConfigError
+from .schedule import GRADIENT_ENDS, NEEDS, Message, Op, Schedule, StreamOf, pair_stream
 
 SECONDS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "X": 1.0, "W": 1.0}
 """Time of a rank's ops over all its layers, in units: what the papers' figures assume."""
@@ -67,25 +68,46 @@ def timeline(
 ) -> Timeline:
     """Run each op as soon as its rank is free and its input is there; messages and sums take no time.
 
+    Raises ConfigError for a schedule that deadlocks.
+
     seconds : kind of op → its time over a rank's share of the layers. layers : of each stage; None, all have as many.
     of_stages : (kind of op, stage) → its time, in place of both.
     """
     mean = sum(layers or [1] * len(schedule.homes)) / schedule.p
-    ends: dict[Any, float] = {}
-    spans: dict[tuple[int, int], Span] = {}
-    for node in schedule.order:
-        start = max((ends[earlier] for earlier in schedule.before[node]), default=0.0)
-        ends[node] = start
-        if not isinstance(node, Message) and node != "T":
-            rank, place = node
-            op = schedule.ops_of(rank)[place]
-            stage = schedule.stages[rank][op.chunk]
-            if of_stages is None:
-                ends[node] = start + seconds.get(op.kind, 0.0) * (1 if layers is None else layers[stage]) / mean
-            else:
-                ends[node] = start + of_stages.get((op.kind, stage), 0.0)
-            spans[rank, place] = Span(rank, op, start, ends[node])
-    return Timeline(schedule, tuple(spans[place] for place in sorted(spans)))
+    joint = [rank for rank in range(schedule.p) if any(op.kind == "T" for op in schedule.ops_of(rank))]
+    ends: dict[tuple[str, int, int], float] = {}
+    spans: list[list[Span]] = [[] for _ in range(schedule.p)]
+    places, free = [0] * schedule.p, [0.0] * schedule.p
+    together: list[float] = []  # when the ranks of T have come to it
+
+    def inputs(rank: int, op: Op) -> list[float] | None:
+        """When what an op takes is there; None where some of it is not."""
+        if op.kind == "T":
+            if not together and all(schedule.ops_of(one)[places[one]].kind == "T" for one in joint):
+                together.append(max(free[one] for one in joint))
+            return together or None
+        stage = schedule.stages[rank][op.chunk]
+        needed = [(kind, stage + further, op.micro) for kind, further in NEEDS.get("B" if op.kind == "X" else op.kind, ())]
+        needed = [one for one in needed if 0 <= one[1] < len(schedule.homes)]
+        return [ends[one] for one in needed] if all(one in ends for one in needed) else None
+
+    going = True
+    while going:
+        going = False
+        for rank, ops in enumerate(map(schedule.ops_of, range(schedule.p))):
+            while places[rank] < len(ops) and (given := inputs(rank, op := ops[places[rank]])) is not None:
+                stage, start = schedule.stages[rank][op.chunk], max([free[rank], *given])
+                if of_stages is None:
+                    taken = seconds.get(op.kind, 0.0) * (1 if layers is None else layers[stage]) / mean
+                else:
+                    taken = of_stages.get((op.kind, stage), 0.0)
+                free[rank] = ends["B" if op.kind == "X" else op.kind, stage, op.micro] = start + taken
+                if op.kind != "T":
+                    spans[rank].append(Span(rank, op, start, free[rank]))
+                places[rank], going = places[rank] + 1, True
+    if any(places[rank] < len(schedule.ops_of(rank)) for rank in range(schedule.p)):
+        raise ConfigError(f"{schedule} deadlocks.")
+    return Timeline(schedule, tuple(span for of_rank in spans for span in of_rank))
 
 
 def in_flight(ops: Sequence[Op], ends: Sequence[str] = GRADIENT_ENDS) -> list[int]:

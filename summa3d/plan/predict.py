@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..cluster import Cluster
 from ..comm.topology import Topology
 from ..dry.record import ENTER, LEAVE, Op
-from ..parallel.schedule import build, rule_of
+from ..parallel.schedule import rule_of, unchecked
 from ..parallel.simulate import timeline
 from .cells import BLOCK, Cell
 from .price import Prices
@@ -135,7 +135,7 @@ class Step:
 @cache
 def _simulated(name: str, ranks: int, micro_batches: int, chunks: int, of_stages: tuple[Any, ...]) -> float:
     """Seconds of a schedule, by its simulation."""
-    return timeline(build(name, ranks, micro_batches, chunks), of_stages=dict(of_stages)).time
+    return timeline(unchecked(name, ranks, micro_batches, chunks), of_stages=dict(of_stages)).time
 
 
 class Fast:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
+from ...train.config import master_dtype
 from ..cells import BLOCK
 from ..price import CHAINS, Prices
 from .cells import SIZES, Cells, Inner, matrices
@@ -199,7 +200,9 @@ class Bounds:
         """
         inside, crowding = sizes["x"] * sizes["y"] * sizes["z"] * sizes["d"], self.cluster.crowding(ranks)
         found, half, size = {}, self.cluster["product.half"], dtype_of(inner.dtype).nbytes
-        flop = crowding / (self.cluster.peak(inner.dtype) * self.cluster["product.efficiency"])
+        wider = master_dtype(inner.dtype)  # which hosts multiply 16-bit operands in
+        peak = max(self.cluster.peak(one) for one in {inner.dtype, wider} if f"peak.{one}" in self.cluster.numbers)
+        flop = crowding / (peak * self.cluster["product.efficiency"])
         byte = crowding * self.cluster.byte_time()
         launch = crowding * self.cluster["product.launch"]
         for cell in CELLS:
@@ -290,7 +293,8 @@ class Bounds:
             hops = (launch + hop * (sizes[axis] - 1) * (name != "all_reduce")) * (size > 0) * many
             (waited if alone else streams)[axis] = (waited if alone else streams)[axis] + hops
         node, port = levels[-2].size, levels[-1]
-        fastest, least = min(1 / level.bandwidth for level in levels) * sum(volumes.values()), np.inf
+        fastest = min(1 / level.bandwidth for level in levels) * sum(volumes.values())
+        least: Number = np.inf
         active = {axis: volume > 0 for axis, volume in volumes.items()}
         for inside in product((False, True), repeat=len(AXES)):
             kept = {axis: active[axis] & one for axis, one in zip(AXES, inside, strict=True)}

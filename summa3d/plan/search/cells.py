@@ -175,6 +175,11 @@ class Cells:
         return (one for piece in self.pieces(backward) if piece.cell == cell for one in piece.ops)
 
     @cached_property
+    def extents(self) -> dict[tuple[bool, int, bool, bool, int], tuple[int, int]]:
+        """(Backward, layers, whether first, whether last, units) of a stage → net and peak of its bytes, where they are known."""
+        return {}
+
+    @cached_property
     def hidden(self) -> dict[tuple[str, bool], dict[int, int]]:
         """(cell, backward) → kind → how many of its operations may take no time, since others run beside them.
 

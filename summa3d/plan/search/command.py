@@ -75,7 +75,9 @@ def by_rule(space: Space, searched: Search) -> Priced | None:
         if rows.inners[0].scheme not in ("oned", "oned-sp"):
             continue
         wide = (rows.sizes["y"] <= node) & ((rows.pp == 1) | (rows.sizes["y"] == _widest(space, node)))
-        for plan in (rows.plan(row, saving) for saving, there in rows.savings.items() for row in np.flatnonzero(there & wide)):
+        for plan in (
+            rows.plan(int(row), saving) for saving, there in rows.savings.items() for row in np.flatnonzero(there & wide)
+        ):
             if admits(space, plan):
                 narrow.setdefault((plan.inner.ranks * plan.pp, plan.pp), []).append(plan)
     for key in sorted(narrow):

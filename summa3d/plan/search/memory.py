@@ -65,8 +65,11 @@ def _of_rank(plan: Plan, cells: Cells, units: int, rank: int) -> Memory:
     tops: dict[bool, list[int]] = {}
     for way in (False, True):
         for stage in stages:
-            times = {BLOCK: plan.layers[stage], ENTER: int(stage == 0), LEAVE: int(stage == len(plan.layers) - 1)}
-            net, top = extent(cells.pieces(way), times, units)
+            key = way, plan.layers[stage], stage == 0, stage == len(plan.layers) - 1, units
+            if key not in cells.extents:
+                times = {BLOCK: plan.layers[stage], ENTER: int(key[2]), LEAVE: int(key[3])}
+                cells.extents[key] = extent(cells.pieces(way), times, units)
+            net, top = cells.extents[key]
             nets.setdefault(way, []).append(net)
             tops.setdefault(way, []).append(top)
     saved = max(nets[False])

@@ -158,7 +158,8 @@ class Rows:
     def __init__(self, era: Era, inners: Sequence[Inner], around: Sequence[Around]) -> None:
         self.era, self.inners = era, inners
         table = np.array(around, dtype=np.int64).T
-        self.inner, self.dp, self.pp, self.chunks, self.units, self.micro_batches = table
+        self.inner, *self.around = table
+        self.dp, self.pp, self.chunks, self.units, self.micro_batches = self.around
         self.sizes = {axis: self._of([one.shape.get(axis, 1) for one in inners]) for axis in ("x", "y", "z", "d")}
         self.ranks, self.rows = self._of([one.ranks for one in inners]), self.units * self._of([one.unit for one in inners])
         self.family = np.array([family_of(one.scheme, one.shape) for one in inners])[self.inner]
@@ -217,8 +218,8 @@ class Rows:
 
     def plan(self, row: int, saving: Saving = (0, 0)) -> Plan:
         """The plan of a row that saves so much."""
-        around = (self.dp, self.pp, self.chunks, self.units, self.micro_batches)
-        return Plan(self.inner_of(saving, row), *(int(column[row]) for column in around), self.era.zero[saving[1]])
+        dp, pp, chunks, units, micro_batches = (int(column[row]) for column in self.around)
+        return Plan(self.inner_of(saving, row), dp, pp, chunks, units, micro_batches, self.era.zero[saving[1]])
 
 
 def _by_kind(function: Callable[..., tuple[int, ...]], *columns: Any) -> Any:
