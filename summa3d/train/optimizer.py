@@ -69,8 +69,9 @@ class AdamW:
             rows += pieces
             steps += [self._steps[name]] * len(pieces)
         if rows:
-            columns, betas, epsilon = map(list, zip(*rows, strict=True)), self.config.betas, self.config.epsilon
-            dispatch.kernels_for(rows[0][0]).adamw(*columns, steps, rate, betas, epsilon, weight_decay, factor)
+            weights, *others = map(list, zip(*rows, strict=True))
+            settings = self.config.betas, self.config.epsilon, weight_decay, factor
+            dispatch.kernels_for(weights[0]).adamw(weights, *others, steps, rate, *settings)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
