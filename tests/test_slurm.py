@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import jobs
 import local_slurm
 import pytest
 from small_runs import SMALL, write_corpus
@@ -22,13 +23,17 @@ pytestmark = [pytest.mark.slurm, pytest.mark.skipif(REASON is not None, reason=s
 WAIT = 300.0  # seconds for a job, on two cores that may have other work
 TYPE = {"SLURM_MPI_TYPE": "pmi2"}  # what starts MPICH's ranks
 # Ranks that outnumber the cores must not spin.
-COMMON = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "10", "PYTHONPATH": str(ROOT)}
+COMMON = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "PYTHONPATH": str(ROOT)}
 SMALLER = ("--cpus-per-task=1",)
+ONE_NODE, TWO_NODES = ("--nodes=1", "--ntasks-per-node=1"), ("--nodes=2", "--ntasks-per-node=1")
 
 
 @dataclass
 class Cluster:
-    """A Slurm, a folder that jobs run in, and the jobs that were submitted when it started."""
+    """A Slurm, a folder that jobs run in, and the jobs that were submitted when it started.
+
+    The folder's environments: `env` starts a Python for each program, `warm` forks one that has imported torch.
+    """
 
     slurm: local_slurm.LocalSlurm
     folder: Path
@@ -69,7 +74,7 @@ class Cluster:
     def ask(self) -> str:
         """Submit a run without an end, with checkpoints so rare that none is due; returns the job's number."""
         endless = {"CONFIG": self.configure("asked.toml", steps=100_000), "GRID": "x=2", "RUN": "runs/asked", "MODULES": ""}
-        return self.submit("cpu_train", "--nodes=2", "--ntasks-per-node=1", **TYPE, **endless, CHECKPOINT_EVERY="100000")
+        return self.submit("cpu_train", *TWO_NODES, **TYPE, **endless, CHECKPOINT_EVERY="100000")
 
     def trained(self, run: Path, job: str) -> None:
         """Wait until a run has taken some steps."""
@@ -94,26 +99,35 @@ def planned(cluster: Cluster) -> str:
     return str(folder / "job.sh")
 
 
+def environment_of(folder: Path, warm: bool = False) -> Path:
+    """Make an environment whose programs are this Python's.
+
+    warm : forks, where there are any: no signal may meet them, and no two find each other from node to node.
+    """
+    forked = warm and jobs.python() != sys.executable
+    programs = {"python": 'exec {} "$@"', "summa3d": 'exec {} -m summa3d "$@"'} if forked else {}
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin/activate").write_text(f'export PATH="{folder}/bin:{Path(sys.executable).parent}:$PATH"\n')
+    for name, text in programs.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{text.format(jobs.python())}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The Slurm with its jobs submitted: two at a time, each on two nodes, run while tests wait for one."""
+    """The Slurm with the jobs of the default run submitted: two at a time, each on two nodes, run while tests wait for one."""
     folder = tmp_path_factory.mktemp("jobs")
     slurm = local_slurm.LocalSlurm()
     try:
         found = Cluster(slurm, folder, {})
-        (folder / "env/bin").mkdir(parents=True)
-        (folder / "env/bin/activate").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
+        environment_of(folder / "env")
         write_corpus(folder / "corpus.txt")
-        one, two = ("--nodes=1", "--ntasks-per-node=1"), ("--nodes=2", "--ntasks-per-node=1")
-        endless = {"CONFIG": found.configure("endless.toml", steps=100_000), "GRID": "x=2", "RUN": "runs/long", "MODULES": ""}
-        found.jobs["stopped"] = first = found.submit("cpu_train", *two, **TYPE, **endless)
-        later = (*two, "--hold", f"--dependency=afternotok:{first}", "--kill-on-invalid-dep=yes")
-        found.jobs["continued"] = found.submit("cpu_train", *later, **TYPE, **endless | {"CONFIG": "rest.toml", "GRID": "y=2"})
-        found.jobs["mismatched"] = found.submit("cpu_train", *two)
-        found.jobs["scaling"] = found.submit("cpu_scaling", *two, SIZE="96", **TYPE)
+        found.jobs["mismatched"] = found.submit("cpu_train", *TWO_NODES)
+        found.jobs["scaling"] = found.submit("cpu_scaling", *TWO_NODES, SIZE="96", **TYPE)
+        warm = str(environment_of(folder / "warm", warm=True))
         swept = {"CONFIG": found.configure("swept.toml", steps=2), "GRID": "x=1", "VALUES": "1e-3 5e-3", "MODULES": ""}
-        found.jobs["sweep"] = found.submit("cpu_sweep", *one, "--array=0-1", **TYPE, **swept)
-        found.jobs["planned"] = found.submit(planned(found), **TYPE, MODULES="")
+        found.jobs["sweep"] = found.submit("cpu_sweep", *ONE_NODE, "--array=0-1", **TYPE, **swept, VENV=warm)
         yield found
     finally:
         slurm.stop()
@@ -140,15 +154,19 @@ def test_a_job_that_is_asked_to_end_saves_and_runs_again(cluster: Cluster) -> No
 
 @pytest.mark.wide
 def test_a_run_stopped_by_its_time_limit_is_continued_by_the_job_that_depends_on_it(cluster: Cluster) -> None:
-    run, first, second = cluster.folder / "runs/long", cluster.jobs["stopped"], cluster.jobs["continued"]
+    run = cluster.folder / "runs/long"
+    endless = {"CONFIG": cluster.configure("endless.toml", steps=100_000), "GRID": "x=2", "RUN": "runs/long", "MODULES": ""}
+    first = cluster.submit("cpu_train", *TWO_NODES, **TYPE, **endless)
+    later = (*TWO_NODES, "--hold", f"--dependency=afternotok:{first}", "--kill-on-invalid-dep=yes")
+    second = cluster.submit("cpu_train", *later, **TYPE, **endless | {"CONFIG": "rest.toml", "GRID": "y=2"})
     cluster.trained(run, first)
     cluster.slurm.run("scontrol", "update", f"JobId={first}", "EndTime=now+1seconds")  # time limits count whole minutes
-    assert cluster.ends("stopped") == "TIMEOUT"
+    assert cluster.slurm.wait(first, WAIT) == "TIMEOUT"
     assert "DUE TO TIME LIMIT" in cluster.output("runs/long", first)
     newest = max(int(folder.name.removeprefix("step-")) for folder in run.glob("checkpoints/step-*"))
     cluster.configure("rest.toml", steps=newest + 5)
     cluster.slurm.run("scontrol", "release", second)
-    assert cluster.ends("continued") == "COMPLETED", cluster.output("runs/long", second)
+    assert cluster.slurm.wait(second, WAIT) == "COMPLETED", cluster.output("runs/long", second)
     assert f"after step {newest}" in cluster.output("runs/long", second)
     assert [line["step"] for line in cluster.metrics("runs/long")] == [*range(1, newest + 6)]
 
@@ -189,8 +207,8 @@ def test_the_tasks_of_an_array_train_in_folders_of_their_own(cluster: Cluster) -
 
 @pytest.mark.wide
 def test_the_job_of_a_written_plan_trains_on_its_grid(cluster: Cluster) -> None:
-    job = cluster.jobs["planned"]
-    assert cluster.ends("planned") == "COMPLETED", cluster.output("runs/plan-2", job)
+    job = cluster.submit(planned(cluster), **TYPE, MODULES="")
+    assert cluster.slurm.wait(job, WAIT) == "COMPLETED", cluster.output("runs/plan-2", job)
     assert [line["step"] for line in cluster.metrics("runs/plan-2")] == [1, 2]
     ran, written = ((cluster.folder / file).read_text() for file in ("runs/plan-2/config.toml", "planned/plan.toml"))
     assert [line for line in ran.splitlines() if line[:2] in ("x ", "y ", "z ")] == ["x = 1", "y = 2", "z = 1"]
