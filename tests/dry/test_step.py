@@ -15,6 +15,7 @@ from summa3d.kernels import reference
 
 from summa3d.comm.arrays import overlap
 from summa3d.dry import step as dry_step
+from summa3d.dry.place import DryPlace
 from summa3d.dry.rank_classes import classes
 from summa3d.dry.record import Part, Segment, net_of, operations, peak_of, repeated
 from summa3d.dry.step import Setting, run
@@ -80,6 +81,11 @@ def test_operations_carry_their_layers_and_phases_and_every_move_is_waited_for()
     assert sorted(moves) == sorted(waits) and len(set(moves)) == len(moves)
     at = {(op.kind, op.id): place for place, op in enumerate(ops)}
     assert all(at["move", move] < at["wait", move] for move in moves)
+
+
+def test_what_no_slot_of_a_node_can_hold_is_gathered_in_a_dry_run_too() -> None:
+    axis = DryPlace({"y": 2}, ranks_per_node=2)["y"]
+    assert axis.start_all_gather(torch.empty(2**32, device="meta")).wait().shape == (2**33,)
 
 
 def test_a_step_multiplies_as_much_as_its_matrices_say() -> None:

@@ -139,9 +139,16 @@ class Bounds:
         kinds, place = np.unique(dp, return_inverse=True)
         each = np.array([sum(kept_per_element(inner.dtype, zero, int(one))) for one in kinds])[place.reshape(-1)]
         states = inner.block_elements / rows.ranks[at] * inner.model.layers / rows.pp[at] * each
-        net = [piece.net for piece in self._cells(inner).forward if piece.cell == BLOCK]
-        saved = MARGIN * (sum(line.base for line in net) + sum(line.slope for line in net) * rows.rows[at]) / rows.ranks[at]
+        saved = self._saved(inner, rows.rows[at])
+        if zero == 3:  # replicas share the copies of weights that are among it
+            saved = saved - 2 * (saved - self._saved(inner, rows.rows[at], 2)) * (1 - 1 / dp)
+        saved = MARGIN * saved / rows.ranks[at]
         return states, states + rows.in_flight[at] * rows.layers[3][at] * saved
+
+    def _saved(self, inner: Inner, rows: Number, replicas: int = 1) -> Number:
+        """Bytes of a block that one rank alone saves for backward, where replicas share its weights."""
+        net = [piece.net for piece in self._cells(inner, replicas).forward if piece.cell == BLOCK]
+        return sum(line.base for line in net) + sum(line.slope for line in net) * rows
 
     # -- seconds
 
@@ -240,10 +247,10 @@ class Bounds:
         self._alone[key] = Alone(MARGIN * launched, MARGIN * size, MARGIN * slope, tuple(cubes))
         return self._alone[key]
 
-    def _cells(self, inner: Inner) -> Cells:
-        """The cells that one rank alone would run, whose units are rows."""
+    def _cells(self, inner: Inner, replicas: int = 1) -> Cells:
+        """The cells that one rank alone would run, whose units are rows; replicas share their weights."""
         axes = tuple({"x": 1, "y": 1, "z": 1}.items())
-        cells, _ = self.times.store.cells(replace(inner, scheme="oned", axes=axes, regather=False, unit=1, replicas=1), 1)
+        cells, _ = self.times.store.cells(replace(inner, scheme="oned", axes=axes, regather=False, unit=1, replicas=replicas), 1)
         return cells
 
     # -- communication
