@@ -269,7 +269,7 @@ def judge(fault: Fault, ended: Ended, limit: float, room: float, saved: Path | N
         retried = fault.kind == "slow rank" or "Trying again." in " ".join(ended.output.split())
         return problems if retried else [*problems, "the failed write was not said"]
     asked = re.search(rf"rank {fault.rank} got SIGTERM: saved after step\s+(\d+)", ended.output)
-    if fault.kind == "SIGTERM" and fault.stage not in ("start", "set-up"):
+    if fault.kind == "SIGTERM" and (fault.stage not in ("start", "set-up") or ended.status == 0):
         kept = asked is not None and saved is not None and saved.name == f"step-{asked[1]}"
         over = ended.status == 0 and "got SIGTERM" not in ended.output  # in the last step
         return problems if (ended.status == PREEMPTED and kept) or over else [*problems, f"status {ended.status}, saved {saved}"]

@@ -498,7 +498,9 @@ def cases(number: int, seed: int) -> list[Case]:
     return found
 
 
-def campaign(number: int, seed: int, only: str = "", verbose: bool = False) -> tuple[Counter[tuple[str, str]], list[str]]:
+def campaign(
+    number: int, seed: int, only: str = "", verbose: bool = False, seconds: float = SECONDS
+) -> tuple[Counter[tuple[str, str]], list[str]]:
     """Run the cases; returns how many of each kind ended how, and the findings."""
     import mpi4py
 
@@ -520,8 +522,8 @@ def campaign(number: int, seed: int, only: str = "", verbose: bool = False) -> t
                 continue
             key = " ".join(case.words)
             if case.same and key not in unspoilt:
-                unspoilt[key] = _in_copy(base, Case(case.kind, "", case.words)).stdout
-            found = _in_copy(base, case)
+                unspoilt[key] = _in_copy(base, Case(case.kind, "", case.words), seconds).stdout
+            found = _in_copy(base, case, seconds)
             verdict = judge(case, found, unspoilt.get(key, ""))
             counts[case.kind, verdict] += 1
             if verdict != "held" or verbose:
@@ -531,13 +533,13 @@ def campaign(number: int, seed: int, only: str = "", verbose: bool = False) -> t
     return counts, findings
 
 
-def _in_copy(base: Path, case: Case) -> Outcome:
+def _in_copy(base: Path, case: Case, seconds: float) -> Outcome:
     """Run a case in a copy of the material."""
     with tempfile.TemporaryDirectory(dir=base.parent) as name:
         folder = Path(name) / "here"
         shutil.copytree(base, folder, symlinks=True)
         case.spoil(folder)
-        ended = run(case.words, folder)
+        ended = run(case.words, folder, seconds)
         return Outcome("ran code", *vars(ended).values()) if [*folder.rglob("ran-code")] else ended
 
 
@@ -548,8 +550,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="cases whose kind and name match")
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--limit", type=float, default=SECONDS, help="seconds after which a case hangs; more on a busy machine")
     settings = parser.parse_args()
-    counts, findings = campaign(settings.cases, settings.seed, settings.only, settings.verbose)
+    counts, findings = campaign(settings.cases, settings.seed, settings.only, settings.verbose, settings.limit)
     for (kind, verdict), count in sorted(counts.items()):
         print(f"{kind:10} {verdict:30} {count}")
     return 1 if findings else 0

@@ -17,11 +17,14 @@ import local_slurm
 import pytest
 from small_runs import SMALL, write_corpus
 
+from summa3d.launch.runtime import loaded_runtime
+from summa3d.launch.slurm import STARTING
+
 ROOT = Path(__file__).parent.parent
 REASON = local_slurm.why_not()
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 WAIT = 300.0  # seconds for a job, on two cores that may have other work
-TYPE = {"SLURM_MPI_TYPE": "pmi2"}  # what starts MPICH's ranks
+TYPE = {"SLURM_MPI_TYPE": STARTING["mpich" if REASON is not None else loaded_runtime().vendor][0]}  # what starts the ranks
 # Ranks that outnumber the cores must not spin.
 COMMON = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "PYTHONPATH": str(ROOT)}
 SMALLER = ("--cpus-per-task=1",)
@@ -174,7 +177,8 @@ def test_a_run_stopped_by_its_time_limit_is_continued_by_the_job_that_depends_on
 def test_ranks_that_srun_started_alone_end_the_job_in_a_line_that_names_the_option_to_try(cluster: Cluster) -> None:
     assert cluster.ends("mismatched") == "FAILED"
     lines = cluster.output("runs/cpu_train", cluster.jobs["mismatched"]).splitlines()
-    assert lines[-1].startswith("the ranks computed nothing, see above. Try srun --mpi=pmi2 (SLURM_MPI_TYPE=pmi2 ")
+    kind = TYPE["SLURM_MPI_TYPE"]
+    assert lines[-1].startswith(f"the ranks computed nothing, see above. Try srun --mpi={kind} (SLURM_MPI_TYPE={kind} ")
     assert [line for line in lines if line.startswith("warning: without --mpi, srun starts ranks by none")]
     assert not (cluster.folder / "runs/cpu_train/checkpoints").exists()
 
@@ -217,9 +221,9 @@ def test_the_job_of_a_written_plan_trains_on_its_grid(cluster: Cluster) -> None:
 
 def test_srun_ends_when_its_output_goes_into_a_pipe(cluster: Cluster) -> None:
     product = "summa3d gemm --m 300 --n 300 --k 300 --check"
-    line = f"srun --mpi=pmi2 --nodes=2 --ntasks-per-node=1 {product} 2>&1 | tee piped.txt"
+    line = f"srun --nodes=2 --ntasks-per-node=1 {product} 2>&1 | tee piped.txt"
     path = f"{Path(sys.executable).parent}:{cluster.slurm.environment['PATH']}"
-    ended = cluster.slurm.run("bash", "-o", "pipefail", "-c", line, cwd=cluster.folder, timeout=WAIT, PATH=path, **COMMON)
+    ended = cluster.slurm.run("bash", "-o", "pipefail", "-c", line, cwd=cluster.folder, timeout=WAIT, PATH=path, **COMMON, **TYPE)
     assert ended.stdout == (cluster.folder / "piped.txt").read_text()
     assert "error " in ended.stdout
 
@@ -238,10 +242,10 @@ def test_a_rank_that_is_stopped_or_killed_under_srun_ends_the_step(
     cluster: Cluster, tmp_path: Path, at: str, ranks: int, said: str
 ) -> None:
     """Two nodes; with two ranks, each is alone on its node."""
-    start = ("srun", "--mpi=pmi2", "--nodes=2", f"--ntasks={ranks}", "--kill-on-bad-exit=1")
+    start = ("srun", "--nodes=2", f"--ntasks-per-node={ranks // 2}", "--kill-on-bad-exit=1")
     program = (sys.executable, str(ROOT / "tests/stopped_rank.py"), "train", cluster.configure("disturbed.toml", steps=4))
     command = [*start, *program, f"--set=grid.x={ranks // 2}", "--set=grid.y=2", f"--run={tmp_path / 'run'}"]
-    variables = {"AT": at, "AT_FILE": str(tmp_path / "at"), "SUMMA3D_WATCHDOG": "3", **COMMON}
+    variables = {"AT": at, "AT_FILE": str(tmp_path / "at"), "SUMMA3D_WATCHDOG": "3", **COMMON, **TYPE}
     environ = cluster.slurm.environment | variables
     ended = subprocess.run(command, cwd=cluster.folder, env=environ, capture_output=True, text=True, timeout=WAIT)
     seconds = time.time() - float((tmp_path / "at").read_text())

@@ -85,10 +85,7 @@ class Axis:
         """
         if self.size == 1:
             return alone(array, into)
-        route = self.routes.scatter(array, dim, sizes, into)
-        if parts is not None:
-            self.checks.workspace(array, parts, route.words // (self.size - 1) * self.size)
-        return self._complete(Call(route, array, into, True, parts))
+        return self._complete(Call(self.routes.scatter(array, dim, sizes, into, parts), array, into, True, parts))
 
     def all_reduce(self, array: Array, op: str = "sum", into: Array | None = None) -> Array:
         """Reduce the members' arrays by `op` (sum, max, min) on all of them. Words n + (g−2)·n_r, messages 2(g−1)."""

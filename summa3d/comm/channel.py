@@ -90,8 +90,9 @@ class Channel:
 
     def __init__(self, axis: Axis, homes: Sequence[int]) -> None:
         axis.transports.check()
-        if not all(isinstance(home, (int, np.integer)) and 0 <= home < axis.size for home in homes):
-            raise GridError(f"axis {axis.label} has the members 0 to {axis.size - 1}; the stages' are given as {list(homes)}.")
+        wholes = isinstance(homes, Sequence) and all(isinstance(home, (int, np.integer)) for home in homes)
+        if not wholes or not all(0 <= home < axis.size for home in homes):
+            raise GridError(f"axis {axis.label} has the members 0 to {axis.size - 1}; the stages' are given as {homes!r}.")
         self.axis, self.stages, self.links = axis, len(homes), links_of(homes)
         self._own = {
             way: {key: link for key, link in self.links.items() if link[end] == axis.index}

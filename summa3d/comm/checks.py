@@ -42,9 +42,19 @@ class Checks:
         self.in_step = transports.check
 
     def settled(
-        self, name: str, array: Array, dim: int, sizes: Sequence[int] | None, whole: bool, into: Array | None = None
+        self,
+        name: str,
+        array: Array,
+        dim: int,
+        sizes: Sequence[int] | None,
+        whole: bool,
+        into: Array | None = None,
+        parts: Array | None = None,
     ) -> tuple[int, list[int]]:
-        """`dim` counted from the front, and one size per member: `array` holds all of them along it (whole), or this member's."""
+        """`dim` counted from the front, and one size per member: `array` holds all of them along it (whole), or this member's.
+
+        into, parts : the result's memory and the workspace, where they are given
+        """
         shape = list(array.shape)
         problem = _not_whole(name, "dim", dim) or next((_not_whole(name, "a size", size, 0) for size in sizes or ()), None)
         if problem is not None:
@@ -65,6 +75,8 @@ class Checks:
         if problem is None:
             result = [*shape[:dim], sizes[self.index] if whole else sum(sizes), *shape[dim + 1 :]]
             problem = into_problem(into, array, result)
+            if problem is None and parts is not None:  # here, so that it is agreed on as the other problems
+                problem = self.workspace_problem(array, parts, prod(result) * self.size)
         if problem is None and not self.debug:
             return dim, list(sizes)
         facts: dict[str, Any] = {"dim": dim, "other dims": (*shape[:dim], *shape[dim + 1 :])}
@@ -114,7 +126,7 @@ class Checks:
             f"Pass sizes, or a multiple of {self.size}: {below}, {below + self.size}."
         )
 
-    def root_problem(self, root: int) -> str | None:
+    def root_problem(self, root: object) -> str | None:
         """The reason why `root` is no member of the axis; None if it is one."""
         if isinstance(root, (int, np.integer)) and 0 <= root < self.size:
             return None
@@ -146,14 +158,13 @@ class Checks:
         if problem is not None:
             raise ShapeError(f"{name} over {self.label}: {problem}.")
 
-    def workspace(self, array: Array, parts: Any, elements: int) -> None:
-        """Raise ShapeError unless `parts` can hold these elements of `array`'s dtype."""
+    def workspace_problem(self, array: Array, parts: Any, elements: int) -> str | None:
+        """The reason why `parts` cannot hold these elements of `array`'s dtype; None if it can."""
         problem = array_problem(parts, self.comm != MPI.COMM_NULL)
         if problem is None and count(parts) != elements:
             problem = f"it has {count(parts)} elements, where {elements} are needed"
         problem = problem or into_problem(parts, array, parts.shape)
-        if problem is not None:
-            raise ShapeError(f"reduce_scatter over {self.label}: parts cannot be its workspace: {problem}")
+        return problem and f"reduce_scatter over {self.label}: parts cannot be its workspace: {problem}"
 
     def peer(self, name: str, peer: int, tag: int) -> None:
         """Raise ShapeError unless there is such a member, other than this one, and such a tag."""
@@ -194,14 +205,21 @@ class Routes:
         words = (sum(extents) - extents[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
         return self._kept(key, Route("all_gather", is_on_device(block), words, self.size - 1, dim, extents, view=view))
 
-    def scatter(self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None) -> Route:
+    def scatter(
+        self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, parts: Array | None = None
+    ) -> Route:
         """The route of a reduce-scatter."""
         if sizes is not None and type(sizes) is not tuple:
             sizes = listed("reduce_scatter", sizes)
         key, route = self._known("reduce_scatter", array, into, dim, sizes)
         if route is not None:
+            known = (
+                None if parts is None else self.checks.workspace_problem(array, parts, route.words // (self.size - 1) * self.size)
+            )
+            if known is not None:
+                raise ShapeError(known)
             return route
-        dim, extents = self.checks.settled("reduce_scatter", array, dim, sizes, True, into)
+        dim, extents = self.checks.settled("reduce_scatter", array, dim, sizes, True, into, parts)
         words = (self.size - 1) * extents[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
         return self._kept(key, Route("reduce_scatter", is_on_device(array), words, self.size - 1, dim, extents))
 
@@ -213,7 +231,7 @@ class Routes:
         if route is not None:
             return route
         facts = {"shape": tuple(array.shape), "op": op, "root": root}
-        problem = self.checks.root_problem(0 if root is None else root) or self.checks.op_problem(op)
+        problem = (self.checks.root_problem(root) if name == "reduce" else None) or self.checks.op_problem(op)
         if problem is None and root in (None, self.index):
             problem = into_problem(into, array, array.shape)
         self.checks.agreed(name, array, facts, problem)

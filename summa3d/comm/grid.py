@@ -55,8 +55,7 @@ class Grid:
 
     ``grid["y"]`` is an axis, ``grid["x", "y"]`` the plane of both (index = ix·Y + iy), ``grid.world`` all ranks.
     Creating a grid is collective over its ranks; so is the first use of each plane over its members.
-    Raises GridError, on every rank and before any communication, where axes, order, tile or ranks do not fit, and for what is
-    no communicator.
+    Raises GridError, on every rank and before any communication, where comm, axes, order, tile or ranks do not fit.
     """
 
     freed = False
@@ -82,10 +81,7 @@ class Grid:
         device: Backend | None = None,
         transports: TransportFactory = Transports,
     ) -> None:
-        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            what = f"a {type(comm).__name__}" if not isinstance(comm, MPI.Intracomm) else "one that was freed, or of no ranks"
-            raise GridError(f"A grid takes an MPI communicator, as mpi4py.MPI.COMM_WORLD; it was given {what}.")
-        self.transport, self.common, self.device = requested(transport), comm, device
+        self.transport, self.common, self.device = requested(transport), _checked_comm(comm), device
         topology = Topology.checked(axes, order, tile)
         self.ranks = checked_ranks(ranks, comm.size)
         topology.check_size(len(self.ranks))
@@ -323,8 +319,7 @@ class Grid:
 
     def _extent(self, comm: MPI.Intracomm) -> tuple[int, int]:
         """How many members the line of all ranks of `comm` has, and which this rank is."""
-        check_comm(comm, f"{self}")
-        return comm.size, comm.rank
+        return _checked_comm(comm).size, comm.rank
 
     def _comm_of(self, members: list[int], asked: str) -> MPI.Intracomm:
         """The communicator of these ranks; `asked` is the call that asks for it, for the error of a sealed grid."""
@@ -556,8 +551,19 @@ def _check_names(names: object, shape: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _checked_comm(comm: Any) -> MPI.Intracomm:
+    """A communicator. Raises GridError for what is none, or was freed."""
+    if isinstance(comm, MPI.Comm):
+        check_comm(comm, "a grid")
+    elif not hasattr(comm, "rank") or hasattr(comm, "shape"):  # a grid has both
+        raise GridError(f"A grid takes an MPI communicator, as mpi4py.MPI.COMM_WORLD; it was given a {type(comm).__name__}.")
+    return comm
+
+
 def _check_in_use(grid: Grid) -> None:
-    """Raise GridError if the grid was freed, or interrupted while it made an axis."""
+    """Raise GridError if the grid or its communicator was freed, or it was interrupted while it made an axis."""
+    if grid.inside and not grid.freed and not isinstance(grid.job, Place):
+        check_comm(grid.comm, f"{grid}")
     if grid.freed:
         raise GridError(f"{grid} was freed: its axes communicate no more. Make another grid.")
     if grid.unfinished:
@@ -578,7 +584,6 @@ def _check_unsealed(grid: Grid, asked: str) -> None:
 
 def _comm_of_some(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
     """A communicator of these ranks of `comm`, in this order: collective over them; the null communicator on others."""
-    check_comm(comm, f"an axis of {len(ranks)} ranks")
     if comm.rank not in ranks:
         return MPI.Intracomm()
     everyone = comm.Get_group()

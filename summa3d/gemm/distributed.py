@@ -8,6 +8,7 @@ from typing import TypeVar
 from ..comm.arrays import Array, kind_of
 from ..comm.grid import Grid
 from ..errors import LayoutError, ShapeError
+from ..layout.cyclic import ownership
 from ..layout.redistribute import Ownership
 from .algorithms.checks import is_whole
 
@@ -27,6 +28,7 @@ class Distributed:
 
     def __post_init__(self) -> None:
         check_sizes(self.shape)
+        self.layout = ownership(self.layout)
         self.shape = (self.shape[0], self.shape[1])
         expected = self.layout.local_shape(self.shape, self.grid.shape, self.grid.coordinates)
         if tuple(self.block.shape) != expected:

@@ -44,6 +44,8 @@ FAMILIES = {
 DEFAULTS = {"rotary_base": 10000.0, "image": 32, "patch": 4, "channels": 3, "classes": 10}
 OPTIONS = ("kv_heads", "tied_head", *ROTARY, *DEFAULTS)
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "ffn", "kv_heads", "rotary_context", *IMAGE)
+REQUIRED = SIZES[:5]
+"""The sizes that have no default of their family."""
 MOST_LAYERS, LARGEST_SIZE = 4096, 2**31 - 1
 ABOVE_ZERO = ("norm_eps", "rotary_base", "rotary_factor", "rotary_low", "rotary_high")
 
@@ -114,12 +116,14 @@ class ModelConfig:
     classes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
+        if not isinstance(self.family, str) or self.family not in FAMILIES:
             raise ConfigError(f"model.family {self.family!r} is not supported; supported: {', '.join(FAMILIES)}.")
         self._check_options()
         for name in SIZES:
             value = getattr(self, name)
             most = MOST_LAYERS if name == "layers" else LARGEST_SIZE
+            if (value is not None or name in REQUIRED) and not hasattr(value, "__index__"):
+                raise ConfigError(f"model.{name} is {value!r}; it must be a whole number.")
             if value is not None and not 1 <= value <= most:
                 also = f", and at most {most}" if value > most else ""
                 raise ConfigError(f"model.{name} is {value}; it must be at least 1{also}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..errors import ConfigError, ShapeError
 from ..layout.layout import Layout, Sharding
 from .random import key, normal_
 from .schemes.scheme import Scheme
@@ -37,8 +38,15 @@ def new_parameter(
     """Create this rank's block of a parameter of global `shape`, filled with NaN until `initialise` or a checkpoint writes it.
 
     NaN makes a parameter that was never initialised visible in the first loss. `layout` is the one on the inner grid; ranks of
-    the job that do not hold the parameter (`Scheme.on`) have an empty block.
+    the job that do not hold the parameter (`Scheme.on`) have an empty block. Raises ShapeError and ConfigError for what is no
+    shape, deviation or floating-point dtype.
     """
+    if not all(hasattr(size, "__index__") and not isinstance(size, bool) and size > 0 for size in shape):
+        raise ShapeError(f"A parameter's sizes are whole numbers, 1 or more; they are given as {shape}.")
+    if not hasattr(initial[1], "__float__"):
+        raise ConfigError(f"A parameter's first values have a number as their deviation; it is given as {initial[1]!r}.")
+    if not getattr(dtype, "is_floating_point", False):
+        raise ConfigError(f"A parameter has one of torch's floating-point dtypes; it was given {dtype!r}.")
     sharding = Sharding(layout.held_at(dict(scheme.at)), shape)
     parameter = ShardedParameter(torch.full(sharding.local_shape(scheme.job), torch.nan, dtype=dtype))
     parameter.sharding, parameter.decay, parameter.initial = sharding, decay, initial

@@ -127,9 +127,9 @@ def test_a_message_that_a_member_does_not_send_or_receive_is_refused(comm, make_
             channel.receive(block, 2, "B")
         with pytest.raises(ShapeError, match="C-contiguous"):
             channel.start_receive(np.ones((2, 2)).T, 1, "F")
-    with pytest.raises(GridError, match=r"axis pp has the members 0 to 2; the stages' are given as \[0, 3\]"):
+    with pytest.raises(GridError, match=r"axis pp has the members 0 to 2; the stages' are given as \(0, 3\)"):
         Channel(grid["pp"], (0, 3))
-    with pytest.raises(GridError, match=r"the stages' are given as \[0.0, 1\]"):
+    with pytest.raises(GridError, match=r"the stages' are given as \(0.0, 1\)"):
         Channel(grid["pp"], (0.0, 1))
     with pytest.raises(GridError, match="does not send"):
         channel.send(block, 1 + comm.rank, ["F"])

@@ -88,8 +88,9 @@ class Linear(nn.Module):
         return self._times(x, rows, None), bias if self.vectors_summed else sum_gradient(bias, self.vector_rows)
 
     def _times(self, x: Tensor, rows: int | None, bias: Tensor | None) -> Tensor:
-        if x.dim() < 2:
-            raise ShapeError(f"Linear takes a block [rows…, {self.k}] with at least 2 dims; it was given {tuple(x.shape)}.")
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            what = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ShapeError(f"Linear takes a tensor [rows…, {self.k}] with at least 2 dims; it was given {what}.")
         if self.input_layout.root_only and (rows is None or x.dim() > 2):
             raise ShapeError(
                 f"The {self.scheme.name} scheme leaves ranks without a block, so Linear takes a block of a matrix "

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ...autograd.recompute import recompute
 from ...comm.topology import describe, replica_axes
-from ...errors import ConfigError, ShapeError
+from ...errors import ConfigError, DataError, ShapeError
 from ...layout.distribute import collect
 from ...layout.layout import Layout
 from ..config import ModelConfig
@@ -25,7 +25,7 @@ from ..layers.embedding import Embedding
 from ..layers.loss import cross_entropy
 from ..layers.norm import new_norm
 from ..schemes.scheme import Scheme
-from .batch_check import check_ids, check_shapes
+from .batch_check import check_ids, check_shapes, check_tensors
 from .block import Block
 
 Inputs = Mapping[str, Tensor]
@@ -149,6 +149,8 @@ class Body(nn.Module, ABC):
         self.scheme.check(self.config, len(tokens), tokens.shape[-1])
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise DataError(f"tokens have dtype {str(tokens.dtype).removeprefix('torch.')}; the model takes int64 or int32.")
         check_ids("tokens", tokens, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}")
 
     def check_labels(self, labels: Tensor) -> None:
@@ -169,8 +171,11 @@ class Body(nn.Module, ABC):
         labels : global [b, s] or [b]; labels < 0 are not counted
         count : the divisor of the sum; default the number of counted labels
 
-        Raises ConfigError without `count` where replicas hold other rows of the step: each counts its own labels alone.
+        Raises ConfigError without `count` where replicas hold other rows of the step: each counts its own labels alone; and for
+        a count that is no number.
         """
+        if count is not None and not (hasattr(count, "__float__") and -(2**63) <= count < 2**63):
+            raise ConfigError(f"A loss is divided by the number of counted labels; `count` is {count!r}.")
         shape = self.scheme.job.shape
         replicas = {axis: shape[axis] for axis in replica_axes(shape)}
         if count is None and replicas:
@@ -234,6 +239,7 @@ class LanguageModel(Body):
         documents : global [b, s] ids of packed documents, runs of equal ids: a token attends to its own document, and learned
             positions restart with each
         """
+        check_tensors(tokens=tokens, labels=labels)
         inputs = given(tokens=tokens, labels=labels, attention_mask=attention_mask, documents=documents)
         return self.loss_of(inputs, self.batch_of(inputs, step, first_row, count))
 

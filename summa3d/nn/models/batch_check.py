@@ -8,15 +8,26 @@ from torch import Tensor
 from ...errors import DataError, ShapeError
 
 
+def check_tensors(**given: object) -> None:
+    """Raise ShapeError for what is no tensor of torch whose elements lie in order."""
+    for name, one in given.items():
+        if not isinstance(one, Tensor) or one.layout is not torch.strided:
+            what = (
+                "missing" if one is None else f"of layout {one.layout}" if isinstance(one, Tensor) else f"a {type(one).__name__}"
+            )
+            raise ShapeError(f"{name} is {what}; a model takes dense tensors of torch.")
+
+
 def check_shapes(tokens: Tensor, **others: Tensor | None) -> None:
-    """Raise ShapeError where one of `others` does not have the shape [b, s] of the tokens; None passes."""
+    """Raise ShapeError where one of `others` does not have the shape [b, s] of the tokens, or is no tensor; None passes."""
+    check_tensors(tokens=tokens, **{name: other for name, other in others.items() if other is not None})
     for name, other in others.items():
         if other is not None and other.shape != tokens.shape:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}, {name} {tuple(other.shape)}; they must be equal.")
 
 
 def check_ids(name: str, ids: Tensor | None, count: int, known: str, ignored: bool = False) -> None:
-    """Raise DataError, naming position and value, where an id is not in 0 … count−1.
+    """Raise DataError, naming position and value, where an id is not in 0 … count−1, and for ids that are no whole numbers.
 
     Parameters
     ----------
@@ -34,6 +45,8 @@ def check_ids(name: str, ids: Tensor | None, count: int, known: str, ignored: bo
     Traceback (most recent call last):
     summa3d.errors.DataError: labels[1] is 5; there are 5 classes, 0 to 4.
     """
+    if ids is not None and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise DataError(f"{name} are ids, of dtype int64 or int32; they have {str(ids.dtype).removeprefix('torch.')}.")
     if ids is None or type(ids) is not Tensor or ids.device.type != "cpu" or ids.numel() == 0:
         return
     lowest, highest = (int(end) for end in torch.aminmax(ids))

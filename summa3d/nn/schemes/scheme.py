@@ -164,8 +164,17 @@ class Scheme:
         return "nt" if self.spec.transposed_down else "nn"
 
     def plan(self, layout: Layout, form: str, m: int, n: int, k: int) -> ProductPlan:
-        """The plan of C (m×n): the product of an activation in `layout` with a weight ("nn") or a table ("nt")."""
-        return self.spec.plan(layout, form, m, n, k)
+        """The plan of C (m×n): the product of an activation in `layout` with a weight ("nn") or a table ("nt").
+
+        Raises LayoutError where the scheme has no product for that layout.
+        """
+        try:
+            return self.spec.plan(layout, form, m, n, k)
+        except ValueError as error:  # an axis more or less than those of its activations
+            raise LayoutError(
+                f"The {self.name} scheme has no product for an activation in layout {layout}; its residual stream has "
+                f"{self.residual}."
+            ) from error
 
     def after_linear(self, layout: Layout) -> Layout:
         """The layout of a linear layer's output for an input in `layout`."""
@@ -384,7 +393,7 @@ def scheme(
     Raises LayoutError for an unknown name or an unsupported storage of vectors; GridError, naming the grids that fit, where the
     scheme does not support the grid. Moves nothing.
     """
-    if name not in SCHEME_SPECS:
+    if not isinstance(name, str) or name not in SCHEME_SPECS:
         raise LayoutError(f"Scheme {name!r} is not known. Schemes: {', '.join(SCHEME_SPECS)}.")
     spec = SCHEME_SPECS[name]
     if grid is None and name != "serial":
