@@ -117,15 +117,24 @@ class Lease:
                 if self._age(claim.stat()) > 2 * HEARTBEAT:  # its maker was killed before it could write
                     claim.unlink()
             return False
-        if first := _read(self._path) == holder:
-            self._write(file)
-        claim.unlink()
+        try:
+            if first := _read(self._path) == holder:
+                self._write(file)
+        finally:
+            claim.unlink()
         return first
 
     def _write(self, file: int) -> None:
-        """Write this job into the lease, which is its own from now on."""
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(self._mine).encode(), 0)
+        """Write this job into the lease, which is its own from now on; one that cannot be written is removed."""
+        text = json.dumps(self._mine).encode()
+        try:
+            os.ftruncate(file, 0)
+            if os.pwrite(file, text, 0) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._path.unlink()
+            os.close(file)
+            raise
         self._file = file
 
     def _beat(self) -> None:

@@ -144,6 +144,32 @@ def test_a_claim_that_a_killed_job_left_is_swept_up(tmp_path: Path, monkeypatch:
         assert [path.name for path in tmp_path.iterdir()] == [lease.NAME]
 
 
+@pytest.mark.parametrize("written", [0, 5])
+@pytest.mark.parametrize("flock", [True, False])
+@pytest.mark.parametrize("left", [True, False])
+def test_a_lease_for_which_the_disk_has_no_room_is_not_left_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int, flock: bool, left: bool
+) -> None:
+    if not flock:
+        without_flock(monkeypatch)
+    if left:
+        os.utime(of_another(tmp_path), (1, 1))
+    write = os.pwrite
+
+    def on_a_full_disk(file: int, text: bytes, at: int) -> int:
+        if not written:
+            raise OSError(errno.ENOSPC, "no space left")
+        return write(file, text[:written], at)
+
+    with monkeypatch.context() as full, Lease() as refused, pytest.raises(OSError) as raised:
+        full.setattr(os, "pwrite", on_a_full_disk)
+        refused.take(tmp_path)
+    assert raised.value.errno == errno.ENOSPC
+    assert not [*tmp_path.iterdir()]
+    with Lease() as mine:
+        mine.take(tmp_path)
+
+
 def test_a_job_that_stood_still_ends_and_leaves_the_lease_to_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "HEARTBEAT", 0.02)
     with Lease() as mine:
