@@ -158,7 +158,7 @@ class Runs:
 
     def end(self, job: subprocess.Popen[bytes], run: Path, began: float, patience: float) -> Ended:
         """Wait for the end of a job: so long from its fault, or longer from its start where there is none."""
-        at, deadline, left = run.parent / "at", began + ROOM_TO_START + self.room, list[str]()
+        at, deadline, left = run.parent / "at", began + max(ROOM_TO_START, patience) + self.room, list[str]()
         try:
             while job.poll() is None and time.time() < deadline:
                 time.sleep(0.02)
