@@ -196,8 +196,7 @@ class Routes:
 
     def gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, view: bool) -> Route:
         """The route of an all-gather."""
-        if sizes is not None and type(sizes) is not tuple:
-            sizes = listed("all_gather", sizes)
+        sizes = None if sizes is None else listed("all_gather", sizes)
         key, route = self._known("all_gather", block, into, dim, sizes, view)
         if route is not None:
             return route
@@ -209,15 +208,13 @@ class Routes:
         self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, parts: Array | None = None
     ) -> Route:
         """The route of a reduce-scatter."""
-        if sizes is not None and type(sizes) is not tuple:
-            sizes = listed("reduce_scatter", sizes)
+        sizes = None if sizes is None else listed("reduce_scatter", sizes)
         key, route = self._known("reduce_scatter", array, into, dim, sizes)
+        if route is not None and parts is not None:
+            problem = self.checks.workspace_problem(array, parts, route.words // (self.size - 1) * self.size)
+            if problem is not None:
+                raise ShapeError(problem)
         if route is not None:
-            known = (
-                None if parts is None else self.checks.workspace_problem(array, parts, route.words // (self.size - 1) * self.size)
-            )
-            if known is not None:
-                raise ShapeError(known)
             return route
         dim, extents = self.checks.settled("reduce_scatter", array, dim, sizes, True, into, parts)
         words = (self.size - 1) * extents[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])

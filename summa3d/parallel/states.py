@@ -207,7 +207,7 @@ class State:
         return self._part_of_gradient(self.share)
 
     def _part_of_gradient(self, wanted: Sharding) -> Tensor | None:
-        whole, sharding = self.total if self.apart else self.parameter.grad, self.shardings.gradient
+        whole, sharding = self.accumulated, self.shardings.gradient
         return whole if whole is None or sharding is wanted else self._part(whole, sharding, wanted)
 
     def _part(self, block: Tensor, sharding: Sharding, wanted: Sharding) -> Tensor:

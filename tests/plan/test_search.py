@@ -28,7 +28,7 @@ from summa3d.plan.search.bounds import Bounds
 from summa3d.plan.search.cells import Inner, traced
 from summa3d.plan.search.export import configured
 from summa3d.plan.search.memory import memory
-from summa3d.plan.search.plans import SCHEMES, Plan, Rows, Space, admits, plans, tiles
+from summa3d.plan.search.plans import SCHEMES, Around, Era, Plan, Rows, Space, admits, columns, tiles
 from summa3d.plan.search.request import bytes_of, models, request, space_of
 from summa3d.plan.search.search import Search
 from summa3d.plan.search.store import Store, file_of
@@ -116,10 +116,15 @@ def test_a_damaged_or_foreign_file_is_traced_again_and_said(cache: Path, monkeyp
         assert file.read_text() == whole
 
 
+def plans(space: Space) -> Iterator[Plan]:
+    """Every plan of a space that divides evenly and saves no memory."""
+    return (rows.plan(place) for rows in columns(space, Counter()) for place in range(len(rows)))
+
+
 def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched: tuple[Search, Any]) -> None:
     search, found = searched
     bounds, prices = Bounds(search.times), []
-    for plan in plans(SPACE, Counter()):
+    for plan in plans(SPACE):
         placements = [*tiles(plan, SPACE.nodes)] if admits(SPACE, plan) else []
         held = bounds_hold(bounds, plan, placements)
         prices += [(search.times.closed(one), str(one)) for one in placements if held <= LIMIT]
@@ -134,7 +139,9 @@ def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched
 
 def bounds_hold(bounds: Bounds, plan: Plan, placements: list[Plan]) -> int:
     """Check that no bound of a plan exceeds what it is a bound of; returns the plan's bytes."""
-    times, rows, at = bounds.times, Rows.of(plan), np.array([0])
+    times, at = bounds.times, np.array([0])
+    era = Era((), ((plan.inner.recompute, plan.inner.regather),), (plan.zero,))
+    rows = Rows(era, [plan.inner], [Around(0, plan.dp, plan.pp, plan.chunks, plan.units, plan.micro_batches)])
     held = memory(plan, *times.store.cells(plan.inner, plan.units)).total
     states, least = (float(one[0]) for one in bounds.bytes(rows, at, (0, 0)))
     assert states <= least <= held, plan
@@ -313,7 +320,7 @@ def test_every_named_model_is_one_and_every_scheme_is_searched() -> None:
     for name in models():
         assert request([name], 8, CLUSTER).config.model.layers > 1
     every = Space(ModelConfig(layers=8, hidden=512, heads=16, sequence=64), 64, 64, "bfloat16", "cuda", (8,))
-    found = [*plans(every, Counter())]
+    found = [*plans(every)]
     assert {plan.inner.scheme for plan in found} == {*SCHEMES} and len({str(plan) for plan in found}) == len(found)
     assert all(plan.topology().size == 64 and plan.rows * plan.dp * plan.micro_batches == 64 for plan in found)
 

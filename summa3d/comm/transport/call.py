@@ -146,12 +146,11 @@ class Carried:
         if self.before is not None:
             self.before()
         requests = self.requests
-        if requests:
-            if isinstance(requests[0], MPI.Request):
-                MPI.Request.Waitall(requests)
-            else:
-                for request in requests:
-                    request.wait()
+        if requests and isinstance(requests[0], MPI.Request):
+            MPI.Request.Waitall(requests)
+        else:
+            for request in requests:
+                request.wait()
         return self.finish()
 
     @property

@@ -60,7 +60,7 @@ class Linear(nn.Module):
         vector = scheme.vector(self.output_layout)
         self.bias = new_parameter(scheme, vector, (n,), ("constant", 0.0), dtype, decay=False) if bias else None
         self.vector_rows, self.vectors_summed = scheme.vector_rows(self.output_layout), False
-        self._ways = prod(scheme.grid.shape[axis] for axis in row_axes(self.input_layout))
+        self._row_shards = prod(scheme.grid.shape[axis] for axis in row_axes(self.input_layout))
         self._source = scheme.prefetch_source(self._weights)
         self._product = ProductCache(self._new_product, 8)
 
@@ -96,7 +96,7 @@ class Linear(nn.Module):
                 f"The {self.scheme.name} scheme leaves ranks without a block, so Linear takes a block of a matrix "
                 f"[rows, {self.k}] and the global number of rows; it was given {tuple(x.shape)} and rows={rows}."
             )
-        rows = x.shape[:-1].numel() * self._ways if rows is None else rows
+        rows = x.shape[:-1].numel() * self._row_shards if rows is None else rows
         weight = self.weight.t() if self.transposed and not self.scheme.sharded else self.weight
         return matmul(x, weight, self._product(rows), bias, sums_bias=not self.vectors_summed)
 

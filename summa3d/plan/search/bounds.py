@@ -54,7 +54,7 @@ def moved(inner: Inner, sizes: Mapping[str, Number], tokens: Number) -> Iterator
         return
     again, panels = int(inner.regather or inner.replicas > 1), np.maximum(x, y)
     for place, (k, n) in enumerate(matrices(inner.model)):
-        if _gathers(inner):
+        if inner.gathers:
             of_a, of_c = ("y", "z") if place % 2 == 0 else ("z", "y")
             rows = (of_a, passes + inner.regather, tokens * k), (of_c, passes + 1, tokens * n), ("x", passes + 1 + again, k * n)
             for axis, times, part in rows:
@@ -95,17 +95,13 @@ def products(inner: Inner, sizes: Mapping[str, Number], tokens: Number) -> Itera
     x, y, z, d = (sizes[axis] for axis in AXES)
     size, passes = dtype_of(inner.dtype).nbytes, 4 if inner.recompute == "full" else 3
     for place, (k, n) in enumerate(matrices(inner.model)):
-        if inner.scheme == "oned" or _gathers(inner):
+        if inner.scheme == "oned" or inner.gathers:
             of_k, of_n = (z, y) if place % 2 == 0 else (y, z)
             yield Products(passes, tokens / x, n / of_n, k / of_k, size)
         else:
             panels = np.maximum(x, y)
             of_k, of_n = (y, panels) if place == 3 and inner.scheme == "summa-transposed" else (panels, y)
             yield Products(passes * panels, tokens / (x * d), n / of_n, k / of_k, size)
-
-
-def _gathers(inner: Inner) -> bool:
-    return inner.scheme.startswith(("cuboid", "oned-sp"))
 
 
 class Alone(NamedTuple):

@@ -65,6 +65,11 @@ class Inner:
         """Axis → size of the inner grid."""
         return dict(self.axes)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether its products gather their operands whole, so that backward may gather them again."""
+        return self.scheme.startswith(("cuboid", "oned-sp"))
+
     @cached_property
     def ranks(self) -> int:
         """Ranks of the inner grid."""

@@ -164,12 +164,6 @@ class Rows:
         self.ranks, self.rows = self._of([one.ranks for one in inners]), self.units * self._of([one.unit for one in inners])
         self.family = np.array([family_of(one.scheme, one.shape) for one in inners])[self.inner]
 
-    @classmethod
-    def of(cls, plan: Plan, era: Era | None = None) -> Rows:
-        """A plan as the only row."""
-        around = Around(0, plan.dp, plan.pp, plan.chunks, plan.units, plan.micro_batches)
-        return cls(era or Era((), ((plan.inner.recompute, plan.inner.regather),), (plan.zero,)), [plan.inner], [around])
-
     def _of(self, values: Iterable[int]) -> Any:
         return np.array([*values], dtype=np.int64)[self.inner]
 
@@ -183,7 +177,7 @@ class Rows:
         One whose places are both at least those of another takes fewer bytes and more seconds.
         """
         one, found = self.inners[0], {}
-        gathers = one.scheme.startswith(("cuboid", "oned-sp")) & (np.maximum(self.sizes["x"], self.sizes["y"]) > 1)
+        gathers = one.gathers & (np.maximum(self.sizes["x"], self.sizes["y"]) > 1)
         for place, (recompute, regather) in enumerate(self.era.variants):
             if recompute == "selective" and not one.model.attention_dropout:
                 continue  # fused attention keeps no scores
@@ -287,13 +281,8 @@ def family_of(scheme: str, shape: Mapping[str, int]) -> str:
     return "2.5-D" if scheme == "tesseract" else "2-D"
 
 
-def plans(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[Plan]:
-    """The plans of `columns`, one by one."""
-    return (rows.plan(place) for rows in columns(space, rejected) for place in range(len(rows)))
-
-
 def columns(space: Space, rejected: Counter[tuple[str, str]]) -> list[Rows]:
-    """Every plan that divides evenly and saves no memory (`Rows.saving`), with the default placement; the rows of each scheme.
+    """Every plan that divides evenly and saves no memory (`Rows.savings`), with the default placement; the rows of each scheme.
 
     What does not divide is counted in `rejected` by family and reason.
     """

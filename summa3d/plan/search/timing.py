@@ -222,7 +222,6 @@ def _copies(ranks: int, sizes: tuple[int, ...]) -> int:
 def elements_of(plan: Plan, cells: Cells) -> list[int]:
     """Elements of the parameters that a rank holds of each stage of a pipeline."""
     of, last = cells.elements, plan.pp - 1
-    layers = [sum(plan.layers[stage] for stage in range(rank, len(plan.layers), plan.pp)) for rank in range(plan.pp)]
-    held = [many * of[BLOCK] + of[ENTER] * (rank == 0) + of[LEAVE] * (rank == last) for rank, many in enumerate(layers)]
+    held = [plan.layers_of(rank) * of[BLOCK] + of[ENTER] * (rank == 0) + of[LEAVE] * (rank == last) for rank in range(plan.pp)]
     held[last] += of["tied"] * (plan.pp > 1)
     return held
