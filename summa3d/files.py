@@ -1,9 +1,15 @@
-"""Reading of text, JSON and TOML that anybody may have written: what is none is a ValueError or an OSError, never a hang."""
+"""Reading of text, JSON and TOML that anybody may have written: what is none is a ValueError or an OSError, never a hang.
+
+And writing of files in place of whatever has their names.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +62,18 @@ def read_json(path: Path) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """The table of a TOML file. Raises OSError and ValueError as `text_of` and `from_toml` do."""
     return from_toml(text_of(path))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path` for a new file, which in the end takes its place: readers see the old or the new one, whole.
+
+    A FIFO, a device or a link of that name, into which a write would wait or go astray, is replaced. Raises OSError.
+    """
+    new = path.with_name(f".{os.getpid()}-{path.name}")
+    new.unlink(missing_ok=True)
+    try:
+        yield new
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)

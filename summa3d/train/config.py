@@ -14,7 +14,7 @@ from ..comm.topology import axes_in, divisors
 from ..comm.transport.select import NAMES as TRANSPORTS
 from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError, nearest
-from ..files import read_json, read_toml
+from ..files import read_json, read_toml, replacing
 from ..nn.config import LARGEST_SIZE, MOST_LAYERS, ModelConfig
 from ..nn.overlap import Overlap
 from ..nn.schemes.registry import SCHEME_SPECS
@@ -598,4 +598,5 @@ def write(table: dict[str, Any], path: Path) -> None:
     """Write the TOML table of a configuration as a file, from which `load` returns an equal configuration."""
     import tomli_w
 
-    path.write_text(tomli_w.dumps(table), encoding="utf-8")
+    with replacing(path) as new:
+        new.write_text(tomli_w.dumps(table), encoding="utf-8")

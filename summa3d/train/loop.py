@@ -24,7 +24,7 @@ from ..comm.failure import telling_where
 from ..comm.profile import flight, trace
 from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
-from ..files import read_json
+from ..files import read_json, replacing
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Inputs, LanguageModel
 from ..node_support import watchdog_seconds
@@ -272,7 +272,8 @@ def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> 
     summary |= {"checkpoint_blocked_seconds": comm.allreduce(blocked, MPI.MAX), "checkpoint_cpu_seconds": comm.allreduce(cpu)}
     summary |= {"peak_memory_bytes": peak, "peak_device_bytes": device_peak, "plot": plot, "sample": text}
     if comm.rank == 0:
-        (run.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        with replacing(run.folder / "summary.json") as new:
+            new.write_text(json.dumps(summary, indent=1) + "\n")
     return comm.bcast(summary)
 
 
@@ -341,7 +342,8 @@ def _bytes_by_dtype(run: Run) -> dict[str, int]:
 def _draw(run: Run, progress: Progress) -> str | None:
     path = run.folder / "loss.png"
     try:
-        draw_loss([run.folder], [path])
+        with replacing(path) as new:
+            draw_loss([run.folder], [new])
     except ImportError as error:
         progress.say(f"{path.name} was not drawn: {error}. Install summa3d[plot]; {run.metrics} holds the numbers.")
         return None

@@ -8,7 +8,6 @@ waited_seconds and exposed_communication (see `CoreTime`); where they exist, val
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError, DataError
-from ..files import from_json, text_of
+from ..files import from_json, replacing, text_of
 from .utilization import Work
 
 if TYPE_CHECKING:
@@ -287,9 +286,8 @@ def open_at(path: Path, resumed_at: int) -> Any:
     kept = [entry for entry in read(path) if entry["step"] <= resumed_at]
     if kept:
         kept[-1]["resumed"] = True
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-    os.replace(temporary, path)
+    with replacing(path) as new:
+        new.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
     return open(path, "ab", buffering=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,20 @@ def test_a_resumed_run_ends_with_the_numbers_of_an_uninterrupted_one(comm: Any, 
     assert [line["step"] for line in numbers(halves)] == [1, 2, 3, 4, 5, 6]
     assert summary["steps_taken"] == 2
     assert summary["validation_loss"] == numbers(whole)[-1]["validation_loss"]
+
+
+@pytest.mark.mpi(sizes=(1,))
+def test_what_a_run_writes_takes_the_place_of_a_fifo(comm: Any, shared_tmp_path: Path) -> None:
+    run = shared_tmp_path / "run"
+    train_small(comm, shared_tmp_path, train__steps=2)
+    for name in ("config.toml", "metrics.tmp", "summary.json", "loss.png"):
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)  # a write into which waits for a reader
+    train_small(comm, shared_tmp_path, resume=True, train__steps=3)
+    assert [line["step"] for line in metrics_of(shared_tmp_path)] == [1, 2, 3]
+    for name in ("config.toml", "summary.json", "loss.png"):
+        assert (run / name).is_file()
+    assert not [file for file in run.iterdir() if file.name.startswith(".")]
 
 
 class Interrupted:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...comm.failure import agree_on_error
 from ...comm.grid import Grid, Place
 from ...errors import CheckpointError, Summa3dError
-from ...files import read_json
+from ...files import read_json, replacing
 from ...layout.layout import Layout, Sharding
 from ...nn.config import ModelConfig
 from .. import config as configuration
@@ -86,7 +86,8 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
             if config.data.tokenizer_file:
                 _copy_tokenizer(source / TOKENIZER, run)
             configuration.write(configuration.to_table(config), run / "config.toml")
-            (run / ORIGINAL).write_text(json.dumps(found.original, indent=2) + "\n", encoding="utf-8")
+            with replacing(run / ORIGINAL) as new:
+                new.write_text(json.dumps(found.original, indent=2) + "\n", encoding="utf-8")
 
         on_root(comm, describe, CheckpointError)
         grid.free()
