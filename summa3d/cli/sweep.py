@@ -112,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join((plan_table if args.act == "plan" else status_table)(sweep, points, known)))
     for one in refused:
         _say(f"refused: {one.label} on {one.ranks} ranks: {' '.join(str(one.error).split())}")
+    if refused and not points:
+        raise ConfigError(f"{sweep.name} has no points: {len(refused)} refused, with the reasons above.")
     if args.act != "run":
         return 0
     counts = chosen_counts(args, sweep.ranks)

@@ -157,6 +157,14 @@ def test_plan_tells_points_predictions_and_refusals(tmp_path: Path, capsys: pyte
     assert len({json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()}) == 2
 
 
+def test_a_sweep_of_which_every_point_is_refused_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--dir", str(tmp_path), "--set", "algorithm=cannon", "--set", "ranks=2,3"]
+    for act in ("plan", "run"):
+        assert cli(["sweep", act, "product-strong", *settings]) == 1
+        said = capsys.readouterr().err
+        assert said.count("cannon cannot use") == 2 and "product-strong has no points: 2 refused" in said
+
+
 def test_a_job_is_written_for_each_number_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--set", "ranks=1,2,4,8,16", "--set", "ranks_per_node=4", "--set", "limit=01:00:00"]
     assert cli(["sweep", "submit", "product-strong", "--dir", str(tmp_path), *settings]) == 0
