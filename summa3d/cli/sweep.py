@@ -13,11 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..comm.profile.processes import launched_as
 from ..errors import ConfigError, DataError
 from .block import QUIET_PROFILER
 from .report import add_outputs, show
+
+if TYPE_CHECKING:
+    from ..sweep.file import Sweep
+    from ..sweep.points import Point
 
 FOLDER = Path("runs/sweeps")
 HELP = {
@@ -117,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if args.act != "run":
         return 0
     counts = chosen_counts(args, sweep.ranks)
+    _check_chosen(args, sweep, points)
     points = [point for point in points if not args.only or point.id in args.only]
     runner = Runner(sweep, directory, _starter(args, directory), _say, time.time() if args.retry else args.retry_before)
     status = runner.run(points, counts)
@@ -133,6 +139,17 @@ def chosen_counts(args: argparse.Namespace, of_file: Sequence[int]) -> list[int]
     if not task.isdigit() or int(task) >= len(counts):
         raise ConfigError(f"--array: {TASK} is {task or 'not set'}; it is the place of a rank count among {counts}, from 0.")
     return [counts[int(task)]]
+
+
+def _check_chosen(args: argparse.Namespace, sweep: Sweep, points: Sequence[Point]) -> None:
+    """Raise ConfigError for a rank count or an id that no point has."""
+    for option, given, known in (
+        ("--ranks", args.ranks or [], list(sweep.ranks)),
+        ("--only", args.only, [point.id for point in points]),
+    ):
+        for one in given:
+            if one not in known:
+                raise ConfigError(f"{option} {one}: {sweep.name} has no such point; it has {', '.join(map(str, known))}.")
 
 
 def _set(args: argparse.Namespace) -> list[str]:
@@ -160,7 +177,6 @@ def measure(args: argparse.Namespace) -> int:
 
     from ..sweep.file import load
     from ..sweep.measure import measure as measured
-    from ..sweep.points import Point
     from ..sweep.run import planned
     from ..train.on_root import on_root
 

@@ -218,7 +218,7 @@ def _check_product(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"a product needs {', '.join(missing)} in base.")
     dtype_of(config["dtype"])
     if config["algorithm"] not in (CHOSEN, ALL):
-        algorithm(config["algorithm"])
+        algorithm(str(config["algorithm"]))
 
 
 def _check_listed(name: str, grids: Sequence[Mapping[str, int]], ranks: int) -> None:

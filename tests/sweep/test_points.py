@@ -157,6 +157,7 @@ def test_points_of_one_count_and_work_are_one_race() -> None:
         ({"ranks": [2], "kind": "weak", "weak": {"dtype": "base * 2"}}, "its base, 'float64', is no number"),
         ({"ranks": [1], "base": {**PRODUCT, "dtype": "float12"}}, "dtype float12 is not supported by products"),
         ({"ranks": [1], "base": {**PRODUCT, "algorithm": "cubiod"}}, "Algorithm 'cubiod' is not known"),
+        ({"ranks": [1], "vary": {"algorithm": [["cuboid"]]}}, "is not known"),
         ({"ranks": [2], "base": {"m": 3}, "vary": {"grid": ["x=2"]}}, "a product needs n, k in base."),
         ({"ranks": [2], "vary": {"grid": ["x=2"]}}, "name an algorithm beside a list of grids"),
         ({"ranks": [1], "vary": {"dtype": []}}, "vary.dtype = [] has no values"),
