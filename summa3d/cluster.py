@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,29 +24,35 @@ FITTED = 3
 
 
 class Range(NamedTuple):
-    """What a number may be, its unit, and what it means. `default` is assumed where a file leaves the number out."""
+    """What a number may be, its unit, and what it means. `default` is assumed where a file leaves the number out.
+
+    whole : whether it must be an integer.
+    """
 
     least: float
     most: float
     unit: str
     meaning: str
     default: float | None = None
+    whole: bool = False
 
 
 DEVICE = {
     "device.memory": Range(1e8, 1e13, "bytes", "memory of a device"),
     "device.memory_bandwidth": Range(1e8, 1e14, "bytes per second", "read or written in a device's memory"),
-    "product.efficiency": Range(0.01, 1, "of the peak", "rate of a large product"),
+    "product.efficiency": Range(0.01, 1, "parts of the peak", "rate of a large product"),
     "product.half": Range(0, 1e4, "elements", "the smallest side at which a product has half its rate", 0.0),
     "product.launch": Range(0, 0.1, "seconds", "start of a product", 0.0),
-    "elements.efficiency": Range(0.01, 1, "of the memory bandwidth", "rate of element-wise kernels"),
+    "elements.efficiency": Range(0.01, 1, "parts of the memory bandwidth", "rate of element-wise kernels"),
     "elements.launch": Range(0, 0.1, "seconds", "start of an element-wise kernel", 0.0),
     "elements.function": Range(0, 1e-6, "seconds", "of an element of GELU and the like, beside its bytes", 0.0),
     "layers.launch": Range(0, 0.1, "seconds", "Python of a product or an element-wise operation of a layer", 0.0),
     "collectives.launch": Range(0, 0.1, "seconds", "start of a collective"),
     "collectives.chunk": Range(1, 1e9, "bytes", "what a broadcast's chain forwards at a time", 524288.0),
-    "host.slots": Range(0, 1e4, "ranks", "ranks of a node that have a core each; more share them; 0 for devices", 0.0),
-    "host.shared": Range(0, 1, "yes or no", "ranks of a node communicate by copies in its memory, which a trace has", 0.0),
+    "host.slots": Range(0, 1e4, "ranks", "ranks of a node that have a core each; more share them; 0 for devices", 0.0, True),
+    "host.shared": Range(
+        0, 1, "1 (yes) or 0 (no)", "ranks of a node communicate by copies in its memory, as a trace has", 0.0, True
+    ),
     "band.percent": Range(0, 100, "percent", "the error to expect of a predicted time"),
 }
 """Key → what it may be, of all numbers but peaks and links."""
@@ -55,7 +61,7 @@ LINKS = {
     "size": Range(1, 1e6, "ranks", "consecutive ranks that a level joins; the outermost level joins all and has none", 0.0),
     "ports": Range(1, 1024, "ports", "ports of a unit of the level below, which its ranks share; a rank has one", 1.0),
     "bandwidth": Range(1e6, 1e14, "bytes per second", "of a port, in each direction"),
-    "duplex": Range(1, 2, "of the bandwidth", "what a port carries in both directions together", 2.0),
+    "duplex": Range(1, 2, "times the bandwidth", "what a port carries in both directions together", 2.0),
     "latency": Range(0, 0.1, "seconds", "of a message between two neighbours"),
 }
 """Key of a level of links → what it may be."""
@@ -207,14 +213,21 @@ def read_text(text: str, name: str) -> Cluster:
 def read(table: Mapping[str, Any], name: str) -> Cluster:
     """The cluster of a parsed TOML table; raises as `load` does."""
     levels = table.get("level", [])
-    if not isinstance(levels, list) or not levels or not all(isinstance(one, Mapping) and "name" in one for one in levels):
+    named = isinstance(levels, list) and all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in levels)
+    if not levels or not named:
         raise ClusterError(f"cluster {name} needs tables [[level]], each with a name: its links, from the innermost.")
-    level_names = tuple(str(level["name"]) for level in levels)
+    level_names = tuple(level["name"] for level in levels)
+    for one in level_names:
+        if level_names.count(one) > 1:
+            raise ClusterError(f"cluster {name}: two levels are named {one}; each needs a name of its own.")
     flat = dict(_flat({key: value for key, value in table.items() if key not in ("level", *ABOUT)}))
     for level in levels:
         flat |= {f"{level['name']}.{key}": value for key, value in level.items() if key != "name"}
+    limits = _limits(level_names)
+    for key in flat.keys() - limits.keys():
+        raise _unknown(name, key, limits)
     numbers = {key: _number(name, key, value) for key, value in flat.items()}
-    defaults = {key: limit.default for key, limit in _limits(level_names).items() if limit.default is not None}
+    defaults = {key: limit.default for key, limit in limits.items() if limit.default is not None}
     numbers |= {key: Number(value, "assumed", "default") for key, value in defaults.items() if key not in numbers}
     return _checked(str(table.get("name", name)), level_names, numbers)
 
@@ -242,7 +255,11 @@ def _number(name: str, key: str, given: Any) -> Number:
         raise ClusterError(
             f'cluster {name}: {key} = {given!r} takes {{value = …, source = …, from = "…"}} with a source of {sources}.'
         )
-    return Number(float(table["value"]), str(source), str(table.get("from", "")))
+    try:
+        number = float(table["value"])
+    except OverflowError:  # an integer of hundreds of digits
+        number = inf
+    return Number(number, str(source), str(table.get("from", "")))
 
 
 def _checked(name: str, level_names: tuple[str, ...], numbers: Mapping[str, Number]) -> Cluster:
@@ -252,10 +269,11 @@ def _checked(name: str, level_names: tuple[str, ...], numbers: Mapping[str, Numb
         if limit is None:
             raise _unknown(name, key, limits)
         is_size, outermost = key.endswith(".size"), key == f"{level_names[-1]}.size"
-        if not limit.least <= number.value <= limit.most and not (is_size and number.value == 0):
+        within = limit.least <= number.value <= limit.most and not (limit.whole and number.value % 1)
+        if not within and not (is_size and number.value == 0):
             raise ClusterError(
                 f"cluster {name}: {key} = {number.value:g} cannot be: {limit.meaning}, in {limit.unit}, "
-                f"from {limit.least:g} to {limit.most:g}."
+                f"from {limit.least:g} to {limit.most:g}{', whole' if limit.whole else ''}."
             )
         if (is_size and (number.value == 0) != outermost) or (key.endswith((".size", ".ports")) and number.value % 1):
             raise ClusterError(

@@ -88,14 +88,17 @@ class LaunchError(Summa3dError):
 
 
 def nearest(key: str, known: Sequence[str]) -> str:
-    """The known key that is most similar to `key`: as a whole, in its last part, or by its initials.
+    """The known key that is most similar to `key`: as a whole, in its last part, or by its initials, in any case of letters.
 
     >>> nearest("lr", ["train.learning_rate", "train.steps"])
     'train.learning_rate'
+    >>> nearest("fsd", ["1-D", "FSDP", "cuboid"])
+    'FSDP'
     """
-    key = key[:LONGEST_KEY]
+    key = key[:LONGEST_KEY].lower()
 
     def likeness(candidate: str) -> float:
+        candidate = candidate.lower()
         whole = difflib.SequenceMatcher(None, key, candidate).ratio()
         part, name = key.rpartition(".")[2], candidate.rpartition(".")[2]
         initials = "".join(word[:1] for word in name.split("_"))

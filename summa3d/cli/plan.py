@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..plan.papers.costs import Cost, Isoefficiency
 
 FORMULAS = "Parameters, operations, days and bubble of a GPT by the closed formulas of Narayanan et al. 2021."
+SEARCH = ("model", "cluster", "ranks", "batch", "fix", "limit", "memory", "rule", "explain", "write")
+"""Options that a search alone has."""
 SCHEDULE = "Draw the order of a pipeline's forwards and backwards: a row for each rank, time from left to right."
 
 
@@ -115,9 +117,14 @@ def run(args: argparse.Namespace) -> int:
         return draw_schedule(args)
     if args.plan == "formulas":
         return show_formulas(args)
+    search = [f"--{name}" for name in SEARCH if getattr(args, name) not in (None, [])]
+    if args.paper is not None and search:
+        raise ConfigError(f"--paper prints a paper's own rows; {', '.join(search)} is of a search.")
     if args.paper is not None:
         return show_paper(args)
     if args.model is not None:
+        if args.plots is not None:
+            raise ConfigError("--plots draws the rows of a paper; a search has none. Leave it out, or name a --paper.")
         return show_plans(args)
     raise ConfigError("say what to plan: --model and --cluster, --paper NAME, schedule, or formulas; see summa3d help plan.")
 

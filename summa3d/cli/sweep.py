@@ -13,11 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..comm.profile.processes import launched_as
 from ..errors import ConfigError, DataError
 from .block import QUIET_PROFILER
 from .report import add_outputs, show
+
+if TYPE_CHECKING:
+    from ..sweep.file import Sweep
+    from ..sweep.points import Point
 
 FOLDER = Path("runs/sweeps")
 HELP = {
@@ -112,9 +117,12 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join((plan_table if args.act == "plan" else status_table)(sweep, points, known)))
     for one in refused:
         _say(f"refused: {one.label} on {one.ranks} ranks: {' '.join(str(one.error).split())}")
+    if refused and not points:
+        raise ConfigError(f"{sweep.name} has no points: {len(refused)} refused, with the reasons above.")
     if args.act != "run":
         return 0
     counts = chosen_counts(args, sweep.ranks)
+    _check_chosen(args, sweep, points)
     points = [point for point in points if not args.only or point.id in args.only]
     runner = Runner(sweep, directory, _starter(args, directory), _say, time.time() if args.retry else args.retry_before)
     status = runner.run(points, counts)
@@ -131,6 +139,17 @@ def chosen_counts(args: argparse.Namespace, of_file: Sequence[int]) -> list[int]
     if not task.isdigit() or int(task) >= len(counts):
         raise ConfigError(f"--array: {TASK} is {task or 'not set'}; it is the place of a rank count among {counts}, from 0.")
     return [counts[int(task)]]
+
+
+def _check_chosen(args: argparse.Namespace, sweep: Sweep, points: Sequence[Point]) -> None:
+    """Raise ConfigError for a rank count or an id that no point has."""
+    for option, given, known in (
+        ("--ranks", args.ranks or [], list(sweep.ranks)),
+        ("--only", args.only, [point.id for point in points]),
+    ):
+        for one in given:
+            if one not in known:
+                raise ConfigError(f"{option} {one}: {sweep.name} has no such point; it has {', '.join(map(str, known))}.")
 
 
 def _set(args: argparse.Namespace) -> list[str]:
@@ -158,7 +177,6 @@ def measure(args: argparse.Namespace) -> int:
 
     from ..sweep.file import load
     from ..sweep.measure import measure as measured
-    from ..sweep.points import Point
     from ..sweep.run import planned
     from ..train.on_root import on_root
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ FOLDER = Path(__file__).with_name("files")
 KINDS = ("strong", "weak", "grid")
 SUBJECTS = ("gemm", "block", "train")
 ORDERS = ("interleaved", "sequential")
+MOST_POINTS = 100_000
+"""The most points of a sweep; a list too many multiplies them."""
+TEXT, TABLE, RULE = ("text", (str,)), ("a table", (Mapping,)), ("the name of a rule, or a table", (str, Mapping))
+SERIES: dict[str, tuple[str, tuple[type, ...]]] = {"name": TEXT, "base": TABLE, "vary": TABLE, "weak": RULE}
+"""Key of a series → the name of its type, and what its value may be."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +77,47 @@ class Sweep:
                 raise ConfigError(f"{key} = {value!r} is not known; it is one of {', '.join(known)}.")
         if not self.ranks or any(type(count) is not int or count < 1 for count in self.ranks):
             raise ConfigError(f"ranks = {list(self.ranks)!r} are no rank counts; write them as ranks = [1, 2, 4].")
-        for key in ("rounds", "repeats", "ranks_per_node"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{key} is {getattr(self, key)}; it must be at least 1.")
+        for key, least in (("rounds", 1), ("repeats", 1), ("ranks_per_node", 1), ("base_ranks", 0), ("memory", 0)):
+            if not getattr(self, key) >= least:
+                raise ConfigError(f"{key} is {getattr(self, key)}; it must be at least {least}.")
         if bool(self.weak) != (self.kind == "weak"):
             raise ConfigError(f"kind = {self.kind!r} with weak = {self.weak!r}: weak scaling alone has a rule.")
         if self.config and self.what != "train":
             raise ConfigError(f"config = {self.config!r} is for what = 'train'; this sweep is of {self.what}.")
+        for number, one in enumerate(self.series, 1):
+            _check_series(number, one)
+        self._check_vary()
+
+    def _check_vary(self) -> None:
+        """Raise ConfigError for a list without values, and for more combinations than anybody measures."""
+        points = 0
+        for _, _, vary, _ in self.parts:
+            for key, values in vary.items():
+                if values == []:
+                    raise ConfigError(f"vary.{key} = [] has no values, so that the sweep has no points.")
+            points += prod(len(values) for key, values in vary.items() if isinstance(values, list) and key != "grid")
+        points *= len(self.ranks) * self.repeats
+        if points > MOST_POINTS:
+            raise ConfigError(f"vary, ranks and repeats make {points:,} points; a sweep has at most {MOST_POINTS:,}.")
 
     @property
     def parts(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str | Mapping[str, Any]]]:
         """Name, base, vary and weak of each series; of one without a name where none is given."""
         for own in self.series or ({},):
-            unknown = [key for key in own if key not in ("name", "base", "vary", "weak")]
-            if unknown:
-                raise unknown_key(f"series.{unknown[0]}", ["series.name", "series.base", "series.vary", "series.weak"])
             base, vary = ({**flat(mine), **flat(own.get(key, {}))} for key, mine in (("base", self.base), ("vary", self.vary)))
             yield own.get("name", ""), base, vary, own.get("weak", self.weak)
+
+
+def _check_series(number: int, own: Any) -> None:
+    """Raise ConfigError for what cannot be a table of `series`."""
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"series has {own!r}; it takes tables [[series]].")
+    for key, value in own.items():
+        if key not in SERIES:
+            raise unknown_key(f"series.{key}", [f"series.{one}" for one in SERIES])
+        words, fits = SERIES[key]
+        if not isinstance(value, fits):
+            raise ConfigError(f"{key} = {value!r} of series {number} is {describe_value(value)}; it takes {words}.")
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -127,7 +157,10 @@ def load(source: str, assignments: Sequence[str] = ()) -> Sweep:
     """
     file = Path(source) if source.endswith(".toml") else FOLDER / f"{source}.toml"
     if not file.is_file():
-        raise ConfigError(f"there is no sweep {source!r}: neither a TOML file nor one of ({', '.join(shipped())}).")
+        near = nearest(source, list(shipped()))
+        raise ConfigError(
+            f"there is no sweep {source!r}: neither a TOML file nor one of ({', '.join(shipped())}); the nearest is {near}."
+        )
     try:
         table = read_toml(file)
     except (OSError, ValueError) as error:
@@ -149,12 +182,12 @@ def read(table: Mapping[str, Any]) -> Sweep:
 
 SAMPLE = Sweep("sample", ranks=(1,))
 TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
-    str: ("text", (str,)),
+    str: TEXT,
     int: ("a whole number", (int,)),
     float: ("a number", (int, float)),
     tuple: ("a list", (list, tuple)),
-    dict: ("a table", (Mapping,)),
-    "weak": ("the name of a rule, or a table", (str, Mapping)),
+    dict: TABLE,
+    "weak": RULE,
 }
 """Type of a key's default → its name, and what a file's value may be."""
 MORE = {"weak": "weak", "memory": float}

@@ -15,6 +15,7 @@ from ..bench.products import Problem, ProductEntry, fewest_words, own_choice
 from ..cluster import Cluster, load
 from ..comm.device.select import requested_device
 from ..comm.topology import describe
+from ..dtypes import dtype_of
 from ..errors import ClusterError, ConfigError, GridError, Summa3dError
 from ..gemm.algorithms.registry import ALGORITHMS, algorithm
 from ..gemm.cost.machine import Machine
@@ -166,6 +167,8 @@ def _on_grids(
     """The points of one configuration: one for each grid that `spec` asks for."""
     race = json.dumps({key: value for key, value in unscaled.items() if key.startswith(WORK)}, sort_keys=True)
     try:
+        if sweep.what == "gemm":
+            _check_product(config)
         for chosen, axes in _grids(sweep, config, ranks, spec):
             own = {**config, **chosen, **{f"{GRID}{axis}": size for axis, size in axes.items()}}
             x = ranks if sweep.x == "ranks" else describe(axes) if sweep.x == "grid" else own.get(sweep.x)
@@ -193,6 +196,8 @@ def _grids(sweep: Sweep, config: Mapping[str, Any], ranks: int, spec: Any) -> It
         fitting = [axes for axes in listed if prod(axes.values()) == ranks]
         if not fitting:
             raise GridError(f"none of the grids that are listed has {ranks} ranks.")
+        if sweep.what == "gemm":
+            _check_listed(config["algorithm"], fitting, ranks)
         yield from (({}, axes) for axes in fitting)
     elif spec not in (PLANNED, FEWEST, EVERY):
         yield from _grids(sweep, config, ranks, [spec])
@@ -202,7 +207,8 @@ def _grids(sweep: Sweep, config: Mapping[str, Any], ranks: int, spec: Any) -> It
         yield from (({}, axes) for axes in _of_models(sweep, config, ranks, spec))
 
 
-def _of_products(config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+def _check_product(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for unknown or missing keys of a product, and for an unknown algorithm or dtype."""
     known = (*PRODUCT, *(option for found in ALGORITHMS.values() for option in found.options))
     for key in config:
         if key not in known and not key.startswith(GRID):
@@ -210,6 +216,27 @@ def _of_products(config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[t
     missing = [size for size in SIZES if size not in config]
     if missing:
         raise ConfigError(f"a product needs {', '.join(missing)} in base.")
+    dtype_of(config["dtype"])
+    if config["algorithm"] not in (CHOSEN, ALL):
+        algorithm(str(config["algorithm"]))
+
+
+def _check_listed(name: str, grids: Sequence[Mapping[str, int]], ranks: int) -> None:
+    """Raise ConfigError unless grids of a list are those of one algorithm, and GridError for one that it does not have."""
+    if name in (CHOSEN, ALL):
+        raise ConfigError(f"algorithm = {name!r} has grids of its own: name an algorithm beside a list of grids.")
+    own = [_several(grid) for grid in algorithm(name, ranks).grids(ranks)]
+    for axes in grids:
+        if _several(axes) not in own:
+            known = " · ".join(describe(grid) for grid in algorithm(name).grids(ranks))
+            raise GridError(f"{name} has no grid {describe(axes)}. Its grids of {ranks} ranks: {known}.")
+
+
+def _several(axes: Mapping[str, int]) -> dict[str, int]:
+    return {axis: size for axis, size in axes.items() if size > 1}
+
+
+def _of_products(config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
     name = config["algorithm"]
     if name == CHOSEN:
         yield {}, {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 from ..errors import ConfigError
@@ -60,8 +61,11 @@ def grown(
         elif key not in config:
             raise ConfigError(f"weak.{key} = {formula!r} has no base: give {key} in base.")
         else:
-            value = formula_value(str(formula), {"base": config[key], "ranks": ranks, "first": first})
-            found[key] = round(value) if isinstance(config[key], int) else value
+            base = config[key]
+            if isinstance(base, bool) or not isinstance(base, int | float):
+                raise ConfigError(f"weak.{key} = {formula!r}: its base, {base!r}, is no number.")
+            value = formula_value(str(formula), {"base": base, "ranks": ranks, "first": first})
+            found[key] = round(value) if isinstance(base, int) else value
     return found
 
 
@@ -87,7 +91,10 @@ def formula_value(text: str, names: Mapping[str, float]) -> float:
 
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return float(OPERATORS[type(node.op)](value(node.left), value(node.right)))
+            found = OPERATORS[type(node.op)](value(node.left), value(node.right))
+            if isinstance(found, complex):
+                raise ArithmeticError("it is the root of a negative number")
+            return float(found)
         if isinstance(node, ast.Name) and node.id in names:
             return names[node.id]
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -95,6 +102,9 @@ def formula_value(text: str, names: Mapping[str, float]) -> float:
         raise ConfigError(f"the formula {text!r} may hold numbers, {', '.join(names)} and + - * / // **.")
 
     try:
-        return value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ArithmeticError) as error:
+        found = value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:  # the latter two of thousands of brackets
         raise ConfigError(f"the formula {text!r} cannot be worked out: {error}.") from None
+    if not isfinite(found):
+        raise ConfigError(f"the formula {text!r} cannot be worked out: it is {found}.")
+    return found

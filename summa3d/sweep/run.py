@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import LaunchError, Summa3dError
+from ..errors import DataError, LaunchError, Summa3dError
 from ..files import from_json
 from ..train.lease import Lease
 from . import predict
@@ -165,8 +165,14 @@ def status_table(sweep: Sweep, points: Sequence[Point], known: Mapping[str, Line
 
 
 def write_jobs(sweep: Sweep, command: Sequence[str], directory: Path) -> list[str]:
-    """Write a job script for each number of nodes, an array over its rank counts; returns the lines that submit them."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write a job script for each number of nodes, an array over its rank counts; returns the lines that submit them.
+
+    Raises DataError where the folder cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{directory} cannot be written: {error.strerror}.") from None
     of_nodes: dict[int, list[int]] = {}
     for ranks in sweep.ranks:
         of_nodes.setdefault(nodes_of(sweep, ranks), []).append(ranks)

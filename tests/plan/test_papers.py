@@ -154,10 +154,20 @@ def test_the_command_prints_a_table_and_writes_figures(tmp_path: Path, capsys: p
 
 
 def test_wrong_input_is_answered_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in ((["--paper", "optimuss"], "the nearest is optimus"), ([], "say what to plan")):
+    search = ["--model", "demo", "--cluster", "selene", "--ranks", "4", "--batch", "8"]
+    for words, message in (
+        (["--paper", "optimuss"], "the nearest is optimus"),
+        ([], "say what to plan"),
+        (["--paper", "optimus", "--ranks", "4", "--fix", "pp=2"], "--ranks, --fix is of a search"),
+        ([*search, "--plots", "figures"], "--plots draws the rows of a paper"),
+        ([*search, "--top", "0"], "--top is 0"),
+        ([*search, "--explain", "0"], "--explain is 0"),
+        ([*search, "--explain", "1", "--json"], "--explain prints text"),
+    ):
         assert entry.main(["plan", *words]) == 1
         error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
+        told = [line for line in error.splitlines() if not line.startswith("summa3d plan: ")]
+        assert message in error and len(told) == 1
 
 
 @pytest.fixture(scope="module")

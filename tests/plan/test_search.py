@@ -287,7 +287,19 @@ WRONG = (
     (["1t"], {"fixes": ["pipe=8"]}, "nearest is pp"),
     (["1t"], {"fixes": ["scheme=cubiod"]}, "nearest is cuboid"),
     (["1t"], {"fixes": ["pp"]}, "KEY=VALUE"),
+    (["1t"], {"fixes": ["family=fsd"]}, "nearest is FSDP"),
+    (["1t"], {"fixes": ["pp=x"]}, "--fix pp=x: pp takes a whole number"),
+    (["1t"], {"fixes": ["grid.pp="]}, "takes a whole number"),
+    (["1t"], {"fixes": ["pp=true"]}, "takes a whole number"),
+    (["1t"], {"fixes": ["regather=maybe"]}, "takes true or false"),
+    (["1t"], {"fixes": ["tile=2"]}, "takes a table of axes, as in --fix 'tile={y=2, z=4}'"),
+    (["1t"], {"fixes": ["order=x,y,z"]}, "Known: z,y,x,d,dp,pp"),
+    (["1t"], {"fixes": ["pp=2", "grid.pp=4"]}, "grid.pp is given 2 and 4"),
     (["1t"], {"limits": ["y=8"]}, "KEY<=NUMBER"),
+    (["1t"], {"limits": ["scheme<=4"]}, "scheme is no number; --fix scheme=… takes it"),
+    (["1t"], {"limits": ["tile<=4"]}, "tile is no number"),
+    (["1t"], {"limits": ["y<=2", "grid.y>=4"]}, "grid.y>=4 and grid.y<=2: no number is within both"),
+    (["1t"], {"limits": ["pp<=4"], "fixes": ["pp=8"]}, "grid.pp=8 is not within --limit grid.pp<=4"),
     (["1t"], {"era": "2019"}, "nearest is 2021"),
     (["1t"], {"ranks": 0}, "--ranks is 0"),
     (["1t"], {"batch": 0}, "--batch is 0"),
@@ -300,6 +312,29 @@ def test_wrong_input_is_told_in_one_line(words: list[str], options: dict[str, An
     with pytest.raises(ConfigError) as error:
         space_of(request(words, of["batch"], CLUSTER), CLUSTER, of["ranks"], of["batch"], of["era"], of["fixes"], of["limits"])
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_is_fixed_and_limited_is_taken_as_it_is_said() -> None:
+    asked = request(["1t"], 8, CLUSTER)
+    limits = ["y<=8", "y<=4", "z>=1", "z>=2"]
+    space = space_of(asked, CLUSTER, 8, 8, "now", ["recompute=selective", "b=2", "tile={y=2}", "tile={y=2}"], limits)
+    assert space.fixed == {"recompute": "selective", "micro_batch": 2, "grid.tile": {"y": 2}}
+    assert space.most == {"grid.y": 4} and space.least == {"grid.z": 2}
+
+
+@pytest.mark.parametrize("tile", [{"y": 2}, {"z": 2, "y": 1}])
+def test_a_tile_that_is_fixed_is_that_of_every_plan(cache: Path, tile: dict[str, int]) -> None:
+    fixed = {"scheme": "cuboid", "recompute": "none", "grid.y": 2, "grid.z": 2}
+    best = (
+        Search(replace(SPACE, fixed={**fixed, "grid.tile": tile}), Times(CLUSTER, Store()), LIMIT, 3)
+        .run(lambda *state: None)
+        .best
+    )
+    several = {axis: size for axis, size in tile.items() if size > 1}
+    assert best and all({axis: size for axis, size in one.plan.tile if size > 1} == several for one in best)
+    wide = replace(SPACE, fixed={**fixed, "grid.tile": {"y": 2, "z": 2}})  # nodes are of two ranks
+    with pytest.raises(ConfigError, match="not within --fix and --limit"):
+        Search(wide, Times(CLUSTER, Store()), LIMIT, 3).run(lambda *state: None)
 
 
 def test_what_nothing_fits_names_each_familys_reasons(cache: Path) -> None:

@@ -103,6 +103,15 @@ def test_what_a_run_would_refuse_is_refused_with_its_reason() -> None:
     assert [point.ranks for point in points] == [4] and "cannon cannot use 2 ranks" in str(refused[0].error)
 
 
+def test_a_listed_grid_that_its_algorithm_does_not_have_is_refused() -> None:
+    points, refused = expand(
+        products(ranks=[4], base={**PRODUCT, "algorithm": "summa"}, vary={"grid": ["x=2,y=2", "x=2,y=2,z=1"]})
+    )
+    assert [point.axes["x"] for point in points] == [2, 2] and not refused
+    points, refused = expand(products(ranks=[4], base={**PRODUCT, "algorithm": "summa"}, vary={"grid": ["z=4"]}))
+    assert not points and "summa has no grid z=4. Its grids of 4 ranks: " in str(refused[0].error)
+
+
 def test_memory_refuses_points_too() -> None:
     from summa3d.sweep.run import planned
 
@@ -138,7 +147,27 @@ def test_points_of_one_count_and_work_are_one_race() -> None:
             "the formula 'base + x' may hold numbers, base, ranks, first",
         ),
         ({"ranks": [2], "kind": "weak", "weak": {"m": "__import__('os')"}}, "may hold numbers"),
-        ({"ranks": [1], "vary": {"grid": ["x:2"]}}, "'x:2' is no grid; write it as x=2,y=2."),
+        (
+            {"ranks": [1], "vary": {"grid": ["x:2"]}, "base": {**PRODUCT, "algorithm": "cuboid"}},
+            "'x:2' is no grid; write it as x=2",
+        ),
+        ({"ranks": [2], "kind": "weak", "weak": {"m": "(1 - base) ** 0.5"}}, "it is the root of a negative number"),
+        ({"ranks": [2], "kind": "weak", "weak": {"m": "base * 1e308 * 1e308"}}, "cannot be worked out: it is inf"),
+        ({"ranks": [2], "kind": "weak", "weak": {"m": "(" * 9000 + "1" + ")" * 9000}}, "cannot be worked out"),
+        ({"ranks": [2], "kind": "weak", "weak": {"dtype": "base * 2"}}, "its base, 'float64', is no number"),
+        ({"ranks": [1], "base": {**PRODUCT, "dtype": "float12"}}, "dtype float12 is not supported by products"),
+        ({"ranks": [1], "base": {**PRODUCT, "algorithm": "cubiod"}}, "Algorithm 'cubiod' is not known"),
+        ({"ranks": [1], "vary": {"algorithm": [["cuboid"]]}}, "is not known"),
+        ({"ranks": [2], "base": {"m": 3}, "vary": {"grid": ["x=2"]}}, "a product needs n, k in base."),
+        ({"ranks": [2], "vary": {"grid": ["x=2"]}}, "name an algorithm beside a list of grids"),
+        ({"ranks": [1], "vary": {"dtype": []}}, "vary.dtype = [] has no values"),
+        ({"ranks": [1], "vary": {key: [*range(1, 99)] for key in "mnk"}}, "make 941,192 points; a sweep has at most 100,000"),
+        ({"ranks": [1], "series": [{"name": 3}]}, "name = 3 of series 1 is an integer; it takes text."),
+        ({"ranks": [1], "series": [{"name": "a"}, {"base": 3}]}, "base = 3 of series 2 is an integer; it takes a table."),
+        ({"ranks": [1], "series": [3]}, "series has 3; it takes tables"),
+        ({"ranks": [1], "series": [{"nam": "a"}]}, "The nearest known key is 'series.name'"),
+        ({"ranks": [1], "base_ranks": -1}, "base_ranks is -1; it must be at least 0."),
+        ({"ranks": [1], "memory": float("nan")}, "memory is nan; it must be at least 0."),
     ],
 )
 def test_a_file_that_cannot_be_is_one_message(table: dict[str, Any], message: str) -> None:
@@ -152,8 +181,8 @@ def test_keys_are_set_from_the_command_line() -> None:
     assert (list(sweep.ranks), sweep.rounds, sweep.base["m"], sweep.base["dtype"]) == ([1, 3], 2, 64, "float64")
     sizes = load("optimus-strong", ["model.hidden=96"])
     assert flat(sizes.base)["model.hidden"] == 96 and nested(flat(sizes.base)) == sizes.base
-    with pytest.raises(ConfigError, match="neither a TOML file nor one of"):
-        load("nothing")
+    with pytest.raises(ConfigError, match=r"neither a TOML file nor one of .*; the nearest is optimus-weak"):
+        load("optimus-week")
 
 
 @pytest.mark.parametrize("name", sweeps.shipped())

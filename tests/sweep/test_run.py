@@ -157,6 +157,22 @@ def test_plan_tells_points_predictions_and_refusals(tmp_path: Path, capsys: pyte
     assert len({json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()}) == 2
 
 
+def test_a_sweep_of_which_every_point_is_refused_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--dir", str(tmp_path), "--set", "algorithm=cannon", "--set", "ranks=2,3"]
+    for act in ("plan", "run"):
+        assert cli(["sweep", act, "product-strong", *settings]) == 1
+        said = capsys.readouterr().err
+        assert said.count("cannon cannot use") == 2 and "product-strong has no points: 2 refused" in said
+
+
+def test_points_that_no_sweep_has_are_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in ((["--ranks", "1,7"], "--ranks 7: "), (["--only", "abc"], "--only abc: ")):
+        assert cli(["sweep", "run", "product-strong", "--dir", str(tmp_path), "--set", "ranks=1,2", *words]) == 1
+        assert f"{message}product-strong has no such point; it has " in capsys.readouterr().err
+    assert cli(["sweep", "submit", "product-strong", "--dir", "/proc/none"]) == 1
+    assert "/proc/none cannot be written" in capsys.readouterr().err
+
+
 def test_a_job_is_written_for_each_number_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--set", "ranks=1,2,4,8,16", "--set", "ranks_per_node=4", "--set", "limit=01:00:00"]
     assert cli(["sweep", "submit", "product-strong", "--dir", str(tmp_path), *settings]) == 0

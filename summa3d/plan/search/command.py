@@ -30,6 +30,10 @@ def run(args: argparse.Namespace) -> int:
     """Search, and print what was found; returns the exit status. Raises ConfigError and ClusterError for what cannot be."""
     if args.top < 1:
         raise ConfigError(f"--top is {args.top}; it must be at least 1.")
+    if args.explain is not None and args.explain < 1:
+        raise ConfigError(f"--explain is {args.explain}; the plans are numbered from 1.")
+    if args.explain is not None and args.json:
+        raise ConfigError("--explain prints text; leave out --json.")
     cluster = load(args.cluster)
     asked = request(args.model, args.batch, cluster)
     space = space_of(asked, cluster, args.ranks, args.batch, args.era, args.fix, args.limit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ...files import from_toml, read_toml
 from ...nn.config import ModelConfig
 from ...train.config import Config, from_table, load, read_table, shipped
 from ...train.toml import build, override
-from .plans import ERAS, FAMILIES, SCHEMES, Space, keys_known, positive
+from .plans import ERAS, FAMILIES, ORDER, SCHEMES, SHORT, Space, keys_known, positive
 
 MODELS = Path(__file__).with_name("models.toml")
 COMMON = {"sequence": 2048, "vocabulary": 51200}
@@ -22,7 +22,15 @@ COMMON = {"sequence": 2048, "vocabulary": 51200}
 SIZES = {"": 1.0, "B": 1.0, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 SIZES |= {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 HALF = ("bfloat16", "float16")
-WORDS = {"scheme": SCHEMES, "family": FAMILIES, "recompute": ("none", "full")}
+WORDS = {"scheme": SCHEMES, "family": FAMILIES, "recompute": ("none", "selective", "full"), "grid.order": (",".join(ORDER),)}
+"""Key → the words that it takes, of those that take one of a few."""
+TAKES = {
+    "regather": (bool, "true or false", "regather=true"),
+    "grid.tile": (dict, "a table of axes", "'tile={y=2, z=4}'"),
+    "pipeline.schedule": (str, "a name", "schedule=1f1b"),
+}
+"""Key → the type of its value, that in words, and an example, of the others that take no number."""
+NUMBER = (int, "a whole number", "pp=8")
 
 
 @dataclass(frozen=True)
@@ -76,13 +84,9 @@ def space_of(
     positive("ranks", ranks)
     if era not in ERAS:
         raise ConfigError(f"--era {era} is not known; the nearest is {nearest(era, list(ERAS))}. Known: {', '.join(ERAS)}.")
-    least: dict[str, int] = {}
-    most: dict[str, int] = {}
-    for text in limits:
-        found = re.fullmatch(r"\s*([\w.]+)\s*(<=|>=)\s*(\d+)\s*", text)
-        if not found:
-            raise ConfigError(f"--limit {text!r} is not of the form KEY<=NUMBER or KEY>=NUMBER, as in --limit 'y<=8'.")
-        (most if found[2] == "<=" else least)[_known("--limit", found[1])] = int(found[3])
+    least, most = _limited(limits)
+    fixed = _fixed(fixes)
+    _agree(least, most, fixed)
     nodes = tuple(level.size for level in cluster.levels if level.size)
     dtype = asked.config.dtype
     return Space(
@@ -96,31 +100,76 @@ def space_of(
         ERAS[era],
         least,
         most,
-        dict(map(_fixed, fixes)),
+        fixed,
     )
 
 
 def _known(option: str, key: str) -> str:
+    """The whole form of a key. Raises ConfigError for an unknown one."""
     if key not in keys_known():
         near = nearest(key, keys_known())
         raise ConfigError(f"{option} {key}: unknown key; the nearest is {near}. Known: {', '.join(keys_known())}.")
-    return key
+    return SHORT.get(key, key)
 
 
-def _fixed(text: str) -> tuple[str, Any]:
-    """The key and value of KEY=VALUE."""
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--fix {text!r} is not of the form KEY=VALUE, as in --fix pp=8.")
-    key = _known("--fix", key.strip())
+def _limited(limits: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Key → the least, and key → the most, of KEY<=NUMBER and KEY>=NUMBER; of a key that comes twice, the tighter."""
+    least: dict[str, int] = {}
+    most: dict[str, int] = {}
+    for text in limits:
+        found = re.fullmatch(r"\s*([\w.]+)\s*(<=|>=)\s*(\d+)\s*", text)
+        if not found:
+            raise ConfigError(f"--limit {text!r} is not of the form KEY<=NUMBER or KEY>=NUMBER, as in --limit 'y<=8'.")
+        key, number = _known("--limit", found[1]), int(found[3])
+        if key in WORDS or key in TAKES:
+            raise ConfigError(f"--limit {text!r}: {found[1]} is no number; --fix {found[1]}=… takes it.")
+        if found[2] == "<=":
+            most[key] = min(number, most.get(key, number))
+        else:
+            least[key] = max(number, least.get(key, number))
+    return least, most
+
+
+def _fixed(fixes: Sequence[str]) -> dict[str, Any]:
+    """Key → value of KEY=VALUE. Raises ConfigError for a value that the key cannot have, and for two of one key."""
+    every: dict[str, Any] = {}
+    for text in fixes:
+        short, equals, value = (part.strip() for part in text.partition("="))
+        if not equals:
+            raise ConfigError(f"--fix {text!r} is not of the form KEY=VALUE, as in --fix pp=8.")
+        key = _known("--fix", short)
+        found = _value(short, key, value)
+        if every.setdefault(key, found) != found:
+            raise ConfigError(f"--fix {short} is given {every[key]} and {found}; a key has one value.")
+    return every
+
+
+def _value(short: str, key: str, text: str) -> Any:
+    """The value of a key as text."""
     try:
-        found = from_toml(f"value = {value}")["value"]
+        found = from_toml(f"value = {text}")["value"]
     except ValueError:
-        found = value.strip()
-    known = WORDS.get(key)
-    if known and found not in known:
-        raise ConfigError(f"--fix {key}={found}: the nearest is {nearest(str(found), known)}. Known: {', '.join(known)}.")
-    return key, found
+        found = text
+    words = WORDS.get(key)
+    if words:
+        if found not in words:
+            raise ConfigError(f"--fix {short}={text}: the nearest is {nearest(text, words)}. Known: {', '.join(words)}.")
+        return found
+    kind, what, example = TAKES.get(key, NUMBER)
+    if type(found) is not kind:
+        raise ConfigError(f"--fix {short}={text}: {short} takes {what}, as in --fix {example}.")
+    return found
+
+
+def _agree(least: Mapping[str, int], most: Mapping[str, int], fixed: Mapping[str, Any]) -> None:
+    """Raise ConfigError for limits that leave no number, and for a fixed number that is not within them."""
+    for key in sorted({*least, *most}):
+        given = [f"{key}>={least[key]}" for _ in range(key in least)] + [f"{key}<={most[key]}" for _ in range(key in most)]
+        low, high = least.get(key, 0), most.get(key, float("inf"))
+        if low > high:
+            raise ConfigError(f"--limit {' and '.join(given)}: no number is within both.")
+        if key in fixed and not low <= fixed[key] <= high:
+            raise ConfigError(f"--fix {key}={fixed[key]} is not within --limit {' and '.join(given)}.")
 
 
 def bytes_of(text: str) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ Tell = Callable[[int, int, int], None]
 """Is told how many plans are done, of how many, and how many cells have been traced."""
 EVERY = 0.5
 """Seconds between two reports."""
+TILE = ("tile", "grid.tile")
 AHEAD = 63
 """Entries of the heap that are looked at for cells to trace: the first levels, where the next ones are."""
 
@@ -142,7 +144,7 @@ class Search:
         """
         rows, kept = self._schemes[scheme], at
         if self.space.fixed or self.space.least or self.space.most:
-            kept = np.array([row for row in at if admits(self.space, rows.plan(row, saving))], int)
+            kept = np.array([row for row in at if self._admitted(rows.plan(row, saving))], int)
             self._fail(scheme, np.setdiff1d(at, kept), saving, "not within --fix and --limit")
         if len(kept):
             states, held = self._bounds.bytes(rows, kept, saving)
@@ -179,9 +181,22 @@ class Search:
                 if one.placements and not self._hopeless(self._schemes[one.scheme].family[one.row], one.floor):
                     store.begin(one.placements[0][1].inner)
 
+    @cached_property
+    def _fixed_tiles(self) -> list[dict[str, int]]:
+        return [_several(tile.items()) for key, tile in (self.space.fixed or {}).items() if key in TILE]
+
+    @cached_property
+    def _untiled(self) -> Space:
+        """What is searched, whatever sub-grid a node holds."""
+        return replace(self.space, fixed={key: value for key, value in (self.space.fixed or {}).items() if key not in TILE})
+
+    def _admitted(self, plan: Plan) -> bool:
+        """Whether a plan of `Rows`, which has no tile yet, is within what is fixed and limited, and has a placement that is."""
+        return admits(self._untiled, plan) and (not self._fixed_tiles or bool(self._placements(plan)))
+
     def _placements(self, plan: Plan) -> list[Plan]:
-        fixed = (self.space.fixed or {}).keys() & {"tile", "grid.tile"}
-        return [plan] if fixed else [*tiles(plan, self.space.nodes)]
+        """The plan with every sub-grid that a node may hold, or with the one that is fixed."""
+        return [one for one in tiles(plan, self.space.nodes) if all(_several(one.tile) == tile for tile in self._fixed_tiles)]
 
     def _hopeless(self, family: str, seconds: float) -> bool:
         return seconds >= self._cutoff and seconds >= self._best.get(family, float("inf"))
@@ -302,6 +317,11 @@ def flops_of(space: Space, recomputed: bool = False) -> float:
     weights = sum(rows * columns for rows, columns in matrices(model))
     block = (8 if recomputed else 6) * model.sequence * weights + (16 if recomputed else 12) * model.sequence**2 * model.hidden
     return float(space.batch * (model.layers * block + 6 * model.sequence * model.hidden * model.vocabulary))
+
+
+def _several(tile: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The axes of a sub-grid that have several ranks."""
+    return {axis: size for axis, size in tile if size > 1}
 
 
 def nothing_fits(space: Space, limit: float, rejected: Counter[tuple[str, str]]) -> str:
