@@ -20,6 +20,10 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet -c constraints.txt
 SYSTEM_MPI = $(PYTHON) -c 'import ctypes.util, shutil, sys; sys.exit(not (shutil.which("mpirun") and ctypes.util.find_library("mpi")))'
 
+# Where the environment forbids Python to keep bytecode, each of the Pythons that tests start compiles all tests or the library anew:
+# 7 s for each of the three that collect.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all lint docs
 

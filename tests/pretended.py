@@ -22,7 +22,6 @@ from summa3d.kernels.rows import Fused
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from summa3d.comm.device import cupy as cupy_backend
 from summa3d.comm.device import select as places
@@ -174,7 +173,7 @@ class _Below(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device, kwargs = self.device, kwargs or {}
         with torch._C.DisableTorchFunction():
-            tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, T)]
+            tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
             there = [one for one in tensors if one in device.storages]
             if there and func not in COPIES:
                 mixed = [one for one in tensors if one not in device.storages and one.dim() > 0]
@@ -186,9 +185,8 @@ class _Below(TorchDispatchMode):
             result = func(*args, **kwargs)
             place = device.place or ("cuda" if there else "cpu")
             if func is not aten.copy_.default and place == "cuda":
-                for one in tree_leaves(result):
-                    if isinstance(one, T):
-                        device.storages.add(one)
+                for one in _tensors((result,)):
+                    device.storages.add(one)
             return result
 
     def _note_copy(self, func: Any, args: Any) -> None:
@@ -200,6 +198,15 @@ class _Below(TorchDispatchMode):
         if target != (source in device.storages):
             host = source if target else args[0]
             device.copies.append(("to device" if target else "to host", source.numel(), host in device.pinned))
+
+
+def _tensors(arguments: Any) -> Iterator[T]:
+    """The tensors among an operation's arguments or results, lists of them included."""
+    for one in arguments:
+        if isinstance(one, T):
+            yield one
+        elif isinstance(one, (tuple, list)):
+            yield from _tensors(one)
 
 
 def _only(one: Any) -> T:

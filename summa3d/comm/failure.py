@@ -268,9 +268,9 @@ def check_agreement(comm: MPI.Comm, operation: str, facts: Mapping[str, object])
     check_comm(comm, operation)
     mine = {"operation": operation, **{name: repr(fact) for name, fact in facts.items()}}
     everyone = comm.allgather(mine)
-    differing = [name for name in dict.fromkeys(name for one in everyone for name in one) if _values(everyone, name) != 1]
-    if not differing:
+    if everyone.count(mine) == len(everyone):
         return
+    differing = [name for name in dict.fromkeys(name for one in everyone for name in one) if _values(everyone, name) != 1]
     lines = [f"  {name}: {who_passed_what([one.get(name, 'nothing') for one in everyone])}" for name in differing]
     where = "which collective they are in" if "operation" in differing else operation
     raise AgreementError(f"the {comm.size} ranks do not agree on {where}:\n" + "\n".join(lines))

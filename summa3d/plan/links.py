@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -61,6 +61,15 @@ def loads(topology: Topology, axis: str, levels: Sequence[Level], pattern: str) 
     members of a group in a unit have several ports, the edge is spread over as many as both ends have: one ring for each port.
     """
     ports = tuple((level.size, level.ports) for level in levels)
+    return _loads_along(
+        Placement(tuple(topology.shape.items()), topology.order, tuple(topology.tile.items())), axis, ports, pattern
+    )
+
+
+@lru_cache(4096)
+def _loads_along(along: Placement, axis: str, ports: Ports, pattern: str) -> tuple[tuple[Load, int], ...]:
+    """Kept by topology: fits ask for the loads of the same few again and again."""
+    topology = Topology(dict(along.shape), along.order, dict(along.tile))
     digits = _digits(topology, axis, [size for size, _ in ports if size])
     shape = tuple((str(place), radix) for place, (_, radix) in enumerate(digits))
     plane = "·".join(str(place) for place, (inside, _) in enumerate(digits) if inside)

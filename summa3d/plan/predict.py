@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from operator import mul
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ class Step:
     send: tuple[Op, ...] = ()
     after: tuple[Op, ...] = ()
     overlap: bool = False
+    _moved: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def _works(self) -> dict[tuple[str, bool], Work]:
@@ -95,7 +96,16 @@ class Step:
         else:
             of = {key: work.priced(prices) for key, work in self._works.items()}
         forward, backward = ({name: of[name, way] for name in self.cells} for way in (False, True))
-        return Durations(forward, backward, *(sum(map(prices.seconds, ops)) for ops in (self.send, self.after)))
+        return Durations(forward, backward, *self._apart(prices))
+
+    def _apart(self, prices: Prices) -> list[float]:
+        """The seconds of `send` and of `after`; those of communications are kept, as `Work.moved` keeps them."""
+        apart, links = (self.send, self.after), prices.links
+        if links not in self._moved:
+            self._moved.clear()
+            self._moved[links] = [sum(prices.seconds(op) for op in ops if op.kind == "move") for ops in apart]
+        moved = self._moved[links]
+        return [one + sum(prices.seconds(op) for op in ops if op.kind != "move") for one, ops in zip(moved, apart, strict=True)]
 
     def of_stages(self, parts: Durations) -> dict[tuple[str, int], float]:
         """(F or B, stage) → its seconds, with the message that it sends."""

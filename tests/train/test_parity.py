@@ -1,6 +1,7 @@
 """The promise of the whole stack: the first 20 steps are the serial run's, on every grid, dropout on.
 
-Cost what was foretold. Of most grids `make test` takes 6 steps, which pass the warm-up and use the moments that steps leave.
+Cost what was foretold. On all grids but the cube `make test` takes 6 steps, which pass the warm-up and use the
+moments that steps leave.
 """
 
 from __future__ import annotations
@@ -44,8 +45,11 @@ def run(config: Config, comm: MPI.Comm, folder: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.mpi(sizes=tuple(GRIDS))
 def test_loss_and_gradient_norm_of_the_first_steps_equal_the_serial_runs(comm, world_size, shared_tmp_path):
-    steps = 20 if world_size == 8 else FEW
-    check(comm, shared_tmp_path, "float64", 1e-9, GRIDS[world_size], steps)
+    grids = GRIDS[world_size]
+    if world_size == 8:
+        cube, *grids = grids
+        check(comm, shared_tmp_path / "all", "float64", 1e-9, [cube], 20)
+    check(comm, shared_tmp_path / "few", "float64", 1e-9, grids, FEW)
 
 
 @pytest.mark.mpi(sizes=(4, 8))
@@ -63,6 +67,7 @@ def test_so_do_all_20_on_every_grid(comm, world_size, shared_tmp_path, dtype, to
 def check(comm: MPI.Intracomm, folder: Path, dtype: str, tolerance: float, grids: list[tuple[int, int, int]], steps: int) -> None:
     corpus = folder / "corpus.py"
     if comm.rank == 0:
+        folder.mkdir(exist_ok=True)
         corpus.write_text(TEXT)
     comm.Barrier()
     config = Config("serial", dtype, model=MODEL, train=replace(TRAINING, steps=steps), data=DataConfig(str(corpus)))

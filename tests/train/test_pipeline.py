@@ -52,7 +52,7 @@ def numbers(folder: Path, name: str) -> list[float]:
     return [line[name] for line in metrics_of(folder) if name in line]
 
 
-FEW: Settings = {"train__steps": 6, "train__evaluate_every": 3}
+FEW: Settings = {"train__steps": 4, "train__evaluate_every": 2}
 """Enough for the moments of AdamW; in `make test` three ranks take all 20."""
 
 
@@ -96,7 +96,7 @@ LEGS: list[tuple[int, Settings]] = [
 @pytest.mark.mpi(sizes=(4,))
 def test_a_run_that_changes_its_pipeline_every_two_steps_is_one_run(comm: Any, shared_tmp_path: Path) -> None:
     whole, legs = shared_tmp_path / "whole", shared_tmp_path / "legs"
-    keys = {"model__layers": 8, "train__accumulate": 4, "train__batch": 8, "train__decay_to": 1.0}
+    keys = {"model__layers": 8, "model__sequence": 8, "train__accumulate": 4, "train__batch": 8, "train__decay_to": 1.0}
     assert len(list(train_in_legs(comm, shared_tmp_path, LEGS, **keys))) == sum(comm.rank < ranks for ranks, _ in LEGS)
     for name in ("loss", "grad_norm", "validation_loss"):
         assert numbers(legs, name)[-1] == pytest.approx(numbers(whole, name)[-1], rel=1e-9), name

@@ -45,7 +45,7 @@ RUNS: dict[int, list[dict[str, Any]]] = {
 }
 STEPS: dict[str, Any] = {"train__steps": 20, "train__clip": 0.5, "train__batch": 36, "train__accumulate": 2, "train__keep": 0}
 STEPS |= {"train__evaluate_batches": 1, "train__evaluate_every": 10, "model__attention_dropout": 0.05}
-FEW = {"train__steps": 6, "train__evaluate_every": 3}
+FEW = {"train__steps": 4, "train__evaluate_every": 2}
 """As many steps use the moments of AdamW, which replicas share; in `make test` two ranks take all 20."""
 NUMBERS = ("loss", "grad_norm", "validation_loss")
 
@@ -107,7 +107,7 @@ INTERLEAVED["model__layers"] = 5
 def test_zero_overlap_and_the_size_of_buckets_change_no_bit(
     comm: Any, world_size: int, shared_tmp_path: Path, dtype: str
 ) -> None:
-    settings = {**STEPS, **(RUNS[3][0] if world_size == 3 else INTERLEAVED), "train__steps": 5, "dtype": dtype}
+    settings = {**STEPS, **(RUNS[3][0] if world_size == 3 else INTERLEAVED), "train__steps": 3, "dtype": dtype}
     want = trained(comm, shared_tmp_path, "one", **settings)
     for name, changes in (
         ("zero", {"replicas__zero": 0}),

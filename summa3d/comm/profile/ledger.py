@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,15 @@ class Amounts:
         self.cpu_seconds += cpu_seconds
 
     def minus(self, other: Amounts) -> Amounts:
-        """New amounts: these less `other`."""
-        return Amounts(**{field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(Amounts)})
+        """New amounts: these less `other`; spelled out, because `watch` takes every line of the ledger twice."""
+        return Amounts(
+            self.calls - other.calls,
+            self.words - other.words,
+            self.messages - other.messages,
+            self.bytes - other.bytes,
+            self.seconds - other.seconds,
+            self.cpu_seconds - other.cpu_seconds,
+        )
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,29 @@ def error(row: Target, numbers: Numbers) -> float:
     return row.predict(numbers) / row.target - 1
 
 
+class Kept(NamedTuple):
+    """A row whose predictions are kept: fits to all rows but one begin alike."""
+
+    target: float
+    predict: Predict
+
+    @classmethod
+    def of(cls, row: Target, keys: Sequence[str]) -> Kept:
+        """The row where no number but those of `keys` changes."""
+        known: dict[tuple[float, ...], float] = {}
+
+        def predict(numbers: Numbers) -> float:
+            values = tuple(map(numbers.value, keys))
+            if values not in known:
+                known[values] = row.predict(numbers)
+            return known[values]
+
+        return cls(row.target, predict)
+
+
 def out_of_fold(rows: Sequence[Target], numbers: Numbers, ranges: Ranges) -> list[float]:
     """The prediction of each row by a fit to all others. The fits start from that to all rows, which few steps leave."""
+    rows = [Kept.of(row, list(ranges)) for row in rows]
     whole = fit(rows, numbers, ranges)
     start = None if whole.at_bound else whole.numbers
     others = ([other for other in rows if other is not row] for row in rows)
