@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..comm.axis import Axis
 from ..comm.pending import Completed, Pending
 from .debts import Debt
 from .differentiable import Product
+from .once import once_differentiable
 
 
 class _Matmul(torch.autograd.Function):

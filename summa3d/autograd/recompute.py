@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from ..layout.copies import Copies
+from .once import once_differentiable
 
 Place = tuple[nn.Module, str]
 """Where a weight is stored: the module and the parameter's name in it."""

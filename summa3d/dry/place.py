@@ -21,8 +21,9 @@ from ..comm.signatures import Signed
 from ..comm.transport.call import Members, Requests
 from ..comm.transport.host import HostTransport
 from ..comm.transport.node import NodeTransport
-from ..comm.transport.node_buffer import NodeBuffer, NodeRule, Slot
+from ..comm.transport.node_buffer import NodeBuffer, Slot
 from ..comm.transport.node_memory import SLOTS
+from ..comm.transport.select import NodeRule
 from ..comm.transport.transports import Transports
 
 
@@ -98,8 +99,6 @@ class DrySignatures:
 
 class DrySlot(Slot):
     """A slot without memory: its parts do not count as memory of this rank."""
-
-    __slots__ = ()
 
     def post(self) -> None:
         """Do nothing: no member waits."""

@@ -153,6 +153,11 @@ class State:
         return self.partition.sharded_over(shared) if shared else self.partition
 
     @cached_property
+    def counts(self) -> bool:
+        """Whether this rank counts what it holds of `share`: one of those that hold the same does."""
+        return self.share.is_primary(self.grid)
+
+    @cached_property
     def rows(self) -> list[slice]:
         """The rows of this rank's block that each of the ranks with copies owns, in the order of their plane."""
         used, grid = self.shardings.used, self.grid
@@ -180,7 +185,8 @@ class State:
     @property
     def weight(self) -> Tensor:
         """The part of the stored weight that this rank updates, in place."""
-        return self._part(self.parameter.data, self.shardings.stored, self.shardings.moments)
+        stored, moments = self.shardings.stored, self.shardings.moments
+        return self.parameter.data if stored is moments else self._part(self.parameter.data, stored, moments)
 
     def own_part(self, block: Tensor) -> Tensor:
         """The part of `share` of a block in the moments' sharding: a view."""
@@ -207,7 +213,7 @@ class State:
         return self._part_of_gradient(self.share)
 
     def _part_of_gradient(self, wanted: Sharding) -> Tensor | None:
-        whole, sharding = self.accumulated, self.shardings.gradient
+        whole, sharding = self.total if self.apart else self.parameter.grad, self.shardings.gradient
         return whole if whole is None or sharding is wanted else self._part(whole, sharding, wanted)
 
     def _part(self, block: Tensor, sharding: Sharding, wanted: Sharding) -> Tensor:

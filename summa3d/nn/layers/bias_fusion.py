@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from summa3d.kernels import dispatch
 from summa3d.kernels.mask import Mask
+
+from ...autograd.once import once_differentiable
 
 
 class _BiasGELU(torch.autograd.Function):

@@ -8,8 +8,8 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from ...autograd.once import once_differentiable
 from ...autograd.recompute import weights_in
 from ...comm.axis import Axis
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch
 
+from ...autograd.once import once_differentiable
 from ...comm.axis import Axis
 from ...layout.layout import Layout
 from ..schemes.scheme import Scheme

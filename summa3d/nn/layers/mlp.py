@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch
 
+from ...autograd.once import once_differentiable
 from ..config import ModelConfig
 from ..schemes.scheme import Scheme
 from .bias_fusion import bias_gelu

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch, reference
 
+from ...autograd.once import once_differentiable
 from ...comm.axis import Axis
 from ...layout.layout import Layout
 from ..config import ModelConfig

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch
 
+from ...autograd.once import once_differentiable
 from ..config import ModelConfig
 from .product_cache import ProductCache
 
