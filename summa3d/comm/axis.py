@@ -188,7 +188,8 @@ class Axis:
 
     def offers_views(self, array: Array) -> bool:
         """Whether an all-gather of arrays of this dtype can return a view of the node buffer."""
-        return self.transports.offers_views(array)
+        node = self.transports.node
+        return node is not None and node.offers_views(array)
 
     @property
     def node_buffer(self) -> NodeBuffer | None:

@@ -226,7 +226,8 @@ class Routes:
         self, name: str, array: Array, op: str, into: Array | None, root: int | None = None, in_order: bool = True
     ) -> Route:
         """The route of an all-reduce, or of a reduce onto `root`."""
-        key, route = self._known(name, array, into, op, root, in_order)
+        in_place = into is not None and into is array and is_writable(array)
+        key, route = self._known(name, array, None if in_place else into, op, root, in_order)
         if route is not None:
             return route
         facts = {"shape": tuple(array.shape), "op": op, "root": root}

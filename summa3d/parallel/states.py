@@ -200,7 +200,7 @@ class State:
     @property
     def gradient(self) -> Tensor | None:
         """The part of the accumulated gradient that this rank updates with; None where there is none."""
-        return self._part_of_gradient(self.shardings.moments)
+        return self.parameter.grad if self.plain else self._part_of_gradient(self.shardings.moments)
 
     @property
     def own_gradient(self) -> Tensor | None:
@@ -210,7 +210,12 @@ class State:
     @property
     def counted_gradient(self) -> Tensor | None:
         """The part of `share` of the accumulated gradient; None where there is none."""
-        return self._part_of_gradient(self.share)
+        return self.parameter.grad if self.plain else self._part_of_gradient(self.share)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether this rank accumulates in the parameter what it updates with and counts, whole: no replica has a part of it."""
+        return not self.apart and self.shardings.gradient == self.shardings.moments == self.share
 
     def _part_of_gradient(self, wanted: Sharding) -> Tensor | None:
         whole, sharding = self.total if self.apart else self.parameter.grad, self.shardings.gradient

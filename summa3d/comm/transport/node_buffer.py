@@ -74,9 +74,11 @@ class Slot(Carried):
 
     def wait_for_all(self) -> None:
         """Return once every member has posted. Waits first for the member that was last before, so that this rank wakes once."""
-        buffer = self.buffer
-        others = buffer.others[POSTED][self.place]
-        last = buffer.flags.wait_for(others, self.number)
+        buffer, last, number = self.buffer, -1, self.number
+        others, words = buffer.others[POSTED][self.place], buffer.flags.words
+        for flag in others:
+            if not number <= words[flag] < LEFT and buffer.flags.wait(flag, number):
+                last = flag
         if last >= 0 and last != others[0]:
             others.remove(last)
             others.insert(0, last)
@@ -179,7 +181,10 @@ class NodeBuffer:
             before = self.slots[place]
             if before is not None and before.read is not None:
                 before.finish()
-            self.flags.wait_for(self.others[CLOSED][place], number - SLOTS)
+            words, closed = self.flags.words, number - SLOTS
+            for flag in self.others[CLOSED][place]:
+                if not closed <= words[flag] < LEFT:
+                    self.flags.wait(flag, closed)
             memory = self.memories[place]
             if nbytes > (0 if memory is None else len(memory)):
                 self.signatures.wake()

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from summa3d.kernels import dispatch
 
-from ...autograd.once import once_differentiable
+from ...autograd.function import Function, once_differentiable
 from ...comm.axis import Axis
 from ...layout.layout import Layout
 from ..schemes.scheme import Scheme
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, columns: Axis, rows: Axis, first: int, count: int) -> Tensor:
         maximum = columns.all_reduce(dispatch.kernels_for(logits).row_maximum(logits), "max")
