@@ -94,9 +94,10 @@ class Slot(Carried):
             return result
         try:
             result = self.read(self)
-            self.read = self.keep = None
+            self.read = self.keep = self.into = self.own = None
             if not self.viewed:
-                self.close()
+                buffer = self.buffer
+                buffer.flags.set(buffer.own[CLOSED][self.place], self.number)
         except BaseException as error:
             self.buffer.fail(error)
             raise
@@ -114,8 +115,6 @@ class Slot(Carried):
 
     def close(self) -> None:
         """Signal that this member no longer reads the slot."""
-        self.viewed = False
-        self.into = self.own = None
         self.buffer.flags.set(self.buffer.own[CLOSED][self.place], self.number)
 
 
