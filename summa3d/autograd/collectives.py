@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..comm.axis import Axis
+from .function import Function
 
 Map = Callable[[Tensor], Tensor]
 
 
-class _Conjugate(torch.autograd.Function):
+class _Conjugate(Function):
     """`run` of a tensor; backward runs `back` of the gradient, whose own backward is `run` again."""
 
     @staticmethod

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..comm.axis import Axis
 from ..comm.pending import Completed, Pending
 from .debts import Debt
 from .differentiable import Product
+from .function import Function, once_differentiable
 
 
-class _Matmul(torch.autograd.Function):
+class _Matmul(Function):
     @staticmethod
     def forward(
         ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, product: Product, rows: Axis | None, debt: Debt | None
@@ -25,7 +25,7 @@ class _Matmul(torch.autograd.Function):
         if bias is not None:
             c += bias
         ctx.save_for_backward(*kept)
-        ctx.product, ctx.rows, ctx.lead, ctx.debt = product, rows, a.shape[:-1], debt
+        ctx.product, ctx.rows, ctx.shape, ctx.debt = product, rows, a.shape, debt
         return c.unflatten(0, (-1, *a.shape[1:-1]))
 
     @staticmethod
@@ -44,7 +44,7 @@ class _Matmul(torch.autograd.Function):
             grad_a.wait()
         grad_b = product.start_grad_b(shared, a) if need_b else None
         return (
-            grad_a.wait().unflatten(0, ctx.lead) if grad_a else None,
+            grad_a.wait().reshape(ctx.shape) if grad_a else None,
             grad_b.wait() if grad_b else None,
             bias.wait() if bias else None,
             None,

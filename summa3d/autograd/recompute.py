@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from ..layout.copies import Copies
+from .function import Function, once_differentiable
 
 Place = tuple[nn.Module, str]
 """Where a weight is stored: the module and the parameter's name in it."""
@@ -39,7 +39,7 @@ def _put(places: Sequence[Place], weights: Sequence[Any]) -> None:
         module._parameters[name] = weight
 
 
-class _Recompute(torch.autograd.Function):
+class _Recompute(Function):
     @staticmethod
     def forward(
         ctx: Any, run: Callable[..., Tensor], places: list[Place], copies: Copies | None, inputs: int, *tensors: Tensor

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .function import Function
 
-class _Root(torch.autograd.Function):
+
+class _Root(Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, slot: list[Tensor]) -> Tensor:
         ctx.slot = slot
@@ -25,7 +26,7 @@ def root_of(y: Tensor, slot: list[Tensor]) -> Tensor:
     return root
 
 
-class _Leaf(torch.autograd.Function):
+class _Leaf(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, slot: list[Tensor]) -> Tensor:
         ctx.slot = slot

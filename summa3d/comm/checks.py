@@ -196,7 +196,8 @@ class Routes:
 
     def gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, view: bool) -> Route:
         """The route of an all-gather."""
-        sizes = None if sizes is None else listed("all_gather", sizes)
+        if sizes is not None and type(sizes) is not tuple:
+            sizes = listed("all_gather", sizes)
         key, route = self._known("all_gather", block, into, dim, sizes, view)
         if route is not None:
             return route
@@ -208,7 +209,8 @@ class Routes:
         self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, parts: Array | None = None
     ) -> Route:
         """The route of a reduce-scatter."""
-        sizes = None if sizes is None else listed("reduce_scatter", sizes)
+        if sizes is not None and type(sizes) is not tuple:
+            sizes = listed("reduce_scatter", sizes)
         key, route = self._known("reduce_scatter", array, into, dim, sizes)
         if route is not None and parts is not None:
             problem = self.checks.workspace_problem(array, parts, route.words // (self.size - 1) * self.size)
@@ -224,7 +226,8 @@ class Routes:
         self, name: str, array: Array, op: str, into: Array | None, root: int | None = None, in_order: bool = True
     ) -> Route:
         """The route of an all-reduce, or of a reduce onto `root`."""
-        key, route = self._known(name, array, into, op, root, in_order)
+        in_place = into is not None and into is array and is_writable(array)
+        key, route = self._known(name, array, None if in_place else into, op, root, in_order)
         if route is not None:
             return route
         facts = {"shape": tuple(array.shape), "op": op, "root": root}

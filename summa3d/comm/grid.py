@@ -19,8 +19,7 @@ from .failure import check_agreement, check_comm, prepare_for_failure
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
 from .transport.call import Call, Carried, Members
-from .transport.node_buffer import NodeRule
-from .transport.select import requested
+from .transport.select import NodeRule, requested
 from .transport.transports import TransportFactory, Transports
 
 AGREED = 4096

@@ -91,6 +91,7 @@ class Begun:
         self.carried, self.route = carry(call), call.route
         self.issue, self.cpu_seconds = time.perf_counter() - self.start, time.thread_time() - cpu
         moved, self.carried.moved = self.carried.moved, None  # what is in flight keeps only the buffers that it needs
+        moved = call.array if moved is None else moved
         self.dtype, self.itemsize = dtype_name(moved), moved.itemsize
         self.device = device_of(moved) if is_on_device(moved) else None
         self.seconds = self.issue if self.device is None else self.device.on_host(self.issue)

@@ -57,6 +57,7 @@ class Signatures:
         self.others = [line for member, line in enumerate(lines) if member != index]
         self.number = self.compared = 0
         self.mine, self._texts = [0] * KEPT, [b""] * KEPT
+        self._written = [flags.text_of(index, place) for place in range(KEPT)]
         self._last = lines[index] + KEPT  # the place of the first of the signatures of the last calls
         self._told, self._process = False, os.getpid()
         flags.review, flags.disputed = self.review, self.disputed
@@ -77,7 +78,7 @@ class Signatures:
         place = number % KEPT
         if self._texts[place] is not text:
             self._texts[place] = text
-            self.flags.write_text(self.index, place, text)
+            self._written[place][: len(text)] = text
         words[self._last + place] = self.mine[place] = hashed + (number & NUMBERS)
         words[self.own] = number  # after the signature: who sees the number sees that too
         if words[0]:
@@ -131,6 +132,7 @@ class Signatures:
     def close(self) -> None:
         """Post nothing more."""
         OPEN.discard(self)
+        self._written.clear()  # views that would keep the memory mapped
 
     def _dispute(self, number: int) -> None:
         """Break the axis, and raise."""

@@ -21,8 +21,9 @@ from ..comm.signatures import Signed
 from ..comm.transport.call import Members, Requests
 from ..comm.transport.host import HostTransport
 from ..comm.transport.node import NodeTransport
-from ..comm.transport.node_buffer import NodeBuffer, NodeRule, Slot
-from ..comm.transport.node_memory import SLOTS
+from ..comm.transport.node_buffer import NodeBuffer, Slot
+from ..comm.transport.node_memory import LEFT, SLOTS
+from ..comm.transport.select import NodeRule
 from ..comm.transport.transports import Transports
 
 
@@ -53,10 +54,17 @@ class DryTransport(HostTransport):
         return self.on_device and not is_half(array)
 
 
+class AllSet:
+    """The words of flags that every member has set."""
+
+    def __getitem__(self, flag: int) -> int:
+        return LEFT - 1
+
+
 class DryFlags:
     """Flags of a node buffer without processes that wait."""
 
-    broken = False
+    broken, words = False, AllSet()
 
     def check(self) -> None:
         """Do nothing: no member fails."""
@@ -67,10 +75,6 @@ class DryFlags:
     def wait(self, flag: int, value: int) -> bool:
         """Return at once; no sleep was needed."""
         return False
-
-    def wait_for(self, flags: Sequence[int], value: int) -> int:
-        """Return at once; no sleep was needed."""
-        return -1
 
 
 class DrySignatures:
@@ -98,8 +102,6 @@ class DrySignatures:
 
 class DrySlot(Slot):
     """A slot without memory: its parts do not count as memory of this rank."""
-
-    __slots__ = ()
 
     def post(self) -> None:
         """Do nothing: no member waits."""

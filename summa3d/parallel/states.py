@@ -153,6 +153,11 @@ class State:
         return self.partition.sharded_over(shared) if shared else self.partition
 
     @cached_property
+    def counts(self) -> bool:
+        """Whether this rank counts what it holds of `share`: one of those that hold the same does."""
+        return self.share.is_primary(self.grid)
+
+    @cached_property
     def rows(self) -> list[slice]:
         """The rows of this rank's block that each of the ranks with copies owns, in the order of their plane."""
         used, grid = self.shardings.used, self.grid
@@ -180,7 +185,8 @@ class State:
     @property
     def weight(self) -> Tensor:
         """The part of the stored weight that this rank updates, in place."""
-        return self._part(self.parameter.data, self.shardings.stored, self.shardings.moments)
+        stored, moments = self.shardings.stored, self.shardings.moments
+        return self.parameter.data if stored is moments else self._part(self.parameter.data, stored, moments)
 
     def own_part(self, block: Tensor) -> Tensor:
         """The part of `share` of a block in the moments' sharding: a view."""
@@ -194,7 +200,7 @@ class State:
     @property
     def gradient(self) -> Tensor | None:
         """The part of the accumulated gradient that this rank updates with; None where there is none."""
-        return self._part_of_gradient(self.shardings.moments)
+        return self.parameter.grad if self.plain else self._part_of_gradient(self.shardings.moments)
 
     @property
     def own_gradient(self) -> Tensor | None:
@@ -204,10 +210,15 @@ class State:
     @property
     def counted_gradient(self) -> Tensor | None:
         """The part of `share` of the accumulated gradient; None where there is none."""
-        return self._part_of_gradient(self.share)
+        return self.parameter.grad if self.plain else self._part_of_gradient(self.share)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether this rank accumulates in the parameter what it updates with and counts, whole: no replica has a part of it."""
+        return not self.apart and self.shardings.gradient == self.shardings.moments == self.share
 
     def _part_of_gradient(self, wanted: Sharding) -> Tensor | None:
-        whole, sharding = self.accumulated, self.shardings.gradient
+        whole, sharding = self.total if self.apart else self.parameter.grad, self.shardings.gradient
         return whole if whole is None or sharding is wanted else self._part(whole, sharding, wanted)
 
     def _part(self, block: Tensor, sharding: Sharding, wanted: Sharding) -> Tensor:

@@ -196,7 +196,7 @@ def take_step(run: Run, number: int) -> Step:
         run.replicas.finish()
         loss = run.replicas.total(total(losses, run.pipeline.axis))
         votes = (preemption.received() is not None) + WRITING * (run.writer is not None and run.writer.busy)
-        norm, votes = norm_and_votes(run.optimizer.gradients(), run.grid, votes)
+        norm, votes = norm_and_votes(run.optimizer.counted_gradients(), run.grid, votes)
         run.writing, run.asked = divmod(votes, WRITING)
         norm /= scale
         rate = learning_rate(number, settings)

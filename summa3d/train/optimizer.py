@@ -46,6 +46,11 @@ class AdamW:
         found = [(state.counted_gradient, state.share) for state in self.states.values()]
         return [(gradient, sharding) for gradient, sharding in found if gradient is not None]
 
+    def counted_gradients(self) -> list[tuple[torch.Tensor, bool]]:
+        """`gradients`, each with whether this rank is the one that counts it: what `norm_and_votes` takes."""
+        found = [(state.counted_gradient, state.counts) for state in self.states.values()]
+        return [(gradient, counts) for gradient, counts in found if gradient is not None]
+
     @torch.no_grad()
     def step(self, rate: float, factor: float = 1.0) -> None:
         """Update this rank's part of every weight that has a gradient, from gradient · factor, with learning rate `rate`.
@@ -89,28 +94,26 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def global_gradient_norm(gradients: Iterable[tuple[torch.Tensor, Sharding]], grid: Grid) -> float:
-    """The norm of `norm_and_votes` alone."""
-    return norm_and_votes(gradients, grid)[0]
+    """The norm of `norm_and_votes` alone, of this rank's blocks, each with its sharding over the job's grid `grid`."""
+    return norm_and_votes([(gradient, sharding.is_primary(grid)) for gradient, sharding in gradients], grid)[0]
 
 
-def norm_and_votes(gradients: Iterable[tuple[torch.Tensor, Sharding]], grid: Grid, votes: int = 0) -> tuple[float, int]:
+def norm_and_votes(gradients: Sequence[tuple[torch.Tensor, bool]], grid: Grid, votes: int = 0) -> tuple[float, int]:
     """The 2-norm of all gradients of the whole model and the sum of all ranks' `votes`, equal on every rank; collective.
 
     Parameters
     ----------
-    gradients : this rank's blocks, each with its sharding over the job's grid `grid`
+    gradients : this rank's blocks, each with whether it is the block's primary rank (`Sharding.is_primary`)
     votes : whatever ranks have to agree on once a step; sums are exact up to 2⁵³
 
-    Every element is counted once, in float64, by its primary rank (`Sharding.is_primary`). Moves one all-reduce of one complex
+    Every element is counted once, in float64, by its primary rank. Moves one all-reduce of one complex
     word, whose imaginary part are the votes. The norm is finite only if all gradients on all ranks are finite, copies included,
     so that all ranks take the same decision. The host synchronizes with a device once.
     """
-    found = list(gradients)
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient, _ in found]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient, _ in gradients]
     squares = 0.0
-    primary = {layout: layout.is_primary(grid.coordinates) for layout in {sharding.layout for _, sharding in found}}
-    for (_, sharding), norm in zip(found, _read(norms), strict=True):
-        if primary[sharding.layout] or not isfinite(norm):
+    for (_, is_primary), norm in zip(gradients, _read(norms), strict=True):
+        if is_primary or not isfinite(norm):
             squares += norm * norm
     whole = grid.world.all_reduce(np.array([complex(squares, votes)]))[0]
     return sqrt(float(whole.real)), round(float(whole.imag))

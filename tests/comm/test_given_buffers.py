@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from kinds import array, numbers, plain
 
+from summa3d.errors import ShapeError
+
 
 @pytest.fixture(params=[True, False], ids=["node", "mpi"])
 def make_grid(request, make_grid):
@@ -66,3 +68,20 @@ def test_a_result_may_be_written_over_what_is_sent(comm, make_grid, kind):
     whole = fresh()
     axis.all_reduce(whole, into=whole[:])
     assert np.array_equal(plain(whole), total)
+
+
+@pytest.mark.mpi(sizes=(2, 3))
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_sum_in_place_is_refused_where_memory_repeats_or_is_read_only_though_one_like_it_came_before(comm, make_grid, kind):
+    grid = make_grid(y=comm.size, check=False)  # which keeps the routes of its calls
+    good = array(kind, "float64", numbers("float64", (3, 5), comm.rank))
+    want = sum(numbers("float64", (3, 5), member) for member in range(comm.size))
+    assert grid["y"].all_reduce(good, into=good) is good and np.array_equal(plain(good), want)
+    if kind == "numpy":
+        bad = np.zeros((3, 5))
+        bad.flags.writeable = False
+    else:
+        bad = good.new_zeros((3, 1)).expand(3, 5)
+    with pytest.raises(ShapeError, match="read-only"):
+        grid["y"].all_reduce(bad, into=bad)
+    assert np.array_equal(plain(grid["y"].all_reduce(good)), comm.size * want)

@@ -47,15 +47,6 @@ class Amounts:
         self.seconds += other.seconds
         self.cpu_seconds += other.cpu_seconds
 
-    def count(self, words: int, messages: int, itemsize: int, seconds: float, cpu_seconds: float) -> None:
-        """Add one call that receives `words` of `itemsize` bytes; spelled out, because every collective passes here."""
-        self.calls += 1
-        self.words += words
-        self.messages += messages
-        self.bytes += words * itemsize
-        self.seconds += seconds
-        self.cpu_seconds += cpu_seconds
-
     def wait(self, seconds: float, cpu_seconds: float) -> None:
         """Add what the completion of a communication took."""
         self.seconds += seconds
@@ -104,15 +95,23 @@ class Ledger:
         self.workspace_bytes = 0
         self.workspace_peak = 0
         self.trace: Trace | None = None
-        self.ranges: Ranges | None = None
+        self._ranges: Ranges | None = None
         self.timeline = Timeline(device)
         self._lines: dict[tuple[str, str, str, str], Amounts] = {}
         self._tracked: dict[int, tuple[weakref.ref[Any], int]] = {}
 
+    by_steps = False
+    """Whether products, and the start and the end of each communication, must be reported: by `product`, `begin`, `complete`."""
+
     @property
-    def by_steps(self) -> bool:
-        """Whether the start and the end of each communication must be reported, by `begin` and `complete`."""
-        return self.trace is not None or self.ranges is not None
+    def ranges(self) -> Ranges | None:
+        """The ranges that show phases and communications to a profiler; None, none do."""
+        return self._ranges
+
+    @ranges.setter
+    def ranges(self, ranges: Ranges | None) -> None:
+        self._ranges = ranges
+        self.by_steps = ranges is not None or self.trace is not None
 
     def line(self, collective: str, axis: str, dtype: str) -> Amounts:
         """The line of this collective, axis and dtype in the current phase, to add to."""
@@ -162,14 +161,14 @@ class Ledger:
 
     def start_trace(self, trace: Trace | None = None) -> Trace:
         """Keep in `trace`, a new one by default, what happens from now on; the device's clock is tied to the host's."""
-        self.trace = Trace() if trace is None else trace
+        self.trace, self.by_steps = Trace() if trace is None else trace, True
         self.settle()
         self.timeline.follow()
         return self.trace
 
     def stop_trace(self) -> Trace:
         """The trace, complete: waits for the device."""
-        trace, self.trace = self.trace or Trace(), None
+        trace, self.trace, self.by_steps = self.trace or Trace(), None, self.ranges is not None
         self.settle()
         if self.timeline.used:
             trace.error = max(trace.error or 0.0, self.timeline.error)

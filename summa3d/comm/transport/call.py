@@ -14,7 +14,7 @@ from ..signatures import Signed
 from .progress import is_done
 
 if TYPE_CHECKING:
-    from .node_buffer import NodeRule
+    from .select import NodeRule
 
 Requests = list[Any]
 """What is in flight: MPI's requests, or a device transport's own, which have a `wait` each."""
@@ -132,14 +132,16 @@ class Carried:
     """A communication that has been begun.
 
     requests : what is to be waited for. finish : gives the result once they have completed. keep : what must stay alive until
-    then. moved : an array of the dtype that travels. before : what is done before it is waited for.
+    then. moved : an array of the dtype that travels; None, that of the call. before : what is done before it is waited for.
     """
 
-    __slots__ = ("before", "finish", "keep", "moved", "requests")
+    requests: Sequence[Any] = ()
+    keep: Any = None
+    moved: Array = None
+    before: Callable[[], None] | None = None
 
-    def __init__(self, requests: Requests, finish: Callable[[], Any], keep: Any, moved: Array) -> None:
+    def __init__(self, requests: Requests, finish: Callable[[], Any], keep: Any, moved: Array = None) -> None:
         self.requests, self.finish, self.keep, self.moved = requests, finish, keep, moved
-        self.before: Callable[[], None] | None = None
 
     def complete(self) -> Any:
         """Wait for the requests, on the host for MPI's and on the caller's stream for a device's; returns the result."""
@@ -159,6 +161,6 @@ class Carried:
         return are_done(self.requests)
 
 
-def are_done(requests: Requests) -> bool:
+def are_done(requests: Sequence[Any]) -> bool:
     """Whether all of them have completed; never waits."""
     return all(is_done(one) if isinstance(one, MPI.Request) else one.done for one in requests)

@@ -33,8 +33,9 @@ from ..arrays import (
 from ..signatures import signed
 from .call import ALL_REDUCE_LIMIT, MESSAGES, Call, Carried, Members, Route
 from .host import HostTransport
-from .node_buffer import NodeBuffer, NodeRule, Slot, lasting, row_major, staged_dtype
+from .node_buffer import NodeBuffer, Slot, lasting, row_major
 from .node_memory import SLOTS
+from .select import NodeRule, staged_dtype
 
 IN_ONE_COPY = 1 << 16
 """Bytes in a slot below which one copy of a whole array costs less than to find the parts that others read."""
@@ -101,13 +102,15 @@ class NodeTransport:
             if slot is None and not bound.here:
                 self._compare_for_mpi(buffer, call, number)
                 return None
-            finish = bound.begin(call, slot)
-            if finish is None:
+            carried = bound.begin(call, slot)
+            if carried is None:
                 buffer.signatures.wake()
+            else:
+                carried.keep = call.array
         except BaseException as error:
             buffer.fail(error)
             raise
-        return None if finish is None else Carried([], finish, call.array, call.array)
+        return carried
 
     def _compare_for_mpi(self, buffer: NodeBuffer, call: Call, number: int) -> None:
         """Compare a call that MPI carries, before MPI would meet two that differ: it may abort, or overwrite memory.
@@ -231,9 +234,19 @@ class Bound(ABC):
                 laid = self.laid[slot.place] = self.lay(slot)
         return laid
 
-    def plain(self, array: Array) -> Array:
-        """`array` without its history of gradients."""
-        return array.detach() if self.is_torch and array.requires_grad else array
+    def taken(self, call: Call) -> tuple[Slot, Any, Array] | None:
+        """The next slot, which `read` completes, its arrays, and the call's array without its history of gradients.
+
+        None on all members where the node lacks the memory.
+        """
+        slot = self.buffer.take(self.nbytes)
+        if slot is None:
+            return None
+        slot.into, slot.read = call.into, self.read
+        laid, array = self.laid[slot.place], call.array
+        if laid is None:
+            laid = self.in_slot(slot)
+        return slot, laid, array.detach() if self.is_torch and array.requires_grad else array
 
     def reduced(self, parts: Sequence[Array], out: Array | None) -> Array:
         """The members' parts reduced in their order: the same bits in every run. 16-bit floats are summed in float32."""
@@ -261,8 +274,12 @@ class Bound(ABC):
         """Make the arrays of a slot."""
 
     @abstractmethod
-    def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
+    def begin(self, call: Call, slot: Slot | None = None) -> Carried | None:
         """Write this member's part; what is returned completes the call. None on all members where the node lacks the memory."""
+
+    @abstractmethod
+    def read(self, slot: Slot) -> Any:
+        """Wait for what others write, and return the result."""
 
 
 class AllGather(Bound):
@@ -291,19 +308,18 @@ class AllGather(Bound):
         parts = [slot.part(self.like, start, shape) for start, shape in zip(self.starts, self.shapes, strict=False)]
         return mine, list(zip(self.places, parts, strict=True))
 
-    def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
+    def begin(self, call: Call, slot: Slot | None = None) -> Carried | None:
         """Copy this member's block."""
-        slot = self.buffer.take(self.nbytes)
-        if slot is None:
+        taken = self.taken(call)
+        if taken is None:
             return None
-        self.copy(self.in_slot(slot)[0], self.plain(call.array))
+        slot, (mine, _), array = taken
+        self.copy(mine, array)
         slot.post()
         if self.view and call.into is None and self.adjoin:
             self.buffer.view(slot)
             slot.read = self.look
-        else:
-            slot.into, slot.read = call.into, self.read
-        return slot.result
+        return slot
 
     def look(self, slot: Slot) -> Array:
         """The slot's memory as the result."""
@@ -342,22 +358,23 @@ class ReduceScatter(Bound):
         mine = arrays[self.buffer.index]
         return mine, [mine[at] for at in self.others], [array[self.own] for array in arrays]
 
-    def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
+    def begin(self, call: Call, slot: Slot | None = None) -> Carried | None:
         """Copy what the others sum, unless it lies there."""
         if slot is None:
-            slot = self.buffer.take(self.nbytes)
-            if slot is None:
+            taken = self.taken(call)
+            if taken is None:
                 return None
-            array, (mine, others, _) = self.plain(call.array), self.in_slot(slot)
+            slot, (mine, others, _), array = taken
             if self.nbytes < IN_ONE_COPY or not call.blocking or (call.into is not None and overlap(call.into, array)):
                 self.copy(mine, array)
             else:  # no other member reads this member's own part, nor is it overwritten before it is read
                 for part, at in zip(others, self.others, strict=True):
                     self.copy(part, array[at])
                 slot.own = array[self.own]
+        else:
+            slot.into, slot.read = call.into, self.read
         slot.post()
-        slot.into, slot.read = call.into, self.read
-        return slot.result
+        return slot
 
     def read(self, slot: Slot) -> Array:
         """Sum this member's part."""
@@ -382,15 +399,15 @@ class Reduce(Bound):
         """All members' arrays."""
         return [slot.part(self.like, member * self.each, self.shape) for member in range(self.buffer.size)]
 
-    def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
+    def begin(self, call: Call, slot: Slot | None = None) -> Carried | None:
         """Copy this member's array."""
-        slot = self.buffer.take(self.nbytes)
-        if slot is None:
+        taken = self.taken(call)
+        if taken is None:
             return None
-        self.copy(self.in_slot(slot)[self.buffer.index], self.plain(call.array))
+        slot, parts, array = taken
+        self.copy(parts[self.buffer.index], array)
         slot.post()
-        slot.into, slot.read = call.into, self.read
-        return slot.result
+        return slot
 
     def read(self, slot: Slot) -> Array | None:
         """Reduce all members' arrays, where this member is to have the result."""
@@ -411,18 +428,19 @@ class Broadcast(Bound):
         """The root's array."""
         return slot.part(self.like, 0, self.shape)
 
-    def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
+    def begin(self, call: Call, slot: Slot | None = None) -> Carried | None:
         """On the root, copy its array."""
-        slot = self.buffer.take(self.nbytes)
-        if slot is None:
+        taken = self.taken(call)
+        if taken is None:
             return None
+        slot, part, array = taken
+        slot.into = call.array
         if self.buffer.index == self.root:
-            self.copy(self.in_slot(slot), detached(call.array))
+            self.copy(part, array)
             slot.post()
         else:
             self.buffer.signatures.wake()
-        slot.into, slot.read = call.array, self.read
-        return slot.result
+        return slot
 
     def read(self, slot: Slot) -> Array:
         """Elsewhere, copy what the root has posted."""
@@ -453,9 +471,9 @@ class AllReduceInParts(Bound):
     def lay(self, slot: Slot) -> None:
         """Make none: the two collectives have theirs."""
 
-    def begin(self, call: Call, slot: Slot | None = None) -> Callable[[], Array] | None:
+    def begin(self, call: Call, slot: Slot | None = None) -> Carried | None:
         """Begin the reduce-scatter."""
-        array, into = self.plain(call.array), call.into
+        array, into = detached(call.array), call.into
         out = into if into is not None and is_contiguous(into) else empty(array.shape, array)
         summed = self.scatter.begin(Call(call.route, contiguous(array).reshape(-1), None, call.blocking))
         if summed is None:
@@ -463,18 +481,21 @@ class AllReduceInParts(Bound):
 
         def finish() -> Array:
             try:
-                part, flat = summed(), out.reshape(-1)
+                part, flat = summed.complete(), out.reshape(-1)
                 gathered = self.gather.begin(Call(call.route, part, flat))
                 if gathered is None:
                     HostTransport().all_gather(self.buffer.comm, part, flat, self.sizes, True)
                 else:
-                    gathered()
+                    gathered.complete()
                 return out if into is None or out is into else copy_into(into, out)
             except BaseException as error:
                 self.buffer.fail(error)
                 raise
 
-        return finish
+        return Carried([], finish, array)
+
+    def read(self, slot: Slot) -> Any:
+        """Do nothing: `begin` says what completes the call."""
 
 
 BOUND: dict[str, type[Bound]] = {

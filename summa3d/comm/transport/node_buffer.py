@@ -10,7 +10,6 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, ClassVar
@@ -20,31 +19,31 @@ import numpy as np
 from mpi4py import MPI
 
 from ...errors import Summa3dError
-from ..arrays import Array, dtype_name, empty, is_on_device, is_torch
+from ..arrays import Array, empty, is_torch
 from ..nodes import world_ranks
 from ..signatures import Signatures
+from .call import Carried
 from .node_memory import BROKEN, CLOSED, FLAGS, LEFT, MAPPED, OFFERED, POSTED, SLOTS, Flags, joined, mapped, offered
 
 GRAIN = 1 << 18
 """Slots grow in steps of this many bytes."""
 
 
-class Slot:
-    """One communication in a slot of a node buffer: this member posts its part, and `finish` reads the others' parts.
+class Slot(Carried):
+    """One communication in a slot of a node buffer: this member posts its part, and `complete` reads the others' parts.
 
-    read : what `finish` does, and returns the result. into, own : of that communication.
+    read : what `complete` does, and returns the result. into, own : of that communication.
     """
 
-    __slots__ = ("_result", "buffer", "call", "into", "memory", "number", "own", "place", "read", "viewed")
+    read: Callable[[Slot], Array] | None = None
+    viewed = False
+    into: Array = None
+    own: Array = None
+    _result: Array = None
 
     def __init__(self, buffer: NodeBuffer, number: int, memory: mmap.mmap | None) -> None:
         self.buffer, self.number, self.memory = buffer, number, memory
         self.place, self.call = number % SLOTS, buffer.signatures.number
-        self.read: Callable[[Slot], Array] | None = None
-        self.viewed = False
-        self.into: Array = None
-        self.own: Array = None
-        self._result: Array = None
 
     def part(self, like: Array, offset: int, shape: tuple[int, ...], strides: Sequence[int] | None = None) -> Array:
         """An array of `like`'s kind and dtype on the slot's memory, `offset` elements from its start, in C order.
@@ -75,26 +74,30 @@ class Slot:
 
     def wait_for_all(self) -> None:
         """Return once every member has posted. Waits first for the member that was last before, so that this rank wakes once."""
-        buffer = self.buffer
-        others = buffer.others[POSTED][self.place]
-        last = buffer.flags.wait_for(others, self.number)
+        buffer, last, number = self.buffer, -1, self.number
+        others, words = buffer.others[POSTED][self.place], buffer.flags.words
+        for flag in others:
+            if not number <= words[flag] < LEFT and buffer.flags.wait(flag, number):
+                last = flag
         if last >= 0 and last != others[0]:
             others.remove(last)
             others.insert(0, last)
         buffer.signatures.compare(self.call)
 
-    def result(self) -> Array:
+    def complete(self) -> Array:
         """Read the parts of all members, unless `finish` did, and close the slot, unless the result is a view of it; once.
 
         The slot keeps no reference to the result, since the buffer keeps the slot until its next use.
         """
         if self.read is None:
-            result, self._result = self._result, None
+            result, self._result, self.keep = self._result, None, None
             return result
         try:
-            result, self.read = self.read(self), None
+            result = self.read(self)
+            self.read = self.keep = self.into = self.own = None
             if not self.viewed:
-                self.close()
+                buffer = self.buffer
+                buffer.flags.set(buffer.own[CLOSED][self.place], self.number)
         except BaseException as error:
             self.buffer.fail(error)
             raise
@@ -102,7 +105,8 @@ class Slot:
 
     def finish(self) -> None:
         """Have the result ready before it is asked for: the slot is needed."""
-        self._result = self.result()
+        kept = self.keep
+        self._result, self.keep = self.complete(), kept
 
     def leave(self) -> None:
         """Signal that this member will not post."""
@@ -111,8 +115,6 @@ class Slot:
 
     def close(self) -> None:
         """Signal that this member no longer reads the slot."""
-        self.viewed = False
-        self.into = self.own = None
         self.buffer.flags.set(self.buffer.own[CLOSED][self.place], self.number)
 
 
@@ -178,7 +180,10 @@ class NodeBuffer:
             before = self.slots[place]
             if before is not None and before.read is not None:
                 before.finish()
-            self.flags.wait_for(self.others[CLOSED][place], number - SLOTS)
+            words, closed = self.flags.words, number - SLOTS
+            for flag in self.others[CLOSED][place]:
+                if not closed <= words[flag] < LEFT:
+                    self.flags.wait(flag, closed)
             memory = self.memories[place]
             if nbytes > (0 if memory is None else len(memory)):
                 self.signatures.wake()
@@ -315,28 +320,3 @@ def row_major(shape: Sequence[int]) -> list[int]:
     for extent in shape[:0:-1]:
         strides.append(strides[-1] * extent)
     return strides[: len(shape)][::-1]
-
-
-@dataclass(frozen=True)
-class NodeRule:
-    """Which communications of an axis, whose members share a node, go through the node's memory.
-
-    All of them if ranks outnumber the cores (`crowded`): a rank that waits inside MPI polls, and takes the core from one that
-    works. Otherwise those of SMALL bytes or more, below which MPI is as fast, unless `always`. Communications above LARGEST
-    bytes use MPI, which needs no memory for them.
-    """
-
-    crowded: bool
-    always: bool
-    SMALL: ClassVar[int] = 1 << 15
-    LARGEST: ClassVar[int] = 1 << 28
-
-    def takes(self, array: Array, elements: int) -> bool:
-        """Whether a communication of this many elements of `array`'s dtype goes through the node's memory."""
-        nbytes = elements * array.itemsize
-        return (self.always or self.crowded or nbytes >= self.SMALL) and nbytes <= self.LARGEST and staged_dtype(array)
-
-
-def staged_dtype(array: Array) -> bool:
-    """Whether arrays like this one can be summed in a slot: on the host, and not bool, which MPI's operations reduce."""
-    return dtype_name(array) != "bool" and not is_on_device(array)

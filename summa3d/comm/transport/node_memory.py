@@ -12,7 +12,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
@@ -110,16 +110,8 @@ class Flags:
             words[flag + 1] = 0
             self._call(self._number, self._first + flag * 8, WAKE, EVERYONE, None)
 
-    def wait_for(self, flags: Sequence[int], value: int) -> int:
-        """Return once all of `flags` are at least `value`; the one for which this rank slept last, else -1."""
-        words, slept = self.words, -1
-        for flag in flags:
-            if not value <= words[flag] < LEFT and self.wait(flag, value):
-                slept = flag
-        return slept
-
     def wait(self, flag: int, value: int) -> bool:
-        """Return once `flag` is at least `value`; whether this rank had to sleep for it.
+        """Return once `flag` is at least `value`; whether this rank had to sleep for it. Not called where it is, and not marked.
 
         While asleep it lets MPI progress the requests in flight of this process. Raises GridError if the member that writes
         `flag` has failed, or skipped the communication that this rank waits for.
@@ -172,10 +164,10 @@ class Flags:
         with contextlib.suppress(BufferError):  # who waits in another thread still looks at it
             self._memory.close()
 
-    def write_text(self, member: int, place: int, text: bytes) -> None:
-        """Write what a member calls, as bytes that are cut or end in 0, at one of its KEPT places."""
+    def text_of(self, member: int, place: int) -> memoryview:
+        """Where a member writes what it calls, as bytes that are cut or end in 0, at one of its KEPT places."""
         start = self._texts + (member * KEPT + place) * TEXT
-        self._memory[start : start + len(text)] = text
+        return memoryview(self._memory)[start : start + TEXT]
 
     def text(self, member: int, place: int) -> str:
         """What a member called, at one of its KEPT places."""

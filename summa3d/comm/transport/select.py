@@ -1,12 +1,14 @@
-"""The rule that selects a transport for the device arrays of a communicator, with the reason."""
+"""The rules that select: a transport for the device arrays of a communicator, with the reason; what uses the node's memory."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...errors import ConfigError
+from ..arrays import Array, dtype_name, is_on_device
 
 VARIABLE = "SUMMA3D_TRANSPORT"
 NAMES = ("auto", "mpi", "cuda-aware", "pinned", "nccl")
@@ -76,3 +78,28 @@ def _obstacles(facts: Facts) -> dict[str, str | None]:
         "pinned": None,
         "nccl": nccl,
     }
+
+
+@dataclass(frozen=True)
+class NodeRule:
+    """Which communications of an axis, whose members share a node, go through the node's memory.
+
+    All of them if ranks outnumber the cores (`crowded`): a rank that waits inside MPI polls, and takes the core from one that
+    works. Otherwise those of SMALL bytes or more, below which MPI is as fast, unless `always`. Communications above LARGEST
+    bytes use MPI, which needs no memory for them.
+    """
+
+    crowded: bool
+    always: bool
+    SMALL: ClassVar[int] = 1 << 15
+    LARGEST: ClassVar[int] = 1 << 28
+
+    def takes(self, array: Array, elements: int) -> bool:
+        """Whether a communication of this many elements of `array`'s dtype goes through the node's memory."""
+        nbytes = elements * array.itemsize
+        return (self.always or self.crowded or nbytes >= self.SMALL) and nbytes <= self.LARGEST and staged_dtype(array)
+
+
+def staged_dtype(array: Array) -> bool:
+    """Whether arrays like this one can be summed in a slot: on the host, and not bool, which MPI's operations reduce."""
+    return dtype_name(array) != "bool" and not is_on_device(array)

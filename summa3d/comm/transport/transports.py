@@ -56,10 +56,6 @@ class Transports:
         """A buffer that the next reduce-scatter sums in place; None where none of the transports has such memory (collective)."""
         return None if self.node is None else self.node.allocate(shape, like)
 
-    def offers_views(self, array: Array) -> bool:
-        """Whether an all-gather of arrays of this dtype can return a view of the node buffer."""
-        return self.node is not None and self.node.offers_views(array)
-
     def barrier(self) -> None:
         """Return once every member has called; members that share a node wait asleep."""
         if self.node is None or not self.node.barrier():

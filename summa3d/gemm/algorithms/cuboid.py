@@ -101,7 +101,8 @@ class Cuboid(Executor):
         self.a_sizes = tuple(split_sizes(self.a_whole[plan.a_fine], self.y.size))
         self.b_sizes = tuple(split_sizes(self.b_whole[plan.b_fine], self.x.size))
         self.c_sizes = tuple(split_sizes((self.m, self.n)[plan.c_fine], self.z.size))
-        self._summands = {"a": (self.y, self.a_whole), "b": (self.x, self.b_whole), "c": (self.z, (self.m, self.n))}
+        summands = {"a": (self.y, self.a_whole), "b": (self.x, self.b_whole), "c": (self.z, (self.m, self.n))}
+        self._summands = {name: (axis, shape, prod(shape) if axis.size > 1 else 0) for name, (axis, shape) in summands.items()}
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """Gather A along y and B along x, multiply, reduce-scatter C along z."""
@@ -179,9 +180,8 @@ class Cuboid(Executor):
 
         None for a small one, by its shape, which all members of the axis share.
         """
-        axis, shape = self._summands[operand]
-        worth = axis.size > 1 and prod(shape) * like.itemsize >= WORTH_A_SLOT
-        return axis.allocate(shape, like) if worth else None
+        axis, shape, elements = self._summands[operand]
+        return axis.allocate(shape, like) if elements * like.itemsize >= WORTH_A_SLOT else None
 
     def scatter_c(self, partial: Array) -> Array:
         """C summed along z and scattered to its layout. Words: (Z−1)·own."""

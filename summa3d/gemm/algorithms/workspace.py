@@ -58,6 +58,8 @@ class Workspace:
 
     def multiply(self, a: Array, b: Array, form: str, out: Array | None = None) -> Array:
         """`local.multiply`: op(A)·op(B), in `out` where it is given."""
+        if not self.ledger.by_steps:
+            return multiply(a, b, form, out, rule=self._grid.blas)
         with self.ledger.product(a, b, form, a if out is None else out):
             return multiply(a, b, form, out, rule=self._grid.blas)
 

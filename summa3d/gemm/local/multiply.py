@@ -23,7 +23,12 @@ def multiply(
     right = b.T if form[1] == "t" else b
     if is_torch(a):
         product = None if rule is None else multiplied(a, b, form, out, alpha, beta, rule)
-        return _multiply_torch(left, right, out, alpha, beta) if product is None else product
+        if product is not None:
+            return product
+        if out is not None:
+            return _multiply_torch(left, right, out, alpha, beta)
+        product = left.mm(right)
+        return product if alpha == 1 else product.mul_(alpha)
     if is_half(a):
         product = cast(alpha * (widen(left) @ widen(right)), a)
         if out is None:
@@ -36,12 +41,9 @@ def multiply(
     return out
 
 
-def _multiply_torch(left: Array, right: Array, out: Array | None, alpha: float, beta: float) -> Array:
+def _multiply_torch(left: Array, right: Array, out: Array, alpha: float, beta: float) -> Array:
     import torch
 
-    if out is not None:
-        if beta == 0 and alpha == 1:
-            return torch.mm(left, right, out=out)
-        return torch.addmm(out, left, right, beta=beta, alpha=alpha, out=out)
-    product = torch.mm(left, right)
-    return product if alpha == 1 else product.mul_(alpha)
+    if beta == 0 and alpha == 1:
+        return torch.mm(left, right, out=out)
+    return torch.addmm(out, left, right, beta=beta, alpha=alpha, out=out)

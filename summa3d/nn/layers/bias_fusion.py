@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from summa3d.kernels import dispatch
 from summa3d.kernels.mask import Mask
 
+from ...autograd.function import Function, once_differentiable
 
-class _BiasGELU(torch.autograd.Function):
+
+class _BiasGELU(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(x, bias)
@@ -34,7 +34,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
     return functional.gelu(x, approximate=approximate) if bias is None else _BiasGELU.apply(x, bias, approximate)
 
 
-class _BiasDropoutAdd(torch.autograd.Function):
+class _BiasDropoutAdd(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, bias: Tensor | None, mask: Mask, probability: float) -> Tensor:
         kept = dispatch.kernels_for(x).dropout_mask(x, mask)

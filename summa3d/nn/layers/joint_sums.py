@@ -8,13 +8,13 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from ...autograd.function import Function, once_differentiable
 from ...autograd.recompute import weights_in
 from ...comm.axis import Axis
 
 
-class _Joint(torch.autograd.Function):
+class _Joint(Function):
     """Returns the vectors; backward sums their gradients over an axis, in one all-reduce."""
 
     @staticmethod
@@ -28,8 +28,8 @@ class _Joint(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [grad for grad in grads if grad is not None]
         joined = torch.cat(given)
-        sums = iter(ctx.axis.all_reduce(joined, into=joined).split([len(grad) for grad in given]))
-        return None, *(None if grad is None else next(sums) for grad in grads)
+        sums = iter(ctx.axis.all_reduce(joined, into=joined).split([grad.shape[0] for grad in given]))
+        return None, *[None if grad is None else next(sums) for grad in grads]
 
 
 class WithVectors(Protocol):
@@ -75,7 +75,7 @@ class JointSums:
         places, used = list[tuple[nn.Module, str]](), list[Tensor]()
         for rows, together in self._groups:
             places += together
-            used += _Joint.apply(rows, *(module._parameters[name] for module, name in together))
+            used += _Joint.apply(rows, *[module._parameters[name] for module, name in together])
         with weights_in(places, used):
             self._mark(True)
             try:

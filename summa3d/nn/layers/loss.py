@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch
 
+from ...autograd.function import Function, once_differentiable
 from ...comm.axis import Axis
 from ...layout.layout import Layout
 from ..schemes.scheme import Scheme
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, columns: Axis, rows: Axis, first: int, count: int) -> Tensor:
         maximum = columns.all_reduce(dispatch.kernels_for(logits).row_maximum(logits), "max")

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch
 
+from ...autograd.function import Function, once_differentiable
 from ..config import ModelConfig
 from ..schemes.scheme import Scheme
 from .bias_fusion import bias_gelu
@@ -50,7 +50,7 @@ class MLP(nn.Module):
         return self.down(bias_gelu(*self.up(x, rows, skip_bias_add=True), approximate=self.approximate), rows, skip_bias_add)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)

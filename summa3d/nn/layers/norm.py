@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch, reference
 
+from ...autograd.function import Function, once_differentiable
 from ...comm.axis import Axis
 from ...layout.layout import Layout
 from ..config import ModelConfig
@@ -22,7 +22,7 @@ def _uses_torch_layer_norm(x: Tensor, columns: Axis) -> bool:
     return columns.size == 1 and x.dtype in (torch.float32, torch.float64) and dispatch.kernels_for(x) is reference
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalise(Function):
     """Layer norm, or without β root-mean-square norm."""
 
     @staticmethod

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from summa3d.kernels import dispatch
 
+from ...autograd.function import Function, once_differentiable
 from ..config import ModelConfig
 from .product_cache import ProductCache
 
 
-class _Rotate(torch.autograd.Function):
+class _Rotate(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
