@@ -14,7 +14,7 @@ from ...files import from_toml, read_toml
 from ...nn.config import ModelConfig
 from ...train.config import Config, from_table, load, read_table, shipped
 from ...train.toml import build, override
-from .plans import ERAS, FAMILIES, SCHEMES, Space, keys_known, positive
+from .plans import ERAS, FAMILIES, SCHEDULES, SCHEMES, Space, keys_known, positive
 
 MODELS = Path(__file__).with_name("models.toml")
 COMMON = {"sequence": 2048, "vocabulary": 51200}
@@ -23,6 +23,7 @@ SIZES = {"": 1.0, "B": 1.0, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB
 SIZES |= {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 HALF = ("bfloat16", "float16")
 WORDS = {"scheme": SCHEMES, "family": FAMILIES, "recompute": ("none", "full")}
+WORDS |= {"schedule": SCHEDULES, "pipeline.schedule": SCHEDULES}
 
 
 @dataclass(frozen=True)
