@@ -121,7 +121,8 @@ def _states(schedule: str, p: int, many: int, chunks: int, rank: int) -> tuple[A
     found: dict[tuple[int, ...], None] = {}
     for op in rule_of(schedule, p, many, chunks).order(p, many, chunks, rank):
         way = "FXW".index(op.kind)
-        found[(way, op.chunk, *flying, *owed)] = None
+        state = way, op.chunk, *flying, *owed
+        found[state] = None
         flying[op.chunk] += (1, -1, 0)[way]
         owed[op.chunk] += (0, 1, -1)[way]
     table = np.array([*found])
