@@ -16,7 +16,7 @@ from ...train.config import ReplicasConfig, master_dtype
 from ..cells import BLOCK
 from .cells import PASSES, Cells, Piece, matrices
 from .plans import Plan, most_in_flight
-from .timing import elements_of
+from .timing import elements_of, fullest
 
 CONTEXT = 1.2 * 2**30
 """Bytes of a device that its context, NCCL and cuBLAS take: assumed."""
@@ -56,28 +56,15 @@ def kept_per_element(dtype: str, zero: int, dp: int) -> tuple[float, float, floa
 
 def memory(plan: Plan, cells: Cells, units: int) -> Memory:
     """The bytes of the fullest rank. cells, units : as of `Store.cells`."""
-    found = (_of_rank(plan, cells, units, rank) for rank in sorted(_fullest(plan)))
+    ranks = fullest(plan) if plan.inner.split else {0, min(1, plan.pp - 1), plan.pp - 1}  # else early ranks keep more
+    found = (_of_rank(plan, cells, units, rank) for rank in sorted(ranks))
     return max(found, key=lambda one: one.total)
 
 
-def _fullest(plan: Plan) -> set[int]:
-    """The ranks of a pipeline one of which is the fullest: of those that hold alike, the first and the last.
-
-    Where backward is not split, a rank keeps more the earlier it comes.
-    """
-    if not plan.inner.split:
-        return {0, min(1, plan.pp - 1), plan.pp - 1}
-    alike: dict[object, list[int]] = {}
-    for rank in range(plan.pp):
-        stages = plan.stages_of(rank)
-        alike.setdefault((0 in stages, len(plan.layers) - 1 in stages, *(plan.layers[one] for one in stages)), []).append(rank)
-    return {rank for ranks in alike.values() for rank in (ranks[0], ranks[-1])}
-
-
 def _of_rank(plan: Plan, cells: Cells, units: int, rank: int) -> Memory:
-    held, each = elements_of(plan, cells)[rank], kept_per_element(plan.inner.dtype, plan.zero, plan.dp)
+    held, each = elements_of(plan, cells, rank), kept_per_element(plan.inner.dtype, plan.zero, plan.dp)
     parameters, gradients, optimizer = (round(held * one) for one in each)
-    stages = plan.stages_of(rank)
+    stages = plan.stages[rank]
     extents = {way: [_extent(plan, cells, units, way, stage) for stage in stages] for way in PASSES}
     nets, tops = ([[one[of] for one in extents[way]] for way in PASSES] for of in (0, 1))
     if plan.inner.split:

@@ -109,13 +109,14 @@ class Plan:
         """The rank of each stage."""
         return homes_of(self.schedule, self.pp, self.chunks)
 
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank of the pipeline."""
-        return [stage for stage, home in enumerate(self.homes) if home == rank]
+    @property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank of the pipeline."""
+        return _stages(self.homes)
 
     def layers_of(self, rank: int) -> int:
         """Layers of a rank of the pipeline, in all its chunks."""
-        return sum(self.layers[stage] for stage in self.stages_of(rank))
+        return sum(self.layers[stage] for stage in self.stages[rank])
 
     @property
     def family(self) -> str:
@@ -155,6 +156,11 @@ _split = cache(split_layers)
 def homes_of(schedule: str, pp: int, chunks: int) -> tuple[int, ...]:
     """The rank of each stage of a pipeline."""
     return SCHEDULE_RULES[schedule].homes(pp, chunks)
+
+
+@cache
+def _stages(homes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(stage for stage, home in enumerate(homes) if home == rank) for rank in range(max(homes) + 1))
 
 
 class Around(NamedTuple):

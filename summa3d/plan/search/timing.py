@@ -139,7 +139,7 @@ class Times:
     def after(self, plan: Plan) -> After:
         """Seconds behind the last backward, of the rank that holds most parameters."""
         cells, _ = self.store.cells(plan.inner, plan.units)
-        held, dp = max(elements_of(plan, cells)), plan.dp
+        held, dp = max(elements_of(plan, cells, rank) for rank in fullest(plan)), plan.dp
         updated = held if plan.zero in (0, 3) else -(-held // dp)  # the cells of zero 3 update a shard already
         return After(self._replicas(plan, held), self._optimizer(plan, cells, updated))
 
@@ -216,15 +216,27 @@ def _copies(ranks: int, sizes: tuple[int, ...]) -> int:
     return next(many for many in range(1, prod(sizes) + 1) if all(ranks * many % size == 0 for size in sizes))
 
 
+def fullest(plan: Plan) -> set[int]:
+    """Ranks of a pipeline one of which is the fullest: of those whose stages are alike, the first and the last."""
+    return _fullest(plan.stages, plan.layers)
+
+
+@cache
+def _fullest(stages: tuple[tuple[int, ...], ...], layers: tuple[int, ...]) -> set[int]:
+    alike: dict[object, list[int]] = {}
+    for rank, own in enumerate(stages):
+        alike.setdefault((0 in own, len(layers) - 1 in own, *(layers[stage] for stage in own)), []).append(rank)
+    return {rank for ranks in alike.values() for rank in (ranks[0], ranks[-1])}
+
+
 def durations(seconds: Mapping[tuple[str, str], float]) -> Durations:
     """Seconds of (cell, pass) as those of a step's parts, which sends nothing."""
     forward, backward, weights = ({cell: seconds[cell, way] for cell in CELLS} for way in PASSES)
     return Durations(forward, backward, 0.0, 0.0, weights)
 
 
-def elements_of(plan: Plan, cells: Cells) -> list[int]:
-    """Elements of the parameters that each rank of a pipeline holds."""
+def elements_of(plan: Plan, cells: Cells, rank: int) -> int:
+    """Elements of the parameters that a rank of a pipeline holds."""
     of, last = cells.elements, plan.homes[-1]
-    held = [plan.layers_of(rank) * of[BLOCK] + of[ENTER] * (rank == 0) + of[LEAVE] * (rank == last) for rank in range(plan.pp)]
-    held[last] += of["tied"] * (last > 0)
-    return held
+    ends = of[ENTER] * (rank == 0) + (of[LEAVE] + of["tied"] * (last > 0)) * (rank == last)
+    return plan.layers_of(rank) * of[BLOCK] + ends
