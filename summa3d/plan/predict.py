@@ -129,23 +129,25 @@ class Step:
 
     def pipeline(self, cluster: Cluster) -> float:
         """Seconds of all forwards and backwards, by simulation of the schedule."""
-        return self.simulated(self.durations(cluster))
+        parts = self.durations(cluster)
+        if self.split:
+            turns = in_order(unchecked(self.schedule, self.ranks, self.micro_batches, self.chunks))
+            return time_of(turns, self.of_stages(parts))
+        return self._few(parts, self.ranks)
 
-    def simulated(self, parts: Durations) -> float:
-        """The same of parts whose seconds are known."""
-        few = FILLED * self.ranks if self.split else self.ranks
-        many = min(self.micro_batches, few)  # every further one takes what the busiest rank computes for it
-        of_stages = tuple(self.of_stages(parts).items())
+    def _few(self, parts: Durations, few: int) -> float:
+        """The same, of which a few micro-batches are simulated: every further one takes what the busiest rank computes for it."""
+        many, of_stages = min(self.micro_batches, few), tuple(self.of_stages(parts).items())
         simulated = _simulated(self.schedule, self.ranks, many, self.chunks, of_stages)
         return simulated + (self.micro_batches - many) * max(self._work(parts))
 
     def closed(self, parts: Durations) -> float:
         """The same by the papers' closed form: m micro-batches of the busiest rank, and (p − 1)/v of the mean rank.
 
-        Where backward is split, there is none for stages that differ, and the schedule is simulated.
+        Where backward is split, there is none for stages that differ: a few micro-batches are simulated, 1.5 % too long at most.
         """
         if self.split:
-            return self.simulated(parts)
+            return self._few(parts, FILLED * self.ranks)
         work = self._work(parts)
         mean = sum(map(mul, work, self._alike.values())) / self.ranks
         return self.micro_batches * max(work) + (self.ranks - 1) / self.chunks * mean
