@@ -305,9 +305,8 @@ class Rank:
         setting, cells, found = self.setting, [""] * len(self.model.blocks), []
         stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
         ends = 1 + setting.overlap.gather // 4  # blocks at either end that gather ahead of what others do
-        number, program = 0, self.pipeline.program(setting.accumulate)
-        # weight gradients that are postponed belong to no cell, nor do sums of buckets in the midst of a backward
-        whole = any(step.op.kind == "W" for step in program) or (setting.zero == 2 and bool(replica_axes(self.place.shape)))
+        number = 0
+        whole = setting.zero == 2 and replica_axes(self.place.shape)  # sums of buckets within a backward belong to no cell
         for stage in self.pipeline.executor.stages:
             layers = stage.last - stage.first
             traced = layers if whole else min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)

@@ -209,3 +209,20 @@ def test_a_written_zero_bubble_plan_has_the_bytes_of_its_dry_run(tmp_path: Path,
 
 def test_passes_are_those_of_the_programs() -> None:
     assert PASSES == ("F", "B", "W") and set(SCHEDULES) == {*RULES} - {"gpipe"}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_deep_stage_whose_weight_gradients_wait_is_composed_of_few_cells(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from summa3d.dry import step as dry_step
+    from summa3d.dry.step import Setting, run
+
+    axes = {"x": 1, "y": 2, "z": 1, "pp": 2}
+    setting = Setting(replace(MODEL, layers=10), 2, "oned-sp", axes, recompute=(recompute, 1), accumulate=4, schedule="zb-h1")
+    few = run(setting)
+    monkeypatch.setattr(dry_step, "TRACED", 100)
+    whole = run(setting)
+    assert sum(len(one.segment.ops) for one in few.parts) < sum(len(one.segment.ops) for one in whole.parts)
+    assert few.words() == whole.words() and few.operations() == whole.operations()
+    assert few.peak == pytest.approx(whole.peak, rel=1e-3)

@@ -54,8 +54,13 @@ def header(inner: Inner, single: bool) -> dict[str, Any]:
 
 def file_of(inner: Inner, single: bool) -> Path:
     """The file of cells: named by its header."""
+    return folder() / _name_of(inner, single)
+
+
+@cache
+def _name_of(inner: Inner, single: bool) -> str:
     text = json.dumps(header(inner, single), sort_keys=True)
-    return folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 class Store:
