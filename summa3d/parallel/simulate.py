@@ -88,8 +88,8 @@ def timeline(
     return Timeline(schedule, tuple(span for of_rank in spans for span in of_rank))
 
 
-class Turn(NamedTuple):
-    """An op of a rank, its stage, and the places of the turns that must have ended before it."""
+class Event(NamedTuple):
+    """An op of a rank, its stage, and the places of the events that must have ended before it."""
 
     rank: int
     op: Op
@@ -97,20 +97,20 @@ class Turn(NamedTuple):
     before: tuple[int, ...]
 
 
-def in_order(schedule: Schedule) -> list[Turn]:
+def in_order(schedule: Schedule) -> list[Event]:
     """The ops of all ranks, each behind what it waits for: the last one of its rank, and what makes its inputs.
 
     Raises ConfigError for a schedule that deadlocks.
     """
     joint = [rank for rank in range(schedule.p) if any(op.kind == "T" for op in schedule.ops_of(rank))]
     made: dict[tuple[str, int, int], int] = {}
-    turns: list[Turn] = []
+    events: list[Event] = []
     places = [0] * schedule.p
     last: list[tuple[int, ...]] = [()] * schedule.p
     together: list[tuple[int, ...]] = []  # what the ranks of T have done before it
 
     def inputs(rank: int, op: Op) -> tuple[int, ...] | None:
-        """The turns that an op waits for beside that of its rank; None where some of them have not come."""
+        """The events that an op waits for beside that of its rank; None where some of them have not come."""
         if op.kind == "T":
             if not together and all(schedule.ops_of(one)[places[one]].kind == "T" for one in joint):
                 together.append(tuple(turn for one in joint for turn in last[one]))
@@ -126,18 +126,18 @@ def in_order(schedule: Schedule) -> list[Turn]:
         for rank, ops in enumerate(map(schedule.ops_of, range(schedule.p))):
             while places[rank] < len(ops) and (given := inputs(rank, op := ops[places[rank]])) is not None:
                 stage = schedule.stages[rank][op.chunk]
-                turns.append(Turn(rank, op, stage, (*last[rank], *given)))
-                made["B" if op.kind == "X" else op.kind, stage, op.micro] = len(turns) - 1
-                last[rank], places[rank], going = (len(turns) - 1,), places[rank] + 1, True
+                events.append(Event(rank, op, stage, (*last[rank], *given)))
+                made["B" if op.kind == "X" else op.kind, stage, op.micro] = len(events) - 1
+                last[rank], places[rank], going = (len(events) - 1,), places[rank] + 1, True
     if any(places[rank] < len(schedule.ops_of(rank)) for rank in range(schedule.p)):
         raise ConfigError(f"{schedule} deadlocks.")
-    return turns
+    return events
 
 
-def time_of(turns: Sequence[Turn], of_stages: Mapping[tuple[str, int], float]) -> float:
-    """When the last op ends, as `Timeline.time`, of turns whose (kind, stage) take so long."""
+def time_of(events: Sequence[Event], of_stages: Mapping[tuple[str, int], float]) -> float:
+    """When the last op ends, as `Timeline.time`, of events whose (kind, stage) take so long."""
     ends: list[float] = []
-    for _, op, stage, before in turns:
+    for _, op, stage, before in events:
         start = 0.0
         for one in before:
             if ends[one] > start:

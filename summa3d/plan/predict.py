@@ -13,7 +13,7 @@ from ..cluster import Cluster
 from ..comm.topology import Topology
 from ..dry.record import ENTER, LEAVE, Op
 from ..parallel.schedule import is_split, rule_of, unchecked
-from ..parallel.simulate import Turn, in_order, time_of
+from ..parallel.simulate import Event, in_order, time_of
 from .cells import BLOCK, Cell
 from .price import Prices
 from .replay import Work, replay
@@ -131,8 +131,8 @@ class Step:
         """Seconds of all forwards and backwards, by simulation of the schedule."""
         parts = self.durations(cluster)
         if self.split:
-            turns = in_order(unchecked(self.schedule, self.ranks, self.micro_batches, self.chunks))
-            return time_of(turns, self.of_stages(parts))
+            events = in_order(unchecked(self.schedule, self.ranks, self.micro_batches, self.chunks))
+            return time_of(events, self.of_stages(parts))
         return self._few(parts, self.ranks)
 
     def _few(self, parts: Durations, few: int) -> float:
@@ -182,11 +182,11 @@ class Step:
 @cache
 def _simulated(name: str, ranks: int, micro_batches: int, chunks: int, of_stages: tuple[Any, ...]) -> float:
     """Seconds of a schedule, by its simulation."""
-    return time_of(_turns(name, ranks, micro_batches, chunks), dict(of_stages))
+    return time_of(_events(name, ranks, micro_batches, chunks), dict(of_stages))
 
 
 @lru_cache(32)
-def _turns(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Turn]:
+def _events(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Event]:
     return in_order(unchecked(name, ranks, micro_batches, chunks))
 
 

@@ -303,9 +303,9 @@ def _between(near: Sample, far: Sample, at: tuple[int, int]) -> Cells | None:
                 found.append((numbers.setdefault(kind, len(numbers)), one.id))
             pieces.append(Piece(cell, _line(net, other_net, at), _line(top, other_top, at), tuple(found)))
         passes.append(tuple(pieces))
-    *ways, copies, optimizer = passes
+    *of_micro_batches, copies, optimizer = passes
     kept = _line(near.kept, far.kept, at)
-    return Cells(tuple(numbers), dict(zip(PASSES, ways, strict=True)), copies, optimizer, near.elements, kept)
+    return Cells(tuple(numbers), dict(zip(PASSES, of_micro_batches, strict=True)), copies, optimizer, near.elements, kept)
 
 
 def _kind(one: Op, other: Op, at: tuple[int, int]) -> OpLine | None:
