@@ -34,6 +34,7 @@ class Debt:
     def settle(self) -> None:
         """Compute dB, for the next backward of `root`, and let go of what it is computed from."""
         assert self.gradient is not None, "backward has recorded it"
+        self.debts.paid = self
         self.slot.append(self.gradient())
         self.gradient = None
 
@@ -56,10 +57,12 @@ class Debts:
     Attributes
     ----------
     recorded : the debts of the forward or backward that runs; None, weight gradients are taken in backward
+    paid : the debt that is paid now
     """
 
     def __init__(self) -> None:
         self.recorded: list[Debt] | None = None
+        self.paid: Debt | None = None
 
     @contextmanager
     def postponed(self, recorded: list[Debt] | None) -> Iterator[None]:
@@ -84,3 +87,5 @@ def pay(debts: list[Debt]) -> None:
         for debt in together:
             debt.settle()
         torch.autograd.backward([debt.root for debt in together])
+    for together in of_weights.values():
+        together[-1].debts.paid = None

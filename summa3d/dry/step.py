@@ -22,10 +22,10 @@ from ..nn.overlap import DEFAULT, Overlap
 from ..nn.parameter import ShardedParameter
 from ..nn.schemes.scheme import Scheme, scheme
 from ..nn.stages import Stages
-from ..parallel.executor import Program, Stage, Step, ops_of
+from ..parallel.executor import Program, Stage, Step, ops_of, program_of
 from ..parallel.pipeline import Pipeline, chunks_of, stages_of
 from ..parallel.replicas import Replicas
-from ..parallel.schedule import ALL, GRADIENT_ENDS, Op
+from ..parallel.schedule import ALL, GRADIENT_ENDS, Op, in_two
 from ..parallel.states import State, states_of
 from .place import DryPlace
 from .record import OPTIMIZER, Part, Segment, Traced, held_in, moved, net_of, peak_of, repeated, totals
@@ -250,17 +250,20 @@ class Rank:
     """What one rank holds, and the trace of the ops of its program."""
 
     @classmethod
-    def traced(cls, setting: Setting, training: Training, like: Rank | None = None, between: bool = False) -> Rank:
+    def traced(
+        cls, setting: Setting, training: Training, like: Rank | None = None, between: bool = False, split: bool = False
+    ) -> Rank:
         """The rank of `setting`, all of whose ops have been traced.
 
         like : a rank that differs in its parts of what replicas share alone: its forwards and backwards are not traced again.
-        between : whether of the micro-batches only those between first and last are traced; then it has no whole step
+        between : whether of the micro-batches only those between first and last are traced; then it has no whole step, and with
+        `split` its backwards are two ops, X and W.
         """
         tracer = Tracer()
         tracer.storages.converts = not setting.on_device
         with _kernels(setting, tracer), _older_garbage_left():
             rank = cls(setting, training, tracer)
-            rank.trace(like, between)
+            rank.trace(like, between, split)
         return rank
 
     def __init__(self, setting: Setting, training: Training, tracer: Tracer) -> None:
@@ -302,9 +305,8 @@ class Rank:
         setting, cells, found = self.setting, [""] * len(self.model.blocks), []
         stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
         ends = 1 + setting.overlap.gather // 4  # blocks at either end that gather ahead of what others do
-        number, program = 0, self.pipeline.program(setting.accumulate)
-        # weight gradients that are postponed belong to no cell, nor do sums of buckets in the midst of a backward
-        whole = any(step.op.kind == "W" for step in program) or (setting.zero == 2 and bool(replica_axes(self.place.shape)))
+        number = 0
+        whole = setting.zero == 2 and replica_axes(self.place.shape)  # sums of buckets within a backward belong to no cell
         for stage in self.pipeline.executor.stages:
             layers = stage.last - stage.first
             traced = layers if whole else min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)
@@ -328,9 +330,11 @@ class Rank:
         between = op.micro if op.micro in (ALL, 0) or (op.micro == last and self.copied) else min(1, last)
         return Key(op.kind, op.chunk if op.micro == ALL else self.like[op.chunk], between)
 
-    def trace(self, like: Rank | None = None, between: bool = False) -> None:
-        """Trace each op of the program that is a key, and what is before and behind them; `between` as of `traced`."""
+    def trace(self, like: Rank | None = None, between: bool = False, split: bool = False) -> None:
+        """Trace each op of the program that is a key, and what is before and behind them; `between`, `split` as of `traced`."""
         tracer, program, weights = self.tracer, self.pipeline.program(self.setting.accumulate), self.training.weights
+        if split:
+            program = program_of(in_two(self.pipeline.schedule(self.setting.accumulate)), self.pipeline.rank)
         with tracer.storages:
             if like is None:
                 self.saved = self._saved([step for step in program if step.op.micro == 0])

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..autograd.debts import Debts
 from ..comm.arrays import Array, dtype_name
 from ..comm.profile.ledger import Amounts
+from ..nn.models.base import Body
 from .place import DryLedger
 from .record import ENTER, LEAVE, OPTIMIZER, Op, Segment
 from .storages import Storages, bytes_of, current_node
@@ -55,11 +57,13 @@ class Owners:
         self._parameters: dict[int, Owner] = {}
         self._cells: Sequence[str] = ()
         self._root = self._left = ENTER
+        self._debts = Debts()
         self.current = Owner(ENTER, ENTER)
 
     def follow(self, model: nn.Module, cells: Sequence[str]) -> None:
         """Know the model's layers by name, and the cell of each of its blocks."""
         self._cells = cells
+        self._debts = model.scheme.debts if isinstance(model, Body) else self._debts
         for root, method in ((ENTER, "enter"), (LEAVE, "leave")):
             if hasattr(model, method):  # a single layer has no cells
                 object.__setattr__(model, method, self._rooted(root, getattr(model, method)))
@@ -114,7 +118,7 @@ class Owners:
             self.current = self._names[-1]
             return "recompute"
         if node.name() != ACCUMULATE:
-            self.current = self._owners[bisect_right(self._starts, node._sequence_nr()) - 1]
+            self.current = self._maker(node)
             if node.name() == RECOMPUTE and self._owners[-1] != self.current:
                 self._own(self.current, before=1)  # nodes that are made while a part of a layer is computed again
         return "recompute" if node.name() == RECOMPUTE else "backward"
@@ -126,7 +130,11 @@ class Owners:
             owner = self._parameters.get(given[0].untyped_storage()._cdata, Owner(ENTER, ENTER))
             self._own(owner, before=1)  # the node of the copy was made just before
             return owner
-        return self.inside
+        return self.inside if self._debts.paid is None else self._maker(self._debts.paid.root.grad_fn)
+
+    def _maker(self, node: Any) -> Owner:
+        """The layer that made a node of autograd's graph."""
+        return self._owners[bisect_right(self._starts, node._sequence_nr()) - 1]
 
     def _owner(self, name: str) -> Owner:
         parts = name.split(".")

@@ -10,8 +10,8 @@ import difflib
 import graphlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
@@ -231,6 +231,12 @@ SCHEDULES = {
 }
 
 
+@cache
+def is_split(name: str, p: int) -> bool:
+    """Whether a schedule of p ranks splits backward into gradients of inputs (X) and of weights (W)."""
+    return p > 1 and any(op.kind == "X" for op in SCHEDULES[name].order(2, 2, 1, 0))
+
+
 def rule_of(name: str, p: int, m: int, v: int = 1) -> Rule:
     """The rule of the schedule `name` on p ranks. Raises ConfigError for an unknown name, or sizes that do not fit."""
     if name not in SCHEDULES:
@@ -275,6 +281,15 @@ def unchecked(name: str, p: int, m: int, v: int = 1, replicas: bool = False, tie
         table = held.index(0 if rank == ends[0] else len(homes) - 1) if tied and ends[0] != ends[1] and rank in ends else None
         programs.append(tuple(_with_sums(rule.order(p, m, v, rank), replicas, table)))
     return Schedule(name, p, m, v, homes, tuple(programs))
+
+
+def in_two(schedule: Schedule) -> Schedule:
+    """The schedule with each of its backwards in two ops, X and at once W."""
+
+    def both(op: Op) -> tuple[Op, ...]:
+        return (op._replace(kind="X"), op._replace(kind="W")) if op.kind == "B" else (op,)
+
+    return replace(schedule, programs=tuple(tuple(one for op in ops for one in both(op)) for ops in schedule.programs))
 
 
 def _with_sums(ops: Sequence[Op], replicas: bool, table: int | None) -> Iterator[Op]:

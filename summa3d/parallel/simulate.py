@@ -74,40 +74,76 @@ def timeline(
     of_stages : (kind of op, stage) → its time, in place of both.
     """
     mean = sum(layers or [1] * len(schedule.homes)) / schedule.p
-    joint = [rank for rank in range(schedule.p) if any(op.kind == "T" for op in schedule.ops_of(rank))]
-    ends: dict[tuple[str, int, int], float] = {}
     spans: list[list[Span]] = [[] for _ in range(schedule.p)]
-    places, free = [0] * schedule.p, [0.0] * schedule.p
-    together: list[float] = []  # when the ranks of T have come to it
+    ends: list[float] = []
+    for rank, op, stage, before in in_order(schedule):
+        if of_stages is None:
+            taken = seconds.get(op.kind, 0.0) * (1 if layers is None else layers[stage]) / mean
+        else:
+            taken = of_stages.get((op.kind, stage), 0.0)
+        start = max([ends[one] for one in before], default=0.0)
+        ends.append(start + taken)
+        if op.kind != "T":
+            spans[rank].append(Span(rank, op, start, ends[-1]))
+    return Timeline(schedule, tuple(span for of_rank in spans for span in of_rank))
 
-    def inputs(rank: int, op: Op) -> list[float] | None:
-        """When what an op takes is there; None where some of it is not."""
+
+class Event(NamedTuple):
+    """An op of a rank, its stage, and the places of the events that must have ended before it."""
+
+    rank: int
+    op: Op
+    stage: int
+    before: tuple[int, ...]
+
+
+def in_order(schedule: Schedule) -> list[Event]:
+    """The ops of all ranks, each behind what it waits for: the last one of its rank, and what makes its inputs.
+
+    Raises ConfigError for a schedule that deadlocks.
+    """
+    joint = [rank for rank in range(schedule.p) if any(op.kind == "T" for op in schedule.ops_of(rank))]
+    made: dict[tuple[str, int, int], int] = {}
+    events: list[Event] = []
+    places = [0] * schedule.p
+    last: list[tuple[int, ...]] = [()] * schedule.p
+    together: list[tuple[int, ...]] = []  # what the ranks of T have done before it
+
+    def inputs(rank: int, op: Op) -> tuple[int, ...] | None:
+        """The events that an op waits for beside that of its rank; None where some of them have not come."""
         if op.kind == "T":
             if not together and all(schedule.ops_of(one)[places[one]].kind == "T" for one in joint):
-                together.append(max(free[one] for one in joint))
-            return together or None
+                together.append(tuple(turn for one in joint for turn in last[one]))
+            return together[0] if together else None
         stage = schedule.stages[rank][op.chunk]
         needed = [(kind, stage + further, op.micro) for kind, further in NEEDS.get("B" if op.kind == "X" else op.kind, ())]
-        needed = [one for one in needed if 0 <= one[1] < len(schedule.homes)]
-        return [ends[one] for one in needed] if all(one in ends for one in needed) else None
+        found = [made.get(one) for one in needed if 0 <= one[1] < len(schedule.homes)]
+        return None if None in found else tuple(one for one in found if one is not None)
 
     going = True
     while going:
         going = False
         for rank, ops in enumerate(map(schedule.ops_of, range(schedule.p))):
             while places[rank] < len(ops) and (given := inputs(rank, op := ops[places[rank]])) is not None:
-                stage, start = schedule.stages[rank][op.chunk], max([free[rank], *given])
-                if of_stages is None:
-                    taken = seconds.get(op.kind, 0.0) * (1 if layers is None else layers[stage]) / mean
-                else:
-                    taken = of_stages.get((op.kind, stage), 0.0)
-                free[rank] = ends["B" if op.kind == "X" else op.kind, stage, op.micro] = start + taken
-                if op.kind != "T":
-                    spans[rank].append(Span(rank, op, start, free[rank]))
-                places[rank], going = places[rank] + 1, True
+                stage = schedule.stages[rank][op.chunk]
+                events.append(Event(rank, op, stage, (*last[rank], *given)))
+                made["B" if op.kind == "X" else op.kind, stage, op.micro] = len(events) - 1
+                last[rank], places[rank], going = (len(events) - 1,), places[rank] + 1, True
     if any(places[rank] < len(schedule.ops_of(rank)) for rank in range(schedule.p)):
         raise ConfigError(f"{schedule} deadlocks.")
-    return Timeline(schedule, tuple(span for of_rank in spans for span in of_rank))
+    return events
+
+
+def time_of(events: Sequence[Event], of_stages: Mapping[tuple[str, int], float]) -> float:
+    """When the last op ends, as `Timeline.time`, of events whose (kind, stage) take so long."""
+    ends: list[float] = []
+    for _, op, stage, before in events:
+        start = 0.0
+        for one in before:
+            if ends[one] > start:
+                start = ends[one]
+        ends.append(start + of_stages.get((op.kind, stage), 0.0))
+    return max(ends)
 
 
 def in_flight(ops: Sequence[Op], ends: Sequence[str] = GRADIENT_ENDS) -> list[int]:

@@ -101,8 +101,12 @@ class State:
         return self.copy is not None or self.shardings.gradient != self.shardings.stored
 
     def _take(self, leaf: Tensor) -> None:
-        """Accumulate what backward has left in a leaf, widened, and leave nothing there."""
-        assert leaf.grad is not None
+        """Accumulate what backward has left in a leaf, widened, and leave nothing there.
+
+        Blocks that are computed again leave nothing of a weight whose gradient is postponed.
+        """
+        if leaf.grad is None:
+            return
         gradient, leaf.grad = leaf.grad.to(self.parameter.dtype), None
         if self.taken is None:
             self.add(gradient)

@@ -11,6 +11,7 @@ from ..cluster import Cluster, here_file, load
 from ..comm.topology import describe
 from ..errors import GridError, LayoutError
 from ..nn.choose import EQUAL, Choice, ranked
+from ..parallel.schedule import is_split
 from .search.cells import Cells, Inner
 from .search.plans import Plan, family_of, repeats
 from .search.store import Store
@@ -98,7 +99,7 @@ def shortened(found: Sequence[Choice]) -> list[Choice]:
 
 def plan_of(config: Config, choice: Choice, cluster: Cluster) -> Plan:
     """The plan of a configuration on a grid, as the search prices it."""
-    grid, replicas = config.grid, config.replicas
+    grid, replicas, pipeline = config.grid, config.replicas, config.pipeline
     inner = Inner(
         config.model,
         choice.scheme,
@@ -110,8 +111,9 @@ def plan_of(config: Config, choice: Choice, cluster: Cluster) -> Plan:
         config.rows,
         grid.dp if replicas.zero == 3 else 1,
         cluster.ranks_per_node(prod(choice.grid.values()) * grid.outer),
+        is_split(pipeline.schedule, grid.pp),
     )
-    return Plan(inner, grid.dp, grid.pp, config.pipeline.chunks, 1, config.train.accumulate, replicas.zero)
+    return Plan(inner, grid.dp, grid.pp, pipeline.chunks, 1, config.train.accumulate, replicas.zero, schedule=pipeline.schedule)
 
 
 def cluster_for(device: str, ranks: int, ranks_per_node: int, cores: int) -> Cluster | None:

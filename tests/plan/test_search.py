@@ -28,7 +28,7 @@ from summa3d.plan.search.bounds import Bounds
 from summa3d.plan.search.cells import Inner, traced
 from summa3d.plan.search.export import configured
 from summa3d.plan.search.memory import memory
-from summa3d.plan.search.plans import SCHEMES, Around, Era, Plan, Rows, Space, admits, columns, tiles
+from summa3d.plan.search.plans import SCHEDULES, SCHEMES, Around, Era, Plan, Rows, Space, admits, columns, tiles
 from summa3d.plan.search.request import bytes_of, models, request, space_of
 from summa3d.plan.search.search import Search
 from summa3d.plan.search.store import Store, file_of
@@ -74,7 +74,7 @@ def test_two_traces_give_the_operations_of_every_micro_batch(scheme: str, unit: 
     lines, direct = traced(one, False), traced(replace(one, unit=5 * unit), True)
     assert lines is not None and direct is not None
     for cell in (ENTER, BLOCK, LEAVE):
-        for way in (False, True):
+        for way in ("F", "B"):
             ours, theirs = lines.trace(cell, way, 5), direct.trace(cell, way, 1)
             assert len(ours) == len(theirs) > 0
             for op, other in zip(ours, theirs, strict=True):
@@ -87,7 +87,15 @@ def test_two_traces_give_the_operations_of_every_micro_batch(scheme: str, unit: 
 def test_a_file_is_of_everything_that_a_trace_depends_on(cache: Path) -> None:
     one = inner("oned", 1, y=2)
     changes = {"scheme": "oned-sp", "axes": (("x", 1), ("y", 4), ("z", 1)), "recompute": "full", "regather": True}
-    changes |= {"dtype": "float32", "device": "cpu", "unit": 2, "replicas": 2, "shared": 2, "model": replace(MODEL, hidden=128)}
+    changes |= {
+        "dtype": "float32",
+        "device": "cpu",
+        "unit": 2,
+        "replicas": 2,
+        "shared": 2,
+        "split": True,
+        "model": replace(MODEL, hidden=128),
+    }
     assert set(changes) == {field.name for field in fields(Inner)}
     files = [file_of(one, False), file_of(one, True), *(file_of(replace(one, **{key: to}), False) for key, to in changes.items())]
     for field in fields(ModelConfig):
@@ -108,7 +116,7 @@ def test_a_damaged_or_foreign_file_is_traced_again_and_said(cache: Path, monkeyp
     file, whole = file_of(one, False), file_of(one, False).read_text()
     assert Store(said.append).cells(one, 4)[0] == first and not said
     monkeypatch.setattr(kept, "traced", lambda *of: first)
-    for text in (whole[:100], "[]", whole.replace('"format":1', '"format":0'), '{"header":' + whole):
+    for text in (whole[:100], "[]", whole.replace('"format":2', '"format":0'), '{"header":' + whole):
         file.write_text(text)
         again = Store(said.append)
         assert again.cells(one, 2)[0] == first and again.traces == 1
@@ -141,7 +149,8 @@ def bounds_hold(bounds: Bounds, plan: Plan, placements: list[Plan]) -> int:
     """Check that no bound of a plan exceeds what it is a bound of; returns the plan's bytes."""
     times, at = bounds.times, np.array([0])
     era = Era((), ((plan.inner.recompute, plan.inner.regather),), (plan.zero,))
-    rows = Rows(era, [plan.inner], [Around(0, plan.dp, plan.pp, plan.chunks, plan.units, plan.micro_batches)])
+    at_stage = plan.dp, plan.pp, SCHEDULES.index(plan.schedule), plan.chunks
+    rows = Rows(era, [plan.inner], [Around(0, *at_stage, plan.units, plan.micro_batches)])
     held = memory(plan, *times.store.cells(plan.inner, plan.units)).total
     states, least = (float(one[0]) for one in bounds.bytes(rows, at, (0, 0)))
     assert states <= least <= held, plan
@@ -190,7 +199,7 @@ def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path, zer
             op = cells.kinds[kind].at(units)
             words[op.axis] += op.words * many * times * plan.micro_batches * (op.kind == "move")
     assert words["y"] == sum(axes.get("y", 0) for axes in dry["words"].values()) > 0
-    held_by = elements_of(plan, cells)[held.stage]
+    held_by = elements_of(plan, cells, held.stage)
     words["dp"] += {1: 2, 2: plan.micro_batches + 1, 3: 0}[zero] * held_by // 2
     assert words["dp"] == pytest.approx(sum(axes.get("dp", 0) for axes in dry["words"].values()), abs=2) and words["dp"] > 0
 
@@ -242,14 +251,16 @@ def test_what_is_traced_of_the_middle_micro_batch_is_that_of_a_whole_step(monkey
     whole = Rank.traced.__func__  # type: ignore[attr-defined]
 
     def numbered(cells: Any) -> list[Any]:
-        passes = [cells.forward, cells.backward, cells.copies, cells.optimizer]
+        passes = [*cells.passes.values(), cells.copies, cells.optimizer]
         pieces = [[(*piece[:3], [cells.kinds[kind] for kind, _ in piece.ops]) for piece in one] for one in passes]
         return [pieces, cells.elements, cells.kept]
 
     for one in (inner("cuboid", 2, "full", x=2, z=2), inner("summa", 2, x=2, y=2)):
         short = numbered(traced(one, False))
         with monkeypatch.context() as patch:
-            patch.setattr(Rank, "traced", classmethod(lambda cls, setting, training, between: whole(cls, setting, training)))
+            patch.setattr(
+                Rank, "traced", classmethod(lambda cls, setting, training, between, split: whole(cls, setting, training))
+            )
             assert numbered(traced(one, False)) == short
 
 
@@ -295,6 +306,7 @@ WRONG = (
     (["1t"], {"fixes": ["tile=2"]}, "takes a table of axes, as in --fix 'tile={y=2, z=4}'"),
     (["1t"], {"fixes": ["order=x,y,z"]}, "Known: z,y,x,d,dp,pp"),
     (["1t"], {"fixes": ["pp=2", "grid.pp=4"]}, "grid.pp is given 2 and 4"),
+    (["1t"], {"fixes": ["schedule=zb-w"]}, "nearest is zb-v"),
     (["1t"], {"limits": ["y=8"]}, "KEY<=NUMBER"),
     (["1t"], {"limits": ["scheme<=4"]}, "scheme is no number; --fix scheme=… takes it"),
     (["1t"], {"limits": ["tile<=4"]}, "tile is no number"),
@@ -365,7 +377,7 @@ PROGRAM = "import sys; from summa3d.cli.main import main; sys.exit(main(sys.argv
 
 @pytest.mark.wide
 def test_two_processes_with_other_hash_seeds_print_the_same(cache: Path) -> None:
-    words = "plan --model layers=3 hidden=64 heads=4 sequence=32 vocabulary=256 --cluster selene --ranks 4 --batch 8 --json"
+    words = "plan --model layers=4 hidden=64 heads=4 sequence=32 vocabulary=256 --cluster selene --ranks 4 --batch 8 --json"
     lines = [
         subprocess.run(
             [sys.executable, "-c", PROGRAM, *words.split()],

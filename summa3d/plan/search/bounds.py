@@ -15,10 +15,10 @@ from ...dtypes import HALVES, dtype_of
 from ...train.config import master_dtype
 from ..cells import BLOCK
 from ..price import CHAINS, Prices
-from .cells import SIZES, Cells, Inner, matrices
+from .cells import PASSES, SIZES, Cells, Inner, matrices
 from .memory import kept_per_element
 from .plans import Plan, Rows, Saving
-from .timing import CELLS, PASSES, Times, move
+from .timing import CELLS, Times, move
 
 MARGIN = 0.95
 """Of what one rank alone does element by element, and saves, that no scheme does without: some fuse or leave out a copy."""
@@ -122,7 +122,7 @@ class Bounds:
 
     def __init__(self, times: Times) -> None:
         self.times, self.cluster = times, times.cluster
-        self._alone: dict[tuple[str, str, float], Alone] = {}
+        self._alone: dict[tuple[str, bool, str, float], Alone] = {}
         self._rates: dict[object, tuple[float, float, float]] = {}
         self._blocks: dict[object, float] = {}
         self._work: dict[object, tuple[dict[str, Number], float, list[Moved]]] = {}
@@ -143,7 +143,7 @@ class Bounds:
 
     def _saved(self, inner: Inner, rows: Number, replicas: int = 1) -> Number:
         """Bytes of a block that one rank alone saves for backward, where replicas share its weights."""
-        net = [piece.net for piece in self._cells(inner, replicas).forward if piece.cell == BLOCK]
+        net = [piece.net for piece in self._cells(inner, replicas).passes["F"] if piece.cell == BLOCK]
         return sum(line.base for line in net) + sum(line.slope for line in net) * rows
 
     # -- seconds
@@ -156,7 +156,8 @@ class Bounds:
         """
         inner, sizes = rows.inner_of(saving, int(at[0])), {axis: column[at] for axis, column in rows.sizes.items()}
         shards = rows.dp[at] if rows.era.zero[saving[1]] == 3 else 1
-        parts, _ = self._computed(inner, sizes, rows.rows[at], shards, int(rows.ranks[0] * rows.dp[0] * rows.pp[0]))
+        parts, elements = self._computed(inner, sizes, rows.rows[at], shards, int(rows.ranks[0] * rows.dp[0] * rows.pp[0]))
+        forward = _forward(inner, parts, elements)
         every = [*moved(inner, sizes, rows.rows[at] * inner.model.sequence)]
         ports, streams = self._anywhere(sizes, every)
         parts[BLOCK] = np.maximum(parts[BLOCK] + ports, streams)
@@ -164,8 +165,8 @@ class Bounds:
             fastest = min(1 / (level.ports * level.bandwidth) for level in self.cluster.levels)
             gathered = (3 if inner.recompute == "full" else 2) * self._shared(inner, rows.ranks[at], shards)
             parts[BLOCK] = parts[BLOCK] + fastest * gathered
-        around = rows.pp[at], rows.micro_batches[at], *(column[at] for column in rows.layers[:3])
-        return _closed(parts, *around)
+        first, last, least, _, both = (column[at] for column in rows.layers)
+        return _closed(parts, forward, rows.pp[at], rows.micro_batches[at], (first, last, least, both))
 
     def placed(self, plan: Plan, placements: Sequence[Plan]) -> list[float]:
         """Seconds that the plan takes at least with each of these placements, whose links are known."""
@@ -175,10 +176,11 @@ class Bounds:
             ranks = plan.inner.ranks * plan.dp * plan.pp
             computed = self._computed(plan.inner, sizes, plan.rows, plan.inner.replicas, ranks)
             self._work[key] = *computed, _together(moved(plan.inner, sizes, plan.rows * plan.inner.model.sequence))
-        parts = self._work[key][0]
-        stages = [plan.layers_of(0), plan.layers_of(plan.pp - 1), min(plan.layers)]
-        blocks = (self._block(one) for one in placements)
-        return [float(_closed({**parts, BLOCK: block}, plan.pp, plan.micro_batches, *stages)) for block in blocks]
+        parts, elements, _ = self._work[key]
+        around = plan.pp, plan.micro_batches
+        stages = plan.layers_of(0), plan.layers_of(plan.pp - 1), min(plan.layers), int(plan.homes[-1] == 0)
+        blocks, forward = (self._block(one) for one in placements), _forward(plan.inner, parts, elements)
+        return [float(_closed({**parts, BLOCK: block}, forward, *around, stages)) for block in blocks]
 
     def _block(self, plan: Plan) -> float:
         """Seconds of a block of a placement."""
@@ -222,7 +224,7 @@ class Bounds:
         return found, elements
 
     def _of_one(self, inner: Inner, cell: str, crowding: float) -> Alone:
-        key = inner.recompute, cell, crowding
+        key = inner.recompute, inner.split, cell, crowding
         if key in self._alone:
             return self._alone[key]
         cells, cubes = self._cells(inner), []
@@ -312,8 +314,25 @@ class Bounds:
         return np.maximum(fastest, least) + fixed, np.maximum.reduce([streams[axis] + waited[axis] for axis in AXES])
 
 
-def _closed(parts: Mapping[str, Number], pp: Number, micro_batches: Number, first: Number, last: Number, least: Number) -> Number:
-    """Seconds of a pipeline at least. first, last, least : layers of the first and the last rank, and of the smallest stage."""
-    block, alone = parts[BLOCK], pp == 1
-    ends = first * block + parts[ENTER] + parts[LEAVE] * alone, last * block + parts[LEAVE] + parts[ENTER] * alone
-    return micro_batches * np.maximum(*ends) + (pp - 1) * least * block
+def _forward(inner: Inner, parts: Mapping[str, Number], elements: Number) -> Number | None:
+    """Seconds of a block's forward at least, by its products, where backward is split; None where it is not."""
+    return (parts[BLOCK] - elements) / (4 if inner.recompute == "full" else 3) if inner.split else None
+
+
+def _closed(
+    parts: Mapping[str, Number],
+    forward: Number | None,
+    pp: Number,
+    micro_batches: Number,
+    layers: tuple[Number, Number, Number, Number],
+) -> Number:
+    """Seconds of a pipeline at least.
+
+    forward : of a block, where backward is split: the last rank waits for the forwards of those before it, and is never sure to
+    wait again. layers : of the first and the last rank, and of the smallest stage; whether the first has the last stage too.
+    """
+    (first, last, least, both), block = layers, parts[BLOCK]
+    of_first, of_last = first * block + parts[ENTER] + parts[LEAVE] * both, last * block + parts[LEAVE] * (1 - both)
+    if forward is None:
+        return micro_batches * np.maximum(of_first, of_last) + (pp - 1) * least * block
+    return np.maximum(micro_batches * of_first, micro_batches * of_last + (pp - 1) * least * forward)

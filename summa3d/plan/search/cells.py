@@ -15,6 +15,8 @@ from ...train import toml
 from ...train.config import Config, DataConfig, GridConfig, ReplicasConfig, TrainConfig
 from ..cells import BLOCK, largest, with_messages
 
+PASSES = ("F", "B", "W")
+"""The passes over a cell: forward; backward, of inputs alone where it is split; then of weights. Else W is empty."""
 SIZES = ("m", "n", "k", "batch", "read", "written", "words", "messages")
 """The fields of an operation that depend on the size of the micro-batch."""
 NEAR, FAR = 2, 16
@@ -28,7 +30,7 @@ class Inner:
     """What the cells of a stage depend on: the model's sizes, its scheme and inner grid, what is kept, and the dtype.
 
     unit : the fewest rows of a micro-batch that the grid divides. replicas : of the weights' shards with ZeRO-3, else 1. shared :
-    ranks that share a node's memory
+    ranks that share a node's memory. split : whether backward is two ops, of the gradients of inputs, then of weights
     """
 
     model: ModelConfig
@@ -41,6 +43,7 @@ class Inner:
     unit: int
     replicas: int = 1
     shared: int = 1
+    split: bool = False
 
     def __post_init__(self) -> None:
         fields = (
@@ -53,6 +56,7 @@ class Inner:
             self.unit,
             self.replicas,
             self.shared,
+            self.split,
         )
         object.__setattr__(self, "_hash", hash((self.model, *fields)))
 
@@ -147,50 +151,45 @@ class OpLine(NamedTuple):
 class Cells:
     """The cells of a stage on the rank that has the largest blocks.
 
-    kinds : the operations, each once. forward, backward : stretches, in order. copies, optimizer : what is made before the first
+    kinds : the operations, each once. passes : of PASSES, stretches, in order. copies, optimizer : what is made before the first
     and done behind the last micro-batch, by cell. elements : of parameters, by cell; "tied" counts those of ENTER that LEAVE uses
     too. kept : bytes that stay from step to step.
     """
 
     kinds: tuple[OpLine, ...]
-    forward: tuple[Piece, ...]
-    backward: tuple[Piece, ...]
+    passes: Mapping[str, tuple[Piece, ...]]
     copies: tuple[Piece, ...]
     optimizer: tuple[Piece, ...]
     elements: Mapping[str, int]
     kept: Line
 
-    def pieces(self, backward: bool) -> tuple[Piece, ...]:
-        """The stretches of one pass."""
-        return self.backward if backward else self.forward
-
     @cached_property
-    def counts(self) -> dict[tuple[str, bool], dict[int, int]]:
-        """(cell, backward) → kind → how often it is there."""
-        return {(cell, way): self._counted(cell, way) for cell in (ENTER, BLOCK, LEAVE) for way in (False, True)}
+    def counts(self) -> dict[tuple[str, str], dict[int, int]]:
+        """(cell, pass) → kind → how often it is there."""
+        return {(cell, way): self._counted(cell, way) for cell in (ENTER, BLOCK, LEAVE) for way in PASSES}
 
-    def _counted(self, cell: str, backward: bool) -> dict[int, int]:
+    def _counted(self, cell: str, way: str) -> dict[int, int]:
         found: dict[int, int] = {}
-        for kind, _ in self.numbered(cell, backward):
+        for kind, _ in self.numbered(cell, way):
             found[kind] = found.get(kind, 0) + 1
         return found
 
-    def numbered(self, cell: str, backward: bool) -> Iterator[tuple[int, int]]:
+    def numbered(self, cell: str, way: str) -> Iterator[tuple[int, int]]:
         """(kind, id) of a cell's operations in one pass, in order."""
-        return (one for piece in self.pieces(backward) if piece.cell == cell for one in piece.ops)
+        return (one for piece in self.passes[way] if piece.cell == cell for one in piece.ops)
 
     @cached_property
-    def extents(self) -> dict[tuple[bool, int, bool, bool, int], tuple[int, int]]:
-        """(Backward, layers, whether first, whether last, units) of a stage → net and peak of its bytes, where they are known."""
+    def extents(self) -> dict[tuple[str, int, bool, bool, int], tuple[int, int]]:
+        """(Pass, layers, whether first, whether last, units) of a stage → net and peak of its bytes, where they are known."""
         return {}
 
     @cached_property
-    def hidden(self) -> dict[tuple[str, bool], dict[int, int]]:
-        """(cell, backward) → kind → how many of its operations may take no time, since others run beside them.
+    def hidden(self) -> dict[tuple[str, str], dict[int, int]]:
+        """(cell, pass) → kind → how many of its operations may take no time, since others run beside them.
 
         Those are communications during which a product is computed or another one issued, and element-wise work during others.
         """
-        found: dict[tuple[str, bool], dict[int, int]] = {}
+        found: dict[tuple[str, str], dict[int, int]] = {}
         for key in self.counts:
             ops = [(self.kinds[kind].op.kind, kind, number) for kind, number in self.numbered(*key)]
             many = found.setdefault(key, {})
@@ -204,14 +203,14 @@ class Cells:
                     many[other] = many.get(other, 0) + 1
         return found
 
-    def trace(self, cell: str, backward: bool, units: int) -> tuple[Op, ...]:
+    def trace(self, cell: str, way: str, units: int) -> tuple[Op, ...]:
         """The operations of a cell in one pass, of a micro-batch of `units` units."""
-        ops = {kind: self.kinds[kind].at(units) for kind in self.counts[cell, backward]}
-        return tuple(ops[kind]._replace(id=number) for kind, number in self.numbered(cell, backward))
+        ops = {kind: self.kinds[kind].at(units) for kind in self.counts[cell, way]}
+        return tuple(ops[kind]._replace(id=number) for kind, number in self.numbered(cell, way))
 
 
 class Sample(NamedTuple):
-    """What one trace gives: as `Cells`, with sizes as they are."""
+    """What one trace gives: as `Cells`, with sizes as they are; the stretches of PASSES, copies and the optimizer."""
 
     passes: tuple[tuple[tuple[str, int, int, tuple[Op, ...]], ...], ...]
     elements: dict[str, int]
@@ -236,10 +235,10 @@ def _sample(inner: Inner, units: int) -> Sample:
 
     config = inner.config(units)
     setting = setting_of(config, 0, inner.shared, inner.device == "cuda")
-    first = _traced(setting, config)
+    first = _traced(setting, config, inner.split)
     if even(setting):
         return first._replace(passes=tuple(_each(one, with_messages) for one in first.passes))
-    last = _traced(replace(setting, rank=prod(setting.axes.values()) - 1), config)
+    last = _traced(replace(setting, rank=prod(setting.axes.values()) - 1), config, inner.split)
     merged = []
     for ours, others in zip(first.passes, last.passes, strict=True):
         if [piece[0] for piece in ours] != [piece[0] for piece in others]:
@@ -253,13 +252,14 @@ def _each(pieces: Iterable[Any], edit: Any) -> tuple[Any, ...]:
     return tuple((*piece[:3], edit(piece[3])) for piece in pieces)
 
 
-def _traced(setting: Any, config: Config) -> Sample:
+def _traced(setting: Any, config: Config, split: bool) -> Sample:
     from ...dry.step import Key, Rank
     from ...train.dry_run import training_of
 
-    rank = Rank.traced(setting, training_of(config), between=True)
+    rank = Rank.traced(setting, training_of(config), between=True, split=split)
     step = rank.step([])
-    passes = rank.ops[Key("F", 0, 1)].parts, rank.ops[Key("B", 0, 1)].parts
+    kinds = ("F", "X", "W") if split else ("F", "B")
+    passes = [rank.ops[Key(kind, 0, 1)].parts for kind in kinds] + [()] * (len(PASSES) - len(kinds))
     found = tuple(
         tuple((_NAMES.get(one.cell, one.cell), one.net, one.top, tuple(one.ops)) for one, _ in parts if one.ops or one.net)
         for parts in (*passes, step.copies, step.optimizer)
@@ -303,8 +303,9 @@ def _between(near: Sample, far: Sample, at: tuple[int, int]) -> Cells | None:
                 found.append((numbers.setdefault(kind, len(numbers)), one.id))
             pieces.append(Piece(cell, _line(net, other_net, at), _line(top, other_top, at), tuple(found)))
         passes.append(tuple(pieces))
-    forward, backward, copies, optimizer = passes
-    return Cells(tuple(numbers), forward, backward, copies, optimizer, near.elements, _line(near.kept, far.kept, at))
+    *of_micro_batches, copies, optimizer = passes
+    kept = _line(near.kept, far.kept, at)
+    return Cells(tuple(numbers), dict(zip(PASSES, of_micro_batches, strict=True)), copies, optimizer, near.elements, kept)
 
 
 def _kind(one: Op, other: Op, at: tuple[int, int]) -> OpLine | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ...cluster import Cluster
 from ...errors import ClusterError, ConfigError
+from ...parallel.schedule import is_split
 from .memory import memory
-from .plans import Plan
+from .plans import MOST_CHUNKS, Plan, is_possible
 from .search import Found, Priced
 from .store import Store
 from .timing import Times
@@ -56,7 +57,7 @@ def _flat(one: Priced) -> dict[str, float]:
 def _bound(found: Found, one: Priced, store: Store) -> Iterator[str]:
     """Which neighbours of a plan need more memory than there is, and which level of links each axis is bound by."""
     limit, plan = found.limit, one.plan
-    for what, other in neighbours(plan):
+    for what, other in neighbours(plan, found.space.era.schedules):
         cells, units = store.cells(other.inner, other.units)
         size = memory(other, cells, units).total
         verdict = "does not fit" if size > limit else "fits"
@@ -68,12 +69,19 @@ def _bound(found: Found, one: Priced, store: Store) -> Iterator[str]:
             yield f"axis {axis} is bound by the ports of level {level}: {1e-9 / seconds:.3g} GB/s a rank"
 
 
-def neighbours(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Plans that keep more: twice the micro-batch, and nothing computed again."""
-    if plan.micro_batches % 2 == 0 and (plan.chunks == 1 or plan.micro_batches // 2 % plan.pp == 0):
-        yield f"micro-batch {2 * plan.rows}", replace(plan, units=2 * plan.units, micro_batches=plan.micro_batches // 2)
+def neighbours(plan: Plan, schedules: Sequence[str]) -> Iterator[tuple[str, Plan]]:
+    """Plans that keep more: twice the micro-batch, nothing computed again, and gradients of weights that wait."""
+    model, half = plan.inner.model, plan.micro_batches // 2
+    if plan.micro_batches % 2 == 0 and is_possible(plan.schedule, model.layers, plan.pp, half, plan.chunks):
+        yield f"micro-batch {2 * plan.rows}", replace(plan, units=2 * plan.units, micro_batches=half)
     if plan.inner.recompute == "full":
         yield "the same without recomputation", replace(plan, inner=replace(plan.inner, recompute="none"))
+    for name in schedules:
+        if name == plan.schedule or not is_split(name, plan.pp):
+            continue
+        for chunks in range(1, MOST_CHUNKS + 1):
+            if is_possible(name, model.layers, plan.pp, plan.micro_batches, chunks):
+                yield f"schedule {name}", replace(plan, inner=replace(plan.inner, split=True), schedule=name, chunks=chunks)
 
 
 def changeable(cluster: Cluster, dtype: str) -> list[str]:

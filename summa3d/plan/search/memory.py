@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
 from ...nn.overlap import BUCKETS_IN_FLIGHT
+from ...parallel.schedule import rule_of
 from ...train.config import ReplicasConfig, master_dtype
 from ..cells import BLOCK
-from .cells import Cells, Piece, matrices
+from .cells import PASSES, Cells, Piece, matrices
 from .plans import Plan, most_in_flight
-from .timing import elements_of
+from .timing import elements_of, fullest
 
 CONTEXT = 1.2 * 2**30
 """Bytes of a device that its context, NCCL and cuBLAS take: assumed."""
@@ -53,33 +56,64 @@ def kept_per_element(dtype: str, zero: int, dp: int) -> tuple[float, float, floa
 
 def memory(plan: Plan, cells: Cells, units: int) -> Memory:
     """The bytes of the fullest rank. cells, units : as of `Store.cells`."""
-    found = (_of_rank(plan, cells, units, rank) for rank in sorted({0, min(1, plan.pp - 1), plan.pp - 1}))
+    ranks = fullest(plan) if plan.inner.split else {0, min(1, plan.pp - 1), plan.pp - 1}  # else early ranks keep more
+    found = (_of_rank(plan, cells, units, rank) for rank in sorted(ranks))
     return max(found, key=lambda one: one.total)
 
 
 def _of_rank(plan: Plan, cells: Cells, units: int, rank: int) -> Memory:
-    held, each = elements_of(plan, cells)[rank], kept_per_element(plan.inner.dtype, plan.zero, plan.dp)
+    held, each = elements_of(plan, cells, rank), kept_per_element(plan.inner.dtype, plan.zero, plan.dp)
     parameters, gradients, optimizer = (round(held * one) for one in each)
-    stages = range(rank, len(plan.layers), plan.pp)
-    nets: dict[bool, list[int]] = {}
-    tops: dict[bool, list[int]] = {}
-    for way in (False, True):
-        for stage in stages:
-            key = way, plan.layers[stage], stage == 0, stage == len(plan.layers) - 1, units
-            if key not in cells.extents:
-                times = {BLOCK: plan.layers[stage], ENTER: int(key[2]), LEAVE: int(key[3])}
-                cells.extents[key] = extent(cells.pieces(way), times, units)
-            net, top = cells.extents[key]
-            nets.setdefault(way, []).append(net)
-            tops.setdefault(way, []).append(top)
-    saved = max(nets[False])
-    many = most_in_flight(plan.schedule, plan.pp, plan.micro_batches, plan.chunks, rank)
-    activations = many * saved
-    top = max((many - 1) * saved + max(tops[False]), activations + max(tops[True]))
+    stages = plan.stages[rank]
+    extents = {way: [_extent(plan, cells, units, way, stage) for stage in stages] for way in PASSES}
+    nets, tops = ([[one[of] for one in extents[way]] for way in PASSES] for of in (0, 1))
+    if plan.inner.split:
+        activations, top = _peaks(plan, rank, *map(np.array, (nets, tops)))
+    else:
+        many, saved = most_in_flight(plan.schedule, plan.pp, plan.micro_batches, plan.chunks, rank), max(nets[0])
+        activations = many * saved
+        top = max((many - 1) * saved + max(tops[0]), activations + max(tops[1]))
     kept = cells.kept.at(units) + (plan.rows * plan.inner.model.sequence * plan.inner.model.hidden // plan.inner.ranks) * (
         2 * dtype_of(plan.inner.dtype).nbytes * (plan.pp > 1)
     )
     return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept + _summed(plan, held), rank)
+
+
+def _extent(plan: Plan, cells: Cells, units: int, way: str, stage: int) -> tuple[int, int]:
+    """Net and peak of the bytes of a pass over a stage."""
+    key = way, plan.layers[stage], stage == 0, stage == len(plan.layers) - 1, units
+    if key not in cells.extents:
+        times = {BLOCK: plan.layers[stage], ENTER: int(key[2]), LEAVE: int(key[3])}
+        cells.extents[key] = extent(cells.passes[way], times, units)
+    return cells.extents[key]
+
+
+def _peaks(plan: Plan, rank: int, nets: Any, tops: Any) -> tuple[int, int]:
+    """What is kept between the ops of a rank whose backward is split, and the peak within them.
+
+    nets, tops : of PASSES and chunks. From F to X a micro-batch keeps what forward saved, from X to W what that has left.
+    """
+    ops, flying, owed = _states(plan.schedule, plan.pp, min(plan.micro_batches, 2 * plan.pp), plan.chunks, rank)
+    between = flying @ nets[0] + owed @ (nets[0] + nets[1])
+    return int(between.max()), int((between + tops[ops[:, 0], ops[:, 1]]).max())
+
+
+@cache
+def _states(schedule: str, p: int, many: int, chunks: int, rank: int) -> tuple[Any, Any, Any]:
+    """The different ops of a rank, and how many micro-batches of each chunk are then between F and X, and between X and W.
+
+    The ops are places in PASSES and chunks.
+    """
+    flying, owed = [0] * chunks, [0] * chunks
+    found: dict[tuple[int, ...], None] = {}
+    for op in rule_of(schedule, p, many, chunks).order(p, many, chunks, rank):
+        way = "FXW".index(op.kind)
+        state = way, op.chunk, *flying, *owed
+        found[state] = None
+        flying[op.chunk] += (1, -1, 0)[way]
+        owed[op.chunk] += (0, 1, -1)[way]
+    table = np.array([*found])
+    return table[:, :2], table[:, 2 : 2 + chunks], table[:, 2 + chunks :]
 
 
 def _summed(plan: Plan, held: int) -> int:

@@ -18,7 +18,8 @@ from ...layout.layout import Layout
 from ...nn.config import ModelConfig
 from ...nn.schemes.registry import SCHEME_SPECS, SchemeSpec, is_sequence_fine
 from ...nn.schemes.validate import needs
-from ...parallel.schedule import rule_of, split_layers
+from ...parallel.schedule import GRADIENT_SENDERS, is_split, rule_of, split_layers
+from ...parallel.schedule import SCHEDULES as SCHEDULE_RULES
 from ...parallel.simulate import in_flight
 from .cells import Inner
 
@@ -29,6 +30,8 @@ FAMILIES = ("1-D", "FSDP", "2-D", "2.5-D", "cuboid")
 UNITS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Micro-batches that are tried, in units of the fewest rows that a grid divides."""
 MOST_CHUNKS = 8
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
+"""Schedules that are tried; gpipe takes as long as 1f1b, and more memory."""
 VARIANTS = (("none", False), ("none", True), ("selective", False), ("full", False))
 """(recompute, regather) that are tried; "full" keeps no gathered operand from forward to backward, so that none is regathered."""
 Saving = tuple[int, int]
@@ -37,15 +40,16 @@ Saving = tuple[int, int]
 
 @dataclass(frozen=True)
 class Era:
-    """What the programs of a time could do: their schemes, (recompute, regather), and stages of ZeRO."""
+    """What the programs of a time could do: their schemes, (recompute, regather), stages of ZeRO, and schedules."""
 
     schemes: tuple[str, ...] = SCHEMES
     variants: tuple[tuple[str, bool], ...] = VARIANTS
     zero: tuple[int, ...] = (1, 2, 3)
+    schedules: tuple[str, ...] = SCHEDULES
 
 
-ERAS = {"2021": Era(("oned",), (("full", False),), (0,)), "now": Era()}
-"""2021: Megatron-LM's all-reduces, every layer recomputed, no ZeRO."""
+ERAS = {"2021": Era(("oned",), (("full", False),), (0,), ("1f1b", "interleaved")), "now": Era()}
+"""2021: Megatron-LM's all-reduces, every layer recomputed, no ZeRO, no zero-bubble schedules."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Plan:
     """A way to train a model: the grid of a stage, replicas, pipeline, micro-batch, placement.
 
     units : of the micro-batch (`Inner.unit` rows each). tile : the sub-grid that a node holds; empty, ranks in their order.
+    schedule : of the pipeline; `inner` is of its kind of backward.
     """
 
     inner: Inner
@@ -84,25 +89,34 @@ class Plan:
     micro_batches: int
     zero: int
     tile: tuple[tuple[str, int], ...] = ()
+    schedule: str = "1f1b"
+
+    def __post_init__(self) -> None:
+        assert self.inner.split == is_split(self.schedule, self.pp), f"cells of {self.inner} are not those of {self.schedule}"
 
     @property
     def rows(self) -> int:
         """Sequences of a micro-batch of one replica."""
         return self.units * self.inner.unit
 
-    @property
-    def schedule(self) -> str:
-        """The pipeline's schedule."""
-        return schedule_of(self.chunks)
-
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Layers of each stage."""
         return _split(self.inner.model.layers, self.pp, self.chunks)
 
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return homes_of(self.schedule, self.pp, self.chunks)
+
+    @property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank of the pipeline."""
+        return _stages(self.homes)
+
     def layers_of(self, rank: int) -> int:
         """Layers of a rank of the pipeline, in all its chunks."""
-        return sum(self.layers[rank :: self.pp])
+        return sum(self.layers[stage] for stage in self.stages[rank])
 
     @property
     def family(self) -> str:
@@ -127,6 +141,7 @@ class Plan:
     def __str__(self) -> str:
         axes = " ".join(f"{axis}{size}" for axis, size in self.inner.shape.items() if size > 1)
         pipe = "" if self.pp == 1 else f" · pp {self.pp}" + (f"×{self.chunks}" if self.chunks > 1 else "")
+        pipe += f" {self.schedule}" if self.inner.split else ""
         replicas = "" if self.dp == 1 else f" · dp {self.dp}"
         zero = f" · zero {self.zero}" if self.dp > 1 and self.zero != 1 else ""
         kept = "full" if self.inner.recompute == "full" else "regather" if self.inner.regather else "keep"
@@ -137,29 +152,44 @@ class Plan:
 _split = cache(split_layers)
 
 
+@cache
+def homes_of(schedule: str, pp: int, chunks: int) -> tuple[int, ...]:
+    """The rank of each stage of a pipeline."""
+    return SCHEDULE_RULES[schedule].homes(pp, chunks)
+
+
+@cache
+def _stages(homes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(stage for stage, home in enumerate(homes) if home == rank) for rank in range(max(homes) + 1))
+
+
 class Around(NamedTuple):
-    """A row of `Rows`: the number of its `Inner`, and what is around the grid of a stage."""
+    """A row of `Rows`: the number of its `Inner`, and what is around the grid of a stage.
+
+    schedule : its place in SCHEDULES
+    """
 
     inner: int
     dp: int
     pp: int
+    schedule: int
     chunks: int
     units: int
     micro_batches: int
 
 
 class Rows:
-    """Plans of one scheme as columns of numbers, none of which saves memory, and what saves memory beside each.
+    """Plans of one scheme, and one kind of backward, as columns of numbers; none saves memory, and what does is beside each.
 
     inners : their grids. sizes : axis → size. inner : the number of a row's grid. dp, pp, chunks, units, micro_batches, rows,
-    ranks : as of `Plan` and `Inner`.
+    ranks : as of `Plan` and `Inner`. schedule : a place in SCHEDULES.
     """
 
     def __init__(self, era: Era, inners: Sequence[Inner], around: Sequence[Around]) -> None:
         self.era, self.inners = era, inners
         table = np.array(around, dtype=np.int64).T
         self.inner, *self.around = table
-        self.dp, self.pp, self.chunks, self.units, self.micro_batches = self.around
+        self.dp, self.pp, self.schedule, self.chunks, self.units, self.micro_batches = self.around
         self.sizes = {axis: self._of([one.shape.get(axis, 1) for one in inners]) for axis in ("x", "y", "z", "d")}
         self.ranks, self.rows = self._of([one.ranks for one in inners]), self.units * self._of([one.unit for one in inners])
         self.family = np.array([family_of(one.scheme, one.shape) for one in inners])[self.inner]
@@ -187,22 +217,26 @@ class Rows:
 
     @cached_property
     def layers(self) -> Any:
-        """Columns: layers of the first and of the last rank of the pipeline, of the smallest and of the first stage."""
+        """Columns: layers of the first and the last rank of a pipeline, and of the smallest stage of all and of the first rank.
 
-        def of(pp: int, chunks: int) -> tuple[int, ...]:
-            stages = _split(self.inners[0].model.layers, pp, chunks)
-            return sum(stages[::pp]), sum(stages[pp - 1 :: pp]), min(stages), stages[0]
+        A fifth one is whether the first rank has the last stage too.
+        """
 
-        return _by_kind(of, self.pp, self.chunks)
+        def of(pp: int, schedule: int, chunks: int) -> tuple[int, ...]:
+            stages, homes = _split(self.inners[0].model.layers, pp, chunks), homes_of(SCHEDULES[schedule], pp, chunks)
+            first, last = ([many for many, home in zip(stages, homes, strict=True) if home == rank] for rank in (0, pp - 1))
+            return sum(first), sum(last), min(stages), min(first), int(homes[-1] == 0)
+
+        return _by_kind(of, self.pp, self.schedule, self.chunks)
 
     @cached_property
     def in_flight(self) -> Any:
-        """The most inputs of stages that the first rank keeps."""
+        """The most inputs of stages that the first rank keeps until the gradients of inputs are taken."""
 
-        def of(pp: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
-            return (most_in_flight(schedule_of(chunks), pp, micro_batches, chunks, 0),)
+        def of(pp: int, schedule: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
+            return (most_in_flight(SCHEDULES[schedule], pp, micro_batches, chunks, 0),)
 
-        return _by_kind(of, self.pp, self.chunks, np.minimum(self.micro_batches, 2 * self.pp))[0]
+        return _by_kind(of, self.pp, self.schedule, self.chunks, np.minimum(self.micro_batches, 2 * self.pp))[0]
 
     def inner_of(self, saving: Saving, row: int) -> Inner:
         """What the cells of a row depend on; of row 0 for all rows, but for its grid, unit and number of replicas."""
@@ -212,8 +246,9 @@ class Rows:
 
     def plan(self, row: int, saving: Saving = (0, 0)) -> Plan:
         """The plan of a row that saves so much."""
-        dp, pp, chunks, units, micro_batches = (int(column[row]) for column in self.around)
-        return Plan(self.inner_of(saving, row), dp, pp, chunks, units, micro_batches, self.era.zero[saving[1]])
+        dp, pp, schedule, chunks, units, micro_batches = (int(column[row]) for column in self.around)
+        zero, name = self.era.zero[saving[1]], SCHEDULES[schedule]
+        return Plan(self.inner_of(saving, row), dp, pp, chunks, units, micro_batches, zero, schedule=name)
 
 
 def _by_kind(function: Callable[..., tuple[int, ...]], *columns: Any) -> Any:
@@ -222,22 +257,14 @@ def _by_kind(function: Callable[..., tuple[int, ...]], *columns: Any) -> Any:
     return np.array([function(*map(int, one)) for one in kinds.T]).T[:, place.reshape(-1)]
 
 
-def schedule_of(chunks: int) -> str:
-    """The schedule of a pipeline whose ranks have so many chunks."""
-    return "interleaved" if chunks > 1 else "1f1b"
-
-
 def most_in_flight(schedule: str, p: int, m: int, chunks: int, rank: int) -> int:
-    """The most inputs of stages that a rank keeps."""
-    many = min(m, 2 * p)  # more change nothing
-    if chunks > 1:
-        many = max(p, many // p * p)
-    return _most_in_flight(schedule, p, many, chunks, rank)
+    """The most inputs of stages that a rank keeps until the gradients of inputs are taken."""
+    return _most_in_flight(schedule, p, min(m, 2 * p), chunks, rank)  # more change nothing
 
 
 @cache
 def _most_in_flight(schedule: str, p: int, many: int, chunks: int, rank: int) -> int:
-    return max(in_flight(list(rule_of(schedule, p, many, chunks).order(p, many, chunks, rank))))
+    return max(in_flight(list(rule_of(schedule, p, many, chunks).order(p, many, chunks, rank)), GRADIENT_SENDERS))
 
 
 @cache
@@ -287,17 +314,20 @@ def columns(space: Space, rejected: Counter[tuple[str, str]]) -> list[Rows]:
     What does not divide is counted in `rejected` by family and reason.
     """
     recompute, regather = space.era.variants[0]
-    found: dict[str, tuple[list[Inner], list[Around]]] = {}
+    found: dict[tuple[str, bool], tuple[list[Inner], list[Around]]] = {}
+    kinds = [*dict.fromkeys(is_split(name, 2) for name in space.era.schedules)]
     for scheme, shape, unit in inners(space, rejected):
         ranks, family = prod(shape.values()), family_of(scheme, shape)
         of = space.model, scheme, tuple(shape.items()), recompute, regather, space.dtype, space.device, unit
-        every, around = found.setdefault(scheme, ([], []))
+        several = {split: found.setdefault((scheme, split), ([], [])) for split in kinds}
         for pp in divisors(space.ranks // ranks):
             if pp > space.model.layers:
                 rejected[family, "more stages than layers"] += 1
                 continue
-            around += _around(len(every), unit, family, space, pp, space.ranks // ranks // pp, rejected)
-        every.append(Inner(*of, shared=space.shared))
+            for one in _around(len(several[kinds[0]][0]), unit, family, space, pp, space.ranks // ranks // pp, rejected):
+                several[is_split(SCHEDULES[one.schedule], pp)][1].append(one)
+        for split, (every, _) in several.items():
+            every.append(Inner(*of, shared=space.shared, split=split))
     return [Rows(space.era, every, around) for every, around in found.values() if around]
 
 
@@ -357,15 +387,28 @@ def _around(
     for units in UNITS:
         if rows % units:
             continue
-        for chunks in _chunks(space.model.layers, pp, rows // units):
-            yield Around(inner, dp, pp, chunks, units, rows // units)
+        for schedule, chunks in _schedules(space.era.schedules, space.model.layers, pp, rows // units):
+            yield Around(inner, dp, pp, schedule, chunks, units, rows // units)
 
 
-def _chunks(layers: int, pp: int, micro_batches: int) -> list[int]:
-    """Stages of a rank: one, or several of equal layers where interleaving takes the micro-batches."""
-    if pp == 1 or layers % pp or micro_batches % pp:
-        return [1]
-    return [many for many in divisors(layers // pp) if many <= MOST_CHUNKS]
+@cache
+def _schedules(names: tuple[str, ...], layers: int, pp: int, micro_batches: int) -> list[tuple[int, int]]:
+    """(Place in SCHEDULES, stages of a rank) of a pipeline's programs; stages that are interleaved have equal layers."""
+    if pp == 1:
+        return [(0, 1)]
+    found = [(name, chunks) for name in names for chunks in range(1, MOST_CHUNKS + 1)]
+    found = [(name, chunks) for name, chunks in found if name != "interleaved" or layers % (pp * chunks) == 0]
+    return [(SCHEDULES.index(name), chunks) for name, chunks in found if is_possible(name, layers, pp, micro_batches, chunks)]
+
+
+def is_possible(schedule: str, layers: int, pp: int, micro_batches: int, chunks: int) -> bool:
+    """Whether a schedule takes so many micro-batches and chunks, and the layers fill its stages."""
+    try:
+        rule_of(schedule, pp, micro_batches, chunks)
+        _split(layers, pp, chunks)
+    except ConfigError:
+        return False
+    return True
 
 
 def tiles(plan: Plan, nodes: tuple[int, ...]) -> Iterator[Plan]:

@@ -14,7 +14,7 @@ from ...files import from_toml, read_toml
 from ...nn.config import ModelConfig
 from ...train.config import Config, from_table, load, read_table, shipped
 from ...train.toml import build, override
-from .plans import ERAS, FAMILIES, ORDER, SCHEMES, SHORT, Space, keys_known, positive
+from .plans import ERAS, FAMILIES, ORDER, SCHEDULES, SCHEMES, SHORT, Space, keys_known, positive
 
 MODELS = Path(__file__).with_name("models.toml")
 COMMON = {"sequence": 2048, "vocabulary": 51200}
@@ -23,12 +23,9 @@ SIZES = {"": 1.0, "B": 1.0, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB
 SIZES |= {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 HALF = ("bfloat16", "float16")
 WORDS = {"scheme": SCHEMES, "family": FAMILIES, "recompute": ("none", "selective", "full"), "grid.order": (",".join(ORDER),)}
+WORDS |= {"pipeline.schedule": SCHEDULES}
 """Key → the words that it takes, of those that take one of a few."""
-TAKES = {
-    "regather": (bool, "true or false", "regather=true"),
-    "grid.tile": (dict, "a table of axes", "'tile={y=2, z=4}'"),
-    "pipeline.schedule": (str, "a name", "schedule=1f1b"),
-}
+TAKES = {"regather": (bool, "true or false", "regather=true"), "grid.tile": (dict, "a table of axes", "'tile={y=2, z=4}'")}
 """Key → the type of its value, that in words, and an example, of the others that take no number."""
 NUMBER = (int, "a whole number", "pp=8")
 

@@ -18,11 +18,11 @@ from ...dry.record import ENTER, LEAVE
 from ...errors import ConfigError, GridError, LayoutError
 from ..cells import BLOCK
 from .bounds import Bounds
-from .cells import matrices
+from .cells import PASSES, matrices
 from .memory import Memory, memory, reserve
 from .plans import FAMILIES, Plan, Rows, Saving, Space, admits, columns, less, tiles
 from .store import Store
-from .timing import PASSES, Times
+from .timing import Times
 
 Tell = Callable[[int, int, int], None]
 """Is told how many plans are done, of how many, and how many cells have been traced."""
@@ -219,10 +219,11 @@ class Search:
                 self.rejected[plan.family, "slower than the best by a lower bound"] += 1
                 continue
             bound = self.times.closed(one, least=True)
-            if bound in seen:
+            mark = bound, str(self.times.least(one).forward) if plan.inner.split else ""
+            if mark in seen:
                 self.rejected[plan.family, "its placement loads the links as another's"] += 1
                 continue
-            seen.add(bound)
+            seen.add(mark)
             if self._hopeless(plan.family, bound):
                 self.rejected[plan.family, "slower than the best by counted operations"] += 1
                 continue
@@ -280,16 +281,16 @@ def front_of(done: Sequence[tuple[float, Plan, Memory]]) -> Iterable[tuple[float
 def terms(plan: Plan, times: Times) -> dict[str, object]:
     """The seconds of a step on the busiest rank of the pipeline, by what they are spent on; `bubble` is what it waits for."""
     spans, step = times.spans(plan), times.step(plan)
-    after, last = times.after(plan), plan.pp - 1
+    after = times.after(plan)
 
-    def work(rank: int) -> dict[tuple[str, bool], int]:
-        many = {BLOCK: plan.layers_of(rank), ENTER: int(rank == 0), LEAVE: int(rank == last)}
+    def work(rank: int) -> dict[tuple[str, str], int]:
+        many = dict(zip((BLOCK, ENTER, LEAVE), step.works[rank], strict=False))
         return {(cell, way): count * plan.micro_batches for cell, count in many.items() for way in PASSES}
 
     def busy(rank: int) -> float:
         return sum(spans[key].seconds * many for key, many in work(rank).items())
 
-    rank = max(sorted({0, min(1, last), last}), key=busy)
+    rank = max(range(plan.pp), key=busy)
     axes: dict[str, float] = {}
     hidden = 0.0
     for key, many in work(rank).items():
@@ -297,8 +298,7 @@ def terms(plan: Plan, times: Times) -> dict[str, object]:
             axes[axis] = axes.get(axis, 0.0) + many * seconds
         hidden += many * sum(spans[key].hidden.values())
     compute = sum(spans[key].compute * many for key, many in work(rank).items())
-    ends = 2 * plan.chunks - (rank == 0) - (rank == last) if plan.pp > 1 else 0
-    sends = 2 * 0.5 * ends * plan.micro_batches * step.parts.send
+    sends = step.works[rank][3] * plan.micro_batches * step.parts.send
     pipeline = step.pipeline(times.cluster)
     return {
         "compute": compute,

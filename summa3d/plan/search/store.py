@@ -21,9 +21,9 @@ from typing import Any
 from ... import __version__
 from ...dry.record import Op
 from ...files import read_json
-from .cells import SIZES, Cells, Inner, Line, OpLine, Piece, traced
+from .cells import PASSES, SIZES, Cells, Inner, Line, OpLine, Piece, traced
 
-FORMAT = 1
+FORMAT = 2
 PACKAGES = ("autograd", "comm", "dry", "gemm", "layout", "nn", "parallel", "train")
 """The packages whose code a trace depends on, beside the kernels and the search's own cells."""
 MOVED = (*SIZES, "layer", "id")
@@ -54,8 +54,13 @@ def header(inner: Inner, single: bool) -> dict[str, Any]:
 
 def file_of(inner: Inner, single: bool) -> Path:
     """The file of cells: named by its header."""
+    return folder() / _name_of(inner, single)
+
+
+@cache
+def _name_of(inner: Inner, single: bool) -> str:
     text = json.dumps(header(inner, single), sort_keys=True)
-    return folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 class Store:
@@ -172,8 +177,9 @@ def _write(file: Path, text: str) -> None:
 
 def _to_json(cells: Cells) -> dict[str, Any]:
     kinds = [[[getattr(kind.op, name) for name in _FIXED], [list(line) for line in kind.sizes]] for kind in cells.kinds]
-    passes = {name: [[one.cell, *one.net, *one.top, [*_flat(one.ops)]] for one in getattr(cells, name)] for name in _PASSES}
-    return {"kinds": kinds, **passes, "elements": dict(cells.elements), "kept": list(cells.kept)}
+    every = {**cells.passes, "copies": cells.copies, "optimizer": cells.optimizer}
+    pieces = {name: [[one.cell, *one.net, *one.top, [*_flat(one.ops)]] for one in of] for name, of in every.items()}
+    return {"kinds": kinds, "pieces": pieces, "elements": dict(cells.elements), "kept": list(cells.kept)}
 
 
 def _from_json(table: dict[str, Any]) -> Cells:
@@ -181,19 +187,19 @@ def _from_json(table: dict[str, Any]) -> Cells:
         OpLine(Op(**dict(zip(_FIXED, fixed, strict=True)), layer="", batch=0), tuple(map(Line._make, sizes)))
         for fixed, sizes in table["kinds"]
     )
-    passes = {
+    pieces = {
         name: tuple(
             Piece(cell, Line(*net), Line(*top), tuple(zip(ops[::2], ops[1::2], strict=True)))
-            for cell, *four, ops in table[name]
+            for cell, *four, ops in of
             for net, top in [(four[:2], four[2:])]
         )
-        for name in _PASSES
+        for name, of in table["pieces"].items()
     }
-    return Cells(kinds=kinds, **passes, elements=table["elements"], kept=Line(*table["kept"]))
+    passes = {way: pieces[way] for way in PASSES}
+    return Cells(kinds, passes, pieces["copies"], pieces["optimizer"], table["elements"], Line(*table["kept"]))
 
 
 _FIXED = tuple(name for name in Op._fields if name not in MOVED)
-_PASSES = ("forward", "backward", "copies", "optimizer")
 
 
 def _flat(ops: tuple[tuple[int, int], ...]) -> Iterator[int]:

@@ -17,12 +17,11 @@ from ..links import loads
 from ..predict import Durations, Step
 from ..price import Prices
 from ..replay import Span, replay
-from .cells import Cells, Inner
+from .cells import PASSES, Cells, Inner
 from .plans import ORDER, Plan
 from .store import Store
 
 CELLS = (ENTER, BLOCK, LEAVE)
-PASSES = (False, True)
 Key = tuple[Inner, int, tuple[tuple[str, int], ...], int]
 """What the times of cells depend on: their sizes, units of the micro-batch, tile, and ranks outside the grid of a stage."""
 
@@ -56,7 +55,7 @@ class Times:
         self._compute: dict[tuple[Inner, int], list[float]] = {}
         self._prices: dict[object, Prices] = {}
         self._least: dict[Key, Durations] = {}
-        self._spans: dict[Key, dict[tuple[str, bool], Span]] = {}
+        self._spans: dict[Key, dict[tuple[str, str], Span]] = {}
 
     # -- links
 
@@ -75,12 +74,11 @@ class Times:
         if key not in self._least:
             cells, units = self.store.cells(plan.inner, plan.units)
             seconds = self._seconds(plan, cells, units)
-            sums: dict[tuple[str, bool], float] = {}
+            sums: dict[tuple[str, str], float] = {}
             for at in ((cell, way) for cell in CELLS for way in PASSES):
                 hidden = cells.hidden[at]
                 sums[at] = sum(seconds[kind] * (many - hidden.get(kind, 0)) for kind, many in cells.counts[at].items())
-            forward, backward = ({cell: sums[cell, way] for cell in CELLS} for way in PASSES)
-            self._least[key] = Durations(forward, backward, 0.0, 0.0)
+            self._least[key] = durations(sums)
         return self._least[key]._replace(send=self.send(plan), after=sum(self.after(plan)))
 
     def _seconds(self, plan: Plan, cells: Cells, units: int) -> list[float]:
@@ -95,8 +93,8 @@ class Times:
 
     # -- by replay
 
-    def spans(self, plan: Plan) -> Mapping[tuple[str, bool], Span]:
-        """(cell, backward) → its replay."""
+    def spans(self, plan: Plan) -> Mapping[tuple[str, str], Span]:
+        """(cell, pass) → its replay."""
         key = self.key(plan)
         if key not in self._spans:
             cells, units = self.store.cells(plan.inner, plan.units)
@@ -109,17 +107,16 @@ class Times:
         if least:
             parts = self.least(plan)
         else:
-            spans = self.spans(plan)
-            forward, backward = ({cell: spans[cell, way].seconds for cell in CELLS} for way in PASSES)
-            parts = Durations(forward, backward, self.send(plan), sum(self.after(plan)))
+            parts = durations({key: span.seconds for key, span in self.spans(plan).items()})
+            parts = parts._replace(send=self.send(plan), after=sum(self.after(plan)))
         cells = {cell: Cell() for cell in CELLS}
         topology = Topology({"dp": plan.dp, "pp": plan.pp}, ("dp", "pp"), {"dp": 1, "pp": 1})
         return Placed(cells, topology, plan.schedule, plan.layers, plan.micro_batches, parts=parts)
 
     def closed(self, plan: Plan, least: bool = False) -> float:
-        """Seconds of the plan, the pipeline by its closed form."""
+        """Seconds of the plan, the pipeline by its closed form, or, with `least`, by what is no more than that."""
         step = self.step(plan, least)
-        return step.closed(step.parts) + step.parts.after
+        return (step.least if least else step.closed)(step.parts) + step.parts.after
 
     def seconds(self, plan: Plan) -> float:
         """Seconds of the plan, the pipeline simulated."""
@@ -142,7 +139,7 @@ class Times:
     def after(self, plan: Plan) -> After:
         """Seconds behind the last backward, of the rank that holds most parameters."""
         cells, _ = self.store.cells(plan.inner, plan.units)
-        held, dp = max(elements_of(plan, cells)), plan.dp
+        held, dp = max(elements_of(plan, cells, rank) for rank in fullest(plan)), plan.dp
         updated = held if plan.zero in (0, 3) else -(-held // dp)  # the cells of zero 3 update a shard already
         return After(self._replicas(plan, held), self._optimizer(plan, cells, updated))
 
@@ -161,7 +158,7 @@ class Times:
             seconds = sums * outer.seconds(move("reduce_scatter", "dp", words, dtype))
             seconds += outer.seconds(move("all_gather", "dp", words, gathered))
         cells, _ = self.store.cells(plan.inner, plan.units)
-        if plan.pp > 1 and cells.elements["tied"]:  # both ends sum the table's gradient
+        if plan.homes[-1] and cells.elements["tied"]:  # both ends sum the table's gradient
             pair = self.outer("pp", plan.inner.ranks * plan.dp, plan.pp)
             table = cells.elements["tied"] if plan.zero == 0 else -(-cells.elements["tied"] // plan.dp)
             seconds += pair.seconds(move("send", "pp", table, dtype))
@@ -219,9 +216,27 @@ def _copies(ranks: int, sizes: tuple[int, ...]) -> int:
     return next(many for many in range(1, prod(sizes) + 1) if all(ranks * many % size == 0 for size in sizes))
 
 
-def elements_of(plan: Plan, cells: Cells) -> list[int]:
-    """Elements of the parameters that a rank holds of each stage of a pipeline."""
-    of, last = cells.elements, plan.pp - 1
-    held = [plan.layers_of(rank) * of[BLOCK] + of[ENTER] * (rank == 0) + of[LEAVE] * (rank == last) for rank in range(plan.pp)]
-    held[last] += of["tied"] * (plan.pp > 1)
-    return held
+def fullest(plan: Plan) -> set[int]:
+    """Ranks of a pipeline one of which is the fullest: of those whose stages are alike, the first and the last."""
+    return _fullest(plan.stages, plan.layers)
+
+
+@cache
+def _fullest(stages: tuple[tuple[int, ...], ...], layers: tuple[int, ...]) -> set[int]:
+    alike: dict[object, list[int]] = {}
+    for rank, own in enumerate(stages):
+        alike.setdefault((0 in own, len(layers) - 1 in own, *(layers[stage] for stage in own)), []).append(rank)
+    return {rank for ranks in alike.values() for rank in (ranks[0], ranks[-1])}
+
+
+def durations(seconds: Mapping[tuple[str, str], float]) -> Durations:
+    """Seconds of (cell, pass) as those of a step's parts, which sends nothing."""
+    forward, backward, weights = ({cell: seconds[cell, way] for cell in CELLS} for way in PASSES)
+    return Durations(forward, backward, 0.0, 0.0, weights)
+
+
+def elements_of(plan: Plan, cells: Cells, rank: int) -> int:
+    """Elements of the parameters that a rank of a pipeline holds."""
+    of, last = cells.elements, plan.homes[-1]
+    ends = of[ENTER] * (rank == 0) + (of[LEAVE] + of["tied"] * (last > 0)) * (rank == last)
+    return plan.layers_of(rank) * of[BLOCK] + ends
