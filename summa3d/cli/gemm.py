@@ -122,16 +122,16 @@ def run(args: argparse.Namespace) -> int:
     check_trace_arguments(args, MPI.COMM_WORLD)
     if args.device == "cuda":
         take_device(MPI.COMM_WORLD)
-    algorithm, plan, shape = decided(args, MPI.COMM_WORLD)
+    algorithm, plan, shape, chosen = decided(args, MPI.COMM_WORLD)
     found = machine(MPI.COMM_WORLD, probe=False)
-    result = measure(args, algorithm, plan, shape, MPI.COMM_WORLD) | {"ranks": MPI.COMM_WORLD.size, "machine": found}
+    result = measure(args, algorithm, plan, shape, MPI.COMM_WORLD, chosen) | {"ranks": MPI.COMM_WORLD.size, "machine": found}
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(result) if args.json else table(result), file=sys.stdout, flush=True)
     return 0
 
 
-def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, int]]:
-    """The algorithm, its plan and its grid. The library chooses what the command line leaves open, and says so on stderr.
+def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, int], str]:
+    """The algorithm, its plan, its grid, and, where the library has chosen what the command line leaves open, its reasons.
 
     Collective. Raises ConfigError for an axis or an option that the algorithm does not have.
     """
@@ -146,9 +146,9 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
         machine = machine_of(args.cluster, args.device, comm)
         choice = choose(args.m, args.n, args.k, comm.size, args.dtype, algorithm=name, form=args.form, machine=machine)
         algorithm, shape = ALGORITHMS[choice.algorithm], dict(choice.grid)
-        if comm.rank == 0:
-            print(choice, file=sys.stderr, flush=True)
+        chosen = str(choice)
     else:
+        chosen = ""
         algorithm, shape = named(args.algorithm or "cuboid"), dict(args.grid)
         unknown = [axis for axis in shape if axis not in algorithm.axes]
         if unknown:
@@ -157,11 +157,16 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
     options = {} if args.panel is None else {"panel": args.panel}
     if not set(options) <= set(algorithm.options):
         raise ConfigError(f"--panel applies to {PANEL_ALGORITHMS} only (algorithm is {algorithm.name}).")
-    return algorithm, algorithm.plan(args.form, args.m, args.n, args.k, **options), shape
+    return algorithm, algorithm.plan(args.form, args.m, args.n, args.k, **options), shape, chosen
 
 
-def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str, int], world: Any) -> dict[str, Any]:
-    """Run the product and return the fields of its JSON line; collective. Ranks beyond the grid sleep and return {}."""
+def measure(
+    args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str, int], world: Any, chosen: str = ""
+) -> dict[str, Any]:
+    """Run the product, and say before, on stderr, what was chosen, if it fits. Returns the fields of its JSON line; collective.
+
+    Ranks beyond the grid sleep and return {}.
+    """
     from ..bench.clock import sleep_until_all_are_here
     from ..comm.device.select import placed
     from ..comm.grid import Grid
@@ -174,6 +179,8 @@ def measure(args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str
     if not idle or world.rank < used:
         with Grid(comm, shape, transport=args.transport) as grid:
             require(peak_bytes(algorithm, plan, grid, args.dtype, args.device, args.check), comm)
+            if chosen and world.rank == 0:
+                print(chosen, file=sys.stderr, flush=True)
             a, b, c = (
                 DistMatrix.from_function(element(args.dtype), extent, grid, layout, args.dtype)
                 for extent, layout in (

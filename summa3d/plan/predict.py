@@ -114,7 +114,8 @@ class Step:
         else:
             of = {key: work.priced(prices) for key, work in self._works.items()}
         forward, backward = ({name: of[name, way] for name in self.cells} for way in (False, True))
-        return Durations(forward, backward, *self._apart(prices))
+        send, after = self._apart(prices)
+        return Durations(forward, backward, send, after)
 
     def _apart(self, prices: Prices) -> list[float]:
         """The seconds of `send` and of `after`; those of communications are kept, as `Work.moved` keeps them."""

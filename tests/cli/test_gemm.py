@@ -162,7 +162,7 @@ def test_the_memory_that_is_asked_for_is_the_memory_that_is_taken(comm, make_gri
     command.add_arguments(parser)
     words = ["--m", "900", "--n", "700", "--k", "800", "--grid", "x=1", "--dtype", dtype, "--repeat", "1", "--device", "cpu"]
     args = parser.parse_args([*words, "--check"] if check else words)
-    algorithm, plan, shape = command.decided(args, comm)
+    algorithm, plan, shape, _ = command.decided(args, comm)
     asked = capacity.peak_bytes(algorithm, plan, make_grid(**shape), dtype, "cpu", check)
     tracemalloc.start()
     command.measure(args, algorithm, plan, shape, comm)

@@ -194,6 +194,7 @@ REFUSED = {
     "list.jsonl": (b'["a"]\n', {}, "line 1 is not a JSON object, but '"),
     "prose.txt": (b"three words here", {"tokenizer": "numbers:9"}, "reads numbers below 9; 'three words here' is not such text"),
     "number.jsonl": (b'{"text": 7}\n', {}, "line 1 has 7 under 'text', not a text"),
+    "half.jsonl": (b'{"text": "a\\ud800"}\n', {}, r"line 1 has '\\ud800' under 'text', half of a surrogate pair"),
     "folder/tokens.bin": (b"\1\0\2\0", {"token_dtype": "uint16"}, "which cannot be part of a folder"),
 }
 

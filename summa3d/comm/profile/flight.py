@@ -131,8 +131,9 @@ class Recorder:
         if os.getpid() != self._process or not self.file.exists():
             return
         struct.pack_into("<d", self.memory, HEADER.size - 8, time.time())
-        if all(has_ended(file) for file in self.file.parent.glob(f"*{SUFFIX}")):
-            shutil.rmtree(self.file.parent, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another rank is the last one as well, and has removed the folder
+            if all(has_ended(file) for file in self.file.parent.glob(f"*{SUFFIX}")):
+                shutil.rmtree(self.file.parent, ignore_errors=True)
 
 
 def has_ended(file: Path) -> bool:

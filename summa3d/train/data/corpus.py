@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...errors import DataError
-from ...files import from_json
+from ...files import from_json, text_of
 from ..config import DataConfig
 
 FOREIGN = ("site-packages", "dist-packages")
@@ -222,15 +222,15 @@ def _json_lines(path: Path, config: DataConfig) -> Iterator[bytes]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            piece += (_text_of(line, config.key, f"{path}, line {number}") + config.separator).encode()
+            piece += _text_of(line, config.key, f"{path}, line {number}") + config.separator.encode()
             if len(piece) >= ENCODE_CHARACTERS:
                 yield bytes(piece)
                 piece.clear()
     yield bytes(piece)
 
 
-def _text_of(line: bytes, key: str, place: str) -> str:
-    """The text under `key` in a JSON line. Raises DataError, naming the `place` of the line, where there is none."""
+def _text_of(line: bytes, key: str, place: str) -> bytes:
+    """The text under `key` in a JSON line, in UTF-8. Raises DataError, naming the `place` of the line, where there is none."""
     try:
         found = from_json(line)
     except ValueError as error:
@@ -241,7 +241,11 @@ def _text_of(line: bytes, key: str, place: str) -> str:
         raise DataError(f"{place} has no key {key!r}; its keys are {', '.join(found)}. data.key names the key of the text.")
     if not isinstance(found[key], str):
         raise DataError(f"{place} has {found[key]!r:.40} under {key!r}, not a text. data.key names the key of the text.")
-    return found[key]
+    try:
+        return found[key].encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(f"{place} has {half!r} under {key!r}, half of a surrogate pair, which is no character.") from None
 
 
 def train_tokenizer(files: list[Document], config: DataConfig, folder: Path) -> Tokenizer:
@@ -276,7 +280,7 @@ def load_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     Model = _tokenizers().Tokenizer
     path = Path(config.tokenizer_file) if config.tokenizer_file else folder / "tokenizer.json"
     try:
-        found = PairTokenizer(Model.from_file(str(path)))
+        found = PairTokenizer(Model.from_str(text_of(path)))
     except Exception as error:
         advice = "data.tokenizer names it." if config.tokenizer_file else f"Delete {folder}; the next run makes it again."
         raise DataError(f"Cannot read the tokenizer {path}: {error}. {advice}") from error
