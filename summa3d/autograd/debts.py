@@ -74,15 +74,17 @@ class Debts:
             self.recorded = before
 
 
-def pay(debts: list[Debt]) -> None:
+def pay(debts: list[Debt], announce: Callable[[frozenset[int]], None] = lambda parameters: None) -> None:
     """Compute the gradients that are owed and add them to the parameters, in the order of backward; empties the list. Collective.
 
     The gradients of a weight that several products use are summed before they are added, as one backward does: the same bits.
+    announce : called before with the parameters that they reach, by identity
     """
     of_weights: dict[frozenset[int], list[Debt]] = {}
     for debt in debts:
         of_weights.setdefault(debt.targets(), []).append(debt)
     debts.clear()
+    announce(frozenset().union(*of_weights))
     for together in of_weights.values():
         for debt in together:
             debt.settle()

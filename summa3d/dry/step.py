@@ -306,7 +306,7 @@ class Rank:
         stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
         ends = 1 + setting.overlap.gather // 4  # blocks at either end that gather ahead of what others do
         number = 0
-        whole = setting.zero == 2 and replica_axes(self.place.shape)  # sums of buckets within a backward belong to no cell
+        whole = self._sums_in_backward  # which belong to no cell
         for stage in self.pipeline.executor.stages:
             layers = stage.last - stage.first
             traced = layers if whole else min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)
@@ -317,6 +317,11 @@ class Rank:
             number += -(-layers // stretch)
         self.tracer.owners.follow(self.model, cells)
         return found
+
+    @property
+    def _sums_in_backward(self) -> bool:
+        """Whether backwards sum buckets of gradients over replicas, of which some stay in flight from one backward to the next."""
+        return self.setting.zero == 2 and bool(replica_axes(self.place.shape))
 
     def _alike(self) -> dict[int, int]:
         """Each chunk of the rank → the first that does the same: as many layers, the same ends and neighbours on this rank."""
@@ -349,6 +354,8 @@ class Rank:
                 state.add(state.parameter.new_empty(shape))  # something to sum and to update with
             wanted = [step for step in program if self._is_traced(step.op) and (like is None or step.op.micro == ALL)]
             wanted = [step for step in wanted if step.op.micro in (ALL, 1)] if between else wanted
+            if self._sums_in_backward and any(step.op.kind == "X" for step in wanted):
+                wanted.sort(key=_in_turn)
             with tracer.recording() as ops, ExitStack() as copies:
                 with tracer.ledger.phase("forward"):
                     copies.enter_context(weights(self.model, self.states))
@@ -472,6 +479,12 @@ def kinds_of(rank: int, stages: Stages | None) -> list[tuple[object, ...]]:
         for many, before, home, after in zip(stages.layers, homes, homes[1:], homes[2:], strict=False)
         if home == rank
     ]
+
+
+def _in_turn(step: Step) -> tuple[int, int]:
+    """Forwards first, and each micro-batch's W before the next one's X, as in the middle of a program of any rank."""
+    op = step.op
+    return (2, 0) if op.micro == ALL else (0, 0) if op.kind == "F" else (1, op.micro)
 
 
 def _weights(module: torch.nn.Module) -> list[Tensor]:

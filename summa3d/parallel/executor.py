@@ -108,6 +108,7 @@ class Executor:
     stages : its stages, one a chunk. channel : to its neighbours; None where p = 1
     wire : how a stream and its gradient travel
     sums : kind → what an op R or T of a chunk does
+    announce : called by a W with the parameters whose gradients it takes, by identity
     flights : what is in flight: (chunk, micro-batch) → what its backward needs
     owed : (chunk, micro-batch) → the weight gradients that its X has postponed, and its W takes
     handed : (kind, chunk, micro-batch) → the message of one of its stages to the next one, where both are its own
@@ -120,6 +121,7 @@ class Executor:
     channel: Channel | None
     wire: Wire
     sums: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
+    announce: Callable[[frozenset[int]], None] = lambda parameters: None
     flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
     owed: dict[tuple[int, int], list[Debt]] = field(default_factory=dict)
     handed: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
@@ -157,7 +159,7 @@ class Executor:
                         self._backward(op, incoming, sent, scale)
                 elif op.kind == "W":
                     with self.ledger.phase("backward"):
-                        pay(self.owed.pop((op.chunk, op.micro)))
+                        pay(self.owed.pop((op.chunk, op.micro)), self.announce)
                 else:
                     with self.ledger.phase("optimizer" if op.kind == "R" else "backward"):
                         self.sums[op.kind](op.chunk)

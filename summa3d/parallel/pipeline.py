@@ -124,6 +124,8 @@ class Pipeline:
         stream = self.stream()
         wire = Wire(scheme.copies if scatter else Copies(job[()]), tuple(stream.shape), dtype, self.device)
         self.executor = Executor(held_stages(model), job.ledger, channel, wire, sums)
+        if replicas is not None:
+            self.executor.announce = replicas.announce
         self.program = lru_cache(4)(self._program)
         scheme.connect()
 

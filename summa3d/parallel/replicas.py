@@ -37,7 +37,8 @@ class Replicas:
 
     A step sums the gradients once, whatever the number of micro-batches: `start_chunk` after the chunk's last backward (an op R
     of the schedule), `finish` before the gradient norm, then `update`. With zero 2 it sums those of each micro-batch, a bucket as
-    soon as backward has left all of its gradients (`take`), and adds the sums to this rank's part.
+    soon as backward has left all of its gradients (`take`), and adds the sums to this rank's part. Of a backward in two parts, W sums
+    a bucket as soon as it has taken its own gradients, with those that X have left meanwhile, of whatever micro-batches.
 
     Attributes
     ----------
@@ -56,6 +57,8 @@ class Replicas:
     zero: int = 1
     _in_flight: deque[tuple[Bucket, Pending]] = field(default_factory=deque)
     _taken: dict[str, Tensor] = field(default_factory=dict)
+    _leaves: dict[int, str] = field(default_factory=dict)
+    _announced: set[str] = field(default_factory=set)
 
     @classmethod
     def of(
@@ -68,7 +71,9 @@ class Replicas:
             grid[axes]  # makes its communicator
         for one in buckets if zero == 2 else ():
             for name in one.names:
-                found.states[name].taken = partial(found.take, one)
+                state = found.states[name]
+                state.taken = partial(found.take, one)
+                found._leaves[id(state.parameter if state.copy is None else state.copy)] = name
         return found
 
     @property
@@ -116,11 +121,20 @@ class Replicas:
             if bucket.chunk == chunk and (self.zero < 2 or self._taken.keys() & bucket.names):
                 self.start(bucket)
 
+    def announce(self, leaves: frozenset[int]) -> None:
+        """Know the weights that layers use, by identity, whose gradients a W takes next."""
+        self._announced = {self._leaves[leaf] for leaf in leaves if leaf in self._leaves}
+
     def take(self, bucket: Bucket, state: State, gradient: Tensor) -> None:
         """Take a micro-batch's gradient of a parameter of a bucket, and begin the bucket's sums if it is the last one of them."""
         before = self._taken.get(state.name)
         self._taken[state.name] = gradient if before is None else before + gradient
-        if self._taken.keys() >= set(bucket.names):
+        if state.name in self._announced:
+            self._announced.remove(state.name)
+            complete = self._announced.isdisjoint(bucket.names)
+        else:
+            complete = self._taken.keys() >= set(bucket.names)
+        if complete:
             self.start(bucket)
 
     def start(self, bucket: Bucket) -> None:

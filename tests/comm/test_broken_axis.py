@@ -12,14 +12,14 @@ import pytest
 from mpi4py import MPI
 
 from summa3d.comm.grid import Grid
-from summa3d.comm.transport import node_buffer
+from summa3d.comm.transport import node, node_buffer
 from summa3d.errors import AgreementError, GridError, ShapeError
 from summa3d.node_support import why_no_node_memory
 
 pytestmark = pytest.mark.skipif(why_no_node_memory() is not None, reason=f"no node memory: {why_no_node_memory()}")
 TRIALS = 200
-STEPS = ("part", "post", "wait", "wait_for_all", "close")
-"""What a collective does with its slot, at any of which a member may fail."""
+STEPS = ("part", "post", "wait", "wait_for_all", "read")
+"""What a collective does with its slot, at any of which a member may fail; "read" is what completes it."""
 
 
 class Injected(Exception):
@@ -57,15 +57,18 @@ MORE = {
 
 def armed(monkeypatch, step, after, error):
     """Let the `after`th `step` of this member from now on raise `error`; returns whether it has."""
-    calls, whole = [0], getattr(node_buffer.Slot, step)
+    calls = [0]
 
-    def failing(*args, **options):
+    def failing(whole, *args, **options):
         calls[0] += 1
         if calls[0] == after:
             raise error
         return whole(*args, **options)
 
-    monkeypatch.setattr(node_buffer.Slot, step, failing)
+    owners = dict.fromkeys(node.BOUND.values()) if step == "read" else [node_buffer.Slot]
+    for owner in (one for one in owners if step in vars(one)):
+        whole = vars(owner)[step]
+        monkeypatch.setattr(owner, step, lambda *args, whole=whole, **options: failing(whole, *args, **options))
     return lambda: calls[0] >= after
 
 
