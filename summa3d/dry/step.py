@@ -320,7 +320,7 @@ class Rank:
 
     @property
     def _sums_in_backward(self) -> bool:
-        """Whether backwards sum buckets of gradients over replicas, of which some stay in flight from one backward to the next."""
+        """Whether backwards sum buckets of gradients over replicas, of which some are in flight from one to the next."""
         return self.setting.zero == 2 and bool(replica_axes(self.place.shape))
 
     def _alike(self) -> dict[int, int]:

@@ -37,8 +37,8 @@ class Replicas:
 
     A step sums the gradients once, whatever the number of micro-batches: `start_chunk` after the chunk's last backward (an op R
     of the schedule), `finish` before the gradient norm, then `update`. With zero 2 it sums those of each micro-batch, a bucket as
-    soon as backward has left all of its gradients (`take`), and adds the sums to this rank's part. Of a backward in two parts, W sums
-    a bucket as soon as it has taken its own gradients, with those that X have left meanwhile, of whatever micro-batches.
+    soon as backward has left all of its gradients (`take`), and adds the sums to this rank's part. Of a backward in two parts, W
+    sums a bucket as soon as it has taken its own gradients, with those that X have left meanwhile, of whatever micro-batches.
 
     Attributes
     ----------
