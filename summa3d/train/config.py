@@ -367,7 +367,8 @@ def _vocabulary_of(path: str) -> int:
         numbers = [*(words.values() if isinstance(words, dict) else range(len(words)))]
         return 1 + max([*numbers, *(token["id"] for token in found.get("added_tokens") or ())])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"data.tokenizer = {path!r} is not a tokenizer.json of the tokenizers library ({error!r}).") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"data.tokenizer = {path!r} is not a tokenizer.json of the tokenizers library ({reason}).") from error
 
 
 Choose = Callable[["Config", int, Sequence[str]], tuple[str, dict[str, int]]]

@@ -228,7 +228,11 @@ def test_an_unknown_tokenizer_is_refused(tokenizer: str) -> None:
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
-    with pytest.raises(ConfigError, match=r"is not a tokenizer.json of the tokenizers library \(KeyError\('vocab'\)\)"):
+    with pytest.raises(ConfigError, match=r"is not a tokenizer.json of the tokenizers library \(KeyError: 'vocab'\)"):
         DataConfig(tokenizer=str(tmp_path))
+    (tmp_path / "noise.json").write_bytes(bytes(range(200, 256)) * 100)
+    with pytest.raises(ConfigError, match="UnicodeDecodeError: 'utf-8' codec can't decode byte 0xc8") as raised:
+        DataConfig(tokenizer=str(tmp_path / "noise.json"))
+    assert len(str(raised.value)) < 400
     with pytest.raises(ConfigError, match=r"data\.token_dtype = 'float32' is not known"):
         DataConfig(token_dtype="float32")
