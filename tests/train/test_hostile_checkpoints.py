@@ -18,8 +18,8 @@ from small_runs import train_small
 
 from summa3d.errors import CheckpointError
 from summa3d.train.checkpoint import folder as checkpoint
+from summa3d.train.checkpoint import huggingface_files, shards
 from summa3d.train.checkpoint import index as contents
-from summa3d.train.checkpoint import shards
 
 NAME, FILE = "model.blocks.0.mlp.up.weight", "rank-0.safetensors"
 Change = Callable[[dict[str, Any]], object]
@@ -255,3 +255,9 @@ def places(table: Any) -> list[tuple[Any, Any]]:
     """Every container and key in it."""
     keys = table.keys() if isinstance(table, dict) else range(len(table)) if isinstance(table, list) else ()
     return [(table, key) for key in keys] + [place for key in keys for place in places(table[key])]
+
+
+def test_a_fifo_in_a_transformers_folder_is_refused_unopened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="it is no regular file"):
+        huggingface_files.listing(tmp_path)

@@ -47,6 +47,8 @@ def listing(folder: Path) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for file in files:
         try:
+            if (folder / file).exists() and not (folder / file).is_file():
+                raise OSError("it is no regular file")
             with safe_open(folder / file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 — a safetensors file is no dict
                     part = opened.get_slice(name)
