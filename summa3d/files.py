@@ -21,10 +21,15 @@ else:
     import tomli as tomllib
 
 
-def text_of(path: Path) -> str:
-    """The text of a regular file. Raises OSError, and ValueError for a FIFO or a device, and for what is not UTF-8."""
+def check_regular(path: Path) -> None:
+    """Raise ValueError for a FIFO or a device, which may let the one that opens it wait."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path} is no regular file")
+
+
+def text_of(path: Path) -> str:
+    """The text of a regular file. Raises OSError, and ValueError for a FIFO or a device, and for what is not UTF-8."""
+    check_regular(path)
     return path.read_text(encoding="utf-8")
 
 

@@ -73,7 +73,7 @@ class Replicas:
             for name in one.names:
                 state = found.states[name]
                 state.taken = partial(found.take, one)
-                found._leaves[id(state.parameter if state.copy is None else state.copy)] = name
+                found._leaves[id(state.leaf)] = name
         return found
 
     @property

@@ -92,8 +92,12 @@ class State:
         if stored != used:
             self.parameter.data = self._part(self.parameter.data, used, stored).clone()
         if self.apart:
-            leaf = self.parameter if self.copy is None else self.copy
-            leaf.register_post_accumulate_grad_hook(self._take)
+            self.leaf.register_post_accumulate_grad_hook(self._take)
+
+    @property
+    def leaf(self) -> Tensor:
+        """What backward leaves the gradient of the weight that layers use in."""
+        return self.parameter if self.copy is None else self.copy
 
     @cached_property
     def apart(self) -> bool:

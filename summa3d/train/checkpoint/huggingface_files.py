@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...files import read_json
+from ...files import check_regular, read_json
 from .open_files import OpenFiles
 from .safetensors import CODES, ITEM_BYTES, write_tensors
 
@@ -47,13 +47,12 @@ def listing(folder: Path) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for file in files:
         try:
-            if (folder / file).exists() and not (folder / file).is_file():
-                raise OSError("it is no regular file")
+            check_regular(folder / file)
             with safe_open(folder / file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 — a safetensors file is no dict
                     part = opened.get_slice(name)
                     found[name] = Entry(file, name, tuple(part.get_shape()), CODES.get(part.get_dtype(), part.get_dtype()))
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"Cannot read {folder / file}: {error}.") from error
     return found
 
