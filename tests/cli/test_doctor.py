@@ -13,6 +13,7 @@ import jobs
 import numpy
 import pytest
 
+from summa3d.blas_library import BLAS_OVERRIDES
 from summa3d.cli import doctor
 from summa3d.launch import segments
 from summa3d.launch.runtime import Runtime, find_launcher, loaded_runtime, usable_cores
@@ -58,7 +59,9 @@ def test_it_says_plainly_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert doctor._gpu().startswith("no GPU")
 
 
-def test_it_warns_of_an_exported_core_type() -> None:
+def test_it_warns_of_an_exported_core_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in BLAS_OVERRIDES:
+        monkeypatch.delenv(name, raising=False)
     clean, forced = examined(), examined({"OPENBLAS_CORETYPE": "Haswell"})
     assert not any("OPENBLAS_CORETYPE" in warning for warning in clean["warnings"])  # type: ignore[attr-defined]
     assert any("OPENBLAS_CORETYPE=Haswell" in warning for warning in forced["warnings"])  # type: ignore[attr-defined]
