@@ -84,15 +84,18 @@ class Communicator:
     def __init__(self, nccl: Nccl, size: int, name: tuple[int, int], rank: int) -> None:
         world, (first, number) = nccl.device.world, name
         tag = 1000 + number
+        ranks = np.empty(size, np.int64)  # not pickled: who receives an object of unknown size never sleeps
         if rank == 0:
-            members = {0: world.rank} | dict(world.recv(tag=tag) for _ in range(size - 1))
-            ranks = [members[member] for member in range(size)]
+            ranks[0], told = world.rank, np.empty(2, np.int64)
+            for _ in range(size - 1):
+                world.Recv(told, tag=tag)
+                ranks[told[0]] = told[1]
             for other in ranks[1:]:
-                world.send(ranks, other, tag)
+                world.Send(ranks, int(other), tag)
         else:
-            world.send((rank, world.rank), first, tag)
-            ranks = world.recv(source=first, tag=tag)
-        self.nccl, self.comm = nccl, world.Create_group(world.group.Incl(ranks), tag)
+            world.Send(np.array([rank, world.rank]), first, tag)
+            world.Recv(ranks, first, tag)
+        self.nccl, self.comm = nccl, world.Create_group(world.group.Incl(ranks.tolist()), tag)
         self.destroyed = False
         self.streams: set[int] = set()
 
