@@ -121,13 +121,13 @@ class LocalSlurm:
         self.run("slurmctld")
         for place, node in enumerate(self.nodes):
             self.run("slurmd", "-N", node, where=None if self.emulated is None else self.emulated.in_node(place))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split() != self.nodes:
             assert time.monotonic() < deadline, self.run("sinfo", "-N", "-l").stdout + self.logs()
             time.sleep(0.2)
 
     def run(
-        self, *command: str, cwd: Path | None = None, timeout: float = 60, where: Sequence[str] | None = None, **environment: str
+        self, *command: str, cwd: Path | None = None, timeout: float = 120, where: Sequence[str] | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a program that knows this Slurm to its end; it must succeed. where : what its command line begins with."""
         environ = self.environment | environment

@@ -57,7 +57,7 @@ class Machine:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(OWN)}
         path = os.pathsep.join((str(self.folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
         found = {"PATH": path, "LINES": str(self.lines), **environment}
-        return subprocess.run(command, cwd=self.folder, env=kept | found, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, cwd=self.folder, env=kept | found, capture_output=True, text=True, timeout=200)
 
     def submit(self, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
         job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NAME": script, "SLURM_JOB_ID": "17", "SLURM_LOCALID": "0"}

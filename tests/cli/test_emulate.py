@@ -166,12 +166,12 @@ def test_nothing_is_left_however_a_job_ends(end: str, tmp_path: Path) -> None:
         job.terminate()
     elif end == "launcher killed":
         job.kill()
-    _, stderr = job.communicate(timeout=60)
-    assert time.monotonic() - began < 60
+    _, stderr = job.communicate(timeout=200)
+    assert time.monotonic() - began < 200
     wanted = {"success": 0, "Ctrl-C": 130, "launcher killed": -9}
     assert job.returncode == wanted[end] if end in wanted else job.returncode > 0, stderr
     assert "launch/emulate.py" not in stderr, stderr
-    deadline = time.monotonic() + 10  # the kernel may still be ending processes of a launcher that was killed
+    deadline = time.monotonic() + 100  # the kernel may still be ending processes of a launcher that was killed
     while spaces & namespaces().keys():
         assert time.monotonic() < deadline, namespaces()
         time.sleep(0.05)

@@ -115,5 +115,5 @@ def test_a_shell_can_ask_how_a_line_goes_on(line: str, words: set[str]) -> None:
     pytest.importorskip("argcomplete")
     asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SHELL": "bash"}
     answer = f"{sys.executable} -m summa3d 8>&1 9>/dev/null"
-    done = subprocess.run(["bash", "-c", answer], capture_output=True, text=True, env=jobs.environment(asked), timeout=60)
+    done = subprocess.run(["bash", "-c", answer], capture_output=True, text=True, env=jobs.environment(asked), timeout=200)
     assert set(done.stdout.split("\v")) == words, done.stderr

@@ -288,7 +288,7 @@ def test_a_process_that_holds_mpi_itself_such_as_a_notebook_can_launch_ranks(tmp
     inner = [sys.executable, "-m", "summa3d", "launch", "-n", "2", "prog.py"]
     program = (
         "from mpi4py import MPI; import subprocess; from summa3d import Grid; grid = Grid(MPI.COMM_WORLD, {'x': 1});"
-        f"print(grid.size, subprocess.run({inner!r}, capture_output=True, text=True, timeout=60).stdout.split())"
+        f"print(grid.size, subprocess.run({inner!r}, capture_output=True, text=True, timeout=200).stdout.split())"
     )
     ended = jobs.run_serial(["-c", program], cwd=tmp_path, fresh=True)
     assert ended.stdout == "1 ['2', '2']\n", ended.stderr

@@ -19,7 +19,7 @@ from summa3d.comm.transport import node, node_buffer, node_memory
 from summa3d.errors import ConfigError
 from summa3d.node_support import why_no_node_memory
 
-SOON = 50.0
+SOON = 200.0
 pytestmark = pytest.mark.skipif(why_no_node_memory() is not None, reason=f"no node memory: {why_no_node_memory()}")
 
 

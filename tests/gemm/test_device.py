@@ -189,5 +189,5 @@ a = summa3d.DistMatrix.from_global(np.ones((3, 5)), grid, plan.a_layout)
 b = summa3d.DistMatrix.from_global(np.ones((5, 4)), grid, plan.b_layout)
 print((a @ b).to_global().sum())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout.strip() == "60.0", done.stderr
