@@ -27,7 +27,7 @@ everyone = world.gather((os.readlink("/proc/self/ns/net"), os.stat("/dev/shm").s
 if world.rank == 0:
     print(json.dumps(everyone), flush=True)
 {end}
-time.sleep(100)
+time.sleep(1000)
 """
 EXCHANGE = """
 import json, time
