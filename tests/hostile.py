@@ -118,7 +118,7 @@ def _become(words: list[str], folder: Path, out: Path, err: Path) -> None:
         os.chdir(folder)
         for number, file in ((0, os.devnull), (1, out), (2, err)):
             os.dup2(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", errors="backslashreplace", closefd=False)
         from summa3d.cli.main import main
 
         code = main(words)

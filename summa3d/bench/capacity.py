@@ -11,6 +11,8 @@ from ..errors import CapacityError
 MEMORY = Path("/proc/meminfo")
 MAKING = {False: 24, True: 32}
 """Bytes per element that `gemm.element` holds while it computes a block: temporaries in float64, int64 or complex128."""
+RACED = 8
+"""Bytes per element that `bench.products.element` holds beside the block: float64."""
 SERIAL = 4
 """Arrays of C's size on rank 0 while --check compares, beside the result: C before, the serial product, the sum, a difference."""
 GIB = 2**30
@@ -22,11 +24,12 @@ def available_bytes() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def peak_bytes(algorithm: Any, plan: Any, grid: Any, dtype: str, device: str, check: bool) -> int:
-    """The host memory that `summa3d gemm` takes on this rank at its peak, beyond what it holds before it makes operands.
+def peak_bytes(algorithm: Any, plan: Any, grid: Any, dtype: str, device: str, check: bool = False, raced: bool = False) -> int:
+    """The host memory that a product takes on this rank at its peak, beyond what it holds before it makes operands.
 
-    Operands are made one after the other. Then there are A, B, C, a copy of C, the executor's workspace, and the blocks that
-    others read in the node's memory. With `check` every rank holds C as a whole, and rank 0 the serial product's arrays too.
+    Operands are made one after the other. Then there are A, B, C, a copy of C unless products are `raced`, the executor's
+    workspace, and the blocks that others read in the node's memory. With `check` every rank holds C as a whole, and rank 0 the
+    serial product's arrays too.
     """
     from ..dtypes import dtype_of
     from ..gemm.cost.steps import block_words
@@ -34,12 +37,12 @@ def peak_bytes(algorithm: Any, plan: Any, grid: Any, dtype: str, device: str, ch
     at, size = grid.coordinates, dtype_of(dtype).nbytes
     sides = ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
     a, b, c = (block_words(layout, shape, grid.shape, at) for layout, shape in sides)
-    each = MAKING[dtype.startswith("complex")]
+    each = RACED + size if raced else MAKING[dtype.startswith("complex")]
     making = _made_in_turn(a, b, c, size, each)
     if device == "cuda":
         return making
     staged = grid.staged
-    held = a + b + 2 * c + algorithm.volume(plan, grid.shape, dtype, staged).workspace_of(at)
+    held = a + b + (2 - raced) * c + algorithm.volume(plan, grid.shape, dtype, staged).workspace_of(at)
     if algorithm.reads_in_place:
         held += a * (plan.y in staged) + b * (plan.x in staged) + c * grid.shape[plan.z] * (plan.z in staged)
     serial = 0
@@ -50,6 +53,14 @@ def peak_bytes(algorithm: Any, plan: Any, grid: Any, dtype: str, device: str, ch
         if grid.rank == 0:
             serial += max(_made_in_turn(mk, kn, mn, wide, each), wide * (mk + kn + SERIAL * mn))
     return max(making, size * held + serial)
+
+
+def serial_bytes(m: int, n: int, k: int, dtype: str) -> int:
+    """The host memory that a raced product of whole matrices takes at its peak, which are made one after the other."""
+    from ..dtypes import dtype_of
+
+    size = dtype_of(dtype).nbytes
+    return max(_made_in_turn(m * k, k * n, 0, size, RACED + size), size * (m * k + k * n + m * n))
 
 
 def _made_in_turn(a: int, b: int, c: int, size: int, each: int) -> int:

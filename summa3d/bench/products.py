@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -28,6 +28,7 @@ from ..gemm.cost.choose import choose
 from ..gemm.cost.machine import Machine
 from ..gemm.matrix import DistMatrix
 from ..launch.runtime import on_all_cores
+from .capacity import peak_bytes, require, serial_bytes
 from .clock import Clock, sleep_until_all_are_here
 from .machine import threads_of_rank
 from .series import same_problem, times_of
@@ -120,11 +121,13 @@ class ProductRunner:
         if check_grid is not None:
             check_grid(entry.grid)
         self.here = world.rank < entry.ranks
+        if self.here:
+            self.comm = world.Create_group(world.Get_group().Incl(range(entry.ranks)))
+            self.grid = Grid(self.comm, dict(entry.grid))
+        need = peak_bytes(found, self.plan, self.grid, problem.dtype, problem.device, raced=True) if self.here else 0
+        require(need, world)
         if not self.here:
             return
-        group = world.Get_group().Incl(range(entry.ranks))
-        self.comm = world.Create_group(group)
-        self.grid = Grid(self.comm, dict(entry.grid))
         self.clock = Clock(self.grid)
         self.executor = found.executor(self.plan, self.grid)
         self.a, self.b, self.c = (
@@ -183,10 +186,10 @@ class NumpyRunner:
 
     def __init__(self, problem: Problem, world: MPI.Intracomm, threads: int) -> None:
         self.problem, self.threads, self.here = problem, threads, world.rank == 0
+        require(serial_bytes(problem.m, problem.n, problem.k, problem.dtype) if self.here else 0, world)
         if self.here:
-            a, b = (whole(rows, columns, problem.dtype) for rows, columns in ((problem.m, problem.k), (problem.k, problem.n)))
-            self.a = a if problem.form[0] == "n" else np.ascontiguousarray(a.T).T
-            self.b = b if problem.form[1] == "n" else np.ascontiguousarray(b.T).T
+            self.a = whole(problem.m, problem.k, problem.dtype, problem.form[0] != "n")
+            self.b = whole(problem.k, problem.n, problem.dtype, problem.form[1] != "n")
             self.c = np.empty((problem.m, problem.n), problem.dtype)
 
     def seconds(self) -> float:
@@ -206,9 +209,10 @@ def element(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     return np.sin(0.37 * rows + 1.3) + np.cos(0.11 * columns)
 
 
-def whole(rows: int, columns: int, dtype: str) -> np.ndarray:
-    """The whole matrix [rows, columns] with the values of `element`."""
-    return element(np.arange(rows)[:, None], np.arange(columns)[None, :]).astype(dtype)
+def whole(rows: int, columns: int, dtype: str, transposed: bool = False) -> np.ndarray:
+    """The whole matrix [rows, columns] with the values of `element`; `transposed`, its transpose lies in C order."""
+    order: Literal["C", "F"] = "F" if transposed else "C"
+    return element(np.arange(rows)[:, None], np.arange(columns)[None, :]).astype(dtype, order, copy=False)
 
 
 def run_benchmark(

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import preemption
 from ..comm.profile.processes import launched_as
@@ -143,6 +143,7 @@ OF_FILES = (
 )
 """What a file system says of a file: the user's to mend."""
 USAGE_STATUS, PIPE_STATUS = 2, 141  # the latter as shells report an end by SIGPIPE
+LARGEST_NUMBER = 2**63 - 1
 COMPLETION_VARIABLE = "_ARGCOMPLETE"  # set by the shell's hook
 RANK_0_SECONDS = 1.0  # seconds that ranks wait for rank 0 to print, or rank 0 for them to end, where MPI cannot order them
 
@@ -159,8 +160,23 @@ class Formatter(argparse.HelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
+def whole_number(text: str) -> int:
+    """The number of an option of type int. Raises ArgumentTypeError for one that 64 bits do not hold."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+    if abs(value) > LARGEST_NUMBER:
+        raise argparse.ArgumentTypeError(f"{text} is beyond ±(2^63 − 1)")
+    return value
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that prints on rank 0 only. All ranks parse the same arguments, and so exit alike."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register("type", int, whole_number)
 
     def _get_formatter(self) -> argparse.HelpFormatter:
         self.formatter_class = Formatter

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 FORMULAS = "Parameters, operations, days and bubble of a GPT by the closed formulas of Narayanan et al. 2021."
 SEARCH = ("model", "cluster", "ranks", "batch", "fix", "limit", "memory", "rule", "explain", "write")
 """Options that a search alone has."""
+MOST_OPS = 2**18
 SCHEDULE = "Draw the order of a pipeline's forwards and backwards: a row for each rank, time from left to right."
 
 
@@ -265,6 +266,10 @@ def simulated(args: argparse.Namespace) -> tuple[Timeline, tuple[int, ...] | Non
     weights = weights_time(args)
     if not 0 < weights < args.backward:
         raise ConfigError(f"--weights {weights:g} is a part of --backward {args.backward:g}: it must be positive and smaller.")
+    ops = 2 * args.pp * args.micro_batches * args.chunks
+    if ops > MOST_OPS:
+        sizes = f"--pp {args.pp}, --micro-batches {args.micro_batches} and --chunks {args.chunks}"
+        raise ConfigError(f"{sizes} make {ops} ops; at most {MOST_OPS} are drawn.")
     schedule = build(args.schedule, args.pp, args.micro_batches, args.chunks)
     stages = None
     if args.layers is not None:

@@ -7,11 +7,13 @@ import json
 import os
 import shlex
 import subprocess
+import tracemalloc
 from pathlib import Path
 
 import jobs
 import pytest
 
+from summa3d.bench import products
 from summa3d.cli.main import main as cli
 from summa3d.gemm.algorithms.registry import algorithm
 from summa3d.launch.runtime import find_launcher, loaded_runtime
@@ -136,6 +138,8 @@ BAD = [
     ("gemm", ["--algorithm", "strassen"], "ConfigError: Algorithm 'strassen' is not known."),
     ("gemm", ["--algorithm", "cannon"], "GridError: cannon cannot use 2 ranks."),
     ("gemm", ["--rounds", "0"], "ConfigError: --rounds is 0; it must be at least 1."),
+    ("gemm", ["--m", 2**62], "CapacityError: The product needs up to"),
+    ("strong", ["--m", 2**31, "--ranks", "1"], "CapacityError: The product needs up to 592.0 GiB a rank, 592.0 GiB on node "),
     ("gemm", ["--json", "none/x.json"], "ConfigError: --json none/x.json lies in none, which is no folder."),
     ("gemm", ["--dtype", "bfloat16", "--numpy"], "which is not comparable with bfloat16 on cpu."),
     ("strong", ["--device", "cuda"], "ConfigError: device cuda"),
@@ -156,6 +160,23 @@ def test_bad_input_is_refused_on_every_rank():
     commands = [["bench", kind, "--m", 17, "--n", 13, "--k", 11, *arguments] for kind, arguments, _ in BAD]
     for done, (_, _, message) in zip(jobs.commands(commands, 2), BAD, strict=True):
         assert done.status != 0 and done.stdout == "" and done.stderr.count(message) == 1, done
+
+
+@pytest.mark.mpi(sizes=(1,))
+@pytest.mark.parametrize(("form", "dtype"), [("nn", "float64"), ("tn", "float32"), ("nt", "complex128")])
+def test_a_race_asks_for_the_memory_that_it_takes(comm, form, dtype, monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(products, "require", lambda nbytes, world: asked.append(nbytes))
+    problem = products.Problem(900, 700, 800, form, dtype)
+    entry = products.ProductEntry("cuboid", {"x": 1, "y": 1, "z": 1}, problem)
+    for make in (lambda: products.ProductRunner(entry, comm), lambda: products.NumpyRunner(problem, comm, 1)):
+        tracemalloc.start()
+        runner = make()
+        runner.seconds()
+        taken = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert taken * 0.85 < asked[-1] < taken * 1.15
+    assert len(asked) == 2
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that is always full")

@@ -130,6 +130,7 @@ BAD = [
     (["--grid", "x=2,w=1"], "ConfigError: --grid names axis 'w'; the axes of cuboid are x, y, z."),
     (["--grid", "x=2", "--m", "0"], "ConfigError: --m is 0; it must be at least 1."),
     (["--grid", "x=1,y=0"], "GridError: Axis y has size 0"),
+    (["--grid", "x=2", "--m", "9" * 99], "is beyond ±(2^63 − 1); see summa3d help gemm\n"),
     (["--algorithm", "all"], "`summa3d bench gemm … --algorithm all` compares all of them; see summa3d help gemm\n"),
     (["--grid", "x=2,x=1"], "'x=2,x=1' is not a grid"),
     (["--grid", "x=2", "--panel", "3"], "ConfigError: --panel applies to summa, tesseract and ca25d only (algorithm is cuboid)."),

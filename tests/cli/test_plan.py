@@ -113,6 +113,7 @@ def test_a_figure_is_written_in_the_format_of_its_ending(tmp_path: Path, capsys:
         (["--pp", "2", "--micro-batches", "8", "--backward", "0"], "they must be positive"),
         (["--pp", "2", "--micro-batches", "8", "--weights", "2"], "part of --backward 2: it must be positive and smaller."),
         (["--pp", "4", "--micro-batches", "3", "--schedule", "zb-v", "--chunks", "2"], "that fit: 4 and more."),
+        (["--pp", str(2**62), "--micro-batches", "8"], "ops; at most 262144 are drawn."),
         (["--pp", "2", "--micro-batches", "8", "--png", "schedule.bmp"], "end it in one of .png, .svg, .pdf."),
     ],
 )

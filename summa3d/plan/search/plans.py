@@ -15,7 +15,7 @@ import numpy as np
 from ...comm.topology import Topology, divisors
 from ...errors import ConfigError
 from ...layout.layout import Layout
-from ...nn.config import ModelConfig
+from ...nn.config import LARGEST_SIZE, ModelConfig
 from ...nn.schemes.registry import SCHEME_SPECS, SchemeSpec, is_sequence_fine
 from ...nn.schemes.validate import needs
 from ...parallel.schedule import GRADIENT_SENDERS, is_split, rule_of, split_layers
@@ -449,6 +449,6 @@ def _at_most(have: Any, want: Any) -> bool:
 
 
 def positive(name: str, value: int) -> None:
-    """Raise ConfigError for a number of ranks or sequences below 1."""
-    if value < 1:
-        raise ConfigError(f"--{name} is {value}; it must be at least 1.")
+    """Raise ConfigError for a number of ranks or sequences below 1, or beyond 2^31 − 1, the largest communicator of MPI."""
+    if not 1 <= value <= LARGEST_SIZE:
+        raise ConfigError(f"--{name} is {value}; it must be at least 1, and at most {LARGEST_SIZE}.")
