@@ -70,6 +70,29 @@ def moved(inner: Inner, sizes: Mapping[str, Number], tokens: Number) -> Iterator
         yield Moved("d", "all_reduce", 2 * (d - 1) / d * k * n / (x * y) * wide, 1, True)
 
 
+def kept(inner: Inner, sizes: Mapping[str, Number], tokens: Number, alone: Sequence[Number]) -> tuple[Number, Number]:
+    """Bytes of a block that a rank keeps of a micro-batch at least: from F to B or X; and then to W, where backward is split.
+
+    alone : those of one rank alone. A rank has its share of them. Beside it, copies of the stream are whole around the products
+    and norms of `oned`; products keep the operands that they gathered unless backward gathers or computes them again, and what X
+    has gathered for gradients of weights waits for W. SUMMA computes these in X, and owes nothing.
+    """
+    ranks = sizes["x"] * sizes["y"] * sizes["z"] * sizes["d"]
+    share, part = dtype_of(inner.dtype).nbytes / ranks, [one / ranks for one in alone]
+    if inner.scheme == "oned":
+        copies = (sizes["y"] - 1) * tokens * inner.model.hidden * share
+        return part[0] + (1 if inner.recompute == "full" else 4) * copies, part[1] + 4 * copies
+    if not inner.gathers or inner.regather:
+        return part[0], part[1] * inner.gathers
+    operands = gradients = weights = 0.0
+    for place, (k, n) in enumerate(matrices(inner.model)):
+        of_a, of_c = ("y", "z") if place % 2 == 0 else ("z", "y")
+        operands, gradients = operands + (sizes[of_a] - 1) * tokens * k, gradients + (sizes[of_c] - 1) * tokens * n
+        weights = weights + (sizes["x"] > 1) * sizes["x"] * (inner.replicas == 1) * k * n
+    saved = 0.0 if inner.recompute == "full" else (operands + weights) * share
+    return part[0] + saved, part[1] + (operands + gradients) * share
+
+
 def _together(every: Iterable[Moved]) -> list[Moved]:
     """Communications that move something, those of a collective along an axis as one, but for chains, whose sizes matter."""
     found: dict[object, Moved] = {}
@@ -130,21 +153,30 @@ class Bounds:
     # -- bytes
 
     def bytes(self, rows: Rows, at: Any, saving: Saving) -> tuple[Any, Any]:
-        """Bytes that a rank holds at least: of the weights of blocks and their states alone; and with what forwards save."""
+        """Bytes that a rank holds at least: of the weights of blocks and their states alone; and with what micro-batches keep."""
         inner, zero, dp = rows.inner_of(saving, int(at[0])), rows.era.zero[saving[1]], rows.dp[at]
         kinds, place = np.unique(dp, return_inverse=True)
         each = np.array([sum(kept_per_element(inner.dtype, zero, int(one))) for one in kinds])[place.reshape(-1)]
-        states = inner.block_elements / rows.ranks[at] * inner.model.layers / rows.pp[at] * each
-        saved = self._saved(inner, rows.rows[at])
-        if zero == 3:  # replicas share the copies of weights that are among it
-            saved = saved - 2 * (saved - self._saved(inner, rows.rows[at], 2)) * (1 - 1 / dp)
-        saved = MARGIN * saved / rows.ranks[at]
-        return states, states + rows.in_flight[at] * rows.layers[3][at] * saved
+        layer = inner.block_elements * rows.sizes["d"][at] / rows.ranks[at] * each  # copies along d have the same weights
+        sizes, size = {axis: column[at] for axis, column in rows.sizes.items()}, rows.rows[at]
+        alone = [MARGIN * self._alone_keeps(inner, zero, way, size, dp) for way in PASSES[:2]]
+        saved, owed = kept(inner, sizes, size * inner.model.sequence, alone)
+        states, held = 0.0 * layer, 0.0 * layer
+        for layers, flying, waiting in rows.heaviest[:, :, at]:
+            states = np.maximum(states, layers * layer)
+            held = np.maximum(held, layers * layer + flying * saved + waiting * owed)
+        return states, held
 
-    def _saved(self, inner: Inner, rows: Number, replicas: int = 1) -> Number:
-        """Bytes of a block that one rank alone saves for backward, where replicas share its weights."""
-        net = [piece.net for piece in self._cells(inner, replicas).passes["F"] if piece.cell == BLOCK]
-        return sum(line.base for line in net) + sum(line.slope for line in net) * rows
+    def _alone_keeps(self, inner: Inner, zero: int, way: str, rows: Number, dp: Number) -> Number:
+        """Bytes of a block that one rank alone keeps of a micro-batch after a pass, less what replicas share of it."""
+
+        def of(replicas: int) -> Number:
+            passes = self._cells(inner, replicas).passes
+            net = [piece.net for one in PASSES[: PASSES.index(way) + 1] for piece in passes[one] if piece.cell == BLOCK]
+            return sum(line.base for line in net) + sum(line.slope for line in net) * rows
+
+        saved = of(1)
+        return saved - 2 * (saved - of(2)) * (1 - 1 / dp) if zero == 3 else saved  # copies of weights are among it
 
     # -- seconds
 
@@ -165,7 +197,7 @@ class Bounds:
             fastest = min(1 / (level.ports * level.bandwidth) for level in self.cluster.levels)
             gathered = (3 if inner.recompute == "full" else 2) * self._shared(inner, rows.ranks[at], shards)
             parts[BLOCK] = parts[BLOCK] + fastest * gathered
-        first, last, least, _, both = (column[at] for column in rows.layers)
+        first, last, least, both = (column[at] for column in rows.layers)
         return _closed(parts, forward, rows.pp[at], rows.micro_batches[at], (first, last, least, both))
 
     def placed(self, plan: Plan, placements: Sequence[Plan]) -> list[float]:

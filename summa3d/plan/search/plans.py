@@ -18,10 +18,9 @@ from ...layout.layout import Layout
 from ...nn.config import ModelConfig
 from ...nn.schemes.registry import SCHEME_SPECS, SchemeSpec, is_sequence_fine
 from ...nn.schemes.validate import needs
-from ...parallel.schedule import GRADIENT_SENDERS, is_split, rule_of, split_layers
-from ...parallel.schedule import SCHEDULES as SCHEDULE_RULES
-from ...parallel.simulate import in_flight
+from ...parallel.schedule import is_split, rule_of
 from .cells import Inner
+from .stages import balanced, heaviest, homes_of, stages_of
 
 ORDER = ("z", "y", "x", "d", "dp", "pp")
 """Ranks in their default order, fastest first: the grid of a stage, then replicas, then stages."""
@@ -102,7 +101,7 @@ class Plan:
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Layers of each stage."""
-        return _split(self.inner.model.layers, self.pp, self.chunks)
+        return balanced(self.inner.model.layers, self.pp, self.chunks)
 
     @property
     def homes(self) -> tuple[int, ...]:
@@ -112,7 +111,7 @@ class Plan:
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank of the pipeline."""
-        return _stages(self.homes)
+        return stages_of(self.homes)
 
     def layers_of(self, rank: int) -> int:
         """Layers of a rank of the pipeline, in all its chunks."""
@@ -147,20 +146,6 @@ class Plan:
         kept = "full" if self.inner.recompute == "full" else "regather" if self.inner.regather else "keep"
         tile = " · tile " + " ".join(f"{axis}{size}" for axis, size in self.tile if size > 1) if self.tile else ""
         return f"{self.inner.scheme} {axes or 'y1'}{pipe}{replicas}{zero} · b {self.rows} · {kept}{tile}"
-
-
-_split = cache(split_layers)
-
-
-@cache
-def homes_of(schedule: str, pp: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each stage of a pipeline."""
-    return SCHEDULE_RULES[schedule].homes(pp, chunks)
-
-
-@cache
-def _stages(homes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(stage for stage, home in enumerate(homes) if home == rank) for rank in range(max(homes) + 1))
 
 
 class Around(NamedTuple):
@@ -217,26 +202,28 @@ class Rows:
 
     @cached_property
     def layers(self) -> Any:
-        """Columns: layers of the first and the last rank of a pipeline, and of the smallest stage of all and of the first rank.
+        """Columns: layers of the first and the last rank of a pipeline, and of the smallest stage.
 
-        A fifth one is whether the first rank has the last stage too.
+        A fourth one is whether the first rank has the last stage too.
         """
 
         def of(pp: int, schedule: int, chunks: int) -> tuple[int, ...]:
-            stages, homes = _split(self.inners[0].model.layers, pp, chunks), homes_of(SCHEDULES[schedule], pp, chunks)
+            stages, homes = balanced(self.inners[0].model.layers, pp, chunks), homes_of(SCHEDULES[schedule], pp, chunks)
             first, last = ([many for many, home in zip(stages, homes, strict=True) if home == rank] for rank in (0, pp - 1))
-            return sum(first), sum(last), min(stages), min(first), int(homes[-1] == 0)
+            return sum(first), sum(last), min(stages), int(homes[-1] == 0)
 
         return _by_kind(of, self.pp, self.schedule, self.chunks)
 
     @cached_property
-    def in_flight(self) -> Any:
-        """The most inputs of stages that the first rank keeps until the gradients of inputs are taken."""
+    def heaviest(self) -> Any:
+        """Of each row, what ranks of its pipeline hold when they keep most (`stages.heaviest`): columns, for several of them."""
 
         def of(pp: int, schedule: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
-            return (most_in_flight(SCHEDULES[schedule], pp, micro_batches, chunks, 0),)
+            found = heaviest(SCHEDULES[schedule], pp, micro_batches, chunks, self.inners[0].model.layers)
+            return tuple(number for one in found for number in one)
 
-        return _by_kind(of, self.pp, self.schedule, self.chunks, np.minimum(self.micro_batches, 2 * self.pp))[0]
+        columns = _by_kind(of, self.pp, self.schedule, self.chunks, np.minimum(self.micro_batches, 2 * self.pp))
+        return columns.reshape(-1, 3, len(self))
 
     def inner_of(self, saving: Saving, row: int) -> Inner:
         """What the cells of a row depend on; of row 0 for all rows, but for its grid, unit and number of replicas."""
@@ -255,16 +242,6 @@ def _by_kind(function: Callable[..., tuple[int, ...]], *columns: Any) -> Any:
     """Columns of what a function returns for each row of columns; it is called once for rows that are alike."""
     kinds, place = np.unique(np.stack(columns), axis=1, return_inverse=True)
     return np.array([function(*map(int, one)) for one in kinds.T]).T[:, place.reshape(-1)]
-
-
-def most_in_flight(schedule: str, p: int, m: int, chunks: int, rank: int) -> int:
-    """The most inputs of stages that a rank keeps until the gradients of inputs are taken."""
-    return _most_in_flight(schedule, p, min(m, 2 * p), chunks, rank)  # more change nothing
-
-
-@cache
-def _most_in_flight(schedule: str, p: int, many: int, chunks: int, rank: int) -> int:
-    return max(in_flight(list(rule_of(schedule, p, many, chunks).order(p, many, chunks, rank)), GRADIENT_SENDERS))
 
 
 @cache
@@ -405,7 +382,7 @@ def is_possible(schedule: str, layers: int, pp: int, micro_batches: int, chunks:
     """Whether a schedule takes so many micro-batches and chunks, and the layers fill its stages."""
     try:
         rule_of(schedule, pp, micro_batches, chunks)
-        _split(layers, pp, chunks)
+        balanced(layers, pp, chunks)
     except ConfigError:
         return False
     return True

@@ -19,6 +19,7 @@ from ..price import Prices
 from ..replay import Span, replay
 from .cells import PASSES, Cells, Inner
 from .plans import ORDER, Plan
+from .stages import fullest
 from .store import Store
 
 CELLS = (ENTER, BLOCK, LEAVE)
@@ -139,7 +140,7 @@ class Times:
     def after(self, plan: Plan) -> After:
         """Seconds behind the last backward, of the rank that holds most parameters."""
         cells, _ = self.store.cells(plan.inner, plan.units)
-        held, dp = max(elements_of(plan, cells, rank) for rank in fullest(plan)), plan.dp
+        held, dp = max(elements_of(plan, cells, rank) for rank in fullest(plan.stages, plan.layers)), plan.dp
         updated = held if plan.zero in (0, 3) else -(-held // dp)  # the cells of zero 3 update a shard already
         return After(self._replicas(plan, held), self._optimizer(plan, cells, updated))
 
@@ -214,19 +215,6 @@ def move(name: str, axis: str, words: int, dtype: str) -> Op:
 @cache
 def _copies(ranks: int, sizes: tuple[int, ...]) -> int:
     return next(many for many in range(1, prod(sizes) + 1) if all(ranks * many % size == 0 for size in sizes))
-
-
-def fullest(plan: Plan) -> set[int]:
-    """Ranks of a pipeline one of which is the fullest: of those whose stages are alike, the first and the last."""
-    return _fullest(plan.stages, plan.layers)
-
-
-@cache
-def _fullest(stages: tuple[tuple[int, ...], ...], layers: tuple[int, ...]) -> set[int]:
-    alike: dict[object, list[int]] = {}
-    for rank, own in enumerate(stages):
-        alike.setdefault((0 in own, len(layers) - 1 in own, *(layers[stage] for stage in own)), []).append(rank)
-    return {rank for ranks in alike.values() for rank in (ranks[0], ranks[-1])}
 
 
 def durations(seconds: Mapping[tuple[str, str], float]) -> Durations:
