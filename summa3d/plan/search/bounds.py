@@ -16,7 +16,7 @@ from ...train.config import master_dtype
 from ..cells import BLOCK
 from ..price import CHAINS, Prices
 from .cells import PASSES, SIZES, Cells, Inner, matrices
-from .memory import kept_per_element
+from .memory import in_pipe, kept_per_element, summed
 from .plans import Plan, Rows, Saving
 from .timing import CELLS, Times, move
 
@@ -157,15 +157,17 @@ class Bounds:
         inner, zero, dp = rows.inner_of(saving, int(at[0])), rows.era.zero[saving[1]], rows.dp[at]
         kinds, place = np.unique(dp, return_inverse=True)
         each = np.array([sum(kept_per_element(inner.dtype, zero, int(one))) for one in kinds])[place.reshape(-1)]
-        layer = inner.block_elements * rows.sizes["d"][at] / rows.ranks[at] * each  # copies along d have the same weights
-        sizes, size = {axis: column[at] for axis, column in rows.sizes.items()}, rows.rows[at]
+        sizes, size, ranks = {axis: column[at] for axis, column in rows.sizes.items()}, rows.rows[at], rows.ranks[at]
+        layer = inner.block_elements * sizes["d"] / ranks  # copies along d have the same weights
         alone = [MARGIN * self._alone_keeps(inner, zero, way, size, dp) for way in PASSES[:2]]
         saved, owed = kept(inner, sizes, size * inner.model.sequence, alone)
+        sums = ((dp > 1) & (zero == 2)) * MARGIN
         states, held = 0.0 * layer, 0.0 * layer
         for layers, flying, waiting in rows.heaviest[:, :, at]:
-            states = np.maximum(states, layers * layer)
-            held = np.maximum(held, layers * layer + flying * saved + waiting * owed)
-        return states, held
+            own = layers * layer
+            states = np.maximum(states, own * each)
+            held = np.maximum(held, own * each + flying * saved + waiting * owed + sums * summed(inner, own, ranks))
+        return states, held + in_pipe(inner, size, ranks) * (rows.pp[at] > 1)
 
     def _alone_keeps(self, inner: Inner, zero: int, way: str, rows: Number, dp: Number) -> Number:
         """Bytes of a block that one rank alone keeps of a micro-batch after a pass, less what replicas share of it."""

@@ -13,7 +13,7 @@ from ...dtypes import HALVES, dtype_of
 from ...nn.overlap import BUCKETS_IN_FLIGHT
 from ...train.config import ReplicasConfig, master_dtype
 from ..cells import BLOCK
-from .cells import PASSES, Cells, Piece, matrices
+from .cells import PASSES, Cells, Inner, Piece, matrices
 from .plans import Plan
 from .stages import fullest, most_in_flight, states
 from .timing import elements_of
@@ -74,10 +74,9 @@ def _of_rank(plan: Plan, cells: Cells, units: int, rank: int) -> Memory:
         many, saved = most_in_flight(plan.schedule, plan.pp, plan.micro_batches, plan.chunks, rank), max(nets[0])
         activations = many * saved
         top = max((many - 1) * saved + max(tops[0]), activations + max(tops[1]))
-    kept = cells.kept.at(units) + (plan.rows * plan.inner.model.sequence * plan.inner.model.hidden // plan.inner.ranks) * (
-        2 * dtype_of(plan.inner.dtype).nbytes * (plan.pp > 1)
-    )
-    return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept + _summed(plan, held), rank)
+    kept = cells.kept.at(units) + in_pipe(plan.inner, plan.rows, plan.inner.ranks) * (plan.pp > 1)
+    kept += int(summed(plan.inner, held, plan.inner.ranks)) if plan.zero == 2 and plan.dp > 1 else 0
+    return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept, rank)
 
 
 def _extent(plan: Plan, cells: Cells, units: int, way: str, stage: int) -> tuple[int, int]:
@@ -99,13 +98,16 @@ def _peaks(plan: Plan, rank: int, nets: Any, tops: Any) -> tuple[int, int]:
     return int(between.max()), int((between + tops[ops[:, 0], ops[:, 1]]).max())
 
 
-def _summed(plan: Plan, held: int) -> int:
+def in_pipe(inner: Inner, rows: Any, ranks: Any) -> Any:
+    """Bytes of a micro-batch that a stage receives and sends."""
+    return rows * inner.model.sequence * inner.model.hidden // ranks * 2 * dtype_of(inner.dtype).nbytes
+
+
+def summed(inner: Inner, held: Any, ranks: Any) -> Any:
     """Bytes of gradients that zero 2 sums in a micro-batch: of a bucket's weights, those that are packed, and two in flight."""
-    if plan.zero != 2 or plan.dp == 1:
-        return 0
-    model, size = plan.inner.model, dtype_of(master_dtype(plan.inner.dtype)).nbytes
-    largest = max(rows * columns for rows, columns in (*matrices(model), (model.vocabulary, model.hidden))) // plan.inner.ranks
-    return (2 + BUCKETS_IN_FLIGHT) * min(held * size, max(ReplicasConfig.bucket, largest * size))
+    model, size = inner.model, dtype_of(master_dtype(inner.dtype)).nbytes
+    largest = max(rows * columns for rows, columns in (*matrices(model), (model.vocabulary, model.hidden))) // ranks
+    return (2 + BUCKETS_IN_FLIGHT) * np.minimum(held * size, np.maximum(ReplicasConfig.bucket, largest * size))
 
 
 def extent(pieces: Iterable[Piece], times: Mapping[str, int], units: int) -> tuple[int, int]:
