@@ -15,7 +15,7 @@ from ...dtypes import HALVES, dtype_of
 from ...train.config import master_dtype
 from ..cells import BLOCK
 from ..price import CHAINS, Prices
-from .cells import PASSES, SIZES, Cells, Inner, matrices
+from .cells import PASSES, Cells, Inner, matrices
 from .memory import in_pipe, kept_per_element, summed
 from .plans import Plan, Rows, Saving
 from .timing import CELLS, Times, move
@@ -265,12 +265,12 @@ class Bounds:
         launched, size, slope, byte = 0.0, 0.0, 0.0, crowding * self.cluster.byte_time()
         prices = self.times.outer("dp", 1, 1)
         for kind, many in (pair for way in PASSES for pair in cells.counts[cell, way].items()):
-            one, sizes = cells.kinds[kind].at(1), dict(zip(SIZES, cells.kinds[kind].sizes, strict=True))
+            still, one = cells.kinds[kind].at(0), cells.kinds[kind].at(1)
             if one.kind == "elements":
                 launched += many * crowding * self.cluster["elements.launch"]
-                size += many * (sizes["read"].base + sizes["written"].base) * byte
-                slope += many * (sizes["read"].slope + sizes["written"].slope) * byte
-            elif one.kind == "product" and sizes["batch"].slope:  # of attention, whose sizes are those of a head on every grid
+                size += many * (still.read + still.written) * byte
+                slope += many * ((one.read - still.read) + (one.written - still.written)) * byte
+            elif one.kind == "product" and one.batch > still.batch:  # of attention, whose sizes are those of a head on every grid
                 launch = self.cluster["product.launch"]
                 launched += many * crowding * launch
                 slope += many * crowding * (prices.product(one) - launch)
