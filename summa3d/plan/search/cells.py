@@ -138,7 +138,7 @@ class Piece(NamedTuple):
 class OpLine(NamedTuple):
     """Operations that differ in their place and id alone.
 
-    op : the operation at no units. slopes : (place in an operation, what it grows by for a unit) of those fields of SIZES that do.
+    op : the operation at no units. slopes : (place in an operation, what it grows by for a unit) of those fields that do.
     """
 
     op: Op
