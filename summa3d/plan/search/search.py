@@ -250,7 +250,9 @@ class Search:
 
     def priced(self, plan: Plan, held: Memory) -> Priced:
         """A plan with its pipeline simulated, and its time term by term."""
-        return Priced(plan, self.times.seconds(plan), held, terms(plan, self.times))
+        step = self.times.step(plan)
+        pipeline = step.pipeline(self.times.cluster)
+        return Priced(plan, pipeline + step.parts.after, held, terms(plan, self.times, pipeline))
 
 
 def search(
@@ -278,8 +280,11 @@ def front_of(done: Sequence[tuple[float, Plan, Memory]]) -> Iterable[tuple[float
             yield one
 
 
-def terms(plan: Plan, times: Times) -> dict[str, object]:
-    """The seconds of a step on the busiest rank of the pipeline, by what they are spent on; `bubble` is what it waits for."""
+def terms(plan: Plan, times: Times, pipeline: float) -> dict[str, object]:
+    """The seconds of a step on the busiest rank of the pipeline, by what they are spent on; `bubble` is what it waits for.
+
+    pipeline : seconds of all forwards and backwards.
+    """
     spans, step = times.spans(plan), times.step(plan)
     after = times.after(plan)
 
@@ -299,7 +304,6 @@ def terms(plan: Plan, times: Times) -> dict[str, object]:
         hidden += many * sum(spans[key].hidden.values())
     compute = sum(spans[key].compute * many for key, many in work(rank).items())
     sends = step.works[rank][3] * plan.micro_batches * step.parts.send
-    pipeline = step.pipeline(times.cluster)
     return {
         "compute": compute,
         "axis": dict(sorted(axes.items())),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -56,6 +56,7 @@ class Times:
         self._compute: dict[tuple[Inner, int], list[float]] = {}
         self._prices: dict[object, Prices] = {}
         self._least: dict[Key, Durations] = {}
+        self._updates: dict[tuple[Inner, int, int], list[float | Op]] = {}
         self._spans: dict[Key, dict[tuple[str, str], Span]] = {}
 
     # -- links
@@ -166,14 +167,21 @@ class Times:
         return seconds
 
     def _optimizer(self, plan: Plan, cells: Cells, held: int) -> float:
-        prices, traced = self.prices_of(plan), sum(cells.elements[cell] for cell in CELLS)
-        seconds = 0.0
+        prices = self.prices_of(plan)
+        key = plan.inner, held, prices.topology.size  # of a micro-batch, nothing here depends
+        if key not in self._updates:
+            self._updates[key] = [*self._update(cells, held, prices)]
+        return sum((prices.seconds(one) if isinstance(one, Op) else one for one in self._updates[key]), 0.0)
+
+    def _update(self, cells: Cells, held: int, prices: Prices) -> Iterator[float | Op]:
+        """What the optimizer's operations take where a rank holds so many elements; communications, which depend on links."""
+        traced = sum(cells.elements[cell] for cell in CELLS)
         for piece in (*cells.copies, *cells.optimizer):
             for kind, _ in piece.ops:
-                op = cells.kinds[kind].at(plan.units)
+                op = cells.kinds[kind].at(0)
                 part = held / traced if op.kind == "elements" else 1.0
-                seconds += prices.seconds(op._replace(read=round(op.read * part), written=round(op.written * part)))
-        return seconds
+                op = op._replace(read=round(op.read * part), written=round(op.written * part))
+                yield op if op.kind == "move" else prices.seconds(op)
 
     # -- prices
 
