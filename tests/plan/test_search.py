@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -28,7 +29,7 @@ from summa3d.plan.search.bounds import Bounds
 from summa3d.plan.search.cells import Inner, traced
 from summa3d.plan.search.export import configured
 from summa3d.plan.search.memory import memory
-from summa3d.plan.search.plans import SCHEDULES, SCHEMES, Around, Era, Plan, Rows, Space, admits, columns, tiles
+from summa3d.plan.search.plans import SCHEDULES, SCHEMES, Around, Era, Plan, Rows, Space, admits, columns, refused, tiles
 from summa3d.plan.search.request import bytes_of, models, request, space_of
 from summa3d.plan.search.search import Search
 from summa3d.plan.search.store import Store, file_of
@@ -345,8 +346,24 @@ def test_a_tile_that_is_fixed_is_that_of_every_plan(cache: Path, tile: dict[str,
     several = {axis: size for axis, size in tile.items() if size > 1}
     assert best and all({axis: size for axis, size in one.plan.tile if size > 1} == several for one in best)
     wide = replace(SPACE, fixed={**fixed, "grid.tile": {"y": 2, "z": 2}})  # nodes are of two ranks
-    with pytest.raises(ConfigError, match="not within --fix and --limit"):
+    with pytest.raises(ConfigError, match=re.escape("not within --fix tile={y=2, z=2}")):
         Search(wide, Times(CLUSTER, Store()), LIMIT, 3).run(lambda *state: None)
+
+
+def test_what_refuses_a_plan_is_named_as_it_is_given_and_a_plan_prints_what_it_computes_again() -> None:
+    one = Plan(inner("oned-sp", 1, "selective", y=4), 2, 1, 1, 3, 4, 1)
+    assert str(one).endswith(" · b 3 · selective") and not refused(SPACE, replace(one, inner=inner("cuboid", 1)))
+    given = (
+        ({"fixed": {"scheme": "oned-sp", "pipeline.schedule": "zb-v"}}, "--fix schedule=zb-v"),
+        ({"fixed": {"regather": True}}, "--fix regather=true"),
+        ({"fixed": {"recompute": "none"}}, "--fix recompute=none"),
+        ({"fixed": {"family": "2-D"}}, "--fix family=2-D"),
+        ({"least": {"grid.y": 4, "micro_batch": 4}}, "--limit b>=4"),
+        ({"most": {"grid.dp": 2, "grid.y": 2}}, "--limit y<=2"),
+        ({"fixed": {"grid.tile": {"y": 2, "z": 1}}}, "--fix tile={y=2, z=1}"),
+    )
+    for options, said in given:
+        assert refused(replace(SPACE, **{"fixed": {}, "most": {}, **options}), one) == said
 
 
 def test_what_nothing_fits_names_each_familys_reasons(cache: Path) -> None:

@@ -75,7 +75,8 @@ def kept(inner: Inner, sizes: Mapping[str, Number], tokens: Number, alone: Seque
 
     alone : those of one rank alone. A rank has its share of them. Beside it, copies of the stream are whole around the products
     and norms of `oned`; products keep the operands that they gathered unless backward gathers or computes them again, and what X
-    has gathered for gradients of weights waits for W. SUMMA computes these in X, and owes nothing.
+    has gathered for gradients of weights waits for W, but for a stream that one rank computes again, and not every grid. SUMMA
+    computes these in X, and owes nothing.
     """
     ranks = sizes["x"] * sizes["y"] * sizes["z"] * sizes["d"]
     share, part = dtype_of(inner.dtype).nbytes / ranks, [one / ranks for one in alone]
@@ -89,8 +90,9 @@ def kept(inner: Inner, sizes: Mapping[str, Number], tokens: Number, alone: Seque
         of_a, of_c = ("y", "z") if place % 2 == 0 else ("z", "y")
         operands, gradients = operands + (sizes[of_a] - 1) * tokens * k, gradients + (sizes[of_c] - 1) * tokens * n
         weights = weights + (sizes["x"] > 1) * sizes["x"] * (inner.replicas == 1) * k * n
-    saved = 0.0 if inner.recompute == "full" else (operands + weights) * share
-    return part[0] + saved, part[1] + (operands + gradients) * share
+    if inner.recompute == "full":
+        return part[0], part[1] + (operands + gradients - tokens * inner.model.hidden) * share
+    return part[0] + (operands + weights) * share, part[1] + (operands + gradients) * share
 
 
 def _together(every: Iterable[Moved]) -> list[Moved]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 from math import gcd, lcm, prod
+from operator import eq, ge, le
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,7 +144,7 @@ class Plan:
         pipe += f" {self.schedule}" if self.inner.split else ""
         replicas = "" if self.dp == 1 else f" · dp {self.dp}"
         zero = f" · zero {self.zero}" if self.dp > 1 and self.zero != 1 else ""
-        kept = "full" if self.inner.recompute == "full" else "regather" if self.inner.regather else "keep"
+        kept = {"none": "regather" if self.inner.regather else "keep"}.get(self.inner.recompute, self.inner.recompute)
         tile = " · tile " + " ".join(f"{axis}{size}" for axis, size in self.tile if size > 1) if self.tile else ""
         return f"{self.inner.scheme} {axes or 'y1'}{pipe}{replicas}{zero} · b {self.rows} · {kept}{tile}"
 
@@ -409,20 +410,28 @@ def _tiles(axes: tuple[tuple[str, int], ...], nodes: tuple[int, ...]) -> list[tu
 
 def admits(space: Space, plan: Plan) -> bool:
     """Whether a plan is within what is fixed and limited."""
-    checks = ((space.fixed, lambda have, want: have == want), (space.least, _at_least), (space.most, _at_most))
-    return all(
-        test(plan.family if key == "family" else value_of(plan, key), want)
-        for of, test in checks
-        for key, want in (of or {}).items()
-    )
+    return not refused(space, plan)
 
 
-def _at_least(have: Any, want: Any) -> bool:
-    return bool(have >= want)
+def refused(space: Space, plan: Plan) -> str:
+    """The first of what is fixed and limited that a plan is not within, as it may be given; empty where it is within all."""
+    options = ("--fix", "=", space.fixed, eq), ("--limit", ">=", space.least, ge), ("--limit", "<=", space.most, le)
+    for option, sign, of, holds in options:
+        for key, want in (of or {}).items():
+            if not holds(plan.family if key == "family" else value_of(plan, key), want):
+                return f"{option} {_GIVEN.get(key, key)}{sign}{_as_given(want)}"
+    return ""
 
 
-def _at_most(have: Any, want: Any) -> bool:
-    return bool(have <= want)
+_GIVEN = {whole: short for short, whole in SHORT.items() if whole != "y"}
+"""Whole key → its short form."""
+
+
+def _as_given(value: Any) -> str:
+    """A value as --fix takes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{axis}={size}" for axis, size in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def positive(name: str, value: int) -> None:

@@ -20,7 +20,7 @@ from ..cells import BLOCK
 from .bounds import Bounds
 from .cells import PASSES, matrices
 from .memory import Memory, memory, reserve
-from .plans import FAMILIES, Plan, Rows, Saving, Space, admits, columns, less, tiles
+from .plans import FAMILIES, Plan, Rows, Saving, Space, columns, less, refused, tiles
 from .store import Store
 from .timing import Times
 
@@ -144,8 +144,10 @@ class Search:
         """
         rows, kept = self._schemes[scheme], at
         if self.space.fixed or self.space.least or self.space.most:
-            kept = np.array([row for row in at if self._admitted(rows.plan(row, saving))], int)
-            self._fail(scheme, np.setdiff1d(at, kept), saving, "not within --fix and --limit")
+            reasons = np.array([self._refused(rows.plan(row, saving)) for row in at], str)
+            for reason in sorted({*reasons.tolist()} - {""}):
+                self._fail(scheme, at[reasons == reason], saving, f"not within {reason}")
+            kept = at[reasons == ""]
         if len(kept):
             states, held = self._bounds.bytes(rows, kept, saving)
             self._fail(scheme, kept[states > self.limit], saving, "weights and their states alone do not fit")
@@ -190,9 +192,10 @@ class Search:
         """What is searched, whatever sub-grid a node holds."""
         return replace(self.space, fixed={key: value for key, value in (self.space.fixed or {}).items() if key not in TILE})
 
-    def _admitted(self, plan: Plan) -> bool:
-        """Whether a plan of `Rows`, which has no tile yet, is within what is fixed and limited, and has a placement that is."""
-        return admits(self._untiled, plan) and (not self._fixed_tiles or bool(self._placements(plan)))
+    def _refused(self, plan: Plan) -> str:
+        """What of --fix and --limit a plan of `Rows`, which has no tile yet, or all its placements are not within; or empty."""
+        tiled = not self._fixed_tiles or self._placements(plan)
+        return refused(self._untiled if tiled else self.space, plan)
 
     def _placements(self, plan: Plan) -> list[Plan]:
         """The plan with every sub-grid that a node may hold, or with the one that is fixed."""
