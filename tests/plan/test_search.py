@@ -117,7 +117,7 @@ def test_a_damaged_or_foreign_file_is_traced_again_and_said(cache: Path, monkeyp
     file, whole = file_of(one, False), file_of(one, False).read_text()
     assert Store(said.append).cells(one, 4)[0] == first and not said
     monkeypatch.setattr(kept, "traced", lambda *of: first)
-    for text in (whole[:100], "[]", whole.replace('"format":2', '"format":0'), '{"header":' + whole):
+    for text in (whole[:100], "[]", whole.replace('"format":3', '"format":0'), '{"header":' + whole):
         file.write_text(text)
         again = Store(said.append)
         assert again.cells(one, 2)[0] == first and again.traces == 1
