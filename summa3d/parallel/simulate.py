@@ -14,7 +14,7 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 from ..errors import ConfigError
-from .schedule import GRADIENT_ENDS, NEEDS, Message, Op, Schedule, StreamOf, pair_stream
+from .schedule import GRADIENT_ENDS, GRADIENT_SENDERS, Message, Op, Schedule, StreamOf, pair_stream
 
 SECONDS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "X": 1.0, "W": 1.0}
 """Time of a rank's ops over all its layers, in units: what the papers' figures assume."""
@@ -75,74 +75,88 @@ def timeline(
     """
     mean = sum(layers or [1] * len(schedule.homes)) / schedule.p
     spans: list[list[Span]] = [[] for _ in range(schedule.p)]
-    ends: list[float] = []
-    for rank, op, stage, before in in_order(schedule):
+    ends = [0.0]
+    for rank, op, kind, own, given in zip(*in_order(schedule), strict=True):
         if of_stages is None:
-            taken = seconds.get(op.kind, 0.0) * (1 if layers is None else layers[stage]) / mean
+            taken = seconds.get(op.kind, 0.0) * (1 if layers is None else layers[kind[1]]) / mean
         else:
-            taken = of_stages.get((op.kind, stage), 0.0)
-        start = max([ends[one] for one in before], default=0.0)
+            taken = of_stages.get(kind, 0.0)
+        start = max(ends[own], ends[given])
         ends.append(start + taken)
         if op.kind != "T":
             spans[rank].append(Span(rank, op, start, ends[-1]))
     return Timeline(schedule, tuple(span for of_rank in spans for span in of_rank))
 
 
-class Event(NamedTuple):
-    """An op of a rank, its stage, and the places of the events that must have ended before it."""
+class Events(NamedTuple):
+    """The ops of all ranks as columns, each behind what it waits for.
 
-    rank: int
-    op: Op
-    stage: int
-    before: tuple[int, ...]
+    kinds : (kind of op, stage). own, given : the numbers of the event before it on its rank, and of that which makes what the
+    rank waits for; they count from 1, and 0 is none. What the rank itself has made before is not among them.
+    """
+
+    ranks: list[int]
+    ops: list[Op]
+    kinds: list[tuple[str, int]]
+    own: list[int]
+    given: list[int]
 
 
-def in_order(schedule: Schedule) -> list[Event]:
+def in_order(schedule: Schedule) -> Events:
     """The ops of all ranks, each behind what it waits for: the last one of its rank, and what makes its inputs.
 
     Raises ConfigError for a schedule that deadlocks.
     """
-    joint = [rank for rank in range(schedule.p) if any(op.kind == "T" for op in schedule.ops_of(rank))]
-    made: dict[tuple[str, int, int], int] = {}
-    events: list[Event] = []
-    places = [0] * schedule.p
-    last: list[tuple[int, ...]] = [()] * schedule.p
-    together: list[tuple[int, ...]] = []  # what the ranks of T have done before it
+    many, joint = len(schedule.homes), [rank for rank, ops in enumerate(schedule.programs) if any(op.kind == "T" for op in ops)]
+    forward = [[-int(stage > 0)] * schedule.m for stage in range(many + 1)]  # stage → the events that make its inputs, or -1
+    backward = [[-int(stage < many)] * schedule.m for stage in range(many + 1)]  # the same of gradients, for the stage before
+    events, places, last = Events([], [], [], [], []), [0] * schedule.p, [0] * schedule.p
+    together: dict[int, int] = {}  # the last events of the ranks of T before it
 
-    def inputs(rank: int, op: Op) -> tuple[int, ...] | None:
-        """The events that an op waits for beside that of its rank; None where some of them have not come."""
+    def needs(rank: int, op: Op, stage: int) -> tuple[int, int]:
+        """The event of another rank, and that of this one, that an op waits for; below 0 where it has not come."""
+        if op.kind == "F":
+            return forward[stage][op.micro], 0
+        if op.kind in GRADIENT_SENDERS:
+            return backward[stage + 1][op.micro], forward[stage + 1][op.micro]
         if op.kind == "T":
-            if not together and all(schedule.ops_of(one)[places[one]].kind == "T" for one in joint):
-                together.append(tuple(turn for one in joint for turn in last[one]))
-            return together[0] if together else None
-        stage = schedule.stages[rank][op.chunk]
-        needed = [(kind, stage + further, op.micro) for kind, further in NEEDS.get("B" if op.kind == "X" else op.kind, ())]
-        found = [made.get(one) for one in needed if 0 <= one[1] < len(schedule.homes)]
-        return None if None in found else tuple(one for one in found if one is not None)
+            if not together and all(schedule.programs[one][places[one]].kind == "T" for one in joint):
+                together.update({one: last[one] for one in joint})
+            return max((turn for one, turn in together.items() if one != rank), default=0 if together else -1), 0
+        return 0, backward[stage][op.micro] if op.kind == "W" else 0
 
     going = True
     while going:
         going = False
-        for rank, ops in enumerate(map(schedule.ops_of, range(schedule.p))):
-            while places[rank] < len(ops) and (given := inputs(rank, op := ops[places[rank]])) is not None:
+        for rank, ops in enumerate(schedule.programs):
+            for op in ops[places[rank] :]:
                 stage = schedule.stages[rank][op.chunk]
-                events.append(Event(rank, op, stage, (*last[rank], *given)))
-                made["B" if op.kind == "X" else op.kind, stage, op.micro] = len(events) - 1
-                last[rank], places[rank], going = (len(events) - 1,), places[rank] + 1, True
-    if any(places[rank] < len(schedule.ops_of(rank)) for rank in range(schedule.p)):
+                given, own = needs(rank, op, stage)
+                if given < 0 or own < 0:
+                    break
+                events.ranks.append(rank)
+                events.ops.append(op)
+                events.kinds.append((op.kind, stage))
+                events.own.append(last[rank])
+                events.given.append(given)
+                last[rank] = len(events.ops)
+                if op.kind == "F":
+                    forward[stage + 1][op.micro] = last[rank]
+                elif op.kind in GRADIENT_SENDERS:
+                    backward[stage][op.micro] = last[rank]
+                places[rank], going = places[rank] + 1, True
+    if any(place < len(ops) for place, ops in zip(places, schedule.programs, strict=True)):
         raise ConfigError(f"{schedule} deadlocks.")
     return events
 
 
-def time_of(events: Sequence[Event], of_stages: Mapping[tuple[str, int], float]) -> float:
+def time_of(events: Events, of_stages: Mapping[tuple[str, int], float]) -> float:
     """When the last op ends, as `Timeline.time`, of events whose (kind, stage) take so long."""
-    ends: list[float] = []
-    for _, op, stage, before in events:
-        start = 0.0
-        for one in before:
-            if ends[one] > start:
-                start = ends[one]
-        ends.append(start + of_stages.get((op.kind, stage), 0.0))
+    ends = [0.0]
+    end = ends.append
+    for kind, own, given in zip(events.kinds, events.own, events.given, strict=True):
+        before, made = ends[own], ends[given]
+        end((before if before > made else made) + of_stages[kind])
     return max(ends)
 
 

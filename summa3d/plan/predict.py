@@ -13,7 +13,7 @@ from ..cluster import Cluster
 from ..comm.topology import Topology
 from ..dry.record import ENTER, LEAVE, Op
 from ..parallel.schedule import is_split, rule_of, unchecked
-from ..parallel.simulate import Event, in_order, time_of
+from ..parallel.simulate import Events, in_order, time_of
 from .cells import BLOCK, Cell
 from .price import Prices
 from .replay import Work, replay
@@ -196,7 +196,7 @@ def _simulated(name: str, ranks: int, micro_batches: int, chunks: int, of_stages
 
 
 @lru_cache(32)
-def _events(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Event]:
+def _events(name: str, ranks: int, micro_batches: int, chunks: int) -> Events:
     return in_order(unchecked(name, ranks, micro_batches, chunks))
 
 

@@ -6,6 +6,7 @@ The same simulation must find the deadlocks of pipelines that are known to have 
 from __future__ import annotations
 
 import graphlib
+import random
 from collections import Counter
 from collections.abc import Iterator
 
@@ -179,3 +180,20 @@ def test_a_deadlock_is_told_by_the_step_of_each_rank() -> None:
     first, second = stuck(by_blocking(build("1f1b", 2, 2))).values()
     assert first.sends == (Message("F", 1, 1, 0, 1),) and second.sends == (Message("B", 0, 0, 1, 0),)
     assert in_flight([Op("F", 0, 0), Op("X", 0, 0), Op("W", 0, 0), Op("R", 0)]) == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_a_pipeline_ends_with_the_longest_path_through_all_that_happens(p: int) -> None:
+    for schedule in schedules(p):
+        rng = random.Random(str(schedule))
+        taken = {(kind, stage): rng.random() for kind in "FBXWR" for stage in range(len(schedule.homes))}
+        before, ends = dependencies(schedule), {}
+        for node in graphlib.TopologicalSorter(before).static_order():
+            own = 0.0
+            if not isinstance(node, (Message, str)):
+                op = schedule.ops_of(node[0])[node[1]]
+                own = taken[op.kind, schedule.stages[node[0]][op.chunk]]
+            ends[node] = max((ends[one] for one in before.get(node, ())), default=0.0) + own
+        drawn = timeline(schedule, of_stages=taken)
+        assert drawn.time == max(ends.values())
+        assert all(span.end == ends[span.rank, schedule.ops_of(span.rank).index(span.op)] for span in drawn.spans)

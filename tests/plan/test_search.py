@@ -28,7 +28,7 @@ from summa3d.plan.search.bounds import Bounds
 from summa3d.plan.search.cells import Inner, traced
 from summa3d.plan.search.export import configured
 from summa3d.plan.search.memory import memory
-from summa3d.plan.search.plans import SCHEDULES, SCHEMES, Around, Era, Plan, Rows, Space, admits, columns, tiles
+from summa3d.plan.search.plans import SCHEDULES, SCHEMES, Around, Era, Plan, Rows, Space, admits, columns, refused, tiles
 from summa3d.plan.search.request import bytes_of, models, request, space_of
 from summa3d.plan.search.search import Search
 from summa3d.plan.search.store import Store, file_of
@@ -116,7 +116,7 @@ def test_a_damaged_or_foreign_file_is_traced_again_and_said(cache: Path, monkeyp
     file, whole = file_of(one, False), file_of(one, False).read_text()
     assert Store(said.append).cells(one, 4)[0] == first and not said
     monkeypatch.setattr(kept, "traced", lambda *of: first)
-    for text in (whole[:100], "[]", whole.replace('"format":2', '"format":0'), '{"header":' + whole):
+    for text in (whole[:100], "[]", whole.replace('"format":3', '"format":0'), '{"header":' + whole):
         file.write_text(text)
         again = Store(said.append)
         assert again.cells(one, 2)[0] == first and again.traces == 1
@@ -345,8 +345,26 @@ def test_a_tile_that_is_fixed_is_that_of_every_plan(cache: Path, tile: dict[str,
     several = {axis: size for axis, size in tile.items() if size > 1}
     assert best and all({axis: size for axis, size in one.plan.tile if size > 1} == several for one in best)
     wide = replace(SPACE, fixed={**fixed, "grid.tile": {"y": 2, "z": 2}})  # nodes are of two ranks
-    with pytest.raises(ConfigError, match="not within --fix and --limit"):
-        Search(wide, Times(CLUSTER, Store()), LIMIT, 3).run(lambda *state: None)
+    search = Search(wide, Times(CLUSTER, Store()), LIMIT, 3)
+    with pytest.raises(ConfigError, match="no plan fits"):
+        search.run(lambda *state: None)
+    assert any(reason == "not within --fix tile={y=2, z=2}" for _, reason in search.rejected)
+
+
+def test_what_refuses_a_plan_is_named_as_it_is_given_and_a_plan_prints_what_it_computes_again() -> None:
+    one = Plan(inner("oned-sp", 1, "selective", y=4), 2, 1, 1, 3, 4, 1)
+    assert str(one).endswith(" · b 3 · selective") and not refused(SPACE, replace(one, inner=inner("cuboid", 1)))
+    given = (
+        ({"fixed": {"scheme": "oned-sp", "pipeline.schedule": "zb-v"}}, "--fix schedule=zb-v"),
+        ({"fixed": {"regather": True}}, "--fix regather=true"),
+        ({"fixed": {"recompute": "none"}}, "--fix recompute=none"),
+        ({"fixed": {"family": "2-D"}}, "--fix family=2-D"),
+        ({"least": {"grid.y": 4, "micro_batch": 4}}, "--limit b>=4"),
+        ({"most": {"grid.dp": 2, "grid.y": 2}}, "--limit y<=2"),
+        ({"fixed": {"grid.tile": {"y": 2, "z": 1}}}, "--fix tile={y=2, z=1}"),
+    )
+    for options, said in given:
+        assert refused(replace(SPACE, **{"fixed": {}, "most": {}, **options}), one) == said
 
 
 def test_what_nothing_fits_names_each_familys_reasons(cache: Path) -> None:

@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from summa3d.parallel.schedule import build, is_split, split_layers, unchecked
 from summa3d.parallel.simulate import timeline
 from summa3d.plan.cells import BLOCK, Cell
 from summa3d.plan.predict import Durations
-from summa3d.plan.search.bounds import Bounds
+from summa3d.plan.search.bounds import MARGIN, Bounds, kept
 from summa3d.plan.search.cells import PASSES, Cells, Inner, traced
 from summa3d.plan.search.export import configured
 from summa3d.plan.search.memory import _of_rank, memory
 from summa3d.plan.search.plans import ERAS, SCHEDULES, Around, Era, Plan, Rows, Space, columns, tiles
 from summa3d.plan.search.request import request
 from summa3d.plan.search.search import Search
+from summa3d.plan.search.stages import balanced, heaviest, homes_of, stages_of, states
 from summa3d.plan.search.store import Store
 from summa3d.plan.search.timing import Placed, Times
 from summa3d.plan.training import seconds
@@ -226,3 +228,56 @@ def test_a_deep_stage_whose_weight_gradients_wait_is_composed_of_few_cells(
     assert sum(len(one.segment.ops) for one in few.parts) < sum(len(one.segment.ops) for one in whole.parts)
     assert few.words() == whole.words() and few.operations() == whole.operations()
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
+
+
+KEEPS = (
+    ("oned", 1, {"y": 4}),
+    ("oned-sp", 1, {"y": 4}),
+    ("cuboid", 8, {"x": 2, "y": 2, "z": 2}),
+    ("cuboid-sequence", 4, {"x": 2, "y": 2, "z": 2}),
+    ("summa", 2, {"x": 2, "y": 2}),
+    ("summa-transposed", 2, {"x": 2, "y": 2}),
+    ("tesseract", 4, {"x": 2, "y": 2, "d": 2}),
+)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("scheme", "unit", "axes"), KEEPS)
+def test_what_a_block_keeps_at_least_is_hardly_less_than_what_it_keeps(
+    scheme: str, unit: int, axes: dict[str, int], family: str
+) -> None:
+    bounds, model = Bounds(Times(CLUSTER, Store())), replace(MODEL, family=family)
+    sizes, rows = {"x": 1, "y": 1, "z": 1, "d": 1, **axes}, 8 * unit
+    for recompute, regather, split in (
+        ("none", False, True),
+        ("none", True, True),
+        ("none", False, False),
+        ("full", False, True),
+    ):
+        if regather and not scheme.startswith(("cuboid", "oned-sp")):
+            continue
+        of = replace(inner(scheme, unit, axes=axes, recompute=recompute, regather=regather, split=split), model=model)
+        cells, units = bounds.times.store.cells(of, rows // unit)
+        nets = [sum(one.net.at(units) for one in cells.passes[way] if one.cell == BLOCK) for way in PASSES[:2]]
+        alone = [bounds._alone_keeps(of, 1, way, rows, 1) for way in PASSES[:2]]
+        saved, owed = kept(of, sizes, rows * MODEL.sequence, [MARGIN * one for one in alone])
+        assert 0.85 * nets[0] <= saved <= nets[0], of
+        assert 0.85 * sum(nets) <= owed <= sum(nets) or not split, of
+        assert cells.elements[BLOCK] >= of.block_elements * sizes["d"] / of.ranks
+
+
+def test_what_ranks_hold_when_they_keep_most_is_a_state_of_theirs_and_no_split_schedule_keeps_much_more() -> None:
+    for (schedule, chunks), p, layers in product(SPLIT, (2, 3, 4, 6), (12, 13, 17)):
+        for m in range(p if chunks == 2 else 1, 3 * p):
+            found, of_stages = heaviest(schedule, p, m, chunks, layers), balanced(layers, p, chunks)
+            every = []
+            for own in stages_of(homes_of(schedule, p, chunks)):
+                each, rank = np.array([of_stages[stage] for stage in own]), len(every)
+                _, flying, owed = states(schedule, p, m, chunks, rank)
+                every.append(
+                    {(int(each.sum()), *pair) for pair in zip((flying @ each).tolist(), (owed @ each).tolist(), strict=True)}
+                )
+            assert {*found} <= every[0] | every[-1]
+            for saved, waiting in ((1, 0), (1, 1), (1, 2)):
+                most = max(a * saved + b * waiting for of_rank in every for _, a, b in of_rank)
+                assert 0.6 * most <= max(a * saved + b * waiting for _, a, b in found) <= most

@@ -15,8 +15,8 @@ from ...dtypes import HALVES, dtype_of
 from ...train.config import master_dtype
 from ..cells import BLOCK
 from ..price import CHAINS, Prices
-from .cells import PASSES, SIZES, Cells, Inner, matrices
-from .memory import kept_per_element
+from .cells import PASSES, Cells, Inner, matrices
+from .memory import in_pipe, kept_per_element, summed
 from .plans import Plan, Rows, Saving
 from .timing import CELLS, Times, move
 
@@ -68,6 +68,31 @@ def moved(inner: Inner, sizes: Mapping[str, Number], tokens: Number) -> Iterator
         yield Moved("x", "broadcast", (passes + 1) * of_x * size, (passes + 1) * panels, True)
         yield Moved("x", "reduce", of_x * wide, panels, True)
         yield Moved("d", "all_reduce", 2 * (d - 1) / d * k * n / (x * y) * wide, 1, True)
+
+
+def kept(inner: Inner, sizes: Mapping[str, Number], tokens: Number, alone: Sequence[Number]) -> tuple[Number, Number]:
+    """Bytes of a block that a rank keeps of a micro-batch at least: from F to B or X; and then to W, where backward is split.
+
+    alone : those of one rank alone. A rank has its share of them. Beside it, copies of the stream are whole around the products
+    and norms of `oned`; products keep the operands that they gathered unless backward gathers or computes them again, and what X
+    has gathered for gradients of weights waits for W, but for a stream that one rank computes again, and not every grid. SUMMA
+    computes these in X, and owes nothing.
+    """
+    ranks = sizes["x"] * sizes["y"] * sizes["z"] * sizes["d"]
+    share, part = dtype_of(inner.dtype).nbytes / ranks, [one / ranks for one in alone]
+    if inner.scheme == "oned":
+        copies = (sizes["y"] - 1) * tokens * inner.model.hidden * share
+        return part[0] + (1 if inner.recompute == "full" else 4) * copies, part[1] + 4 * copies
+    if not inner.gathers or inner.regather:
+        return part[0], part[1] * inner.gathers
+    operands = gradients = weights = 0.0
+    for place, (k, n) in enumerate(matrices(inner.model)):
+        of_a, of_c = ("y", "z") if place % 2 == 0 else ("z", "y")
+        operands, gradients = operands + (sizes[of_a] - 1) * tokens * k, gradients + (sizes[of_c] - 1) * tokens * n
+        weights = weights + (sizes["x"] > 1) * sizes["x"] * (inner.replicas == 1) * k * n
+    if inner.recompute == "full":
+        return part[0], part[1] + (operands + gradients - tokens * inner.model.hidden) * share
+    return part[0] + (operands + weights) * share, part[1] + (operands + gradients) * share
 
 
 def _together(every: Iterable[Moved]) -> list[Moved]:
@@ -130,21 +155,32 @@ class Bounds:
     # -- bytes
 
     def bytes(self, rows: Rows, at: Any, saving: Saving) -> tuple[Any, Any]:
-        """Bytes that a rank holds at least: of the weights of blocks and their states alone; and with what forwards save."""
+        """Bytes that a rank holds at least: of the weights of blocks and their states alone; and with what micro-batches keep."""
         inner, zero, dp = rows.inner_of(saving, int(at[0])), rows.era.zero[saving[1]], rows.dp[at]
         kinds, place = np.unique(dp, return_inverse=True)
         each = np.array([sum(kept_per_element(inner.dtype, zero, int(one))) for one in kinds])[place.reshape(-1)]
-        states = inner.block_elements / rows.ranks[at] * inner.model.layers / rows.pp[at] * each
-        saved = self._saved(inner, rows.rows[at])
-        if zero == 3:  # replicas share the copies of weights that are among it
-            saved = saved - 2 * (saved - self._saved(inner, rows.rows[at], 2)) * (1 - 1 / dp)
-        saved = MARGIN * saved / rows.ranks[at]
-        return states, states + rows.in_flight[at] * rows.layers[3][at] * saved
+        sizes, size, ranks = {axis: column[at] for axis, column in rows.sizes.items()}, rows.rows[at], rows.ranks[at]
+        layer = inner.block_elements * sizes["d"] / ranks  # copies along d have the same weights
+        alone = [MARGIN * self._alone_keeps(inner, zero, way, size, dp) for way in PASSES[:2]]
+        saved, owed = kept(inner, sizes, size * inner.model.sequence, alone)
+        sums = ((dp > 1) & (zero == 2)) * MARGIN
+        states, held = 0.0 * layer, 0.0 * layer
+        for layers, flying, waiting in rows.heaviest[:, :, at]:
+            own = layers * layer
+            states = np.maximum(states, own * each)
+            held = np.maximum(held, own * each + flying * saved + waiting * owed + sums * summed(inner, own, ranks))
+        return states, held + in_pipe(inner, size, ranks) * (rows.pp[at] > 1)
 
-    def _saved(self, inner: Inner, rows: Number, replicas: int = 1) -> Number:
-        """Bytes of a block that one rank alone saves for backward, where replicas share its weights."""
-        net = [piece.net for piece in self._cells(inner, replicas).passes["F"] if piece.cell == BLOCK]
-        return sum(line.base for line in net) + sum(line.slope for line in net) * rows
+    def _alone_keeps(self, inner: Inner, zero: int, way: str, rows: Number, dp: Number) -> Number:
+        """Bytes of a block that one rank alone keeps of a micro-batch after a pass, less what replicas share of it."""
+
+        def of(replicas: int) -> Number:
+            passes = self._cells(inner, replicas).passes
+            net = [piece.net for one in PASSES[: PASSES.index(way) + 1] for piece in passes[one] if piece.cell == BLOCK]
+            return sum(line.base for line in net) + sum(line.slope for line in net) * rows
+
+        saved = of(1)
+        return saved - 2 * (saved - of(2)) * (1 - 1 / dp) if zero == 3 else saved  # copies of weights are among it
 
     # -- seconds
 
@@ -165,7 +201,7 @@ class Bounds:
             fastest = min(1 / (level.ports * level.bandwidth) for level in self.cluster.levels)
             gathered = (3 if inner.recompute == "full" else 2) * self._shared(inner, rows.ranks[at], shards)
             parts[BLOCK] = parts[BLOCK] + fastest * gathered
-        first, last, least, _, both = (column[at] for column in rows.layers)
+        first, last, least, both = (column[at] for column in rows.layers)
         return _closed(parts, forward, rows.pp[at], rows.micro_batches[at], (first, last, least, both))
 
     def placed(self, plan: Plan, placements: Sequence[Plan]) -> list[float]:
@@ -231,12 +267,12 @@ class Bounds:
         launched, size, slope, byte = 0.0, 0.0, 0.0, crowding * self.cluster.byte_time()
         prices = self.times.outer("dp", 1, 1)
         for kind, many in (pair for way in PASSES for pair in cells.counts[cell, way].items()):
-            one, sizes = cells.kinds[kind].at(1), dict(zip(SIZES, cells.kinds[kind].sizes, strict=True))
+            still, one = cells.kinds[kind].at(0), cells.kinds[kind].at(1)
             if one.kind == "elements":
                 launched += many * crowding * self.cluster["elements.launch"]
-                size += many * (sizes["read"].base + sizes["written"].base) * byte
-                slope += many * (sizes["read"].slope + sizes["written"].slope) * byte
-            elif one.kind == "product" and sizes["batch"].slope:  # of attention, whose sizes are those of a head on every grid
+                size += many * (still.read + still.written) * byte
+                slope += many * ((one.read - still.read) + (one.written - still.written)) * byte
+            elif one.kind == "product" and one.batch > still.batch:  # of attention, whose sizes are those of a head on every grid
                 launch = self.cluster["product.launch"]
                 launched += many * crowding * launch
                 slope += many * crowding * (prices.product(one) - launch)

@@ -136,15 +136,22 @@ class Piece(NamedTuple):
 
 
 class OpLine(NamedTuple):
-    """Operations that differ in their place and id alone; `op` has no sizes, `sizes` has those of SIZES."""
+    """Operations that differ in their place and id alone.
+
+    op : the operation at no units. slopes : (place in an operation, what it grows by for a unit) of those fields that do.
+    """
 
     op: Op
-    sizes: tuple[Line, ...]
+    slopes: tuple[tuple[int, int], ...]
 
     def at(self, units: int) -> Op:
         """The operation at `units` units."""
-        sizes: dict[str, Any] = {name: line.at(units) for name, line in zip(SIZES, self.sizes, strict=True)}
-        return self.op._replace(**sizes)
+        if not self.slopes:
+            return self.op
+        sizes: list[Any] = [*self.op]
+        for place, slope in self.slopes:
+            sizes[place] += slope * units
+        return Op._make(sizes)
 
 
 @dataclass(frozen=True)
@@ -312,8 +319,10 @@ def _kind(one: Op, other: Op, at: tuple[int, int]) -> OpLine | None:
     """The kind of an operation of two samples; None where they are not one operation, or what it moves grows unevenly."""
     if one._replace(**_NO_SIZES) != other._replace(**_NO_SIZES):
         return None
-    lines = tuple(_line(getattr(one, name), getattr(other, name), at) for name in SIZES)
-    kind = OpLine(one._replace(**_NO_SIZES, layer="", id=-1), lines)
+    lines = {name: _line(getattr(one, name), getattr(other, name), at) for name in SIZES}
+    base: dict[str, Any] = {name: line.base for name, line in lines.items()}
+    slopes = tuple((Op._fields.index(name), line.slope) for name, line in lines.items() if line.slope)
+    kind = OpLine(one._replace(**base, layer="", id=-1), slopes)
     if one.kind != "elements" and kind.at(at[1])._replace(layer=other.layer, id=other.id) != other:
         return None  # a kernel's sums in lanes make steps; sizes of products and communications make none
     return kind

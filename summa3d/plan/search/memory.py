@@ -11,12 +11,12 @@ import numpy as np
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
 from ...nn.overlap import BUCKETS_IN_FLIGHT
-from ...parallel.schedule import rule_of
 from ...train.config import ReplicasConfig, master_dtype
 from ..cells import BLOCK
-from .cells import PASSES, Cells, Piece, matrices
-from .plans import Plan, most_in_flight
-from .timing import elements_of, fullest
+from .cells import PASSES, Cells, Inner, Piece, matrices
+from .plans import Plan
+from .stages import fullest, most_in_flight, states
+from .timing import elements_of
 
 CONTEXT = 1.2 * 2**30
 """Bytes of a device that its context, NCCL and cuBLAS take: assumed."""
@@ -56,7 +56,8 @@ def kept_per_element(dtype: str, zero: int, dp: int) -> tuple[float, float, floa
 
 def memory(plan: Plan, cells: Cells, units: int) -> Memory:
     """The bytes of the fullest rank. cells, units : as of `Store.cells`."""
-    ranks = fullest(plan) if plan.inner.split else {0, min(1, plan.pp - 1), plan.pp - 1}  # else early ranks keep more
+    early = {0, min(1, plan.pp - 1), plan.pp - 1}  # which keep more, where backward is one op
+    ranks = fullest(plan.stages, plan.layers) if plan.inner.split else early
     found = (_of_rank(plan, cells, units, rank) for rank in sorted(ranks))
     return max(found, key=lambda one: one.total)
 
@@ -73,10 +74,9 @@ def _of_rank(plan: Plan, cells: Cells, units: int, rank: int) -> Memory:
         many, saved = most_in_flight(plan.schedule, plan.pp, plan.micro_batches, plan.chunks, rank), max(nets[0])
         activations = many * saved
         top = max((many - 1) * saved + max(tops[0]), activations + max(tops[1]))
-    kept = cells.kept.at(units) + (plan.rows * plan.inner.model.sequence * plan.inner.model.hidden // plan.inner.ranks) * (
-        2 * dtype_of(plan.inner.dtype).nbytes * (plan.pp > 1)
-    )
-    return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept + _summed(plan, held), rank)
+    kept = cells.kept.at(units) + in_pipe(plan.inner, plan.rows, plan.inner.ranks) * (plan.pp > 1)
+    kept += int(summed(plan.inner, held, plan.inner.ranks)) if plan.zero == 2 and plan.dp > 1 else 0
+    return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept, rank)
 
 
 def _extent(plan: Plan, cells: Cells, units: int, way: str, stage: int) -> tuple[int, int]:
@@ -93,36 +93,21 @@ def _peaks(plan: Plan, rank: int, nets: Any, tops: Any) -> tuple[int, int]:
 
     nets, tops : of PASSES and chunks. From F to X a micro-batch keeps what forward saved, from X to W what that has left.
     """
-    ops, flying, owed = _states(plan.schedule, plan.pp, min(plan.micro_batches, 2 * plan.pp), plan.chunks, rank)
+    ops, flying, owed = states(plan.schedule, plan.pp, plan.micro_batches, plan.chunks, rank)
     between = flying @ nets[0] + owed @ (nets[0] + nets[1])
     return int(between.max()), int((between + tops[ops[:, 0], ops[:, 1]]).max())
 
 
-@cache
-def _states(schedule: str, p: int, many: int, chunks: int, rank: int) -> tuple[Any, Any, Any]:
-    """The different ops of a rank, and how many micro-batches of each chunk are then between F and X, and between X and W.
-
-    The ops are places in PASSES and chunks.
-    """
-    flying, owed = [0] * chunks, [0] * chunks
-    found: dict[tuple[int, ...], None] = {}
-    for op in rule_of(schedule, p, many, chunks).order(p, many, chunks, rank):
-        way = "FXW".index(op.kind)
-        state = way, op.chunk, *flying, *owed
-        found[state] = None
-        flying[op.chunk] += (1, -1, 0)[way]
-        owed[op.chunk] += (0, 1, -1)[way]
-    table = np.array([*found])
-    return table[:, :2], table[:, 2 : 2 + chunks], table[:, 2 + chunks :]
+def in_pipe(inner: Inner, rows: Any, ranks: Any) -> Any:
+    """Bytes of a micro-batch that a stage receives and sends."""
+    return rows * inner.model.sequence * inner.model.hidden // ranks * 2 * dtype_of(inner.dtype).nbytes
 
 
-def _summed(plan: Plan, held: int) -> int:
+def summed(inner: Inner, held: Any, ranks: Any) -> Any:
     """Bytes of gradients that zero 2 sums in a micro-batch: of a bucket's weights, those that are packed, and two in flight."""
-    if plan.zero != 2 or plan.dp == 1:
-        return 0
-    model, size = plan.inner.model, dtype_of(master_dtype(plan.inner.dtype)).nbytes
-    largest = max(rows * columns for rows, columns in (*matrices(model), (model.vocabulary, model.hidden))) // plan.inner.ranks
-    return (2 + BUCKETS_IN_FLIGHT) * min(held * size, max(ReplicasConfig.bucket, largest * size))
+    model, size = inner.model, dtype_of(master_dtype(inner.dtype)).nbytes
+    largest = max(rows * columns for rows, columns in (*matrices(model), (model.vocabulary, model.hidden))) // ranks
+    return (2 + BUCKETS_IN_FLIGHT) * np.minimum(held * size, np.maximum(ReplicasConfig.bucket, largest * size))
 
 
 def extent(pieces: Iterable[Piece], times: Mapping[str, int], units: int) -> tuple[int, int]:

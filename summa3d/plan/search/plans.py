@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 from math import gcd, lcm, prod
+from operator import eq, ge, le
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +19,9 @@ from ...layout.layout import Layout
 from ...nn.config import LARGEST_SIZE, ModelConfig
 from ...nn.schemes.registry import SCHEME_SPECS, SchemeSpec, is_sequence_fine
 from ...nn.schemes.validate import needs
-from ...parallel.schedule import GRADIENT_SENDERS, is_split, rule_of, split_layers
-from ...parallel.schedule import SCHEDULES as SCHEDULE_RULES
-from ...parallel.simulate import in_flight
+from ...parallel.schedule import is_split, rule_of
 from .cells import Inner
+from .stages import balanced, heaviest, homes_of, stages_of
 
 ORDER = ("z", "y", "x", "d", "dp", "pp")
 """Ranks in their default order, fastest first: the grid of a stage, then replicas, then stages."""
@@ -102,7 +102,7 @@ class Plan:
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Layers of each stage."""
-        return _split(self.inner.model.layers, self.pp, self.chunks)
+        return balanced(self.inner.model.layers, self.pp, self.chunks)
 
     @property
     def homes(self) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class Plan:
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank of the pipeline."""
-        return _stages(self.homes)
+        return stages_of(self.homes)
 
     def layers_of(self, rank: int) -> int:
         """Layers of a rank of the pipeline, in all its chunks."""
@@ -144,23 +144,9 @@ class Plan:
         pipe += f" {self.schedule}" if self.inner.split else ""
         replicas = "" if self.dp == 1 else f" · dp {self.dp}"
         zero = f" · zero {self.zero}" if self.dp > 1 and self.zero != 1 else ""
-        kept = "full" if self.inner.recompute == "full" else "regather" if self.inner.regather else "keep"
+        kept = {"none": "regather" if self.inner.regather else "keep"}.get(self.inner.recompute, self.inner.recompute)
         tile = " · tile " + " ".join(f"{axis}{size}" for axis, size in self.tile if size > 1) if self.tile else ""
         return f"{self.inner.scheme} {axes or 'y1'}{pipe}{replicas}{zero} · b {self.rows} · {kept}{tile}"
-
-
-_split = cache(split_layers)
-
-
-@cache
-def homes_of(schedule: str, pp: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each stage of a pipeline."""
-    return SCHEDULE_RULES[schedule].homes(pp, chunks)
-
-
-@cache
-def _stages(homes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(stage for stage, home in enumerate(homes) if home == rank) for rank in range(max(homes) + 1))
 
 
 class Around(NamedTuple):
@@ -217,26 +203,28 @@ class Rows:
 
     @cached_property
     def layers(self) -> Any:
-        """Columns: layers of the first and the last rank of a pipeline, and of the smallest stage of all and of the first rank.
+        """Columns: layers of the first and the last rank of a pipeline, and of the smallest stage.
 
-        A fifth one is whether the first rank has the last stage too.
+        A fourth one is whether the first rank has the last stage too.
         """
 
         def of(pp: int, schedule: int, chunks: int) -> tuple[int, ...]:
-            stages, homes = _split(self.inners[0].model.layers, pp, chunks), homes_of(SCHEDULES[schedule], pp, chunks)
+            stages, homes = balanced(self.inners[0].model.layers, pp, chunks), homes_of(SCHEDULES[schedule], pp, chunks)
             first, last = ([many for many, home in zip(stages, homes, strict=True) if home == rank] for rank in (0, pp - 1))
-            return sum(first), sum(last), min(stages), min(first), int(homes[-1] == 0)
+            return sum(first), sum(last), min(stages), int(homes[-1] == 0)
 
         return _by_kind(of, self.pp, self.schedule, self.chunks)
 
     @cached_property
-    def in_flight(self) -> Any:
-        """The most inputs of stages that the first rank keeps until the gradients of inputs are taken."""
+    def heaviest(self) -> Any:
+        """Of each row, what ranks of its pipeline hold when they keep most (`stages.heaviest`): columns, for several of them."""
 
         def of(pp: int, schedule: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
-            return (most_in_flight(SCHEDULES[schedule], pp, micro_batches, chunks, 0),)
+            found = heaviest(SCHEDULES[schedule], pp, micro_batches, chunks, self.inners[0].model.layers)
+            return tuple(number for one in found for number in one)
 
-        return _by_kind(of, self.pp, self.schedule, self.chunks, np.minimum(self.micro_batches, 2 * self.pp))[0]
+        columns = _by_kind(of, self.pp, self.schedule, self.chunks, np.minimum(self.micro_batches, 2 * self.pp))
+        return columns.reshape(-1, 3, len(self))
 
     def inner_of(self, saving: Saving, row: int) -> Inner:
         """What the cells of a row depend on; of row 0 for all rows, but for its grid, unit and number of replicas."""
@@ -255,16 +243,6 @@ def _by_kind(function: Callable[..., tuple[int, ...]], *columns: Any) -> Any:
     """Columns of what a function returns for each row of columns; it is called once for rows that are alike."""
     kinds, place = np.unique(np.stack(columns), axis=1, return_inverse=True)
     return np.array([function(*map(int, one)) for one in kinds.T]).T[:, place.reshape(-1)]
-
-
-def most_in_flight(schedule: str, p: int, m: int, chunks: int, rank: int) -> int:
-    """The most inputs of stages that a rank keeps until the gradients of inputs are taken."""
-    return _most_in_flight(schedule, p, min(m, 2 * p), chunks, rank)  # more change nothing
-
-
-@cache
-def _most_in_flight(schedule: str, p: int, many: int, chunks: int, rank: int) -> int:
-    return max(in_flight(list(rule_of(schedule, p, many, chunks).order(p, many, chunks, rank)), GRADIENT_SENDERS))
 
 
 @cache
@@ -405,7 +383,7 @@ def is_possible(schedule: str, layers: int, pp: int, micro_batches: int, chunks:
     """Whether a schedule takes so many micro-batches and chunks, and the layers fill its stages."""
     try:
         rule_of(schedule, pp, micro_batches, chunks)
-        _split(layers, pp, chunks)
+        balanced(layers, pp, chunks)
     except ConfigError:
         return False
     return True
@@ -432,20 +410,28 @@ def _tiles(axes: tuple[tuple[str, int], ...], nodes: tuple[int, ...]) -> list[tu
 
 def admits(space: Space, plan: Plan) -> bool:
     """Whether a plan is within what is fixed and limited."""
-    checks = ((space.fixed, lambda have, want: have == want), (space.least, _at_least), (space.most, _at_most))
-    return all(
-        test(plan.family if key == "family" else value_of(plan, key), want)
-        for of, test in checks
-        for key, want in (of or {}).items()
-    )
+    return not refused(space, plan)
 
 
-def _at_least(have: Any, want: Any) -> bool:
-    return bool(have >= want)
+def refused(space: Space, plan: Plan) -> str:
+    """The first of what is fixed and limited that a plan is not within, as it may be given; empty where it is within all."""
+    options = ("--fix", "=", space.fixed, eq), ("--limit", ">=", space.least, ge), ("--limit", "<=", space.most, le)
+    for option, sign, of, holds in options:
+        for key, want in (of or {}).items():
+            if not holds(plan.family if key == "family" else value_of(plan, key), want):
+                return f"{option} {_GIVEN.get(key, key)}{sign}{_as_given(want)}"
+    return ""
 
 
-def _at_most(have: Any, want: Any) -> bool:
-    return bool(have <= want)
+_GIVEN = {whole: short for short, whole in SHORT.items() if whole != "y"}
+"""Whole key → its short form."""
+
+
+def _as_given(value: Any) -> str:
+    """A value as --fix takes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{axis}={size}" for axis, size in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def positive(name: str, value: int) -> None:

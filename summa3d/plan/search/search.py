@@ -20,7 +20,7 @@ from ..cells import BLOCK
 from .bounds import Bounds
 from .cells import PASSES, matrices
 from .memory import Memory, memory, reserve
-from .plans import FAMILIES, Plan, Rows, Saving, Space, admits, columns, less, tiles
+from .plans import FAMILIES, Plan, Rows, Saving, Space, columns, less, refused, tiles
 from .store import Store
 from .timing import Times
 
@@ -144,8 +144,10 @@ class Search:
         """
         rows, kept = self._schemes[scheme], at
         if self.space.fixed or self.space.least or self.space.most:
-            kept = np.array([row for row in at if self._admitted(rows.plan(row, saving))], int)
-            self._fail(scheme, np.setdiff1d(at, kept), saving, "not within --fix and --limit")
+            reasons = np.array([self._refused(rows.plan(row, saving)) for row in at], str)
+            for reason in sorted({*reasons.tolist()} - {""}):
+                self._fail(scheme, at[reasons == reason], saving, f"not within {reason}")
+            kept = at[reasons == ""]
         if len(kept):
             states, held = self._bounds.bytes(rows, kept, saving)
             self._fail(scheme, kept[states > self.limit], saving, "weights and their states alone do not fit")
@@ -190,9 +192,10 @@ class Search:
         """What is searched, whatever sub-grid a node holds."""
         return replace(self.space, fixed={key: value for key, value in (self.space.fixed or {}).items() if key not in TILE})
 
-    def _admitted(self, plan: Plan) -> bool:
-        """Whether a plan of `Rows`, which has no tile yet, is within what is fixed and limited, and has a placement that is."""
-        return admits(self._untiled, plan) and (not self._fixed_tiles or bool(self._placements(plan)))
+    def _refused(self, plan: Plan) -> str:
+        """What of --fix and --limit a plan of `Rows`, which has no tile yet, or all its placements are not within; or empty."""
+        tiled = not self._fixed_tiles or self._placements(plan)
+        return refused(self._untiled if tiled else self.space, plan)
 
     def _placements(self, plan: Plan) -> list[Plan]:
         """The plan with every sub-grid that a node may hold, or with the one that is fixed."""
@@ -250,7 +253,9 @@ class Search:
 
     def priced(self, plan: Plan, held: Memory) -> Priced:
         """A plan with its pipeline simulated, and its time term by term."""
-        return Priced(plan, self.times.seconds(plan), held, terms(plan, self.times))
+        step = self.times.step(plan)
+        pipeline = step.pipeline(self.times.cluster)
+        return Priced(plan, pipeline + step.parts.after, held, terms(plan, self.times, pipeline))
 
 
 def search(
@@ -278,8 +283,11 @@ def front_of(done: Sequence[tuple[float, Plan, Memory]]) -> Iterable[tuple[float
             yield one
 
 
-def terms(plan: Plan, times: Times) -> dict[str, object]:
-    """The seconds of a step on the busiest rank of the pipeline, by what they are spent on; `bubble` is what it waits for."""
+def terms(plan: Plan, times: Times, pipeline: float) -> dict[str, object]:
+    """The seconds of a step on the busiest rank of the pipeline, by what they are spent on; `bubble` is what it waits for.
+
+    pipeline : seconds of all forwards and backwards.
+    """
     spans, step = times.spans(plan), times.step(plan)
     after = times.after(plan)
 
@@ -299,7 +307,6 @@ def terms(plan: Plan, times: Times) -> dict[str, object]:
         hidden += many * sum(spans[key].hidden.values())
     compute = sum(spans[key].compute * many for key, many in work(rank).items())
     sends = step.works[rank][3] * plan.micro_batches * step.parts.send
-    pipeline = step.pipeline(times.cluster)
     return {
         "compute": compute,
         "axis": dict(sorted(axes.items())),

@@ -21,12 +21,11 @@ from typing import Any
 from ... import __version__
 from ...dry.record import Op
 from ...files import read_json
-from .cells import PASSES, SIZES, Cells, Inner, Line, OpLine, Piece, traced
+from .cells import PASSES, Cells, Inner, Line, OpLine, Piece, traced
 
-FORMAT = 2
+FORMAT = 3
 PACKAGES = ("autograd", "comm", "dry", "gemm", "layout", "nn", "parallel", "train")
 """The packages whose code a trace depends on, beside the kernels and the search's own cells."""
-MOVED = (*SIZES, "layer", "id")
 
 
 def folder() -> Path:
@@ -176,22 +175,18 @@ def _write(file: Path, text: str) -> None:
 
 
 def _to_json(cells: Cells) -> dict[str, Any]:
-    kinds = [[[getattr(kind.op, name) for name in _FIXED], [list(line) for line in kind.sizes]] for kind in cells.kinds]
+    kinds = [[*kind.op, *_flat(kind.slopes)] for kind in cells.kinds]
     every = {**cells.passes, "copies": cells.copies, "optimizer": cells.optimizer}
     pieces = {name: [[one.cell, *one.net, *one.top, [*_flat(one.ops)]] for one in of] for name, of in every.items()}
     return {"kinds": kinds, "pieces": pieces, "elements": dict(cells.elements), "kept": list(cells.kept)}
 
 
 def _from_json(table: dict[str, Any]) -> Cells:
-    kinds = tuple(
-        OpLine(Op(**dict(zip(_FIXED, fixed, strict=True)), layer="", batch=0), tuple(map(Line._make, sizes)))
-        for fixed, sizes in table["kinds"]
-    )
+    fields = len(Op._fields)
+    kinds = tuple(OpLine(Op._make(row[:fields]), _pairs(row[fields:])) for row in table["kinds"])
     pieces = {
         name: tuple(
-            Piece(cell, Line(*net), Line(*top), tuple(zip(ops[::2], ops[1::2], strict=True)))
-            for cell, *four, ops in of
-            for net, top in [(four[:2], four[2:])]
+            Piece(cell, Line(*net), Line(*top), _pairs(ops)) for cell, *four, ops in of for net, top in [(four[:2], four[2:])]
         )
         for name, of in table["pieces"].items()
     }
@@ -199,10 +194,9 @@ def _from_json(table: dict[str, Any]) -> Cells:
     return Cells(kinds, passes, pieces["copies"], pieces["optimizer"], table["elements"], Line(*table["kept"]))
 
 
-_FIXED = tuple(name for name in Op._fields if name not in MOVED)
+def _flat(pairs: tuple[tuple[int, int], ...]) -> Iterator[int]:
+    return (number for pair in pairs for number in pair)
 
 
-def _flat(ops: tuple[tuple[int, int], ...]) -> Iterator[int]:
-    for kind, number in ops:
-        yield kind
-        yield number
+def _pairs(flat: list[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(zip(flat[::2], flat[1::2], strict=True))

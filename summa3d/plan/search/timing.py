@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -19,6 +19,7 @@ from ..price import Prices
 from ..replay import Span, replay
 from .cells import PASSES, Cells, Inner
 from .plans import ORDER, Plan
+from .stages import fullest
 from .store import Store
 
 CELLS = (ENTER, BLOCK, LEAVE)
@@ -55,6 +56,7 @@ class Times:
         self._compute: dict[tuple[Inner, int], list[float]] = {}
         self._prices: dict[object, Prices] = {}
         self._least: dict[Key, Durations] = {}
+        self._updates: dict[tuple[Inner, int, int], list[float | Op]] = {}
         self._spans: dict[Key, dict[tuple[str, str], Span]] = {}
 
     # -- links
@@ -139,7 +141,7 @@ class Times:
     def after(self, plan: Plan) -> After:
         """Seconds behind the last backward, of the rank that holds most parameters."""
         cells, _ = self.store.cells(plan.inner, plan.units)
-        held, dp = max(elements_of(plan, cells, rank) for rank in fullest(plan)), plan.dp
+        held, dp = max(elements_of(plan, cells, rank) for rank in fullest(plan.stages, plan.layers)), plan.dp
         updated = held if plan.zero in (0, 3) else -(-held // dp)  # the cells of zero 3 update a shard already
         return After(self._replicas(plan, held), self._optimizer(plan, cells, updated))
 
@@ -165,14 +167,21 @@ class Times:
         return seconds
 
     def _optimizer(self, plan: Plan, cells: Cells, held: int) -> float:
-        prices, traced = self.prices_of(plan), sum(cells.elements[cell] for cell in CELLS)
-        seconds = 0.0
+        prices = self.prices_of(plan)
+        key = plan.inner, held, prices.topology.size  # of a micro-batch, nothing here depends
+        if key not in self._updates:
+            self._updates[key] = [*self._update(cells, held, prices)]
+        return sum((prices.seconds(one) if isinstance(one, Op) else one for one in self._updates[key]), 0.0)
+
+    def _update(self, cells: Cells, held: int, prices: Prices) -> Iterator[float | Op]:
+        """What the optimizer's operations take where a rank holds so many elements; communications, which depend on links."""
+        traced = sum(cells.elements[cell] for cell in CELLS)
         for piece in (*cells.copies, *cells.optimizer):
             for kind, _ in piece.ops:
-                op = cells.kinds[kind].at(plan.units)
+                op = cells.kinds[kind].at(0)
                 part = held / traced if op.kind == "elements" else 1.0
-                seconds += prices.seconds(op._replace(read=round(op.read * part), written=round(op.written * part)))
-        return seconds
+                op = op._replace(read=round(op.read * part), written=round(op.written * part))
+                yield op if op.kind == "move" else prices.seconds(op)
 
     # -- prices
 
@@ -214,19 +223,6 @@ def move(name: str, axis: str, words: int, dtype: str) -> Op:
 @cache
 def _copies(ranks: int, sizes: tuple[int, ...]) -> int:
     return next(many for many in range(1, prod(sizes) + 1) if all(ranks * many % size == 0 for size in sizes))
-
-
-def fullest(plan: Plan) -> set[int]:
-    """Ranks of a pipeline one of which is the fullest: of those whose stages are alike, the first and the last."""
-    return _fullest(plan.stages, plan.layers)
-
-
-@cache
-def _fullest(stages: tuple[tuple[int, ...], ...], layers: tuple[int, ...]) -> set[int]:
-    alike: dict[object, list[int]] = {}
-    for rank, own in enumerate(stages):
-        alike.setdefault((0 in own, len(layers) - 1 in own, *(layers[stage] for stage in own)), []).append(rank)
-    return {rank for ranks in alike.values() for rank in (ranks[0], ranks[-1])}
 
 
 def durations(seconds: Mapping[tuple[str, str], float]) -> Durations:
