@@ -112,7 +112,7 @@ class Request:
 
 
 def collapse() -> None:
-    """Have this process's memory in huge pages where the kernel can: a fork of 250 MB in small ones takes 13 ms of a core more."""
+    """Have this process's memory in huge pages where the kernel can: with small ones a fork takes 13 ms of a core more."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, rights, _, _, inode, *_ = line.split()
         begin, end = (int(address, 16) // HUGE for address in place.split("-"))

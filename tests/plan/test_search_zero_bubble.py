@@ -191,7 +191,10 @@ def test_zb_v_wins_until_its_bytes_do_not_fit() -> None:
     assert less[0].seconds == first[1].seconds
 
 
-@pytest.mark.parametrize(("schedule", "zero"), [("zb-h1", 1), ("zb-h1", 3), ("zb-v", 2), ("zb-v", 3)])
+@pytest.mark.parametrize(
+    ("schedule", "zero"),
+    [("zb-h1", 3), ("zb-v", 2), *(pytest.param(*one, marks=pytest.mark.wide) for one in (("zb-h1", 1), ("zb-v", 3)))],
+)
 def test_a_written_zero_bubble_plan_has_the_bytes_of_its_dry_run(tmp_path: Path, capsys: Any, schedule: str, zero: int) -> None:
     from summa3d.train.dry_run import predict
 
