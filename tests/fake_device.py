@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 POISON = 0xFF  # NaN in floats, −1 in whole numbers
 MODES = ("lazy", "eager", "random")
-PATIENCE = 90.0
+PATIENCE = 250.0
 ASLEEP = 1e-4
 """Seconds that a rank sleeps when none of its streams can go on, so that the others have the processor."""
 

@@ -66,6 +66,7 @@ def main(modules: list[str]) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     mpi.hide()
+    forkserver.collapse()
     request = forkserver.serve()
     if request is not None:
         request.take_over()

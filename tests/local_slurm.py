@@ -158,7 +158,7 @@ class LocalSlurm:
     def stop(self) -> None:
         """End all jobs, and all processes that know this Slurm, and remove the folder."""
         where = [] if self.emulated is None else self.emulated.in_switch()
-        subprocess.run([*where, "scancel", "--user=root"], env=self.environment, capture_output=True, timeout=30)
+        subprocess.run([*where, "scancel", "--user=root"], env=self.environment, capture_output=True, timeout=300)
         deadline = time.monotonic() + 10
         asked = [*where, "squeue", "-h"]
         while time.monotonic() < deadline and subprocess.run(asked, env=self.environment, capture_output=True).stdout:

@@ -33,7 +33,7 @@ PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
 POLL = 0.03  # seconds between two readings of what ranks have written; only ranks that failed wait for one
 PATIENCE = 20.0  # seconds that a world may take to end after its last test
 GRACE = 3.0  # seconds that the other ranks may stay in a test after one has failed in it
-START = 90.0  # seconds for mpiexec, imports and collection, before the first rank enters its first test
+START = 300.0  # seconds for mpiexec, imports and collection, before the first rank enters its first test
 START_PER_RANK = 1.0  # and for each rank: all of them share this machine's cores
 LOG_TAIL = 3000  # characters of mpiexec's own output shown with a failure
 # Robust rather than fast: other work on this machine must not turn the waiting of ranks into minutes.

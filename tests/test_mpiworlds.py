@@ -29,7 +29,7 @@ import os, signal, subprocess, sys, time
 import pytest
 from mpi4py import MPI
 
-four = pytest.mark.mpi(sizes=(4,), timeout=30)
+four = pytest.mark.mpi(sizes=(4,), timeout=250)
 
 def meet(comm):  # a barrier that sleeps: one that polls takes a core for as long as a test lets it wait
     request = comm.Ibarrier()
@@ -262,17 +262,17 @@ def test_a_deadlock_under_a_users_own_mpiexec_ends_with_stacks(tmp_path: Path) -
     began = time.monotonic()
     output, status = run_pytest(tmp_path, "--with-mpi", "-k", "deadlock", launcher=guest_launcher(4))
     assert status != 0
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 200
     assert output.count("test_deadlock[w4] has not finished for 3 s") == 4, output
 
 
 @pytest.mark.usefixtures("oversubscribed")
 def test_a_rank_that_leaves_a_test_alone_ends_a_users_own_mpiexec(tmp_path: Path) -> None:
-    """Long before the test's timeout of 30 s: the others wait in a barrier for the rank whose test has failed."""
+    """Long before the test's timeout of 250 s: the others wait in a barrier for the rank whose test has failed."""
     (tmp_path / "test_bad.py").write_text(BAD)
     began = time.monotonic()
     output, status = run_pytest(tmp_path, "--with-mpi", "-k", "good_first or raises or good_last", launcher=guest_launcher(5))
     assert status != 0
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 200
     assert "ValueError: left early" in output, output
     assert "--- rank 2: 10 s later, other ranks are still in test_bad.py::test_raises_before_barrier[w4]." in output, output

@@ -58,5 +58,5 @@ def test_the_rest_is_wide(tmp_path: Path, options: tuple[str, ...], ran: int) ->
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = wide: left out\n")
     command = [sys.executable, "-m", "pytest", "-q", "--strict-markers", "-p", "pairs", "-p", "no:cacheprovider", *options]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
     assert done.stdout.rstrip().splitlines()[-1].startswith(f"{ran} passed"), done.stdout

@@ -58,7 +58,7 @@ print("started after", sys.argv[2], "kills")
 """
 
 
-def launched(size: int, words: list[str], cwd: Path, extra: dict[str, str] | None = None, timeout: float = 100) -> jobs.Ended:
+def launched(size: int, words: list[str], cwd: Path, extra: dict[str, str] | None = None, timeout: float = 300) -> jobs.Ended:
     """Run Python on these words where /dev/shm has `size` MiB."""
     shell = ["-c", "import os, sys; os.execvp('unshare', sys.argv[1:])"]
     inside = ["unshare", "-m", "sh", "-c", MOUNTED.format(size=size), "sh", sys.executable, *words]

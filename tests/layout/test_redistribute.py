@@ -143,34 +143,36 @@ def cases(ranks):
     ]
 
 
-def assert_redistributes(comm, kind, dtypes, shapes):
+def assert_redistributes(make_grid, comm, kind, dtypes, shapes):
     """Every case to every other: the result cut from the whole, the ledger as planned."""
-    turns = zip(itertools.product(cases(comm.size), repeat=2), itertools.cycle(dtypes), itertools.cycle(shapes), strict=False)
-    for ((axes, order, layout), (to_axes, to_order, to)), dtype, shape in turns:
-        whole = numbers("float64", shape, 3)
-        with Grid(comm, axes, order=order, check=True) as grid, Grid(comm, to_axes, order=to_order) as to_grid:
-            source, target = Placement.on(grid, layout), Placement.on(to_grid, to)
-            plan = Redistribution(shape, source, target)
-            block = array(kind, dtype, cut(whole, source, comm.rank), transposed=comm.rank % 2 == 1)
-            with grid.ledger.watch() as moved:
-                got = redistribute(block, shape, grid, layout, to, to_grid)
-            assert grid.ledger.workspace_peak == plan.workspace_of(comm.rank) * block.itemsize
-            assert np.array_equal(plain(got), cut(whole, target, comm.rank)) and is_like(got, kind, dtype)
-            assert (moved.words, moved.messages) == (plan.words_of(comm.rank), plan.messages_of(comm.rank))
-            assert [row.collective for row in moved.rows] == (["all_to_all"] if plan.moves() else [])
+    sources = [(make_grid(order=order, **axes), layout) for axes, order, layout in cases(comm.size)]
+    targets = [(make_grid(order=order, check=False, **axes), layout) for axes, order, layout in cases(comm.size)]
+    wholes = {shape: numbers("float64", shape, 3) for shape in shapes}
+    turns = zip(itertools.product(sources, targets), itertools.cycle(dtypes), itertools.cycle(shapes), strict=False)
+    for ((grid, layout), (to_grid, to)), dtype, shape in turns:
+        source, target = Placement.on(grid, layout), Placement.on(to_grid, to)
+        plan = Redistribution(shape, source, target)
+        block = array(kind, dtype, cut(wholes[shape], source, comm.rank), transposed=comm.rank % 2 == 1)
+        grid.ledger.reset_peak()
+        with grid.ledger.watch() as moved:
+            got = redistribute(block, shape, grid, layout, to, to_grid)
+        assert grid.ledger.workspace_peak == plan.workspace_of(comm.rank) * block.itemsize
+        assert np.array_equal(plain(got), cut(wholes[shape], target, comm.rank)) and is_like(got, kind, dtype)
+        assert (moved.words, moved.messages) == (plan.words_of(comm.rank), plan.messages_of(comm.rank))
+        assert [row.collective for row in moved.rows] == (["all_to_all"] if plan.moves() else [])
 
 
 SHAPES = [(13, 17), (2, 40), (40, 40), (0, 5), (300, 7)]
 
 
 @SIZES
-def test_redistribution_of_numpy_blocks_equals_cutting_the_whole(comm):
-    assert_redistributes(comm, "numpy", ["float64", "float32", "complex64", "int32", "float16", "complex128"], SHAPES)
+def test_redistribution_of_numpy_blocks_equals_cutting_the_whole(comm, make_grid):
+    assert_redistributes(make_grid, comm, "numpy", ["float64", "float32", "complex64", "int32", "float16", "complex128"], SHAPES)
 
 
 @pytest.mark.mpi(sizes=(4, 6))
-def test_redistribution_of_torch_blocks_equals_cutting_the_whole(comm):
-    assert_redistributes(comm, "torch", ["float64", "bfloat16", "float32", "int64", "float16", "complex64"], SHAPES)
+def test_redistribution_of_torch_blocks_equals_cutting_the_whole(comm, make_grid):
+    assert_redistributes(make_grid, comm, "torch", ["float64", "bfloat16", "float32", "int64", "float16", "complex64"], SHAPES)
 
 
 @SIZES

@@ -15,7 +15,7 @@ from summa3d.nn import build, initialise, scheme
 from summa3d.nn.overlap import Overlap
 
 
-def gradients(model: Any, batch: dict[str, Any], passes: int = 3) -> list[Tensor]:
+def gradients(model: Any, batch: dict[str, Any], passes: int = 2) -> list[Tensor]:
     """Loss and gradients of the last of some passes, by when weights are prefetched, and of an evaluation before it."""
     for _ in range(passes):
         model.zero_grad(set_to_none=True)
@@ -45,9 +45,9 @@ def test_a_copy_computes_with_its_own_weights_before_and_after_steps(make_grid, 
     model = build(config, plan, torch.float64, seed=3)
     batch = FAMILIES[family].batch(config, rows_for(plan), sequence_for(plan, config.sequence))
     reference = build(config, scheme("cuboid", grid), torch.float64, seed=3)
-    want = gradients(reference, batch)
+    want = gradients(reference, batch, 1)  # prefetches nothing: all its passes are the same
     change(reference)
-    want_changed = gradients(reference, batch)
+    want_changed = gradients(reference, batch, 1)
     for moment in ("before any step", "after steps"):
         other = copy.deepcopy(model)
         change(other)

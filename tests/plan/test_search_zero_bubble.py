@@ -25,6 +25,7 @@ from summa3d.parallel.schedule import build, is_split, split_layers, unchecked
 from summa3d.parallel.simulate import timeline
 from summa3d.plan.cells import BLOCK, Cell
 from summa3d.plan.predict import Durations
+from summa3d.plan.search import command
 from summa3d.plan.search.bounds import MARGIN, Bounds, kept
 from summa3d.plan.search.cells import PASSES, Cells, Inner, traced
 from summa3d.plan.search.export import configured
@@ -194,9 +195,12 @@ def test_zb_v_wins_until_its_bytes_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "zero"), [("zb-h1", 1), ("zb-h1", 3), ("zb-v", 2), ("zb-v", 3)])
-def test_a_written_zero_bubble_plan_has_the_bytes_of_its_dry_run(tmp_path: Path, capsys: Any, schedule: str, zero: int) -> None:
+def test_a_written_zero_bubble_plan_has_the_bytes_of_its_dry_run(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, schedule: str, zero: int
+) -> None:
     from summa3d.train.dry_run import predict
 
+    monkeypatch.setattr(command, "affinity", lambda: {0})  # no other processes that trace: each imports torch
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     words = "--model layers=4 hidden=64 heads=4 sequence=32 vocabulary=256 --cluster selene --ranks 8 --batch 16 --json --top 1"

@@ -163,6 +163,7 @@ def uses_of(name: str, recomputed: bool) -> tuple[int, int, int]:
     return 1, int(product) + int(recomputed and name.startswith("blocks")), 1
 
 
+@pytest.mark.pairs
 @pytest.mark.mpi(sizes=(4, 6))
 @pytest.mark.parametrize(("zero", "recompute"), [(2, "none"), (3, "none"), (3, "full")])
 def test_words_and_bytes_are_those_of_the_shards(
