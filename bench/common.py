@@ -28,9 +28,13 @@ def environment(threads: int | None = 1) -> dict[str, str]:
     return kept if threads is None else {**kept, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
 
 
-def on_ranks(ranks: int, arguments: Sequence[str], threads: int | None = 1) -> str:
-    """What `python ARGUMENTS…` prints on `ranks` ranks of this interpreter's own MPI. A failed job ends the script."""
+def on_ranks(ranks: int, arguments: Sequence[str], threads: int | None = 1, started_by: Sequence[str] = ()) -> str:
+    """What `python ARGUMENTS…` prints on `ranks` ranks of this interpreter's own MPI. A failed job ends the script.
+
+    started_by : a program and its arguments that start the launcher in their turn
+    """
     command, environ, _ = mpi_command(ranks, list(arguments), environment(threads))
+    command = [*started_by, *command]
     done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)} failed with status {done.returncode}\n{done.stdout}{done.stderr}")

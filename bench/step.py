@@ -21,6 +21,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "demo": (),
     "tiny": ("model.hidden=16", "model.heads=4", "model.sequence=8", "model.layers=4", "train.batch=8"),
 }
+STILL = ("train.steps=100000", "train.evaluate_every=0", "train.checkpoint_every=0", "train.keep=0")
 STEPS = {"demo": (3, 8), "tiny": (20, 40)}  # steps of a round: alone, on all ranks
 WARM_UP = 3
 EFFICIENCY, GOAL, TINY = 0.67, 0.8, 0.040
@@ -90,11 +91,10 @@ def race(name: str, rounds: int, folder: Path, world: Any, cores: int) -> tuple[
     from summa3d.train.metrics import CoreTime
     from summa3d.train.prepare import prepare
 
-    still = ("train.steps=100000", "train.evaluate_every=0", "train.checkpoint_every=0", "train.keep=0")
-    together = prepare(load("demo", [*MODELS[name], *GRID, *still]), world, folder / name)
+    together = prepare(load("demo", [*MODELS[name], *GRID, *STILL]), world, folder / name)
     alone = None
     if world.rank == 0:
-        alone = prepare(load("demo", [*MODELS[name], *still, "scheme=serial"]), MPI.COMM_SELF, folder / f"{name}-alone")
+        alone = prepare(load("demo", [*MODELS[name], *STILL, "scheme=serial"]), MPI.COMM_SELF, folder / f"{name}-alone")
     world.Barrier()
     found: dict[str, Any] = {"alone": [], "together": [], "shares": {"arithmetic": [], "communication": [], "idle": []}}
     with torch.autograd.set_multithreading_enabled(False):

@@ -16,9 +16,9 @@ HEAT, JAX = BENCH / "build" / "heat", BENCH / "build" / "jax" / "bin" / "python"
 SHORT = ("--ranks", "2", "--divide", "32", "--case", "tall", "--dtype", "float64", "--rounds", "2")
 
 
-def run(script: str, *arguments: str, **environ: str) -> str:
+def run(script: str, *arguments: str, patience: int = 120, **environ: str) -> str:
     command = [jobs.python(), str(BENCH / script), *arguments]
-    done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=patience, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -103,6 +103,21 @@ def test_a_step_on_eight_ranks_stands_beside_one_ranks(tmp_path):
         found["alone"][0] > 0 and found["together"][0] > 0 and abs(sum(part[0] for part in found["shares"].values()) - 1) < 1e-9
     )
     assert "at most 40 ms a step on 8 ranks" in said.splitlines()[-1]
+
+
+@pytest.mark.wide
+def test_what_a_step_waits_for_stands_beside_ranks_with_equal_addresses(tmp_path):
+    file = tmp_path / "waits.json"
+    said = run("step_waits.py", "--rounds", "1", "--steps", "2", "--json", str(file), patience=300)  # starts 16 ranks
+    starts = json.loads(file.read_text())["starts"]
+    for name, row in ((name, row) for name, rows in starts.items() for row in rows):
+        assert not (row["equal_addresses"] and name == "own addresses")
+        calls, sleeps = row["communications"], row["sleeps"]
+        assert set(sleeps) <= set(calls) and calls["x"] == 18 + 18  # of 16 weights of blocks, and twice of the tied embedding
+        assert 0 < sum(sleeps.values()) < 2 * sum(calls.values())
+        assert all(micros > 0 for ways in row["collectives"].values() for micros in ways.values())
+    equal = [row["equal_addresses"] for row in starts.get("equal addresses", [])]  # not of ranks that are forked
+    assert ("at most 0.9 of it" if equal == [True] else "are not compared") in said.splitlines()[-1]
 
 
 def test_a_linears_rate_stands_beside_that_of_the_cores(tmp_path):
