@@ -635,6 +635,7 @@ def main() -> None:
                 f"goodput {result['goodput']:.3f}, Daly's bound {result['bound']:.3f}, a checkpoint every {result['every']} steps"
             )
             print("  " + verdict("the weights of the undisturbed run", not result["differences"]))
+            print("".join(f"    {one}\n" for one in result["differences"]), end="")
             print("  " + verdict("goodput at least 0.9 of Daly's bound", result["goodput"] >= 0.9 * result["bound"]))
         elif args.soak:
             result = soak(runs, args.worlds[-1], args.soak)
