@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DataError
+
+HUGE = re.compile("[0-9]{309}")
+"""Digits that may be a whole number beyond all floats."""
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,11 +48,22 @@ def named_text(file: Path) -> str:
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, also where it is nested too deeply for Python's stack."""
+    """The value of a JSON text. Raises ValueError, also where it is nested too deeply, or a number is too large."""
+    digits = HUGE.search(text if isinstance(text, str) else text.decode("latin-1"))
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_whole_number if digits else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _whole_number(digits: str) -> int:
+    """The number, which a float must be able to hold: it is compared with others."""
+    value = int(digits)
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError(f"a whole number of {len(digits)} digits is too large") from None
+    return value
 
 
 def from_toml(text: str) -> dict[str, Any]:

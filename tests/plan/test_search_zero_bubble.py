@@ -26,7 +26,7 @@ from summa3d.parallel.simulate import timeline
 from summa3d.plan.cells import BLOCK, Cell
 from summa3d.plan.predict import Durations
 from summa3d.plan.search import command
-from summa3d.plan.search.bounds import MARGIN, Bounds, kept
+from summa3d.plan.search.bounds import Bounds, kept
 from summa3d.plan.search.cells import PASSES, Cells, Inner, traced
 from summa3d.plan.search.export import configured
 from summa3d.plan.search.memory import _of_rank, memory
@@ -242,6 +242,8 @@ KEEPS = (
     ("summa", 2, {"x": 2, "y": 2}),
     ("summa-transposed", 2, {"x": 2, "y": 2}),
     ("tesseract", 4, {"x": 2, "y": 2, "d": 2}),
+    ("cuboid", 2, {"x": 2}),
+    ("cuboid", 2, {"x": 2, "z": 2}),
 )
 
 
@@ -264,7 +266,7 @@ def test_what_a_block_keeps_at_least_is_hardly_less_than_what_it_keeps(
         cells, units = bounds.times.store.cells(of, rows // unit)
         nets = [sum(one.net.at(units) for one in cells.passes[way] if one.cell == BLOCK) for way in PASSES[:2]]
         alone = [bounds._alone_keeps(of, 1, way, rows, 1) for way in PASSES[:2]]
-        saved, owed = kept(of, sizes, rows * MODEL.sequence, [MARGIN * one for one in alone])
+        saved, owed = kept(of, sizes, rows * MODEL.sequence, alone)
         assert 0.85 * nets[0] <= saved <= nets[0], of
         assert 0.85 * sum(nets) <= owed <= sum(nets) or not split, of
         assert cells.elements[BLOCK] >= of.block_elements * sizes["d"] / of.ranks

@@ -119,6 +119,14 @@ def test_a_full_disk_ends_no_run_and_loses_no_line(comm: Any, tmp_path: Path, ca
     assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("spoilt", ["9" * 309, "-" + "9" * 4000, "NaN", "[" * 100_000])
+def test_lines_end_where_one_is_none(tmp_path: Path, spoilt: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": 1, "loss": 2, "note": "{"9" * 400}"}}', f'{{"step": 2, "loss": {spoilt}}}', '{"step": 3, "loss": 1}']
+    path.write_text("\n".join(lines) + "\n")
+    assert [line["step"] for line in metrics.read(path)] == [1]
+
+
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": number}) + "\n" for number in (1, 2, 3)) + '{"step": 4, "lo')

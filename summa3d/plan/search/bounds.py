@@ -70,16 +70,24 @@ def moved(inner: Inner, sizes: Mapping[str, Number], tokens: Number) -> Iterator
         yield Moved("d", "all_reduce", 2 * (d - 1) / d * k * n / (x * y) * wide, 1, True)
 
 
-def kept(inner: Inner, sizes: Mapping[str, Number], tokens: Number, alone: Sequence[Number]) -> tuple[Number, Number]:
+class Kept(NamedTuple):
+    """Bytes of a block that one rank alone keeps of a micro-batch, and those among them that copies of weights take."""
+
+    bytes: Number
+    weights: Number
+
+
+def kept(inner: Inner, sizes: Mapping[str, Number], tokens: Number, alone: Sequence[Kept]) -> tuple[Number, Number]:
     """Bytes of a block that a rank keeps of a micro-batch at least: from F to B or X; and then to W, where backward is split.
 
-    alone : those of one rank alone. A rank has its share of them. Beside it, copies of the stream are whole around the products
-    and norms of `oned`; products keep the operands that they gathered unless backward gathers or computes them again, and what X
-    has gathered for gradients of weights waits for W, but for a stream that one rank computes again, and not every grid. SUMMA
-    computes these in X, and owes nothing.
+    alone : those of one rank alone. A rank has its share of them; copies of weights among them are those that it gathers.
+
+    Beside it, copies of the stream are whole around the products and norms of `oned`; products keep the operands that they
+    gathered unless backward gathers or computes them again, and what X has gathered for gradients of weights waits for W, but for
+    a stream that one rank computes again, and not every grid. SUMMA computes these in X, and owes nothing.
     """
     ranks = sizes["x"] * sizes["y"] * sizes["z"] * sizes["d"]
-    share, part = dtype_of(inner.dtype).nbytes / ranks, [one / ranks for one in alone]
+    share, part = dtype_of(inner.dtype).nbytes / ranks, [one.bytes / ranks for one in alone]
     if inner.scheme == "oned":
         copies = (sizes["y"] - 1) * tokens * inner.model.hidden * share
         return part[0] + (1 if inner.recompute == "full" else 4) * copies, part[1] + 4 * copies
@@ -92,7 +100,8 @@ def kept(inner: Inner, sizes: Mapping[str, Number], tokens: Number, alone: Seque
         weights = weights + (sizes["x"] > 1) * sizes["x"] * (inner.replicas == 1) * k * n
     if inner.recompute == "full":
         return part[0], part[1] + (operands + gradients - tokens * inner.model.hidden) * share
-    return part[0] + (operands + weights) * share, part[1] + (operands + gradients) * share
+    weights = np.maximum(0.0, weights * share - alone[0].weights / ranks)
+    return part[0] + operands * share + weights, part[1] + (operands + gradients) * share
 
 
 def _together(every: Iterable[Moved]) -> list[Moved]:
@@ -161,7 +170,7 @@ class Bounds:
         each = np.array([sum(kept_per_element(inner.dtype, zero, int(one))) for one in kinds])[place.reshape(-1)]
         sizes, size, ranks = {axis: column[at] for axis, column in rows.sizes.items()}, rows.rows[at], rows.ranks[at]
         layer = inner.block_elements * sizes["d"] / ranks  # copies along d have the same weights
-        alone = [MARGIN * self._alone_keeps(inner, zero, way, size, dp) for way in PASSES[:2]]
+        alone = [self._alone_keeps(inner, zero, way, size, dp) for way in PASSES[:2]]
         saved, owed = kept(inner, sizes, size * inner.model.sequence, alone)
         sums = ((dp > 1) & (zero == 2)) * MARGIN
         states, held = 0.0 * layer, 0.0 * layer
@@ -171,16 +180,19 @@ class Bounds:
             held = np.maximum(held, own * each + flying * saved + waiting * owed + sums * summed(inner, own, ranks))
         return states, held + in_pipe(inner, size, ranks) * (rows.pp[at] > 1)
 
-    def _alone_keeps(self, inner: Inner, zero: int, way: str, rows: Number, dp: Number) -> Number:
-        """Bytes of a block that one rank alone keeps of a micro-batch after a pass, less what replicas share of it."""
+    def _alone_keeps(self, inner: Inner, zero: int, way: str, rows: Number, dp: Number) -> Kept:
+        """What a block keeps at least of a micro-batch on one rank alone after a pass, less what replicas share of it."""
 
-        def of(replicas: int) -> Number:
+        def of(replicas: int) -> tuple[int, int]:
             passes = self._cells(inner, replicas).passes
             net = [piece.net for one in PASSES[: PASSES.index(way) + 1] for piece in passes[one] if piece.cell == BLOCK]
-            return sum(line.base for line in net) + sum(line.slope for line in net) * rows
+            return sum(line.base for line in net), sum(line.slope for line in net)
 
-        saved = of(1)
-        return saved - 2 * (saved - of(2)) * (1 - 1 / dp) if zero == 3 else saved  # copies of weights are among it
+        base, slope = of(1)
+        if zero == 3:
+            of_two = of(2)
+            base, slope = (one - 2 * (one - two) * (1 - 1 / dp) for one, two in zip((base, slope), of_two, strict=True))
+        return Kept(MARGIN * (base + slope * rows), base)
 
     # -- seconds
 
