@@ -16,6 +16,8 @@ from typing import Any
 
 from .errors import DataError
 
+LARGEST_WHOLE = 2**63 - 1
+"""The largest whole number of TOML, and of an option of a command."""
 HUGE = re.compile("[0-9]{309}")
 """Digits that may be a whole number beyond all floats."""
 

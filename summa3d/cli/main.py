@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .. import preemption
 from ..comm.profile.processes import launched_as
 from ..errors import CapacityError, ConfigError, DataError, LaunchError, Summa3dError, shortened
+from ..files import LARGEST_WHOLE
 from ..launch.runtime import (
     LIKE_OPEN_MPI,
     VENDOR_NAMES,
@@ -143,7 +144,6 @@ OF_FILES = (
 )
 """What a file system says of a file: the user's to mend."""
 USAGE_STATUS, PIPE_STATUS = 2, 141  # the latter as shells report an end by SIGPIPE
-LARGEST_NUMBER = 2**63 - 1
 COMPLETION_VARIABLE = "_ARGCOMPLETE"  # set by the shell's hook
 RANK_0_SECONDS = 1.0  # seconds that ranks wait for rank 0 to print, or rank 0 for them to end, where MPI cannot order them
 
@@ -166,7 +166,7 @@ def whole_number(text: str) -> int:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
-    if abs(value) > LARGEST_NUMBER:
+    if abs(value) > LARGEST_WHOLE:
         raise argparse.ArgumentTypeError(f"{text} is beyond ±(2^63 − 1)")
     return value
 

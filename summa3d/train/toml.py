@@ -9,10 +9,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, nearest
-from ..files import from_toml
+from ..files import LARGEST_WHOLE, from_toml
 
 Settings = TypeVar("Settings")
-LARGEST = 2**63 - 1
 
 
 def build(cls: type[Settings], table: Mapping[str, Any], prefix: str = "", known: Sequence[str] = ()) -> Settings:
@@ -133,7 +132,7 @@ def convert(key: str, value: Any, kind: Any) -> Any:
 
     Raises ConfigError, naming `key`, for a value of another type.
     """
-    if type(value) is int and abs(value) > LARGEST:
+    if type(value) is int and abs(value) > LARGEST_WHOLE:
         raise ConfigError(f"{key} = {str(value)[:40]}… is beyond ±(2^63 − 1), the integers that TOML has.")
     if type(value) is str and not _is_unicode(value):
         raise ConfigError(f"{key} = {value!r} is no Unicode text: it holds bytes that are not UTF-8, or half of a character.")
