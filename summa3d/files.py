@@ -58,6 +58,19 @@ def from_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def whole(text: str | bytes) -> int | None:
+    """The whole number ≥ 0 that a text of decimal digits is; None for any other text, and beyond 2⁶³ − 1.
+
+    >>> whole(" 12 "), whole("²"), whole("-1"), whole("9" * 5000)
+    (12, None, None, None)
+    """
+    digits = text.strip()
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(LARGEST_WHOLE))):
+        return None
+    value = int(digits)
+    return value if value <= LARGEST_WHOLE else None
+
+
 def _whole_number(digits: str) -> int:
     """The number, which a float must be able to hold: it is compared with others."""
     value = int(digits)

@@ -52,8 +52,19 @@ def installed() -> dict[str, object]:
     return setup.call_args.kwargs
 
 
-def test_the_package_carries_its_types() -> None:
-    assert "py.typed" in installed()["package_data"]["summa3d"] and (ROOT / "summa3d" / "py.typed").exists()
+def test_the_package_carries_every_file_that_is_no_module() -> None:
+    """Configurations, clusters, tables, kernels' sources and `py.typed`: a wheel has only what setup.py names."""
+    setup, carried = installed(), set[Path]()
+    for package, patterns in setup["package_data"].items():
+        folder = ROOT / setup["package_dir"].get(package, package.replace(".", "/"))
+        carried.update(path for pattern in patterns for path in folder.glob(pattern))
+    needless = {".py", ".pyc", ".md"}
+    files = {path for top in ("summa3d", "kernels") for path in (ROOT / top).rglob("*") if path.is_file()}
+    assert {path for path in files if path.suffix not in needless} == carried and ROOT / "summa3d" / "py.typed" in carried
+    modules = {path.parent for path in files if path.suffix == ".py"}
+    folders = {setup["package_dir"].get(package, package) for package in setup["packages"]}
+    places = {name.replace("summa3d.kernels", "kernels", 1).replace(".", "/") for name in folders}
+    assert modules == {ROOT / place for place in places}
 
 
 def test_recipes_name_what_the_package_needs_and_its_version() -> None:

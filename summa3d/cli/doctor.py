@@ -15,6 +15,7 @@ from typing import Any
 from ..blas_library import BLAS_OVERRIDES, library, numpys_core_type, rule_for_tensors
 from ..comm.profile import flight
 from ..errors import ConfigError, DataError, LaunchError
+from ..files import whole
 from ..launch import segments, slurm
 from ..launch.runtime import Runtime, find_launcher, loaded_runtime, usable_cores
 from ..node_support import why_no_node_memory
@@ -76,7 +77,7 @@ def examine() -> dict[str, object]:
         "launcher": launcher and list(launcher.command),
         **_slurm(runtime, warnings),
         "cores": usable_cores(),
-        "nodes": next((int(os.environ[name]) for name in NODE_VARIABLES if os.environ.get(name, "").isdigit()), 1),
+        "nodes": next(filter(None, (whole(os.environ.get(name, "")) for name in NODE_VARIABLES)), 1),
         "transport": _transport(),
         "gpu": _gpu(),
         "device": _device_transport(),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .. import preemption
 from ..comm.profile.processes import launched_as
 from ..errors import CapacityError, ConfigError, DataError, LaunchError, Summa3dError, shortened
-from ..files import LARGEST_WHOLE
+from ..files import LARGEST_WHOLE, whole
 from ..launch.runtime import (
     LIKE_OPEN_MPI,
     VENDOR_NAMES,
@@ -294,7 +294,9 @@ def _run(name: str, arguments: list[str]) -> int:
         if error.errno not in OF_FILES or error.filename is None:
             raise
         raise DataError(f"{error.strerror}: {error.filename}") from error
-    except (MemoryError, RuntimeError) as error:
+    except (ImportError, MemoryError, RuntimeError) as error:
+        if _lacks_mpi(error):
+            raise _no_library(error) from error
         if not _out_of_memory(error):
             raise
         hint = "\n  `summa3d train … --dry-run` reports what each rank of a grid would hold." if name == "train" else ""
@@ -309,6 +311,15 @@ def parser_of(name: str) -> Parser:
     parser = Parser(prog=f"summa3d {name}", description=COMMANDS[name], epilog=examples)
     importlib.import_module(f".{name}", __package__).add_arguments(parser)
     return parser
+
+
+def _lacks_mpi(error: Exception) -> bool:
+    """Whether the error says that mpi4py finds no MPI library, or cannot load what was built for one."""
+    return getattr(error, "name", None) == "mpi4py.MPI" or str(error).startswith("cannot load MPI library")
+
+
+def _no_library(error: Exception) -> LaunchError:
+    return no_library((str(error).splitlines() or [type(error).__name__])[-1])
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -378,7 +389,7 @@ def start_mpi(most_threads: int | None = None) -> None:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise no_library((str(error).splitlines() or [type(error).__name__])[-1]) from error
+        raise _no_library(error) from error
     version = MPI.Get_library_version()
     _watch_ranks(seconds)
     if not MPI.Is_initialized():
@@ -438,7 +449,7 @@ def _check_launcher(version: str, size: int | None) -> None:
 def _yield_while_waiting(vendor: str) -> None:
     """Let waiting ranks yield their core where a plain mpiexec started more ranks than cores, as `summa3d launch` does."""
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
-    if local.isdigit() and int(local) > usable_cores():
+    if (whole(local) or 1) > usable_cores():
         for name, value in waiting_settings(vendor).items():
             os.environ.setdefault(name, value)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..comm.profile.processes import launched_as
 from ..errors import ConfigError, DataError
+from ..files import whole
 from .block import QUIET_PROFILER
 from .report import add_outputs, show
 
@@ -135,10 +136,11 @@ def chosen_counts(args: argparse.Namespace, of_file: Sequence[int]) -> list[int]
     counts = list(args.ranks or of_file)
     if not args.array:
         return counts
-    task = os.environ.get(TASK, "")
-    if not task.isdigit() or int(task) >= len(counts):
-        raise ConfigError(f"--array: {TASK} is {task or 'not set'}; it is the place of a rank count among {counts}, from 0.")
-    return [counts[int(task)]]
+    said = os.environ.get(TASK, "")
+    task = whole(said)
+    if task is None or task >= len(counts):
+        raise ConfigError(f"--array: {TASK} is {said or 'not set'}; it is the place of a rank count among {counts}, from 0.")
+    return [counts[task]]
 
 
 def _check_chosen(args: argparse.Namespace, sweep: Sweep, points: Sequence[Point]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import preemption
 from ..errors import ConfigError, GridError
+from ..files import whole
 from ..launch.runtime import threads_are_free
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
@@ -82,10 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _steps(text: str) -> tuple[int, int]:
-    first, _, last = text.partition(":")
-    if not (first.isdigit() and last.isdigit()):
+    first, last = (whole(part) for part in text.partition(":")[::2])
+    if first is None or last is None:
         raise argparse.ArgumentTypeError(f"{text!r} names no steps; write the first and the last, as 3:5")
-    return int(first), int(last)
+    return first, last
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
 from ..errors import LayoutError
+from ..files import whole
 
 WORD = re.compile(r"[^\s:(),@=\[\]]+")
 INDICES = re.compile(r"\d+(\+\d+)*")
@@ -115,10 +116,11 @@ class _Reader:
     def block_size(self) -> int:
         """The number between brackets."""
         start, size = self.at, self.word("the size of a block")
-        if not size.isdigit() or int(size) < 1:
+        number = whole(size)
+        if not number:
             self.fail(start, "the size of a block, a whole number of at least 1")
         self.expect("]", "']'")
-        return int(size)
+        return number
 
     def root_only_axes(self) -> dict[str, str]:
         """Axis → the indices that hold the block, or the axis whose index it follows; what stands behind '@', up to the end."""

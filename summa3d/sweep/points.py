@@ -17,6 +17,7 @@ from ..comm.device.select import requested_device
 from ..comm.topology import describe
 from ..dtypes import dtype_of
 from ..errors import ClusterError, ConfigError, GridError, Summa3dError
+from ..files import whole
 from ..gemm.algorithms.registry import ALGORITHMS, algorithm
 from ..gemm.cost.machine import Machine
 from .file import Sweep, flat, nearest_key, nested
@@ -319,11 +320,14 @@ def axes_of(given: Any) -> dict[str, int]:
     >>> axes_of("x=2,y=2")
     {'x': 2, 'y': 2}
     """
-    try:
-        pairs = given.items() if isinstance(given, Mapping) else (part.split("=") for part in given.split(","))
-        return {name.strip(): int(size) for name, size in pairs}
-    except (AttributeError, TypeError, ValueError):
-        raise ConfigError(f"{given!r} is no grid; write it as x=2,y=2.") from None
+    found: dict[str, Any] = {}
+    if isinstance(given, Mapping):
+        found = {name.strip(): size for name, size in given.items()}
+    elif isinstance(given, str):
+        found = {name.strip(): whole(size) for name, _, size in (part.partition("=") for part in given.split(","))}
+    if not found or any(type(size) is not int for size in found.values()):
+        raise ConfigError(f"{given!r} is no grid; write it as x=2,y=2.")
+    return found
 
 
 def entry_of(point: Point, machine: Machine) -> ProductEntry:

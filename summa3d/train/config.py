@@ -14,7 +14,7 @@ from ..comm.topology import axes_in, divisors
 from ..comm.transport.select import NAMES as TRANSPORTS
 from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError, nearest
-from ..files import read_json, read_toml, replacing
+from ..files import read_json, read_toml, replacing, whole
 from ..nn.config import LARGEST_SIZE, MOST_LAYERS, ModelConfig
 from ..nn.overlap import Overlap
 from ..nn.schemes.registry import SCHEME_SPECS
@@ -134,7 +134,7 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         at_least("pipeline.chunks", self.chunks, 1, MOST_LAYERS)
-        if self.layers != "balanced" and not all(number.strip().isdigit() for number in self.layers.split(",")):
+        if self.layers != "balanced" and any(whole(number) is None for number in self.layers.split(",")):
             raise ConfigError(f'pipeline.layers = {self.layers!r} is neither "balanced" nor numbers with commas, such as "4,3".')
 
     @property
@@ -331,7 +331,7 @@ class DataConfig:
         name, _, rest = self.tokenizer.partition(":")
         size = rest.partition(":")[0] if name == "bpe" else rest
         if name in ("bpe", "numbers"):
-            return int(size) if size.isdigit() else 0
+            return whole(size) or 0
         return 256 if self.tokenizer == "bytes" else _vocabulary_of(self.tokenizer_file)
 
     @property

@@ -8,6 +8,8 @@ import textwrap
 import time
 from typing import TYPE_CHECKING
 
+from ..files import whole
+
 if TYPE_CHECKING:
     from .metrics import CoreTime, Step
 
@@ -106,8 +108,7 @@ def _terminal_columns() -> int:
     """The columns of the terminal that stderr is shown on; 0 where there is none."""
     if sys.stderr.isatty():
         return os.get_terminal_size(sys.stderr.fileno()).columns or COLUMNS
-    passed = os.environ.get(TERMINAL_VARIABLE, "")
-    return int(passed) if passed.isdigit() else 0
+    return whole(os.environ.get(TERMINAL_VARIABLE, "")) or 0
 
 
 def _live_line(columns: int):  # type: ignore[no-untyped-def]

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ...files import whole
+
 PROC = Path("/proc")
 TICKS = os.sysconf("SC_CLK_TCK")
 STATE, PROCESSOR, STARTED = 0, slice(11, 13), 19
@@ -116,6 +118,7 @@ def launched_as(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str]
         ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
     )
     for size, rank, launcher in hints:
-        if environ.get(size, "").isdigit() and environ.get(rank, "").isdigit():
-            return int(environ[size]), int(environ[rank]), launcher
+        ranks, place = (whole(environ.get(name, "")) for name in (size, rank))
+        if ranks is not None and place is not None:
+            return ranks, place, launcher
     return None

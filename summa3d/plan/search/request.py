@@ -10,7 +10,7 @@ from typing import Any
 
 from ...cluster import Cluster
 from ...errors import ConfigError, nearest
-from ...files import from_toml, read_toml
+from ...files import from_toml, read_toml, whole
 from ...nn.config import ModelConfig
 from ...train.config import Config, from_table, load, read_table, shipped
 from ...train.toml import build, override
@@ -115,9 +115,10 @@ def _limited(limits: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
     most: dict[str, int] = {}
     for text in limits:
         found = re.fullmatch(r"\s*([\w.]+)\s*(<=|>=)\s*(\d+)\s*", text)
-        if not found:
+        number = whole(found[3]) if found else None
+        if not found or number is None:
             raise ConfigError(f"--limit {text!r} is not of the form KEY<=NUMBER or KEY>=NUMBER, as in --limit 'y<=8'.")
-        key, number = _known("--limit", found[1]), int(found[3])
+        key = _known("--limit", found[1])
         if key in WORDS or key in TAKES:
             raise ConfigError(f"--limit {text!r}: {found[1]} is no number; --fix {found[1]}=… takes it.")
         if found[2] == "<=":

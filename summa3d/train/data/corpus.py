@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...errors import DataError
-from ...files import from_json, text_of
+from ...files import from_json, text_of, whole
 from ..config import DataConfig
 
 FOREIGN = ("site-packages", "dist-packages")
@@ -106,9 +106,9 @@ class NumberTokenizer:
 
     def encode(self, text: bytes) -> np.ndarray:
         """The numbers in `text`. Raises DataError where there is something else, and for numbers outside the vocabulary."""
-        words = text.split()
-        if words and all(word.isdigit() and int(word) < self.vocabulary for word in words):
-            return np.array(words, np.uint32)
+        numbers = [whole(word) for word in text.split()]
+        if numbers and all(number is not None and number < self.vocabulary for number in numbers):
+            return np.array(numbers, np.uint32)
         start = text[:20].decode(errors="replace")
         raise DataError(
             f"The tokenizer numbers:{self.vocabulary} reads numbers below {self.vocabulary}; {start!r} is not such text."
