@@ -308,8 +308,7 @@ class Grid:
         if key not in self._axes:
             _check_in_use(self)
             node = rule if len({self.nodes[rank] for rank in members}) == 1 else None
-            joined = f"{'·'.join(key)} ({len(members)} ranks)"
-            with flight.waiting_in("the first use", joined), _communicators(asked, self):
+            with flight.waiting_in("the first use", f"{'·'.join(key)} ({len(members)} ranks)"), _communicators(asked, self):
                 comm = self._comm_of(members, asked)
                 self._axes[key] = self._new_axis(key, len(members), members.index(self.rank), comm, node)
         return self._axes[key]
