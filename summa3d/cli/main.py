@@ -68,7 +68,7 @@ EXAMPLES = {
         "summa3d launch -n 4 train demo",
         "summa3d launch -n 4 train demo --run runs/demo --resume --set train.steps=600",
         "summa3d launch -n 4 train llama-tiny --set scheme=summa --set grid.x=2 --set grid.y=2",
-        "summa3d train gpt2-small --dry-run --ranks 64",
+        "summa3d train gpt2-small --dry-run --ranks 32",
     ),
     "generate": ('summa3d generate runs/demo --prompt "class " --tokens 200 --seed 1',),
     "config": (

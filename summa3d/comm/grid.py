@@ -16,6 +16,7 @@ from ..node_support import affinity, why_no_node_memory
 from .axis import Axis, free
 from .device.backend import Backend
 from .failure import check_agreement, check_comm, prepare_for_failure
+from .profile import flight
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
 from .transport.call import Call, Carried, Members
@@ -307,7 +308,7 @@ class Grid:
         if key not in self._axes:
             _check_in_use(self)
             node = rule if len({self.nodes[rank] for rank in members}) == 1 else None
-            with _communicators(asked, self):
+            with flight.waiting_in("the first use", f"{'·'.join(key)} ({len(members)} ranks)"), _communicators(asked, self):
                 comm = self._comm_of(members, asked)
                 self._axes[key] = self._new_axis(key, len(members), members.index(self.rank), comm, node)
         return self._axes[key]

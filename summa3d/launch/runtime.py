@@ -264,7 +264,7 @@ def rank_environment(vendor: str, ranks: int, cores: int, environ: Mapping[str, 
     if ranks > cores:
         waiting = waiting_settings(vendor, environ)
         settings |= waiting
-        words += ["waiting ranks yield"] if waiting else []
+        words += ["ranks that wait in MPI yield"] if waiting else []
     return {name: value for name, value in settings.items() if name not in environ}, ", ".join(words)
 
 

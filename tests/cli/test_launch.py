@@ -142,7 +142,7 @@ def test_ranks_share_the_cores_and_yield_only_where_they_outnumber_them(vendor: 
     )
     assert all(crowded[name] == "1" and roomy[name] == "4" for name in THREAD_VARIABLES)
     assert waiting in crowded and waiting not in roomy
-    assert words == "1 BLAS thread per rank, waiting ranks yield"
+    assert words == "1 BLAS thread per rank, ranks that wait in MPI yield"
 
 
 def test_what_the_user_has_set_stays() -> None:

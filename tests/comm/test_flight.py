@@ -13,7 +13,7 @@ from summa3d.comm.profile import flight
 from summa3d.comm.transport.call import Route
 
 JOB = """
-import os, sys, time
+import os, sys, threading, time
 import numpy as np
 from mpi4py import MPI
 from summa3d.comm.failure import install_abort_hook
@@ -30,6 +30,11 @@ if how == "fine":
 if how == "watched":
     install_abort_hook()
     watchdog = Watchdog(2)
+if how == "alone":
+    if comm.rank == 0:
+        threading.Timer(2, os.kill, (os.getpid(), 9)).start()
+        grid["y", "x"].all_reduce(np.ones(5))
+    sys.exit()
 if comm.rank == 3:
     time.sleep(1)
     os.kill(os.getpid(), 9) if how == "killed" else time.sleep(60)
@@ -38,6 +43,7 @@ if comm.rank == 0:
 grid["x"].all_reduce(np.ones(5))
 """
 CALLS = ('    grid["y"].all_gather(np.ones(3))', 'grid["x"].all_reduce(np.ones(5))', '    grid["x"].all_reduce(np.ones(4))')
+ALONE = JOB.splitlines().index('        grid["y", "x"].all_reduce(np.ones(5))') + 1
 TRIPLE, FIVE, FOUR = (JOB.splitlines().index(line) + 1 for line in CALLS)
 GATHER = r"waits \d+\.\d s in all_gather of float64 \[·\], dim 0, sizes \[3, 3\]"
 SUM = r"waits \d+\.\d s in all_reduce of float64 \[5\], sum"
@@ -72,6 +78,13 @@ def test_launch_says_who_waited_for_whom_when_a_rank_was_killed(folder: Path) ->
     shown = jobs.run_serial(["-m", "summa3d", "doctor", "--flight", str(folder / "flight")])
     assert shown.stdout.strip() in ended.stderr
     assert shown.stdout.count("waits") == 3
+
+
+def test_a_rank_that_alone_is_the_first_to_use_an_axis_is_named(folder: Path) -> None:
+    ended = launched(folder, "alone")
+    assert ended.status != 0
+    line = rf"rank 0: waits \d+\.\d s in the first use over y·x \(4 ranks\); .*job.py:{ALONE} "
+    assert re.search(line, ended.stderr), ended.stderr
 
 
 def test_a_clean_end_leaves_nothing_and_says_nothing(folder: Path) -> None:

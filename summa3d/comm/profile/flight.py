@@ -306,7 +306,11 @@ def waiting_in(what: str, where: str) -> Iterator[None]:
     texts = mine.text(what, lambda: what) << 32 | mine.text(where, lambda: where) << 16 | mine.line(sys._getframe(2))
     mine.number = number = mine.number + 1
     PACK(mine.memory, HEAD + number % KEPT * SIZE, number, time.perf_counter(), 0.0, texts, 0, WAITED_FOR)
-    yield
+    try:
+        yield
+    except BaseException:
+        failed(number)
+        raise
     end(number, time.perf_counter())
 
 

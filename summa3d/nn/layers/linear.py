@@ -98,7 +98,13 @@ class Linear(nn.Module):
             )
         rows = x.shape[:-1].numel() * self._row_shards if rows is None else rows
         weight = self.weight.t() if self.transposed and not self.scheme.sharded else self.weight
-        return matmul(x, weight, self._product(rows), bias, sums_bias=not self.vectors_summed)
+        try:
+            return matmul(x, weight, self._product(rows), bias, sums_bias=not self.vectors_summed)
+        except ShapeError as error:
+            raise ShapeError(
+                f"{error}\n  A is the input of Linear({self.extra_repr()}), a block in {self.input_layout}. "
+                "For the output of another layer, give Linear that layer's output_layout."
+            ) from error
 
     def extra_repr(self) -> str:
         """The sizes and layouts that torch prints for the module."""
