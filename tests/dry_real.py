@@ -109,11 +109,11 @@ class Real:
         with self.grid.ledger.phase("optimizer"):
             self.update()
 
-    def lines(self) -> Lines:
-        """What a step moves."""
+    def measured(self) -> tuple[Lines, int]:
+        """What a step moves, and the most held in it: of one that is not the first."""
         with self.grid.ledger.watch() as moved:
-            self.step()
-        return lines_moved(moved)
+            peak = self.peak()
+        return lines_moved(moved), peak
 
     def saved(self) -> int:
         """Bytes that a forward saves for backward, without parameters, their copies and the batch."""
@@ -128,7 +128,7 @@ class Real:
         return kept
 
     def peak(self) -> int:
-        """The most held in a step that is not the first."""
+        """The most held in a step."""
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         kept = self.grid.ledger.workspace_bytes

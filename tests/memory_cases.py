@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,17 @@ SCHEMES = {
         ("cuboid-sequence", {"x": 1, "y": 2, "z": 2}),
     ],
 }
+
+
+def places(ranks: int, family: str, order: Sequence[str] | None) -> Iterator[tuple[int, str, dict[str, int]]]:
+    """The schemes of so many ranks, their numbers and grids, at which it is this family's turn; without an order, all.
+
+    One rank is every family's.
+    """
+    for turn, (name, axes) in enumerate(SCHEMES[ranks]):
+        whose = order is None or ranks == 1 or order[turn % len(order)] == family
+        if whose and (family, name) != ("vit", "oned-sp"):  # 1 + n² tokens are never divided by 4
+            yield turn, name, axes
 
 
 def inputs(config: ModelConfig) -> dict[str, torch.Tensor]:

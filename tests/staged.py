@@ -206,7 +206,7 @@ def main(steps: str) -> None:
 
     torch.set_num_threads(1)
     wide = {"hidden": 96, "sequence": 96, "heads": 12}
-    for case in (Case(2, 4, "interleaved", 2, scheme="cuboid", axes=Z2, layers=4), Case(4, 5)):
+    for case in (Case(2, 4, "interleaved", 2, scheme="cuboid", axes=Z2, layers=4), Case(4, 5, layers=4)):
         FAMILIES["llama"] = replace(FAMILIES["llama"], **wide)
         piped, chance = Piped(case, make_grid), random.Random(MPI.COMM_WORLD.rank)
         assert piped.pipeline.stream().nbytes >= 1 << 17

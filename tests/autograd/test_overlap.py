@@ -47,7 +47,7 @@ class Trace(NamedTuple):
 
 
 def steps(model: Any, recompute: tuple[str, int], dtype: str = "float64") -> Trace:
-    """Steps of accumulated micro-batches, after each of which the weights change in place; an evaluation between."""
+    """Two micro-batches in a step and one in the next, after each of which the weights change in place; an evaluation between."""
     plan, model_config = model.scheme, model.config
     model.recompute(*recompute)
     states, dtype = states_of(model, plan.grid), torch_dtype(dtype)
@@ -56,7 +56,7 @@ def steps(model: Any, recompute: tuple[str, int], dtype: str = "float64") -> Tra
     for step in range(STEPS):
         model.zero_grad(set_to_none=True)
         with plan.grid.ledger.watch() as moved:
-            for part, (tokens, labels) in enumerate(batches):
+            for part, (tokens, labels) in enumerate(batches[: MICRO_BATCHES - step]):
                 with working_weights(model, states, dtype):
                     loss = model(tokens, labels, step=step, first_row=part * rows)
                 loss.backward()

@@ -29,7 +29,7 @@ def check(case: Case, make_grid: Any, node_memory: bool, halves: float = WHOLE) 
     real = Real(case, grid)
     saved = real.saved()
     real.step()
-    lines, peak = real.lines(), real.peak()
+    lines, peak = real.measured()
     dry = run_dry(case, grid.rank, grid.size if through_node else 1)
     said = dry.bytes()
     assert lines_of(dry) == lines, case.name

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pretended
 import pytest
-from memory_cases import BATCH, FAMILIES, PEAK, SAVED, SCHEMES, measured
+from memory_cases import BATCH, FAMILIES, PEAK, SAVED, measured, places
 from nn_oracle.memory import ModelMemory
-from pairs import turns
 from summa3d.kernels import launch
 
 from summa3d.nn import ModelConfig, build, scheme
@@ -20,22 +19,19 @@ SETTINGS = [
     ({"dropout": 0.1}, ("full", 1)),
     ({"dropout": 0.1}, ("selective", 1)),
 ]
-CASES = [(name, family) for grids in SCHEMES.values() for name, _ in grids for family in FAMILIES]
-TURNS = [("serial", family) for family in FAMILIES] + turns((name for name, _ in SCHEMES[4]), ("gpt2", "bert", "llama", "vit"))
+TURNS = "gpt2", "bert", "llama", "vit"
 
 
 @pytest.mark.mpi(sizes=(1, 4))
-@pytest.mark.parametrize("cases", [TURNS, pytest.param(CASES, marks=pytest.mark.wide)], ids=["turns", "all"])
+@pytest.mark.parametrize("order", [TURNS, pytest.param(None, marks=pytest.mark.wide)], ids=["turns", "all"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_on_a_device_holds_what_its_closed_forms_say(make_grid, world_size, family, cases, kernel_libraries, monkeypatch):
+def test_a_step_on_a_device_holds_what_its_closed_forms_say(make_grid, world_size, family, order, kernel_libraries, monkeypatch):
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     monkeypatch.setattr(launch, "SUMMING_BLOCKS_A_PROCESSOR", 1)  # partial sums, not counted, are some MB on any device
     wrong = []
-    for turn, (name, axes) in enumerate(SCHEMES[world_size]):
-        if (name, family) not in cases or (family, name) == ("vit", "oned-sp"):  # 1 + n² tokens are never divided by 4
-            continue
+    for turn, name, axes in places(world_size, family, order):
         first = (turn if world_size > 1 else list(FAMILIES).index(family)) % 2
-        for more, recompute in SETTINGS if world_size == 1 and cases is CASES else SETTINGS[first::2]:
+        for more, recompute in SETTINGS if world_size == 1 and order is None else SETTINGS[first::2]:
             config = ModelConfig(**FAMILIES[family], **more)
             with pretended.pretended(monkeypatch, kernel_libraries):
                 on_grid = scheme(name, make_grid(check=False, node_memory=False, transport="nccl", **axes))

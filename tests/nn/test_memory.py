@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_cases import BATCH, BERT, FAMILIES, GPT2, IN_FLIGHT, LLAMA, PEAK, SAVED, SCHEMES, VIT, measured
+from memory_cases import BATCH, BERT, FAMILIES, GPT2, IN_FLIGHT, LLAMA, PEAK, SAVED, SCHEMES, VIT, measured, places
 from nn_oracle.memory import ModelMemory
 from pairs import turns
 
@@ -40,18 +40,16 @@ def check(config: ModelConfig, built: Any, recompute: tuple[str, int] = ("none",
     assert slots <= memory.node + len(staged) * (2 << 18)
 
 
-CASES = [(name, family) for grids in SCHEMES.values() for name, _ in grids for family in FAMILIES]
-TURNS = [("serial", family) for family in FAMILIES] + turns((name for name, _ in SCHEMES[4]), ("bert", "gpt2", "vit", "llama"))
+TURNS = "bert", "gpt2", "vit", "llama"
 
 
 @pytest.mark.mpi(sizes=(1, 4))
-@pytest.mark.parametrize("cases", [TURNS, pytest.param(CASES, marks=pytest.mark.wide)], ids=["turns", "all"])
+@pytest.mark.parametrize("order", [TURNS, pytest.param(None, marks=pytest.mark.wide)], ids=["turns", "all"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("node_memory", [None, False], ids=["node", "mpi"])
-def test_saved_bytes_and_the_peak_are_those_of_the_closed_forms(make_grid, world_size, family, node_memory, cases):
-    for name, axes in SCHEMES[world_size]:
-        if (name, family) in cases and (family, name) != ("vit", "oned-sp"):  # 1 + n² tokens are never divided by 4
-            check(ModelConfig(**FAMILIES[family]), scheme(name, make_grid(check=False, node_memory=node_memory, **axes)))
+def test_saved_bytes_and_the_peak_are_those_of_the_closed_forms(make_grid, world_size, family, node_memory, order):
+    for _, name, axes in places(world_size, family, order):
+        check(ModelConfig(**FAMILIES[family]), scheme(name, make_grid(check=False, node_memory=node_memory, **axes)))
 
 
 PLACED = {

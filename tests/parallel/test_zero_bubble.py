@@ -110,8 +110,9 @@ def test_zb_h1_has_the_bits_of_1f1b_on_the_same_ranks_with_a_tied_table_too(make
             for blocks in (piped.model.blocks, piped.copies.blocks):
                 blocks[1].mlp, blocks[2].mlp = blocks[0].mlp, blocks[3].mlp
             found.append((piped.step(), [p.grad for p in piped.model.parameters() if p.numel()]))
-            accumulate(piped, piped.copies)
-            check_gradients(piped)
+            if schedule == "zb-h1":  # the other has its bits
+                accumulate(piped, piped.copies)
+                check_gradients(piped)
             piped.executor.channel.free()
         for one, other in zip(*(losses + gradients for losses, gradients in found), strict=True):
             assert torch.equal(one, other), options

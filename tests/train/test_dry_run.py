@@ -158,10 +158,10 @@ def test_the_peak_is_that_of_a_step_of_the_run(comm, shared_tmp_path, settings, 
     run.grid.free()
 
 
-SUMMED = ["scheme=serial", "grid.pp=2", "grid.dp=2", "model.layers=4", "replicas.zero=2", "replicas.bucket=40000"]
+SUMMED = ["scheme=serial", "grid.pp=2", "grid.dp=2", "replicas.zero=2", "replicas.bucket=40000"]
 STAGED = {
     2: [
-        ["scheme=serial", "grid.pp=2", "model.layers=5", "train.accumulate=4"],
+        ["scheme=serial", "grid.pp=2", "model.layers=3", "train.accumulate=4"],
         ["scheme=serial", "grid.pp=2", "model.layers=4", "train.accumulate=4", *INTERLEAVED],
         ["scheme=serial", "grid.pp=2", "model.layers=4", "train.accumulate=4", "pipeline.schedule=zb-v", "pipeline.chunks=2"],
         ["scheme=serial", "grid.dp=2", "model.layers=4", "train.accumulate=2", "replicas.zero=2", "replicas.bucket=200000"],
@@ -182,7 +182,7 @@ STAGED = {
         ],
         ["scheme=oned", "grid.pp=2", "grid.y=2", "model.layers=3", "train.accumulate=2", *BERT],
         [*SUMMED, "pipeline.schedule=zb-h1", "train.accumulate=7", "train.batch=28"],
-        [*SUMMED, "pipeline.schedule=zb-v", "pipeline.chunks=2", "train.accumulate=5", "train.batch=20"],
+        [*SUMMED, "model.layers=4", "pipeline.schedule=zb-v", "pipeline.chunks=2", "train.accumulate=5", "train.batch=20"],
     ],
 }
 """Ranks → pipelines and replicas: each is compared on every rank."""

@@ -1,6 +1,6 @@
 """The promise of the whole stack: the first 20 steps are the serial run's, on every grid, dropout on.
 
-Cost what was foretold. On all grids but the cube `make test` takes 6 steps, which pass the warm-up and use the
+Cost what was foretold. On all grids but the cube `make test` takes 4 steps, which pass the warm-up and use the
 moments that steps leave.
 """
 
@@ -25,7 +25,7 @@ from summa3d.train.loop import train
 # 12 rows, 6 heads and h = 24 are what the nine grids need; f, s and v split unevenly.
 MODEL = ModelConfig(layers=2, hidden=24, heads=6, ffn=37, sequence=13, vocabulary=257, dropout=0.1, attention_dropout=0.05)
 TRAINING = TrainConfig(
-    steps=20, batch=24, accumulate=2, seed=3, learning_rate=3e-3, warmup=4, clip=0.5, keep=0, evaluate_batches=1
+    steps=20, batch=24, accumulate=2, seed=3, learning_rate=3e-3, warmup=2, clip=0.5, keep=0, evaluate_batches=1
 )
 GRIDS = {
     2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
@@ -34,7 +34,7 @@ GRIDS = {
     8: [(2, 2, 2), (1, 2, 4)],
     12: [(2, 3, 2)],
 }
-FEW = 6
+FEW = 4
 TEXT = "".join(f"def f{i}(x):\n    return x * {i * i % 97} + {i}\n" for i in range(400))
 
 
@@ -52,9 +52,9 @@ def test_loss_and_gradient_norm_of_the_first_steps_equal_the_serial_runs(comm, w
     check(comm, shared_tmp_path / "few", "float64", 1e-9, grids, FEW)
 
 
-@pytest.mark.mpi(sizes=(4, 8))
+@pytest.mark.mpi(sizes=(2, 4))
 def test_so_they_do_in_single_precision(comm, world_size, shared_tmp_path):
-    check(comm, shared_tmp_path, "float32", 2e-4, GRIDS[world_size][:1], FEW)
+    check(comm, shared_tmp_path, "float32", 2e-4, GRIDS[world_size][-1:], FEW)
 
 
 @pytest.mark.wide

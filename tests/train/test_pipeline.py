@@ -35,14 +35,17 @@ GRIDS: dict[int, list[tuple[Settings, Settings]]] = {
         ({"model__layers": 3}, {"grid__pp": 2, "scheme": "serial", "recompute": "full"}),
         ({"model__layers": 4}, {"grid__pp": 2, "scheme": "serial", **ZB_V}),
     ],
-    3: [({"model__layers": 7, **LLAMA}, {"grid__pp": 3, "scheme": "serial", "pipeline__schedule": "gpipe"})],
+    3: [({"model__layers": 4, **LLAMA}, {"grid__pp": 3, "scheme": "serial", "pipeline__schedule": "gpipe"})],
     4: [
         ({"model__layers": 3, **LLAMA}, {"grid__pp": 2, "grid__y": 2, "scheme": "oned"}),
         ({"model__layers": 4, **BERT, "train__accumulate": 2}, {"grid__pp": 2, "grid__z": 2, "scheme": "cuboid", **INTERLEAVED}),
         ({"model__layers": 4, **LLAMA}, {"grid__pp": 4, "scheme": "serial", "recompute": "full", **ZB_H1}),
     ],
     8: [
-        ({"model__layers": 2}, {"grid__pp": 2, "grid__x": 2, "grid__y": 2, "scheme": "summa", "pipeline__layers": "2,0"}),
+        (
+            {"model__layers": 2, "train__accumulate": 2},
+            {"grid__pp": 2, "grid__x": 2, "grid__y": 2, "scheme": "summa", "pipeline__layers": "2,0"},
+        ),
     ],
 }
 """Ranks → the model and the pipeline of each run."""

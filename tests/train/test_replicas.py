@@ -107,7 +107,7 @@ INTERLEAVED["model__layers"] = 5
 def test_zero_overlap_and_the_size_of_buckets_change_no_bit(
     comm: Any, world_size: int, shared_tmp_path: Path, dtype: str
 ) -> None:
-    settings = {**STEPS, **(RUNS[3][0] if world_size == 3 else INTERLEAVED), "train__steps": 3, "dtype": dtype}
+    settings = {**STEPS, **(RUNS[3][0] if world_size == 3 else INTERLEAVED), "train__steps": 2, "dtype": dtype}
     want = trained(comm, shared_tmp_path, "one", **settings)
     for name, changes in (
         ("zero", {"replicas__zero": 0}),
@@ -195,7 +195,7 @@ def test_a_step_moves_each_gradient_and_each_weight_once(comm: Any, world_size: 
         "train__batch": 24,
         "replicas__zero": zero,
     }
-    config = small_config(shared_corpus(comm, shared_tmp_path), **{**changes, "model__layers": 2, "replicas__bucket": 5000})
+    config = small_config(shared_corpus(comm, shared_tmp_path), **{**changes, "model__layers": 4 - dp, "replicas__bucket": 5000})
     run = prepare(config, comm, shared_tmp_path / f"run{zero}")
     take_step(run, 1)
     before = moved_by(run)

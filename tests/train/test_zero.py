@@ -172,7 +172,7 @@ def test_words_and_bytes_are_those_of_the_shards(
     """Zero 2: (m+1)/2 times the words of zero 1, of m micro-batches. 3: of a product's weight 3m/2, or 2m with recomputation."""
     dp, m = world_size // 2, 3 if world_size == 4 else 2
     changes = {**CUBOIDS, "grid__dp": dp, "train__accumulate": m, "train__batch": 12 * m, "recompute": recompute}
-    changes |= {"replicas__zero": zero, "replicas__bucket": 5000, "model__layers": 2}
+    changes |= {"replicas__zero": zero, "replicas__bucket": 5000, "model__layers": 4 - dp}
     run = prepared(comm, shared_tmp_path, f"{zero}-{recompute}", **changes)
     take_step(run, 1)
     with run.grid.ledger.watch() as moved:
