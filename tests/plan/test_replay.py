@@ -105,7 +105,7 @@ def test_without_overlap_the_time_is_the_sum() -> None:
     assert span.seconds == pytest.approx(27e-6) == pytest.approx(sum(prices.seconds(op) for op in TRACE))
     cluster = plain(**{"elements.launch": 1e-6, "collectives.launch": 2e-6})
     once = replay(TRACE, Prices(cluster, AXES), overlap=False).seconds
-    assert once == pytest.approx(31e-6) and Work.of(AXES, TRACE, 3).seconds(cluster) == pytest.approx(3 * once)
+    assert once == pytest.approx(31e-6) and Work.of(AXES, TRACE + TRACE, 3).seconds(cluster) == pytest.approx(6 * once)
 
 
 def test_one_axis_takes_its_communications_in_turn_and_two_run_beside_each_other() -> None:
