@@ -203,6 +203,11 @@ def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path, zer
     held_by = elements_of(plan, cells, held.stage)
     words["dp"] += {1: 2, 2: plan.micro_batches + 1, 3: 0}[zero] * held_by // 2
     assert words["dp"] == pytest.approx(sum(axes.get("dp", 0) for axes in dry["words"].values()), abs=2) and words["dp"] > 0
+    cells.extents.update(dict.fromkeys(cells.extents, (0, 0)))
+    nothing = memory(plan, cells, units)
+    cells.extents.update({key: (10, 1000) if key[0] == "F" else (-10, 50) for key in cells.extents})
+    forward = memory(plan, cells, units)  # needs most, and one micro-batch less is kept when it begins
+    assert (nothing.activations, forward.activations) == (0, 20) and forward.workspace - nothing.workspace == 1000 - 10
 
 
 def test_consecutive_pieces_of_a_block_are_repeated_as_one() -> None:
