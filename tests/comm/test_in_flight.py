@@ -65,10 +65,9 @@ def rounded_once(values, dtype):
 
 
 @pytest.mark.mpi(sizes=(3,))
-@pytest.mark.parametrize("node_memory", [True, False], ids=["node", "mpi"])
 @pytest.mark.parametrize(("kind", "dtype"), [("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16")])
-def test_sums_of_16_bit_floats_are_accumulated_in_float32_and_rounded_once(comm, make_grid, kind, dtype, node_memory):
-    axis, me = make_grid(x=comm.size, node_memory=node_memory)["x"], comm.rank
+def test_sums_of_16_bit_floats_are_accumulated_in_float32_and_rounded_once(comm, make_grid, kind, dtype):
+    axis, me = make_grid(x=comm.size)["x"], comm.rank
     values = halves(dtype, comm.size, seed=11)
     want = rounded_once(values.sum(0), dtype)
     mine = array(kind, dtype, values[me])
@@ -85,10 +84,9 @@ def test_sums_of_16_bit_floats_are_accumulated_in_float32_and_rounded_once(comm,
 
 
 @pytest.mark.mpi(sizes=(4,))
-@pytest.mark.parametrize("node_memory", [True, False], ids=["node", "mpi"])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_reduce_scatter_adds_in_the_order_of_members_to_the_last_bit(comm, make_grid, kind, node_memory):
-    axis = make_grid(x=comm.size, node_memory=node_memory)["x"]
+def test_reduce_scatter_adds_in_the_order_of_members_to_the_last_bit(comm, make_grid, kind):
+    axis = make_grid(x=comm.size)["x"]
     values = np.random.default_rng(13).standard_normal((comm.size, 7 * comm.size)).astype(np.float32)
     want = values[0].copy()
     for part in values[1:]:
