@@ -106,7 +106,7 @@ def test_closed_forms_are_the_mean_over_ranks(name, form):
             messages = sum(cost.messages for cost in volume.costs()) / ranks
             turned = form == "tt" and name in ("summa", "cannon", "tesseract")  # their transposes are estimated
             assert float(mean.words) == pytest.approx(float(volume.mean_words), rel=0.35 if turned else 1e-12), (grid, ranks)
-            assert turned or mean.messages == pytest.approx(messages), (grid, ranks)
+            assert mean.messages == pytest.approx(messages, abs=1 if turned else 1e-9), (grid, ranks)
             checked += 1
     assert checked > 1
 
