@@ -276,15 +276,15 @@ class Line(Product):
         return self.axis.all_reduce(c, into=c) if self.split == "k" else c, (a, b)
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
-        """Start dA; the all-reduce along y, where there is one, is in flight when this returns."""
-        return self._start_sum(local(self.executor.workspace, self.of_a, shared, b), self.of_a.inner)
+        """Start dA; the all-reduce along y, where y splits the dim that dA sums over, is in flight when this returns."""
+        partial = local(self.executor.workspace, self.of_a, shared, b)
+        if self.of_a.inner != self.split:
+            return Completed(partial)
+        return self.axis.start_all_reduce(partial, into=partial, in_order=True)
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
-        """Return dB, which needs no sum."""
-        return self._start_sum(local(self.executor.workspace, self.of_b, shared, a), self.of_b.inner)
-
-    def _start_sum(self, partial: Tensor, inner: str) -> Pending:
-        return self.axis.start_all_reduce(partial, into=partial, in_order=True) if inner == self.split else Completed(partial)
+        """Return dB, which sums over m, which y never splits."""
+        return Completed(local(self.executor.workspace, self.of_b, shared, a))
 
 
 class Executed(Product):

@@ -255,3 +255,31 @@ def test_weights_that_change_between_passes_are_gathered_anew(comm, make_grid):
                 parameter.fill_(value)
         ones = torch.ones(4, 3, WIDTHS[0], dtype=torch.float64)
         assert (chain(ones) == value**3 * WIDTHS[0] * WIDTHS[1] * WIDTHS[2]).all()
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_a_weight_that_changes_while_it_is_gathered_ahead_is_gathered_anew(comm, make_grid):
+    chain = Chain(scheme("cuboid", make_grid(check=False, **GRID), overlap=Overlap(2)))
+    first, second, last = chain.layers
+
+    @torch.no_grad()
+    def change(*_: Any) -> None:
+        last.weight.fill_(value)
+
+    second.register_forward_hook(change)
+    with torch.no_grad():
+        for layer in (first, second):
+            layer.weight.fill_(1.0)
+    for value in (2.0, 3.0, 4.0):
+        ones = torch.ones(4, 3, WIDTHS[0], dtype=torch.float64)
+        assert (chain(ones) == value * WIDTHS[0] * WIDTHS[1] * WIDTHS[2]).all()
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_gathered_operands_that_backward_keeps_outlive_later_gathers(comm, make_grid):
+    grid, found = make_grid(check=False, node_memory=True, **GRID), []
+    for regather in (True, False):
+        chain, x = Chain(scheme("cuboid", grid, regather, overlap=Overlap())), input_for(comm.rank)
+        chain(x).square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in chain.parameters())])
+    assert all(torch.equal(kept, again) for again, kept in zip(*found, strict=True))

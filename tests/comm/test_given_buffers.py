@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from kinds import array, numbers, plain
 
+from summa3d.comm.transport.node import IN_ONE_COPY
 from summa3d.errors import ShapeError
 
 
@@ -49,9 +50,10 @@ def test_reduce_scatter_uses_the_room_it_is_given_for_the_parts(comm, make_grid)
 
 
 @pytest.mark.mpi(sizes=(2, 3, 4))
+@pytest.mark.parametrize("size", [2, IN_ONE_COPY // 8])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_a_result_may_be_written_over_what_is_sent(comm, make_grid, kind):
-    axis, size = make_grid(y=comm.size)["y"], 2
+def test_a_result_may_be_written_over_what_is_sent(comm, make_grid, kind, size):
+    axis = make_grid(y=comm.size)["y"]
     parts = [numbers("float64", (size * comm.size, 3), 5, member) for member in range(comm.size)]
     total, own = sum(parts), slice(size * comm.rank, size * (comm.rank + 1))
 

@@ -106,7 +106,7 @@ def test_closed_forms_are_the_mean_over_ranks(name, form):
             messages = sum(cost.messages for cost in volume.costs()) / ranks
             turned = form == "tt" and name in ("summa", "cannon", "tesseract")  # their transposes are estimated
             assert float(mean.words) == pytest.approx(float(volume.mean_words), rel=0.35 if turned else 1e-12), (grid, ranks)
-            assert turned or mean.messages == pytest.approx(messages), (grid, ranks)
+            assert mean.messages == pytest.approx(messages, abs=1 if turned else 1e-9), (grid, ranks)
             checked += 1
     assert checked > 1
 
@@ -189,6 +189,18 @@ def test_a_described_cluster_decides():
     assert selene.cluster.link(64) == (1 / 22.5e9, 6e-6) and load("frontera-rtx").link(64)[0] == pytest.approx(4 / 6.8e9)
     with pytest.raises(ClusterError, match="selene has no peak of float64"):
         choose(8192, 8192, 8192, 64, machine=selene)
+
+
+def test_seconds_are_those_of_operations_or_bytes_of_words_of_sums_and_of_messages():
+    slow = {"product_half": 10, "product_launch": 3e-3, "network_bandwidth": 1e6, "network_latency": 2e-3}
+    found, double = machine(**slow, peak_float64=1e9, device_memory_bandwidth=1e8), dtype_of("float64")
+    assert found.product(300, 200, 100, double) == pytest.approx(2 * 300 * 200 * 100 * 1.1 / 1e9 + 3e-3)
+    assert found.product(300, 200, 1, double) == pytest.approx(8 * (300 + 200 + 300 * 200) / 1e8 + 3e-3)
+    gathered, reduced, messages = 5000, 700, 3
+    moved = 8 * (gathered + reduced) / 1e6 + 8 * (gathered + 3 * reduced) / 1e8 + messages * 2e-3
+    assert found.transfer(gathered, reduced, messages, double, 4) == pytest.approx(moved)
+    in_node = 8 * (2 * gathered + 3 * reduced) / 1e8 + messages * 2e-3
+    assert found.node_transfer(gathered, reduced, messages, double, 4) == pytest.approx(in_node)
 
 
 @pytest.mark.mpi(sizes=(3,))

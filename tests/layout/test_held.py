@@ -49,6 +49,7 @@ def test_where_a_layout_is_held_is_part_of_its_identity():
     assert Layout((), at={"pp": (0,)}) == Layout((), root_only=("pp",)) and Layout("h").held_at({}) == Layout("h")
     assert str(TIED.transposed()) == "n h:z @pp=0+2" and str(TIED.named("v", "h")) == "v:z h @pp=0+2"
     assert STAGE.held_at({"pp": (0,)}) == Layout("h:z n @pp=0") and TIED.held_at({"pp": (1,)}) == Layout("h:z n @pp=1")
+    assert TIED.held_at({"dp": (1,)}) == Layout("h:z n @pp=0+2,dp=1")
     for layout in (STAGE, TIED, Layout("h:z @y=z,pp=1")):
         assert pickle.loads(pickle.dumps(layout)) == layout == eval(repr(layout))
     assert len({STAGE, TIED, STAGE.transposed(), Layout("h:z n @pp=2")}) == 3

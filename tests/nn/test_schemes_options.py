@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import functional
 from summa3d.autograd.recompute import places_of, weights_in
 from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError, ShapeError
-from summa3d.layout import collect, distribute
+from summa3d.layout import Layout, collect, distribute
 from summa3d.nn import GPT, MLP, initialise, scheme
 from summa3d.nn.overlap import Overlap
 from summa3d.train.optimizer import global_gradient_norm
@@ -189,3 +190,10 @@ def test_schemes_of_stages_share_prefetch_and_workspace_and_copies_of_a_model_ha
     ):
         with pytest.raises(LayoutError, match=f"Parameters cannot be held at {named}"):
             whole.on(**at)
+
+
+def test_shards_over_several_axes_have_the_sizes_that_their_layout_gives_them():
+    shape, layout = {"dp": 2, "ep": 2}, Layout("h").sharded_over(("dp", "ep"))
+    sharded = replace(scheme("serial", Place(shape)), sharded=("dp", "ep"))
+    want = [layout.local_shape((6,), shape, at)[0] for at, _ in layout.blocks((6,), shape)]
+    assert sharded._shard_sizes(Layout("h"), (6,)) == want == [2, 1, 2, 1]  # not 2, 2, 1, 1

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 import torch
+from scheme_table import GPT2
 
 from summa3d.comm.grid import Place
 from summa3d.errors import AgreementError, ConfigError
 from summa3d.layout import Layout
-from summa3d.nn import scheme
+from summa3d.nn import build, scheme
 from summa3d.nn.parameter import new_parameter
 from summa3d.parallel.buckets import buckets_of
+from summa3d.parallel.pipeline import chunks_of, stages_of
 from summa3d.parallel.replicas import Replicas
 from summa3d.parallel.states import states_of
 
@@ -33,6 +36,16 @@ def states_on(grid, zero=0):
 
 def chunk_of(name: str) -> int:
     return int(name in ("vector", "last"))
+
+
+@pytest.mark.parametrize(("rank", "ends"), [(0, 0), (1, 1)])
+def test_what_is_before_the_layers_is_complete_with_the_first_stage_and_what_is_behind_them_with_the_last(rank, ends):
+    """Of stages that go round, which have the layers of their number: 0 and 2 on rank 0, 1 and 3 on rank 1."""
+    on_grid = replace(scheme("serial", Place({"pp": 2}, rank)), stages=stages_of("interleaved", 2, 2, 4))
+    model = build(replace(GPT2, layers=4), on_grid)
+    chunk, held = chunks_of(model), [name for name, parameter in model.named_parameters() if parameter.numel()]
+    assert {chunk(name) for name in held if not name.startswith("blocks")} == {ends}
+    assert {name.split(".")[1]: chunk(name) for name in held if name.startswith("blocks")} == {str(rank): 0, str(rank + 2): 1}
 
 
 @pytest.mark.parametrize("size", [1, 200, 1 << 20])

@@ -32,6 +32,13 @@ def test_zero_1_shards_the_moments_and_the_weights_that_16_bit_copies_are_made_o
     assert Shardings.of(used, ("dp", "cp"), zero=1, halves=True) == Shardings(used, sharded, used, sharded)
 
 
+def test_zero_2_shards_gradients_as_well_and_zero_3_weights():
+    used = Sharding(Layout("h:z n"), (8, 4))
+    sharded = used.sharded_over(("dp",))
+    assert Shardings.of(used, ("dp",), zero=2) == Shardings(used, used, sharded, sharded)
+    assert Shardings.of(used, ("dp",), zero=3) == Shardings(used, sharded, sharded, sharded)
+
+
 def test_replicas_are_the_outer_axes_that_hold_copies():
     grid = Place({"z": 2, "dp": 3, "cp": 2, "ep": 2, "pp": 2})
     of = lambda layout: replicas_of(Sharding(Layout(layout), (8, 4)), grid)  # noqa: E731
@@ -61,6 +68,19 @@ def test_the_parts_that_replicas_update_cover_every_weight_once(zero):
     copies = {"vector": 1, "matrix": 2}
     for name, total in seen.items():
         assert (total == copies[name] * (1 if zero else 5)).all(), name
+
+
+def test_two_stages_that_hold_a_table_count_and_write_a_part_of_it_each():
+    seen, most = torch.zeros(7, 4), 0
+    for rank in range(12):
+        place, module = Place({"z": 2, "dp": 3, "pp": 2}, rank), torch.nn.Module()
+        tied = scheme("cuboid", place).on(pp=(0, 1))
+        module.table = new_parameter(tied, Layout("v h:z"), (7, 4), ("constant", 0.0), torch.float32, True)
+        (state,) = states_of(module, place, 1)
+        part = state.share.slices(place)
+        seen[part] += state.counts
+        most = max(most, seen[part].shape[0])
+    assert (seen == 1).all() and most == 2  # of 7 rows, which 3 replicas of 2 stages divide
 
 
 @pytest.mark.mpi(sizes=(6,))

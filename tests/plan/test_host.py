@@ -71,6 +71,7 @@ def test_a_tree_and_an_all_to_all_load_ports_with_every_message_that_leaves_a_no
         for root in range(4)
     ]
     assert messages(prices, "broadcast", axis) == pytest.approx(sum(trees) / 4, abs=1e-3)
+    assert messages(prices, "reduce", axis) == pytest.approx(sum(trees), abs=4e-3)  # of all four members' words
     everyone = busiest(topology, axis, 4, list(permutations(range(4), 2)))
     assert messages(prices, "reduce_scatter", axis) == pytest.approx(everyone, abs=1e-3)
 

@@ -12,7 +12,7 @@ import pytest
 
 from summa3d.cluster import Level
 from summa3d.comm.topology import Topology, divisors
-from summa3d.plan.links import loads
+from summa3d.plan.links import busy_ports, loads
 
 BYTES = 2520
 """Bytes of a message: every number of rails up to 10, and 12, divides it."""
@@ -128,3 +128,6 @@ def test_a_chain_has_one_hop_less_than_a_ring_where_it_ends() -> None:
     found = loads(grid, "x", levels, "chain")  # 0→1→2→3 ends in a node; 1→2→3→0 ends between nodes
     assert sorted((load.hops, roots) for load, roots in found) == [((1, 2), 2), ((2, 1), 2)]
     assert [load.hops for load, _ in loads(grid, "x", levels, "ring")] == [(2, 2)]
+    line = Topology.checked({"x": 3}, ["x"])  # 0→1 in a node, 1→2 out of it, and nothing back
+    both = [use.loads for use in busy_ports(line, [("x", "chain")], levels) if use.both_ways and use.level == 1]
+    assert both == [(1.0,)]

@@ -61,6 +61,11 @@ def test_few_simulated_micro_batches_are_the_whole_simulation(p: int, m: int, v:
     assert Fast(whole, CLUSTER).seconds(CLUSTER) == pytest.approx(full)
 
 
+def test_a_stage_sends_onwards_and_back_to_neighbours_on_other_ranks() -> None:
+    assert step(3, 4).messages == ((1, 0), (1, 1), (0, 1))
+    assert replace(step(2, 4, 2), schedule="zb-v").messages == ((1, 0), (0, 1), (1, 0), (0, 1))
+
+
 def test_the_slowest_stage_sets_the_pace() -> None:
     plain, head = step(4, 100), step(4, 100, leave=(1, 2))
     assert head.seconds(CLUSTER) == pytest.approx(plain.seconds(CLUSTER) + 100 * 3e-6)

@@ -80,6 +80,13 @@ def test_latency_grows_with_the_members_and_a_tree_with_their_logarithm() -> Non
     ring = Prices(cluster, line).seconds(move(1, "x", 63, "reduce_scatter"))
     assert ring == pytest.approx(63 * 16 / 64 * 1e-4, rel=1e-2)
     assert Prices(cluster, line).seconds(move(1, "x", 126, "all_reduce")) == pytest.approx(2 * 4 * 1e-4, rel=1e-2)
+    in_node = Prices(plain(**{"node.latency": 1e-4}), AXES).seconds(move(1, "x", 6, "all_reduce"))
+    assert in_node == pytest.approx(2 * 3 * 1e-4, rel=1e-2)  # where no tree is, twice around
+
+
+def test_a_message_smaller_than_a_chunk_fills_a_chain_by_itself() -> None:
+    cluster = plain(**{"collectives.chunk": 1e9})
+    assert Prices(cluster, AXES).seconds(move(1, "x", 1000, "broadcast")) == pytest.approx((3 + 1) * 4e-6)
 
 
 GATHER = move(1, "x", 3000)  # 12 µs
@@ -96,7 +103,9 @@ def test_without_overlap_the_time_is_the_sum() -> None:
     prices = Prices(plain(), AXES)
     span = replay(TRACE, prices, overlap=False)
     assert span.seconds == pytest.approx(27e-6) == pytest.approx(sum(prices.seconds(op) for op in TRACE))
-    assert Work.of(AXES, TRACE, 3).seconds(plain()) == pytest.approx(3 * span.seconds)
+    cluster = plain(**{"elements.launch": 1e-6, "collectives.launch": 2e-6})
+    once = replay(TRACE, Prices(cluster, AXES), overlap=False).seconds
+    assert once == pytest.approx(31e-6) and Work.of(AXES, TRACE + TRACE, 3).seconds(cluster) == pytest.approx(6 * once)
 
 
 def test_one_axis_takes_its_communications_in_turn_and_two_run_beside_each_other() -> None:

@@ -26,9 +26,9 @@ from summa3d.plan.cells import BLOCK
 from summa3d.plan.search import command
 from summa3d.plan.search import store as kept
 from summa3d.plan.search.bounds import Bounds
-from summa3d.plan.search.cells import Inner, traced
+from summa3d.plan.search.cells import Inner, Line, Piece, traced
 from summa3d.plan.search.export import configured
-from summa3d.plan.search.memory import memory
+from summa3d.plan.search.memory import extent, memory
 from summa3d.plan.search.plans import SCHEDULES, SCHEMES, Around, Era, Plan, Rows, Space, admits, columns, refused, tiles
 from summa3d.plan.search.request import bytes_of, models, request, space_of
 from summa3d.plan.search.search import Search
@@ -203,6 +203,20 @@ def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path, zer
     held_by = elements_of(plan, cells, held.stage)
     words["dp"] += {1: 2, 2: plan.micro_batches + 1, 3: 0}[zero] * held_by // 2
     assert words["dp"] == pytest.approx(sum(axes.get("dp", 0) for axes in dry["words"].values()), abs=2) and words["dp"] > 0
+    cells.extents.update(dict.fromkeys(cells.extents, (0, 0)))
+    nothing = memory(plan, cells, units)
+    cells.extents.update({key: (10, 1000) if key[0] == "F" else (-10, 50) for key in cells.extents})
+    forward = memory(plan, cells, units)  # needs most, and one micro-batch less is kept when it begins
+    assert (nothing.activations, forward.activations) == (0, 20) and forward.workspace - nothing.workspace == 1000 - 10
+
+
+def test_consecutive_pieces_of_a_block_are_repeated_as_one() -> None:
+    def piece(cell: str, net: int, top: int) -> Piece:
+        return Piece(cell, Line(net, 0), Line(top, 0), ())
+
+    growing = [piece(ENTER, 5, 7), piece(BLOCK, 2, 9), piece(BLOCK, 1, 1), piece(LEAVE, -4, 3)]
+    assert extent(growing, {BLOCK: 4, ENTER: 1, LEAVE: 1}, 1) == (5 + 4 * 3 - 4, 5 + 3 * 3 + 9)
+    assert extent([piece(BLOCK, -3, 8)], {BLOCK: 4}, 1) == (-12, 8)  # the first holds most
 
 
 def test_a_plan_that_keeps_less_on_each_replica_is_tried_where_no_other_fits(cache: Path) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from mpi4py import MPI
 from small_runs import train_small
 
 from summa3d.errors import CheckpointError, ConfigError, GridError
+from summa3d.nn import ModelConfig, build, scheme
 from summa3d.train import generate
+from summa3d.train.data.corpus import ByteTokenizer
 
 LOGITS = np.log([0.1, 0.6, 0.05, 0.25])
 
@@ -39,6 +42,20 @@ def test_the_random_number_depends_on_seed_and_position() -> None:
     drawn = {generate.uniform(seed, position) for seed in (1, 2) for position in range(50)}
     assert len(drawn) == 100 and all(0 <= number < 1 for number in drawn)
     assert generate.uniform(1, 3) == generate.uniform(1, 3)
+
+
+def test_a_model_sees_as_many_of_the_last_tokens_as_it_has_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, plan, seen = ModelConfig(layers=1, hidden=8, heads=2, sequence=8, vocabulary=256), scheme("serial"), []
+    model = build(settings, plan, torch.float32)
+
+    def next_logits(tokens: torch.Tensor) -> torch.Tensor:
+        seen.append(bytes(tokens[0].tolist()))
+        return torch.zeros(len(tokens), 256)
+
+    monkeypatch.setattr(model, "next_logits", next_logits)
+    text = generate.sample(model, plan, settings, ByteTokenizer(), "abcde", 6, temperature=0)
+    assert text == "abcde" + 6 * "\0"
+    assert seen == [(b"abcde" + bytes(count))[-8:] for count in range(6)]
 
 
 def continued(folder: Path, comm: Any, **options: Any) -> str:

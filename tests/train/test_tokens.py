@@ -37,6 +37,14 @@ def test_windows_are_pieces_of_the_training_text_and_reach_its_ends() -> None:
     np.testing.assert_array_equal(tokens.windows(text, 3, [0, 96]), [[0, 1, 2, 3], [96, 97, 98, 99]])
 
 
+def test_windows_begin_at_every_place_of_the_text_and_no_number_is_drawn_twice() -> None:
+    text = np.arange(20, dtype=np.uint8)
+    found = tokens.Tokens(text, text, 16, corpus.ByteTokenizer())
+    assert {int(row[0]) for step in range(20) for row in found.batch(1, step, 0, 4)} == {0, 1, 2, 3}
+    drawn = [begin for seed in (1, 2) for step in range(20) for begin in tokens.starts(seed, step, 0, 16, 1 << 62)]
+    assert len(set(drawn)) == len(drawn)
+
+
 def test_held_out_windows_are_fixed_and_span_the_held_out_part(tmp_path: Path) -> None:
     found = prepare(write_corpus(tmp_path / "text"), tmp_path)
     windows = found.held_out(5)
