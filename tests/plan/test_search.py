@@ -386,6 +386,13 @@ def test_what_nothing_fits_names_each_familys_reasons(cache: Path) -> None:
         bytes_of("70 pages")
 
 
+@pytest.mark.parametrize("more", [["family=bert", "vocabulary=64"], ["family=bert", "sequence=512"], ["family=vit", "image=28"]])
+def test_a_model_of_every_family_is_planned_without_a_configuration(cache: Path, more: list[str]) -> None:
+    asked = request(["layers=2", "hidden=64", "heads=4", *more], 8, CLUSTER)
+    space = space_of(asked, CLUSTER, 2, 8, "now", ["scheme=cuboid", "recompute=none", "x=2"], [])
+    assert Search(space, Times(CLUSTER, Store()), LIMIT, 1).run(lambda *state: None).best
+
+
 def test_every_named_model_is_one_and_every_scheme_is_searched() -> None:
     for name in models():
         assert request([name], 8, CLUSTER).config.model.layers > 1
