@@ -309,6 +309,7 @@ WRONG = (
     (["1t"], {"fixes": ["pp=true"]}, "takes a whole number"),
     (["1t"], {"fixes": ["regather=maybe"]}, "takes true or false"),
     (["1t"], {"fixes": ["tile=2"]}, "takes a table of axes, as in --fix 'tile={y=2, z=4}'"),
+    (["1t"], {"fixes": ["tile={y='2'}"]}, "grid.tile.y = '2' is text; grid.tile.y takes an integer"),
     (["1t"], {"fixes": ["order=x,y,z"]}, "Known: z,y,x,d,dp,pp"),
     (["1t"], {"fixes": ["pp=2", "grid.pp=4"]}, "grid.pp is given 2 and 4"),
     (["1t"], {"fixes": ["schedule=zb-w"]}, "nearest is zb-v"),
@@ -382,8 +383,9 @@ def test_what_nothing_fits_names_each_familys_reasons(cache: Path) -> None:
     assert all(f"{family}: " in said for family in ("1-D", "FSDP", "2-D", "cuboid")) and "weights and their states" in said
     assert "batch 7 does not divide" in message(replace(SPACE, batch=7, fixed={"pp": 1}, least={"dp": 2}), LIMIT)
     assert bytes_of("70GiB") == 70 * 2**30
-    with pytest.raises(ConfigError, match="is no size"):
-        bytes_of("70 pages")
+    for wrong in ("70 pages", "0", "9" * 309):
+        with pytest.raises(ConfigError, match="is no size"):
+            bytes_of(wrong)
 
 
 @pytest.mark.parametrize("more", [["family=bert", "vocabulary=64"], ["family=bert", "sequence=512"], ["family=vit", "image=28"]])

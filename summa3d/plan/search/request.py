@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...cluster import Cluster
 from ...errors import ConfigError, nearest
 from ...files import from_toml, read_toml
 from ...nn.config import ModelConfig
-from ...train.config import SPECIAL_TOKENS, Config, from_table, load, numbers_of, read_table, shipped
+from ...train.config import SPECIAL_TOKENS, Config, GridConfig, from_table, load, numbers_of, read_table, shipped
 from ...train.toml import build, override
 from .plans import ERAS, FAMILIES, ORDER, SCHEDULES, SCHEMES, SHORT, Space, keys_known, positive
 
@@ -157,6 +158,8 @@ def _value(short: str, key: str, text: str) -> Any:
     kind, what, example = TAKES.get(key, NUMBER)
     if type(found) is not kind:
         raise ConfigError(f"--fix {short}={text}: {short} takes {what}, as in --fix {example}.")
+    if kind is dict:
+        build(GridConfig, {"tile": found}, "grid.")  # whose sizes are whole numbers
     return found
 
 
@@ -182,7 +185,7 @@ def bytes_of(text: str) -> float:
         size = float(found[1]) * SIZES[found[2].upper()] if found else 0.0
     except (KeyError, ValueError):
         size = 0.0
-    if size <= 0:
+    if not 0 < size < inf:
         raise ConfigError(f"--memory {text!r} is no size; write 70GiB, 80GB or a number of bytes.")
     return size
 
