@@ -256,7 +256,9 @@ def draw_schedule(args: argparse.Namespace) -> int:
         return 0
     columns = round(drawn.time / drawing.column(drawn)) * args.pp
     if columns > MOST_COLUMNS:
-        raise ConfigError(f"the rows of text would have {columns} columns, and at most {MOST_COLUMNS} are drawn; --json has no rows.")
+        raise ConfigError(
+            f"the rows of text would have {columns} columns, and at most {MOST_COLUMNS} are drawn; --json has no rows."
+        )
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)

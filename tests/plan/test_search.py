@@ -395,6 +395,13 @@ def test_a_model_of_every_family_is_planned_without_a_configuration(cache: Path,
     assert Search(space, Times(CLUSTER, Store()), LIMIT, 1).run(lambda *state: None).best
 
 
+def test_a_configuration_without_a_model_is_planned_with_the_default_one(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text('dtype = "float64"\n')
+    config = request([str(file)], 8, CLUSTER).config
+    assert config.dtype == "float64" and config.model == ModelConfig()
+
+
 def test_every_named_model_is_one_and_every_scheme_is_searched() -> None:
     for name in models():
         assert request([name], 8, CLUSTER).config.model.layers > 1

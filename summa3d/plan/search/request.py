@@ -68,7 +68,7 @@ def request(words: Sequence[str], batch: int, cluster: Cluster) -> Request:
     override(Config, table, [word if word.startswith("model.") else f"model.{word}" for word in given])
     if not names and table["model"].get("family", "gpt2") in SPECIAL_TOKENS:
         table["model"] = COMMON | table["model"]
-    model = build(ModelConfig, table["model"], "model.")
+    model = build(ModelConfig, table.get("model", {}), "model.")
     if not table.get("data"):
         table["data"] = {"tokenizer": numbers_of(model)}
     train = {**table.get("train", {}), "batch": batch, "accumulate": 1}
