@@ -332,10 +332,10 @@ class Rank:
     def key(self, op: Op) -> Key:
         """What is traced for an op. The first micro-batch makes the gradients, the last one frees 16-bit copies of weights.
 
-        Where backwards sum buckets, as many as may be in flight add to those, and the ones behind them start and end as many.
+        Where backwards sum buckets, as many as may be in flight add to those; the next one ends a sum, which makes the gradients.
         """
         freed = self.copied and op.micro == self.setting.accumulate - 1
-        between = op.micro if freed else min(op.micro, BUCKETS_IN_FLIGHT if self._sums_in_backward else 1)
+        between = op.micro if freed else min(op.micro, 1 + BUCKETS_IN_FLIGHT * self._sums_in_backward)
         return Key(op.kind, op.chunk if op.micro == ALL else self.like[op.chunk], between)
 
     def trace(self, like: Rank | None = None, between: bool = False, split: bool = False) -> None:
@@ -414,7 +414,9 @@ class Rank:
         return self.given, self.model.batch_of(self.given, **counts(self.setting.model, self.setting.batch))
 
     def _drop(self) -> None:
-        """Drop the gradients, and what only the collector frees."""
+        """Drop the gradients, those in flight too, and what only the collector frees."""
+        if self.pipeline.replicas is not None:
+            self.pipeline.replicas.finish()
         for state in self.states:
             state.clear()
         gc.collect()
