@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, DataError
 from ..figures import FORMATS, draw
+from ..nn.config import MOST_LAYERS
 from ..parallel import draw as drawing
 from ..parallel.schedule import SCHEDULES, build, split_layers
 from ..parallel.simulate import Timeline, in_flight, messages_of, timeline
@@ -23,6 +24,14 @@ FORMULAS = "Parameters, operations, days and bubble of a GPT by the closed formu
 SEARCH = ("model", "cluster", "ranks", "batch", "fix", "limit", "memory", "rule", "explain", "write")
 """Options that a search alone has."""
 MOST_OPS = 2**18
+MOST_COLUMNS = 2**20
+"""Of the rows of all ranks."""
+MOST_ROWS = 512
+"""Ranks of a figure, which no format draws without end."""
+TIMES = (1e-6, 1e6)
+"""The least and the most that an op may take."""
+SIZES = (1e-30, 1e30)
+"""The same of a number that formulas take, so that what they give is one."""
 SCHEDULE = "Draw the order of a pipeline's forwards and backwards: a row for each rank, time from left to right."
 
 
@@ -108,8 +117,14 @@ def _add_formulas(formulas: argparse.ArgumentParser) -> None:
 
 
 def layers(text: str) -> list[int]:
-    """Numbers with commas between them."""
-    return [int(number) for number in text.split(",")]
+    """Numbers with commas between them. Raises ArgumentTypeError for others, and for more layers than models have."""
+    try:
+        found = [int(number) for number in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or sum(found) > MOST_LAYERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of layers up to {MOST_LAYERS}, nor 3,3,2 of as many")
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -152,8 +167,9 @@ def show_formulas(args: argparse.Namespace) -> int:
     if any(given is not None for given in training) and None in training:
         raise ConfigError("the days of a training take --tokens, --ranks and --tflops, all three.")
     for name, value in vars(args).items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be positive.")
+        if isinstance(value, int | float) and not isinstance(value, bool) and not SIZES[0] <= value <= SIZES[1]:
+            limits = "" if value <= 0 else f", from {SIZES[0]:g} to {SIZES[1]:g}"
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be positive{limits}.")
     sizes = (args.layers, args.hidden, args.vocabulary, args.sequence)
     found = formulas.of_gpt(*sizes, args.batch) + formulas.of_pipeline(args.pp, args.micro_batches, args.chunks)
     if args.tokens is not None:
@@ -238,6 +254,11 @@ def draw_schedule(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(drawn, stages)))
         return 0
+    columns = round(drawn.time / drawing.column(drawn)) * args.pp
+    if columns > MOST_COLUMNS:
+        raise ConfigError(
+            f"the rows of text would have {columns} columns, and at most {MOST_COLUMNS} are drawn; --json has no rows."
+        )
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -259,9 +280,10 @@ def draw_schedule(args: argparse.Namespace) -> int:
 
 def simulated(args: argparse.Namespace) -> tuple[Timeline, tuple[int, ...] | None]:
     """The timeline that the options ask for, and the layers of each stage. Raises ConfigError for what does not fit."""
-    if min(args.forward, args.backward) <= 0:
+    if not all(TIMES[0] <= one <= TIMES[1] for one in (args.forward, args.backward)):
         raise ConfigError(
-            f"--forward {args.forward:g} and --backward {args.backward:g} are times of an op: they must be positive."
+            f"--forward {args.forward:g} and --backward {args.backward:g} are times of an op: they must be positive, "
+            f"from {TIMES[0]:g} to {TIMES[1]:g}."
         )
     weights = weights_time(args)
     if not 0 < weights < args.backward:
@@ -270,6 +292,8 @@ def simulated(args: argparse.Namespace) -> tuple[Timeline, tuple[int, ...] | Non
     if ops > MOST_OPS:
         sizes = f"--pp {args.pp}, --micro-batches {args.micro_batches} and --chunks {args.chunks}"
         raise ConfigError(f"{sizes} make {ops} ops; at most {MOST_OPS} are drawn.")
+    if args.png is not None and args.pp > MOST_ROWS:
+        raise ConfigError(f"--png draws at most {MOST_ROWS} ranks; --pp is {args.pp}.")
     schedule = build(args.schedule, args.pp, args.micro_batches, args.chunks)
     stages = None
     if args.layers is not None:

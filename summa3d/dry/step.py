@@ -18,7 +18,7 @@ from ..nn.config import ModelConfig
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Inputs
 from ..nn.models.registry import Model, build
-from ..nn.overlap import DEFAULT, Overlap
+from ..nn.overlap import BUCKETS_IN_FLIGHT, DEFAULT, Overlap
 from ..nn.parameter import ShardedParameter
 from ..nn.schemes.scheme import Scheme, scheme
 from ..nn.stages import Stages
@@ -330,9 +330,12 @@ class Rank:
         return {chunk: first.setdefault(kind, chunk) for chunk, kind in enumerate(kinds)}
 
     def key(self, op: Op) -> Key:
-        """What is traced for an op. The first micro-batch makes the gradients, the last one frees 16-bit copies of weights."""
-        last = self.setting.accumulate - 1
-        between = op.micro if op.micro in (ALL, 0) or (op.micro == last and self.copied) else min(1, last)
+        """What is traced for an op. The first micro-batch makes the gradients, the last one frees 16-bit copies of weights.
+
+        Where backwards sum buckets, as many as may be in flight add to those; the next one ends a sum, which makes the gradients.
+        """
+        freed = self.copied and op.micro == self.setting.accumulate - 1
+        between = op.micro if freed else min(op.micro, 1 + BUCKETS_IN_FLIGHT * self._sums_in_backward)
         return Key(op.kind, op.chunk if op.micro == ALL else self.like[op.chunk], between)
 
     def trace(self, like: Rank | None = None, between: bool = False, split: bool = False) -> None:
@@ -411,7 +414,9 @@ class Rank:
         return self.given, self.model.batch_of(self.given, **counts(self.setting.model, self.setting.batch))
 
     def _drop(self) -> None:
-        """Drop the gradients, and what only the collector frees."""
+        """Drop the gradients, those in flight too, and what only the collector frees."""
+        if self.pipeline.replicas is not None:
+            self.pipeline.replicas.finish()
         for state in self.states:
             state.clear()
         gc.collect()

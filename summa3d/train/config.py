@@ -503,6 +503,15 @@ class Config:
             )
 
 
+def numbers_of(model: ModelConfig) -> str:
+    """The tokenizer of as many numbers as a model has token ids beside its special tokens.
+
+    >>> numbers_of(ModelConfig(family="bert", vocabulary=30522))
+    'numbers:30519'
+    """
+    return f"numbers:{max(1, model.vocabulary - SPECIAL_TOKENS.get(model.family, 0))}"
+
+
 def master_dtype(dtype: str) -> str:
     """The dtype of master weights, accumulated gradients and optimizer moments in a run of `dtype`.
 

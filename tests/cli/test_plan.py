@@ -111,6 +111,11 @@ def test_a_figure_is_written_in_the_format_of_its_ending(tmp_path: Path, capsys:
         (["--pp", "4", "--micro-batches", "8", "--layers", "3"], "What fits: 3 ranks × 1"),
         (["--pp", "2", "--micro-batches", "8", "--layers", "3,2,1"], "need 2 numbers of layers"),
         (["--pp", "2", "--micro-batches", "8", "--backward", "0"], "they must be positive"),
+        (["--pp", "2", "--micro-batches", "8", "--forward", "nan"], "they must be positive, from 1e-06 to 1e+06."),
+        (["--pp", "2", "--micro-batches", "8", "--backward", "1e308"], "--backward 1e+308 are times of an op"),
+        (["--pp", "2", "--micro-batches", "8", "--forward", "0.001", "--backward", "1e6"], "at most 1048576 are drawn; --json"),
+        (["--pp", "50000", "--micro-batches", "1"], "at most 1048576 are drawn; --json"),
+        (["--pp", "1000", "--micro-batches", "1", "--png", "a.png"], "--png draws at most 512 ranks; --pp is 1000."),
         (["--pp", "2", "--micro-batches", "8", "--weights", "2"], "part of --backward 2: it must be positive and smaller."),
         (["--pp", "4", "--micro-batches", "3", "--schedule", "zb-v", "--chunks", "2"], "that fit: 4 and more."),
         (["--pp", str(2**62), "--micro-batches", "8"], "ops; at most 262144 are drawn."),
@@ -128,3 +133,18 @@ def test_a_stage_without_layers_takes_no_time() -> None:
     assert drawn.time == 12 and "0a" not in list(map(str, as_text(drawn)))[2]
     with pytest.raises(ConfigError, match="only the first and the last stage"):
         entry._run("plan", ["schedule", "--pp", "3", "--micro-batches", "2", "--layers", "2,0,2"])
+
+
+@pytest.mark.parametrize("option", [["--tokens", "nan"], ["--tflops", "inf"], ["--tokens", "1e308"], ["--layers", "0"]])
+def test_formulas_take_numbers_alone(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--layers", "2", "--hidden", "64", "--tokens", "1e9", "--ranks", "8", "--tflops", "100", *option, "--json"]
+    assert entry.main(["plan", "formulas", *words]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and f"{option[0]} is {float(option[1]):g}" in captured.err.replace("+", "")
+
+
+def test_more_layers_than_models_have_are_no_layers_of_a_drawing(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("9" * 40, "1,", "2,x"):
+        with pytest.raises(SystemExit):
+            entry.main(["plan", "schedule", "--pp", "2", "--micro-batches", "8", "--layers", wrong])
+        assert f"{wrong!r} is no number of layers up to 4096" in capsys.readouterr().err

@@ -323,6 +323,7 @@ WRONG = (
     (["1t"], {"fixes": ["pp=true"]}, "takes a whole number"),
     (["1t"], {"fixes": ["regather=maybe"]}, "takes true or false"),
     (["1t"], {"fixes": ["tile=2"]}, "takes a table of axes, as in --fix 'tile={y=2, z=4}'"),
+    (["1t"], {"fixes": ["tile={y='2'}"]}, "grid.tile.y = '2' is text; grid.tile.y takes an integer"),
     (["1t"], {"fixes": ["order=x,y,z"]}, "Known: z,y,x,d,dp,pp"),
     (["1t"], {"fixes": ["pp=2", "grid.pp=4"]}, "grid.pp is given 2 and 4"),
     (["1t"], {"fixes": ["schedule=zb-w"]}, "nearest is zb-v"),
@@ -396,8 +397,23 @@ def test_what_nothing_fits_names_each_familys_reasons(cache: Path) -> None:
     assert all(f"{family}: " in said for family in ("1-D", "FSDP", "2-D", "cuboid")) and "weights and their states" in said
     assert "batch 7 does not divide" in message(replace(SPACE, batch=7, fixed={"pp": 1}, least={"dp": 2}), LIMIT)
     assert bytes_of("70GiB") == 70 * 2**30
-    with pytest.raises(ConfigError, match="is no size"):
-        bytes_of("70 pages")
+    for wrong in ("70 pages", "0", "9" * 309):
+        with pytest.raises(ConfigError, match="is no size"):
+            bytes_of(wrong)
+
+
+@pytest.mark.parametrize("more", [["family=bert", "vocabulary=64"], ["family=bert", "sequence=512"], ["family=vit", "image=28"]])
+def test_a_model_of_every_family_is_planned_without_a_configuration(cache: Path, more: list[str]) -> None:
+    asked = request(["layers=2", "hidden=64", "heads=4", *more], 8, CLUSTER)
+    space = space_of(asked, CLUSTER, 2, 8, "now", ["scheme=cuboid", "recompute=none", "x=2"], [])
+    assert Search(space, Times(CLUSTER, Store()), LIMIT, 1).run(lambda *state: None).best
+
+
+def test_a_configuration_without_a_model_is_planned_with_the_default_one(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text('dtype = "float64"\n')
+    config = request([str(file)], 8, CLUSTER).config
+    assert config.dtype == "float64" and config.model == ModelConfig()
 
 
 def test_every_named_model_is_one_and_every_scheme_is_searched() -> None:

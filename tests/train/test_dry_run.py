@@ -94,6 +94,12 @@ def test_recomputation_micro_batches_and_more_ranks_take_less() -> None:
     assert predict(config.load("demo", [*CUBE, "grid.z=4", "train.batch=24"]))["bytes"]["peak"] < base["peak"]
 
 
+def test_sums_in_flight_are_as_many_of_any_number_of_micro_batches() -> None:
+    summed = ["scheme=serial", "grid.dp=2", "device=cpu", "model.layers=1", "replicas.zero=2"]  # one bucket holds all gradients
+    peaks = [predict(config.load("demo", [*summed, f"train.accumulate={m}", f"train.batch={8 * m}"]), 1)["peak"] for m in (4, 9)]
+    assert peaks[0] == pytest.approx(peaks[1], abs=64)  # a loss of each
+
+
 def test_axes_inside_a_node_take_less_than_those_between_nodes() -> None:
     cube = config.load("demo", [*CUBE, "model.layers=1"])
     apart = predict(cube)
@@ -181,6 +187,7 @@ STAGED = {
             "replicas.bucket=40000",
         ],
         ["scheme=oned", "grid.pp=2", "grid.y=2", "model.layers=3", "train.accumulate=2", *BERT],
+        [*SUMMED, "pipeline.schedule=gpipe", "train.accumulate=8", "replicas.bucket=26214400"],
         [*SUMMED, "pipeline.schedule=zb-h1", "train.accumulate=7", "train.batch=28"],
         [*SUMMED, "model.layers=4", "pipeline.schedule=zb-v", "pipeline.chunks=2", "train.accumulate=5", "train.batch=20"],
     ],

@@ -12,7 +12,7 @@ from ...dry.record import ENTER, LEAVE, Op
 from ...errors import ConfigError
 from ...nn.config import ModelConfig
 from ...train import toml
-from ...train.config import Config, DataConfig, GridConfig, ReplicasConfig, TrainConfig
+from ...train.config import Config, DataConfig, GridConfig, ReplicasConfig, TrainConfig, numbers_of
 from ..cells import BLOCK, largest, with_messages
 
 PASSES = ("F", "B", "W")
@@ -86,7 +86,6 @@ class Inner:
 
     def config(self, units: int) -> Config:
         """The configuration of a step of a model of one block, with micro-batches of `units` units."""
-        words = min(256, self.model.vocabulary)
         return Config(
             scheme=self.scheme,
             dtype=self.dtype,
@@ -97,7 +96,7 @@ class Inner:
             replicas=ReplicasConfig(zero=1 if self.replicas == 1 else 3),
             model=replace(self.model, layers=1),
             train=TrainConfig(batch=ACCUMULATE * units * self.unit * self.replicas, accumulate=ACCUMULATE),
-            data=DataConfig(tokenizer=f"numbers:{words}"),
+            data=DataConfig(tokenizer=numbers_of(self.model)),
         )
 
     def key(self, single: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from ...cluster import Cluster
 from ...errors import ConfigError, nearest
 from ...files import from_toml, read_toml, whole
 from ...nn.config import ModelConfig
-from ...train.config import Config, from_table, load, read_table, shipped
+from ...train.config import SPECIAL_TOKENS, Config, GridConfig, from_table, load, numbers_of, read_table, shipped
 from ...train.toml import build, override
 from .plans import ERAS, FAMILIES, ORDER, SCHEDULES, SCHEMES, SHORT, Space, keys_known, positive
 
 MODELS = Path(__file__).with_name("models.toml")
 COMMON = {"sequence": 2048, "vocabulary": 51200}
-"""Keys of the models of MODELS that have none of their own: those of Megatron-LM's GPTs."""
+"""Keys of models of text, named or not, that have none of their own: those of Megatron-LM's GPTs."""
 SIZES = {"": 1.0, "B": 1.0, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 SIZES |= {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 HALF = ("bfloat16", "float16")
@@ -57,7 +58,7 @@ def request(words: Sequence[str], batch: int, cluster: Cluster) -> Request:
         raise ConfigError(f"--model takes one name and KEY=VALUE; it is given {', '.join(names)}.")
     name = names[0] if names else ",".join(given)
     if not names or names[0] in known:
-        table: dict[str, Any] = {"model": dict(known[names[0]]) if names else dict(COMMON), "dtype": _dtype_on(cluster)}
+        table: dict[str, Any] = {"model": dict(known[names[0]]) if names else {}, "dtype": _dtype_on(cluster)}
     elif names[0] in shipped() or names[0].endswith(".toml"):
         load(names[0])  # so that an error names its file
         table = read_table(names[0])
@@ -65,9 +66,11 @@ def request(words: Sequence[str], batch: int, cluster: Cluster) -> Request:
         every = [*known, *shipped()]
         raise ConfigError(f"unknown model {names[0]!r}; the nearest is {nearest(names[0], every)}. Known: {', '.join(every)}.")
     override(Config, table, [word if word.startswith("model.") else f"model.{word}" for word in given])
-    model = build(ModelConfig, table["model"], "model.")
+    if not names and table["model"].get("family", "gpt2") in SPECIAL_TOKENS:
+        table["model"] = COMMON | table["model"]
+    model = build(ModelConfig, table.get("model", {}), "model.")
     if not table.get("data"):
-        table["data"] = {"tokenizer": f"numbers:{model.vocabulary}"}
+        table["data"] = {"tokenizer": numbers_of(model)}
     train = {**table.get("train", {}), "batch": batch, "accumulate": 1}
     for key in ("grid", "pipeline", "scheme", "chosen", "recompute", "recompute_layers", "regather"):
         table.pop(key, None)
@@ -156,6 +159,8 @@ def _value(short: str, key: str, text: str) -> Any:
     kind, what, example = TAKES.get(key, NUMBER)
     if type(found) is not kind:
         raise ConfigError(f"--fix {short}={text}: {short} takes {what}, as in --fix {example}.")
+    if kind is dict:
+        build(GridConfig, {"tile": found}, "grid.")  # whose sizes are whole numbers
     return found
 
 
@@ -181,7 +186,7 @@ def bytes_of(text: str) -> float:
         size = float(found[1]) * SIZES[found[2].upper()] if found else 0.0
     except (KeyError, ValueError):
         size = 0.0
-    if size <= 0:
+    if not 0 < size < inf:
         raise ConfigError(f"--memory {text!r} is no size; write 70GiB, 80GB or a number of bytes.")
     return size
 
