@@ -177,7 +177,9 @@ class Bounds:
         for layers, flying, waiting in rows.heaviest[:, :, at]:
             own = layers * layer
             states = np.maximum(states, own * each)
-            held = np.maximum(held, own * each + flying * saved + waiting * owed + sums * summed(inner, own, ranks))
+            held = np.maximum(
+                held, own * each + flying * saved + waiting * owed + sums * summed(inner, own, ranks, rows.micro_batches[at])
+            )
         return states, held + in_pipe(inner, size, ranks) * (rows.pp[at] > 1)
 
     def _alone_keeps(self, inner: Inner, zero: int, way: str, rows: Number, dp: Number) -> Kept:

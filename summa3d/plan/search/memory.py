@@ -75,7 +75,7 @@ def _of_rank(plan: Plan, cells: Cells, units: int, rank: int) -> Memory:
         activations = many * saved
         top = max((many - 1) * saved + max(tops[0]), activations + max(tops[1]))
     kept = cells.kept.at(units) + in_pipe(plan.inner, plan.rows, plan.inner.ranks) * (plan.pp > 1)
-    kept += int(summed(plan.inner, held, plan.inner.ranks)) if plan.zero == 2 and plan.dp > 1 else 0
+    kept += int(summed(plan.inner, held, plan.inner.ranks, plan.micro_batches)) if plan.zero == 2 and plan.dp > 1 else 0
     return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept, rank)
 
 
@@ -103,11 +103,16 @@ def in_pipe(inner: Inner, rows: Any, ranks: Any) -> Any:
     return rows * inner.model.sequence * inner.model.hidden // ranks * 2 * dtype_of(inner.dtype).nbytes
 
 
-def summed(inner: Inner, held: Any, ranks: Any) -> Any:
-    """Bytes of gradients that zero 2 sums in a micro-batch: of a bucket's weights, those that are packed, and two in flight."""
+def summed(inner: Inner, held: Any, ranks: Any, micro_batches: Any) -> Any:
+    """Bytes of gradients that zero 2 sums while a micro-batch makes them: a bucket's, and those in flight.
+
+    While one is packed, one less is in flight. A bucket of all weights is started once in a micro-batch.
+    """
     model, size = inner.model, dtype_of(master_dtype(inner.dtype)).nbytes
     largest = max(rows * columns for rows, columns in (*matrices(model), (model.vocabulary, model.hidden))) // ranks
-    return (2 + BUCKETS_IN_FLIGHT) * np.minimum(held * size, np.maximum(ReplicasConfig.bucket, largest * size))
+    bucket = np.maximum(ReplicasConfig.bucket, largest * size)
+    in_flight = np.where(held * size > bucket, BUCKETS_IN_FLIGHT, np.minimum(BUCKETS_IN_FLIGHT, micro_batches - 1))
+    return (1 + in_flight) * np.minimum(held * size, bucket)
 
 
 def extent(pieces: Iterable[Piece], times: Mapping[str, int], units: int) -> tuple[int, int]:
