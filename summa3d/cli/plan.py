@@ -26,6 +26,8 @@ SEARCH = ("model", "cluster", "ranks", "batch", "fix", "limit", "memory", "rule"
 MOST_OPS = 2**18
 MOST_COLUMNS = 2**20
 """Of the rows of all ranks."""
+MOST_RANKS = 2048
+"""A schedule is put in order in sweeps over all ranks, about as many as there are ranks: 1 s for these."""
 MOST_ROWS = 512
 """Ranks of a figure, which no format draws without end."""
 TIMES = (1e-6, 1e6)
@@ -292,8 +294,9 @@ def simulated(args: argparse.Namespace) -> tuple[Timeline, tuple[int, ...] | Non
     if ops > MOST_OPS:
         sizes = f"--pp {args.pp}, --micro-batches {args.micro_batches} and --chunks {args.chunks}"
         raise ConfigError(f"{sizes} make {ops} ops; at most {MOST_OPS} are drawn.")
-    if args.png is not None and args.pp > MOST_ROWS:
-        raise ConfigError(f"--png draws at most {MOST_ROWS} ranks; --pp is {args.pp}.")
+    for option, most in (("plan schedule", MOST_RANKS), ("--png", MOST_RANKS if args.png is None else MOST_ROWS)):
+        if args.pp > most:
+            raise ConfigError(f"{option} draws at most {most} ranks; --pp is {args.pp}.")
     schedule = build(args.schedule, args.pp, args.micro_batches, args.chunks)
     stages = None
     if args.layers is not None:
