@@ -21,7 +21,7 @@ class PySumma3d(PythonPackage):
     depends_on("py-numpy@1.26:", type=("build", "run"))
     depends_on("py-mpi4py@4:", type=("build", "run"))
     depends_on("py-threadpoolctl@3.2:", type=("build", "run"))
-    depends_on("py-torch@2.5:", type=("build", "run"), when="+train")
+    depends_on("py-torch@2.9:", type=("build", "run"), when="+train")
     depends_on("py-safetensors@0.4:", type=("build", "run"), when="+train")
     depends_on("py-rich@13:", type=("build", "run"), when="+train")
     depends_on("py-tomli-w@1:", type=("build", "run"), when="+train")
