@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "summa3d" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
 README = HERE / "README.md"
 
-# Before 2.9 the edge of a graph does not keep the graph alive: recomputation fails, and 2.5 crashes there.
+# In 2.8.0 the edge of a graph does not keep the graph alive: recomputation fails; 2.5.0 crashes there.
 TORCH = ["torch>=2.9"]
 TOMLI = "tomli>=2.0; python_version < '3.11'"
 PLOT = ["matplotlib>=3.8"]
