@@ -18,6 +18,7 @@ from .errors import DataError
 
 LARGEST_WHOLE = 2**63 - 1
 """The largest whole number of TOML, and of an option of a command."""
+DIGITS = len(str(LARGEST_WHOLE))
 HUGE = re.compile("[0-9]{309}")
 """Digits that may be a whole number beyond all floats."""
 
@@ -65,7 +66,7 @@ def whole(text: str | bytes) -> int | None:
     (12, None, None, None)
     """
     digits = text.strip()
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(LARGEST_WHOLE))):
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= DIGITS):
         return None
     value = int(digits)
     return value if value <= LARGEST_WHOLE else None

@@ -35,6 +35,6 @@ def test_digits_that_are_no_number_are_refused(reader: Callable[[str], object]) 
 
 @pytest.mark.parametrize("size", [2.0, True, "2"])
 def test_a_size_in_a_sweeps_table_is_a_whole_number(size: object) -> None:
-    assert axes_of({"x": 2}) == {"x": 2}
+    assert axes_of({"x": 2}) == {"x": 2} and axes_of({}) == {}  # of one rank
     with pytest.raises(Summa3dError, match="is no grid"):
         axes_of({"x": size})

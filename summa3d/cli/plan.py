@@ -294,9 +294,10 @@ def simulated(args: argparse.Namespace) -> tuple[Timeline, tuple[int, ...] | Non
     if ops > MOST_OPS:
         sizes = f"--pp {args.pp}, --micro-batches {args.micro_batches} and --chunks {args.chunks}"
         raise ConfigError(f"{sizes} make {ops} ops; at most {MOST_OPS} are drawn.")
-    for option, most in (("plan schedule", MOST_RANKS), ("--png", MOST_RANKS if args.png is None else MOST_ROWS)):
-        if args.pp > most:
-            raise ConfigError(f"{option} draws at most {most} ranks; --pp is {args.pp}.")
+    if args.pp > MOST_RANKS:
+        raise ConfigError(f"plan schedule draws at most {MOST_RANKS} ranks; --pp is {args.pp}.")
+    if args.png is not None and args.pp > MOST_ROWS:
+        raise ConfigError(f"--png draws at most {MOST_ROWS} ranks; --pp is {args.pp}.")
     schedule = build(args.schedule, args.pp, args.micro_batches, args.chunks)
     stages = None
     if args.layers is not None:

@@ -320,12 +320,12 @@ def axes_of(given: Any) -> dict[str, int]:
     >>> axes_of("x=2,y=2")
     {'x': 2, 'y': 2}
     """
-    found: dict[str, Any] = {}
+    found: dict[str, Any] | None = None
     if isinstance(given, Mapping):
         found = {name.strip(): size for name, size in given.items()}
     elif isinstance(given, str):
         found = {name.strip(): whole(size) for name, _, size in (part.partition("=") for part in given.split(","))}
-    if not found or any(type(size) is not int for size in found.values()):
+    if found is None or any(type(size) is not int for size in found.values()):
         raise ConfigError(f"{given!r} is no grid; write it as x=2,y=2.")
     return found
 
