@@ -67,6 +67,18 @@ class Marked(torch.Tensor):
     """A tensor of another type, which may have its own product."""
 
 
+class Named(torch.nn.Parameter):
+    """A parameter that knows more of itself, as those of the layers do."""
+
+
+class Own(torch.nn.Parameter):
+    """A parameter with its own product."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 def tensors(**changed):
     return {"a": block(128, 128, 1), "b": block(128, 128, 2), "out": torch.zeros(128, 128, dtype=torch.float64)} | changed
 
@@ -78,6 +90,7 @@ NOT_PLAIN = {
     "a dispatch mode": (tensors, Mode),
     "without memory": (lambda: {name: one.to("meta") for name, one in tensors().items()}, nullcontext),
     "another type": (lambda: tensors(b=block(128, 128, 2).as_subclass(Marked)), nullcontext),
+    "a parameter of another type": (lambda: tensors(b=Own(block(128, 128, 2), False)), nullcontext),
     "16 bits": (lambda: {name: one.bfloat16() for name, one in tensors().items()}, nullcontext),
     "whole numbers": (lambda: {name: one.long() for name, one in tensors().items()}, nullcontext),
     "two dtypes": (lambda: tensors(b=block(128, 128, 2).float()), nullcontext),
@@ -100,6 +113,14 @@ def test_all_else_is_torchs_and_nothing_is_done(why):
         assert None is multiplied(given["a"], given["b"], "nn", given["out"], 1, 0, RULE)
     assert given["out"].is_meta or torch.equal(given["out"], before)
     assert given["out"]._version == before._version
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, Named])
+def test_parameters_are_the_librarys_too(kind):
+    given = tensors(b=kind(block(128, 128, 2)))
+    with torch.no_grad():
+        assert multiplied(given["a"], given["b"], "nn", given["out"], 1, 0, RULE) is given["out"]
+    assert torch.linalg.norm(given["out"] - given["a"] @ given["b"]) <= 1e-12 * torch.linalg.norm(given["out"])
 
 
 def test_under_a_transformation_the_product_is_torchs():

@@ -14,8 +14,11 @@ from nn_parity import gradients_of
 from pairs import some
 from scheme_table import FAMILIES, GPT2, GRIDS, check_against_plain_torch, rows_for, sequence_for, tokens_and_labels
 
+from summa3d import blas_library
+from summa3d.blas_library import Rule
 from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError
+from summa3d.gemm.local.tensors import multiplied
 from summa3d.layout import distribute
 from summa3d.nn import GPT, ModelConfig, scheme
 from summa3d.nn.schemes.scheme import SCHEMES
@@ -77,6 +80,28 @@ def test_a_step_moves_exactly_the_words_and_messages_of_its_formula(make_grid, w
         cost = GPTVolume(GPT2, on_grid, *tokens.shape).step()
         for moved, said in ((forward, cost.forward), (backward, cost.backward), (optimizer, cost.optimizer)):
             assert (moved.words, moved.messages) == (said.words, said.messages), (name, axes)
+
+
+@pytest.mark.skipif(blas_library.at_addresses("float64") is None, reason="numpy's BLAS cannot be called by address")
+@pytest.mark.mpi(sizes=(1, 2, 4))
+def test_the_library_of_the_rule_multiplies_everything(make_grid, world_size, monkeypatch):
+    """Gathered or not, weights are multiplied by the faster library; torch's own product would be slower, and as right."""
+    taken = []
+
+    def watched(*operands):
+        product = multiplied(*operands)
+        taken.append(product is not None)
+        return product
+
+    for module in ("multiply", "blas"):
+        monkeypatch.setattr(f"summa3d.gemm.local.{module}.multiplied", watched)
+    for name, axes in GRIDS[world_size]:
+        on_grid = scheme(name, make_grid(**axes))
+        on_grid.grid.blas = Rule(blas_library.library_name(), "a test", {"float64": 1}, 1)
+        tokens, labels = tokens_and_labels(GPT2, rows_for(on_grid), sequence_for(on_grid, GPT2.sequence))
+        taken.clear()
+        GPT(GPT2, on_grid, torch.float64)(tokens, labels).backward()
+        assert len(taken) >= 3 * 4 * GPT2.layers and all(taken), (name, axes, taken)
 
 
 @pytest.mark.mpi(sizes=(2, 3, 4, 6, 8))

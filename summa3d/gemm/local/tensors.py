@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ...blas_library import Rule, at_addresses, follow_threads
@@ -58,7 +59,7 @@ def _are_plain(*tensors: Tensor) -> bool:
         return False
     recorded = torch.is_grad_enabled()
     return all(
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        _has_torchs_product(type(tensor))
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and tensor.dtype == tensors[0].dtype
@@ -66,3 +67,12 @@ def _are_plain(*tensors: Tensor) -> bool:
         and tensor.data_ptr() != 0
         for tensor in tensors
     )
+
+
+@cache
+def _has_torchs_product(kind: type[Tensor]) -> bool:
+    """Whether torch multiplies tensors of this type as it does its own: parameters of every kind, unless they say otherwise."""
+    import torch
+
+    overrides_nothing = kind.__torch_function__ is torch.nn.Parameter.__torch_function__
+    return kind is torch.Tensor or (overrides_nothing and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
