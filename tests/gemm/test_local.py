@@ -77,6 +77,12 @@ def test_float16_sums_are_taken_in_float32():
     assert multiply(a, b, "nn")[0, 0] == 6144
 
 
+def test_float16_products_are_rounded_once_after_alpha():
+    """300·300 is beyond float16, half of it is not."""
+    product = multiply(np.full((1, 1), 300, np.float16), np.full((1, 1), 300, np.float16), "nn", alpha=0.5)
+    assert product.dtype == np.float16 and product[0, 0] == np.float16(45000)
+
+
 def test_add_never_reads_out_where_beta_is_zero():
     out = np.full(3, np.inf)
     add(np.ones(3), out, 0)

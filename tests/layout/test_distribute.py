@@ -46,6 +46,15 @@ def test_three_dims_of_torch_tensors_of_every_float(comm, make_grid):
 
 
 @pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_strided_vector_is_collected(comm, make_grid, kind):
+    whole = numbers("float64", (7,), 3)
+    grid, layout = make_grid(x=2), Layout(("x",))
+    block = array(kind, "float64", np.repeat(distribute(whole, grid, layout), 2))[::2]
+    assert np.array_equal(plain(collect(block, grid, layout, (7,))), whole)
+
+
+@pytest.mark.mpi(sizes=(2,))
 def test_blocks_and_layouts_that_do_not_fit_are_refused(comm, make_grid):
     grid = make_grid(x=2)
     with pytest.raises(ShapeError, match=rf"Rank {comm.rank} holds a block of shape \(9, 9\)"):

@@ -206,6 +206,15 @@ def test_the_scale_grows_after_good_steps_up_to_its_largest_and_stops_helping_at
     assert scale.skipped == 4
 
 
+def test_a_resumed_scale_is_the_saved_one_with_its_good_steps() -> None:
+    settings = config.load("demo", ["dtype=float16", "loss_scale.initial=64", "loss_scale.growth_every=5"])
+    scale = LossScale.of(settings)
+    for loss in (2.0, float("inf"), 2.0, 2.0):
+        scale.accepts(1, loss, 1.0)
+    assert (scale.value, scale.good, scale.skipped) == (32.0, 2, 1)
+    assert LossScale.of(settings, scale.state()) == scale
+
+
 def test_only_float16_scales_its_loss() -> None:
     for dtype in ("float64", "float32", "bfloat16"):
         scale = LossScale.of(config.load("demo", [f"dtype={dtype}"]))

@@ -255,9 +255,9 @@ class Scheme:
 
     @property
     def copies(self) -> Copies:
-        """The ranks that hold equal copies of the residual stream: along axes that neither split it nor leave it to one index."""
-        named = {*self.residual.axes, *self.residual.root_only}
-        return Copies(self.grid[tuple(axis for axis, size in self.grid.shape.items() if size > 1 and axis not in named)])
+        """The ranks that hold equal copies of the residual stream: along axes that do not split it."""
+        split = self.residual.axes
+        return Copies(self.grid[tuple(axis for axis, size in self.grid.shape.items() if size > 1 and axis not in split)])
 
     def connect(self) -> list[Axis]:
         """Make and return the axes over which layers and gradient norm communicate, else made at first use; collective."""
