@@ -79,6 +79,14 @@ class Own(torch.nn.Parameter):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+class Dispatched(torch.nn.Parameter):
+    """A parameter that sees torch's own product."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
 def tensors(**changed):
     return {"a": block(128, 128, 1), "b": block(128, 128, 2), "out": torch.zeros(128, 128, dtype=torch.float64)} | changed
 
@@ -91,6 +99,7 @@ NOT_PLAIN = {
     "without memory": (lambda: {name: one.to("meta") for name, one in tensors().items()}, nullcontext),
     "another type": (lambda: tensors(b=block(128, 128, 2).as_subclass(Marked)), nullcontext),
     "a parameter of another type": (lambda: tensors(b=Own(block(128, 128, 2), False)), nullcontext),
+    "a parameter that torch dispatches": (lambda: tensors(b=Dispatched(block(128, 128, 2), False)), nullcontext),
     "16 bits": (lambda: {name: one.bfloat16() for name, one in tensors().items()}, nullcontext),
     "whole numbers": (lambda: {name: one.long() for name, one in tensors().items()}, nullcontext),
     "two dtypes": (lambda: tensors(b=block(128, 128, 2).float()), nullcontext),
