@@ -72,6 +72,28 @@ def whole(text: str | bytes) -> int | None:
     return value if value <= LARGEST_WHOLE else None
 
 
+def pairs_of(text: str) -> dict[str, str] | None:
+    """The names and values of a text NAME=VALUE,…; None for a text of another form, and where a name is given twice.
+
+    >>> pairs_of("x=2, y=a=b"), pairs_of("x=2,x=2"), pairs_of("x:2"), pairs_of("")
+    ({'x': '2', 'y': 'a=b'}, None, None, None)
+    """
+    parts = [part.partition("=") for part in text.split(",")]
+    pairs = {name.strip(): value.strip() for name, equals, value in parts if name.strip() and equals}
+    return pairs if len(pairs) == len(parts) else None
+
+
+def grid_of(text: str) -> dict[str, int] | None:
+    """The sizes of a grid's axes that a text AXIS=SIZE,… names; None for a text of another form.
+
+    >>> grid_of("x=2, y=3"), grid_of("x=2,y=-1")
+    ({'x': 2, 'y': 3}, None)
+    """
+    sizes = {axis: whole(size) for axis, size in (pairs_of(text) or {}).items()}
+    known = {axis: size for axis, size in sizes.items() if size is not None}
+    return known if known and len(known) == len(sizes) else None
+
+
 def _whole_number(digits: str) -> int:
     """The number, which a float must be able to hold: it is compared with others."""
     value = int(digits)

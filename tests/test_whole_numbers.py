@@ -1,4 +1,4 @@
-"""A text that is no number of 64 bits is refused wherever one is read from what a user writes, by an error of ours."""
+"""A text that is no number of 64 bits, or names something twice, is refused wherever it is read, by an error of ours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from summa3d.cli.bench import parse_entry
+from summa3d.cli.block import _is_meant
 from summa3d.errors import Summa3dError
+from summa3d.launch.emulate import network_of
 from summa3d.layout.notation import read
 from summa3d.plan.search.request import _limited
 from summa3d.sweep.points import axes_of
@@ -31,6 +33,26 @@ def test_digits_that_are_no_number_are_refused(reader: Callable[[str], object]) 
     for text in ("²", "9" * 5000, "-1", "1.0"):
         with pytest.raises(Summa3dError):
             reader(text)
+
+
+TWICE: dict[str, Callable[[], object]] = {
+    "grid of a sweep": lambda: axes_of("x=2, x=3"),
+    "entry of a benchmark": lambda: parse_entry("cuboid:y=2,x=2,y=1", None, 2),
+    "option of an entry": lambda: parse_entry("summa:panel=8,panel=9", None, 2),
+    "emulated nodes": lambda: network_of("nodes=2,port=1gbit,nodes=4"),
+}
+
+
+@pytest.mark.parametrize("reader", TWICE.values(), ids=TWICE)
+def test_a_name_that_is_given_twice_is_refused(reader: Callable[[], object]) -> None:
+    with pytest.raises(Summa3dError):
+        reader()
+
+
+def test_a_grid_of_the_blocks_benchmark_names_each_axis_once() -> None:
+    shape = {"x": 1, "y": 2, "z": 1}
+    meant = ["", "y=2", "x=1, y=2", "1,2,1"]
+    assert [text for text in [*meant, "x=2", "y=2,y=2", "x=1,y=1,y=2", "2,1,1", "y"] if _is_meant(text, shape)] == meant
 
 
 @pytest.mark.parametrize("size", [2.0, True, "2"])

@@ -16,7 +16,7 @@ from typing import Any
 from ..comm.arrays import DEVICES
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError, DataError
-from ..files import whole
+from ..files import grid_of
 from ..launch.runtime import usable_cores
 from .block import add_block_arguments, block_result
 from .gemm import add_cluster_argument, machine_of
@@ -292,14 +292,12 @@ def parse_entry(text: str, problem: Any, ranks: int) -> tuple[str, dict[str, int
 
     name, _, rest = text.partition(":")
     found = algorithm(name)
-    sizes: dict[str, int] = {}
-    for part in filter(None, rest.split(",")):
-        key, _, value = part.partition("=")
-        size = whole(value)
-        if key not in (*found.axes, *found.options) or size is None:
-            known = ", ".join((*found.axes, *found.options))
-            raise ConfigError(f"--entry {text}: {part!r} is not AXIS=SIZE or OPTION=NUMBER; {found.name} has {known}.")
-        sizes[key] = size
+    sizes = grid_of(rest) if rest else {}
+    known = (*found.axes, *found.options)
+    if sizes is None or not set(sizes) <= set(known):
+        raise ConfigError(
+            f"--entry {text}: {rest!r} is not AXIS=SIZE,OPTION=NUMBER,…, each once; {found.name} has {', '.join(known)}."
+        )
     options = {key: bool(size) if key in SWITCHES else size for key, size in sizes.items() if key in found.options}
     axes = {axis: sizes.get(axis, 1) for axis in found.axes}
     given = any(axis in sizes for axis in found.axes)

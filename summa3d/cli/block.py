@@ -10,6 +10,7 @@ from typing import Any
 
 from ..comm.arrays import DEVICES
 from ..errors import ConfigError
+from ..files import grid_of
 from .traces import ranges_for
 
 ALL = "all"
@@ -167,9 +168,9 @@ def _grids(text: str, ranks: int, case: Any) -> list[dict[str, int]]:
 
 def _is_meant(grid: str, shape: dict[str, int]) -> bool:
     """Whether the text names this grid: ``2,2,2`` lists all axes, ``x=2,y=4`` leaves the others at 1, "" names any grid."""
-    parts = grid.split(",") if grid else []
-    if all("=" in part for part in parts):
-        named = dict(part.split("=", 1) for part in parts)
-        axes = {**dict.fromkeys(shape, "1"), **named} if named else {axis: str(size) for axis, size in shape.items()}
-        return axes == {axis: str(size) for axis, size in shape.items()}
-    return parts == [str(size) for size in shape.values()]
+    if not grid:
+        return True
+    named = grid_of(grid)
+    if named is None:
+        return grid.split(",") == [str(size) for size in shape.values()]
+    return {**dict.fromkeys(shape, 1), **named} == shape

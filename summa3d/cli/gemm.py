@@ -19,6 +19,7 @@ from ..bench.traced import show
 from ..comm.arrays import DEVICES, numpy_dtype
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError
+from ..files import grid_of
 from ..launch.runtime import on_all_cores, usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
@@ -95,13 +96,10 @@ def parse_grid(text: str) -> dict[str, int]:
     >>> parse_grid("x=2,y=2,z=2")
     {'x': 2, 'y': 2, 'z': 2}
     """
-    try:
-        pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
-    except ValueError:
-        pairs = []
-    if not pairs or len(dict(pairs)) < len(pairs):
+    sizes = grid_of(text)
+    if sizes is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a grid; write it as x=2,y=2,z=2")
-    return dict(pairs)
+    return sizes
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from itertools import cycle, islice
 from types import TracebackType
 
 from ..errors import LaunchError
+from ..files import pairs_of
 from .follow import follow
 
 PROGRAMS = ("ip", "tc", "nsenter", "unshare", "taskset", "mount")
@@ -65,7 +66,7 @@ def network_of(text: str) -> Network:
     >>> network_of("nodes=4,port=250mbit")
     Network(nodes=4, port=250000000.0, delay=0.0)
     """
-    values = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    values = pairs_of(text) or {}
     rate = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", values.get("port", ""))
     delay = re.fullmatch(r"(\d+(?:\.\d+)?)ms", values.get("delay", "0ms"))
     count = re.fullmatch(r"\d{1,3}", values.get("nodes", ""))

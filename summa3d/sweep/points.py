@@ -17,7 +17,7 @@ from ..comm.device.select import requested_device
 from ..comm.topology import describe
 from ..dtypes import dtype_of
 from ..errors import ClusterError, ConfigError, GridError, Summa3dError
-from ..files import whole
+from ..files import grid_of
 from ..gemm.algorithms.registry import ALGORITHMS, algorithm
 from ..gemm.cost.machine import Machine
 from .file import Sweep, flat, nearest_key, nested
@@ -324,7 +324,7 @@ def axes_of(given: Any) -> dict[str, int]:
     if isinstance(given, Mapping):
         found = {name.strip(): size for name, size in given.items()}
     elif isinstance(given, str):
-        found = {name.strip(): whole(size) for name, _, size in (part.partition("=") for part in given.split(","))}
+        found = grid_of(given)
     if found is None or any(type(size) is not int for size in found.values()):
         raise ConfigError(f"{given!r} is no grid; write it as x=2,y=2.")
     return found
