@@ -1,0 +1,85 @@
+"""The bytes of a step by hand: what is held while ops run, what is on its way, and what stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from summa3d.dry.rank_classes import classes
+from summa3d.dry.record import Op, Part, Segment, Traced, held_in
+from summa3d.dry.step import DryStep, Key, Setting, run
+from summa3d.dry.storages import Storages
+from summa3d.nn import ModelConfig
+from summa3d.train.config import Config
+from summa3d.train.dry_run import training_of
+
+MODEL = ModelConfig(layers=3, hidden=24, heads=2, sequence=6, vocabulary=30)
+FORWARD, BACKWARD = Key("F", 0, 0), Key("B", 0, 0)
+BEFORE = [Part(Segment("enter", False, net=3, top=5), 1)]
+TRACED = {
+    FORWARD: Traced(0, [Part(Segment("0", False, net=10, top=30), 1)], 0),
+    BACKWARD: Traced(7, [Part(Segment("0", True, net=-10, top=5), 1)], -7),
+}
+
+
+def step(update: Segment, traced: dict[Key, Traced] = TRACED, parts: list[Part] = BEFORE) -> DryStep:
+    """A forward and a backward, 4 bytes of a message, 100 of parameters, 40 of moments, 1 that is kept."""
+    return DryStep(
+        parts, traced, [FORWARD, BACKWARD], [Part(update, 1)], {0: 10}, message=4, parameters=100, gradients=100, copied=0,
+        moments=40, kept=1, node=0,
+    )  # fmt: skip
+
+
+def test_a_message_and_the_next_receive_are_held_beside_an_op() -> None:
+    program = [TRACED[FORWARD], TRACED[BACKWARD]]
+    assert held_in(program, 3, 4) == (3 + 7 + 4 + 30, 3)  # what is received goes with the op behind, which is none here
+    assert held_in(program, 3, 0) == (3 + 7 + 30, 3)
+    three = [TRACED[FORWARD], TRACED[BACKWARD], TRACED[BACKWARD]]
+    assert held_in(three, 0, 2)[0] == 7 + 2 + 30 and held_in(three[1:], 20, 0) == (20 + 7 + 7 + 5, 0)
+
+
+def test_the_update_comes_on_top_of_what_the_ops_have_left() -> None:
+    small, large = Segment("optimizer", False, top=2), Segment("optimizer", False, top=50)
+    assert step(small).peak == 100 + 40 + 1 + 44
+    assert step(large).peak == 100 + 40 + 1 + 3 + 50
+
+
+def test_in_flight_is_what_another_layer_waits_for() -> None:
+    def move(layer: str, number: int, size: int) -> Op:
+        return Op("move", "forward", layer, "all_gather", written=size, id=number)
+
+    def wait(layer: str, number: int) -> Op:
+        return Op("wait", "forward", layer, "all_gather", id=number)
+
+    ops = [move("a", 1, 8), move("a", 2, 100), wait("a", 2), move("a", 3, 16), wait("b", 1), wait("b", 3), move("b", 4, 50)]
+    traced = {**TRACED, FORWARD: Traced(0, [Part(Segment("0", False, ops=ops), 1)], 0)}
+    assert step(Segment("optimizer", False), traced).in_flight == 8 + 16
+
+
+def test_a_sum_in_another_dtype_holds_a_copy_on_the_host_alone() -> None:
+    for converts, copy in ((True, 80), (False, 0)):
+        with Storages(lambda name, given: None, lambda name, read, written: None) as storages:
+            storages.converts = converts
+            x = torch.empty(10, device="meta")
+            total = x.sum(dtype=torch.float64)
+            same = x.sum()
+            assert (storages.alive, storages.top) == (40 + 8 + 4, max(40 + 8 + copy, 40 + 8 + 4))
+        del total, same
+
+
+@pytest.mark.parametrize("layers", [4, 9])
+def test_each_layer_keeps_its_rotary_tables(layers: int) -> None:
+    llama = ModelConfig(**{**vars(MODEL), "family": "llama", "dropout": 0.0})
+    setting = Setting(llama, 4, "cuboid", {"y": 2})
+    deep = replace(setting, model=replace(llama, layers=layers))
+    assert 3 * run(deep).kept == layers * run(setting).kept > 0
+
+
+def test_ranks_that_receive_other_words_are_of_other_classes() -> None:
+    """The first member of y alone gets 2 words of the norm's all-reduce where 3 ranks share out 2 parts."""
+    setting = Setting(replace(MODEL, hidden=102, heads=6, sequence=30, vocabulary=192, layers=1), 9, "oned-sp", {"y": 3})
+    words = [run(replace(setting, rank=rank), training_of(Config())).words() for rank in range(3)]
+    assert classes(setting) == {0: 1, 1: 2}
+    assert words[0] != words[1] == words[2]
