@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -86,6 +87,15 @@ def test_cross_entropy_handles_more_ranks_than_words_and_unlabelled_rows(make_gr
     loss = cross_entropy(block, labels, cuboid, layout, 3, int((labels >= 0).sum()))
     (loss * 3).backward()
     assert torch.allclose(collect(block.grad, grid, layout, logits.shape), 3 * want.grad, rtol=1e-12, atol=1e-16)
+
+
+@pytest.mark.mpi(sizes=(1,))
+def test_a_loss_is_rounded_once(make_grid):
+    cuboid = scheme("cuboid", make_grid(x=1, y=1, z=1))
+    layout = cuboid.after_linear(cuboid.residual)
+    logits = torch.tensor([[[0.0, 2.0**24], *[[0.0, math.log(math.e - 1)]] * 3]])  # losses of 2²⁴, 1, 1, 1
+    loss = cross_entropy(logits, torch.zeros(1, 4, dtype=torch.long), cuboid, layout, 2, 1)
+    assert loss.dtype == torch.float32 and loss == 2**24 + 4
 
 
 @pytest.mark.mpi(sizes=(4,))

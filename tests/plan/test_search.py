@@ -209,6 +209,8 @@ def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path, zer
     cells.extents.update({key: (10, 1000) if key[0] == "F" else (-10, 50) for key in cells.extents})
     forward = memory(plan, cells, units)  # needs most, and one micro-batch less is kept when it begins
     assert (nothing.activations, forward.activations) == (0, 20) and forward.workspace - nothing.workspace == 1000 - 10
+    more = memory(plan, replace(cells, kept=Line(cells.kept.base + 300, cells.kept.slope + 5)), units)
+    assert more.workspace == memory(plan, replace(cells), units).workspace + 300 + 5 * units
 
 
 def test_consecutive_pieces_of_a_block_are_repeated_as_one() -> None:
