@@ -16,7 +16,7 @@ from ...node_support import affinity
 from .explain import explain
 from .export import export
 from .memory import memory, reserve
-from .plans import Plan, Space, admits, columns
+from .plans import Plan, Space, columns, refused
 from .request import bytes_of, request, space_of
 from .search import Priced, Search, Tell
 from .store import Store
@@ -82,7 +82,7 @@ def by_rule(space: Space, searched: Search) -> Priced | None:
         for plan in (
             rows.plan(int(row), saving) for saving, there in rows.savings.items() for row in np.flatnonzero(there & wide)
         ):
-            if admits(space, plan):
+            if not refused(space, plan):
                 narrow.setdefault((plan.inner.ranks * plan.pp, plan.pp), []).append(plan)
     for key in sorted(narrow):
         priced = []

@@ -408,11 +408,6 @@ def _tiles(axes: tuple[tuple[str, int], ...], nodes: tuple[int, ...]) -> list[tu
     return found
 
 
-def admits(space: Space, plan: Plan) -> bool:
-    """Whether a plan is within what is fixed and limited."""
-    return not refused(space, plan)
-
-
 def refused(space: Space, plan: Plan) -> str:
     """The first of what is fixed and limited that a plan is not within, as it may be given; empty where it is within all."""
     options = ("--fix", "=", space.fixed, eq), ("--limit", ">=", space.least, ge), ("--limit", "<=", space.most, le)
