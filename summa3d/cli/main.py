@@ -122,7 +122,7 @@ VARIABLES = {
     "SUMMA3D_BIND": "no: do not bind ranks that outnumber the cores to one core each",
     "SUMMA3D_UNLINK": "no: let MPICH's shared segments keep their names in /dev/shm until the job ends",
     "SUMMA3D_CACHE": "the folder in which plan keeps traced cells",
-    "SUMMA3D_WATCHDOG": "seconds after which a job that hangs is ended, 600 by default; 0: never",
+    "SUMMA3D_WATCHDOG": "seconds after which a job that hangs is ended, 600 by default; 0: never; a script's only where set",
     "SUMMA3D_ABORT": "no: do not end the job when one rank of a script raises, or exits with a status",
     "SUMMA3D_FLIGHT": "no: do not record communications; a folder: where to",
     "SUMMA3D_MPIEXEC": "a launcher, arguments too: what `summa3d launch` starts",

@@ -71,17 +71,17 @@ def _say_and_abort(kind: type[BaseException], say: Callable[[], object]) -> NoRe
 _ends_job = False
 
 
-def prepare_for_failure(comm: MPI.Intracomm) -> None:
+def prepare_for_failure(comm: MPI.Intracomm) -> bool:
     """Record this rank's communications from now on. If all ranks of the job, several, are in `comm`, a failure of one ends all.
 
     An uncaught exception of the main thread is shown as before, by the hook that is there; sys.exit with a status other than 0
-    ends the job with that status. Later calls do nothing. Left alone are programs in which the abort hook is installed,
-    interactive sessions, pytest and mpi4py.futures; and all with SUMMA3D_ABORT=no.
+    ends the job with that status. Left alone are programs in which the abort hook is installed, interactive sessions, pytest and
+    mpi4py.futures; and all with SUMMA3D_ABORT=no. Later calls do nothing. Returns whether failures end the job since this call.
     """
     global _ends_job
     flight.start(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     if _ends_job or not 1 < comm.size == MPI.COMM_WORLD.size or sys.excepthook is report_and_abort or _is_left_alone():
-        return
+        return False
     _ends_job, show, leave = True, sys.excepthook, sys.exit
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -106,6 +106,7 @@ def prepare_for_failure(comm: MPI.Intracomm) -> None:
             raise
 
     sys.excepthook, sys.exit = hook, noted
+    return True
 
 
 def _is_left_alone() -> bool:

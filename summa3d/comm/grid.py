@@ -12,16 +12,17 @@ from mpi4py import MPI
 
 from ..blas_library import TORCH, Rule, common_rule, rule_for_tensors
 from ..errors import ConfigError, GridError, Summa3dError
-from ..node_support import affinity, why_no_node_memory
+from ..node_support import affinity, watchdog_seconds, why_no_node_memory
 from .axis import Axis, free
 from .device.backend import Backend
-from .failure import check_agreement, check_comm, prepare_for_failure
+from .failure import check_agreement, check_comm
 from .profile import flight
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
 from .transport.call import Call, Carried, Members
 from .transport.select import NodeRule, requested
 from .transport.transports import TransportFactory, Transports
+from .watchdog import guard
 
 AGREED = 4096
 """The calls that a grid remembers as agreed on; then it begins anew, on all ranks alike."""
@@ -82,7 +83,7 @@ class Grid:
         transports: TransportFactory = Transports,
     ) -> None:
         self.transport, self.common, self.device = requested(transport), _checked_comm(comm), device
-        topology = Topology.checked(axes, order, tile)
+        topology, hung = Topology.checked(axes, order, tile), watchdog_seconds(default=0.0)
         self.ranks = checked_ranks(ranks, comm.size)
         topology.check_size(len(self.ranks))
         with _communicators(f"Grid {describe(topology.shape)}"):
@@ -90,7 +91,7 @@ class Grid:
         rank = self.ranks.index(comm.rank) if comm.rank in self.ranks else MPI.UNDEFINED
         self._stand(topology, rank, check, Ledger(device), transports)
         if self.inside:
-            prepare_for_failure(comm)
+            guard(comm, hung)
             with _communicators(f"Grid {describe(topology.shape)}"):
                 self.nodes = _node_of_each_rank(self.comm)
             self.blas = _rule_of_all(self.comm)

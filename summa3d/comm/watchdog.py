@@ -18,7 +18,19 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-from .failure import TIME_TO_BE_HEARD, WAIT_FOR_THE_END, abort, claim_node, has_peers, save_flight, where, who
+from mpi4py import MPI
+
+from .failure import (
+    TIME_TO_BE_HEARD,
+    WAIT_FOR_THE_END,
+    abort,
+    claim_node,
+    has_peers,
+    prepare_for_failure,
+    save_flight,
+    where,
+    who,
+)
 from .profile import flight, processes
 
 STDERR = 2
@@ -135,7 +147,7 @@ class Look(NamedTuple):
 
 
 class NodeWatch:
-    """Ends the job of a command when a rank of this node is stopped, or asleep outside of communication, for `seconds`; names it.
+    """Ends the job when a rank of this node is stopped, or asleep outside of communication, for `seconds`; names it.
 
     It also ends a job of which every rank on this node waits for a communication, or is silent, that long. A rank that computes,
     reads, writes, or waits in another call of MPI, is at work.
@@ -214,11 +226,17 @@ _watch: NodeWatch | None = None
 def watch(seconds: float) -> None:
     """Watch the ranks of this node from now on; nothing for 0 s, and where no recorder has been started.
 
-    Call it on every rank of a command.
+    Call it on every rank.
     """
     global _watch
     if seconds and flight.recorder is not None:
         _watch = NodeWatch(seconds)
+
+
+def guard(comm: MPI.Intracomm, seconds: float) -> None:
+    """Let a failure of one rank end the job (`prepare_for_failure`), and, of a script, watch its ranks from its first grid on."""
+    if prepare_for_failure(comm):
+        watch(seconds)
 
 
 def limit(seconds: float) -> None:

@@ -245,6 +245,30 @@ def test_in_a_script_an_exception_and_a_status_of_one_rank_end_the_job(tmp_path:
     assert bool(ended.stderr) == bool(said)
 
 
+SLEEPS = """
+import threading, time
+import numpy as np
+from pathlib import Path
+from mpi4py import MPI
+from summa3d import Grid
+comm = MPI.COMM_WORLD
+grid = Grid(comm, {"x": comm.size})
+if comm.rank == 0:
+    Path("at").write_text(str(time.time()))
+    grid["x"].all_reduce(np.ones(1))
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+"""
+
+
+def test_a_script_that_hangs_is_ended_where_the_variable_is_set(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SLEEPS)
+    ended = jobs.run(["script.py"], 2, extra={"SUMMA3D_WATCHDOG": str(LIMIT), "TMPDIR": str(tmp_path)}, cwd=tmp_path)
+    assert ended.status != 0 and time.time() - float((tmp_path / "at").read_text()) < LIMIT + BEYOND, ended.stderr
+    assert named(ended, 1, "asleep outside"), ended.stderr
+
+
 @pytest.mark.mpi(sizes=(2,))
 def test_pytest_is_left_alone(make_grid) -> None:  # type: ignore[no-untyped-def]
     before = sys.excepthook, sys.exit
