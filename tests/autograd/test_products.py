@@ -11,6 +11,8 @@ from gradients import close, operands
 from nn_oracle.volume import product_cost
 
 from summa3d.autograd import all_reduce, matmul, product, scatter_from
+from summa3d.autograd.differentiable import InFlight
+from summa3d.autograd.prefetch import Prefetcher, PrefetchSource
 from summa3d.comm.transport.host import HostTransport
 from summa3d.comm.transport.node import ALL_REDUCE_LIMIT
 from summa3d.errors import ShapeError
@@ -143,3 +145,13 @@ def test_the_sum_of_a_columns_dx_is_in_flight_while_dw_is_computed(make_grid, mo
     matmul(local_a, local_b, product(plan, grid)).backward(distribute(dc, grid, plan.c_layout))
     assert events == ["product", "product", "start", "product", "wait"]
     assert collect(local_b.grad, grid, plan.b_layout, plan.b_shape).shape == plan.b_shape
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_backward_prefetches_b_where_it_gathers_it_again_alone(make_grid):
+    """Elsewhere a source would hold B's block, or gather what is there."""
+    source = PrefetchSource(Prefetcher(1), tuple, torch.stack)
+    for axes, regather, wanted in (({"x": 2}, True, source), ({"x": 2}, False, None), ({"y": 2}, True, None)):
+        plan = ALGORITHMS["cuboid"].plan("nn", M, N, K)
+        grid = make_grid(**{"x": 1, "y": 1, "z": 1, **axes})
+        assert product(plan, grid, regather, in_flight=InFlight(source)).source is wanted
