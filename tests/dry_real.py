@@ -128,9 +128,9 @@ class Real:
         return kept
 
     def peak(self) -> int:
-        """The most held in a step."""
+        """The most held in a step, without the scratch memory of torch's products of 16 bits, which depends on the processor."""
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         kept = self.grid.ledger.workspace_bytes
         with torch.autograd.set_multithreading_enabled(False):
-            return self.held + self.moments + kept + peak_bytes(self.step)
+            return self.held + self.moments + kept + peak_bytes(self.step, scratch=False)

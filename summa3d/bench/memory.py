@@ -6,10 +6,14 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
+"""Products of torch whose kernels may take scratch memory: those of 16 bits up to 0.3 MB, by the processor."""
 
 
 @dataclass
@@ -52,8 +56,10 @@ def _local(tensor: Tensor) -> Tensor:
     return local
 
 
-def peak_bytes(step: Callable[[], object], device: torch.device | None = None) -> int:
+def peak_bytes(step: Callable[[], object], device: torch.device | None = None, scratch: bool = True) -> int:
     """The peak bytes of torch's allocator, of the host or of `device`, while `step` runs, beyond those held before.
+
+    scratch : on the host, whether what torch's products allocate and release themselves counts; it depends on the processor
 
     On the host the peak comes from the allocations and releases that torch's profiler records, which include buffers inside
     kernels but no numpy arrays.
@@ -67,18 +73,30 @@ def peak_bytes(step: Callable[[], object], device: torch.device | None = None) -
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     held = peak = 0
-    for _, size in sorted(_allocations(recorded)):
+    for _, size in sorted(_allocations(recorded, scratch)):
         held += size
         peak = max(peak, held)
     return peak
 
 
-def _allocations(recorded: profile) -> Iterator[tuple[int, int]]:
-    """The start time and signed size of every recorded allocation and release."""
+def _allocations(recorded: profile, scratch: bool) -> Iterator[tuple[int, int]]:
+    """The start time and signed size of every recorded allocation and release, but for products' own where not `scratch`."""
     results = recorded.profiler.kineto_results if recorded.profiler is not None else None
-    events = list(results.experimental_event_tree()) if results is not None else []
+    events: list[Any] = list(results.experimental_event_tree()) if results is not None else []
     while events:
         event = events.pop()
-        if isinstance(event.extra_fields, torch._C._profiler._ExtraFields_Allocation):
+        if _allocates(event) and (scratch or not _is_scratch(event)):
             yield event.start_time_ns, event.extra_fields.alloc_size
         events += event.children
+
+
+def _allocates(event: Any) -> bool:
+    return isinstance(event.extra_fields, torch._C._profiler._ExtraFields_Allocation)
+
+
+def _is_scratch(event: Any) -> bool:
+    """Whether a product allocates this memory and releases it before it ends."""
+    if event.parent is None or event.parent.name not in PRODUCTS:
+        return False
+    same = [one for one in event.parent.children if _allocates(one) and one.extra_fields.ptr == event.extra_fields.ptr]
+    return sum(one.extra_fields.alloc_size for one in same) == 0

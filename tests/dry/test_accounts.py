@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from summa3d.bench.memory import peak_bytes
 from summa3d.dry.rank_classes import classes
 from summa3d.dry.record import Op, Part, Segment, Traced, held_in
 from summa3d.dry.step import DryStep, Key, Setting, run
@@ -83,3 +84,16 @@ def test_ranks_that_receive_other_words_are_of_other_classes() -> None:
     words = [run(replace(setting, rank=rank), training_of(Config())).words() for rank in range(3)]
     assert classes(setting) == {0: 1, 1: 2}
     assert words[0] != words[1] == words[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_products_own_scratch_memory_is_left_out_of_a_measured_peak(dtype: torch.dtype) -> None:
+    """Of 16 bits, some processors' products convert an operand, or keep a result in float32, meanwhile."""
+    a, b = torch.ones(60, 96, dtype=dtype), torch.ones(96, 70, dtype=dtype)
+
+    def step() -> None:
+        kept = a @ b
+        del kept
+
+    result = 60 * 70 * dtype.itemsize
+    assert peak_bytes(step, scratch=False) == result <= peak_bytes(step)
