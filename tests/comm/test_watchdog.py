@@ -126,8 +126,8 @@ def test_the_limit_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def disturbed(folder: Path, at: str, *arguments: str, launched: bool = False) -> tuple[jobs.Ended, float]:
     """A job of two ranks, one of which stops, waits for a lock or works; how it ended, and seconds since then."""
     extra = {"AT": at, "AT_FILE": str(folder / "at"), "SUMMA3D_WATCHDOG": str(LIMIT), "TMPDIR": str(folder)}
-    if launched:
-        ended = jobs.run_serial(["-m", "summa3d", "launch", "-n", "2", PROGRAM, *arguments], extra=extra, cwd=folder)
+    if launched:  # it looks at its children, and a fork is its server's
+        ended = jobs.run_serial(["-m", "summa3d", "launch", "-n", "2", PROGRAM, *arguments], extra=extra, cwd=folder, fresh=True)
     else:
         ended = jobs.run([PROGRAM, *arguments], 2, extra=extra, cwd=folder)
     return ended, time.time() - float((folder / "at").read_text())
