@@ -210,11 +210,10 @@ def test_replicas_of_a_pipeline_that_are_killed_again_and_again_end_with_the_sam
 MOMENTS = ("prepare", "F", "B", "T", "R", "norm", "update", "evaluation", "file")
 
 
-def moments(number: int) -> list[tuple[str, str, int]]:
-    """Seeded kinds and ranks of requests to end, each kind in turn from the first on, and the step in which they come."""
+def moments(number: int) -> list[tuple[str, str]]:
+    """Seeded kinds and ranks of requests to end, each kind in turn from the first on."""
     chance = random.Random(2027)
-    kinds = [MOMENTS[place * 5 % len(MOMENTS)] for place in range(number)]
-    return [(kind, f"{chance.randrange(4)}", 2 * place + 2) for place, kind in enumerate(kinds)]
+    return [(MOMENTS[place * 5 % len(MOMENTS)], f"{chance.randrange(4)}") for place in range(number)]
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(40, marks=WIDE)])
@@ -225,15 +224,17 @@ def test_a_run_that_is_asked_to_end_loses_no_step(tmp_path: Path, number: int) -
         folder.mkdir()
         write_corpus(folder / "corpus.txt")
     changes: dict[str, object] = {"train__evaluate_every": 1, "train__checkpoint_every": 2, "train__background": True}
-    steps = 2 * number + 3
+    steps = 2 * number + 3 + 2 * (number // len(MOMENTS))
     assert (ended := replicas_job(whole, steps, "1f1b", **changes)).status == 0, ended.stderr
     done = 0
-    for kind, rank, step in moments(number):
+    for kind, rank in moments(number):
+        step = done // 2 * 2 + 2
+        late = 3 if kind == "file" else 1  # it is written behind the next steps, until the next one is due
         killed = f"{rank} {step} {kind} 1"
         ended = replicas_job(parts, steps, "1f1b", *["--resume"] * (done > 0), killed=killed, by="SIGTERM", **changes)
         assert ended.status == 75, (killed, ended.stdout, ended.stderr)
         taken = len(metrics_of(parts)) if (parts / "run" / "metrics.jsonl").exists() else 0
-        assert taken == done if kind == "prepare" else step <= taken <= step + 1, killed
+        assert taken == done if kind == "prepare" else step <= taken <= step + late, killed
         words = f"saved after step {taken}" if taken else "nothing to save"
         assert f"rank {rank} got SIGTERM: {words} of {steps}" in " ".join(ended.stderr.split())
         assert f"step-{taken}" in saved(parts) if taken else not saved(parts)
