@@ -9,10 +9,8 @@ import pytest
 from dry_real import Real, lines_of, run_dry
 from golden_cases import Case, read
 
-SAVED, PEAK, WHOLE = 0.001, 0.03, 0.05
-SCRATCH = 0.08
-"""Tolerance of a peak in 16 bits over all cases: torch's products of them take up to 0.3 MB of scratch memory,
-6 % of the smallest models here, which no dry run can know."""
+SAVED, PEAK = 0.001, 0.03
+"""Tolerances of what is saved, and of the peak without the scratch memory of torch's products."""
 GRAIN = 1 << 18
 """Slots of a node's memory grow in steps of so many bytes."""
 STRIDE = {1: 12, 2: 16, 4: 37, 6: 25, 12: 56}
@@ -22,7 +20,7 @@ def cases_of(ranks: int) -> list[Case]:
     return [case for case, _ in read() if prod(case.axes.values()) == ranks]
 
 
-def check(case: Case, make_grid: Any, node_memory: bool, halves: float = WHOLE) -> None:
+def check(case: Case, make_grid: Any, node_memory: bool) -> None:
     """The case on this world, through its node's memory or MPI, against its dry run."""
     grid = make_grid(check=False, node_memory=node_memory, **case.axes)
     through_node = bool(grid.staged) and grid.size > 1
@@ -34,8 +32,7 @@ def check(case: Case, make_grid: Any, node_memory: bool, halves: float = WHOLE) 
     said = dry.bytes()
     assert lines_of(dry) == lines, case.name
     assert abs(said["activations"] - saved) <= SAVED * saved, (case.name, said["activations"] / saved)
-    close = PEAK if case.dtype == "float32" else halves
-    assert abs(said["peak"] - peak) <= close * peak, (case.name, said["peak"] / peak)
+    assert abs(said["peak"] - peak) <= PEAK * peak, (case.name, said["peak"] / peak)
     slots = [buffer for axis in grid._axes.values() if (buffer := axis.node_buffer) is not None]
     assert said["node"] <= sum(slot.size_bytes for slot in slots) <= said["node"] + 2 * GRAIN * len(slots)
 
@@ -54,5 +51,10 @@ def test_a_dry_run_moves_saves_and_holds_what_a_real_run_does(make_grid, world_s
 @pytest.mark.parametrize("node_memory", [True, False], ids=["node", "mpi"])
 def test_every_case_moves_saves_and_holds_what_a_real_run_does(make_grid, world_size, node_memory, monkeypatch) -> None:
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    wrong = []
     for case in cases_of(world_size):
-        check(case, make_grid, node_memory, SCRATCH)
+        try:
+            check(case, make_grid, node_memory)
+        except AssertionError as error:
+            wrong.append(str(error).splitlines()[0])
+    assert not wrong, "\n".join(wrong)
