@@ -158,6 +158,9 @@ class Asleep(Product):
     def __init__(self, piped: Piped, seconds: float) -> None:
         self.in_flight, self.rows, self.seconds = InFlight(debts=piped.model.scheme.debts), None, seconds
 
+    def agree(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+        pass
+
     def _slept(self, result: torch.Tensor) -> Any:
         time.sleep(self.seconds)
         return result
