@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ShapeError
+from ..files import LARGEST_WHOLE
 from ..layout.layout import Layout, Sharding
 from .random import key, normal_
 from .schemes.scheme import Scheme
@@ -43,6 +46,8 @@ def new_parameter(
     """
     if not all(hasattr(size, "__index__") and not isinstance(size, bool) and size > 0 for size in shape):
         raise ShapeError(f"A parameter's sizes are whole numbers, 1 or more; they are given as {shape}.")
+    if prod(shape) > LARGEST_WHOLE:
+        raise ShapeError(f"A parameter has at most 2^63 − 1 elements; its sizes are given as {shape}.")
     if not hasattr(initial[1], "__float__"):
         raise ConfigError(f"A parameter's first values have a number as their deviation; it is given as {initial[1]!r}.")
     if not getattr(dtype, "is_floating_point", False):

@@ -13,6 +13,7 @@ from ...autograd.collectives import sum_gradient
 from ...autograd.differentiable import Product
 from ...autograd.matmul import matmul
 from ...errors import ShapeError
+from ...gemm.algorithms.checks import is_whole
 from ...layout.layout import Layout
 from ..parameter import new_parameter
 from ..schemes.registry import row_axes
@@ -96,6 +97,8 @@ class Linear(nn.Module):
                 f"The {self.scheme.name} scheme leaves ranks without a block, so Linear takes a block of a matrix "
                 f"[rows, {self.k}] and the global number of rows; it was given {tuple(x.shape)} and rows={rows}."
             )
+        if rows is not None and not is_whole(rows):
+            raise ShapeError(f"Linear takes the global number of rows as a whole number; it was given {rows!r}.")
         rows = x.shape[:-1].numel() * self._row_shards if rows is None else rows
         weight = self.weight.t() if self.transposed and not self.scheme.sharded else self.weight
         try:

@@ -19,9 +19,11 @@ def check_tensors(**given: object) -> None:
 
 
 def check_shapes(tokens: Tensor, **others: Tensor | None) -> None:
-    """Raise ShapeError where one of `others` does not have the shape [b, s] of the tokens, or is no tensor; None passes."""
+    """Raise ShapeError where one of `others` is no tensor, lies elsewhere than the tokens or has not their shape; None passes."""
     check_tensors(tokens=tokens, **{name: other for name, other in others.items() if other is not None})
     for name, other in others.items():
+        if other is not None and other.device.type != tokens.device.type:
+            raise ShapeError(f"tokens are on device {tokens.device}, {name} on {other.device}; they must be on one.")
         if other is not None and other.shape != tokens.shape:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}, {name} {tuple(other.shape)}; they must be equal.")
 
