@@ -163,6 +163,8 @@ class Checks:
         problem = array_problem(parts, self.comm != MPI.COMM_NULL)
         if problem is None and count(parts) != elements:
             problem = f"it has {count(parts)} elements, where {elements} are needed"
+        if problem is None and not is_contiguous(parts):
+            problem = "its elements do not lie one after the other"
         problem = problem or into_problem(parts, array, parts.shape)
         return problem and f"reduce_scatter over {self.label}: parts cannot be its workspace: {problem}"
 
