@@ -144,3 +144,15 @@ def test_an_unfilled_parameter_is_nan(make_grid):
     linear = Linear(5, 7, scheme("cuboid", make_grid(x=1, y=2, z=2)))
     assert linear.weight.isnan().all()
     assert isinstance(linear.weight.sharding, Sharding)
+
+
+@pytest.mark.mpi(sizes=(1,))
+def test_sizes_rows_and_masks_that_cannot_be_are_refused(make_grid):
+    cuboid = scheme("cuboid", make_grid(x=1, y=1, z=1))
+    with pytest.raises(ShapeError, match="at most 2\\^63 − 1 elements"):
+        Linear(2**70, 3, cuboid)
+    with pytest.raises(ShapeError, match="rows as a whole number"):
+        Linear(4, 3, cuboid)(torch.ones(1, 2, 4), rows={})
+    model, tokens = GPT(ModelConfig(layers=1, hidden=8, heads=2, sequence=4, vocabulary=5), cuboid), torch.ones(2, 4).long()
+    with pytest.raises(ShapeError, match="tokens are on device cpu, attention_mask on meta"):
+        model(tokens, tokens, attention_mask=tokens.to("meta"))
