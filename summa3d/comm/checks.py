@@ -164,7 +164,7 @@ class Checks:
         if problem is None and count(parts) != elements:
             problem = f"it has {count(parts)} elements, where {elements} are needed"
         if problem is None and not is_contiguous(parts):
-            problem = "its elements do not lie one after the other"
+            problem = "it is not C-contiguous"
         problem = problem or into_problem(parts, array, parts.shape)
         return problem and f"reduce_scatter over {self.label}: parts cannot be its workspace: {problem}"
 

@@ -9,7 +9,7 @@ import pytest
 from kinds import array, numbers, plain
 
 from summa3d.comm.transport.node import IN_ONE_COPY
-from summa3d.errors import ShapeError
+from summa3d.errors import AgreementError, ShapeError
 
 
 @pytest.fixture(params=[True, False], ids=["node", "mpi"])
@@ -47,6 +47,16 @@ def test_reduce_scatter_uses_the_room_it_is_given_for_the_parts(comm, make_grid)
             room.reshape(comm.size, -1, 4)[:, : len(out)], [part[start : start + len(out)] for part in summands]
         )
     assert grid.ledger.workspace_peak == 0
+
+
+@pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("alone", [False, True])
+def test_strided_room_for_the_parts_is_refused_by_all_ranks(comm, make_grid, alone):
+    grid = make_grid(y=2, check=alone)  # checks compare what one rank alone gives
+    error = AgreementError if alone else ShapeError
+    room = np.empty((8, 2))[:, 0] if comm.rank == 1 or not alone else np.empty(8)
+    with pytest.raises(error, match="parts cannot be its workspace: it is not C-contiguous"):
+        grid["y"].reduce_scatter(np.ones((2, 4)), parts=room)
 
 
 @pytest.mark.mpi(sizes=(2, 3, 4))
