@@ -106,7 +106,11 @@ class Axis:
     def all_to_all(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
     ) -> Array:
-        """Send piece i along `dim` to member i and concatenate what arrives. Words received from others, messages g−1."""
+        """Send piece i along `dim` to member i and concatenate what arrives. Words received from others, messages g−1.
+
+        `sizes` and `receive_sizes` differ from member to member: whether they fit those of the others is compared
+        only with check=True.
+        """
         return array if self.size == 1 else self._complete(Call(self.routes.exchange(array, dim, sizes, receive_sizes), array))
 
     def send(self, array: Array, to: int, tag: int = 0) -> None:

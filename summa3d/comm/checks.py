@@ -97,6 +97,11 @@ class Checks:
         wrong = next((_not_whole("all_to_all", "a size", size, 0) for size in receive_sizes), None)
         if wrong is None and len(receive_sizes) != self.size:
             wrong = f"all_to_all over {self.label} = {self.size} was given receive_sizes {receive_sizes}. Pass one per member."
+        elif wrong is None and sizes[self.index] != receive_sizes[self.index]:  # all that a member knows by itself
+            wrong = (
+                f"all_to_all over {self.label} = {self.size}: member {self.index} keeps a piece of {sizes[self.index]} by sizes "
+                f"{sizes} and of {receive_sizes[self.index]} by receive_sizes {receive_sizes}. Pass the same for its own piece."
+            )
         if wrong is not None or self.debug:  # before the exchange of sizes, to which all must come
             self.agreed("all_to_all", array, {}, wrong)
         if self.debug:  # compare with what the others send

@@ -171,6 +171,8 @@ def test_arguments_that_are_no_whole_numbers_are_refused_before_anything_is_take
     calls = [lambda one=one: axis.reduce_scatter(whole, sizes=one) for one in sizes]
     calls += [lambda one=one: axis.all_gather(whole[:4], sizes=one) for one in ([4.0] * 3, [-4, 4, 4])]
     calls += [lambda one=one: axis.all_to_all(whole, sizes=[4] * 3, receive_sizes=one) for one in (*sizes, [4] * 2)]
+    kept = [6 if member == axis.index else 3 for member in range(3)]
+    calls += [lambda: axis.all_to_all(whole, sizes=kept, receive_sizes=[4] * 3)]  # its own piece is 6 and 4
     calls += [lambda: axis.all_gather(whole, 0.0), lambda: axis.broadcast(whole, 0.5), lambda: axis.reduce(whole, 1.5)]
     calls += [lambda: axis.start_send(whole, 0.5), lambda: axis.broadcast(whole, -1)]
     for call in calls:
