@@ -79,6 +79,25 @@ def test_the_workspace_of_a_table_in_a_node_is_that_of_a_product_through_its_mem
     assert "mean words" in head and "workspace bytes" in head
 
 
+def test_in_a_node_a_collective_waits_once_however_many_members_it_has():
+    shape, wake = (802, 526, 270), 3e-4
+
+    def candidates(launch, algorithm=None):
+        node = Machine(load("server").replaced({"collectives.launch": launch, "network.latency": 0.0}, "assumed"), node=True)
+        choice = choose(*shape, 8, algorithm=algorithm, machine=node)
+        return choice, {str(one): one for one in (choice.best, *choice.others)}
+
+    (_, without), (choice, found) = candidates(0.0), candidates(wake)
+    for grid, waits in (("x=8,y=1,z=1", 1), ("x=4,y=2,z=1", 2), ("x=2,y=4,z=1", 2)):
+        name = f"cuboid {grid}"
+        assert found[name].seconds == pytest.approx(without[name].seconds + waits * wake)
+    assert sum(size > 1 for size in choice.grid.values()) == 1
+    (_, without), (panels, _) = candidates(0.0, "summa"), candidates(wake, "summa")  # each message is a broadcast
+    assert panels.seconds == pytest.approx(without[str(panels.best)].seconds + panels.messages * wake)
+    outside = choose(*shape, 8, machine=Machine(load("server").replaced({"collectives.launch": wake}, "assumed")))
+    assert outside.seconds == choose(*shape, 8).seconds  # MPI's messages have a latency of their own
+
+
 @given(m=st.integers(1, 3000), n=st.integers(1, 3000), k=st.integers(1, 3000), ranks=st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
 def test_every_choice_is_the_fewest_words_of_its_rank_count(m, n, k, ranks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -17,16 +18,17 @@ import numpy as np
 import pytest
 
 from summa3d.cli import plan as cli
-from summa3d.cluster import load
+from summa3d.cluster import Cluster, load
 from summa3d.dry.record import ENTER, LEAVE
 from summa3d.dry.step import Rank
-from summa3d.errors import ConfigError
+from summa3d.errors import ClusterError, ConfigError
 from summa3d.nn.config import ModelConfig
 from summa3d.plan.cells import BLOCK
 from summa3d.plan.search import command
 from summa3d.plan.search import store as kept
 from summa3d.plan.search.bounds import Bounds
 from summa3d.plan.search.cells import Inner, Line, Piece, traced
+from summa3d.plan.search.explain import explain
 from summa3d.plan.search.export import configured
 from summa3d.plan.search.memory import extent, memory
 from summa3d.plan.search.plans import SCHEDULES, SCHEMES, Around, Era, Plan, Rows, Space, columns, refused, tiles
@@ -67,6 +69,62 @@ def searched(cache: Path) -> tuple[Search, Any]:
     """A search of all cuboids on four ranks, and what it found."""
     search = Search(SPACE, Times(CLUSTER, Store()), LIMIT, 3)
     return search, search.run(lambda *state: None)
+
+
+def test_an_explanation_names_the_least_change_that_puts_a_plan_first_and_what_a_wrong_number_costs(cache: Path) -> None:
+    cluster = CLUSTER.replaced({"elements.launch": 0.4 * CLUSTER["elements.launch"]}, "assumed")  # makes pipelines near the best
+    search = Search(SPACE, Times(cluster, Store()), LIMIT, 4)
+    found = search.run(lambda *state: None)
+    first, number = found.best[0], next(place for place, one in enumerate(found.best, 1) if one.plan.pp > 1)
+    one, said = found.best[number - 1], "\n".join(explain(found, number, search.times.store))
+
+    def seconds(key: str, factor: float) -> list[float]:
+        times = Times(cluster.replaced({key: cluster[key] * factor}, "assumed"), search.times.store)
+        return [times.closed(each.plan) for each in (first, one, *found.best, *found.families.values())]
+
+    def is_ahead(key: str, factor: float) -> bool:
+        before, this, *_ = seconds(key, factor)
+        return this < before
+
+    assert f"plan {number}: {one.plan}" in said
+    rows = re.findall(r"^([a-z0-9/]+(?: [xyzd·]+)?) +([\d.e-]+(?: +[\d.e-]+)*)$", said, re.MULTILINE)
+    columns = {name: values.split() for name, values in rows}
+    assert columns.pop("s/step")[:2] == [f"{one.seconds:.4g}", f"{first.seconds:.4g}"]
+    waited = sum(float(values[0]) for name, values in columns.items() if name != "hidden")
+    assert "bubble" in columns and waited == pytest.approx(one.seconds, rel=2e-3)
+
+    change = re.search(r"with ([\d.e-]+)× (\S+) it would be before plan 1", said)
+    assert change is not None
+    factor, key = float(change[1]), change[2]
+    away = 1.03 if factor > 1 else 1 / 1.03  # how finely it is sought, and the digits that are printed
+    assert is_ahead(key, factor * away) and not is_ahead(key, factor / away)
+    numbers = [name for name, given in cluster.numbers.items() if given.value and not name.endswith((".size", ".ports"))]
+    least = max(factor, 1 / factor) / 1.03
+    tried = [(name, by) for name in numbers for by in (least, 1 / least) if is_possible(cluster, name, by)]
+    assert len(tried) > 20 and not any(is_ahead(*change) for change in tried)
+
+    regrets = {}
+    for name, by in ((name, by) for name in numbers for by in (0.8, 1.25) if is_possible(cluster, name, by)):
+        shown = seconds(name, by)
+        regrets[f"{by}× {name}"] = shown[0] / min(shown) - 1
+    worst = re.search(r"regret of plan 1 .*: ([\d.]+)% at most \((.*)\)", said)
+    assert worst is not None and float(worst[1]) == pytest.approx(100 * max(regrets.values()), abs=0.051)
+    assert max(regrets.values()) > 0 and regrets[worst[2]] == max(regrets.values())
+
+
+def is_possible(cluster: Cluster, key: str, factor: float) -> bool:
+    """Whether a number of a cluster can be changed so."""
+    try:
+        cluster.replaced({key: cluster[key] * factor}, "assumed")
+    except ClusterError:
+        return False
+    return True
+
+
+def test_a_plan_that_was_not_kept_is_refused_before_any_is_printed(searched: tuple[Search, Any]) -> None:
+    search, found = searched
+    with pytest.raises(ConfigError, match="--explain 99: the plans that are kept are 1 to 3"):
+        explain(found, 99, search.times.store)
 
 
 @pytest.mark.parametrize(("scheme", "unit", "axes"), [("oned-sp", 1, {"y": 2}), ("summa", 2, {"x": 2, "y": 2})])

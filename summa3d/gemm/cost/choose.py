@@ -63,11 +63,11 @@ class Candidate:
         one = self.machine.product(m, n, k, self.dtype)
         reduced, rest = float(mean.reduced) * imbalance, (mean.messages, self.dtype, self.ranks)
         if self.machine.node and registry.ALGORITHMS[self.algorithm].reads_in_place:
-            return crowding * (
-                one + self.machine.node_transfer(self._copied_words(), reduced, mean.messages, self.dtype, self.ranks)
-            )
-        moved = self.machine.transfer(float(mean.gathered) * imbalance, reduced, *rest)
-        return crowding * (mean.products * one + moved)
+            moved = self.machine.node_transfer(self._copied_words(), reduced, *rest)
+            collectives: float = sum(size > 1 for size in self.grid.values())  # each waits once, however many members it has
+        else:
+            moved, collectives = self.machine.transfer(float(mean.gathered) * imbalance, reduced, *rest), mean.messages
+        return crowding * (mean.products * one + moved + self.machine.waits(collectives))
 
     def _copied_words(self) -> float:
         """Words of A and B that a rank of the cuboid copies into slots, where the others read them."""

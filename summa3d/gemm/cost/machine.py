@@ -47,3 +47,7 @@ class Machine:
         """Seconds of `transfer` through a node buffer: own words are copied into a slot, summands are read, added and written."""
         passes = self.cluster.byte_time() * (2 * copied + 3 * reduced)
         return dtype.nbytes * passes + self.cluster.link(ranks)[1] * messages
+
+    def waits(self, collectives: float) -> float:
+        """Seconds in which ranks that share a node's memory are woken by those they wait for; 0 where they share none."""
+        return self.cluster["collectives.launch"] * collectives if self.node else 0.0

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"summa3d plan: {store.traces} cells traced, {store.read} read from disk", file=sys.stderr)
     whole_json = as_json(found, asked)
     rule = None if args.rule is None else by_rule(space, searched)
+    explained = None if args.explain is None else explain(found, args.explain, store)
     if args.json:
         if rule is not None:
             whole_json["rule"] = {"plan": str(rule.plan), "seconds": rule.seconds}
@@ -55,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(as_text(found, asked)))
         if rule is not None:
             print(f"the rule of PTD-P: {rule.plan}: {rule.seconds:.4g} s ({rule.seconds / found.best[0].seconds - 1:+.1%})")
-        if args.explain is not None:
-            print("\n".join(explain(found, args.explain, store)))
+        if explained is not None:
+            print("\n".join(explained))
     if args.write is not None:
         best = found.best[0]
         held = export(args.write, best.plan, best.seconds, asked.config, cluster, whole_json["plans"][0])

@@ -27,6 +27,11 @@ def explain(found: Found, number: int, store: Store) -> Iterator[str]:
     """The lines of --explain NUMBER. Raises ConfigError for a number that no shown plan has."""
     if not 1 <= number <= len(found.best):
         raise ConfigError(f"--explain {number}: the plans that are kept are 1 to {len(found.best)}; --top keeps more.")
+    return _explained(found, number, store)
+
+
+def _explained(found: Found, number: int, store: Store) -> Iterator[str]:
+    """The lines of `explain`."""
     one, first = found.best[number - 1], found.best[0]
     others = {"1": first, f"best of {one.plan.family}": found.families[one.plan.family]}
     columns = {str(number): one, **{name: other for name, other in others.items() if other is not one}}
