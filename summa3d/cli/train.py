@@ -89,12 +89,8 @@ def _steps(text: str) -> tuple[int, int]:
     return first, last
 
 
-def run(args: argparse.Namespace) -> int:
-    """Train, print the summary on rank 0, and return the exit status; collective over all ranks."""
-    from mpi4py import MPI
-
-    from ..train import config as configuration
-
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options that do not go together."""
     if args.resume and args.overwrite:
         raise ConfigError("--resume continues from checkpoints that --overwrite deletes. Give one of them.")
     if args.config is None and not (args.resume and args.run):
@@ -105,6 +101,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--dry-run takes no steps, and so --trace has none to write. Give one of them.")
     if args.trace_steps and not args.trace:
         raise ConfigError("--trace-steps selects the steps that --trace writes. Give --trace FILE as well.")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, print the summary on rank 0, and return the exit status; collective over all ranks."""
+    from mpi4py import MPI
+
+    from ..train import config as configuration
+
+    _check_arguments(args)
     folder = args.run or Path("runs") / Path(args.config).stem
     ranks = MPI.COMM_WORLD.size if args.ranks is None else args.ranks
     configuration.at_least("--ranks", ranks, 1)

@@ -340,9 +340,8 @@ class Rank:
 
     def trace(self, like: Rank | None = None, between: bool = False, split: bool = False) -> None:
         """Trace each op of the program that is a key, and what is before and behind them; `between`, `split` as of `traced`."""
-        tracer, program, weights = self.tracer, self.pipeline.program(self.setting.accumulate), self.training.weights
-        if split:
-            program = program_of(in_two(self.pipeline.schedule(self.setting.accumulate)), self.pipeline.rank)
+        tracer, weights = self.tracer, self.training.weights
+        program = self._program(split)
         with tracer.storages:
             if like is None:
                 self.saved = self._saved([step for step in program if step.op.micro == 0])
@@ -351,14 +350,8 @@ class Rank:
             else:
                 self.saved, self.kept, self.copied, weights = like.saved, like.kept, like.copied, Training().weights
             untraced = [self.model] if between or like is not None else self._untraced()
-            given = {id(one) for module in untraced for one in module.parameters()}
-            for state in (one for one in self.states if one.numel and id(one.parameter) in given):
-                shape = state.shardings.gradient.local_shape(self.place)
-                state.add(state.parameter.new_empty(shape))  # something to sum and to update with
-            wanted = [step for step in program if self._is_traced(step.op) and (like is None or step.op.micro == ALL)]
-            wanted = [step for step in wanted if step.op.micro in (ALL, 1)] if between else wanted
-            if self._sums_in_backward and any(step.op.kind == "X" for step in wanted):
-                wanted.sort(key=_in_turn)
+            self._give_gradients(untraced)
+            wanted = self._wanted(program, like is not None, between)
             with tracer.recording() as ops, ExitStack() as copies:
                 with tracer.ledger.phase("forward"):
                     copies.enter_context(weights(self.model, self.states))
@@ -374,6 +367,26 @@ class Rank:
         for place, step in enumerate(wanted):
             (_, posted, op, left), key = ops[3 * place + 1 : 3 * place + 5], self.key(step.op)
             self.ops[key] = Traced(_net(posted), self._composed(op, key), _net(left))
+
+    def _program(self, split: bool) -> Program:
+        """The program of this rank; `split`, with the gradients of weights as ops of their own."""
+        schedule = self.pipeline.schedule(self.setting.accumulate)
+        return program_of(in_two(schedule), self.pipeline.rank) if split else self.pipeline.program(self.setting.accumulate)
+
+    def _wanted(self, program: Program, like: bool, between: bool) -> list[Step]:
+        """The steps whose ops are keys; `between`, of the second micro-batch and of all; `like`, of all micro-batches alone."""
+        wanted = [step for step in program if self._is_traced(step.op) and (not like or step.op.micro == ALL)]
+        wanted = [step for step in wanted if step.op.micro in (ALL, 1)] if between else wanted
+        if self._sums_in_backward and any(step.op.kind == "X" for step in wanted):
+            wanted.sort(key=_in_turn)
+        return wanted
+
+    def _give_gradients(self, untraced: Sequence[torch.nn.Module]) -> None:
+        """Give parameters that no traced op is of something to sum and to update with."""
+        given = {id(one) for module in untraced for one in module.parameters()}
+        for state in (one for one in self.states if one.numel and id(one.parameter) in given):
+            shape = state.shardings.gradient.local_shape(self.place)
+            state.add(state.parameter.new_empty(shape))
 
     def keys(self, index: int) -> list[Key]:
         """The program of a rank of the pipeline whose chunks are of the kinds of this one's."""
