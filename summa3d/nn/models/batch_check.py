@@ -18,13 +18,13 @@ def check_tensors(**given: object) -> None:
             raise ShapeError(f"{name} is {what}; a model takes dense tensors of torch.")
 
 
-def check_shapes(tokens: Tensor, **others: Tensor | None) -> None:
-    """Raise ShapeError where one of `others` is no tensor, lies elsewhere than the tokens or has not their shape; None passes."""
-    check_tensors(tokens=tokens, **{name: other for name, other in others.items() if other is not None})
+def check_shapes(tokens: Tensor, **others: Tensor) -> None:
+    """Raise ShapeError where one of `others` is no tensor, lies elsewhere than the tokens or has not their shape."""
+    check_tensors(tokens=tokens, **others)
     for name, other in others.items():
-        if other is not None and other.device.type != tokens.device.type:
+        if other.device.type != tokens.device.type:
             raise ShapeError(f"tokens are on device {tokens.device}, {name} on {other.device}; they must be on one.")
-        if other is not None and other.shape != tokens.shape:
+        if other.shape != tokens.shape:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}, {name} {tuple(other.shape)}; they must be equal.")
 
 
