@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...comm.arrays import dtype_name
 from ...errors import DataError, ShapeError
 
 
@@ -48,7 +49,7 @@ def check_ids(name: str, ids: Tensor | None, count: int, known: str, ignored: bo
     summa3d.errors.DataError: labels[1] is 5; there are 5 classes, 0 to 4.
     """
     if ids is not None and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
-        raise DataError(f"{name} are ids, of dtype int64 or int32; they have {str(ids.dtype).removeprefix('torch.')}.")
+        raise DataError(f"{name} are ids, of dtype int64 or int32; they have {dtype_name(ids)}.")
     if ids is None or type(ids) is not Tensor or ids.device.type != "cpu" or ids.numel() == 0:
         return
     lowest, highest = (int(end) for end in torch.aminmax(ids))
