@@ -68,10 +68,10 @@ def measure(models: list[str], rounds: int) -> None:
     from mpi4py import MPI
 
     from summa3d.bench.machine import machine
-    from summa3d.train.metrics import usable_cores
+    from summa3d.comm.nodes import Nodes
 
     world = MPI.COMM_WORLD
-    result: dict[str, Any] = {"kind": "step", "machine": machine(world), "cores": usable_cores(world), "models": {}}
+    result: dict[str, Any] = {"kind": "step", "machine": machine(world), "cores": Nodes.of(world).total_cores, "models": {}}
     with tempfile.TemporaryDirectory() as folder:
         folder = world.bcast(folder)
         for name in models:

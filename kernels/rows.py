@@ -18,7 +18,7 @@ NORMS = ("rms_norm", "layer_norm")
 
 
 class Fused(Elements):
-    """Every fused kernel, under the name and signature of its reference; the host never waits for the device."""
+    """Every fused kernel, under the name of its reference and called as it is; the host never waits for the device."""
 
     # -- norms: layer norm, and without a mean and β root-mean-square norm ------------------------------------------------------
 
@@ -98,28 +98,14 @@ class Fused(Elements):
         """The logits and two numbers a row: backward recomputes the softmax."""
         return logits, maximum, total.contiguous()
 
-    def cross_entropy_gradient(
-        self, kept: tuple[Tensor, ...], labels: Tensor, first: int, scale: Tensor, out: Tensor | None = None
-    ) -> Tensor:
-        """The gradient of the logits; see `reference.cross_entropy_gradient`.
-
-        out : where to write it, which may be the logits themselves; default a new tensor
-
-        Raises ValueError where `out` has another shape or dtype than the logits, or is not rows of evenly strided elements.
-        """
+    def cross_entropy_gradient(self, kept: tuple[Tensor, ...], labels: Tensor, first: int, scale: Tensor) -> Tensor:
+        """The gradient of the logits; see `reference.cross_entropy_gradient`."""
         logits, maximum, total = kept
         flat = matrix(logits)
-        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
-        to = matrix(gradient)
-        if gradient.shape != logits.shape or gradient.dtype != logits.dtype or to.data.data_ptr() != gradient.data_ptr():
-            raise ValueError(
-                f"out must be {logits.dtype} {tuple(logits.shape)} with evenly strided rows; "
-                f"it is {gradient.dtype} {tuple(gradient.shape)} with strides {gradient.stride()}."
-            )
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
         self._row_blocks(
             "cross_entropy_gradient", row_threads(flat.columns, logits.dtype), logits.dtype, flat.data, maximum, total,
-            labels.contiguous(), scale.to(maximum.dtype).contiguous(), gradient, first, flat.stride, to.stride, flat.rows,
-            flat.columns,
+            labels.contiguous(), scale.to(maximum.dtype).contiguous(), gradient, first, flat.stride, flat.rows, flat.columns,
         )  # fmt: skip
         return gradient
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from summa3d.layout import collect, distribute
+from summa3d.train.optimizer import norm_and_votes
 
 
 def whole(model: Any, name: str, block: Tensor) -> Tensor:
@@ -19,9 +20,9 @@ def whole(model: Any, name: str, block: Tensor) -> Tensor:
     return devices.to_host(collect(block, model.scheme.grid, sharding.layout, sharding.shape))
 
 
-def gradients_of(parameters: Iterable[Any]) -> list[tuple[Tensor, Any]]:
-    """The gradients that parameters have, each with its sharding."""
-    return [(p.grad, p.sharding) for p in parameters if p.grad is not None]
+def gradient_norm(parameters: Iterable[Any], grid: Any) -> float:
+    """The norm of the gradients that parameters have."""
+    return norm_and_votes([(p.grad, p.sharding.is_primary(grid)) for p in parameters if p.grad is not None], grid)[0]
 
 
 def global_weights(model: Any) -> dict[str, Tensor]:

@@ -57,11 +57,11 @@ SUMMA3D_FUNCTION void cross_entropy_sums(
     }
 }
 
-// gradient = (softmax − onehot)·scale, with softmax = exp(logit − maximum)/total; `gradient` may be the logits themselves.
+// gradient = (softmax − onehot)·scale, with softmax = exp(logit − maximum)/total.
 template <class T, class Block>
 SUMMA3D_FUNCTION void cross_entropy_gradient(
     Block& block, const T* logits, const Compute<T>* maximum, const Compute<T>* total, const int64* labels,
-    const Compute<T>* scale, T* gradient, int64 first, int64 stride, int64 gradient_stride, int64 rows, int64 columns) {
+    const Compute<T>* scale, T* gradient, int64 first, int64 stride, int64 rows, int64 columns) {
     constexpr int N = LANES<T>;
     constexpr bool fast = sizeof(T) == 2;
     for (int64 row = block.index(); row < rows; row += block.count()) {
@@ -72,7 +72,7 @@ SUMMA3D_FUNCTION void cross_entropy_gradient(
             load(v, logits + row * stride + column, count);
             SUMMA3D_UNROLL
             for (int i = 0; i < N; ++i) v[i] = (exponential<fast>(v[i] - most) * inverse - (column + i == label)) * by;
-            store(gradient + row * gradient_stride + column, v, count);
+            store(gradient + row * columns + column, v, count);
         });
     }
 }
@@ -88,7 +88,7 @@ SUMMA3D_FUNCTION void cross_entropy_gradient(
     SUMMA3D_KERNEL( \
         cross_entropy_gradient_##dtype, \
         (cross_entropy_gradient<T>( \
-            block, logits, maximum, total, labels, scale, gradient, first, stride, gradient_stride, rows, columns)), \
+            block, logits, maximum, total, labels, scale, gradient, first, stride, rows, columns)), \
         const T* logits, const Compute<T>* maximum, const Compute<T>* total, const int64* labels, const Compute<T>* scale, \
-        T* gradient, int64 first, int64 stride, int64 gradient_stride, int64 rows, int64 columns)
+        T* gradient, int64 first, int64 stride, int64 rows, int64 columns)
 SUMMA3D_FOR_EACH_DTYPE(MAKE)

@@ -36,11 +36,6 @@ def conjugate(tensor: Tensor, run: Map, back: Map) -> Tensor:
     return result
 
 
-def _only(member: int, count: int, size: int) -> list[int]:
-    """Counts for `size` members: `count` for `member`, 0 for the others."""
-    return [count if index == member else 0 for index in range(size)]
-
-
 def _gather_and_scatter(axis: Axis, dim: int, sizes: Sequence[int]) -> tuple[Map, Map]:
     return lambda block: axis.all_gather(block.detach(), dim, sizes), lambda part: axis.reduce_scatter(part.detach(), dim, sizes)
 
@@ -106,7 +101,7 @@ def scatter_from(whole: Tensor, axis: Axis, root: int, sizes: Sequence[int]) -> 
     if axis.size == 1:
         return whole
     here, nothing = axis.index == root, [0] * axis.size
-    own = _only(root, sizes[axis.index], axis.size)
+    own = [sizes[axis.index] if member == root else 0 for member in range(axis.size)]
 
     def scatter(whole: Tensor) -> Tensor:
         return axis.all_to_all(whole.detach() if here else whole.detach()[:0], 0, sizes if here else nothing, own)

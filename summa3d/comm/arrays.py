@@ -136,7 +136,9 @@ def _offset(array: Array) -> int:
 def empty(shape: Sequence[int], like: Array, order: Literal["C", "F"] = "C") -> Array:
     """An uninitialised array of `like`'s kind, dtype and device; in C order, or with order F in that of its transpose."""
     if is_torch(like):
-        return like.new_empty(tuple(shape)) if order == "C" else like.new_empty(tuple(shape)[::-1]).permute(*_reversed(shape))
+        if order == "C":
+            return like.new_empty(tuple(shape))
+        return like.new_empty(tuple(shape)[::-1]).permute(*reversed(range(len(shape))))
     return library_of(like).empty(tuple(shape), like.dtype, order=order)
 
 
@@ -266,10 +268,6 @@ def to_host(array: Array) -> np.ndarray:
     if is_torch(array):
         return np.asarray(array.detach().cpu().numpy())
     return np.asarray(array.get() if is_on_device(array) else array)
-
-
-def _reversed(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(reversed(range(len(shape))))
 
 
 def into_problem(into: Array | None, array: Array, shape: Sequence[int]) -> str | None:

@@ -271,7 +271,8 @@ def check_agreement(comm: MPI.Comm, operation: str, facts: Mapping[str, object])
     everyone = comm.allgather(mine)
     if everyone.count(mine) == len(everyone):
         return
-    differing = [name for name in dict.fromkeys(name for one in everyone for name in one) if _values(everyone, name) != 1]
+    names = dict.fromkeys(name for one in everyone for name in one)
+    differing = [name for name in names if len({one.get(name) for one in everyone}) > 1]
     lines = [f"  {name}: {who_passed_what([one.get(name, 'nothing') for one in everyone])}" for name in differing]
     where = "which collective they are in" if "operation" in differing else operation
     raise AgreementError(f"the {comm.size} ranks do not agree on {where}:\n" + "\n".join(lines))
@@ -283,10 +284,6 @@ def check_comm(comm: MPI.Comm, operation: str) -> None:
         raise GridError(
             f"{operation}: its communicator was freed, with the grid that made it or by its owner. Make another grid."
         )
-
-
-def _values(everyone: Sequence[Mapping[str, str]], name: str) -> int:
-    return len({one.get(name) for one in everyone})
 
 
 def who_passed_what(values: Sequence[str], ranks: Sequence[int] | None = None) -> str:

@@ -504,10 +504,8 @@ class Place(Grid):
         self.comm = self.common = MPI.Intracomm()  # the null communicator
         self.transport = "auto"
         topology = Topology.checked(axes, order, tile)
-        if not 0 <= rank < topology.size:
-            raise GridError(f"Grid {describe(topology.shape)} has no rank {rank}; its ranks are 0 to {topology.size - 1}.")
         self.ranks = tuple(range(topology.size))
-        self._stand(topology, rank, False, Ledger(), transports)
+        self._stand(topology, topology.checked_rank(rank), False, Ledger(), transports)
         self.nodes = [0] * self.size if nodes is None else list(nodes)
         self._node_rule = node_rule
 

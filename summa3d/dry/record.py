@@ -101,10 +101,6 @@ class Traced(NamedTuple):
     parts: Sequence[Part]
     left: int
 
-    def extent(self) -> tuple[int, int]:
-        """The peak and the net of its bytes."""
-        return peak_of(self.parts), net_of(self.parts)
-
 
 def operations(parts: Sequence[Part]) -> Iterator[tuple[Op, int]]:
     """Every operation with its number of repetitions."""
@@ -146,7 +142,7 @@ def held_in(program: Sequence[Traced], before: int, message: int) -> tuple[int, 
 
     As in the executor, an op first posts the receive of the next one, and then lets go of what the last one has left.
     """
-    extents = {id(op): op.extent() for op in program}
+    extents = {id(op): (peak_of(op.parts), net_of(op.parts)) for op in program}
     top = held = before + (program[0].posted if program else 0)
     left = 0
     for op, following in zip(program, [*program[1:], None], strict=True):

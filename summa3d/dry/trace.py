@@ -175,7 +175,7 @@ class Owners:
 class Tracer:
     """Records what a model does on a dry grid that counts in `ledger`.
 
-    Within `tracing`, storages are counted; within `recording`, operations are recorded too, in segments, one after the other.
+    Within `storages`, storages are counted; within `recording`, operations are recorded too, in segments, one after the other.
     """
 
     def __init__(self) -> None:

@@ -60,11 +60,6 @@ class Executors:
             _, (_, freed) = self._kept.popitem(last=False)
             self.nbytes -= freed
 
-    def clear(self) -> None:
-        """Drop all executors and their workspace."""
-        self._kept.clear()
-        self.nbytes = 0
-
 
 def executors_of(grid: Grid) -> Executors:
     """The executors that `grid` keeps until it is freed."""

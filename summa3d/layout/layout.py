@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -108,7 +108,8 @@ class Layout:
         raise AttributeError("a Layout is immutable")
 
     def __reduce__(self) -> tuple[Callable[..., Layout], tuple[object, ...]]:
-        return _restored, (self.dims, self.root_only, dict(self.follows), dict(self.at), self.names)
+        made = partial(Layout, root_only=self.root_only, follows=dict(self.follows), at=dict(self.at), names=self.names)
+        return made, self.dims
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self._identity == other._identity
@@ -237,16 +238,6 @@ class Layout:
         """Into how many parts `dim` is split."""
         held = dict(self.at)
         return prod(len(held[axis]) if axis in held else grid_shape[axis] for axis in self.dims[dim])
-
-
-def _restored(
-    dims: tuple[tuple[str, ...], ...],
-    root_only: tuple[str, ...],
-    follows: dict[str, str],
-    at: dict[str, tuple[int, ...]],
-    names: tuple[str, ...] | None,
-) -> Layout:
-    return Layout(*dims, root_only=root_only, follows=follows, at=at, names=names)
 
 
 def _axes_of(axes: Sequence[str]) -> tuple[str, ...]:

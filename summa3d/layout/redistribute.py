@@ -362,6 +362,4 @@ def _boxes(runs: tuple[Runs, ...]) -> Iterator[tuple[tuple[slice, ...], tuple[sl
 
 
 def _new_block(shape: tuple[int, ...], like: Array, order: str) -> Array:
-    if order not in ("C", "F"):
-        raise ShapeError(f"order {order!r} is neither 'C' (by rows) nor 'F' (by columns).")
     return empty(shape, like, "F" if order == "F" else "C")

@@ -15,7 +15,7 @@ from ..parallel.states import State
 from .checkpoint.folder import own_blocks
 from .config import Config, at_least, master_dtype
 from .loop import total
-from .optimizer import AdamW, global_gradient_norm
+from .optimizer import AdamW, norm_and_votes
 from .precision import torch_dtype, working_weights
 
 TERMS = ("parameters", "gradients", "optimizer", "activations", "workspace", "in_flight", "peak", "node")
@@ -95,7 +95,7 @@ def training_of(config: Config) -> Training:
         def update() -> None:
             replicas.finish()
             replicas.total(total([], pipeline.axis))
-            global_gradient_norm(adamw.gradients(), replicas.grid)
+            norm_and_votes(adamw.counted_gradients(), replicas.grid)
             replicas.update(lambda: adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0))
 
         written = sum(block.tensor.nbytes for block in own_blocks(adamw) if block.sharding.is_primary(replicas.grid))

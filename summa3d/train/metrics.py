@@ -197,8 +197,10 @@ class Recorder:
     """
 
     def __init__(self, path: Path, comm: MPI.Intracomm, resumed_at: int, work: Work = NO_WORK, tensorboard: bool = False) -> None:
+        from ..comm.nodes import Nodes
+
         self.comm = comm.Dup()
-        self.account = Account(usable_cores(comm), comm.size, work)
+        self.account = Account(Nodes.of(comm).total_cores, comm.size, work)
         self.core_time: CoreTime | None = None
         self._mine = np.zeros(4)
         self._all = np.zeros((comm.size, 4)) if comm.rank == 0 else None
@@ -335,13 +337,6 @@ def _open_board(folder: Path, resumed_at: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=resumed_at + 1)
-
-
-def usable_cores(comm: MPI.Intracomm) -> int:
-    """The number of cores that the job may use: the union of its ranks' affinities per node, summed over nodes. Collective."""
-    from ..comm.nodes import Nodes
-
-    return Nodes.of(comm).total_cores
 
 
 def peak_memory() -> int:

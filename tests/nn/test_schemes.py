@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 from nn_oracle.volume import GPTVolume
-from nn_parity import gradients_of
+from nn_parity import gradient_norm
 from pairs import some
 from scheme_table import FAMILIES, GPT2, GRIDS, check_against_plain_torch, rows_for, sequence_for, tokens_and_labels
 
@@ -22,7 +22,6 @@ from summa3d.gemm.local.tensors import multiplied
 from summa3d.layout import distribute
 from summa3d.nn import GPT, ModelConfig, scheme
 from summa3d.nn.schemes.scheme import SCHEMES
-from summa3d.train.optimizer import global_gradient_norm
 
 CASES = [(ranks, name, family) for ranks, grids in GRIDS.items() for name, _ in grids for family in FAMILIES]
 
@@ -76,7 +75,7 @@ def test_a_step_moves_exactly_the_words_and_messages_of_its_formula(make_grid, w
         with grid.ledger.watch() as backward:
             loss.backward()
         with grid.ledger.watch() as optimizer:
-            global_gradient_norm(gradients_of(model.parameters()), grid)
+            gradient_norm(model.parameters(), grid)
         cost = GPTVolume(GPT2, on_grid, *tokens.shape).step()
         for moved, said in ((forward, cost.forward), (backward, cost.backward), (optimizer, cost.optimizer)):
             assert (moved.words, moved.messages) == (said.words, said.messages), (name, axes)
@@ -111,7 +110,7 @@ def test_the_gradient_norm_counts_every_element_once(make_grid, world_size):
         on_grid = scheme(name, None if axes is None else make_grid(**axes))
         model = GPT(config, on_grid, torch.float64, seed=3).eval()
         model(*tokens_and_labels(config, 12, 12)).backward()
-        norms.append(global_gradient_norm(gradients_of(model.parameters()), on_grid.grid))
+        norms.append(gradient_norm(model.parameters(), on_grid.grid))
     assert all(abs(norm - norms[0]) <= 1e-12 * norms[0] for norm in norms), norms
 
 

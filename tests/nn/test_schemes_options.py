@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from nn_oracle.volume import GPTVolume, product_cost
-from nn_parity import global_weights, gradients_of, whole
+from nn_parity import global_weights, gradient_norm, whole
 from pairs import turns
 from scheme_table import FAMILIES, GPT2, check_against_plain_torch, rows_for, tokens_and_labels
 from torch.nn import functional
@@ -21,7 +21,6 @@ from summa3d.errors import GridError, LayoutError, ShapeError
 from summa3d.layout import Layout, collect, distribute
 from summa3d.nn import GPT, MLP, initialise, scheme
 from summa3d.nn.overlap import Overlap
-from summa3d.train.optimizer import global_gradient_norm
 
 STORED = {
     1: [("summa", "root-only", {"x": 1, "y": 1}), ("cuboid", "diagonal", {"x": 1})],
@@ -67,7 +66,7 @@ def check_words(make_grid: Any, stored: list[tuple[str, str, dict[str, int]]]) -
         assert (backward.words, backward.messages) == (cost.backward.words, cost.backward.messages), axes
         gradients = [whole(model, parameter, p.grad) for parameter, p in model.named_parameters()]
         want = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
-        assert abs(global_gradient_norm(gradients_of(model.parameters()), grid) - want) <= 1e-12 * want
+        assert abs(gradient_norm(model.parameters(), grid) - want) <= 1e-12 * want
 
 
 @pytest.mark.mpi(sizes=(4,))
@@ -172,7 +171,7 @@ def test_parameters_are_held_by_the_ranks_of_their_stages_alone(make_grid, name)
             torch.testing.assert_close(y, distribute(alone(whole).detach(), inner.grid, inner.residual), rtol=1e-12, atol=0)
             y.square().sum().backward()
     want = torch.stack([p.grad.square().sum() for p in serial.parameters()]).sum().sqrt().item()
-    assert global_gradient_norm(gradients_of(layers.parameters()), job) == pytest.approx(want, rel=1e-12)
+    assert gradient_norm(layers.parameters(), job) == pytest.approx(want, rel=1e-12)
 
 
 def test_schemes_of_stages_share_prefetch_and_workspace_and_copies_of_a_model_have_their_own():

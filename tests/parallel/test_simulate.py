@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from deadlocks import asleep, by_blocking, by_groups, by_mpi, by_streams, stuck
 
-from summa3d.parallel import simulate
 from summa3d.parallel.schedule import (
     GRADIENT_ENDS,
     GRADIENT_SENDERS,
@@ -24,7 +24,7 @@ from summa3d.parallel.schedule import (
     dependencies,
     pair_stream,
 )
-from summa3d.parallel.simulate import asleep, by_blocking, by_groups, by_mpi, by_streams, in_flight, stuck, timeline
+from summa3d.parallel.simulate import in_flight, messages_of, timeline
 
 PIPELINES = [2, 3, 4, 5, *(pytest.param(p, marks=pytest.mark.wide) for p in (6, 7, 8))]
 """Numbers of ranks: 1 is accumulation, 8 the most that the proof of a pipeline of any size rests on."""
@@ -79,7 +79,7 @@ def test_makespan_memory_and_messages_are_those_of_the_closed_forms(p: int) -> N
             assert max(in_flight(schedule.ops_of(rank), ends)) == peak(schedule, rank), (schedule, rank)
             assert in_flight(schedule.ops_of(rank))[-1] == 0
             assert schedule.name != "zb-h1" or max(in_flight(schedule.ops_of(rank))) <= min(p, m), (schedule, rank)
-            for _, comes, goes in simulate.messages_of(schedule, rank):
+            for _, comes, goes in messages_of(schedule, rank):
                 received[rank] += comes is not None
                 sent += [goes] if goes is not None else []
         turns = {"zb-v": 1}.get(schedule.name, 0)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from nn_parity import gradients_of
+from nn_parity import gradient_norm
 from scheme_table import GPT2, next_tokens
 
 from summa3d.comm.grid import Place
@@ -16,7 +16,7 @@ from summa3d.nn import build, scheme
 from summa3d.nn.parameter import new_parameter
 from summa3d.parallel.states import Shardings, replicas_of, states_of
 from summa3d.train.config import TrainConfig
-from summa3d.train.optimizer import MOMENTS, AdamW, global_gradient_norm
+from summa3d.train.optimizer import MOMENTS, AdamW, norm_and_votes
 
 
 def test_without_zero_all_states_lie_as_the_weight_is_used():
@@ -96,8 +96,8 @@ def test_sharded_moments_give_the_weights_and_the_norm_of_whole_ones(make_grid):
         for step in range(2):
             model.zero_grad()
             model(**batch, step=step, count=40).backward()
-            norms.append(global_gradient_norm(optimizer.gradients(), grid))
-            assert norms[-1] == pytest.approx(global_gradient_norm(gradients_of(model.parameters()), grid), rel=1e-12)
+            norms.append(norm_and_votes(optimizer.counted_gradients(), grid)[0])
+            assert norms[-1] == pytest.approx(gradient_norm(model.parameters(), grid), rel=1e-12)
             optimizer.step(1e-2, 0.5)
             for state in states:
                 whole = collect(state.weight, grid, state.shardings.moments.layout, state.shardings.moments.shape)

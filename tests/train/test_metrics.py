@@ -179,10 +179,6 @@ def test_peak_memory_is_at_least_what_was_held_and_of_its_order() -> None:
     assert metrics.peak_memory() > size
 
 
-def test_cores_are_those_the_process_may_use() -> None:
-    assert metrics.usable_cores(MPI.COMM_SELF) == len(os.sched_getaffinity(0))
-
-
 def a_run(folder: Path, steps: int, batch: int, *settings: str, **resumed: bool) -> Path:
     """A run folder as `train` writes it, with one line of metrics per step."""
     folder.mkdir()

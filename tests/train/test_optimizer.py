@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from nn_parity import gradients_of
+from nn_parity import gradient_norm
 
 from summa3d.comm.grid import Place
 from summa3d.layout.layout import Layout, Sharding
 from summa3d.parallel.states import states_of
 from summa3d.train import config
-from summa3d.train.optimizer import AdamW, clip_factor, global_gradient_norm, learning_rate
+from summa3d.train.optimizer import AdamW, clip_factor, learning_rate
 
 LAYOUTS = [Layout(("z", "x"), ("y",)), Layout(("y", "x"), ("z",)), Layout((), ("z",)), Layout((), ())]
 SHAPE = (13, 7)
@@ -46,7 +46,7 @@ def test_the_norm_counts_every_element_of_every_layout_once(comm: Any, make_grid
     whole = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).double() for seed in range(len(LAYOUTS))]
     parameters = [sharded(layout, grid, one) for layout, one in zip(LAYOUTS, whole, strict=True)]
     with grid.ledger.watch() as moved:
-        norm = global_gradient_norm(gradients_of(parameters), grid)
+        norm = gradient_norm(parameters, grid)
     assert norm == pytest.approx(torch.cat([one.flatten() for one in whole]).norm().item(), rel=1e-13)
     assert comm.allgather(norm) == [norm] * comm.size
     assert moved.calls == (comm.size > 1)

@@ -16,7 +16,7 @@ from summa3d.nn.parameter import ShardedParameter
 from summa3d.train import config
 from summa3d.train.checkpoint import folder as checkpoint
 from summa3d.train.loop import take_step, total
-from summa3d.train.optimizer import clip_factor, global_gradient_norm
+from summa3d.train.optimizer import clip_factor, norm_and_votes
 from summa3d.train.precision import LossScale
 from summa3d.train.prepare import Run, prepare
 
@@ -126,7 +126,7 @@ def test_16_bit_copies_are_made_once_a_step_and_change_no_bit(
     once = {name: p.grad.clone() for name, p in run.model.named_parameters()}
     apart = prepared(comm, shared_tmp_path, "apart", **keys, **(SCHEMES["cuboid"] if comm.size == 4 else {}))
     loss = total([micro_batch(apart, 1, row) for row in (0, 8, 16)])
-    norm = global_gradient_norm(apart.optimizer.gradients(), apart.grid)
+    norm = norm_and_votes(apart.optimizer.counted_gradients(), apart.grid)[0]
     factor = clip_factor(norm, apart.config.train.clip)
     assert (loss, norm) == (step.loss, step.grad_norm)
     for name, p in apart.model.named_parameters():

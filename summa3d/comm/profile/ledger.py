@@ -218,7 +218,7 @@ class Ledger:
             span.account = partial(_add_stretch, work.device)
             timeline.stop(mark, stream, span)
 
-    # -- reading ------------------------------------------------------------------------------------------------------------
+    # -- workspace ----------------------------------------------------------------------------------------------------------
 
     def track(self, array: Any) -> Any:
         """Count the bytes of a workspace array while it lives; returns the array."""
@@ -236,6 +236,8 @@ class Ledger:
     def reset_peak(self) -> None:
         """Forget the workspace peak so far."""
         self.workspace_peak = self.workspace_bytes
+
+    # -- reading ------------------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[Row]:
         """Every line, in the order in which it first appeared; of a device, the seconds that are known without waiting."""

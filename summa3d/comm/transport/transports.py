@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
@@ -120,29 +120,11 @@ class Freed(Transports):
     def __init__(self, members: Members) -> None:
         self.members, self.node = members, None
 
-    def check(self) -> None:
+    def check(self, *asked: Any, **named: Any) -> NoReturn:
         """Raise GridError."""
         raise GridError(f"axis {self.members.label} was freed with its grid, and communicates no more. Make another grid.")
 
-    def carry(self, call: Call) -> Carried:
-        """Raise GridError."""
-        self.check()
-        raise AssertionError
-
-    def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
-        """Raise GridError."""
-        self.check()
-        raise AssertionError
-
-    def barrier(self) -> None:
-        """Raise GridError."""
-        self.check()
-
-    def of(self, array: Array) -> Any:
-        """Raise GridError."""
-        self.check()
-
-    between_two = of
+    carry = allocate = barrier = of = between_two = check
 
     def free(self) -> None:
         """Do nothing: it is freed."""

@@ -75,8 +75,8 @@ class Candidate:
         return (plan.m * plan.k * (self.grid[plan.y] > 1) + plan.k * plan.n * (self.grid[plan.x] > 1)) / self.ranks
 
     def _extents(self) -> tuple[int, int, int]:
-        transposed = getattr(self.plan, "by_transpose", False)
-        return (self.plan.n, self.plan.m, self.plan.k) if transposed else (self.plan.m, self.plan.n, self.plan.k)
+        plan = self.plan
+        return (plan.n, plan.m, plan.k) if plan.by_transpose else (plan.m, plan.n, plan.k)
 
     @cached_property
     def workspace_bytes(self) -> int:

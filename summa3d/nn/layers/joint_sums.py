@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,21 +32,11 @@ class _Joint(Function):
         return None, *[None if grad is None else next(sums) for grad in grads]
 
 
-class WithVectors(Protocol):
-    """A layer whose vectors are equal on the members of `vector_rows`, each of which applies them to other rows.
-
-    Attributes
-    ----------
-    vector_rows : the plane over which the vectors' gradients are summed
-    vectors_summed : whether something else than the layer sums them (`JointSums`)
-    """
-
-    vector_rows: Axis
-    vectors_summed: bool
-
-
 class JointSums:
     """The joint sums of the vectors in `module`: of all that are summed over the same plane, one all-reduce a backward.
+
+    A layer with vectors has `vector_rows`, the plane over which their gradients are summed, and `vectors_summed`, whether this
+    sums them and not the layer.
 
     shape : axis → size of the grid
 
@@ -63,8 +53,7 @@ class JointSums:
             vectors = [(layer, name) for name, vector in layer._parameters.items() if vector is not None and vector.dim() == 1]
             found.setdefault(plane, (rows, []))[1].extend(vectors)
         self._groups = [(rows, places) for rows, places in found.values() if len(places) > 1]
-        layers = dict.fromkeys(layer for _, places in self._groups for layer, _ in places)
-        self._layers = cast(list[WithVectors], list(layers))
+        self._layers = list(dict.fromkeys(layer for _, places in self._groups for layer, _ in places))
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...autograd.recompute import recompute
+from ...comm.arrays import dtype_name
 from ...comm.topology import describe, replica_axes
 from ...errors import ConfigError, DataError, ShapeError
 from ...layout.distribute import collect
@@ -150,7 +151,7 @@ class Body(nn.Module, ABC):
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
         if tokens.dtype not in (torch.int64, torch.int32):
-            raise DataError(f"tokens have dtype {str(tokens.dtype).removeprefix('torch.')}; the model takes int64 or int32.")
+            raise DataError(f"tokens have dtype {dtype_name(tokens)}; the model takes int64 or int32.")
         check_ids("tokens", tokens, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}")
 
     def check_labels(self, labels: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...comm.arrays import dtype_name
 from ...errors import DataError, ShapeError
 
 
@@ -18,13 +19,13 @@ def check_tensors(**given: object) -> None:
             raise ShapeError(f"{name} is {what}; a model takes dense tensors of torch.")
 
 
-def check_shapes(tokens: Tensor, **others: Tensor | None) -> None:
-    """Raise ShapeError where one of `others` is no tensor, lies elsewhere than the tokens or has not their shape; None passes."""
-    check_tensors(tokens=tokens, **{name: other for name, other in others.items() if other is not None})
+def check_shapes(tokens: Tensor, **others: Tensor) -> None:
+    """Raise ShapeError where one of `others` is no tensor, lies elsewhere than the tokens or has not their shape."""
+    check_tensors(tokens=tokens, **others)
     for name, other in others.items():
-        if other is not None and other.device.type != tokens.device.type:
+        if other.device.type != tokens.device.type:
             raise ShapeError(f"tokens are on device {tokens.device}, {name} on {other.device}; they must be on one.")
-        if other is not None and other.shape != tokens.shape:
+        if other.shape != tokens.shape:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}, {name} {tuple(other.shape)}; they must be equal.")
 
 
@@ -48,7 +49,7 @@ def check_ids(name: str, ids: Tensor | None, count: int, known: str, ignored: bo
     summa3d.errors.DataError: labels[1] is 5; there are 5 classes, 0 to 4.
     """
     if ids is not None and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
-        raise DataError(f"{name} are ids, of dtype int64 or int32; they have {str(ids.dtype).removeprefix('torch.')}.")
+        raise DataError(f"{name} are ids, of dtype int64 or int32; they have {dtype_name(ids)}.")
     if ids is None or type(ids) is not Tensor or ids.device.type != "cpu" or ids.numel() == 0:
         return
     lowest, highest = (int(end) for end in torch.aminmax(ids))

@@ -9,13 +9,13 @@ from itertools import islice
 from math import prod
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ...errors import CheckpointError
 from ...files import check_regular, read_json
-from .open_files import OpenFiles
-from .safetensors import CODES, ITEM_BYTES, write_tensors
+from .open_files import OpenFiles, header
+from .safetensors import ITEM_BYTES, write_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WIDTH = ("float16", "bfloat16", "float32", "float64")
@@ -48,10 +48,7 @@ def listing(folder: Path) -> dict[str, Entry]:
     for file in files:
         try:
             check_regular(folder / file)
-            with safe_open(folder / file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 — a safetensors file is no dict
-                    part = opened.get_slice(name)
-                    found[name] = Entry(file, name, tuple(part.get_shape()), CODES.get(part.get_dtype(), part.get_dtype()))
+            found.update((name, Entry(file, name, shape, dtype)) for name, shape, dtype in header(folder / file))
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"Cannot read {folder / file}: {error}.") from error
     return found

@@ -13,7 +13,7 @@ class Rule:
     Attributes
     ----------
     ours : name of the summa3d tensor
-    shape : shape of the summa3d tensor, one key of `hf.our_shape` per extent
+    shape : shape of the summa3d tensor, one key of `huggingface.our_shape` per extent
     theirs : names of the Transformers tensors
     transposed : whether the Transformers tensor is transposed, [out, in], where the summa3d tensor is [in, out]
     heads : the property of ModelConfig that gives the number of heads of the columns. Transformers orders the columns

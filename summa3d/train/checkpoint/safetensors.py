@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...comm.arrays import dtype_name
 from ...dtypes import DTYPES
 
 CODES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -31,7 +32,7 @@ STAGING_BYTES = 1 << 26
 
 def save_file(tensors: Mapping[str, Tensor], path: Path) -> str:
     """Write tensors by name to a safetensors file as `write_tensors` does, and return its SHA-256."""
-    listed = [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
+    listed = [(name, tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors.items()]
     return write_tensors(path, listed, tensors.values())
 
 

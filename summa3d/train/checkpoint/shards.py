@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
+from ...comm.arrays import dtype_name
 from ...errors import CheckpointError
-from .open_files import OpenFiles
-from .safetensors import CODES, save_file
+from .open_files import OpenFiles, header
+from .safetensors import save_file
 
 if TYPE_CHECKING:
     from ...comm.grid import Grid
@@ -109,26 +110,13 @@ class Reader(OpenFiles):
 def check_header(path: Path, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
     """Raise CheckpointError unless a safetensors file holds exactly these tensors, by name → shape and dtype."""
     try:
-        with safe_open(path, framework="pt") as opened:
-            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 — a safetensors file is no dict
-            found = {
-                name: (tuple(part.get_shape()), CODES.get(part.get_dtype(), part.get_dtype())) for name, part in parts.items()
-            }
+        found = {name: (shape, dtype) for name, shape, dtype in header(path)}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"The checkpoint file {path} is no safetensors file: {error}.") from error
     for name in sorted(tensors.keys() | found.keys()):
         if tensors.get(name) != found.get(name):
             have, want = (" ".join(map(str, reversed(one))) if one else "nothing" for one in (found.get(name), tensors.get(name)))
             raise CheckpointError(f"The checkpoint file {path} has {have} under {name[:99]!r}; its index says {want}.")
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype without "torch.".
-
-    >>> dtype_name(torch.zeros(1))
-    'float32'
-    """
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def checksum(path: Path) -> str:

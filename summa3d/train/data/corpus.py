@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,20 +32,6 @@ class Document:
 
     name: str
     path: Path
-
-
-class Tokenizer(Protocol):
-    """Converts UTF-8 text to token numbers below `vocabulary`, and back."""
-
-    vocabulary: int
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """The token numbers of a UTF-8 text, as a 1-D array of unsigned integers."""
-        ...
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token numbers; numbers that the tokenizer does not know are left out."""
-        ...
 
 
 class ByteTokenizer:
@@ -117,6 +103,10 @@ class NumberTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """The numbers, with a space between."""
         return " ".join(map(str, tokens))
+
+
+Tokenizer = ByteTokenizer | PairTokenizer | NumberTokenizer
+"""Converts UTF-8 text to token numbers below `vocabulary`, a 1-D array of unsigned integers, and back."""
 
 
 def documents(path: str, key: str = "data.path") -> list[Document]:

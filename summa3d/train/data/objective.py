@@ -6,7 +6,6 @@ Every row is a function of the seed, the step and the row's number in the global
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,22 +19,6 @@ SECOND_PIECE_STREAM = 0x7061_6972_0000_0001
 """Philox key word of the windows that do not follow the first piece; other windows of the same seed use another word."""
 MASKED, REPLACED, SHARE = 0.8, 0.1, 0.15
 """The fractions of predicted tokens that are masked and randomly replaced; the fraction of predicted tokens (BERT, §3.1)."""
-
-
-class Objective(Protocol):
-    """Makes the arguments of a model's forward: rows of a training step, or rows of the held-out text."""
-
-    def training(self, seed: int, step: int, first_row: int, rows: int) -> dict[str, Tensor]:
-        """Rows first_row … first_row + rows − 1 of the global batch of `step`; dim 0 of every tensor is the row."""
-        ...
-
-    def held_out(self, rows: int) -> dict[str, Tensor]:
-        """`rows` rows of the held-out text, the same in every call; dim 0 of every tensor is the row."""
-        ...
-
-    def counts(self, rows: int) -> dict[str, int]:
-        """The numbers by which the losses of a step of `rows` rows are divided, as arguments of the model's forward."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -136,6 +119,14 @@ class MaskedPairs:
         replacement = draws[..., 2] * self.tokens.tokenizer.vocabulary >> 32
         seen = np.where(fate < MASKED, mask, np.where(fate < MASKED + REPLACED, replacement, text))
         return np.where(chosen, seen, text), np.where(chosen, text, -1)
+
+
+Objective = NextToken | MaskedPairs
+"""Makes the arguments of a model's forward; dim 0 of every tensor is the row.
+
+training : rows first_row … first_row + rows − 1 of the global batch of a step. held_out : rows of the held-out text, the same in
+every call. counts : the numbers by which the losses of a step of so many rows are divided.
+"""
 
 
 def objective(model: ModelConfig, tokens: Tokens) -> Objective:
