@@ -19,9 +19,8 @@ from ...errors import ConfigError, GridError, LayoutError
 from ..cells import BLOCK
 from .bounds import Bounds
 from .cells import PASSES, matrices
-from .memory import Memory, memory, reserve
+from .memory import Memory, memory
 from .plans import FAMILIES, Plan, Rows, Saving, Space, columns, less, refused, tiles
-from .store import Store
 from .timing import Times
 
 Tell = Callable[[int, int, int], None]
@@ -256,22 +255,6 @@ class Search:
         step = self.times.step(plan)
         pipeline = step.pipeline(self.times.cluster)
         return Priced(plan, pipeline + step.parts.after, held, terms(plan, self.times, pipeline))
-
-
-def search(
-    space: Space,
-    cluster: Cluster,
-    top: int = 8,
-    limit: float | None = None,
-    store: Store | None = None,
-    tell: Tell = lambda *state: None,
-) -> Found:
-    """The fastest plans of `space` on a cluster, the best of each family, and what the others failed by.
-
-    limit : bytes of a rank; the device's memory less `reserve`, by default. Raises ConfigError where no plan is left.
-    """
-    whole = cluster["device.memory"]
-    return Search(space, Times(cluster, store or Store()), whole - reserve(whole) if limit is None else limit, top).run(tell)
 
 
 def front_of(done: Sequence[tuple[float, Plan, Memory]]) -> Iterable[tuple[float, Plan, Memory]]:
