@@ -125,11 +125,8 @@ def _share(line: Line) -> float | None:
 
 def title(about: Mapping[str, Any], lines: Sequence[Line]) -> str:
     """The sweep's name, kind and subject."""
-    subject = {"block": "transformer blocks, forward and backward", "train": "training steps", "gemm": "products"}[
-        lines[0]["what"]
-    ]
     kind = {"strong": "strong scaling of ", "weak": "weak scaling of ", "grid": ""}[about["kind"]]
-    return f"{about['name']}: {kind}{subject}"
+    return f"{about['name']}: {kind}{SUBJECTS[lines[0]['what']]}"
 
 
 def baseline(found: Iterable[Curve], about: Mapping[str, Any]) -> str:
