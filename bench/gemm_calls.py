@@ -59,7 +59,7 @@ def calls_of(name: str, world: Any) -> int:
         plan, calls = algorithm(found).plan("nn", SIZE, SIZE, SIZE), 0
         a, b = (
             DistMatrix.from_function(lambda rows, columns: rows + columns, extent, grid, layout)
-            for extent, layout in ((plan.a_shape, plan.a_layout), (plan.b_shape, plan.b_layout))
+            for layout, extent in plan.stored[:2]
         )
         for _ in range(3):
             a @ b

@@ -112,6 +112,20 @@ def from_toml(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
 
 
+def toml_value(text: str, otherwise: Any) -> Any:
+    """The value that a text is in TOML; `otherwise` for a text that is none."""
+    try:
+        return from_toml(f"value = {text}")["value"]
+    except ValueError:
+        return otherwise
+
+
+def titles(folder: Path) -> dict[str, str]:
+    """The TOML files of a folder: name → what it is, its first line."""
+    files = sorted(folder.glob("*.toml"))
+    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
+
+
 def read_json(path: Path) -> Any:
     """The value of a JSON file. Raises OSError and ValueError as `text_of` and `from_json` do."""
     return from_json(text_of(path))

@@ -22,6 +22,7 @@ ORDER = (
     "preemption",
     "blas_library",
     "figures",
+    "columns",
     "kernels",
     "comm",
     "layout",

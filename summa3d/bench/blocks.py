@@ -18,7 +18,7 @@ from ..comm.device.select import settle
 from ..comm.grid import Grid, Place
 from ..comm.profile.nvtx import Ranges
 from ..comm.profile.trace import Trace, write
-from ..comm.topology import describe
+from ..comm.topology import describe, several
 from ..errors import LayoutError
 from ..gemm.algorithms.gradients import Gradients
 from ..gemm.algorithms.registry import algorithm_of
@@ -89,7 +89,7 @@ class BlockEntry:
     @property
     def label(self) -> str:
         """The entry's name in tables: scheme, grid without axes of size 1, and switches that differ from the default."""
-        axes = {axis: size for axis, size in self.grid.items() if size > 1} or self.grid
+        axes = several(self.grid) or self.grid
         switches = {name: value for name, value in asdict(self.overlap).items() if value != getattr(DEFAULT, name)}
         in_flight = "".join(f" {name}={int(value)}" for name, value in switches.items())
         return f"{self.scheme} {describe(axes)}" + ("" if self.regather else " keep") + in_flight

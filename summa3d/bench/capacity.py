@@ -35,8 +35,7 @@ def peak_bytes(algorithm: Any, plan: Any, grid: Any, dtype: str, device: str, ch
     from ..gemm.cost.steps import block_words
 
     at, size = grid.coordinates, dtype_of(dtype).nbytes
-    sides = ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
-    a, b, c = (block_words(layout, shape, grid.shape, at) for layout, shape in sides)
+    a, b, c = (block_words(layout, shape, grid.shape, at) for layout, shape in plan.stored)
     each = RACED + size if raced else MAKING[dtype.startswith("complex")]
     making = _made_in_turn(a, b, c, size, each)
     if device == "cuda":

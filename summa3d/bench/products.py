@@ -6,7 +6,7 @@ Executors are reused, and the operands are distributed before the first round.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SPIN = 0.3  # seconds after which OpenBLAS's idle threads, which spin for 2^26 cycles after a product, leave the cores
+
+
+Element = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""The elements of a matrix at row and column indices."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,14 @@ def own_choice(problem: Problem, ranks: int, machine: Machine) -> ProductEntry:
     return ProductEntry(choice.algorithm, choice.grid, problem, chosen=True, given=ranks)
 
 
+def operands(plan: Any, grid: Grid, element: Element, dtype: str, device: str) -> list[DistMatrix]:
+    """A, B and C of a product, as its plan has them on the grid, each made on the host and placed on the device."""
+    made = [DistMatrix.from_function(element, shape, grid, layout, dtype) for layout, shape in plan.stored]
+    for operand in made:
+        operand.block = placed(operand.block, device)
+    return made
+
+
 class ProductRunner:
     """An entry of the benchmark with its distributed operands and its executor. Its constructor is collective over `world`."""
 
@@ -130,17 +142,7 @@ class ProductRunner:
             return
         self.clock = Clock(self.grid)
         self.executor = found.executor(self.plan, self.grid)
-        self.a, self.b, self.c = (
-            DistMatrix.from_function(element, shape, self.grid, layout, problem.dtype)
-            for shape, layout in (
-                (self.plan.a_shape, self.plan.a_layout),
-                (self.plan.b_shape, self.plan.b_layout),
-                (self.plan.c_shape, self.plan.c_layout),
-            )
-        )
-
-        for operand in (self.a, self.b, self.c):
-            operand.block = placed(operand.block, problem.device)
+        self.a, self.b, self.c = operands(self.plan, self.grid, element, problem.dtype, problem.device)
 
     def run(self) -> None:
         """Run one product and wait for its result; collective over the entry's ranks."""

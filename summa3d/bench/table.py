@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..columns import aligned
+
 LATEX = str.maketrans(
     {
         **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -60,14 +62,9 @@ class Table:
         name   ms
         a     1.5
         """
-        lines = list(filter(None, [self.title]))
-        columns = [[column.name, *column.cells] for column in self.shown]
-        widths = [max(map(len, cells)) for cells in columns]
-        for row in zip(*columns, strict=True):
-            placed = zip(self.shown, row, widths, strict=True)
-            cells = (cell.ljust(width) if column.left else cell.rjust(width) for column, cell, width in placed)
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, *self.remarks])
+        rows = list(zip(*([column.name, *column.cells] for column in self.shown), strict=True))
+        lines = aligned(rows, left=[place for place, column in enumerate(self.shown) if column.left])
+        return "\n".join([*filter(None, [self.title]), *lines, *self.remarks])
 
     def markdown(self) -> str:
         """The table in Markdown."""

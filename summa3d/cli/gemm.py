@@ -166,9 +166,8 @@ def measure(
     Ranks beyond the grid sleep and return {}.
     """
     from ..bench.clock import sleep_until_all_are_here
-    from ..comm.device.select import placed
+    from ..bench.products import operands
     from ..comm.grid import Grid
-    from ..gemm.matrix import DistMatrix
 
     used = prod(shape.values())
     idle = args.grid is None and used < world.size
@@ -179,17 +178,8 @@ def measure(
             require(peak_bytes(algorithm, plan, grid, args.dtype, args.device, args.check), comm)
             if chosen and world.rank == 0:
                 print(chosen, file=sys.stderr, flush=True)
-            a, b, c = (
-                DistMatrix.from_function(element(args.dtype), extent, grid, layout, args.dtype)
-                for extent, layout in (
-                    (plan.a_shape, plan.a_layout),
-                    (plan.b_shape, plan.b_layout),
-                    (plan.c_shape, plan.c_layout),
-                )
-            )
-            for operand in (a, b, c):
-                operand.block = placed(operand.block, args.device)
-            result = timed_and_counted(args, algorithm, plan, a, b, c)
+            made = operands(plan, grid, element(args.dtype), args.dtype, args.device)
+            result = timed_and_counted(args, algorithm, plan, *made)
     sleep_until_all_are_here(world)
     return result
 

@@ -128,6 +128,15 @@ def describe(shape: Mapping[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in shape.items())
 
 
+def several(shape: Mapping[str, int]) -> dict[str, int]:
+    """The axes that have several ranks.
+
+    >>> several({"x": 2, "y": 1})
+    {'x': 2}
+    """
+    return {name: size for name, size in shape.items() if size > 1}
+
+
 def _misfit(shape: Mapping[str, int], ranks: int) -> str:
     def distance(candidate: Mapping[str, int]) -> float:
         return sum(abs(log(candidate[name] / max(shape[name], 1))) for name in shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..columns import aligned
 from ..comm.arrays import dtype_name
 from .distributed import Distributed
 
@@ -46,8 +47,7 @@ def table(matrix: Distributed) -> list[str]:
     table = [["rows \\ columns", *map(_written, across)]]
     for rows in lines:
         table.append([_written(rows), *(" ".join(map(str, holders[rows, columns])) for columns in across)])
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+    return [f"  {line}" for line in aligned(table)]
 
 
 def _written(runs: RangePairs) -> str:

@@ -50,6 +50,12 @@ class Message(NamedTuple):
     target: int
 
 
+@cache
+def held_stages(homes: tuple[int, ...], p: int) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank, one a chunk. homes : the rank of each stage."""
+    return tuple(tuple(stage for stage, home in enumerate(homes) if home == rank) for rank in range(p))
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The programs of all ranks of a pipeline.
@@ -67,7 +73,7 @@ class Schedule:
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, one a chunk."""
-        return tuple(tuple(stage for stage, home in enumerate(self.homes) if home == rank) for rank in range(self.p))
+        return held_stages(self.homes, self.p)
 
     @cached_property
     def split(self) -> bool:
@@ -277,7 +283,7 @@ def unchecked(name: str, p: int, m: int, v: int = 1, replicas: bool = False, tie
     ends = (homes[0], homes[-1])
     programs = []
     for rank in range(p):
-        held = [stage for stage, home in enumerate(homes) if home == rank]
+        held = held_stages(homes, p)[rank]
         table = held.index(0 if rank == ends[0] else len(homes) - 1) if tied and ends[0] != ends[1] and rank in ends else None
         programs.append(tuple(_with_sums(rule.order(p, m, v, rank), replicas, table)))
     return Schedule(name, p, m, v, homes, tuple(programs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from operator import mul
@@ -211,8 +211,3 @@ class Fast:
         """Seconds of the step; exact on the cluster that it was made with."""
         parts = self.step.durations(cluster)
         return self.ratio * self.step.closed(parts) + parts.after
-
-
-def even_layers(layers: int, stages: int) -> Sequence[int]:
-    """The layers of each stage, the larger ones first."""
-    return [layers // stages + (stage < layers % stages) for stage in range(stages)]

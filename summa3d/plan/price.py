@@ -20,6 +20,11 @@ OF_COLLECTIVES = ("copy_", "clone", "add")
 """Element-wise operations that collectives in a node's memory consist of, most of which no layer calls."""
 
 
+def move(name: str, axis: str, words: int, dtype: str, phase: str = "forward") -> Op:
+    """A communication outside the cells."""
+    return Op("move", phase, "", name, axis=axis, words=words, dtype=dtype)
+
+
 def alike(op: Op) -> Op:
     """What the price of an operation depends on, equal for those with the same price."""
     return op._replace(layer="", phase="", messages=0, id=-1)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, nearest
-from ..files import from_toml, read_toml
-from ..train.toml import describe_value, unknown_key
+from ..files import read_toml, titles, toml_value
+from ..train.toml import assign, describe_value, unknown_key
 
 FOLDER = Path(__file__).with_name("files")
 KINDS = ("strong", "weak", "grid")
@@ -136,18 +136,13 @@ def nested(table: Mapping[str, Any]) -> dict[str, Any]:
     """A table of dotted keys as nested tables: the inverse of `flat`."""
     found: dict[str, Any] = {}
     for key, value in table.items():
-        *path, name = key.split(".")
-        inner = found
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[name] = value
+        assign(found, key, value)
     return found
 
 
 def shipped() -> dict[str, str]:
     """The sweeps that are shipped: name → what it is, the first line of its file."""
-    files = sorted(FOLDER.glob("*.toml"))
-    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
+    return titles(FOLDER)
 
 
 def load(source: str, assignments: Sequence[str] = ()) -> Sweep:
@@ -214,12 +209,4 @@ def _value(key: str, text: str) -> Any:
     """The value of a key's text: as TOML writes it, a list without its brackets, or text without quotes."""
     if type(getattr(SAMPLE, key, None)) is str and "{" not in text:
         return text
-    try:
-        return from_toml(f"value = {f'[{text}]' if key == 'ranks' and '[' not in text else text}")["value"]
-    except ValueError:
-        return text
-
-
-def nearest_key(key: str, known: Sequence[str]) -> ConfigError:
-    """The error for an unknown key of a product."""
-    return ConfigError(f"unknown key {key!r} of a product; the nearest is {nearest(key, known)!r}.")
+    return toml_value(f"[{text}]" if key == "ranks" and "[" not in text else text, text)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ..bench.products import Problem, ProductEntry, fewest_words, own_choice
 from ..cluster import Cluster, load
 from ..comm.device.select import requested_device
-from ..comm.topology import describe
+from ..comm.topology import describe, several
 from ..dtypes import dtype_of
-from ..errors import ClusterError, ConfigError, GridError, Summa3dError
+from ..errors import ClusterError, ConfigError, GridError, Summa3dError, nearest
 from ..files import grid_of
 from ..gemm.algorithms.registry import ALGORITHMS, algorithm
 from ..gemm.cost.machine import Machine
-from .file import Sweep, flat, nearest_key, nested
+from .file import Sweep, flat, nested
 from .rules import grown
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Point:
     @property
     def label(self) -> str:
         """Series and grid."""
-        axes = {axis: size for axis, size in self.axes.items() if size > 1}
+        axes = several(self.axes)
         return " ".join(filter(None, (self.series, describe(axes) if axes else "", f"#{self.repeat + 1}" if self.repeat else "")))
 
     @property
@@ -213,7 +213,7 @@ def _check_product(config: Mapping[str, Any]) -> None:
     known = (*PRODUCT, *(option for found in ALGORITHMS.values() for option in found.options))
     for key in config:
         if key not in known and not key.startswith(GRID):
-            raise nearest_key(key, list(known))
+            raise ConfigError(f"unknown key {key!r} of a product; the nearest is {nearest(key, list(known))!r}.")
     missing = [size for size in SIZES if size not in config]
     if missing:
         raise ConfigError(f"a product needs {', '.join(missing)} in base.")
@@ -226,15 +226,11 @@ def _check_listed(name: str, grids: Sequence[Mapping[str, int]], ranks: int) -> 
     """Raise ConfigError unless grids of a list are those of one algorithm, and GridError for one that it does not have."""
     if name in (CHOSEN, ALL):
         raise ConfigError(f"algorithm = {name!r} has grids of its own: name an algorithm beside a list of grids.")
-    own = [_several(grid) for grid in algorithm(name, ranks).grids(ranks)]
+    own = [several(grid) for grid in algorithm(name, ranks).grids(ranks)]
     for axes in grids:
-        if _several(axes) not in own:
+        if several(axes) not in own:
             known = " · ".join(describe(grid) for grid in algorithm(name).grids(ranks))
             raise GridError(f"{name} has no grid {describe(axes)}. Its grids of {ranks} ranks: {known}.")
-
-
-def _several(axes: Mapping[str, int]) -> dict[str, int]:
-    return {axis: size for axis, size in axes.items() if size > 1}
 
 
 def _of_products(config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:

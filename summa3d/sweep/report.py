@@ -125,11 +125,8 @@ def _share(line: Line) -> float | None:
 
 def title(about: Mapping[str, Any], lines: Sequence[Line]) -> str:
     """The sweep's name, kind and subject."""
-    subject = {"block": "transformer blocks, forward and backward", "train": "training steps", "gemm": "products"}[
-        lines[0]["what"]
-    ]
     kind = {"strong": "strong scaling of ", "weak": "weak scaling of ", "grid": ""}[about["kind"]]
-    return f"{about['name']}: {kind}{subject}"
+    return f"{about['name']}: {kind}{SUBJECTS[lines[0]['what']]}"
 
 
 def baseline(found: Iterable[Curve], about: Mapping[str, Any]) -> str:
@@ -187,43 +184,60 @@ def draw(figure: Any, result: Mapping[str, Any]) -> None:
     scaling = about["kind"] != "grid"
     panels = figure.subplots(4 if scaling else 3, 1)
     figure.set_size_inches(COLUMN, PANEL * len(panels) + 0.7)
-    names = list(dict.fromkeys([*(curve.name for curve in found), *marks]))
-    for number, curve in enumerate(found):
-        speeds, forecast = ([of(line) for line in curve.lines] for of in (curve.speed, curve.predicted))
-        _line(panels[0], curve, number, speeds, forecast)
-        if scaling:
-            growth = [line["ranks"] / curve.lines[0]["ranks"] for line in curve.lines]
-            per_rank = ([value and value / by for value, by in zip(values, growth, strict=True)] for values in (speeds, forecast))
-            _line(panels[1], curve, number, *per_rank)
-        moving = [line for line in curve.lines if line["words"]]
-        panels[-2].plot([line["x"] for line in moving], [line["words"] for line in moving], **look(number))
-    for name, points in marks.items():
-        hollow = {**look(names.index(name)), "linestyle": "none", "markerfacecolor": "none"}
-        panels[0].plot([x for x, _ in points], [speed for _, speed in points], **hollow)
-        if scaling:
-            panels[1].plot([x for x, _ in points], [speed * points[0][0] / x for x, speed in points], **hollow)
+    speed, *efficiency, words, times = panels
     ticks = sorted({line["x"] for line in lines} | {x for points in marks.values() for x, _ in points}, key=_order)
+    _relative(speed, found, marks)
+    for panel in efficiency:
+        _relative(panel, found, marks, per_rank=True)
+        panel.axhline(1, linestyle="--", color="0.5")
+    _words(words, found, about["x"])
     if scaling:
         first = min(line["ranks"] for line in lines)
-        panels[0].plot(ticks, [x / first for x in ticks], "--", color="0.5", label=IDEAL)
-        panels[1].axhline(1, linestyle="--", color="0.5")
-        for panel in panels[1:3]:
-            panel.sharex(panels[0])
-    for panel, name in zip(panels, ["speed-up", *(["efficiency"] * scaling), "words received per rank"], strict=False):
-        panel.set(ylabel=name, yscale="log")
-        if all(isinstance(x, (int, float)) for x in ticks):
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
-            panel.xaxis.minorticks_off()
-        plain(panel.yaxis)
-    thousands(panels[-2].yaxis)
-    panels[-2].set_xlabel(about["x"])
-    shares(panels[-1], found)
-    legend(figure, *panels[0].get_legend_handles_labels())
+        speed.plot(ticks, [x / first for x in ticks], "--", color="0.5", label=IDEAL)
+        for panel in (*efficiency, words):
+            panel.sharex(speed)
+    for panel in (speed, *efficiency, words):
+        _scale(panel, ticks)
+    thousands(words.yaxis)
+    shares(times, found)
+    legend(figure, *speed.get_legend_handles_labels())
     spread = about["band"]
     forecast_says = f"dotted: predicted for {about['cluster']} ±{spread:g} %" if about["cluster"] else None
     says = (title(about, lines), baseline(found, about), forecast_says, source(about), timed(lines), on_machines(result))
     caption(figure, *says)
+
+
+def _relative(
+    panel: Any, found: Sequence[Curve], marks: Mapping[str, Sequence[tuple[float, float]]], per_rank: bool = False
+) -> None:
+    """Speed-ups, or `per_rank` efficiencies: measured, predicted, and published as hollow marks."""
+    names = list(dict.fromkeys([*(curve.name for curve in found), *marks]))
+    for number, curve in enumerate(found):
+        growth = [line["ranks"] / curve.lines[0]["ranks"] if per_rank else 1 for line in curve.lines]
+        values = ([of(line) for line in curve.lines] for of in (curve.speed, curve.predicted))
+        _line(panel, curve, number, *([one and one / by for one, by in zip(own, growth, strict=True)] for own in values))
+    for name, points in marks.items():
+        hollow = {**look(names.index(name)), "linestyle": "none", "markerfacecolor": "none"}
+        panel.plot([x for x, _ in points], [y * points[0][0] / x if per_rank else y for x, y in points], **hollow)
+    panel.set(ylabel="efficiency" if per_rank else "speed-up")
+
+
+def _words(panel: Any, found: Sequence[Curve], x: str) -> None:
+    """Words of the points that receive some."""
+    for number, curve in enumerate(found):
+        moving = [line for line in curve.lines if line["words"]]
+        panel.plot([line["x"] for line in moving], [line["words"] for line in moving], **look(number))
+    panel.set(ylabel="words received per rank", xlabel=x)
+
+
+def _scale(panel: Any, ticks: Sequence[Any]) -> None:
+    """Logarithmic axes; of x only where it has numbers."""
+    panel.set_yscale("log")
+    if all(isinstance(x, (int, float)) for x in ticks):
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        panel.xaxis.minorticks_off()
+    plain(panel.yaxis)
 
 
 def _line(panel: Any, curve: Curve, number: int, values: Sequence[Any], predicted: Sequence[Any]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..columns import aligned
 from ..errors import DataError, LaunchError, Summa3dError
 from ..files import from_json
 from ..train.lease import Lease
@@ -131,11 +132,7 @@ def plan_table(sweep: Sweep, points: Sequence[Point], known: Mapping[str, Line])
         state = "" if point.id not in known else "failed" if "error" in known[point.id] else "done"
         rows.append((point.id, str(point.ranks), *cells, f"{point.label}  {_sizes(point)}", state))
     heads = ("id", "ranks", "predicted s", "node-hours", "point", "")
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    lines = []
-    for row in (heads, *rows):
-        right = [cell.rjust(width) for cell, width in zip(row[1:4], widths[1:4], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *right, row[4].ljust(widths[4]), row[5]]).rstrip())
+    lines = aligned([heads, *rows], left=(0, 4, 5))
     if cluster is not None:
         band = f"±{cluster['band.percent']:g} %"
         lines.append(

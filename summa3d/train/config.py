@@ -14,7 +14,7 @@ from ..comm.topology import axes_in, divisors
 from ..comm.transport.select import NAMES as TRANSPORTS
 from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError, nearest
-from ..files import read_json, read_toml, replacing, whole
+from ..files import read_json, read_toml, replacing, titles, whole
 from ..nn.config import LARGEST_SIZE, MOST_LAYERS, ModelConfig
 from ..nn.overlap import Overlap
 from ..nn.schemes.registry import SCHEME_SPECS
@@ -600,8 +600,7 @@ def read_table(source: str) -> dict[str, Any]:
 
 def shipped() -> dict[str, str]:
     """The configurations that are shipped: name → what it is, the first line of its file."""
-    files = sorted(NAMED_CONFIGS.glob("*.toml"))
-    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
+    return titles(NAMED_CONFIGS)
 
 
 def write(table: dict[str, Any], path: Path) -> None:

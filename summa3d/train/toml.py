@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, nearest
-from ..files import LARGEST_WHOLE, from_toml
+from ..files import LARGEST_WHOLE, toml_value
 
 Settings = TypeVar("Settings")
 
@@ -96,6 +96,14 @@ def override(cls: type, table: dict[str, Any], assignments: Sequence[str]) -> No
             target[name] = value
 
 
+def assign(table: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested tables, in place."""
+    *path, name = key.split(".")
+    for part in path:
+        table = table.setdefault(part, {})
+    table[name] = value
+
+
 def parse(text: str, kind: Any) -> Any:
     """The value of `text`, as given on a command line, for a field of type `kind`. Text that is not TOML stays text.
 
@@ -107,10 +115,7 @@ def parse(text: str, kind: Any) -> Any:
         return None
     if dict in (typing.get_origin(one) for one in kinds) and not text.startswith("{"):
         text = "{" + text + "}"
-    try:
-        value = from_toml(f"value = {text}")["value"]
-    except ValueError:
-        return text
+    value = toml_value(text, text)
     return text if str in kinds and not isinstance(value, str) else value
 
 

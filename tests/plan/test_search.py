@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -141,6 +142,13 @@ def test_two_traces_give_the_operations_of_every_micro_batch(scheme: str, unit: 
                     assert op[:4] == other[:4] and op.read + op.written == pytest.approx(other.read + other.written, rel=0.3)
                 else:
                     assert op == other
+
+
+def test_what_cells_depend_on_is_hashed_anew_in_another_process() -> None:
+    one = inner("oned", 1, y=2)
+    object.__setattr__(one, "_hash", hash(one) + 1)  # as of a process in which texts have other hashes
+    there = pickle.loads(pickle.dumps(one))
+    assert there == one and hash(there) == hash(inner("oned", 1, y=2))
 
 
 def test_a_file_is_of_everything_that_a_trace_depends_on(cache: Path) -> None:

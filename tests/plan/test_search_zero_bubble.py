@@ -21,7 +21,7 @@ from summa3d.comm.topology import Topology
 from summa3d.dry.record import ENTER, LEAVE
 from summa3d.nn.config import ModelConfig
 from summa3d.parallel.schedule import SCHEDULES as RULES
-from summa3d.parallel.schedule import build, is_split, split_layers, unchecked
+from summa3d.parallel.schedule import build, held_stages, is_split, split_layers, unchecked
 from summa3d.parallel.simulate import timeline
 from summa3d.plan.cells import BLOCK, Cell
 from summa3d.plan.predict import Durations
@@ -33,7 +33,7 @@ from summa3d.plan.search.memory import _of_rank, memory
 from summa3d.plan.search.plans import ERAS, SCHEDULES, Around, Era, Plan, Rows, Space, columns, tiles
 from summa3d.plan.search.request import request
 from summa3d.plan.search.search import Search
-from summa3d.plan.search.stages import balanced, heaviest, homes_of, stages_of, states
+from summa3d.plan.search.stages import balanced, heaviest, homes_of, states
 from summa3d.plan.search.store import Store
 from summa3d.plan.search.timing import Placed, Times
 from summa3d.plan.training import seconds
@@ -278,7 +278,7 @@ def test_what_ranks_hold_when_they_keep_most_is_a_state_of_theirs_and_no_split_s
         for m in range(p if chunks == 2 else 1, 3 * p):
             found, of_stages = heaviest(schedule, p, m, chunks, layers), balanced(layers, p, chunks)
             every = []
-            for own in stages_of(homes_of(schedule, p, chunks)):
+            for own in held_stages(homes_of(schedule, p, chunks), p):
                 each, rank = np.array([of_stages[stage] for stage in own]), len(every)
                 _, flying, owed = states(schedule, p, m, chunks, rank)
                 every.append(

@@ -12,6 +12,7 @@ from itertools import product
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from ...columns import aligned
 from ...comm.grid import Grid
 from ...comm.topology import describe
 from ...dtypes import Dtype, dtype_of
@@ -137,9 +138,7 @@ class Choice:
         rows: list[tuple[str, ...]] = [HEADINGS]
         rows += [self._row(candidate) for candidate in (self.best, *self.others)]
         rows.append(("", "lower bound", str(self.ranks), f"{self.bound:,.0f}", "1.00" if self.bound else "-", "", "", ""))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {_right(row[2:], widths[2:])}".rstrip() for row in rows]
-        return "\n".join([head, f"takes {self.best}: {self.why}", *lines])
+        return "\n".join([head, f"takes {self.best}: {self.why}", *aligned(rows, left=(0, 1))])
 
     def _row(self, candidate: Candidate) -> tuple[str, ...]:
         return (
@@ -258,10 +257,6 @@ def in_panels(mean: Mean, count: int) -> Mean:
     """The same products and words in `count` panels."""
     ratio = count / mean.products
     return mean._replace(messages=mean.messages * ratio, products=count, k=mean.k / ratio)
-
-
-def _right(cells: tuple[str, ...], widths: list[int]) -> str:
-    return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
 def _largest(extent: int, part: float) -> float:

@@ -12,6 +12,8 @@ from ...gemm.cost import mean
 
 RANKS = (64, 729, 4096, 15625, 46656)
 """Sixth powers: squares and cubes at once."""
+LINEARS = ((3, 1), (1, 1), (4, 1), (1, 4))
+"""n and k ÷ hidden size of a layer's linears."""
 ROWS = 24
 """Rows of a batch ÷ hidden size, of Optimus' table 2 on 64 GPUs: 384 · 512 ÷ 8192. Batch grows with hidden, as in that paper."""
 
@@ -21,8 +23,7 @@ def forward(name: str, ranks: int, rows: int, hidden: int) -> float:
 
     name : oned, oned-sp (whose gathers and scatters are the halves of oned's sums), summa, summa by trees, or cuboid.
     """
-    sizes = ((3, 1), (1, 1), (4, 1), (1, 4))
-    return sum(_linear(name, ranks, rows, n * hidden, k * hidden, number % 2 == 1) for number, (n, k) in enumerate(sizes))
+    return sum(_linear(name, ranks, rows, n * hidden, k * hidden, number % 2 == 1) for number, (n, k) in enumerate(LINEARS))
 
 
 def _linear(name: str, ranks: int, m: int, n: int, k: int, row: bool) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import exp, log
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ...cluster import Cluster
 
@@ -40,16 +41,30 @@ class Numbers(NamedTuple):
 Predict = Callable[[Numbers], float]
 
 
-class Target(Protocol):
-    """A reported number to be predicted."""
+@dataclass(frozen=True)
+class Row:
+    """One reported number.
+
+    numbers : of the cluster that it was measured on, and of the program. predict : the prediction by such numbers. group : of the
+    rows between which a choice is judged. batch : sequences of a step.
+    """
+
+    name: str
+    use: str
+    series: str
+    ranks: int
+    numbers: Numbers
+    reported: float
+    corrected: float | None
+    erratum: str
+    predict: Predict
+    group: str = ""
+    batch: int = 1
 
     @property
     def target(self) -> float:
-        """The reported number, corrected where it was printed wrong."""
-
-    @property
-    def predict(self) -> Predict:
-        """The prediction by these numbers."""
+        """What the prediction is compared with."""
+        return self.reported if self.corrected is None else self.corrected
 
 
 class Fitted(NamedTuple):
@@ -59,7 +74,7 @@ class Fitted(NamedTuple):
     at_bound: tuple[str, ...]
 
 
-def fit(rows: Sequence[Target], numbers: Numbers, ranges: Ranges, start: Numbers | None = None) -> Fitted:
+def fit(rows: Sequence[Row], numbers: Numbers, ranges: Ranges, start: Numbers | None = None) -> Fitted:
     """Fit the numbers of `ranges`: least squares of log(predicted/reported), soft-L1, from `start` or the middle of each range.
 
     Needs scipy, of the extra `plan`.
@@ -81,41 +96,34 @@ def fit(rows: Sequence[Target], numbers: Numbers, ranges: Ranges, start: Numbers
     return Fitted(numbers.replaced(values), at_bound)
 
 
-def error(row: Target, numbers: Numbers) -> float:
+def error(row: Row, numbers: Numbers) -> float:
     """predicted/reported − 1."""
     return row.predict(numbers) / row.target - 1
 
 
-class Kept(NamedTuple):
-    """A row whose predictions are kept: fits to all rows but one begin alike."""
+def kept(row: Row, keys: Sequence[str]) -> Row:
+    """The row with its predictions kept, where no number but those of `keys` changes: fits to all rows but one begin alike."""
+    known: dict[tuple[float, ...], float] = {}
 
-    target: float
-    predict: Predict
+    def predict(numbers: Numbers) -> float:
+        values = tuple(map(numbers.value, keys))
+        if values not in known:
+            known[values] = row.predict(numbers)
+        return known[values]
 
-    @classmethod
-    def of(cls, row: Target, keys: Sequence[str]) -> Kept:
-        """The row where no number but those of `keys` changes."""
-        known: dict[tuple[float, ...], float] = {}
-
-        def predict(numbers: Numbers) -> float:
-            values = tuple(map(numbers.value, keys))
-            if values not in known:
-                known[values] = row.predict(numbers)
-            return known[values]
-
-        return cls(row.target, predict)
+    return replace(row, predict=predict)
 
 
-def out_of_fold(rows: Sequence[Target], numbers: Numbers, ranges: Ranges) -> list[float]:
+def out_of_fold(rows: Sequence[Row], numbers: Numbers, ranges: Ranges) -> list[float]:
     """The prediction of each row by a fit to all others. The fits start from that to all rows, which few steps leave."""
-    rows = [Kept.of(row, list(ranges)) for row in rows]
+    rows = [kept(row, list(ranges)) for row in rows]
     whole = fit(rows, numbers, ranges)
     start = None if whole.at_bound else whole.numbers
     others = ([other for other in rows if other is not row] for row in rows)
     return [row.predict(fit(train, numbers, ranges, start).numbers) for row, train in zip(rows, others, strict=True)]
 
 
-def held_out(rows: Sequence[Target], train: Sequence[Target], numbers: Numbers, ranges: Ranges) -> list[float]:
+def held_out(rows: Sequence[Row], train: Sequence[Row], numbers: Numbers, ranges: Ranges) -> list[float]:
     """The errors of `rows` by a fit to `train`."""
     fitted = fit(train, numbers, ranges).numbers
     return [error(row, fitted) for row in rows]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from math import log2
 from pathlib import Path
 from typing import Any
 
+from ...comm.topology import grids_of
 from ...figures import look
 from ...gemm.cost import mean
-from .costs import forward
+from .costs import LINEARS, forward
 from .figures import drawn
 
+AXES = ("x", "y", "z")
 ROOTS = {"oned": 1, "summa": 2, "cuboid": 3}
 """Scheme → of which powers its ranks are."""
 RANKS = tuple(2**power for power in range(1, 13))
@@ -40,28 +40,19 @@ def _words(figure: Any, hidden: int, rows: int) -> None:
     for number, (name, root) in enumerate(ROOTS.items()):
         ranks = [side**root for side in range(2, 4097) if side**root <= 4096 and (root > 1 or side in RANKS)]
         axes.plot(ranks, [forward(name, one, rows, hidden) for one in ranks], label=name, markevery=0.1, **look(number))
-    best = [min(words(grid, rows, hidden) for grid in grids(ranks)) for ranks in RANKS]
+    best = [min(words(grid, rows, hidden) for grid in grids_of(ranks, AXES)) for ranks in RANKS]
     axes.plot(RANKS, best, label="cuboid, its best grid", **look(len(ROOTS)))
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="words received by a rank, a layer's forward")
     axes.set_title(f"hidden {hidden:,}, {rows:,} rows")
     axes.legend()
 
 
-def grids(ranks: int) -> Iterator[dict[str, int]]:
-    """Every cuboid grid of so many ranks, a power of two."""
-    power = round(log2(ranks))
-    for x in range(power + 1):
-        for y in range(power - x + 1):
-            yield {"x": 2**x, "y": 2**y, "z": 2 ** (power - x - y)}
-
-
 def words(grid: dict[str, int], rows: int, hidden: int) -> float:
     """Words that a rank receives in the forward of a layer on a cuboid grid."""
     turned = {"x": grid["x"], "y": grid["z"], "z": grid["y"]}
-    sizes = ((3, 1), (1, 1), (4, 1), (1, 4))
     return sum(
         float(mean.cuboid("nn", rows, n * hidden, k * hidden, turned if number % 2 else grid).words)
-        for number, (n, k) in enumerate(sizes)
+        for number, (n, k) in enumerate(LINEARS)
     )
 
 
@@ -71,7 +62,7 @@ def winner(ranks: int, tokens: int, hidden: int) -> str:
     def order(grid: dict[str, int]) -> tuple[float, int]:
         return words(grid, ranks * tokens, hidden), len(_axes(grid))
 
-    return _axes(min(grids(ranks), key=order))
+    return _axes(min(grids_of(ranks, AXES), key=order))
 
 
 def _axes(grid: dict[str, int]) -> str:

@@ -9,10 +9,12 @@ from ...cluster import Cluster
 from ...comm.topology import Topology
 from ...dry.record import Op
 from ...dry.step import Setting
+from ...layout import split_sizes
 from ...nn.config import ModelConfig
 from ..cells import cells
 from ..formulas import hardware_flops, model_flops
-from ..predict import Fast, Step, even_layers
+from ..predict import Fast, Step
+from ..price import move
 from .fit import Predict
 from .profiles import edited
 
@@ -74,7 +76,7 @@ def block_parameters(given: Mapping[str, Any]) -> int:
 
 def stage_layers(layers: int, stages: int, slots: int) -> tuple[int, ...]:
     """The layers of each stage; with two `slots`, the first and the last have one less."""
-    found = list(even_layers(layers + slots, stages))
+    found = split_sizes(layers + slots, stages)
     if slots:
         found[0], found[-1] = found[0] - 1, found[-1] - 1
     return tuple(found)
@@ -87,10 +89,10 @@ def in_flight(ranks: int, chunks: int, micro_batches: int) -> float:
 
 def _after(held: int, dp: int, zero: int) -> tuple[Op, ...]:
     """Sums of gradients over replicas and the optimizer, of a rank that holds so many parameters."""
-    sums = _move("all_reduce", "dp", 2 * held * (dp - 1) // dp, "optimizer")
+    sums = move("all_reduce", "dp", 2 * held * (dp - 1) // dp, HALF, "optimizer")
     if not zero:
         return sums, optimizer(held)
-    return sums, optimizer(-(-held // dp)), _move("all_gather", "dp", held * (dp - 1) // dp, "optimizer")
+    return sums, optimizer(-(-held // dp)), move("all_gather", "dp", held * (dp - 1) // dp, HALF, "optimizer")
 
 
 def optimizer(held: int) -> Op:
@@ -101,12 +103,8 @@ def optimizer(held: int) -> Op:
 def _messages(words: int, tp: int, scatter: bool) -> tuple[Op, ...]:
     """What a stage sends: with `scatter` each tensor rank sends its part, and the receivers gather the parts."""
     if not scatter:
-        return (_move("send", "pp", words),)
-    return _move("send", "pp", words // tp), _move("all_gather", "y", words * (tp - 1) // tp)
-
-
-def _move(name: str, axis: str, words: int, phase: str = "forward") -> Op:
-    return Op("move", phase, "", name, axis=axis, words=words, dtype=HALF)
+        return (move("send", "pp", words, HALF),)
+    return move("send", "pp", words // tp, HALF), move("all_gather", "y", words * (tp - 1) // tp, HALF)
 
 
 def predictor(given: Mapping[str, Any], cluster: Cluster) -> Predict:

@@ -17,7 +17,7 @@ from ...nn.config import ModelConfig
 from ..cells import BLOCK, cells
 from ..replay import Work
 from . import megatron, sharded
-from .fit import Numbers, Predict, Ranges
+from .fit import Numbers, Predict, Ranges, Row
 from .profiles import edited
 
 FOLDER = Path(__file__).with_name("tables")
@@ -25,32 +25,6 @@ UNITS = ("tflops", "model_tflops", "mfu", "sequences", "seconds")
 """What a row of a step may report."""
 MARKS = {"fitted": "●", "held out": "○", "never": "×"}
 """Use of a row → its mark: fitted to, predicted only, never fitted to."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One reported number.
-
-    numbers : of the cluster that it was measured on, and of the program. predict : the prediction by such numbers. group : of the
-    rows between which a choice is judged. batch : sequences of a step.
-    """
-
-    name: str
-    use: str
-    series: str
-    ranks: int
-    numbers: Numbers
-    reported: float
-    corrected: float | None
-    erratum: str
-    predict: Predict
-    group: str = ""
-    batch: int = 1
-
-    @property
-    def target(self) -> float:
-        """What the prediction is compared with."""
-        return self.reported if self.corrected is None else self.corrected
 
 
 @dataclass(frozen=True)

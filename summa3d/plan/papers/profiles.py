@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import wraps
 
 from ...dry.record import Op
 from ...dtypes import dtype_of
 from ..cells import Cell, Trace
 
 Edit = Callable[[Cell], Cell]
+
+
+def of_each_trace(edit: Callable[[Trace], Iterable[Op]]) -> Edit:
+    """The edit of a cell's forward and of its backward alike."""
+
+    @wraps(edit)
+    def of_cell(cell: Cell) -> Cell:
+        return Cell(tuple(edit(cell.forward)), tuple(edit(cell.backward)))
+
+    return of_cell
 
 
 def distributed_checkpoints(cell: Cell) -> Cell:
@@ -20,17 +31,14 @@ def distributed_checkpoints(cell: Cell) -> Cell:
     return cell._replace(backward=(gather, Op("wait", "recompute", gather.layer, "", id=-2), *cell.backward))
 
 
-def workspace_copies(cell: Cell) -> Cell:
+@of_each_trace
+def workspace_copies(trace: Trace) -> Iterable[Op]:
     """Optimus copies each panel of a product into its workspace before it broadcasts it."""
-
-    def copied(trace: Trace) -> Iterable[Op]:
-        for op in trace:
-            if op.name == "broadcast":
-                size = op.words * dtype_of(op.dtype).nbytes
-                yield Op("elements", op.phase, op.layer, "clone", read=size, written=size, dtype=op.dtype)
-            yield op
-
-    return Cell(tuple(copied(cell.forward)), tuple(copied(cell.backward)))
+    for op in trace:
+        if op.name == "broadcast":
+            size = op.words * dtype_of(op.dtype).nbytes
+            yield Op("elements", op.phase, op.layer, "clone", read=size, written=size, dtype=op.dtype)
+        yield op
 
 
 def fused_softmax(cell: Cell) -> Cell:
@@ -43,49 +51,41 @@ def strided_attention(cell: Cell) -> Cell:
     return without(without(cell, "attention.core", ("clone",)), "attention.qkv", ("add_",))
 
 
-def sums_of_halves(cell: Cell) -> Cell:
+@of_each_trace
+def sums_of_halves(trace: Trace) -> Iterable[Op]:
     """Megatron adds up 16-bit summands in 16 bits; ours are added in float32, in an all-reduce or one after the other."""
-
-    def halved(trace: Trace) -> Iterable[Op]:
-        for op in trace:
-            if op.name == "all_reduce" and op.dtype == "float32":
-                yield op._replace(dtype="bfloat16")
-            elif op.kind != "elements" or not op.name.startswith(("_to_copy", "copy_", "sum_parts")):
-                yield op
-
-    return Cell(tuple(halved(cell.forward)), tuple(halved(cell.backward)))
-
-
-def unfused(cell: Cell) -> Cell:
-    """Before PTD-P's kernels, a bias was added in a pass of its own before GELU; before a dropout, and the residual after it."""
-
-    def passes(trace: Trace) -> Iterable[Op]:
-        for op in trace:
-            if op.name.startswith(("bias_gelu", "dropout_add", "dropout_gradient")) and not op.layer.endswith("core.dropout"):
-                many = 2 if op.name.startswith("dropout_add") else 1
-                size = min(op.read, op.written)
-                yield from [op._replace(name="add", read=size, written=size)] * many
+    for op in trace:
+        if op.name == "all_reduce" and op.dtype == "float32":
+            yield op._replace(dtype="bfloat16")
+        elif op.kind != "elements" or not op.name.startswith(("_to_copy", "copy_", "sum_parts")):
             yield op
 
-    return Cell(tuple(passes(cell.forward)), tuple(passes(cell.backward)))
+
+@of_each_trace
+def unfused(trace: Trace) -> Iterable[Op]:
+    """Before PTD-P's kernels, a bias was added in a pass of its own before GELU; before a dropout, and the residual after it."""
+    for op in trace:
+        if op.name.startswith(("bias_gelu", "dropout_add", "dropout_gradient")) and not op.layer.endswith("core.dropout"):
+            many = 2 if op.name.startswith("dropout_add") else 1
+            size = min(op.read, op.written)
+            yield from [op._replace(name="add", read=size, written=size)] * many
+        yield op
 
 
-def causal(cell: Cell) -> Cell:
+@of_each_trace
+def causal(trace: Trace) -> Iterable[Op]:
     """Flash attention leaves out the blocks of scores above the diagonal: half of the products."""
-
-    def halved(trace: Trace) -> Trace:
-        return tuple(op._replace(batch=op.batch // 2) if op.name == "attention" else op for op in trace)
-
-    return Cell(halved(cell.forward), halved(cell.backward))
+    return (op._replace(batch=op.batch // 2) if op.name == "attention" else op for op in trace)
 
 
 def without(cell: Cell, layer: str, names: tuple[str, ...]) -> Cell:
     """A cell without the element-wise operations of these names in a layer."""
 
-    def rest(trace: Trace) -> Trace:
-        return tuple(op for op in trace if op.kind != "elements" or op.name not in names or not op.layer.endswith(layer))
+    @of_each_trace
+    def rest(trace: Trace) -> Iterable[Op]:
+        return (op for op in trace if op.kind != "elements" or op.name not in names or not op.layer.endswith(layer))
 
-    return Cell(rest(cell.forward), rest(cell.backward))
+    return rest(cell)
 
 
 PROFILES: dict[str, tuple[Edit, ...]] = {

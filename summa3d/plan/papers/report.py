@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
-from .fit import PROGRAM, error, fit, held_out, out_of_fold
-from .paper import Paper, Row
+from .fit import PROGRAM, Row, error, fit, held_out, out_of_fold
+from .paper import Paper
 
 
 def report(paper: Paper) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from ...comm.topology import Topology
 from ...dry.record import ENTER, LEAVE, Op
 from ..cells import BLOCK, cells
-from ..price import Prices
+from ..price import Prices, move
 from ..replay import Work
 from .fit import Numbers, Predict
 from .megatron import HALF, in_unit, optimizer, setting
@@ -60,7 +60,7 @@ def _moves(parameters: int, ranks: int, gathers: int) -> list[Op]:
     """Gathers of so many parameters, and the sum of their gradients."""
     words = parameters * (ranks - 1) // ranks
     names = ["all_gather"] * gathers + ["reduce_scatter"]
-    return [Op("move", "forward", "", name, axis="dp", words=words, dtype=HALF) for name in names]
+    return [move(name, "dp", words, HALF) for name in names]
 
 
 def predictor(given: Mapping[str, Any]) -> Predict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...columns import aligned
 from .paper import MARKS, Paper
 
 COLUMNS = ("", "row", "reported", "corrected", "predicted", "error")
@@ -14,11 +15,7 @@ def as_text(paper: Paper, found: Mapping[str, Any]) -> Iterator[str]:
     """The lines of `papers.report`."""
     table = paper.table
     yield f"{table['title']}\n{table['source']}\n{found['unit']}\n"
-    lines = [COLUMNS, *(_cells(row) for row in found["rows"])]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    for line in lines:
-        left = f"{line[0]:{widths[0]}}  {line[1]:{widths[1]}}"
-        yield left + "".join(f"  {cell:>{width}}" for cell, width in zip(line[2:], widths[2:], strict=True))
+    yield from aligned([COLUMNS, *(_cells(row) for row in found["rows"])], left=(0, 1))
     yield "\n● fitted to  ○ predicted only  × never fitted to"
     yield from _summary(found)
     yield ""

@@ -14,11 +14,11 @@ from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
 from ...train.config import master_dtype
 from ..cells import BLOCK
-from ..price import CHAINS, Prices
+from ..price import CHAINS, Prices, move
 from .cells import PASSES, Cells, Inner, matrices
 from .memory import in_pipe, kept_per_element, summed
 from .plans import Plan, Rows, Saving
-from .timing import CELLS, Times, move
+from .timing import CELLS, Times
 
 MARGIN = 0.95
 """Of what one rank alone does element by element, and saves, that no scheme does without: some fuse or leave out a copy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -46,19 +46,11 @@ class Inner:
     split: bool = False
 
     def __post_init__(self) -> None:
-        fields = (
-            self.scheme,
-            self.axes,
-            self.recompute,
-            self.regather,
-            self.dtype,
-            self.device,
-            self.unit,
-            self.replicas,
-            self.shared,
-            self.split,
-        )
-        object.__setattr__(self, "_hash", hash((self.model, *fields)))
+        object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
+
+    def __reduce__(self) -> tuple[type[Inner], tuple[Any, ...]]:
+        """Make it anew in another process, where texts have other hashes."""
+        return Inner, tuple(getattr(self, one.name) for one in fields(self))
 
     def __hash__(self) -> int:
         """Hash once what many tables are asked for."""

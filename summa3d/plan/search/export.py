@@ -21,11 +21,7 @@ def configured(plan: Plan, base: Config) -> Config:
     table |= {"grid": grid, "chosen": "", "model": toml.dump(plan.inner.model), "device": plan.inner.device}
     table["pipeline"].pop("layers", None)
     for key, value in plan.keys().items():
-        *path, name = key.split(".")
-        target = table
-        for part in path:
-            target = target.setdefault(part, {})
-        target[name] = value
+        toml.assign(table, key, value)
     return from_table(table)
 
 

@@ -19,9 +19,9 @@ from ...layout.layout import Layout
 from ...nn.config import LARGEST_SIZE, ModelConfig
 from ...nn.schemes.registry import SCHEME_SPECS, SchemeSpec, is_sequence_fine
 from ...nn.schemes.validate import needs
-from ...parallel.schedule import is_split, rule_of
+from ...parallel.schedule import held_stages, is_split, rule_of
 from .cells import Inner
-from .stages import balanced, heaviest, homes_of, stages_of
+from .stages import balanced, heaviest, homes_of
 
 ORDER = ("z", "y", "x", "d", "dp", "pp")
 """Ranks in their default order, fastest first: the grid of a stage, then replicas, then stages."""
@@ -112,7 +112,7 @@ class Plan:
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank of the pipeline."""
-        return stages_of(self.homes)
+        return held_stages(self.homes, self.pp)
 
     def layers_of(self, rank: int) -> int:
         """Layers of a rank of the pipeline, in all its chunks."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...cluster import Cluster
 from ...errors import ConfigError, nearest
-from ...files import from_toml, read_toml, whole
+from ...files import read_toml, toml_value, whole
 from ...nn.config import ModelConfig
 from ...train.config import SPECIAL_TOKENS, Config, GridConfig, from_table, load, numbers_of, read_table, shipped
 from ...train.toml import build, override
@@ -147,10 +147,7 @@ def _fixed(fixes: Sequence[str]) -> dict[str, Any]:
 
 def _value(short: str, key: str, text: str) -> Any:
     """The value of a key as text."""
-    try:
-        found = from_toml(f"value = {text}")["value"]
-    except ValueError:
-        found = text
+    found = toml_value(text, text)
     words = WORDS.get(key)
     if words:
         if found not in words:

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...cluster import Cluster
+from ...comm.topology import several
 from ...dry.record import ENTER, LEAVE
 from ...errors import ConfigError, GridError, LayoutError
 from ..cells import BLOCK
 from .bounds import Bounds
 from .cells import PASSES, matrices
-from .memory import Memory, memory, reserve
+from .memory import Memory, memory
 from .plans import FAMILIES, Plan, Rows, Saving, Space, columns, less, refused, tiles
-from .store import Store
 from .timing import Times
 
 Tell = Callable[[int, int, int], None]
@@ -185,7 +185,7 @@ class Search:
 
     @cached_property
     def _fixed_tiles(self) -> list[dict[str, int]]:
-        return [_several(tile.items()) for key, tile in (self.space.fixed or {}).items() if key in TILE]
+        return [several(tile) for key, tile in (self.space.fixed or {}).items() if key in TILE]
 
     @cached_property
     def _untiled(self) -> Space:
@@ -199,7 +199,8 @@ class Search:
 
     def _placements(self, plan: Plan) -> list[Plan]:
         """The plan with every sub-grid that a node may hold, or with the one that is fixed."""
-        return [one for one in tiles(plan, self.space.nodes) if all(_several(one.tile) == tile for tile in self._fixed_tiles)]
+        every = tiles(plan, self.space.nodes)
+        return [one for one in every if all(several(dict(one.tile)) == tile for tile in self._fixed_tiles)]
 
     def _hopeless(self, family: str, seconds: float) -> bool:
         return seconds >= self._cutoff and seconds >= self._best.get(family, float("inf"))
@@ -258,22 +259,6 @@ class Search:
         return Priced(plan, pipeline + step.parts.after, held, terms(plan, self.times, pipeline))
 
 
-def search(
-    space: Space,
-    cluster: Cluster,
-    top: int = 8,
-    limit: float | None = None,
-    store: Store | None = None,
-    tell: Tell = lambda *state: None,
-) -> Found:
-    """The fastest plans of `space` on a cluster, the best of each family, and what the others failed by.
-
-    limit : bytes of a rank; the device's memory less `reserve`, by default. Raises ConfigError where no plan is left.
-    """
-    whole = cluster["device.memory"]
-    return Search(space, Times(cluster, store or Store()), whole - reserve(whole) if limit is None else limit, top).run(tell)
-
-
 def front_of(done: Sequence[tuple[float, Plan, Memory]]) -> Iterable[tuple[float, Plan, Memory]]:
     """Of plans in the order of their seconds, those that need fewer bytes than all faster ones."""
     fewest = float("inf")
@@ -324,11 +309,6 @@ def flops_of(space: Space, recomputed: bool = False) -> float:
     weights = sum(rows * columns for rows, columns in matrices(model))
     block = (8 if recomputed else 6) * model.sequence * weights + (16 if recomputed else 12) * model.sequence**2 * model.hidden
     return float(space.batch * (model.layers * block + 6 * model.sequence * model.hidden * model.vocabulary))
-
-
-def _several(tile: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The axes of a sub-grid that have several ranks."""
-    return {axis: size for axis, size in tile if size > 1}
 
 
 def nothing_fits(space: Space, limit: float, rejected: Counter[tuple[str, str]]) -> str:

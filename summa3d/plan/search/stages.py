@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...parallel.schedule import GRADIENT_SENDERS, is_split, rule_of, split_layers
+from ...parallel.schedule import GRADIENT_SENDERS, held_stages, is_split, rule_of, split_layers
 from ...parallel.schedule import SCHEDULES as SCHEDULE_RULES
 from ...parallel.simulate import in_flight
 
@@ -19,12 +19,6 @@ balanced = cache(split_layers)
 def homes_of(schedule: str, pp: int, chunks: int) -> tuple[int, ...]:
     """The rank of each stage of a pipeline."""
     return SCHEDULE_RULES[schedule].homes(pp, chunks)
-
-
-@cache
-def stages_of(homes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The stages of each rank."""
-    return tuple(tuple(stage for stage, home in enumerate(homes) if home == rank) for rank in range(max(homes) + 1))
 
 
 @cache
@@ -71,7 +65,7 @@ def _states(schedule: str, p: int, many: int, chunks: int, rank: int) -> tuple[A
 @cache
 def heaviest(schedule: str, p: int, m: int, chunks: int, layers: int) -> tuple[tuple[int, int, int], ...]:
     """What ranks hold when they keep most: their layers; those of micro-batches between F and B or X, and between X and W."""
-    many, stages = balanced(layers, p, chunks), stages_of(homes_of(schedule, p, chunks))
+    many, stages = balanced(layers, p, chunks), held_stages(homes_of(schedule, p, chunks), p)
     if not is_split(schedule, p):
         own = [many[stage] for stage in stages[0]]
         return ((sum(own), most_in_flight(schedule, p, m, chunks, 0) * max(own), 0),)

@@ -82,8 +82,10 @@ class Store:
         Raises LayoutError, GridError and ConfigError where a run of these sizes would.
         """
         found = self._of(inner, False)
-        if found is not None:
-            return found, units
+        return self._at(inner, units) if found is None else (found, units)
+
+    def _at(self, inner: Inner, units: int) -> tuple[Cells, int]:
+        """The cells for micro-batches of `units` units, and 1."""
         found = self._of(replace(inner, unit=inner.unit * units), True)
         assert found is not None, "one trace is a line"
         return found, 1

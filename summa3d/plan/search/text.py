@@ -22,13 +22,12 @@ def utilization(found: Found, one: Priced, hardware: bool = False) -> float:
 
 def as_json(found: Found, asked: Request) -> dict[str, Any]:
     """What --json prints. Seconds and bytes are of a step on the fullest or busiest rank."""
-    shown = [*found.best, *(one for one in found.families.values() if one not in found.best)]
     return {
         "model": asked.name,
         "cluster": found.cluster.name,
         "ranks": found.space.ranks,
         "batch": found.space.batch,
-        "plans": [_plan(found, asked, one, rank) for rank, one in enumerate(shown[: len(found.best)], 1)],
+        "plans": [_plan(found, asked, one, rank) for rank, one in enumerate(found.best, 1)],
         "families": {family: _plan(found, asked, one, _rank(found, one)) for family, one in found.families.items()},
         "pareto": [{"plan": str(one.plan), "seconds": one.seconds, "bytes": one.memory.total} for one in found.pareto],
         "considered": found.considered,
@@ -67,8 +66,7 @@ def as_text(found: Found, asked: Request) -> Iterator[str]:
     yield f"{asked.name} on {cluster.name}, {space.ranks} ranks, batch {space.batch}, {space.dtype}; ±{band:.0%}"
     shown = [*found.best, *(one for one in found.families.values() if one not in found.best)]
     width = max(len(str(one.plan)) for one in shown)
-    units = f"{'#':>3}   {'plan':<{width}}  {'family':<7}" + "".join(f"{name:>9}" for name in COLUMNS)
-    yield units
+    yield f"{'#':>3}   {'plan':<{width}}  {'family':<7}" + "".join(f"{name:>9}" for name in COLUMNS)
     for place, one in enumerate(shown):
         mark = "≈" if place and one.seconds <= found.best[0].seconds * (1 + band) else " "
         number = str(place + 1) if place < len(found.best) else "–"

@@ -15,7 +15,7 @@ from ...train.config import master_dtype
 from ..cells import BLOCK, Cell
 from ..links import loads
 from ..predict import Durations, Step
-from ..price import Prices
+from ..price import Prices, move
 from ..replay import Span, replay
 from .cells import PASSES, Cells, Inner
 from .plans import ORDER, Plan
@@ -213,11 +213,6 @@ class Times:
             topology = Topology.checked({"in": inside, axis: size, "out": outside}, ["in", axis, "out"])
             self._prices[axis, inside, size, outside] = Prices(self.cluster, topology)
         return self._prices[axis, inside, size, outside]
-
-
-def move(name: str, axis: str, words: int, dtype: str) -> Op:
-    """A communication outside the cells."""
-    return Op("move", "forward", "", name, axis=axis, words=words, dtype=dtype)
 
 
 @cache

@@ -282,11 +282,11 @@ def config_of(model: ModelConfig, dtype: str, original: dict[str, Any]) -> dict[
     result: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **_renamed(original, mapping)}
     for key, allowed in mapping.fixed.items():
         if _lookup(result, key, None) not in allowed:
-            _assign(result, key, allowed[0])
+            toml.assign(result, key, allowed[0])
     for ours, (theirs, _) in mapping.keys.items():
         value = _ours(model, ours)
         for key in theirs if value is not None else ():
-            _assign(result, key, value)
+            toml.assign(result, key, value)
     return {**result, "architectures": [mapping.architecture], "dtype": dtype}
 
 
@@ -302,9 +302,9 @@ def _renamed(original: dict[str, Any], mapping: Mapping) -> dict[str, Any]:
         *path, name = old.split(".")
         table = _lookup(result, ".".join(path), None) if path else result
         if isinstance(table, dict) and name in table:
-            _assign(result, new, table.pop(name))
+            toml.assign(result, new, table.pop(name))
             if path and not table:
-                _assign(result, ".".join(path), None)
+                toml.assign(result, ".".join(path), None)
     return result
 
 
@@ -314,13 +314,6 @@ def _lookup(table: dict[str, Any], key: str, default: Any) -> Any:
             return default
         table = table[part]
     return table
-
-
-def _assign(table: dict[str, Any], key: str, value: Any) -> None:
-    *path, name = key.split(".")
-    for part in path:
-        table = table.setdefault(part, {})
-    table[name] = value
 
 
 def _check_names(names: set[str], wanted: set[str], mapping: Mapping, source: Path) -> None:
