@@ -101,7 +101,7 @@ def error(row: Row, numbers: Numbers) -> float:
     return row.predict(numbers) / row.target - 1
 
 
-def kept(row: Row, keys: Sequence[str]) -> Row:
+def memoized(row: Row, keys: Sequence[str]) -> Row:
     """The row with its predictions kept, where no number but those of `keys` changes: fits to all rows but one begin alike."""
     known: dict[tuple[float, ...], float] = {}
 
@@ -116,7 +116,7 @@ def kept(row: Row, keys: Sequence[str]) -> Row:
 
 def out_of_fold(rows: Sequence[Row], numbers: Numbers, ranges: Ranges) -> list[float]:
     """The prediction of each row by a fit to all others. The fits start from that to all rows, which few steps leave."""
-    rows = [kept(row, list(ranges)) for row in rows]
+    rows = [memoized(row, list(ranges)) for row in rows]
     whole = fit(rows, numbers, ranges)
     start = None if whole.at_bound else whole.numbers
     others = ([other for other in rows if other is not row] for row in rows)
