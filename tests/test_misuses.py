@@ -19,8 +19,13 @@ SOME, MANY = 60, 1000
 
 @pytest.mark.parametrize(
     ("number", "ranks", "seed"),
-    [(SOME, 2, 5), pytest.param(MANY, 2, 1, marks=pytest.mark.wide), pytest.param(MANY, 4, 2, marks=pytest.mark.wide)],
-    ids=["some", "a thousand on 2 ranks", "a thousand on 4 ranks"],
+    [
+        pytest.param(SOME, 2, 5, id="some"),
+        *(
+            pytest.param(MANY, ranks, seed, marks=pytest.mark.wide, id=f"a thousand on {ranks} ranks")
+            for ranks, seed in ((2, 1), (3, 7), (4, 2), (6, 11))
+        ),
+    ],
 )
 def test_misuses_raise_one_of_ours_or_are_right_and_so_is_what_follows(number: int, ranks: int, seed: int) -> None:
     program = str(jobs.ROOT / "tests" / "misuses.py")

@@ -69,7 +69,8 @@ class Product(ABC):
     def agree(self, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
         """Raise AgreementError on all ranks unless all call this product: compared at its first use on such operands.
 
-        Raises ShapeError, before that, for operands that are no tensors, or a bias of another size or dtype.
+        Raises ShapeError, before that, for operands that are no tensors, or a bias of another size or dtype; and for blocks that
+        are not the plan's, which all ranks hear of.
         """
         for name, operand in (("a", a), ("b", b), ("bias", bias)):
             if not isinstance(operand, Tensor) and not (name == "bias" and operand is None):
@@ -85,8 +86,19 @@ class Product(ABC):
             raise ShapeError(f"the block of the bias is {given}; {self.plan} takes {takes} here.")
         dtypes = dtype_name(a), dtype_name(b)
         facts = {"plan": repr(self.plan), "dtypes": dtypes, "bias": bias is not None, "gradients of a, b, bias": wanted}
-        agree_on_call(self.executor.grid, "autograd.matmul", facts)
+        refusal = None
+        try:
+            self.check_blocks(a if a.dim() < 2 else a.flatten(0, -2), b)
+        except ShapeError as error:
+            refusal = error
+        agree_on_call(self.executor.grid, "autograd.matmul", facts, None, None if refusal is None else str(refusal))
+        if refusal is not None:
+            raise refusal
         self._agreed.add(known)
+
+    def check_blocks(self, a: Tensor, b: Tensor) -> None:
+        """Raise ShapeError unless the blocks of both operands, A's as a matrix, are those of the plan."""
+        self.executor.check(a, b)
 
     @abstractmethod
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -142,6 +154,10 @@ class Sharded(Product):
         super().__init__(product.plan, product.rows, replace(product.in_flight, source=source))
         self.product, self.plane, self.sizes, self.transposed = product, plane, sizes, transposed
         self.executor = product.executor
+
+    def check_blocks(self, a: Tensor, b: Tensor) -> None:
+        """Raise ShapeError unless the block of A is the plan's; of B this replica has a shard."""
+        self.executor.check_block("A", a, self.executor.a_block)
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return C's block, what the product keeps of A, and the shard of B."""

@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ..blas_library import TORCH, Rule, common_rule, rule_for_tensors
-from ..errors import ConfigError, GridError, Summa3dError
+from ..errors import AgreementError, ConfigError, GridError, Summa3dError
 from ..node_support import affinity, watchdog_seconds, why_no_node_memory
 from .axis import Axis, free
 from .device.backend import Backend
@@ -360,7 +360,10 @@ def agree_on_call(
         return
     comm = (axis or grid.ranked).comm
     if comm != MPI.COMM_NULL and comm.size > 1:
-        check_agreement(comm, operation, {**facts, "refused": problem is not None})  # the reason may name the rank
+        try:
+            check_agreement(comm, operation, {**facts, "refused": problem is not None})  # the reason may name the rank
+        except AgreementError as error:
+            raise error if problem is None else AgreementError(f"{error}\n  This rank refuses it: {problem}") from None
     if len(seen) >= AGREED:
         seen.clear()
     seen.add(key)

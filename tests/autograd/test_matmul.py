@@ -9,6 +9,7 @@ import torch
 from gradients import close, operands
 
 from summa3d.autograd import all_gather, matmul, product, reduce_scatter, sum_gradient
+from summa3d.autograd.differentiable import Sharded
 from summa3d.errors import AgreementError
 from summa3d.gemm import CuboidPlan, volume
 from summa3d.layout import Layout, distribute, split_sizes
@@ -133,3 +134,22 @@ def test_a_product_called_differently_at_its_first_use_is_an_error_on_all_ranks(
     plan = CuboidPlan("nn", 8, 8, 8)
     a, b = (torch.ones(layout.local_shape(shape, grid.shape, grid.coordinates)) for layout, shape in plan.stored[:2])
     assert bool((matmul(a, b, product(plan, grid)) == 8).all())
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("replicas", [False, True])
+def test_a_block_that_some_ranks_refuse_is_an_error_on_all_that_says_what_these_refuse(comm, make_grid, check, replicas):
+    job = make_grid(x=1 if replicas else 2, y=2, z=1, dp=2 if replicas else 1, check=check)
+    grid, plan = job.part("x", "y", "z") if replicas else job, CuboidPlan("nn", 6, 8, 4)
+    a, b = (torch.ones(layout.local_shape(shape, grid.shape, grid.coordinates)) for layout, shape in plan.stored[:2])
+    found, rows = product(plan, grid), b.shape[0] // 2
+    if replicas:
+        found, b = Sharded(found, job["dp"], [rows, rows], False), b[:rows]
+    refuses = comm.rank % 2 == 1
+    block = torch.ones(a.shape[0] + 1, *a.shape[1:]) if refuses else a
+    said = "False on rank 0; True on rank 1" if replicas else "False on ranks 0, 2; True on ranks 1, 3"
+    with pytest.raises(AgreementError, match=rf"autograd\.matmul:\n  refused: {said}") as caught:
+        matmul(block, b, found)
+    assert ("This rank refuses it: The block of A has shape" in str(caught.value)) == refuses
+    assert bool((matmul(a, b, found) == 4).all())

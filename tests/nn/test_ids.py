@@ -75,7 +75,10 @@ def test_ids_without_values_are_not_looked_at():
     check_ids("tokens", torch.empty(0, 3, dtype=torch.int64), 5, "")
     with FakeTensorMode():
         check_ids("tokens", torch.full((2, 3), 9), 5, "")
-    for dtype in (torch.uint8, torch.int32, torch.int64):
+    for dtype in (torch.uint8, torch.int16, torch.bool, torch.float32):
+        with pytest.raises(DataError, match=f"labels are ids, of dtype int64 or int32; they have {str(dtype)[6:]}"):
+            check_ids("labels", torch.tensor([0, 1]).to(dtype), 5, "")
+    for dtype in (torch.int32, torch.int64):
         check_ids("tokens", torch.tensor([0, 4], dtype=dtype), 5, "")
         with pytest.raises(DataError, match=r"tokens\[1\] is 5"):
             check_ids("tokens", torch.tensor([0, 5, 6], dtype=dtype), 5, "")

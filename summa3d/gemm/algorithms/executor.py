@@ -71,10 +71,7 @@ class Executor(ABC):
         for name, array, expected in (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block)):
             if array is None:
                 continue
-            if tuple(array.shape) != expected:
-                raise ShapeError(
-                    f"The block of {name} has shape {tuple(array.shape)}; {self.plan} expects {expected} on this rank."
-                )
+            self.check_block(name, array, expected)
             if array.dtype != dtype:
                 raise ShapeError(f"{name} has dtype {array.dtype}, A has {dtype}; a product takes one dtype, of one library.")
             if not is_like(array, a):
@@ -91,6 +88,11 @@ class Executor(ABC):
                 check_out(out, a, b)
         if kind is not None:
             self._checked.add(kind)
+
+    def check_block(self, name: str, array: Array, expected: tuple[int, ...]) -> None:
+        """Raise ShapeError unless the block of an operand has the plan's shape."""
+        if tuple(array.shape) != expected:
+            raise ShapeError(f"The block of {name} has shape {tuple(array.shape)}; {self.plan} expects {expected} on this rank.")
 
     def _execute(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         if dtype_name(a).startswith("int"):

@@ -48,7 +48,7 @@ def check_ids(name: str, ids: Tensor | None, count: int, known: str, ignored: bo
     Traceback (most recent call last):
     summa3d.errors.DataError: labels[1] is 5; there are 5 classes, 0 to 4.
     """
-    if ids is not None and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+    if ids is not None and ids.dtype not in (torch.int64, torch.int32):
         raise DataError(f"{name} are ids, of dtype int64 or int32; they have {dtype_name(ids)}.")
     if ids is None or type(ids) is not Tensor or ids.device.type != "cpu" or ids.numel() == 0:
         return
