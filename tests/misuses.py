@@ -570,6 +570,8 @@ def redistributions(chance: random.Random, rank: int, size: int) -> Case:
 
     mode = chance.choice([*MODES])
     victim = one_rank(chance, size) if "check" in mode else None  # without, the first call of a kind alone is compared
+    if key == "block" and 6 % axes_of(size)["y"]:
+        mode = mode.removesuffix(", check") + ", check"  # the blocks are uneven: some ranks refuse one, through MPI on their own
     victim = None if key == "block" else victim  # which ranks then call on a block of their own
     return Case("redistribute", f"{key}: {name}", mode, victim, good, {**good, key: spoils[key][name]}, call, oracle)
 
