@@ -42,6 +42,7 @@ def test_ids_outside_the_vocabulary_are_refused_with_position_and_value(make_gri
         batch = {key: held.clone() for key, held in good.items()}
         batch[name][last, 2] = value
         refused(model, batch, f"{name}[{last}, 2] is {value}; {words}")
+        refused(model, {**good, name: good[name].to(torch.uint8)}, f"{name} are ids, of dtype int64 or int32; they have uint8")
         if name == "tokens":
             refused(model, {"tokens": batch["tokens"]}, f"tokens[{last}, 2] is {value}", model.logits)
     if family != "bert":

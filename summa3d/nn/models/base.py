@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...autograd.recompute import recompute
-from ...comm.arrays import dtype_name
 from ...comm.topology import describe, replica_axes
-from ...errors import ConfigError, DataError, ShapeError
+from ...errors import ConfigError, ShapeError
 from ...layout.distribute import collect
 from ...layout.layout import Layout
 from ..config import ModelConfig
@@ -145,13 +144,11 @@ class Body(nn.Module, ABC):
         """Check global tokens [b, s], on every rank alike and before any communication.
 
         Raises LayoutError where the scheme cannot split b or s, ShapeError for another number of dims or too long sequences,
-        DataError for tokens outside the vocabulary (checked on the host only, `check_ids`).
+        DataError for tokens of another dtype than int64 and int32, and outside the vocabulary (on the host only, `check_ids`).
         """
         self.scheme.check(self.config, len(tokens), tokens.shape[-1])
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
-        if tokens.dtype not in (torch.int64, torch.int32):
-            raise DataError(f"tokens have dtype {dtype_name(tokens)}; the model takes int64 or int32.")
         check_ids("tokens", tokens, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}")
 
     def check_labels(self, labels: Tensor) -> None:
