@@ -20,6 +20,7 @@ from .profile.ledger import Amounts, Ledger
 from .transport.call import Call, Route
 from .transport.node_buffer import NodeBuffer
 from .transport.transports import Freed, Transports
+from .turn import Turn
 
 NOTHING = np.empty(0)
 
@@ -33,8 +34,11 @@ class Axis:
     a bandwidth-optimal collective moves them; n is the whole, n_r this rank's part. `into` may lie in the memory of what is sent.
 
     A call with wrong arguments raises ShapeError before anything is sent, and leaves the axis as it was. After any other error
-    in a communication through the node's memory the axis is broken: every later call of every member raises GridError, which
-    names the first error.
+    in a communication, an interrupt included, the axis is broken: every later call of this member raises GridError, which names
+    the first error. Through the node's memory every member raises it; through MPI the others cannot learn it, and wait.
+
+    One thread at a time communicates over an axis: a second one that enters breaks it. Threads that take turns in another order
+    on other ranks are found with `check` alone, by the names of the threads.
     """
 
     def __init__(self, names: tuple[str, ...], transports: Transports, check: bool = False) -> None:
@@ -45,10 +49,11 @@ class Axis:
         self.comm: MPI.Intracomm = members.comm
         self.label: str = members.label
         self.ledger: Ledger = members.ledger
+        self.turn = Turn(self.label, transports)
         self.checks = Checks(members, transports, check)
         self.routes = Routes(self.checks)
         self._barrier = Route("barrier", False, 0, 0)
-        self.records = flight.AxisRecords(self.label, None if self.comm == MPI.COMM_NULL else partial(world_ranks, self.comm))
+        self.records = flight.AxisRecords(members.name, None if self.comm == MPI.COMM_NULL else partial(world_ranks, self.comm))
 
     def __deepcopy__(self, memo: object) -> Axis:
         return self  # a copied layer communicates over the same grid's axes
@@ -68,7 +73,8 @@ class Axis:
         """
         if self.size == 1:
             return alone(block, into)
-        return self._complete(Call(self.routes.gather(block, dim, sizes, into, view), block, into))
+        with self.turn:
+            return self._complete(Call(self.routes.gather(block, dim, sizes, into, view), block, into))
 
     def reduce_scatter(
         self,
@@ -85,23 +91,29 @@ class Axis:
         """
         if self.size == 1:
             return alone(array, into)
-        return self._complete(Call(self.routes.scatter(array, dim, sizes, into, parts), array, into, True, parts))
+        with self.turn:
+            return self._complete(Call(self.routes.scatter(array, dim, sizes, into, parts), array, into, True, parts))
 
     def all_reduce(self, array: Array, op: str = "sum", into: Array | None = None) -> Array:
         """Reduce the members' arrays by `op` (sum, max, min) on all of them. Words n + (g−2)·n_r, messages 2(g−1)."""
         if self.size == 1:
             return alone(array, into)
-        return self._complete(Call(self.routes.reduction("all_reduce", array, op, into), array, into))
+        with self.turn:
+            return self._complete(Call(self.routes.reduction("all_reduce", array, op, into), array, into))
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
         """Overwrite every member's `array` by the root's. Words n (root 0), messages 1 (root 0)."""
-        return array if self.size == 1 else self._complete(Call(self.routes.from_root(array, root), array))
+        if self.size == 1:
+            return array
+        with self.turn:
+            return self._complete(Call(self.routes.from_root(array, root), array))
 
     def reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Array | None:
         """Reduce onto the root; None elsewhere. `into`, for the root, may be `array` itself. Words (g−1)·n_r, messages g−1."""
         if self.size == 1:
             return alone(array, into)
-        return self._complete(Call(self.routes.reduction("reduce", array, op, into, root), array, into))
+        with self.turn:
+            return self._complete(Call(self.routes.reduction("reduce", array, op, into, root), array, into))
 
     def all_to_all(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
@@ -111,7 +123,10 @@ class Axis:
         `sizes` and `receive_sizes` differ from member to member: whether they fit those of the others is compared
         only with check=True.
         """
-        return array if self.size == 1 else self._complete(Call(self.routes.exchange(array, dim, sizes, receive_sizes), array))
+        if self.size == 1:
+            return array
+        with self.turn:
+            return self._complete(Call(self.routes.exchange(array, dim, sizes, receive_sizes), array))
 
     def send(self, array: Array, to: int, tag: int = 0) -> None:
         """Send `array` to member `to`; returns when the buffer may be reused. Moves nothing *to* this rank.
@@ -127,7 +142,8 @@ class Axis:
     def barrier(self) -> None:
         """Return once every member has called. Members that share a node wait asleep."""
         if self.size > 1:
-            self._meet()
+            with self.turn:
+                self._meet()
 
     # -- started: return a Pending ---------------------------------------------------------------------------------------
 
@@ -137,7 +153,8 @@ class Axis:
         """`all_gather`, in flight."""
         if self.size == 1:
             return Completed(alone(block, into))
-        return self._begin(Call(self.routes.gather(block, dim, sizes, into, view), block, into, False))
+        with self.turn:
+            return self._begin(Call(self.routes.gather(block, dim, sizes, into, view), block, into, False))
 
     def start_reduce_scatter(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None
@@ -145,23 +162,29 @@ class Axis:
         """`reduce_scatter`, in flight."""
         if self.size == 1:
             return Completed(alone(array, into))
-        return self._begin(Call(self.routes.scatter(array, dim, sizes, into), array, into, False))
+        with self.turn:
+            return self._begin(Call(self.routes.scatter(array, dim, sizes, into), array, into, False))
 
     def start_all_reduce(self, array: Array, op: str = "sum", into: Array | None = None, in_order: bool = False) -> Pending:
         """`all_reduce`, in flight. `in_order`: all members complete it between the same two of their communications."""
         if self.size == 1:
             return Completed(alone(array, into))
-        return self._begin(Call(self.routes.reduction("all_reduce", array, op, into, in_order=in_order), array, into, False))
+        with self.turn:
+            return self._begin(Call(self.routes.reduction("all_reduce", array, op, into, in_order=in_order), array, into, False))
 
     def start_broadcast(self, array: Array, root: int = 0) -> Pending:
         """`broadcast`, in flight."""
-        return Completed(array) if self.size == 1 else self._begin(Call(self.routes.from_root(array, root), array, None, False))
+        if self.size == 1:
+            return Completed(array)
+        with self.turn:
+            return self._begin(Call(self.routes.from_root(array, root), array, None, False))
 
     def start_reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Pending:
         """`reduce`, in flight."""
         if self.size == 1:
             return Completed(alone(array, into))
-        return self._begin(Call(self.routes.reduction("reduce", array, op, into, root), array, into, False))
+        with self.turn:
+            return self._begin(Call(self.routes.reduction("reduce", array, op, into, root), array, into, False))
 
     def start_all_to_all(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
@@ -169,17 +192,20 @@ class Axis:
         """`all_to_all`, in flight."""
         if self.size == 1:
             return Completed(array)
-        return self._begin(Call(self.routes.exchange(array, dim, sizes, receive_sizes), array, None, False))
+        with self.turn:
+            return self._begin(Call(self.routes.exchange(array, dim, sizes, receive_sizes), array, None, False))
 
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
-        return self._begin(Call(self.routes.message("send", array, to, tag), array, None, False))
+        with self.turn:
+            return self._begin(Call(self.routes.message("send", array, to, tag), array, None, False))
 
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
-        route = self.routes.message("receive", array, source, tag)
-        self.checks.target("receive", array)
-        return self._begin(Call(route, array, None, False))
+        with self.turn:
+            route = self.routes.message("receive", array, source, tag)
+            self.checks.target("receive", array)
+            return self._begin(Call(route, array, None, False))
 
     # -- memory ---------------------------------------------------------------------------------------------------------
 
@@ -188,7 +214,10 @@ class Axis:
 
         None where the members share no memory. A collective, as far as all members must call it or none.
         """
-        return None if self.size == 1 else self.transports.allocate(shape, like)
+        if self.size == 1:
+            return None
+        with self.turn:
+            return self.transports.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
         """Whether an all-gather of arrays of this dtype can return a view of the node buffer."""
@@ -205,7 +234,8 @@ class Axis:
 
         A collective does so by itself; on the host there is nothing to open.
         """
-        self.transports.of(array)
+        with self.turn:
+            self.transports.of(array)
 
     # -- carry and account -------------------------------------------------------------------------------------------------
 
@@ -213,7 +243,9 @@ class Axis:
         """Carry a blocking call, and record it in the ledger once it is complete."""
         ledger, route = self.ledger, call.route
         if ledger.by_steps or route.on_device:
-            return self._begin(call).wait()
+            pending = self._begin(call)
+            pending.turn = Pending.turn  # this call has the axis's
+            return pending.wait()
         wall, cpu = time.perf_counter(), time.thread_time()
         number = self.records.begin(route, call.array, wall, flight.WAITED_FOR)
         try:
@@ -246,7 +278,7 @@ class Axis:
         except BaseException as error:
             self._failed(number, error)
             raise
-        pending.number = number
+        pending.number, pending.turn = number, self.turn
         return pending
 
     def _meet(self) -> None:
@@ -290,6 +322,6 @@ def alone(array: Array, into: Array | None) -> Array:
 def free(axis: Axis) -> None:
     """Release the memory of an axis (collective). Whatever the axis is asked for later raises GridError."""
     before, axis.transports = axis.transports, Freed(axis.transports.members)
-    axis.checks.in_step = axis.transports.check
+    axis.checks.in_step, axis.turn.shared = axis.transports.check, axis.transports
     axis.records.ranks = None  # the communicator, which would name them, is gone soon
     before.free()

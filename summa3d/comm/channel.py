@@ -20,11 +20,12 @@ from .pending import Begun, Pending
 from .profile import flight
 from .transport.call import Call, Route
 from .transport.nccl import NcclLink, NcclTransport
+from .transport.p2p import CODES, HEADER
 from .transport.progress import IN_FLIGHT
 
 KINDS = ("F", "B")
 """Forward: the input of a stage; backward: the gradient of a stage's output."""
-HEADER = 192
+TEXT = 192
 """Bytes of what a message says of itself in debug mode."""
 
 
@@ -93,7 +94,7 @@ class Channel:
         wholes = isinstance(homes, Sequence) and all(isinstance(home, (int, np.integer)) for home in homes)
         if not wholes or not all(0 <= home < axis.size for home in homes):
             raise GridError(f"axis {axis.label} has the members 0 to {axis.size - 1}; the stages' are given as {homes!r}.")
-        self.axis, self.stages, self.links = axis, len(homes), links_of(homes)
+        self.axis, self.links = axis, links_of(homes)
         self._own = {
             way: {key: link for key, link in self.links.items() if link[end] == axis.index}
             for way, end in (("send", 1), ("receive", 2))
@@ -137,7 +138,7 @@ class Channel:
         self.progress()
         if self.axis.check:
             header = _header(array, stage, kind, micro)
-            request = self.comm.Isend(header, link.target, tag + 2 * self.stages)
+            request = self.comm.Isend(header, link.target, self._header_tag(tag))
             IN_FLIGHT.add([request])
             self._headers.append((request, header))
         route = self._message("send", array, 0, stage, kind, link.target)
@@ -154,7 +155,7 @@ class Channel:
         number = self.axis.records.begin(route, out, time.perf_counter(), flight.BEGUN)
         incoming = Incoming(self, number, partial(self._begin, Call(route, out, None, False), link))
         if self.axis.check:
-            incoming.expect(_header(out, stage, kind, micro), link.source, tag + 2 * self.stages)
+            incoming.expect(_header(out, stage, kind, micro), link.source, self._header_tag(tag))
         else:
             incoming.begin()
         self._posted.add(incoming)
@@ -225,6 +226,10 @@ class Channel:
         """Neither order nor peer tells messages apart: of two members, one sends both kinds to the other."""
         return 2 * stage + KINDS.index(kind)
 
+    def _header_tag(self, tag: int) -> int:
+        """MPI's tag of what a message says of itself."""
+        return tag * CODES + HEADER
+
     def _checked(self, way: str, array: Array, stage: int, kind: str) -> Link:
         """The link of a message that this member sends or receives.
 
@@ -263,7 +268,7 @@ class Incoming:
 
     def expect(self, header: bytes, source: int, tag: int) -> None:
         """Post the receive of what the message says of itself, which must be `header`."""
-        arrived = bytearray(HEADER)
+        arrived = bytearray(TEXT)
         self._header = self._channel.comm.Irecv(arrived, source, tag), arrived, header
         IN_FLIGHT.add([self._header[0]])
 
@@ -296,4 +301,4 @@ def _header(array: Array, stage: int, kind: str, micro: int) -> bytes:
     """What a message is: the same text on both sides."""
     shape = "×".join(map(str, array.shape))
     text = f"{kind} of micro-batch {micro} for stage {stage}, {shape} {dtype_name(array)}".encode()
-    return text[:HEADER].ljust(HEADER, b"\0")
+    return text[:TEXT].ljust(TEXT, b"\0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from math import prod
+from threading import current_thread
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ from .arrays import (
 )
 from .failure import check_agreement
 from .transport.call import Members, Route
+from .transport.p2p import CODES
 from .transport.transports import Transports
 
-LEAST_TAGS = 32767
+LEAST_TAG = 32767
 """The largest tag that every MPI has."""
 
 
@@ -38,7 +40,7 @@ class Checks:
 
     def __init__(self, members: Members, transports: Transports, debug: bool) -> None:
         self.size, self.index, self.label, self.comm = members.size, members.index, members.label, members.comm
-        self.debug = debug
+        self.name, self.debug, self.ledger = members.name, debug, members.ledger
         self.in_step = transports.check
 
     def settled(
@@ -147,7 +149,7 @@ class Checks:
             self.in_step()
             memory = "a device's" if is_on_device(array) else "the host's"
             known = {"dtype": dtype_name(array), "memory": memory, **facts, "problem": problem}
-            check_agreement(self.comm, f"{name} over {self.label}", known)
+            self._compare(name, known)
         if problem is not None:
             raise ShapeError(problem)
 
@@ -155,7 +157,12 @@ class Checks:
         """In debug mode, raise AgreementError on all members unless all are at a barrier."""
         if self.debug:
             self.in_step()
-            check_agreement(self.comm, f"barrier over {self.label}", {})
+            self._compare("barrier", {})
+
+    def _compare(self, operation: str, facts: dict[str, Any]) -> None:
+        """Raise AgreementError unless all members make this call, in threads of one name: those of a job are named alike."""
+        known = {**facts, "thread": current_thread().name}
+        self.ledger.control += check_agreement(self.comm, f"{operation} over {self.name}", known)
 
     def array(self, name: str, array: Any) -> None:
         """Raise ShapeError for what is no array that can be communicated."""
@@ -175,7 +182,7 @@ class Checks:
 
     def peer(self, name: str, peer: int, tag: int) -> None:
         """Raise ShapeError unless there is such a member, other than this one, and such a tag."""
-        most = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAGS
+        most = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG) // CODES - 1
         if not isinstance(tag, (int, np.integer)) or not 0 <= tag <= most:
             raise ShapeError(f"{name} on axis {self.label}: a tag is a whole number from 0 to {most}; it is {tag!r}.")
         if not isinstance(peer, (int, np.integer)) or not 0 <= peer < self.size or peer == self.index:

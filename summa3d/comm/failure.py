@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -146,9 +147,52 @@ def end_job(status: int) -> None:
         abort(status)
 
 
+_forked = False
+"""Whether this process was forked from a rank, whose MPI it must leave alone."""
+
+
+def _in_fork() -> None:
+    """Have a process that was forked from a rank end without MPI: mpi4py would finalize the rank's, and end the job."""
+    global _forked
+    _forked = MPI.Is_initialized() and not MPI.Is_finalized()
+    if not _forked:
+        return
+    leave, status = sys.exit, [0]
+
+    def noted(*asked: Any) -> NoReturn:
+        status[0] = status_of(SystemExit(*asked))
+        leave(*asked)
+
+    def end() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1 if hasattr(sys, "last_value") else status[0])
+
+    sys.exit = noted
+    atexit.register(end)
+
+
+os.register_at_fork(after_in_child=_in_fork)
+
+
+OWN_THREADS = ("watch", "watchdog", "preemption", "lease", "ranks")
+"""The library's threads, none of which communicates over a grid."""
+
+
+def is_alone() -> bool:
+    """Whether no thread of this process but the calling one can communicate."""
+    others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+    return all(thread.name in OWN_THREADS for thread in others)
+
+
+def not_a_rank() -> str:
+    """Why a process that was forked from a rank cannot communicate."""
+    return f"process {os.getpid()} was forked from rank {MPI.COMM_WORLD.rank}, and is no rank itself: it cannot communicate."
+
+
 def has_peers() -> bool:
     """Whether MPI is in use and has other ranks."""
-    return MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1
+    return not _forked and MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1
 
 
 def _may_speak() -> bool:
@@ -228,6 +272,11 @@ def where() -> str:
     return f" [{told}]" if told else ""
 
 
+def said(error: BaseException) -> str:
+    """An error in words: its class, and its message where it has one."""
+    return ": ".join(filter(None, (type(error).__name__, str(error))))
+
+
 def agree_on_error(comm: MPI.Comm, error: Exception | None) -> None:
     """Collective over `comm`: if any rank passes an exception, all raise the one of the lowest such rank.
 
@@ -261,25 +310,49 @@ def _builds(kind: Callable[[str], Exception], message: str) -> bool:
     return True
 
 
-def check_agreement(comm: MPI.Comm, operation: str, facts: Mapping[str, object]) -> None:
+def check_agreement(comm: MPI.Comm, operation: str, facts: Mapping[str, object], problem: str | None = None) -> int:
     """Collective over `comm`: raise AgreementError on all ranks unless all passed the same operation and facts.
 
-    The message names, for everything that differs, which ranks passed what. Facts are compared by their `repr`.
+    The message names, for everything that differs, which ranks passed what. Facts are compared by their `repr`. problem : why
+    this rank is about to refuse the call; ranks that all refuse it agree. Returns the bytes that this rank has received.
     """
     check_comm(comm, operation)
-    mine = {"operation": operation, **{name: repr(fact) for name, fact in facts.items()}}
-    everyone = comm.allgather(mine)
-    if everyone.count(mine) == len(everyone):
+    mine = facts_of(operation, facts, problem)
+    with flight.waiting_in(f"the comparison of {operation}", f"{comm.size} ranks"):
+        texts = comm.allgather(json.dumps(mine))
+    compare([json.loads(text) for text in texts], operation)
+    return sum(map(len, texts)) - len(texts[comm.rank])
+
+
+REFUSED = "refused"
+"""The fact of a rank that is about to refuse the call: why."""
+
+
+def facts_of(operation: str, facts: Mapping[str, object], problem: str | None = None) -> dict[str, str]:
+    """What ranks compare: the operation, its facts as texts, and, on a rank that is about to refuse it, why."""
+    refused = {} if problem is None else {REFUSED: problem}
+    return {"operation": operation, **{name: repr(fact) for name, fact in facts.items()}, **refused}
+
+
+def compare(everyone: Sequence[dict[str, str]], operation: str) -> None:
+    """Raise AgreementError unless all ranks' facts are equal, or all ranks refuse the call, for whatever reasons."""
+    if everyone.count(everyone[0]) == len(everyone) or all(REFUSED in one for one in everyone):
         return
-    names = dict.fromkeys(name for one in everyone for name in one)
-    differing = [name for name in names if len({one.get(name) for one in everyone}) > 1]
-    lines = [f"  {name}: {who_passed_what([one.get(name, 'nothing') for one in everyone])}" for name in differing]
-    where = "which collective they are in" if "operation" in differing else operation
-    raise AgreementError(f"the {comm.size} ranks do not agree on {where}:\n" + "\n".join(lines))
+    everyone = [{REFUSED: "no", **one} for one in everyone]
+    lines, where = [], operation
+    for name in dict.fromkeys(name for one in everyone for name in one):
+        ranks = [rank for rank, one in enumerate(everyone) if name in one]  # a rank that refuses the call may know less of it
+        values = [everyone[rank][name] for rank in ranks]
+        if len(set(values)) > 1:
+            lines.append(f"  {name}: {who_passed_what(values, ranks)}")
+            where = "which collective they are in" if name == "operation" else where
+    raise AgreementError(f"the {len(everyone)} ranks do not agree on {where}:\n" + "\n".join(lines))
 
 
 def check_comm(comm: MPI.Comm, operation: str) -> None:
-    """Raise GridError where the communicator of an operation was freed, by its owner or with the grid that made it."""
+    """Raise GridError where the communicator of an operation was freed, or belongs to the rank that forked this process."""
+    if _forked:
+        raise GridError(f"{operation}: {not_a_rank()}")
     if comm == MPI.COMM_NULL:
         raise GridError(
             f"{operation}: its communicator was freed, with the grid that made it or by its owner. Make another grid."

@@ -6,16 +6,17 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from mpi4py import MPI
 
-from ..blas_library import TORCH, Rule, common_rule, rule_for_tensors
-from ..errors import AgreementError, ConfigError, GridError, Summa3dError
-from ..node_support import affinity, watchdog_seconds, why_no_node_memory
+from ..blas_library import TORCH, Rule
+from ..errors import GridError, Summa3dError
+from ..node_support import watchdog_seconds
 from .axis import Axis, free
 from .device.backend import Backend
 from .failure import check_agreement, check_comm
+from .introduction import introduced
 from .profile import flight
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
@@ -51,17 +52,21 @@ class Grid:
     check : compare operation, shapes and dtypes over the ranks before every collective (debugging; costs a message each).
     ranks : the ranks of `comm` that fill the grid, in its order; default all. The others are outside (`inside` is False): they
         make the same calls, hold nothing (blocks without elements), and take part in what `everyone` does alone.
-
     transports : makes the transports of each axis (transport/transports.py); a subclass may move nothing, or record.
 
     ``grid["y"]`` is an axis, ``grid["x", "y"]`` the plane of both (index = ix·Y + iy), ``grid.world`` all ranks.
-    Creating a grid is collective over its ranks; so is the first use of each plane over its members.
-    Raises GridError, on every rank and before any communication, where comm, axes, order, tile or ranks do not fit.
+    Creating a grid is collective over its ranks; so is the first use of each plane over its members. A grid communicates on
+    communicators of its own, made from `comm` and freed with the grid: what is sent on `comm` otherwise, by another grid too,
+    never meets it. Ranks that use two grids in different orders wait for each other (docs/faults.md).
+    Raises GridError, on every rank and before any communication, where comm, axes, order, tile or ranks do not fit; and
+    AgreementError on all ranks where they make different grids.
     """
 
-    freed = False
-    sealed = False
+    made: ClassVar[int] = 0  # grids of several ranks that this process, or another rank of one of them, has made
+    fills = True  # whether its ranks are those of its communicator, in that order
+    freed = sealed = False
     unfinished = ""  # the call that was interrupted while it made an axis
+    number = 1  # that of the grid, the same on all its ranks
     device: Backend | None = None
     nodes: Sequence[int] = ()
     """The node of each rank, numbered from 0."""
@@ -85,27 +90,25 @@ class Grid:
         self.transport, self.common, self.device = requested(transport), _checked_comm(comm), device
         topology, hung = Topology.checked(axes, order, tile), watchdog_seconds(default=0.0)
         self.ranks = checked_ranks(ranks, comm.size)
+        self.fills = self.ranks == tuple(range(comm.size))
         topology.check_size(len(self.ranks))
         with _communicators(f"Grid {describe(topology.shape)}"):
-            self.comm = comm if self.ranks == tuple(range(comm.size)) else _comm_of_some(comm, self.ranks)
+            self.comm = _comm_of_some(comm, self.ranks)
         rank = self.ranks.index(comm.rank) if comm.rank in self.ranks else MPI.UNDEFINED
         self._stand(topology, rank, check, Ledger(device), transports)
         if self.inside:
             guard(comm, hung)
             with _communicators(f"Grid {describe(topology.shape)}"):
-                self.nodes = _node_of_each_rank(self.comm)
-            self.blas = _rule_of_all(self.comm)
-            wanted = node_memory is not False and why_no_node_memory() is None
-            if self.size > 1 and self.comm.allreduce(wanted, MPI.MIN):
-                self._node_rule = NodeRule(_is_crowded(self.comm, self.nodes), node_memory is True)
+                agreed = introduced(self.comm, topology, check, node_memory, Grid.made + 1)
+            self.number, self.nodes, self.blas, self._node_rule = agreed
+            Grid.made = self.number
             for name in self.shape:
                 self._axis((name,))
 
     def _stand(self, topology: Topology, rank: int, check: bool, ledger: Ledger, transports: TransportFactory) -> None:
         """Set this process up as `rank` of a grid of this topology; axes are made at their first use."""
         self.topology, self.rank, self.check, self.ledger = topology, rank, check, ledger
-        self.size = topology.size
-        self.inside = rank != MPI.UNDEFINED
+        self.size, self.inside = topology.size, rank != MPI.UNDEFINED
         self.coordinates = topology.coordinates_of(rank) if self.inside else {}
         self._transports = transports
         self._axes: dict[tuple[str, ...], Axis] = {}
@@ -154,20 +157,29 @@ class Grid:
 
     @property
     def everyone(self) -> Axis:
-        """All ranks of the communicator that the grid was made on, in its order, those outside the grid included."""
-        return self._line(self.names if len(self.ranks) == self._extent(self.common)[0] else EVERYONE, self.common)
+        """All ranks of the communicator that the grid was made on, in its order, those outside the grid included.
+
+        Its first use is collective over them, where they are not the grid's ranks in the grid's order.
+        """
+        if self.fills:
+            return self.ranked
+        size = _checked_comm(self.common).size
+        names = self.names if len(self.ranks) == size else EVERYONE
+        return self._line(names, "grid.everyone", lambda: _comm_of_some(self.common, range(size)))
 
     @property
     def ranked(self) -> Axis:
         """All ranks of the grid as one axis, in the order of their ranks; `world` is in the order of coordinates."""
-        return self._line(self.names, self.comm) if self.inside else self._axis(self.names)
+        return self._line(self.names, "grid.ranked", lambda: self.comm) if self.inside else self._axis(self.names)
 
-    def _line(self, names: tuple[str, ...], comm: MPI.Intracomm) -> Axis:
-        key = (*names, "in the order of the grid's ranks" if comm is self.comm else "in the order of the communicator")
-        if key not in self._axes:
+    def _line(self, names: tuple[str, ...], asked: str, comm_of: Callable[[], MPI.Intracomm]) -> Axis:
+        """The axis of all ranks in one of their orders, which is kept under the call that asks for it."""
+        if (asked,) not in self._axes:
             _check_in_use(self)
-            self._axes[key] = self._new_axis(names, *self._extent(comm), comm)
-        return self._axes[key]
+            with _communicators(asked, self):
+                comm = comm_of()
+                self._axes[asked,] = self._new_axis(names, *self._extent(comm), comm)
+        return self._axes[asked,]
 
     @property
     def places(self) -> list[dict[str, int]]:
@@ -240,7 +252,7 @@ class Grid:
         self.job.sealed = True
 
     def __repr__(self) -> str:
-        part = "" if self.comm is self.common else f", ranks={','.join(map(str, self.ranks))}"
+        part = "" if self.fills else f", ranks={','.join(map(str, self.ranks))}"
         return f"Grid({', '.join(f'{name}={size}' for name, size in self.shape.items())}, order={','.join(self.order)}{part})"
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
@@ -270,18 +282,9 @@ class Grid:
         """
         if self.freed:
             return
-        self.freed, differ = True, _freed([axis for grid in (*self._parts.values(), self) for axis in grid._axes.values()])
-        for axis in self._axes.values():
-            if axis.comm not in (self.comm, self.common, MPI.COMM_SELF):
-                axis.comm.Free()
-        for part in self._parts.values():
-            part.release()
-        self._axes.clear()
-        self.kept.clear()
-        if self.inside and self.comm is not self.common:
-            self.comm.Free()
-        if differ:
-            raise differ
+        check_comm(MPI.COMM_WORLD, f"{self}.free()")
+        self.freed = True
+        _release(self, list(self._parts.values()))
 
     def __deepcopy__(self, memo: object) -> Grid:
         return self  # a copied model or matrix stays on the same grid
@@ -295,10 +298,7 @@ class Grid:
 
     def _axis(self, names: tuple[str, ...]) -> Axis:
         if not self.inside:
-            raise GridError(
-                f"Rank {self.common.rank} is outside {self}: it holds nothing, and takes no part in what the grid's ranks do.\n"
-                f"  Ask `grid.inside` first, or make the grid of all {self.common.size} ranks."
-            )
+            raise _outside(self)
         if names in self._axes:
             return self._axes[names]
         members = self.topology.members(names, self.coordinates)
@@ -315,7 +315,7 @@ class Grid:
         return self._axes[key]
 
     def _new_axis(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Intracomm, node: NodeRule | None = None) -> Axis:
-        members = Members("·".join(names), size, index, comm, self.ledger, node, self.transport)
+        members = Members("·".join(names), size, index, comm, self.ledger, node, self.transport, self.job.number)
         return Axis(names, self._transports(members), self.check)
 
     def _extent(self, comm: MPI.Intracomm) -> tuple[int, int]:
@@ -332,17 +332,29 @@ class Grid:
         return _comm_of_some(self.comm, members)
 
 
-def _freed(axes: Sequence[Axis]) -> Summa3dError | None:
-    """The first error of those that freeing the axes raised. All ends are said before one is waited for: the order may differ."""
-    first = None
+def _release(grid: Grid, parts: Sequence[Part]) -> None:
+    """Free the axes of a grid and of its parts, and their communicators; then raise the first error that freeing an axis raised.
+
+    All ends are said before one is waited for: the order may differ from rank to rank.
+    """
+    axes = [axis for one in (*parts, grid) for axis in one._axes.values()]
     steps: list[Callable[[], None]] = [axis.transports.end for axis in axes]
     steps += [partial(free, axis) for axis in axes]
+    errors = []
     for step in steps:
         try:
             step()
         except Summa3dError as error:
-            first = first or error
-    return first
+            errors.append(error)
+    for axis in grid._axes.values():
+        _free_comm(axis.comm, grid.comm)
+    for part in parts:
+        part.release()
+    grid._axes.clear()
+    grid.kept.clear()
+    _free_comm(grid.comm)
+    if errors:
+        raise errors[0]
 
 
 def agree_on_call(
@@ -350,23 +362,22 @@ def agree_on_call(
 ) -> None:
     """Raise AgreementError on all ranks unless all make this call: compared at the first of a kind, with `grid.check` at each.
 
-    axis : the ranks that make it; default all of the grid. problem : why this rank is about to refuse the call. A message round
-    where they are compared.
+    axis : the ranks that make it; default all of the grid. problem : why this rank is about to refuse the call. Where it knows no
+    facts of it, the others hear of that only at the first call of the operation on the grid: later they may be past comparing.
+    A message round where calls are compared, of bytes that `ledger.control` counts.
     """
     seen: set[Hashable] = grid.kept.setdefault("agreed", set())
     key = (operation, *facts.values())
     makes_none = grid.job.sealed and "comm" not in vars(grid)  # a part's own communicator, in a job that makes no more
-    if (key in seen and not grid.check) or makes_none:
+    if ((key if facts else operation) in seen and not grid.check) or makes_none:
         return
     comm = (axis or grid.ranked).comm
     if comm != MPI.COMM_NULL and comm.size > 1:
-        try:
-            check_agreement(comm, operation, {**facts, "refused": problem is not None})  # the reason may name the rank
-        except AgreementError as error:
-            raise error if problem is None else AgreementError(f"{error}\n  This rank refuses it: {problem}") from None
-    if len(seen) >= AGREED:
-        seen.clear()
-    seen.add(key)
+        grid.ledger.control += check_agreement(comm, operation, facts, problem)
+    if problem is None:
+        if len(seen) >= AGREED:
+            seen.clear()
+        seen.update((key, operation))
 
 
 class Part(Grid):
@@ -442,29 +453,13 @@ class Part(Grid):
         self.freed = True
         self._axes.clear()
         self.kept.clear()
-        comm = vars(self).get("comm")
-        if comm not in (None, self._job.comm, self._job.common, MPI.COMM_SELF) and comm != MPI.COMM_NULL:
-            comm.Free()
+        _free_comm(vars(self).get("comm", MPI.COMM_NULL), self._job.comm)
 
     def _axis(self, names: tuple[str, ...]) -> Axis:
         return self._job._axis(names)
 
     def _extent(self, comm: MPI.Intracomm) -> tuple[int, int]:
         return self.size, self.rank
-
-
-def _rule_of_all(comm: MPI.Intracomm) -> Rule:
-    """What multiplies host tensors on all ranks. Raises ConfigError on all where one cannot follow SUMMA3D_BLAS."""
-    mine: Rule | ConfigError
-    try:
-        mine = rule_for_tensors()
-    except ConfigError as error:
-        mine = error
-    rules = comm.allgather(mine)
-    for found in rules:
-        if isinstance(found, ConfigError):
-            raise found
-    return common_rule(rules)
 
 
 class Unconnected(Transports):
@@ -563,7 +558,7 @@ def _checked_comm(comm: Any) -> MPI.Intracomm:
 
 
 def _check_in_use(grid: Grid) -> None:
-    """Raise GridError if the grid or its communicator was freed, or it was interrupted while it made an axis."""
+    """Raise GridError if the grid was freed, or interrupted while it made an axis, or this process was forked from its rank."""
     if grid.inside and not grid.freed and not isinstance(grid.job, Place):
         check_comm(grid.comm, f"{grid}")
     if grid.freed:
@@ -573,6 +568,14 @@ def _check_in_use(grid: Grid) -> None:
             f"{grid} was interrupted in {grid.unfinished}, which other ranks may have finished: it makes no further axes.\n"
             "  Free it and make another grid."
         )
+
+
+def _outside(grid: Grid) -> GridError:
+    """The error of what a rank outside the grid asks of its axes."""
+    return GridError(
+        f"Rank {grid.common.rank} is outside {grid}: it holds nothing, and takes no part in what the grid's ranks do.\n"
+        f"  Ask `grid.inside` first, or make the grid of all {grid.common.size} ranks."
+    )
 
 
 def _check_unsealed(grid: Grid, asked: str) -> None:
@@ -588,6 +591,8 @@ def _comm_of_some(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
     """A communicator of these ranks of `comm`, in this order: collective over them; the null communicator on others."""
     if comm.rank not in ranks:
         return MPI.Intracomm()
+    if len(ranks) == 1:
+        return MPI.COMM_SELF
     everyone = comm.Get_group()
     group = everyone.Incl(ranks)
     part = comm.Create_group(group)
@@ -596,22 +601,7 @@ def _comm_of_some(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
     return part
 
 
-def _is_crowded(comm: MPI.Intracomm, nodes: Sequence[int]) -> bool:
-    """Whether some node has more of these ranks than cores they may run on."""
-    if comm.size == 1:
-        return False
-    cores: dict[int, set[int]] = {}
-    for node, usable in zip(nodes, comm.allgather(affinity()), strict=True):
-        cores.setdefault(node, set()).update(usable)
-    return any(nodes.count(node) > len(usable) for node, usable in cores.items())
-
-
-def _node_of_each_rank(comm: MPI.Intracomm) -> list[int]:
-    if comm.size == 1:
-        return [0]
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    leader = node.bcast(comm.rank)
-    node.Free()
-    leaders = comm.allgather(leader)
-    numbers = {leader: number for number, leader in enumerate(sorted(set(leaders)))}
-    return [numbers[leader] for leader in leaders]
+def _free_comm(comm: MPI.Intracomm, shared: MPI.Intracomm | None = None) -> None:
+    """Free a communicator, unless it is null, this process's alone, or `shared`."""
+    if comm not in (MPI.COMM_NULL, MPI.COMM_SELF, shared):
+        comm.Free()

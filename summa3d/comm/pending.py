@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .arrays import Array, dtype_name, is_on_device
@@ -24,6 +25,8 @@ class Pending:
 
     number = 0
     """That of the communication in the flight recorder; 0 where it is not recorded."""
+    turn: AbstractContextManager[None] = nullcontext()
+    """That of the axis, around the completion."""
 
     def __init__(self, carried: Carried, account: Callable[[float, float], None]) -> None:
         self._carried: Carried | None = carried
@@ -43,7 +46,8 @@ class Pending:
             if number:
                 flight.mark(number, flight.WAITED_FOR)
             try:
-                self._result = carried.complete()
+                with self.turn:
+                    self._result = carried.complete()
             except BaseException:
                 flight.failed(number)
                 raise

@@ -8,17 +8,21 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 from weakref import WeakSet
 
 from ..errors import AgreementError, Summa3dError
-from .failure import who_passed_what
+from .failure import is_alone, who_passed_what
 from .transport.node_memory import DISPUTED, KEPT, TEXT, Flags
 
 NUMBER_BITS = 16
 """Low bits of a signature, of the call's number; above them is a hash of its text."""
 NUMBERS = (1 << NUMBER_BITS) - 1
+WAITS = 2
+"""Words from the flag of a member's calls to the number of the call in which it waits."""
+PATIENCE = 2.0
+"""Seconds that a member sleeps before it looks whether it is awaited elsewhere."""
 UNTIL_TOLD = 2.0
 """Seconds that a member waits, once ranks are known to differ, for those that have not called yet, so as to name their calls."""
 LOOK_EVERY = 0.001
@@ -47,12 +51,14 @@ class Signatures:
     are compared by the member's next call that waits for all, or before its signature is overwritten, KEPT calls later.
 
     Members that differ all raise AgreementError, which says what each has called, as soon as they call or wait next; the axis is
-    broken then.
+    broken then. So are two axes whose members wait for each other, one in each (`_crossed`).
+
+    ranks : the members' in the job. name : the axis, with its grid.
     """
 
-    def __init__(self, flags: Flags, index: int, ranks: Callable[[], list[int]]) -> None:
+    def __init__(self, flags: Flags, index: int, ranks: Callable[[], list[int]], name: str) -> None:
         lines = [flags.called(member) for member in range(flags.members)]
-        self.flags, self.words, self.index, self.ranks = flags, flags.words, index, ranks
+        self.flags, self.words, self.index, self.ranks, self.name = flags, flags.words, index, cache(ranks), name
         self.lines, self.own = lines, lines[index]
         self.others = [line for member, line in enumerate(lines) if member != index]
         self.number = self.compared = 0
@@ -60,7 +66,8 @@ class Signatures:
         self._written = [flags.text_of(index, place) for place in range(KEPT)]
         self._last = lines[index] + KEPT  # the place of the first of the signatures of the last calls
         self._told, self._process = False, os.getpid()
-        flags.review, flags.disputed = self.review, self.disputed
+        self._asleep_since = 0.0
+        flags.review, flags.awake, flags.disputed = self.review, self.awake, self.disputed
         OPEN.add(self)
 
     def call(self, signature: Signed) -> int:
@@ -115,13 +122,45 @@ class Signatures:
             self._dispute(number)
 
     def review(self) -> None:
-        """Compare what others have called so far, without waiting."""
+        """Compare what others have called so far, and look whether one waits for this member elsewhere; without waiting."""
         for number in range(self.compared + 1, self.number + 1):
             called = [line for line in self.others if self.words[line] >= number]
             for line in called:
                 self._settle(line, number)
             if len(called) == len(self.others) and self.compared == number - 1:
                 self.compared = number
+        now = time.monotonic()
+        if not self._asleep_since:
+            self._asleep_since = now
+        elif now - self._asleep_since > PATIENCE:
+            self._asleep_since = now
+            if is_alone():
+                self.words[self.own + WAITS] = self.number
+                self._look_for_a_crossing()
+
+    def awake(self) -> None:
+        """Wait no more."""
+        self._asleep_since, self.words[self.own + WAITS] = 0.0, 0
+
+    def _look_for_a_crossing(self) -> None:
+        """Break this axis and another one, and raise, if a member that is awaited here awaits this one there."""
+        late = {rank for rank, line in zip(self.ranks(), self.lines, strict=True) if self.words[line] < self.number}
+        for other in list(OPEN):
+            if other is self or other.words[0]:
+                continue
+            for member, rank in enumerate(other.ranks()):
+                number = other.words[other.lines[member] + WAITS]
+                if rank in late and number > other.number and number == other.words[other.lines[member]]:
+                    mine, theirs = self._said(self.index, self.number), other._said(member, number)
+                    text = (
+                        f"rank {self.ranks()[self.index]} waits over {self.name} for rank {rank}, in {mine}, which waits over "
+                        f"{other.name} for it, in {theirs}: they use the two in different orders"
+                    )
+                    other.flags.report(other.index, text)
+                    other.wake()
+                    self.flags.report(self.index, text)
+                    self.wake()
+                    self.flags.check()
 
     def post_end(self, text: str) -> None:
         """Say, without waiting, that this member makes no more calls."""

@@ -34,7 +34,7 @@ def read(path: str | Path, grid: Grid, layout: Ownership) -> tuple[np.ndarray, t
         block = np.array(taken(whole, runs), whole.dtype.newbyteorder("="), order="C", subok=False)
     except (OSError, ValueError, DataError) as caught:
         error = caught if isinstance(caught, DataError) else DataError(f"{path} is not a .npy file that can be read: {caught}")
-    agree_on_error(grid.common, error)
+    agree_on_error(grid.everyone.comm, error)
     return block, shape
 
 
@@ -67,7 +67,7 @@ def _on_all_ranks(grid: Grid, path: Path, step: Callable[[], object]) -> None:
         step()
     except (OSError, ValueError) as caught:
         error = DataError(f"{path} cannot be written: {caught}")
-    agree_on_error(grid.common, error)
+    agree_on_error(grid.everyone.comm, error)
 
 
 def _mapped(path: Path, mode: Literal["r", "r+"]) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..comm.arrays import dtype_name, empty
 from ..comm.grid import agree_on_call
-from ..errors import ConfigError, LayoutError, ShapeError, Summa3dError
+from ..errors import AgreementError, ConfigError, LayoutError, ShapeError, Summa3dError
 from .algorithms.checks import agree_on_out
 from .algorithms.plan import ProductPlan
 from .describe import summary
@@ -55,22 +55,22 @@ def matmul(
     ConfigError (an unknown algorithm) on every rank alike, before any communication. The first product of a kind on a grid
     raises AgreementError on all ranks where they call it differently; with `check` each product does.
     """
-    _check_operands(a, b, out)
-    if not isinstance(form, str):
-        raise ShapeError(f"form {form!r} is none of nn, nt, tn and tt, nor of those with c.")
-    check_kind(a, b, f"No product of form {form}")
-    if out is not None and (out.block is a.block or out.block is b.block):  # on every rank alike, also where blocks are empty
-        raise ShapeError(
-            f"out is {'a' if out.block is a.block else 'b'} itself, read while C is written. Pass an out of its own."
-        )
-    grid = a.grid
-    bound = _bound(a, b, form, algorithm, options)
+    try:
+        _check_operands(a, b, out)
+        if not isinstance(form, str):
+            raise ShapeError(f"form {form!r} is none of nn, nt, tn and tt, nor of those with c.")
+        check_kind(a, b, f"No product of form {form}")
+        grid, bound = a.grid, _bound(a, b, form, algorithm, options)
+        if out is not None:
+            _check_out(out, a, b, bound.plan)
+    except AgreementError:
+        raise
+    except Summa3dError as refusal:
+        _tell(refusal, a, b)
+        raise
     if grid.check and grid.inside:
         agree_on_call(grid, "matmul", {"alpha": repr(alpha), "beta": repr(beta), "out": out is not None})
     layout, shape = bound.plan.c_layout, bound.plan.c_shape
-    if out is not None and (out.grid is not grid or out.layout != layout or tuple(out.shape) != shape):
-        product = f"the product is {shape[0]}×{shape[1]} in {layout} on {grid}"
-        raise LayoutError(f"out is {summary(out)}; {product}.")
     left, right = a.block.T if bound.a_transposed else a.block, b.block.T if bound.b_transposed else b.block
     if grid.inside:
         if out is not None:
@@ -87,6 +87,18 @@ def _check_operands(a: Any, b: Any, out: Any) -> None:
         if not isinstance(operand, Distributed) and not (name == "out" and operand is None):
             kind = type(operand).__name__
             raise ShapeError(f"{name} is a {kind}; matmul takes DistMatrix. DistMatrix.from_global makes one of an array.")
+
+
+def _check_out(out: Distributed, a: Distributed, b: Distributed, plan: ProductPlan) -> None:
+    """Raise an error unless `out` has the product's grid, layout and shape, and is neither operand: alike on every rank."""
+    if out.block is a.block or out.block is b.block:
+        raise ShapeError(
+            f"out is {'a' if out.block is a.block else 'b'} itself, read while C is written. Pass an out of its own."
+        )
+    shape = plan.c_shape
+    if out.grid is not a.grid or out.layout != plan.c_layout or tuple(out.shape) != shape:
+        product = f"the product is {shape[0]}×{shape[1]} in {plan.c_layout} on {a.grid}"
+        raise LayoutError(f"out is {summary(out)}; {product}.")
 
 
 def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any]) -> Bound:
@@ -106,25 +118,25 @@ def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, opt
         *options.items(),
     )
     try:
-        bound, refusal = kept.get(key), None
+        bound = kept.get(key)
     except TypeError as error:
         raise ConfigError(f"matmul takes no such form, algorithm or options: {form!r}, {algorithm!r}, {options}.") from error
-    if bound is not None and not grid.check:
-        return bound
-    try:
+    if bound is None or grid.check:
         bound = Bound(*product_of(a, b, grid.shape, form, algorithm, options))
-    except Summa3dError as error:
-        refusal = error
-    if grid.inside and (refusal is None or grid.check):
-        facts = {"a": _operand(a), "b": _operand(b), "form": form, "algorithm": algorithm, "options": str(options)}
-        agree_on_call(grid, "matmul", facts, None, None if refusal is None else str(refusal))
-    if bound is None:
-        assert refusal is not None
-        raise refusal
-    if len(kept) >= KEPT_BINDINGS:
-        kept.clear()
-    kept[key] = bound
+        if grid.inside:
+            facts = {"a": _operand(a), "b": _operand(b), "form": form, "algorithm": algorithm, "options": str(options)}
+            agree_on_call(grid, "matmul", facts)
+        if len(kept) >= KEPT_BINDINGS:
+            kept.clear()
+        kept[key] = bound
     return bound
+
+
+def _tell(refusal: Summa3dError, *operands: object) -> None:
+    """Let the other ranks of the operands' grid hear that this one refuses a product in which they may be."""
+    grid = next((one.grid for one in operands if isinstance(one, Distributed)), None)
+    if grid is not None and grid.inside:
+        agree_on_call(grid, "matmul", {}, None, str(refusal))
 
 
 def _operand(matrix: Distributed) -> str:

@@ -254,9 +254,8 @@ def redistribute(
         problem = (
             f"Rank {here} holds a block of shape {tuple(block.shape)}; {layout} of {tuple(shape)} on {grid} gives {expected}."
         )
-    if problem is None or grid.check:
-        facts = {"shape": tuple(shape), "dtype": dtype_name(block), "layout": str(layout), "to": str(to), "grid": repr(to_grid)}
-        agree_on_call(grid, "redistribute", facts, axis, problem)
+    facts = {"shape": tuple(shape), "dtype": dtype_name(block), "layout": str(layout), "to": str(to), "grid": repr(to_grid)}
+    agree_on_call(grid, "redistribute", facts if problem is None or grid.check else {}, axis, problem)
     if problem is not None:
         raise ShapeError(problem)
     out = _new_block(plan.target.local_shape(shape, here), block, order)

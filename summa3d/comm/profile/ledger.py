@@ -88,12 +88,16 @@ class Ledger:
     bytes of a workspace array until it is freed, for the peak. From `start_trace` to `stop_trace`, phases, products, copies and
     communications are kept in a trace. `ranges`, where set, shows phases and communications to a profiler. `device` is that
     of the grid's arrays; None, CuPy's.
+
+    `control` counts the bytes received in comparing calls over the ranks: at the first use of a kind of call, and at each with
+    `check`. They are in no line, so that words are those of the operations alone.
     """
 
     def __init__(self, device: Backend | None = None) -> None:
         self.current_phase = "other"
         self.workspace_bytes = 0
         self.workspace_peak = 0
+        self.control = 0
         self.trace: Trace | None = None
         self._ranges: Ranges | None = None
         self.timeline = Timeline(device)

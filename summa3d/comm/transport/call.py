@@ -32,7 +32,7 @@ class Members:
     """The members of an axis as one of them sees them: what the axis's transports are made of.
 
     ledger : counts workspace, and times on a device. node : which collectives use the node buffer; None if the members do not
-    share a node's memory. wanted : the requested device transport (select.py).
+    share a node's memory. wanted : the requested device transport (select.py). grid : the number of the axis's grid.
     """
 
     label: str
@@ -42,6 +42,12 @@ class Members:
     ledger: Ledger
     node: NodeRule | None = None
     wanted: str = "auto"
+    grid: int = 1
+
+    @property
+    def name(self) -> str:
+        """The axis, and its grid where that is not the first one."""
+        return self.label if self.grid == 1 else f"{self.label} of grid {self.grid}"
 
 
 class Route:
@@ -147,18 +153,22 @@ class Carried:
         """Wait for the requests, on the host for MPI's and on the caller's stream for a device's; returns the result."""
         if self.before is not None:
             self.before()
-        requests = self.requests
-        if requests and isinstance(requests[0], MPI.Request):
-            MPI.Request.Waitall(requests)
-        else:
-            for request in requests:
-                request.wait()
+        wait_for(self.requests)
         return self.finish()
 
     @property
     def is_complete(self) -> bool:
         """Whether `complete` would not wait; MPI works on its own meanwhile."""
         return are_done(self.requests)
+
+
+def wait_for(requests: Sequence[Any]) -> None:
+    """Wait for requests of one kind: on the host for MPI's, on the caller's stream for a device's."""
+    if requests and isinstance(requests[0], MPI.Request):
+        MPI.Request.Waitall(requests)
+    else:
+        for request in requests:
+            request.wait()
 
 
 def are_done(requests: Sequence[Any]) -> bool:

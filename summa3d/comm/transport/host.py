@@ -13,7 +13,7 @@ from ...errors import ShapeError
 from ..arrays import Array, dtype_name, raw
 from .call import Counts, Requests
 from .flat import FlatTransport
-from .p2p import exchange, pieces
+from .p2p import CODES, Arriving, exchange, pieces
 from .progress import IN_FLIGHT
 
 DATATYPES = {
@@ -27,6 +27,7 @@ DATATYPES = {
     "complex64": MPI.C_FLOAT_COMPLEX,
     "complex128": MPI.C_DOUBLE_COMPLEX,
 }
+CODE_OF = {name: code for code, name in enumerate(DATATYPES)}
 OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 BOOL_OPERATIONS = {"max": MPI.LOR, "min": MPI.LAND}
 COMPLEX_OPERATIONS = {"sum": MPI.SUM}
@@ -140,13 +141,15 @@ class HostTransport(FlatTransport):
 
     def send(self, comm: MPI.Comm, array: Array, to: int, tag: int) -> Requests:
         """Start sending `array` to member `to`."""
-        kind, flat = self.datatype(array), self.memory(array)
+        kind, flat, tag = self.datatype(array), self.memory(array), tag * CODES + CODE_OF[dtype_name(array)]
         return _begun([comm.Isend([self.buffer(flat[part]), kind], to, tag) for part in pieces(len(flat), self.limit)])
 
     def receive(self, comm: MPI.Comm, array: Array, source: int, tag: int) -> Requests:
         """Start receiving `array` from member `source`, in place."""
-        kind, flat = self.datatype(array), self.memory(array)
-        return _begun([comm.Irecv([self.buffer(flat[part]), kind], source, tag) for part in pieces(len(flat), self.limit)])
+        kind, flat, name = self.datatype(array), self.memory(array), dtype_name(array)
+        parts = [flat[part] for part in pieces(len(flat), self.limit)]
+        posted = [comm.Irecv([self.buffer(part), kind], source, tag * CODES + CODE_OF[name]) for part in parts]
+        return [Arriving(comm, _begun(posted), list(map(len, parts)), source, tag, DATATYPES, name)]
 
 
 def _offsets(counts: Sequence[int]) -> list[int]:

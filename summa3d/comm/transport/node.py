@@ -57,12 +57,17 @@ class NodeTransport:
 
     def opened(self) -> NodeBuffer | None:
         """The slots of this axis (collective); None where the node cannot offer them."""
-        return NodeBuffer.over(self.members.comm, self.members.label, self.rule.crowded)
+        return NodeBuffer.over(self.members.comm, self.members.label, self.rule.crowded, self.members.grid)
 
     def check(self) -> None:
         """Raise GridError where a member has failed in the middle of a communication."""
         if self.buffer is not None and self.buffer.flags.broken:
             self.buffer.refuse()
+
+    def fail(self, error: BaseException) -> None:
+        """Break the axis, for all members."""
+        if self.buffer is not None:
+            self.buffer.fail(error)
 
     def end(self) -> None:
         """Say that this member makes no more calls, and frees the axis."""

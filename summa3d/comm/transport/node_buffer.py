@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from ...errors import Summa3dError
 from ..arrays import Array, empty, is_torch
+from ..failure import said
 from ..nodes import world_ranks
 from ..signatures import Signatures
 from .call import Carried
@@ -127,9 +128,9 @@ class NodeBuffer:
 
     slot_type: ClassVar[type[Slot]] = Slot
 
-    def __init__(self, comm: MPI.Intracomm, flags: Flags) -> None:
+    def __init__(self, comm: MPI.Intracomm, flags: Flags, grid: int = 1) -> None:
         self.comm, self.size, self.index, self.flags = comm, comm.size, comm.rank, flags
-        self.signatures = Signatures(flags, comm.rank, partial(world_ranks, comm))
+        self.signatures = Signatures(flags, comm.rank, partial(world_ranks, comm), f"{flags.label} of grid {grid}")
         self.begin()
 
     def begin(self) -> None:
@@ -148,10 +149,10 @@ class NodeBuffer:
         ]
 
     @classmethod
-    def over(cls, comm: MPI.Intracomm, label: str, crowded: bool) -> NodeBuffer | None:
+    def over(cls, comm: MPI.Intracomm, label: str, crowded: bool, grid: int = 1) -> NodeBuffer | None:
         """The buffer of the members of `comm`, which share a node (collective); None on all if the node lacks the memory."""
         memory = mapped(comm, Flags.nbytes(comm.size))
-        return None if memory is None else cls(comm, Flags(memory, label, comm.size, crowded))
+        return None if memory is None else cls(comm, Flags(memory, label, comm.size, crowded), grid)
 
     @property
     def size_bytes(self) -> int:
@@ -247,8 +248,8 @@ class NodeBuffer:
     def fail(self, error: BaseException) -> None:
         """Break the axis: report `error`, if it is the first, to the members that would wait for this one."""
         if not self.flags.broken:
-            said = ": ".join(filter(None, (type(error).__name__, str(error))))
-            self.flags.report(self.index, f"member {self.index} (rank {MPI.COMM_WORLD.rank}) failed in a collective ({said})")
+            who = f"member {self.index} (rank {MPI.COMM_WORLD.rank})"
+            self.flags.report(self.index, f"{who} failed in a collective ({said(error)})")
         for flag in itertools.chain(*self.own):
             self.flags.set(flag, BROKEN)
         self.signatures.wake()

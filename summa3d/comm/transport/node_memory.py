@@ -57,7 +57,8 @@ class Flags:
 
     A member that fails breaks its flags: a member that waits for one of them, now or later, gets GridError.
 
-    review : what a member does before it sleeps. disputed : raises the error of members that differ in a call, the first time.
+    review : what a member does each time that it has slept. awake : what it does once it sleeps no more. disputed : raises the
+    error of members that differ in a call, the first time.
     """
 
     def __init__(self, memory: mmap.mmap, label: str, members: int, crowded: bool) -> None:
@@ -75,6 +76,7 @@ class Flags:
         self._times = {busy: _Time(int(seconds), round(seconds % 1 * 1e9)) for busy, seconds in ((False, SLEEP), (True, NAP))}
         self._timeouts = {busy: ctypes.addressof(time) for busy, time in self._times.items()}
         self.review: Callable[[], None] = _nothing
+        self.awake: Callable[[], None] = _nothing
         self.disputed: Callable[[], None] = _nothing
 
     @staticmethod
@@ -88,7 +90,10 @@ class Flags:
         return ((kind * members + member) * SLOTS + slot + 1) * LINE
 
     def called(self, member: int) -> int:
-        """The flag that counts a member's calls. In the line behind it are the signatures of its last calls."""
+        """The flag that counts a member's calls. In the line behind it are the signatures of its last calls.
+
+        Two words behind the flag is the number of the call in which the member waits, if nothing else can go on in its process.
+        """
         return (1 + FLAGS * self.members * SLOTS + 2 * member) * LINE
 
     @property
@@ -129,6 +134,7 @@ class Flags:
             timeout = self._timeouts[IN_FLIGHT.advance()]
             words[flag + 1] = 1  # before the kernel compares the flag with what was seen, each time
             self._call(self._number, self._first + flag * 8, WAIT, seen & 0xFFFFFFFF, timeout)
+        self.awake()
         return True
 
     def _arrived(self, seen: int, value: int) -> bool:
@@ -159,7 +165,7 @@ class Flags:
 
     def release(self) -> None:
         """Unmap the memory; nothing may be asked of the flags afterwards."""
-        self.review = self.disputed = _nothing
+        self.review = self.awake = self.disputed = _nothing
         self.words.release()
         with contextlib.suppress(BufferError):  # who waits in another thread still looks at it
             self._memory.close()

@@ -13,7 +13,7 @@ from ..arrays import Array, address, count, dtype_name
 from ..device.backend import Backend
 from ..profile.timeline import Span, Timed, Timeline
 from .arrival import Held
-from .call import Counts, Requests, are_done
+from .call import Counts, Requests, are_done, wait_for
 from .flat import FlatTransport
 from .host import HostTransport
 
@@ -82,7 +82,7 @@ class PinnedTransfer(Timed):
 
     def wait(self) -> None:
         """Block the host until MPI is done, then queue the H2D copy."""
-        MPI.Request.Waitall(self.requests)
+        wait_for(self.requests)
         self.transport.arrived(self)
 
 

@@ -38,6 +38,11 @@ class Transports:
         if self.node is not None:
             self.node.check()
 
+    def fail(self, error: BaseException) -> None:
+        """Have the other members raise this error, too, where they share a node's memory; through MPI they cannot learn it."""
+        if self.node is not None:
+            self.node.fail(error)
+
     def carry(self, call: Call) -> Carried:
         """Begin `call`. Raises ShapeError for a dtype or a reduction that it does not support, before anything is sent."""
         if self.node is not None:
@@ -125,6 +130,9 @@ class Freed(Transports):
         raise GridError(f"axis {self.members.label} was freed with its grid, and communicates no more. Make another grid.")
 
     carry = allocate = barrier = of = between_two = check
+
+    def fail(self, error: BaseException) -> None:
+        """Do nothing: no member communicates over it any more."""
 
     def free(self) -> None:
         """Do nothing: it is freed."""

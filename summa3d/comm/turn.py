@@ -1,0 +1,93 @@
+"""Who is inside an axis: one call of one thread at a time, and none after a call that was broken off."""
+
+from __future__ import annotations
+
+import os
+import threading
+from _thread import allocate_lock, get_ident
+from types import TracebackType
+from typing import NoReturn, Protocol
+from weakref import WeakSet
+
+from mpi4py import MPI
+
+from ..errors import GridError, Summa3dError
+from .failure import not_a_rank, said
+
+
+class Shared(Protocol):
+    """The transports of an axis, as far as a broken call concerns them."""
+
+    def check(self) -> None:
+        """Raise GridError where a member has failed."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other members, where they can be told."""
+
+
+class Turn:
+    """A context around each call over an axis. Raises GridError at its start if a call is already inside, or was broken off.
+
+    A second thread, or a signal handler, that enters while a call is inside would mix its numbers with those of that call: it
+    is refused, and the axis is broken. An error other than ours inside a call, an interrupt included, breaks it as well: this
+    member's part may be missing. Through the node's memory the other members raise GridError too; through MPI they wait.
+
+    label : the axis, in messages. shared : the transports of the axis.
+    """
+
+    __slots__ = ("__weakref__", "_holder", "_lock", "_refusal", "label", "shared")
+
+    def __init__(self, label: str, shared: Shared) -> None:
+        self.label, self.shared = label, shared
+        self._lock, self._holder, self._refusal = allocate_lock(), 0, ""
+        TURNS.add(self)
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(False):
+            self._refuse()
+        self._holder = get_ident()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, Summa3dError):
+            self._break(error)
+        if not self._refusal:
+            self._lock.release()
+
+    def _refuse(self) -> NoReturn:
+        """Raise the GridError of a broken axis, which a call inside another one makes it."""
+        if not self._refusal:
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            holder, mine = (names.get(ident, str(ident)) for ident in (self._holder, get_ident()))
+            if holder == mine:
+                how = f"{mine} began a call inside another one, as a signal handler or a finalizer may"
+            else:
+                how = f"{mine} began a call while {holder} was in one; threads need a grid each, or take turns"
+            self._break(GridError(how))
+        self.shared.check()
+        raise GridError(self._refusal)
+
+    def _break(self, error: BaseException) -> None:
+        """Refuse all further calls: the lock stays taken. The first error is the reason."""
+        if not self._refusal:
+            self._refusal = (
+                f"axis {self.label} is broken: rank {MPI.COMM_WORLD.rank} failed in a communication ({said(error)}).\n"
+                "  Its members are out of step, and it communicates no more. Free the grid and make another."
+            )
+            self.shared.fail(error)
+
+    def forked(self) -> None:
+        """Refuse all calls of a process that was forked from a rank: they would be taken for the rank's."""
+        self._lock.acquire(False)
+        self._refusal = f"axis {self.label}: {not_a_rank()}"
+
+
+TURNS: WeakSet[Turn] = WeakSet()
+"""Those of all axes of this process."""
+
+
+def _in_fork() -> None:
+    for turn in list(TURNS):
+        turn.forked()
+
+
+os.register_at_fork(after_in_child=_in_fork)
