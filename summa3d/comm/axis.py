@@ -11,6 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .arrays import Array, copy_into, dtype_name
+from .axis_lock import AxisLock, OfThisProcess
 from .checks import Checks, Routes
 from .failure import check_comm
 from .nodes import world_ranks
@@ -20,12 +21,11 @@ from .profile.ledger import Amounts, Ledger
 from .transport.call import Call, Route
 from .transport.node_buffer import NodeBuffer
 from .transport.transports import Freed, Transports
-from .turn import Turn
 
 NOTHING = np.empty(0)
 
 
-class Axis:
+class Axis(OfThisProcess):
     """One axis of a grid, or a plane of several, seen from this rank: its size, this rank's index, and its collectives.
 
     Arrays are numpy arrays, CuPy arrays or torch tensors; those of a call lie all on the host or all on a device. `sizes` are
@@ -49,14 +49,11 @@ class Axis:
         self.comm: MPI.Intracomm = members.comm
         self.label: str = members.label
         self.ledger: Ledger = members.ledger
-        self.turn = Turn(self.label, transports)
+        self.lock = AxisLock(self.label, transports)
         self.checks = Checks(members, transports, check)
         self.routes = Routes(self.checks)
         self._barrier = Route("barrier", False, 0, 0)
         self.records = flight.AxisRecords(members.name, None if self.comm == MPI.COMM_NULL else partial(world_ranks, self.comm))
-
-    def __deepcopy__(self, memo: object) -> Axis:
-        return self  # a copied layer communicates over the same grid's axes
 
     def __repr__(self) -> str:
         return f"Axis({self.label}: {self.index} of {self.size})"
@@ -73,7 +70,7 @@ class Axis:
         """
         if self.size == 1:
             return alone(block, into)
-        with self.turn:
+        with self.lock:
             return self._complete(Call(self.routes.gather(block, dim, sizes, into, view), block, into))
 
     def reduce_scatter(
@@ -91,28 +88,28 @@ class Axis:
         """
         if self.size == 1:
             return alone(array, into)
-        with self.turn:
+        with self.lock:
             return self._complete(Call(self.routes.scatter(array, dim, sizes, into, parts), array, into, True, parts))
 
     def all_reduce(self, array: Array, op: str = "sum", into: Array | None = None) -> Array:
         """Reduce the members' arrays by `op` (sum, max, min) on all of them. Words n + (g−2)·n_r, messages 2(g−1)."""
         if self.size == 1:
             return alone(array, into)
-        with self.turn:
+        with self.lock:
             return self._complete(Call(self.routes.reduction("all_reduce", array, op, into), array, into))
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
         """Overwrite every member's `array` by the root's. Words n (root 0), messages 1 (root 0)."""
         if self.size == 1:
             return array
-        with self.turn:
+        with self.lock:
             return self._complete(Call(self.routes.from_root(array, root), array))
 
     def reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Array | None:
         """Reduce onto the root; None elsewhere. `into`, for the root, may be `array` itself. Words (g−1)·n_r, messages g−1."""
         if self.size == 1:
             return alone(array, into)
-        with self.turn:
+        with self.lock:
             return self._complete(Call(self.routes.reduction("reduce", array, op, into, root), array, into))
 
     def all_to_all(
@@ -125,7 +122,7 @@ class Axis:
         """
         if self.size == 1:
             return array
-        with self.turn:
+        with self.lock:
             return self._complete(Call(self.routes.exchange(array, dim, sizes, receive_sizes), array))
 
     def send(self, array: Array, to: int, tag: int = 0) -> None:
@@ -142,7 +139,7 @@ class Axis:
     def barrier(self) -> None:
         """Return once every member has called. Members that share a node wait asleep."""
         if self.size > 1:
-            with self.turn:
+            with self.lock:
                 self._meet()
 
     # -- started: return a Pending ---------------------------------------------------------------------------------------
@@ -153,7 +150,7 @@ class Axis:
         """`all_gather`, in flight."""
         if self.size == 1:
             return Completed(alone(block, into))
-        with self.turn:
+        with self.lock:
             return self._begin(Call(self.routes.gather(block, dim, sizes, into, view), block, into, False))
 
     def start_reduce_scatter(
@@ -162,28 +159,28 @@ class Axis:
         """`reduce_scatter`, in flight."""
         if self.size == 1:
             return Completed(alone(array, into))
-        with self.turn:
+        with self.lock:
             return self._begin(Call(self.routes.scatter(array, dim, sizes, into), array, into, False))
 
     def start_all_reduce(self, array: Array, op: str = "sum", into: Array | None = None, in_order: bool = False) -> Pending:
         """`all_reduce`, in flight. `in_order`: all members complete it between the same two of their communications."""
         if self.size == 1:
             return Completed(alone(array, into))
-        with self.turn:
+        with self.lock:
             return self._begin(Call(self.routes.reduction("all_reduce", array, op, into, in_order=in_order), array, into, False))
 
     def start_broadcast(self, array: Array, root: int = 0) -> Pending:
         """`broadcast`, in flight."""
         if self.size == 1:
             return Completed(array)
-        with self.turn:
+        with self.lock:
             return self._begin(Call(self.routes.from_root(array, root), array, None, False))
 
     def start_reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Pending:
         """`reduce`, in flight."""
         if self.size == 1:
             return Completed(alone(array, into))
-        with self.turn:
+        with self.lock:
             return self._begin(Call(self.routes.reduction("reduce", array, op, into, root), array, into, False))
 
     def start_all_to_all(
@@ -192,17 +189,17 @@ class Axis:
         """`all_to_all`, in flight."""
         if self.size == 1:
             return Completed(array)
-        with self.turn:
+        with self.lock:
             return self._begin(Call(self.routes.exchange(array, dim, sizes, receive_sizes), array, None, False))
 
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
-        with self.turn:
+        with self.lock:
             return self._begin(Call(self.routes.message("send", array, to, tag), array, None, False))
 
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
-        with self.turn:
+        with self.lock:
             route = self.routes.message("receive", array, source, tag)
             self.checks.target("receive", array)
             return self._begin(Call(route, array, None, False))
@@ -216,7 +213,7 @@ class Axis:
         """
         if self.size == 1:
             return None
-        with self.turn:
+        with self.lock:
             return self.transports.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
@@ -234,7 +231,7 @@ class Axis:
 
         A collective does so by itself; on the host there is nothing to open.
         """
-        with self.turn:
+        with self.lock:
             self.transports.of(array)
 
     # -- carry and account -------------------------------------------------------------------------------------------------
@@ -244,7 +241,7 @@ class Axis:
         ledger, route = self.ledger, call.route
         if ledger.by_steps or route.on_device:
             pending = self._begin(call)
-            pending.turn = Pending.turn  # this call has the axis's
+            pending.lock = Pending.lock  # this call has the axis's
             return pending.wait()
         wall, cpu = time.perf_counter(), time.thread_time()
         number = self.records.begin(route, call.array, wall, flight.WAITED_FOR)
@@ -278,7 +275,7 @@ class Axis:
         except BaseException as error:
             self._failed(number, error)
             raise
-        pending.number, pending.turn = number, self.turn
+        pending.number, pending.lock = number, self.lock
         return pending
 
     def _meet(self) -> None:
@@ -322,6 +319,7 @@ def alone(array: Array, into: Array | None) -> Array:
 def free(axis: Axis) -> None:
     """Release the memory of an axis (collective). Whatever the axis is asked for later raises GridError."""
     before, axis.transports = axis.transports, Freed(axis.transports.members)
-    axis.checks.in_step, axis.turn.shared = axis.transports.check, axis.transports
+    axis.checks.in_step = axis.transports.check
+    axis.lock.freed(axis.transports)
     axis.records.ranks = None  # the communicator, which would name them, is gone soon
     before.free()

@@ -14,6 +14,7 @@ from ..blas_library import TORCH, Rule
 from ..errors import GridError, Summa3dError
 from ..node_support import watchdog_seconds
 from .axis import Axis, free
+from .axis_lock import OfThisProcess
 from .device.backend import Backend
 from .failure import check_agreement, check_comm
 from .introduction import introduced
@@ -31,7 +32,7 @@ EVERYONE = ("everyone",)
 """Names the axis of all ranks, those outside the grid included."""
 
 
-class Grid:
+class Grid(OfThisProcess):
     """Ranks as points of a grid with named axes.
 
     Parameters
@@ -285,9 +286,6 @@ class Grid:
         check_comm(MPI.COMM_WORLD, f"{self}.free()")
         self.freed = True
         _release(self, list(self._parts.values()))
-
-    def __deepcopy__(self, memo: object) -> Grid:
-        return self  # a copied model or matrix stays on the same grid
 
     def __enter__(self) -> Grid:
         return self

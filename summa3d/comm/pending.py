@@ -25,7 +25,7 @@ class Pending:
 
     number = 0
     """That of the communication in the flight recorder; 0 where it is not recorded."""
-    turn: AbstractContextManager[None] = nullcontext()
+    lock: AbstractContextManager[None] = nullcontext()
     """That of the axis, around the completion."""
 
     def __init__(self, carried: Carried, account: Callable[[float, float], None]) -> None:
@@ -46,7 +46,7 @@ class Pending:
             if number:
                 flight.mark(number, flight.WAITED_FOR)
             try:
-                with self.turn:
+                with self.lock:
                     self._result = carried.complete()
             except BaseException:
                 flight.failed(number)

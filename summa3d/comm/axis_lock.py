@@ -6,13 +6,29 @@ import os
 import threading
 from _thread import allocate_lock, get_ident
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 from weakref import WeakSet
 
 from mpi4py import MPI
 
 from ..errors import GridError, Summa3dError
 from .failure import not_a_rank, said
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class OfThisProcess:
+    """What lives in the processes of a job alone: it cannot be pickled, and its copy, inside a deep copy, is itself."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise GridError(
+            f"{self!r} belongs to the processes of this job, and cannot be pickled, nor can what holds it.\n"
+            "  A matrix is saved by to_file, a model by the arrays of its state_dict."
+        )
 
 
 class Shared(Protocol):
@@ -25,7 +41,7 @@ class Shared(Protocol):
         """Tell the other members, where they can be told."""
 
 
-class Turn:
+class AxisLock:
     """A context around each call over an axis. Raises GridError at its start if a call is already inside, or was broken off.
 
     A second thread, or a signal handler, that enters while a call is inside would mix its numbers with those of that call: it
@@ -40,7 +56,7 @@ class Turn:
     def __init__(self, label: str, shared: Shared) -> None:
         self.label, self.shared = label, shared
         self._lock, self._holder, self._refusal = allocate_lock(), 0, ""
-        TURNS.add(self)
+        LOCKS.add(self)
 
     def __enter__(self) -> None:
         if not self._lock.acquire(False):
@@ -77,17 +93,25 @@ class Turn:
 
     def forked(self) -> None:
         """Refuse all calls of a process that was forked from a rank: they would be taken for the rank's."""
+        self._close(f"axis {self.label}: {not_a_rank()}")
+
+    def freed(self, shared: Shared) -> None:
+        """Refuse all calls from now on, and the completion of those in flight, by `shared`."""
+        self.shared = shared
+        self._close(f"axis {self.label} was freed")
+
+    def _close(self, refusal: str) -> None:
         self._lock.acquire(False)
-        self._refusal = f"axis {self.label}: {not_a_rank()}"
+        self._refusal = refusal
 
 
-TURNS: WeakSet[Turn] = WeakSet()
+LOCKS: WeakSet[AxisLock] = WeakSet()
 """Those of all axes of this process."""
 
 
 def _in_fork() -> None:
-    for turn in list(TURNS):
-        turn.forked()
+    for lock in list(LOCKS):
+        lock.forked()
 
 
 os.register_at_fork(after_in_child=_in_fork)
