@@ -31,9 +31,17 @@ else:
 
 
 def check_regular(path: Path) -> None:
-    """Raise ValueError for a FIFO or a device, which may let the one that opens it wait."""
+    """Raise ValueError for a FIFO, a device or a file of /proc, which may let the one that reads it wait."""
+    if os.path.realpath(path).startswith("/proc/"):
+        raise ValueError(f"{path} is a file of /proc")
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path} is no regular file")
+
+
+def bytes_of(path: Path) -> bytes:
+    """What is in a regular file. Raises OSError, and ValueError for a FIFO or a device."""
+    check_regular(path)
+    return path.read_bytes()
 
 
 def text_of(path: Path) -> str:
@@ -138,6 +146,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     return from_toml(text_of(path))
 
 
+def check_no_link(path: Path) -> None:
+    """Raise OSError where a path, to which the library is about to write, is a link."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, through which nothing is written; remove it", str(path))
+
+
 def no_follow(path: str, flags: int) -> int:
     """Open a file as `os.open` does, but no link. Raises OSError for one."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
@@ -165,9 +179,8 @@ def replace_text(path: Path, text: str) -> None:
 
     Raises OSError.
     """
-    parent = path.parent.resolve()
-    special = parent == Path("/dev") or parent.parts[1:2] == ("proc",)
-    if special or (path.exists() and not path.is_file()):
+    special = f"{os.path.realpath(path.parent)}/"
+    if special == "/dev/" or special.startswith("/proc/") or (path.exists() and not path.is_file()):
         path.write_text(text, encoding="utf-8")
         return
     with replacing(path) as new:

@@ -1,4 +1,4 @@
-"""Flight records among a user's files: nothing of the user's is deleted or replaced, and a job keeps its records while it runs."""
+"""Flight records among a user's files: nothing of the user's is deleted or replaced, and a running job keeps its records."""
 
 from __future__ import annotations
 
