@@ -47,8 +47,8 @@ def listing(folder: Path) -> dict[str, Entry]:
             named = list(read_json(folder / INDEX)["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"Cannot read {folder / INDEX}: {error}.") from error
-        if (wrong := next((name for name in named if not is_inside(name)), None)) is not None:
-            raise CheckpointError(f"{folder / INDEX} names {wrong!r:.99}, which is no file below its folder.")
+        if wrong := [name for name in named if not is_inside(name)]:
+            raise CheckpointError(f"{folder / INDEX} names {wrong[0]!r:.99}, which is no file below its folder.")
         files = sorted(set(named))
     else:
         files = [SINGLE]

@@ -132,7 +132,7 @@ def _encode_once(config: DataConfig, folder: Path, say: Callable[[str], None]) -
     temporary = folder.with_name(f".tmp-{folder.name}")
     if temporary.exists() or temporary.is_symlink():
         remove_files(temporary, OWN_NAMES)
-    temporary.mkdir(parents=True)
+    temporary.mkdir(parents=True, exist_ok=True)
     counts = corpus.encode(config, parts, temporary)
     (temporary / LABEL).write_text(json.dumps({**label, "tokens": counts}))
     if folder.exists() or folder.is_symlink():
