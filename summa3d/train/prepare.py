@@ -234,7 +234,8 @@ def open_folder(folder: Path, resume: bool, overwrite: bool, lease: Lease | None
     checkpoints = folder / "checkpoints"
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        check_no_link(checkpoints)
+        for name in (checkpoints, folder / "tensorboard"):
+            check_no_link(name)
     except OSError as error:
         raise ConfigError(f"--run {folder} cannot be made a run folder: {error.strerror}.") from error
     if lease is not None:

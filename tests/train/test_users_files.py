@@ -24,7 +24,7 @@ REPLACED = ["metrics.jsonl", "config.toml", "summary.json", "loss.png", "lease.c
 REPLACED += ["data/tokens.json", "data/train.bin", "data/tokenizer.json", ".tmp-data/train.bin", ".tmp-data/tokens.json"]
 REPLACED += ["checkpoints/.tmp-step-2/rank-0.safetensors", "checkpoints/.tmp-step-2/index.json"]
 FOLDERS = ["data", ".tmp-data", "checkpoints/.tmp-step-2", "checkpoints/.old-step-2", "checkpoints/step-2"]
-REFUSED = ["lease", "checkpoints"]
+REFUSED = ["lease", "checkpoints", "tensorboard"]
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,7 @@ def test_files_of_a_run_that_are_links_are_not_written_through(tmp_path: Path, c
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("target", ["file", "folder", "nothing"])
-def test_a_run_refuses_a_link_where_it_keeps_its_lease_and_its_checkpoints(
-    tmp_path: Path, corpus: Path, name: str, target: str
-) -> None:
+def test_a_run_refuses_a_link_where_it_keeps_its_lease_or_a_folder(tmp_path: Path, corpus: Path, name: str, target: str) -> None:
     victim, link = tmp_path / "victim", tmp_path / "run" / name
     link.parent.mkdir()
     link.symlink_to(victim)
