@@ -24,16 +24,28 @@ __all__ = [
 
 
 LONG_WORD = re.compile(r"\S{1000,}")
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that a terminal obeys instead of showing them, and halves of a surrogate pair, which no file can hold."""
 LONGEST_KEY = 100
 """Characters of a key that are compared with known ones."""
 
 
+def printable(text: str) -> str:
+    """A text whose control characters, but for line breaks and tabs, are written out.
+
+    >>> print(printable("\\x1b[2J and \\x07"))
+    \\x1b[2J and \\x07
+    """
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def shortened(message: str) -> str:
-    """A message in which values that fill pages are cut.
+    """A message in which values that fill pages are cut, and control characters are written out.
 
     >>> shortened("x is " + 5000 * "1")[-60:]
     '111111111111…11111111111111111111 (5000 characters)'
     """
+    message = printable(message)
     return LONG_WORD.sub(lambda found: f"{found[0][:60]}…{found[0][-20:]} ({len(found[0])} characters)", message)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .files import replacing
+
 COLUMN = 3.4
 """Width of a column in inches; two columns with the gutter are 7.0."""
 BOTH_COLUMNS = 7.0
@@ -53,7 +55,8 @@ def draw(fill: Callable[[Any], None], paths: Sequence[Path]) -> None:
         fill(figure)
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path)
+            with replacing(path) as new:
+                figure.savefig(new)
 
 
 def look(number: int) -> dict[str, Any]:

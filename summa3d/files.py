@@ -5,9 +5,11 @@ And writing of files in place of whatever has their names.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,9 +31,17 @@ else:
 
 
 def check_regular(path: Path) -> None:
-    """Raise ValueError for a FIFO or a device, which may let the one that opens it wait."""
+    """Raise ValueError for a FIFO, a device or a file of /proc, which may let the one that reads it wait."""
+    if os.path.realpath(path).startswith("/proc/"):
+        raise ValueError(f"{path} is a file of /proc")
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path} is no regular file")
+
+
+def bytes_of(path: Path) -> bytes:
+    """What is in a regular file. Raises OSError, and ValueError for a FIFO or a device."""
+    check_regular(path)
+    return path.read_bytes()
 
 
 def text_of(path: Path) -> str:
@@ -136,16 +146,77 @@ def read_toml(path: Path) -> dict[str, Any]:
     return from_toml(text_of(path))
 
 
+def check_no_link(path: Path) -> None:
+    """Raise OSError where a path, to which the library is about to write, is a link."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, through which nothing is written; remove it", str(path))
+
+
+def no_follow(path: str, flags: int) -> int:
+    """Open a file as `os.open` does, but no link. Raises OSError for one."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path` for a new file, which in the end takes its place: readers see the old or the new one, whole.
+    """A new file beside `path` to be written, which in the end takes its place: readers see the old or the new one, whole.
 
     A FIFO, a device or a link of that name, into which a write would wait or go astray, is replaced. Raises OSError.
     """
-    new = path.with_name(f".{os.getpid()}-{path.name}")
-    new.unlink(missing_ok=True)
+    new = path.with_name(f".{os.urandom(6).hex()}-{path.name}")
+    os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
+        if path.is_file() and not path.is_symlink():
+            new.chmod(stat.S_IMODE(path.stat().st_mode))
         yield new
         os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that a user has named, in place of the one of that name, whole; a FIFO or a device is written to.
+
+    Raises OSError.
+    """
+    special = f"{os.path.realpath(path.parent)}/"
+    if special == "/dev/" or special.startswith("/proc/") or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+        return
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def remove_files(folder: Path, names: re.Pattern[str]) -> bool:
+    """Remove the files of a folder that have these names, then the folder; whether it is gone. Raises OSError.
+
+    What has other names stays, and the folder with it. Of a link, to a folder too, nothing but the link is removed.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return True
+    for file in folder.iterdir():
+        if names.fullmatch(file.name) and (file.is_symlink() or not file.is_dir()):
+            file.unlink(missing_ok=True)
+    try:
+        folder.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def rename_folder(new: Path, folder: Path, last: str) -> None:
+    """Give a new folder its name; where a user keeps files under that name, move each file there, at the end the one `last`.
+
+    Raises OSError.
+    """
+    try:
+        os.rename(new, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        for file in sorted(new.iterdir(), key=lambda one: one.name == last):
+            os.replace(file, folder / file.name)
+        new.rmdir()

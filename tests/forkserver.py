@@ -101,6 +101,7 @@ class Request:
         LIBC.on_exit(LIBC._exit, None)  # the exit ends here, before libraries that the server has loaded take 0.1 s to tidy up
         os.environ.clear()
         os.environ.update(self.environment)
+        tempfile.tempdir = None  # which the server has found for itself
         os.chdir(self.folder)
         os.getppid = lambda: self.parent
         for target, descriptor in enumerate(self.descriptors[:3]):

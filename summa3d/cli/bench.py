@@ -16,7 +16,7 @@ from typing import Any
 from ..comm.arrays import DEVICES
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError, DataError
-from ..files import grid_of
+from ..files import grid_of, replace_text
 from ..launch.runtime import usable_cores
 from .block import add_block_arguments, block_result
 from .gemm import add_cluster_argument, machine_of
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 def _write(file: Path, text: str, option: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        replace_text(file, text)
     except OSError as error:
         raise DataError(f"{option} {file} cannot be written: {error}") from error
 

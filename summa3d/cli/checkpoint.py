@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..dtypes import FLOATS
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, printable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="Limit the size of a file. A larger model is written to several files with an index.",
     )
+    give.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="Export this tokenizer.json, or that of this folder, with the model. The default is that in the run folder.",
+    )
     for command in (inspect, verify, take, give):
         command.add_argument("--json", action="store_true", help="Print the result as one JSON line.")
 
@@ -70,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     comm = MPI.COMM_WORLD
     result, text = {"inspect": _inspect, "verify": _verify, "import": _import, "export": _export}[args.action](args, comm)
     if comm.rank == 0:
-        print(json.dumps(result) if args.json else text, flush=True)
+        print(json.dumps(result) if args.json else printable(text), flush=True)
     return 0
 
 
@@ -145,17 +151,19 @@ def _export(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, An
         raise ConfigError(f"--file-size is {args.file_size}; it must be at least 1 (MiB).")
     saved = _open(args.path, comm)
     saved.verify(comm)
-    files = on_root(comm, lambda: export_folder(saved, args.target, args.dtype, args.file_size * MEBI), CheckpointError)
+    size, own = args.file_size * MEBI, args.tokenizer
+    paths = on_root(comm, lambda: export_folder(saved, args.target, args.dtype, size, own), CheckpointError)
     dtype, kept = args.dtype or saved.index["dtype"], master_dtype(saved.index["dtype"])
     how = "bit for bit; headers of files may differ from those of an import" if dtype == kept else f"as {dtype}"
-    written = on_root(comm, (args.target / TOKENIZER).is_file, CheckpointError)
-    tokenizer = (
-        str(args.target / TOKENIZER)
-        if written
-        else f'no tokenizer written: the run\'s data.tokenizer is "{tokenizer_name(saved)}"'
-    )
-    text = "\n".join((*map(str, files), f"the checkpoint's {kept} tensors, {how}", tokenizer))
-    result = {"folder": str(args.target), "files": [file.name for file in files], "tokenizer": TOKENIZER if written else None}
+    files = [path for path in paths if path.suffix == ".safetensors"]
+    others = [str(path) for path in paths if path not in files]
+    if not others:
+        named = f'the run\'s data.tokenizer is "{tokenizer_name(saved)}"'
+        outside = "" if tokenizer_name(saved).startswith(("bytes", "numbers:")) else ", not in its folder: --tokenizer FILE"
+        others = [f"no tokenizer written: {named}{outside}"]
+    text = "\n".join((*map(str, files), f"the checkpoint's {kept} tensors, {how}", *others))
+    written = TOKENIZER if args.target / TOKENIZER in paths else None
+    result = {"folder": str(args.target), "files": [file.name for file in files], "tokenizer": written}
     return result, text
 
 

@@ -16,7 +16,7 @@ from ..bench.results import merge, read
 from ..bench.table import FORMATS, Table
 from ..bench.tables import in_one_line, table
 from ..errors import DataError
-from ..files import from_json
+from ..files import from_json, replace_text
 
 SWEEP, POINTS = "sweep", "points.jsonl"
 
@@ -126,7 +126,7 @@ def write(result: Mapping[str, Any], stem: Path, formats: Sequence[str]) -> list
         for name in formats:
             if name in FORMATS:
                 labelled = replace(table_of(result), label=stem.name)
-                paths[name].write_text(FORMATS[name][1](labelled) + "\n", encoding="utf-8")
+                replace_text(paths[name], FORMATS[name][1](labelled) + "\n")
     except ImportError as error:
         raise DataError(f"plots need matplotlib ({error}): pip install 'summa3d[plot]', or give --no-plots.") from None
     except OSError as error:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..comm.profile.processes import launched_as
 from ..errors import ConfigError, DataError
-from ..files import whole
+from ..files import replace_text, whole
 from .block import QUIET_PROFILER
 from .report import add_outputs, show
 
@@ -206,7 +206,7 @@ def collect(args: argparse.Namespace) -> int:
     found = collected(args.places, _say)
     text = as_csv(found) if args.csv else "".join(json.dumps(line) + "\n" for line in found)
     try:
-        args.out.write_text(text, encoding="utf-8")
+        replace_text(args.out, text)
     except OSError as error:
         raise DataError(f"{args.out} cannot be written: {error.strerror}.") from None
     failed = sum("error" in line for line in found)

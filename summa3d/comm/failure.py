@@ -8,13 +8,11 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from opcode import opname
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -22,7 +20,7 @@ from mpi4py import MPI
 
 from ..errors import AgreementError, GridError, Summa3dError
 from ..node_support import forbidden
-from .profile import flight, processes
+from .profile import flight, flight_files
 
 WAIT_FOR_RANK_ZERO = 0.3  # seconds a rank leaves to rank 0 to speak first, where all of them fail alike
 WAIT_PER_RANK = 0.02  # more of it, so that the ranks of several nodes do not speak at once
@@ -30,7 +28,6 @@ LONGEST_WAIT = 2.0
 WAIT_FOR_THE_END = 5.0  # seconds that a silent rank, or an abort that does not return, waits before the process ends itself
 TIME_TO_BE_HEARD = 0.25  # seconds for a launcher to forward the report: Open MPI's drops what is under way at an abort
 INTERRUPTED = 130  # the shell's exit status for SIGINT
-CLAIM_LIFETIME = 3600.0  # seconds after which a claim to print is swept up
 
 
 def install_abort_hook() -> None:
@@ -200,30 +197,7 @@ def _may_speak() -> bool:
     rank = MPI.COMM_WORLD.rank
     if rank != 0:
         time.sleep(min(WAIT_FOR_RANK_ZERO + WAIT_PER_RANK * rank, LONGEST_WAIT))
-    return claim_node()
-
-
-def claim_node() -> bool:
-    """Take this job's one place to print on this node: a file that only one process can create.
-
-    It outlives the process, because a slow rank may fail after the first one has already ended. `summa3d launch` removes it with
-    the recorders; without it, old ones are swept up.
-    """
-    launched = os.environ.get(flight.VARIABLE, "")
-    folder = Path(tempfile.gettempdir() if launched in ("", flight.NO) else launched)
-    prefix = f"{flight.CLAIM}{os.getuid()}-"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        os.close(os.open(folder / f"{prefix}{processes.job_name()}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    except FileExistsError:
-        return False
-    except OSError:
-        return True
-    for old in folder.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > CLAIM_LIFETIME:
-                old.unlink()
-    return True
+    return flight.claim_node()
 
 
 def save_flight() -> None:
@@ -231,7 +205,7 @@ def save_flight() -> None:
     recorder, now = flight.recorder, time.time()
     if recorder is None or flight.VARIABLE in os.environ or not flight.table(flight.read_folder(recorder.file.parent), now):
         return
-    kept = flight.save(recorder.file.parent, now)
+    kept = flight_files.save(recorder.file.parent, now)
     if kept is not None:
         sys.stderr.write(f"what each rank was doing: summa3d doctor --flight {kept}\n")
 

@@ -24,7 +24,6 @@ from .failure import (
     TIME_TO_BE_HEARD,
     WAIT_FOR_THE_END,
     abort,
-    claim_node,
     has_peers,
     prepare_for_failure,
     save_flight,
@@ -94,7 +93,7 @@ class Watchdog:
             if self._stopped.wait(left):
                 return
         os.write(self.output, self._stacks().encode(errors="replace"))
-        if flight.recorder is not None and claim_node():
+        if flight.recorder is not None and flight.claim_node():
             stopped = {rank: STOPPED for rank in ranks_here(flight.recorder) if kind_of(rank) == STOPPED}
             os.write(self.output, "".join(f"{line}\n" for line in said(stopped)).encode())
             save_flight()
@@ -190,7 +189,7 @@ class NodeWatch:
 
     def _end(self, kinds: Mapping[flight.Neighbour, str]) -> NoReturn:
         """Say which ranks end the job, with the stacks of those that are asleep, and end it."""
-        if claim_node():
+        if flight.claim_node():
             lines = [f"for {self.seconds:g} s nothing has gone on; the job ends:", *said(kinds)]
             os.write(STDERR, "".join(f"{line}\n" for line in lines).encode())
             for rank, kind in kinds.items():

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .. import preemption
-from ..comm.profile import flight, processes
+from ..comm.profile import flight, flight_files, processes
 from ..node_support import watchdog_seconds
 from . import segments
 from .ended import FirstEnded
@@ -42,20 +40,21 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """
     first, stopped, began = FirstEnded(), Stopped(watchdog_seconds()), time.time()
     named = environ.get(flight.VARIABLE)
-    folder = Path(tempfile.mkdtemp(prefix=f"summa3d-flight-{os.getuid()}-")) if named is None else None
+    folder = flight_files.new_folder() if named is None else None
     try:
         status = _run(command, {**environ, flight.VARIABLE: str(folder)} if folder else dict(environ), stopped, first.follow)
         if status != 0:
             segments.remove_left(began)
         if status not in (0, preemption.STATUS) and folder is not None:
-            reported = stopped.killed or any(folder.glob(f"{flight.CLAIM}*"))
+            reported = stopped.killed or any(folder.glob(f"{flight_files.CLAIM}*"))
             if first.ranks and status not in INTERRUPTED and not reported:
                 print(f"summa3d launch: {', '.join(first.ranks)} ended first, without a report", file=sys.stderr)
             for line in told(folder, time.time(), LONG if status in INTERRUPTED else 0.0):
                 print(line, file=sys.stderr)
     finally:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # its ranks have removed it, or one of them still does
+                flight_files.remove(folder)
     return 128 - status if status < 0 else status
 
 
@@ -68,7 +67,7 @@ def told(folder: Path, now: float, at_least: float = 0.0) -> list[str]:
     longest = max((now - one.waits.began for one in flights if one.waits), default=-1.0)
     if longest < at_least:
         return []
-    kept = flight.save(folder, now)
+    kept = flight_files.save(folder, now)
     return [*flight.table(flights, now), *([f"  kept: summa3d doctor --flight {kept}"] if kept else [])]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
+import stat
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,8 +76,8 @@ def _own(folder: Path) -> dict[Path, float]:
     found = {}
     for path in folder.glob(NAMES):
         with contextlib.suppress(FileNotFoundError):
-            status = path.stat()
-            if status.st_uid == os.getuid():
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
                 found[path] = status.st_mtime
     return found
 
@@ -101,9 +103,9 @@ def warnings(ranks: int, folder: Path = FOLDER) -> list[str]:
     if not folder.is_dir() or free >= ranks * BYTES_PER_RANK:
         return []
     left = stale(folder)
-    size = sum(path.stat().st_size for path in left)
+    size = sum(path.lstat().st_size for path in left)
     remedy = (
-        f"remove what ended jobs left there, {size >> 20} MiB: rm {' '.join(map(str, left))}"
+        f"remove what ended jobs left there, {size >> 20} MiB: rm {shlex.join(map(str, left))}"
         if left
         else ("a container gets more by docker run --shm-size=1g")
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..files import from_json, named_text
+from ..files import check_no_link, from_json, named_text, no_follow
 from .file import flat
 from .points import Point
 
@@ -32,7 +32,7 @@ def folder_of(directory: Path, ranks: int) -> Path:
 def append(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Append lines to the folder's file, and wait until each of them is on disk."""
     made = not (folder / NAME).exists()
-    with (folder / NAME).open("ab") as file:
+    with open(folder / NAME, "ab", opener=no_follow) as file:
         for line in lines:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
@@ -46,6 +46,7 @@ def append(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 def mend(folder: Path, say: Say) -> None:
     """Cut off an incomplete last line, of a writer that was killed; the caller holds the folder's lease."""
     file = folder / NAME
+    check_no_link(file)
     text = file.read_bytes() if file.exists() else b""
     end = text.rfind(b"\n") + 1
     if end < len(text):

@@ -15,6 +15,7 @@ from ..bench.products import run_benchmark as run_products
 from ..comm.device.select import take_device
 from ..comm.transport.node_memory import in_one_node
 from ..errors import ConfigError, LaunchError, Summa3dError
+from ..files import replacing
 from ..gemm.cost.machine import Machine, default_cluster
 from ..train.lease import Lease
 from ..train.on_root import on_root
@@ -53,7 +54,8 @@ def measure(
         ready = races(todo, sweep, shared)
         for number, race in enumerate(ready, 1):
             if world.rank == 0:
-                (folder / RUNNING).write_text(json.dumps([point.id for point in race]))
+                with replacing(folder / RUNNING) as new:
+                    new.write_text(json.dumps([point.id for point in race]))
                 names = ", ".join(dict.fromkeys(point.label for point in race))
                 say(f"{number}/{len(ready)}: {race[0].ranks} ranks: {names}")
             lines = run_race(race, sweep, world, folder)

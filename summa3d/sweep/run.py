@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..columns import aligned
 from ..errors import DataError, LaunchError, Summa3dError
-from ..files import from_json
+from ..files import from_json, replace_text
 from ..train.lease import Lease
 from . import predict
 from .file import Sweep
@@ -176,7 +176,8 @@ def write_jobs(sweep: Sweep, command: Sequence[str], directory: Path) -> list[st
     lines = []
     for nodes, counts in of_nodes.items():
         file = directory / f"job-{nodes}.sh"
-        file.write_text(
+        replace_text(
+            file,
             JOB.format(
                 name=sweep.name,
                 nodes=nodes,
@@ -185,7 +186,7 @@ def write_jobs(sweep: Sweep, command: Sequence[str], directory: Path) -> list[st
                 last=len(counts) - 1,
                 counts=",".join(map(str, counts)),
                 command=shlex.join(command),
-            )
+            ),
         )
         lines.append(f"sbatch {shlex.quote(str(file))}")
     return lines

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..files import read_json
+from ..files import no_follow, read_json
 
 NAME = "lease"
 HEARTBEAT = 10.0
 """Seconds between two heartbeats. A lease that nothing else shows to be left is taken over after twice as long."""
 PAUSE = 0.1
+NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
@@ -92,9 +94,20 @@ class Lease:
                 return os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644), True
             except FileExistsError:
                 try:
-                    return os.open(self._path, os.O_RDWR), False
+                    file = no_follow(str(self._path), os.O_RDWR | os.O_NONBLOCK)
                 except FileNotFoundError:
                     continue  # it was given back in this moment
+                except OSError as error:
+                    if error.errno not in NO_FILE:
+                        raise
+                    raise self._no_file() from None
+                if stat.S_ISREG(os.fstat(file).st_mode):
+                    return file, False
+                os.close(file)
+                raise self._no_file() from None
+
+    def _no_file(self) -> ConfigError:
+        return ConfigError(f"{self._path} is a link or no file; the lease of a run folder is a regular file. Remove it.")
 
     def _left(self, holder: dict[str, Any], file: int, locked: bool | None) -> bool:
         """Whether the job `holder` is gone; `locked`: this process has the lock of its lease, None where there is no flock."""
@@ -114,7 +127,7 @@ class Lease:
             os.close(os.open(claim, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):
-                if self._age(claim.stat()) > 2 * HEARTBEAT:  # its maker was killed before it could write
+                if self._age(claim.lstat()) > 2 * HEARTBEAT:  # its maker was killed before it could write
                     claim.unlink()
             return False
         try:
@@ -190,6 +203,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _is_at(file: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
+        return os.path.samestat(os.fstat(file), path.lstat())
     except FileNotFoundError:
         return False

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError, DataError
-from ..files import from_json, replacing, text_of
+from ..files import from_json, no_follow, replacing, text_of
 from .utilization import Work
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ def open_at(path: Path, resumed_at: int) -> Any:
         kept[-1]["resumed"] = True
     with replacing(path) as new:
         new.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-    return open(path, "ab", buffering=0)
+    return open(path, "ab", buffering=0, opener=no_follow)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

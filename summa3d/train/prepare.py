@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ from ..blas_library import TORCH, VARIABLE, Rule, library_name
 from ..comm.grid import Grid
 from ..comm.topology import replica_axes
 from ..errors import CheckpointError, ConfigError, DataError
+from ..files import check_no_link
 from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
 from ..parallel.pipeline import Pipeline, chunks_of, stages_of
@@ -233,16 +234,18 @@ def open_folder(folder: Path, resume: bool, overwrite: bool, lease: Lease | None
     checkpoints = folder / "checkpoints"
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
+        for name in (checkpoints, folder / "tensorboard"):
+            check_no_link(name)
     except OSError as error:
         raise ConfigError(f"--run {folder} cannot be made a run folder: {error.strerror}.") from error
     if lease is not None:
         lease.take(folder, progress.doing)
     newest = checkpoint.newest(checkpoints)
     if overwrite:
-        shutil.rmtree(checkpoints)
-        checkpoints.mkdir(exist_ok=True)  # another run that starts here makes it too, before it looks at the lease
+        checkpoint.remove_all(checkpoints)
         for older in folder.glob("config-*.toml"):
-            older.unlink()
+            if re.fullmatch(r"config-\d+\.toml", older.name):
+                older.unlink()
     elif newest is not None and not resume:
         raise ConfigError(
             f"--run {folder} already holds a run, with {newest.name} as its newest checkpoint.\n"

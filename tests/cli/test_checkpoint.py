@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import jobs
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import decoders, models, pre_tokenizers
 
+from summa3d.train.checkpoint.index import digest
 from summa3d.train.lease import Lease
 
 H, V = 8, 257
@@ -89,6 +93,133 @@ def test_a_folder_is_imported_by_two_ranks_inspected_continued_and_exported(thei
     assert half.stdout.endswith(f'{said}no tokenizer written: the run\'s data.tokenizer is "bytes"\n')
     halves = load_file(tmp_path / "half" / "model.safetensors")
     assert all(torch.equal(halves[name], there[name].bfloat16()) for name in there)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer.json of V tokens."""
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    letters = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    made = tokenizers.Tokenizer(models.BPE({**letters, "ab": len(letters)}, [("a", "b")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.save(str(file))
+    return file
+
+
+@pytest.fixture
+def run(theirs: Path, tmp_path: Path) -> Path:
+    """A run folder with the imported model."""
+    jobs.commands([["checkpoint", "import", theirs, tmp_path / "run"]], 1)
+    return tmp_path / "run"
+
+
+def name_tokenizer(run: Path, named: str) -> None:
+    """Have the checkpoint of a run name this tokenizer."""
+    file = run / "checkpoints" / "step-0" / "index.json"
+    index = json.loads(file.read_text())
+    del index["sha256"]
+    index["config"]["data"]["tokenizer"] = named
+    file.write_text(json.dumps({**index, "sha256": digest(index)}))
+
+
+def test_an_export_publishes_no_file_outside_of_the_run_that_a_checkpoint_names(
+    run: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    (tmp_path / "id_rsa").write_text("-----BEGIN PRIVATE KEY-----")
+    (run / "link.json").symlink_to(tokenizer)
+    places = [tmp_path / "id_rsa", tokenizer, f"{run}/../id_rsa", run / "link.json", "/proc/kmsg", "/dev/tty", "\ud800", "\0"]
+    for number, place in enumerate([*map(str, places), "\x1b[2Jx"]):
+        name_tokenizer(run, f"bpe:{V}:{place}")
+        out = tmp_path / f"out-{number}"
+        (done,) = jobs.commands([["checkpoint", "export", run, out]], 1)
+        assert done.status == 0, done.stderr
+        assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
+        assert done.stdout.splitlines()[-1].startswith("no tokenizer written: the run's data.tokenizer is \"bpe:257:")
+        assert (
+            done.stdout.endswith(", not in its folder: --tokenizer FILE\n")
+            and done.stdout.isascii()
+            and "\x1b" not in done.stdout
+        )
+
+
+def test_an_export_publishes_the_tokenizer_of_its_run_or_the_one_it_is_given_and_names_it(
+    run: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    shutil.copy(tokenizer, run / "tokenizer.json")
+    (run / "tokenizer_config.json").write_text('{"a": 1}')
+    name_tokenizer(run, f"bpe:{V}:{run}/tokenizer.json")
+    given = ["checkpoint", "export", run, tmp_path / "given", "--tokenizer", tokenizer.parent]
+    first, second = jobs.commands([["checkpoint", "export", run, tmp_path / "own"], given], 1)
+    own = tmp_path / "own"
+    assert first.stdout.splitlines()[-2:] == [str(own / "tokenizer.json"), str(own / "tokenizer_config.json")]
+    assert second.stdout.splitlines()[-1] == str(tmp_path / "given" / "tokenizer.json")
+    assert (own / "tokenizer.json").read_bytes() == (tmp_path / "given" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+
+def test_an_export_refuses_what_is_no_tokenizer_before_it_writes(run: Path, tmp_path: Path, tokenizer: Path) -> None:
+    key, lines = tmp_path / "id_rsa", []
+    key.write_text("-----BEGIN PRIVATE KEY-----")
+    for given in (key, "/proc/kmsg", "/dev/tty", tmp_path / "nowhere"):
+        lines.append(["checkpoint", "export", run, tmp_path / "out", "--tokenizer", given])
+    for done in jobs.commands(lines, 1):
+        assert done.status != 0 and "is not a tokenizer.json of the tokenizers library" in done.stderr
+    for name, text in (("tokenizer.json", "-----BEGIN PRIVATE KEY-----"), ("tokenizer_config.json", "[1]")):
+        shutil.copy(tokenizer, run / "tokenizer.json")
+        (run / name).write_text(text)
+        name_tokenizer(run, f"bpe:{V}:{run}/tokenizer.json")
+        (done,) = jobs.commands([["checkpoint", "export", run, tmp_path / "out"]], 1)
+        assert done.status != 0 and f"{run / name} " in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_import_takes_no_file_for_a_tokenizer_that_is_none(theirs: Path, tmp_path: Path) -> None:
+    (tmp_path / "id_rsa").write_text("-----BEGIN PRIVATE KEY-----")
+    for number, target in enumerate([tmp_path / "id_rsa", Path("/proc/kmsg"), Path("/etc/passwd")]):
+        source, made = tmp_path / f"theirs-{number}", tmp_path / f"run-{number}"
+        shutil.copytree(theirs, source)
+        (source / "tokenizer.json").symlink_to(target)
+        (done,) = jobs.commands([["checkpoint", "import", source, made]], 1)
+        assert done.status != 0 and "tokenizer.json is not a tokenizer.json of the tokenizers library" in done.stderr
+        assert not made.exists()
+
+
+def test_a_snapshot_of_a_hub_which_consists_of_links_is_imported(theirs: Path, tmp_path: Path, tokenizer: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1a2b"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    files = [*theirs.iterdir(), tokenizer]
+    for number, file in enumerate(files):
+        shutil.copy(file, blobs / f"{number:040x}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
+    (snapshot / "model.safetensors").rename(snapshot / "model-00001-of-00001.safetensors")
+    names = load_file(theirs / "model.safetensors")
+    weights = dict.fromkeys(names, "model-00001-of-00001.safetensors")
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    made = tmp_path / "run"
+    imported, said = jobs.commands(
+        [["checkpoint", "import", snapshot, made], ["generate", made, "--prompt", "ab", "--tokens", 3]], 1
+    )
+    assert imported.status == said.status == 0, (imported, said)
+    assert said.stdout.startswith("ab")
+    assert not (made / "tokenizer.json").is_symlink() and (made / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+
+def test_an_index_of_weights_that_names_no_file_below_its_folder_is_refused(theirs: Path, tmp_path: Path) -> None:
+    source = tmp_path / "below" / "theirs"
+    shutil.copytree(theirs, source)
+    shutil.copy(theirs / "model.safetensors", tmp_path / "outside.safetensors")
+    names = ["../../outside.safetensors", str(tmp_path / "outside.safetensors"), "a/../../../outside.safetensors", 1, None, True]
+    names += [["x"], {"x": "y"}, "", "\0", "\ud800", "\x1b[2Jgone", "\x1b[2J/../x"]
+    lines = []
+    for number, name in enumerate(names):
+        shutil.copytree(source, tmp_path / "below" / str(number))
+        index = {"weight_map": {"transformer.wte.weight": "model.safetensors", "transformer.wpe.weight": name}}
+        (tmp_path / "below" / str(number) / "model.safetensors.index.json").write_text(json.dumps(index))
+        lines.append(["checkpoint", "import", tmp_path / "below" / str(number), tmp_path / f"run-{number}"])
+    for name, done in zip(names, jobs.commands(lines, 1), strict=True):
+        assert done.status != 0 and done.stderr.startswith("CheckpointError: ") and "\x1b" not in done.stderr, (name, done)
+        assert ("which is no file below its folder" in done.stderr) == (name not in ("", "\ud800", "\x1b[2Jgone")), (name, done)
 
 
 def test_what_cannot_be_done_is_said_in_a_line(theirs: Path, tmp_path: Path) -> None:

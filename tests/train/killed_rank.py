@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import signal
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any
 from summa3d.cli.main import main
 from summa3d.comm.profile.ledger import Ledger
 from summa3d.comm.profile.processes import launched_as
-from summa3d.train.checkpoint import shards
+from summa3d.train.checkpoint import folder, shards
 from summa3d.train.checkpoint.writer import Writer
 
 
@@ -98,7 +97,7 @@ class Counted:
 
 BY = signal.Signals[os.environ.get("KILLED_BY", "SIGKILL")]
 save_file, rename, span = shards.save_file, os.rename, Ledger.run
-write_text, save, copy, rmtree = Path.write_text, Writer.save, Writer._copy, shutil.rmtree
+write_text, save, copy, remove = Path.write_text, Writer.save, Writer._copy, folder.remove_files
 
 if __name__ == "__main__":
     RANK, STEP, KIND, COUNT = os.environ["KILLED"].split()
@@ -115,7 +114,7 @@ if __name__ == "__main__":
         elif KIND == "copy":
             Writer.save = half_a_copy
         elif KIND == "delete":
-            shutil.rmtree = lambda path, **options: die() if f".old-step-{STEP}" in str(path) else rmtree(path, **options)
+            folder.remove_files = lambda path, names: die() if f".old-step-{STEP}" in str(path) else remove(path, names)
         else:
             from summa3d.parallel.replicas import Replicas
             from summa3d.train import loop

@@ -9,10 +9,8 @@ import atexit
 import contextlib
 import mmap
 import os
-import shutil
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,15 +18,29 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ...errors import printable
 from . import processes
+from .flight_files import (
+    ENDED,
+    HEADER,
+    MAGIC,
+    NO,
+    SUFFIX,
+    VARIABLE,
+    claim,
+    create,
+    folder_of_job,
+    head_of,
+    opened,
+    records_of,
+    remove,
+    sweep,
+)
+from .flight_files import keep_in as _keep_in
 
 if TYPE_CHECKING:
     from ..arrays import Array
 
-VARIABLE, NO = "SUMMA3D_FLIGHT", "no"
-"""The folder of the recorders of a job, as `summa3d launch` sets it; "no": nothing is recorded."""
-CLAIM = "summa3d-failure-"
-"""How the file begins that the rank of a node makes which reports a failure."""
 KEPT = 256
 """Communications that a rank's file holds."""
 RECORD = struct.Struct("<qddqqq16x")  # number, begin, end or 0, texts, number along the axis, state
@@ -36,22 +48,16 @@ PACK, SIZE = RECORD.pack_into, RECORD.size
 WORDS = SIZE // 8
 TEXTS, TEXT = 2048, 512
 """Texts that a file holds, each of this many bytes; further ones are the last."""
-HEADER = struct.Struct("<8sqqqqdd")
-"""What the file is, rank, ranks, process, node, seconds from the records' clock to the wall's, and the end or 0."""
-MAGIC = b"flight2\n"
 HEAD = 64
+MOST_RANKS = 1 << 24
+"""Ranks that MPI libraries can number, at most."""
 NBYTES = HEAD + KEPT * SIZE + TEXTS * TEXT
 BEGUN, WAITED_FOR, FAILED, DONE = range(4)
-SUFFIX = ".flight"
-LIFETIME = 3600.0
-"""Seconds after which the folder of a job that ended otherwise than cleanly is swept up."""
 MESSAGES = ("send", "receive")
 FRAMES = 12
 """Frames that are searched for the user's line."""
 PACKAGE = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 COMM = f"{PACKAGE}comm{os.sep}"
-KEEP, ENDED, SAVED = "keep", "ended", "flight"
-"""Files that say in which folder records are to be kept, and when their job ended; the folder in which they are kept there."""
 
 
 class Recorder:
@@ -59,7 +65,7 @@ class Recorder:
 
     def __init__(self, file: Path, rank: int, ranks: int) -> None:
         self.file, self.ranks, self._process = file, ranks, os.getpid()
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = create(file)
         try:
             os.ftruncate(descriptor, NBYTES)  # pages that are never written take no memory
             self.memory = mmap.mmap(descriptor, NBYTES)
@@ -127,20 +133,14 @@ class Recorder:
         return number
 
     def close(self) -> None:
-        """Write that this rank has ended. The last one of the node removes the folder; others may wait for a rank that ends."""
+        """Write that this rank has ended. The last one of the node removes the records; others may wait for a rank that ends."""
         if os.getpid() != self._process or not self.file.exists():
             return
         struct.pack_into("<d", self.memory, HEADER.size - 8, time.time())
-        with contextlib.suppress(FileNotFoundError):  # another rank is the last one as well, and has removed the folder
-            if all(has_ended(file) for file in self.file.parent.glob(f"*{SUFFIX}")):
-                shutil.rmtree(self.file.parent, ignore_errors=True)
-
-
-def has_ended(file: Path) -> bool:
-    """Whether the rank of a file has come to its program's end."""
-    with contextlib.suppress(OSError, struct.error), file.open("rb") as head:
-        return HEADER.unpack(head.read(HEADER.size))[-1] != 0
-    return True
+        heads = map(head_of, records_of(self.file.parent).values())
+        if all(head.ended for head in heads if head is not None):
+            with contextlib.suppress(OSError):  # another rank is the last one as well, and removes them
+                remove(self.file.parent)
 
 
 def waiting() -> str:
@@ -164,21 +164,22 @@ class Neighbour(NamedTuple):
 
 def neighbours(folder: Path) -> list[Neighbour]:
     """The ranks of this node that have files in a folder and have not ended, by rank; this one too."""
-    node, found = processes.this_node(), []
-    for file in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(OSError, struct.error), file.open("rb") as opened:
-            _, rank, _, process, there, _, end = HEADER.unpack(opened.read(HEAD)[: HEADER.size])
-            if there == node and not end and processes.state_of(process) is not None:
-                records = RECORD.iter_unpack(opened.read(KEPT * SIZE))
-                begun = [(number, state == WAITED_FOR and not ended) for number, _, ended, _, _, state in records]
-                found.append(Neighbour(rank, process, max(begun)[0], any(waits for _, waits in begun)))
+    found = []
+    for file in records_of(folder).values():
+        head = head_of(file)
+        if head is not None and head.lives:
+            with contextlib.suppress(OSError, struct.error), opened(file) as records:
+                records.seek(HEAD)
+                read = RECORD.iter_unpack(records.read(KEPT * SIZE))
+                begun = [(number, state == WAITED_FOR and not ended) for number, _, ended, _, _, state in read]
+                found.append(Neighbour(head.rank, head.process, max(begun)[0], any(waits for _, waits in begun)))
     return sorted(found)
 
 
 def unrecorded() -> list[int]:
     """The ranks of the job that have no file beside this one's."""
     assert recorder is not None
-    return sorted(set(range(recorder.ranks)) - {int(file.stem) for file in recorder.file.parent.glob(f"*{SUFFIX}")})
+    return sorted(set(range(recorder.ranks)) - records_of(recorder.file.parent).keys())
 
 
 USERS, LIBRARY, INSIDE = range(3)
@@ -204,20 +205,15 @@ recorder: Recorder | None = None
 def start(rank: int, ranks: int) -> None:
     """Record this process's communications from now on, in the folder of its job on this node."""
     global recorder
-    named = os.environ.get(VARIABLE, "")
-    if recorder is not None or named == NO or ranks == 1:
+    if recorder is not None or os.environ.get(VARIABLE) == NO or ranks == 1:
         return
-    folder = Path(named) if named else Path(tempfile.gettempdir()) / f"summa3d-flight-{os.getuid()}-{processes.job_name()}"
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder = folder_of_job()
         recorder = Recorder(folder / f"{rank}{SUFFIX}", rank, ranks)
     except OSError:  # a full or read-only folder is no reason to end a job that works
         return
     atexit.register(recorder.close)
-    for old in folder.parent.glob(f"summa3d-flight-{os.getuid()}-*"):
-        with contextlib.suppress(OSError):  # its own job may remove it now
-            if old != folder and time.time() - old.stat().st_mtime > LIFETIME:
-                shutil.rmtree(old, ignore_errors=True)
+    sweep(folder)
 
 
 class Described(Protocol):
@@ -317,21 +313,12 @@ def waiting_in(what: str, where: str) -> Iterator[None]:
 def keep_in(folder: Path) -> None:
     """Have the records of a job that fails kept in `folder`, not in the one in which it runs."""
     if recorder is not None:
-        with contextlib.suppress(OSError):
-            (recorder.file.parent / KEEP).write_text(str(folder.resolve()), encoding="utf-8")
+        _keep_in(folder, recorder.file.parent)
 
 
-def save(folder: Path, now: float) -> Path | None:
-    """Copy the records of a job that ended at `now` to where they are kept; None where they cannot be written."""
-    kept = folder / KEEP
-    try:
-        target = Path(kept.read_text(encoding="utf-8") if kept.is_file() else ".") / SAVED
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(folder, target)
-        (target / ENDED).write_text(repr(now), encoding="utf-8")
-    except OSError:
-        return None
-    return target
+def claim_node() -> bool:
+    """Take this job's one place to print on this node; False where another rank has it."""
+    return claim(None if recorder is None else recorder.file.parent)
 
 
 def ended(folder: Path) -> float:
@@ -378,14 +365,20 @@ class Flight:
 
 def read(file: Path) -> Flight | None:
     """A rank's file; None if it is none, or cut short."""
-    data = file.read_bytes()
+    try:
+        with opened(file, anybodys=True) as found:
+            data = found.read(NBYTES + 1)
+    except OSError:
+        return None
     if len(data) != NBYTES or not data.startswith(MAGIC):
         return None
     _, rank, ranks, process, _, offset, end = HEADER.unpack_from(data)
+    if not 0 <= rank < ranks <= MOST_RANKS:
+        return None
 
     def text(number: int) -> str:
         start = HEAD + KEPT * SIZE + number * TEXT
-        return data[start : start + TEXT].partition(b"\0")[0].decode(errors="replace")
+        return printable(data[start : start + TEXT].partition(b"\0")[0].decode(errors="replace"))
 
     records = []
     for place in range(KEPT):
@@ -399,7 +392,7 @@ def read(file: Path) -> Flight | None:
 
 def read_folder(folder: Path) -> list[Flight]:
     """The files of a folder, by rank."""
-    found = [read(file) for file in folder.glob(f"*{SUFFIX}")]
+    found = [read(file) for file in records_of(folder).values()]
     return sorted((one for one in found if one is not None), key=lambda one: one.rank)
 
 

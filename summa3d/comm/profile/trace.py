@@ -11,6 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ...errors import ConfigError, DataError
+from ...files import replace_text
 
 PHASES, RUNS, PRODUCTS, COPIES = "phases", "runs", "products", "copies"
 ON_DEVICE = " on the device"
@@ -106,7 +107,7 @@ def write(path: Path, trace: Trace, comm: MPI.Intracomm) -> None:
     error = None
     try:
         if text is not None:
-            path.write_text(text, encoding="utf-8")
+            replace_text(path, text)
     except OSError as caught:
         error = DataError(f"--trace {path} cannot be written: {caught.strerror}.")
     error = comm.bcast(error)

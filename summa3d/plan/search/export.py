@@ -9,6 +9,7 @@ from typing import Any
 
 from ...cluster import Cluster
 from ...errors import DataError
+from ...files import replace_text
 from ...train import toml
 from ...train.config import Config, from_table, to_table, write
 from .plans import Plan
@@ -63,8 +64,8 @@ def export(folder: Path, plan: Plan, seconds: float, base: Config, cluster: Clus
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write(to_table(config), folder / "plan.toml")
-        (folder / "job.sh").write_text(_job(folder, plan, seconds, config, cluster), encoding="utf-8")
-        (folder / "plan.json").write_text(json.dumps({**found, "dry_run": held}, indent=1) + "\n", encoding="utf-8")
+        replace_text(folder / "job.sh", _job(folder, plan, seconds, config, cluster))
+        replace_text(folder / "plan.json", json.dumps({**found, "dry_run": held}, indent=1) + "\n")
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error}") from None
     return held

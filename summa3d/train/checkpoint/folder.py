@@ -5,10 +5,10 @@ Nothing in a checkpoint depends on the grid that wrote it, so that any other gri
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from ...blas_library import Rule
 from ...comm.failure import agree_on_error
 from ...comm.grid import Place
 from ...errors import CheckpointError
+from ...files import remove_files, rename_folder, replacing
 from ...nn.config import ModelConfig
 from ...nn.models.registry import build
 from ...nn.schemes.scheme import scheme
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from ...comm.grid import Grid
     from ...parallel.states import State
 
+OLD = ".old-"
+"""How the folder of a checkpoint begins that is being deleted."""
+OWN_NAMES = re.compile(r"rank-\d+\.safetensors|(\.[0-9a-f]{12}-)?index\.json")
+"""What the folder of a checkpoint holds; a user's files in it are left alone."""
 FREE_KEYS = ("dropout", "attention_dropout")
 """Keys of a model that may change when a run is resumed: no weight depends on them."""
 
@@ -250,26 +255,44 @@ def publish(folder: Path, step: int, index: dict[str, Any], keep: int) -> None:
     written, final = temporary(folder, step), folder / f"step-{step}"
     if written.is_dir():
         path = written / contents.NAME
-        path.write_text(json.dumps({**index, "sha256": contents.digest(index)}), encoding="utf-8")
-        shards.sync(path)
+        with replacing(path) as new:
+            new.write_text(json.dumps({**index, "sha256": contents.digest(index)}), encoding="utf-8")
+            shards.sync(new)
         shards.sync(written)
         if final.exists():
             _delete(final)
-        os.rename(written, final)
+        rename_folder(written, final, last=contents.NAME)
     shards.sync(folder)
     for old in sorted(steps(folder).items())[:-keep]:
         _delete(old[1])
 
 
+def remove_all(folder: Path) -> None:
+    """Remove all checkpoints of a folder, complete or not. Raises OSError."""
+    clean(folder)
+    for path in folder.glob("step-*"):
+        if re.fullmatch(r"step-\d+", path.name):
+            _delete(path)
+
+
 def clean(folder: Path) -> None:
     """Remove the folders that an interrupted writer or deletion left behind."""
-    for pattern in (".tmp-step-*", ".old-step-*"):
-        for path in folder.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".tmp-step-*"):
+        with contextlib.suppress(OSError):
+            remove_files(path, OWN_NAMES)
+    for path in folder.glob(f"{OLD}step-*"):
+        with contextlib.suppress(OSError):
+            _finish_deletion(path)
 
 
 def _delete(path: Path) -> None:
     """Delete a checkpoint. The folder is renamed first, so that a half-deleted checkpoint never has a final name."""
-    old = path.with_name(f".old-{path.name}")
+    old = path.with_name(f"{OLD}{path.name}")
     os.rename(path, old)
-    shutil.rmtree(old)
+    _finish_deletion(old)
+
+
+def _finish_deletion(old: Path) -> None:
+    """Delete a checkpoint that was renamed to be deleted; where a user keeps files in it, these get their folder back."""
+    if not remove_files(old, OWN_NAMES):
+        os.rename(old, old.with_name(old.name.removeprefix(OLD)))

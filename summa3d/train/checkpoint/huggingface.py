@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from ...comm.failure import agree_on_error
 from ...comm.grid import Grid, Place
-from ...errors import CheckpointError, Summa3dError
-from ...files import read_json, replacing
+from ...errors import CheckpointError, DataError, Summa3dError
+from ...files import bytes_of, from_json, read_json, replace_text, replacing
 from ...layout.layout import Layout, Sharding
 from ...nn.config import ModelConfig
 from .. import config as configuration
 from .. import toml
 from ..config import Config, DataConfig, master_dtype
+from ..data import corpus
 from ..lease import Lease
 from ..on_root import on_root
 from ..precision import torch_dtype
@@ -66,7 +67,13 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
     Raises CheckpointError, on every rank alike, where `source` is not a Transformers folder, for an unsupported family or
     option, and for tensors that are missing, unknown or of another shape.
     """
-    found = on_root(comm, lambda: read_source(source), CheckpointError)
+
+    def read() -> Source:
+        if (source / TOKENIZER).is_file():
+            _tokenizer_files(source / TOKENIZER)
+        return read_source(source)
+
+    found = on_root(comm, read, CheckpointError)
     with Lease() as lease:
         on_root(comm, lambda: _open_run(run, overwrite, lease), CheckpointError)
         grid = Grid(comm, {"r": comm.size})
@@ -84,7 +91,7 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
 
         def describe() -> None:
             if config.data.tokenizer_file:
-                _copy_tokenizer(source / TOKENIZER, run)
+                _write_all(_tokenizer_files(source / TOKENIZER), run)
             configuration.write(configuration.to_table(config), run / "config.toml")
             with replacing(run / ORIGINAL) as new:
                 new.write_text(json.dumps(found.original, indent=2) + "\n", encoding="utf-8")
@@ -108,8 +115,14 @@ def _local_rows(rule: Rule, reader: huggingface_files.Reader, found: Source, gri
     return shards.TensorBlock(f"model.{rule.ours}", share.contiguous(), sharding)
 
 
-def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None = None, file_bytes: int = 5 << 30) -> list[Path]:
-    """Write a checkpoint as a Transformers folder and return the paths of its safetensors files. Runs on one rank.
+def export_folder(
+    saved: checkpoint.Checkpoint,
+    target: Path,
+    dtype: str | None = None,
+    file_bytes: int = 5 << 30,
+    tokenizer: Path | None = None,
+) -> list[Path]:
+    """Write a checkpoint as a Transformers folder and return the paths of its files. Runs on one rank.
 
     Parameters
     ----------
@@ -117,15 +130,22 @@ def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None 
     target : a new or empty folder
     dtype : dtype of the files; default: the dtype that the model computed in
     file_bytes : largest size of a file, in bytes of tensors; a larger tensor has a file of its own
+    tokenizer : a tokenizer.json, or a folder with one, that goes along; default: that in the run folder, see `tokenizer_of`
 
     Memory: one tensor at a time. Raises CheckpointError for a family without a Transformers form, and where `target` is not
-    empty. The run's tokenizer goes along, see `tokenizer_of`.
+    empty; DataError where a tokenizer cannot be read as one.
     """
     model = toml.build(ModelConfig, saved.index["model"], "model.")
     if model.family not in FAMILIES:
         raise CheckpointError(f"A {model.family} model cannot be exported. Families that can be exported: {', '.join(FAMILIES)}.")
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty. Choose another folder, so that no file of another model stays in it.")
+    run = run_of(saved)
+    if tokenizer is not None:
+        others = _tokenizer_files(tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer)
+    else:
+        others = {} if (own := tokenizer_of(saved)) is None else _tokenizer_files(own, run)
+    original = None if run is None or not is_in(run, run / ORIGINAL) else run / ORIGINAL
     target.mkdir(parents=True, exist_ok=True)
     dtype = dtype or saved.index["dtype"]
     rules = rules_of(model)
@@ -141,13 +161,9 @@ def export_folder(saved: checkpoint.Checkpoint, target: Path, dtype: str | None 
                 yield from (part.to(torch_dtype(dtype)) for part in to_theirs(rule, block.tensor, model))
 
     files = huggingface_files.write(target, listing, dtype, tensors(), file_bytes)
-    run = saved.path.parent.parent
-    original, tokenizer = run / ORIGINAL, tokenizer_of(saved)
-    if tokenizer is not None:
-        _copy_tokenizer(tokenizer, target)
-    kept = read_json(original) if original.is_file() else {}
-    (target / "config.json").write_text(json.dumps(config_of(model, dtype, kept), indent=2) + "\n", encoding="utf-8")
-    return files
+    kept = read_json(original) if original is not None else {}
+    replace_text(target / "config.json", json.dumps(config_of(model, dtype, kept), indent=2) + "\n")
+    return files + _write_all(others, target)
 
 
 def tokenizer_name(saved: checkpoint.Checkpoint) -> str:
@@ -155,21 +171,52 @@ def tokenizer_name(saved: checkpoint.Checkpoint) -> str:
     return saved.config["data"]["tokenizer"] if saved.config is not None else "bpe"
 
 
+def run_of(saved: checkpoint.Checkpoint) -> Path | None:
+    """The run folder that a checkpoint lies in; None for one that lies elsewhere."""
+    folder = saved.path.absolute().parent
+    return folder.parent if folder.name == "checkpoints" else None
+
+
+def is_in(run: Path, file: Path) -> bool:
+    """Whether this is a file of a run folder, and no link that leads out of it."""
+    return file.is_file() and Path(os.path.realpath(file)).is_relative_to(os.path.realpath(run))
+
+
 def tokenizer_of(saved: checkpoint.Checkpoint) -> Path | None:
-    """The tokenizer.json that a checkpoint's run reads; None for bytes and numbers, and where the file is gone."""
-    named, run = tokenizer_name(saved), saved.path.parent.parent
-    if named.partition(":")[0] in ("bytes", "numbers"):
+    """The tokenizer.json of a checkpoint's run; None for bytes and numbers, and where the run folder holds none.
+
+    A checkpoint may name any file of the computer, and may come from somebody else: none outside of its run folder is read.
+    """
+    named, run = tokenizer_name(saved), run_of(saved)
+    if run is None or named.partition(":")[0] in ("bytes", "numbers"):
         return None
     own = configuration.tokenizer_file(named)
     places = [Path(own), run / TOKENIZER] if own else [run / "data" / TOKENIZER]  # a run folder may have been moved
-    return next((place for place in places if place.is_file()), None)
+    return next((place for place in places if is_in(run, place)), None)
 
 
-def _copy_tokenizer(file: Path, target: Path) -> None:
-    """Copy a tokenizer.json into `target`, and the tokenizer_config.json beside it, where there is one."""
-    shutil.copyfile(file, target / TOKENIZER)
-    if (beside := file.with_name(TOKENIZER_CONFIG)).is_file():
-        shutil.copyfile(beside, target / TOKENIZER_CONFIG)
+def _tokenizer_files(file: Path, run: Path | None = None) -> dict[str, bytes]:
+    """Name → contents of a tokenizer.json, and of the tokenizer_config.json beside it, where there is one (in `run`, if given).
+
+    Raises DataError where they are not what they are called.
+    """
+    found, beside = {TOKENIZER: corpus.tokenizer_bytes(file)}, file.with_name(TOKENIZER_CONFIG)
+    if beside.is_file() if run is None else is_in(run, beside):
+        try:
+            found[TOKENIZER_CONFIG] = bytes_of(beside)
+            if not isinstance(from_json(found[TOKENIZER_CONFIG]), dict):
+                raise ValueError("it is no JSON object")
+        except (OSError, ValueError) as error:
+            raise DataError(f"{beside} cannot be read: {error}.") from error
+    return found
+
+
+def _write_all(files: dict[str, bytes], target: Path) -> list[Path]:
+    """Write files by name into a folder, and return their paths."""
+    for name, data in files.items():
+        with replacing(target / name) as new:
+            new.write_bytes(data)
+    return [target / name for name in files]
 
 
 def _unsharded(shape: tuple[int, ...]) -> Sharding:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...files import check_regular, read_json
+from ...files import check_regular, read_json, replace_text
 from .open_files import OpenFiles, header
 from .safetensors import ITEM_BYTES, write_tensors
 
@@ -32,6 +32,11 @@ class Entry:
     dtype: str
 
 
+def is_inside(name: object) -> bool:
+    """Whether a file's name in an index is that of one below the index's folder."""
+    return isinstance(name, str) and "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
 def listing(folder: Path) -> dict[str, Entry]:
     """Name → entry of every tensor of a folder, which holds one file, or several with an index. Reads headers only.
 
@@ -39,9 +44,12 @@ def listing(folder: Path) -> dict[str, Entry]:
     """
     if (folder / INDEX).is_file():
         try:
-            files = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+            named = list(read_json(folder / INDEX)["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"Cannot read {folder / INDEX}: {error}.") from error
+        if wrong := [name for name in named if not is_inside(name)]:
+            raise CheckpointError(f"{folder / INDEX} names {wrong[0]!r:.99}, which is no file below its folder.")
+        files = sorted(set(named))
     else:
         files = [SINGLE]
     found: dict[str, Entry] = {}
@@ -49,7 +57,7 @@ def listing(folder: Path) -> dict[str, Entry]:
         try:
             check_regular(folder / file)
             found.update((name, Entry(file, name, shape, dtype)) for name, shape, dtype in header(folder / file))
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:  # a half of a surrogate pair in a name is a ValueError
             raise CheckpointError(f"Cannot read {folder / file}: {error}.") from error
     return found
 
@@ -116,5 +124,5 @@ def write(
         weight_map = {name: file for file, group in zip(files, groups, strict=True) for name, _ in group}
         total = sum(prod(shape) for _, shape in listed) * ITEM_BYTES[dtype]
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        replace_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
     return [folder / file for file in files]

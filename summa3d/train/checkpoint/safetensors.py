@@ -45,7 +45,8 @@ def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]]
     tensors : the tensors in the order of `listed`; an iterator may make each of them when it is written
 
     The file holds the header's length in 8 bytes, the header as JSON, then the tensors one after the other. Device tensors are
-    copied to the host in pieces. A thread computes the SHA-256 beside the writes. Raises OSError.
+    copied to the host in pieces. A thread computes the SHA-256 beside the writes. Replaces a file of
+    that name. Raises OSError.
     """
     codes = {name: code for code, name in CODES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -56,7 +57,8 @@ def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     digest, hashed = hashlib.sha256(), deque[Future[None]]()
-    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1, "hash") as thread:
+    path.unlink(missing_ok=True)  # a link would be followed
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1, "hash") as thread:
 
         def put(data: bytes | memoryview) -> None:
             hashed.append(thread.submit(digest.update, data))

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from ...comm.arrays import dtype_name
 from ...errors import CheckpointError
+from ...files import check_no_link
 from .open_files import OpenFiles, header
 from .safetensors import save_file
 
@@ -45,6 +46,7 @@ def write(path: Path, blocks: Sequence[TensorBlock], grid: Grid) -> dict[str, An
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        check_no_link(path.parent)
         digest = save_file({block.name: block.tensor for block in blocks}, path)
         size = path.stat().st_size
     except OSError as error:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
-from ...files import from_json, text_of, whole
+from ...files import bytes_of, from_json, text_of, whole
 from ..config import DataConfig
 
 FOREIGN = ("site-packages", "dist-packages")
@@ -277,6 +277,18 @@ def load_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     if found.vocabulary > config.vocabulary:
         raise DataError(f"The tokenizer {path} has {found.vocabulary} tokens; data.tokenizer says at most {config.vocabulary}.")
     return found
+
+
+def tokenizer_bytes(path: Path) -> bytes:
+    """What is in a tokenizer.json. Raises DataError where it is none that the tokenizers library can read."""
+    try:
+        data = bytes_of(path)
+        _tokenizers().Tokenizer.from_str(data.decode())
+    except DataError:
+        raise
+    except Exception as error:  # the library raises this class alone
+        raise DataError(f"{path} is not a tokenizer.json of the tokenizers library ({error}).") from error
+    return data
 
 
 def _tokenizers() -> Any:

@@ -6,8 +6,7 @@ A window is a function of the seed, the step and the row's number in the global 
 from __future__ import annotations
 
 import json
-import os
-import shutil
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import DataError
-from ...files import read_json
+from ...files import read_json, remove_files, rename_folder
 from ..config import DataConfig
 from ..on_root import on_root
 from . import corpus
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 FORMAT = 2
+LABEL = "tokens.json"
+OWN_NAMES = re.compile(r"tokens\.json|tokenizer\.json|(train|validation)\.bin")
+"""What the folder holds; a user's files in it are left alone."""
 TRAIN_STREAM = 0x7472_6169_6E00_0001
 """Philox key word that separates the random numbers of windows from those of weights and dropout of the same seed."""
 
@@ -90,7 +92,7 @@ def prepare(
 def open_tokens(config: DataConfig, sequence: int, folder: Path) -> Tokens:
     """Memory-map the token files in `folder`. Raises DataError where they are damaged or too short for a window."""
     try:
-        counts = read_json(folder / "tokens.json")["tokens"]
+        counts = read_json(folder / LABEL)["tokens"]
         parts = {part: _memory_map(part, count, config, folder) for part, count in counts.items()}
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"Cannot read the token files in {folder}: {error}. Delete it; the next run makes it again.") from error
@@ -128,18 +130,20 @@ def _encode_once(config: DataConfig, folder: Path, say: Callable[[str], None]) -
         return
     say(f"encoding the corpus {config.path}")
     temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    if temporary.exists() or temporary.is_symlink():
+        remove_files(temporary, OWN_NAMES)
+    temporary.mkdir(parents=True, exist_ok=True)
     counts = corpus.encode(config, parts, temporary)
-    (temporary / "tokens.json").write_text(json.dumps({**label, "tokens": counts}))
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
+    (temporary / LABEL).write_text(json.dumps({**label, "tokens": counts}))
+    if folder.exists() or folder.is_symlink():
+        remove_files(folder, OWN_NAMES)
+    rename_folder(temporary, folder, last=LABEL)
 
 
 def _labelled(folder: Path, label: dict[str, object]) -> bool:
     """Whether `folder` holds the token files of the corpus with this format and fingerprint."""
     try:
-        found = read_json(folder / "tokens.json")
+        found = read_json(folder / LABEL)
     except (OSError, ValueError):
         return False
     return {key: found.get(key) for key in label} == label
