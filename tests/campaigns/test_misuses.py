@@ -28,8 +28,8 @@ SOME, MANY = 60, 1000
     ],
 )
 def test_misuses_raise_one_of_ours_or_are_right_and_so_is_what_follows(number: int, ranks: int, seed: int) -> None:
-    program = str(jobs.ROOT / "tests" / "misuses.py")
-    words = [program, "--cases", str(number), "--ranks", str(ranks), "--seed", str(seed)]
+    program = str(jobs.ROOT / "tests" / "campaigns" / "__main__.py")
+    words = [program, "misuses", "--cases", str(number), "--ranks", str(ranks), "--seed", str(seed)]
     ended = jobs.run_serial(words, timeout=300 + 2.0 * number)
     counts = re.search(rf"^{number} misuses on {ranks} ranks: 0 findings$", ended.stdout, re.MULTILINE)
     assert ended.status == 0 and counts, ended.stdout + ended.stderr

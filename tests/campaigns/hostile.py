@@ -1,31 +1,31 @@
 """Hostile files and settings: a seeded generator of cases, each a command on what it has spoilt, run in a fork with limits.
 
-`python tests/hostile.py --cases 1000 --seed 1` prints a table of what they end with. A case is held where the command refuses in
-a few lines, or ends well and says what it says of the unspoilt; a traceback, a hang, a crash, or a wrong acceptance is a finding.
+`python tests/campaigns hostile --cases 1000 --seed 1` prints a table of what they end with. A case is held where the command
+refuses in a few lines, or ends well and says what it says of the unspoilt; a traceback, a hang, a crash, or a wrong acceptance is
+a finding.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SECONDS, BYTES, LINES = 30.0, 6 << 30, 8
-"""Limits of a case: seconds, address space, lines of a refusal."""
+from campaigns import core
+
+BYTES, LINES = 6 << 30, 8
+"""Limits of a case: address space, lines of a refusal."""
 OUTSIDE = "outside-of-the-folder"
 NUMBERS = (
     "-1",
@@ -55,14 +55,14 @@ JSON_VALUES: tuple[Any, ...] = (
 )
 LONG = ("train.steps", "train.sample_tokens", "train.evaluate_batches", "train.batch", "model.layers", "model.hidden")
 """Keys whose large values are only a long run, or a large one."""
-REFUSED, EITHER, WELL = "refused", "either", "well"
+REFUSED, EITHER, RIGHT = "refused", "either", "right"
 
 
 @dataclass(frozen=True)
 class Case:
     """A command whose files `spoil` has spoilt, in a folder of its own.
 
-    words : of the command line, in the folder. must : "refused", "well" or "either". same : an accepted case prints what the
+    words : of the command line, in the folder. must : "refused", "right" or "either". same : an accepted case prints what the
     command prints of the unspoilt files.
     """
 
@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended: a verdict ("held", or the finding) and what the command said."""
+    """How a command ended ("refused", "right" or the finding), and what it said."""
 
     verdict: str
     status: int | None
@@ -84,7 +84,7 @@ class Outcome:
     stderr: str
 
 
-def run(words: list[str], folder: Path, seconds: float = SECONDS) -> Outcome:
+def run(words: list[str], folder: Path, seconds: float) -> Outcome:
     """Run `summa3d WORDS…` in a fork of this process, in the folder, under the limits."""
     out, err = folder / ".stdout", folder / ".stderr"
     child = os.fork()
@@ -105,7 +105,7 @@ def run(words: list[str], folder: Path, seconds: float = SECONDS) -> Outcome:
     if code < 0:
         return Outcome(f"crash: {signal.Signals(-code).name}", code, *said)
     traced = "Traceback (most recent call last)" in said[1]
-    return Outcome("traceback" if traced else "refused" if code else "well", code, *said)
+    return Outcome("traceback" if traced else "refused" if code else "right", code, *said)
 
 
 def _become(words: list[str], folder: Path, out: Path, err: Path) -> None:
@@ -134,21 +134,17 @@ def _become(words: list[str], folder: Path, out: Path, err: Path) -> None:
 
 
 def judge(case: Case, found: Outcome, unspoilt: str) -> str:
-    """ "held", or what is wrong."""
-    if found.verdict not in ("refused", "well"):
+    """ "refused", "right", or what is wrong."""
+    if found.verdict not in core.HELD:
         return found.verdict
     if "root:" in found.stdout + found.stderr:
         return "read outside of the folder"
-    if found.verdict == "refused":
-        said = [line for line in found.stderr.splitlines() if line.strip()]
-        if case.must == WELL:
-            return "wrongly refused"
-        if not said:
-            return "refused without a word"
-        return "held" if len(said) <= LINES and len(found.stderr) <= 4000 else "a long refusal"
-    if case.must == REFUSED or (case.same and found.stdout != unspoilt):
-        return "wrongly accepted"
-    return "held"
+    if case.must not in (EITHER, found.verdict) or (found.verdict == "right" and case.same and found.stdout != unspoilt):
+        return "wrongly " + ("refused" if found.verdict == "refused" else "accepted")
+    said = [line for line in found.stderr.splitlines() if line.strip()]
+    if found.verdict == "refused" and not said:
+        return "refused without a word"
+    return "a long refusal" if found.verdict == "refused" and (len(said) > LINES or len(found.stderr) > 4000) else found.verdict
 
 
 # ---------------------------------------------------------------------------------------------------------------- the material
@@ -163,7 +159,7 @@ def make_base(folder: Path) -> None:
     words = ["train", "demo", "--run", "run", *[part for one in settings for part in ("--set", one)]]
     for command in (words, ["checkpoint", "export", "run", "exported"]):
         ended = run(command, folder, 120)
-        if ended.verdict != "well":
+        if ended.verdict != "right":
             raise RuntimeError(f"{command}: {ended}")
     shutil.copy(folder / "run" / "config.toml", folder / "mine.toml")
     lines = [{"m": 64, "n": 64, "k": 64, "form": "nn", "dtype": "float64", "ranks": 1, "seconds": {"median": 1.0}}]
@@ -500,10 +496,8 @@ def cases(number: int, seed: int) -> list[Case]:
     return found
 
 
-def campaign(
-    number: int, seed: int, only: str = "", verbose: bool = False, seconds: float = SECONDS
-) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Run the cases; returns how many of each kind ended how, and the findings."""
+def prepare() -> None:
+    """Import what commands take long to import, once for all forks."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -514,28 +508,9 @@ def campaign(
     import summa3d.train.loop  # noqa: F401
 
     torch.set_num_threads(1)
-    counts, findings, unspoilt = Counter[tuple[str, str]](), list[str](), dict[str, str]()
-    with tempfile.TemporaryDirectory() as name:
-        base = Path(name) / "base"
-        base.mkdir()
-        make_base(base)
-        for place, case in enumerate(cases(number, seed)):
-            if not re.search(only, f"{case.kind} {case.name}"):
-                continue
-            key = " ".join(case.words)
-            if case.same and key not in unspoilt:
-                unspoilt[key] = _in_copy(base, Case(case.kind, "", case.words), seconds).stdout
-            found = _in_copy(base, case, seconds)
-            verdict = judge(case, found, unspoilt.get(key, ""))
-            counts[case.kind, verdict] += 1
-            if verdict != "held" or verbose:
-                said = "\n    ".join(found.stderr.strip()[-1500 if verbose else -300 :].splitlines()[-12:])
-                findings.append(f"{place} {case.kind} {case.name[:100]!r}: {verdict}: {' '.join(case.words)[:160]!r}\n    {said}")
-                print(findings[-1], flush=True)
-    return counts, findings
 
 
-def _in_copy(base: Path, case: Case, seconds: float) -> Outcome:
+def in_copy(base: Path, case: Case, seconds: float) -> Outcome:
     """Run a case in a copy of the material."""
     with tempfile.TemporaryDirectory(dir=base.parent) as name:
         folder = Path(name) / "here"
@@ -546,19 +521,23 @@ def _in_copy(base: Path, case: Case, seconds: float) -> Outcome:
 
 
 def main() -> int:
-    """The campaign of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="cases whose kind and name match")
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--limit", type=float, default=SECONDS, help="seconds after which a case hangs; more on a busy machine")
-    settings = parser.parse_args()
-    counts, findings = campaign(settings.cases, settings.seed, settings.only, settings.verbose, settings.limit)
-    for (kind, verdict), count in sorted(counts.items()):
-        print(f"{kind:10} {verdict:30} {count}")
-    return 1 if findings else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    """Run the campaign of the command line."""
+    settings = core.options(__doc__, cases=1000).parse_args()
+    prepare()
+    lines, unspoilt = list[core.Line](), dict[str, str]()
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name) / "base"
+        base.mkdir()
+        make_base(base)
+        for number, case in enumerate(cases(settings.cases, settings.seed)):
+            if settings.only and number not in settings.only:
+                continue
+            key = " ".join(case.words)
+            if case.same and key not in unspoilt:
+                unspoilt[key] = in_copy(base, Case(case.kind, "", case.words), settings.limit).stdout
+            found = in_copy(base, case, settings.limit)
+            verdict = judge(case, found, unspoilt.get(key, ""))
+            words = " ".join(case.words)
+            lines.append(core.Line(number, case.kind, f"{case.name[:100]!r}, {words[:160]!r}", verdict, found.stderr[-1500:]))
+            lines[-1].tell()
+    return core.report(lines, "hostile files and settings")
