@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from campaigns.core import Board, RankCase, World
+from campaigns.core import Board, RankCase, World, blame
 from campaigns.spoilt import MustRefuse, as_numpy, snapshot
 
 UNCHECKED = ("grid", "freed", "gradient", "redistribute", "layer")
@@ -64,10 +63,7 @@ def attempt(case: Case, grid: Any, arguments: dict[str, Any]) -> tuple[str, Any,
     except Summa3dError as error:
         return "refused", error, before
     except Exception as error:
-        import traceback
-
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}", error, before
+        return blame(error), error, before
 
 
 def judged(case: Case, world: World, grid: Any, number: int) -> tuple[str, str]:

@@ -8,19 +8,22 @@ import faulthandler
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 SECONDS, SETTLED = 30.0, 0.3
 """Limit of a case; what a rank that was refused leaves to the others before it takes them to wait for it."""
-HELD = ("refused", "right")
+HELD = ("refused", "right", "named")
+"""What a case may end with: an error of ours, the right numbers, or a hang that the watchdog ends and names."""
 MODES: dict[str, dict[str, Any]] = {
     "node memory": {"node_memory": True},
     "MPI": {"node_memory": False},
@@ -81,6 +84,10 @@ def axes_of(size: int) -> dict[str, int]:
     return {"x": size, "y": 1, "z": 1} if size % 2 else {"x": 2, "y": size // 2, "z": 1}
 
 
+class Finding(Exception):
+    """What must not be."""
+
+
 @dataclass
 class RankCase:
     """A case on all ranks of a job, or, with a victim, on one of them. `run` gives a verdict and what was said."""
@@ -95,13 +102,49 @@ class RankCase:
         raise NotImplementedError
 
 
+@dataclass
+class Scene(RankCase):
+    """A case that plays on a grid of its own: `play` returns one of HELD, or raises a Finding.
+
+    hangs : what the watchdog's report of a hang matches; without it a hang is a finding.
+    """
+
+    play: Callable[[World, Any, int], str]
+    hangs: str = ""
+
+    def run(self, world: World, number: int) -> tuple[str, str]:
+        """Play, and meet the other ranks on the board."""
+        with world.own(self.mode) as grid:
+            try:
+                found = self.play(world, grid, number), ""
+            except Finding as error:
+                found = str(error), ""
+            except Exception as error:
+                if os.getpid() != world.process:
+                    raise
+                found = blame(error), str(error)[:300]
+            if os.getpid() == world.process:
+                world.board.meet(number)
+            return found
+
+
+def blame(error: Exception) -> str:
+    """The class of an error, and the line that raised it."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}"
+
+
 @dataclass(frozen=True)
 class Kind:
-    """A campaign on ranks: its name on the command line, what its cases are called, and the groups they are drawn from."""
+    """A campaign on ranks: its name on the command line, what its cases are called, and the groups they are drawn from.
+
+    watchdog : seconds after which the library ends a job that hangs; 0, never.
+    """
 
     name: str
     what: str
     groups: tuple[tuple[Callable[[random.Random, int, int], RankCase], int], ...]
+    watchdog: float = 0.0
 
     def drawn(self, seed: int, number: int, rank: int, size: int) -> RankCase:
         """Case `number`, alike on all ranks but for the numbers in its arrays."""
@@ -113,7 +156,7 @@ class Kind:
 class Board:
     """What each rank has come to, in memory that all of them map."""
 
-    ENTERED, REFUSED, DONE = 1, 2, 3
+    ENTERED, REFUSED, DONE, MET = 1, 2, 3, 4
 
     def __init__(self, file: Path, rank: int, size: int) -> None:
         import numpy as np
@@ -140,6 +183,20 @@ class Board:
                     return True
             time.sleep(0.001)
 
+    def wait(self, number: int, state: int, ranks: Sequence[int], seconds: float = 60.0) -> bool:
+        """Wait, asleep and outside of any communication, until these ranks have come so far in a case; False after `seconds`."""
+        end = time.monotonic() + seconds
+        while not all(self.states[rank, 0] > number or (self.states[rank, :2] >= (number, state)).all() for rank in ranks):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def meet(self, number: int) -> None:
+        """Wait for all ranks at the end of a case; the case's limit ends what never comes."""
+        self.write(number, self.MET)
+        self.wait(number, self.MET, range(len(self.states)), float("inf"))
+
 
 @dataclass
 class World:
@@ -150,6 +207,7 @@ class World:
     board: Board
     settled: float
     grids: dict[str, Any] = field(default_factory=dict)
+    process: int = field(default_factory=os.getpid)
 
     def grid(self, mode: str) -> Any:
         """The grid of a mode, made where there is none."""
@@ -159,6 +217,22 @@ class World:
             own = self.comm.Dup()
             self.grids[mode] = Grid(own, axes_of(self.comm.size), **MODES[mode]), own
         return self.grids[mode][0]
+
+    @contextlib.contextmanager
+    def own(self, mode: str) -> Iterator[Any]:
+        """A grid that no other case uses, on a communicator of its own."""
+        from summa3d import Grid
+        from summa3d.errors import Summa3dError
+
+        comm = self.comm.Dup()
+        grid = Grid(comm, axes_of(self.comm.size), **MODES[mode])
+        try:
+            yield grid
+        finally:
+            with contextlib.suppress(Summa3dError):
+                grid.free()
+            if os.getpid() == self.process:
+                comm.Free()
 
     def drop(self, mode: str) -> None:
         """Free a grid whose ranks are out of step."""
@@ -212,7 +286,7 @@ def on_ranks(kind: Kind, numbers: list[int], seed: int, folder: Path, settled: f
             try:
                 verdict = afterwards(world, case.mode, number) or verdict
             except Exception as error:
-                verdict, said = f"{type(error).__name__} afterwards", str(error)[:300]
+                verdict, said = f"{blame(error)} afterwards", str(error)[:300]
             every = world.control.allgather((verdict, said))
             faulthandler.cancel_dump_traceback_later()
         if rank == 0:
@@ -232,11 +306,11 @@ def line_of(number: int, case: RankCase, verdict: str, said: str) -> Line:
 # -------------------------------------------------------------------------------------------------------------------- the parent
 
 
-def job(words: list[str], seconds: float) -> tuple[int, str]:
-    """Status and output of a job, which is killed after so many seconds."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+def job(words: list[str], folder: Path, seconds: float, watchdog: float) -> tuple[int, str]:
+    """Status and output of a job in a folder, which is killed after so many seconds."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "SUMMA3D_WATCHDOG": f"{watchdog:g}"}
     made = subprocess.Popen(
-        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
+        words, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -259,16 +333,23 @@ def run(kind: Kind, numbers: list[int], ranks: int, seed: int, settled: float, s
             (folder / "numbers").write_text(json.dumps(left))
             program = [sys.executable, str(Path(__file__).with_name("__main__.py")), kind.name, "--on-ranks", name]
             words = ["--seed", str(seed), "--settled", str(settled), "--limit", str(seconds)]
-            status, said = job([*launcher, "-n", str(ranks), *program, *words], seconds * (4 + 0.03 * len(left)))
+            status, said = job(
+                [*launcher, "-n", str(ranks), *program, *words], folder, seconds * (4 + 0.03 * len(left)), kind.watchdog
+            )
             text = (folder / "lines").read_text() if (folder / "lines").exists() else ""
             done = [Line(**json.loads(line)) for line in text.splitlines()]
             if len(done) < len(left):
                 if not (folder / "now").exists():
                     raise RuntimeError(said)
                 stacks = "\n".join(file.read_text() for file in sorted(folder.glob("stacks*")))
-                verdict, said = ("hang", stacks) if "Timeout" in stacks else (f"the job died: {status}", said)
                 number = left[len(done)]
-                done.append(line_of(number, kind.drawn(seed, number, 0, ranks), verdict, said[-1500:]))
+                case = kind.drawn(seed, number, 0, ranks)
+                if "Timeout" in stacks:
+                    verdict, said = "hang", stacks
+                else:
+                    named = isinstance(case, Scene) and case.hangs and re.search(case.hangs, said)
+                    verdict = "named" if named else f"the job died: {status}"
+                done.append(line_of(number, case, verdict, said[-1500:]))
         for line in done:
             line.tell()
         lines += done
