@@ -60,9 +60,9 @@ CALLS: dict[str, Callable[[Any, str, int, int], object]] = {
 
 def broken_off(chance: random.Random, rank: int, size: int) -> Scene:
     """A call for which the others are late is interrupted; what was raised is caught, and calls follow."""
-    mode = chance.choice([*NODE] * 5 + [*MODES])
+    mode = chance.choice([*NODE] * 8 + [*MODES])
     victim, name, length = chance.randrange(size), chance.choice(right_calls.COLLECTIVES), chance.choice(right_calls.LENGTHS)
-    call, error = chance.choice(["a collective"] * 4 + [*CALLS]), chance.choice((KeyboardInterrupt, Interrupted, SystemExit))
+    call, error = chance.choice(["a collective"] * 16 + [*CALLS]), chance.choice((KeyboardInterrupt, Interrupted, SystemExit))
 
     def play(world: World, grid: Any, number: int) -> str:
         from summa3d.errors import Summa3dError
@@ -100,7 +100,7 @@ def broken_off(chance: random.Random, rank: int, size: int) -> Scene:
 
 def handlers_that_communicate(chance: random.Random, rank: int, size: int) -> Scene:
     """A handler that makes a call over the axis that its rank is in: an error of ours."""
-    mode, victim, name = chance.choice([*NODE] * 5 + [*MODES]), chance.randrange(size), chance.choice(right_calls.COLLECTIVES)
+    mode, victim, name = chance.choice([*NODE] * 8 + [*MODES]), chance.randrange(size), chance.choice(right_calls.COLLECTIVES)
 
     def play(world: World, grid: Any, number: int) -> str:
         from summa3d.errors import Summa3dError

@@ -14,8 +14,8 @@ pytestmark = [
     pytest.mark.skipif(devices.NAME == "pretended", reason="what is refused does not depend on the device"),
     pytest.mark.skipif(why_no_node_memory() is not None, reason=f"no node memory: {why_no_node_memory()}"),
 ]
-SOME = {"misuses": (60, 2), "threads": (16, 2), "forks": (16, 3), "interrupts": (16, 3), "traffic": (16, 2)}
-"""Cases and ranks of what `make test` runs."""
+SOME = {"misuses": (60, 2, 5), "threads": (12, 2, 32), "forks": (12, 3, 5), "interrupts": (12, 2, 42), "traffic": (12, 3, 8)}
+"""Cases, ranks and seed of what `make test` runs: with seeds of which few cases wait for the watchdog."""
 MANY = 1000
 SEEDS = {2: 1, 3: 7, 4: 2, 6: 11}
 
@@ -23,7 +23,7 @@ SEEDS = {2: 1, 3: 7, 4: 2, 6: 11}
 @pytest.mark.parametrize(
     ("kind", "number", "ranks", "seed"),
     [
-        *(pytest.param(kind, number, ranks, 5, id=f"{kind}-some") for kind, (number, ranks) in SOME.items()),
+        *(pytest.param(kind, *some, id=f"{kind}-some") for kind, some in SOME.items()),
         *(
             pytest.param(kind, MANY, ranks, seed, marks=pytest.mark.wide, id=f"{kind}-a thousand on {ranks} ranks")
             for kind in SOME
