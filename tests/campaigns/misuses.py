@@ -10,6 +10,7 @@ from __future__ import annotations
 from campaigns import core
 from campaigns.misuses_of_axes import channels, collective, message
 from campaigns.misuses_of_grids import freed, gradients, grids, inner_grids, products, redistributions
+from campaigns.misuses_of_memory import odd_gradients, remains, shared, tampered
 from campaigns.misuses_of_models import checkpoints, layers, models
 
 KIND = core.Kind(
@@ -17,6 +18,7 @@ KIND = core.Kind(
     (
         *((collective, 8), (message, 2), (grids, 3), (redistributions, 3), (products, 3), (gradients, 3), (freed, 1)),
         *((channels, 3), (inner_grids, 2), (models, 3), (layers, 1), (checkpoints, 2)),
+        *((shared, 2), (tampered, 2), (odd_gradients, 1), (remains, 2)),
     ),
 )
 
