@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from campaigns import core
 
 BYTES, LINES = 6 << 30, 8
 """Limits of a case: address space, lines of a refusal."""
-OUTSIDE = "outside-of-the-folder"
+OUTSIDE, VICTIM = "outside-of-the-folder", "somebody-else"
 NUMBERS = (
     "-1",
     "0",
@@ -144,6 +145,7 @@ def judge(case: Case, found: Outcome, unspoilt: str) -> str:
     said = [line for line in found.stderr.splitlines() if line.strip()]
     if found.verdict == "refused" and not said:
         return "refused without a word"
+    said = said[max((place for place, line in enumerate(said) if re.match(r"\w+Error: ", line)), default=0) :]
     return "a long refusal" if found.verdict == "refused" and (len(said) > LINES or len(found.stderr) > 4000) else found.verdict
 
 
@@ -412,6 +414,61 @@ def _outside(index: dict[str, Any], at: Path, chooser: random.Random) -> None:
             piece.update({key: other for key, value in piece.items() if value == name})
 
 
+def link_cases(chooser: random.Random) -> Iterator[Case]:
+    """Files of run and model folders that are links to files or folders of somebody else: none of those may change or vanish."""
+    saved = "run/checkpoints/step-2"
+    writers: dict[str, list[list[str]]] = {
+        **{f"run/{name}": [RESUME] for name in ("lease", "metrics.jsonl", "summary.json", "config.toml", "tokens.json")},
+        **{
+            f"run/checkpoints/{name}": [RESUME]
+            for name in ("step-3", ".tmp-step-3", "step-3/index.json", ".tmp-step-3/index.json")
+        },
+        **{f"{saved}{name}": [RESUME, GENERATE, EXPORT] for name in ("", "/index.json")},
+        **{
+            f"new/{name}": [TRAIN, [*TRAIN, "--overwrite"]]
+            for name in ("lease", "metrics.jsonl", "config.toml", "checkpoints", "x")
+        },
+        **{f"out/{name}": [EXPORT] for name in ("config.json", "model.safetensors", "tokenizer.json", ".tmp", "x")},
+        **{f"imported/{name}": [IMPORT] for name in ("lease", "config.toml", "checkpoints", "checkpoints/step-0", "tokens.json")},
+        **{
+            f"exported/{name}": [IMPORT]
+            for name in ("config.json", "tokenizer.json", "model.safetensors", "generation_config.json")
+        },
+        "losses.png": [["plot", "run", "--out", "losses.png"]],
+        "flight": [[*TRAIN, "--set", "data.path=nowhere"]],
+    }
+    while True:
+        at, target = chooser.choice([*writers]), chooser.choice(("file", "folder", "nothing", "own"))
+        words = chooser.choice(writers[at])
+        yield Case("link", f"{at}: {target}", words, lambda here, args=(at, target): _link(here, *args))
+
+
+def _link(folder: Path, name: str, target: str) -> None:
+    """Put a link in the place of a file; the link's target keeps what the file was, where it is a file that was there."""
+    at, victim = folder / name, folder.parent / VICTIM
+    at.parent.mkdir(parents=True, exist_ok=True)
+    if target == "own" and at.exists():
+        shutil.move(at, victim / "own")
+    elif at.is_dir():
+        shutil.rmtree(at)
+    else:
+        at.unlink(missing_ok=True)
+    at.symlink_to(victim / target)
+
+
+def make_victim(folder: Path) -> None:
+    """Files of somebody else, an old one among them."""
+    (folder / "folder" / "lower").mkdir(parents=True)
+    for name in ("file", "folder/thesis.tex", "folder/lower/data.csv", "folder/index.json", "folder/lease"):
+        _write(folder / name, "precious\n" * 100)
+        os.utime(folder / name, (1e9, 1e9))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 def option_cases(chooser: random.Random) -> Iterator[Case]:
     """Options with values that they cannot have."""
     options = {
@@ -483,6 +540,7 @@ KINDS: dict[str, tuple[Callable[[random.Random], Iterator[Case]], float]] = {
     "body": (body_cases, 0.2),
     "piece": (piece_cases, 0.1),
     "option": (option_cases, 0.1),
+    "link": (link_cases, 0.1),
     "corpus": (corpus_cases, 0.1),
 }
 
@@ -511,13 +569,22 @@ def prepare() -> None:
 
 
 def in_copy(base: Path, case: Case, seconds: float) -> Outcome:
-    """Run a case in a copy of the material."""
+    """Run a case in a copy of the material, beside the files of somebody else."""
     with tempfile.TemporaryDirectory(dir=base.parent) as name:
-        folder = Path(name) / "here"
+        folder, victim = Path(name) / "here", Path(name) / VICTIM
         shutil.copytree(base, folder, symlinks=True)
+        make_victim(victim)
         case.spoil(folder)
+        before = contents(victim)
         ended = run(case.words, folder, seconds)
-        return Outcome("ran code", *vars(ended).values()) if [*folder.rglob("ran-code")] else ended
+        after = contents(victim)
+        if {path.name for path in Path(name).iterdir()} - {folder.name, victim.name}:
+            return replace(ended, verdict="wrote outside of the folder")
+        if "nothing" in after:
+            return replace(ended, verdict="wrote through a link that ends nowhere")
+        if changed := [file for file, body in before.items() if after.get(file) != body]:
+            return replace(ended, verdict=f"changed {', '.join(changed)} through a link")
+        return replace(ended, verdict="ran code") if [*folder.rglob("ran-code")] else ended
 
 
 def main() -> int:
