@@ -1,4 +1,4 @@
-"""Plants a fault in a rank of a job. Python imports this file when it starts, where bench/chaos.py puts its folder on PYTHONPATH.
+"""Plants a fault in a rank of a job. Python imports this file when it starts, where faults.py puts its folder on PYTHONPATH.
 
 CHAOS is JSON: `ranks` to strike (none: all), `kind`, `stage`, `count`: at which call of the stage's functions, `delay`: how many
 seconds later, in another thread, `variant`, and `at`: the file that receives the time. With `counts`, a file, the rank strikes

@@ -1,8 +1,7 @@
-"""bench/chaos.py: what it calls a failure, and trials of real runs."""
+"""Planted faults: what is called a failure, and trials of real runs."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -10,16 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jobs
 import numpy as np
 import pytest
-from test_bench import BENCH
-
-
-@pytest.fixture
-def chaos(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("chaos")
-
+from campaigns import faults
 
 KILLED = """summa3d launch: rank 1 of 2 (process 7) ended first, without a report
 what each rank was doing:
@@ -67,43 +60,40 @@ BROKEN = "uncaught exception on rank 1 of 2 [F 0.1]:\nTraceback (most recent cal
         ("SIGTERM", "write", {"status": 75, "output": "rank 1 got SIGTERM: saved after step 4 of 20"}, "status 75, saved step-3"),
     ],
 )
-def test_what_does_not_hold_of_an_end_is_said(
-    chaos: Any, kind: str, stage: str, changes: dict[str, Any], problem: str | None
-) -> None:
-    fault = chaos.Fault(kind, stage, 1, 3, 0.0, "")
-    ended = replace(chaos.Ended(9, KILLED, 30.0, 0.5, []), **changes)
-    problems = chaos.judge(fault, ended, limit=5.0, room=0.0, saved=Path("step-3"))
+def test_what_does_not_hold_of_an_end_is_said(kind: str, stage: str, changes: dict[str, Any], problem: str | None) -> None:
+    fault = faults.Fault(kind, stage, 1, 3, 0.0, "")
+    ended = replace(faults.Ended(9, KILLED, 30.0, 0.5, []), **changes)
+    problems = faults.judge(fault, ended, limit=5.0, room=0.0, saved=Path("step-3"))
     assert [one.partition(": [")[0] for one in problems] == ([] if problem is None else [problem])
 
 
-def test_dalys_interval_is_where_his_share_is_largest(chaos: Any) -> None:
+def test_dalys_interval_is_where_his_share_is_largest() -> None:
     """And without failures nothing is lost but checkpoints."""
-    best, share = chaos.daly(60.0, 0.5, 4.0)
+    best, share = faults.daly(60.0, 0.5, 4.0)
     assert best == pytest.approx(7.3, abs=0.2)
 
     def useful(tau: float) -> float:
         return tau / (60.0 * np.exp(4.0 / 60.0) * np.expm1((tau + 0.5) / 60.0))
 
     assert share == pytest.approx(useful(best)) and all(useful(best * factor) < share for factor in (0.7, 0.85, 1.2, 1.5))
-    assert chaos.daly(1e9, 0.5, 4.0)[1] == pytest.approx(1.0, abs=1e-4)
+    assert faults.daly(1e9, 0.5, 4.0)[1] == pytest.approx(1.0, abs=1e-4)
 
 
 def trials(file: Path, *arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, str(BENCH / "chaos.py"), "--room", "60", "--json", str(file), *arguments]
+    command = [sys.executable, str(jobs.ROOT / "tests" / "campaigns"), "faults", "--room", "60", "--json", str(file), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
-    assert done.returncode == 0, done.stderr
-    said, found = done.stdout, json.loads(file.read_text())["trials"]
-    assert not [(trial["fault"], trial["problems"], trial["output"]) for trial in found if trial["problems"]], said
-    assert f"holds: {len(found)} faults" in said
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: list[dict[str, Any]] = json.loads(file.read_text())["trials"]
+    assert f"{len(found)} faults: 0 findings" in done.stdout
     return found
 
 
 def test_a_fault_ends_a_run_that_then_comes_to_the_same_numbers(tmp_path: Path) -> None:
-    (trial,) = trials(tmp_path / "chaos.json", "--ranks", "2", "--trials", "1", "--kinds", "exception", "--seed", "7")
+    (trial,) = trials(tmp_path / "faults.json", "--ranks", "2", "--trials", "1", "--kinds", "exception", "--seed", "7")
     assert trial["status"] == 1 and trial["fault"]["stage"] == "write" and trial["again"] == 1
 
 
 @pytest.mark.wide
-def test_every_kind_of_fault_once(tmp_path: Path, chaos: Any) -> None:
-    found = trials(tmp_path / "chaos.json", "--ranks", "4", "--trials", "1")
-    assert [trial["fault"]["kind"] for trial in found] == list(chaos.KINDS)
+def test_every_kind_of_fault_once(tmp_path: Path) -> None:
+    found = trials(tmp_path / "faults.json", "--ranks", "4", "--trials", "1")
+    assert [trial["fault"]["kind"] for trial in found] == list(faults.KINDS)

@@ -1,12 +1,12 @@
 """Hostile files and settings: a seeded generator of cases, each a command on what it has spoilt, run in a fork with limits.
 
-`python tests/hostile.py --cases 1000 --seed 1` prints a table of what they end with. A case is held where the command refuses in
-a few lines, or ends well and says what it says of the unspoilt; a traceback, a hang, a crash, or a wrong acceptance is a finding.
+`python tests/campaigns hostile --cases 1000 --seed 1` prints a table of what they end with. A case is held where the command
+refuses in a few lines, or ends well and says what it says of the unspoilt; a traceback, a hang, a crash, or a wrong acceptance is
+a finding.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -18,15 +18,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-SECONDS, BYTES, LINES = 30.0, 6 << 30, 8
-"""Limits of a case: seconds, address space, lines of a refusal."""
-OUTSIDE = "outside-of-the-folder"
+from campaigns import core
+
+BYTES, LINES = 6 << 30, 8
+"""Limits of a case: address space, lines of a refusal."""
+OUTSIDE, VICTIM = "outside-of-the-folder", "somebody-else"
 NUMBERS = (
     "-1",
     "0",
@@ -55,14 +56,14 @@ JSON_VALUES: tuple[Any, ...] = (
 )
 LONG = ("train.steps", "train.sample_tokens", "train.evaluate_batches", "train.batch", "model.layers", "model.hidden")
 """Keys whose large values are only a long run, or a large one."""
-REFUSED, EITHER, WELL = "refused", "either", "well"
+REFUSED, EITHER, RIGHT = "refused", "either", "right"
 
 
 @dataclass(frozen=True)
 class Case:
     """A command whose files `spoil` has spoilt, in a folder of its own.
 
-    words : of the command line, in the folder. must : "refused", "well" or "either". same : an accepted case prints what the
+    words : of the command line, in the folder. must : "refused", "right" or "either". same : an accepted case prints what the
     command prints of the unspoilt files.
     """
 
@@ -76,7 +77,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended: a verdict ("held", or the finding) and what the command said."""
+    """How a command ended ("refused", "right" or the finding), and what it said."""
 
     verdict: str
     status: int | None
@@ -84,7 +85,7 @@ class Outcome:
     stderr: str
 
 
-def run(words: list[str], folder: Path, seconds: float = SECONDS) -> Outcome:
+def run(words: list[str], folder: Path, seconds: float) -> Outcome:
     """Run `summa3d WORDS…` in a fork of this process, in the folder, under the limits."""
     out, err = folder / ".stdout", folder / ".stderr"
     child = os.fork()
@@ -105,7 +106,7 @@ def run(words: list[str], folder: Path, seconds: float = SECONDS) -> Outcome:
     if code < 0:
         return Outcome(f"crash: {signal.Signals(-code).name}", code, *said)
     traced = "Traceback (most recent call last)" in said[1]
-    return Outcome("traceback" if traced else "refused" if code else "well", code, *said)
+    return Outcome("traceback" if traced else "refused" if code else "right", code, *said)
 
 
 def _become(words: list[str], folder: Path, out: Path, err: Path) -> None:
@@ -134,21 +135,18 @@ def _become(words: list[str], folder: Path, out: Path, err: Path) -> None:
 
 
 def judge(case: Case, found: Outcome, unspoilt: str) -> str:
-    """ "held", or what is wrong."""
-    if found.verdict not in ("refused", "well"):
+    """ "refused", "right", or what is wrong."""
+    if found.verdict not in core.HELD:
         return found.verdict
     if "root:" in found.stdout + found.stderr:
         return "read outside of the folder"
-    if found.verdict == "refused":
-        said = [line for line in found.stderr.splitlines() if line.strip()]
-        if case.must == WELL:
-            return "wrongly refused"
-        if not said:
-            return "refused without a word"
-        return "held" if len(said) <= LINES and len(found.stderr) <= 4000 else "a long refusal"
-    if case.must == REFUSED or (case.same and found.stdout != unspoilt):
-        return "wrongly accepted"
-    return "held"
+    if case.must not in (EITHER, found.verdict) or (found.verdict == "right" and case.same and found.stdout != unspoilt):
+        return "wrongly " + ("refused" if found.verdict == "refused" else "accepted")
+    said = [line for line in found.stderr.splitlines() if line.strip()]
+    if found.verdict == "refused" and not said:
+        return "refused without a word"
+    said = said[max((place for place, line in enumerate(said) if re.match(r"\w+Error: ", line)), default=0) :]
+    return "a long refusal" if found.verdict == "refused" and (len(said) > LINES or len(found.stderr) > 4000) else found.verdict
 
 
 # ---------------------------------------------------------------------------------------------------------------- the material
@@ -163,7 +161,7 @@ def make_base(folder: Path) -> None:
     words = ["train", "demo", "--run", "run", *[part for one in settings for part in ("--set", one)]]
     for command in (words, ["checkpoint", "export", "run", "exported"]):
         ended = run(command, folder, 120)
-        if ended.verdict != "well":
+        if ended.verdict != "right":
             raise RuntimeError(f"{command}: {ended}")
     shutil.copy(folder / "run" / "config.toml", folder / "mine.toml")
     lines = [{"m": 64, "n": 64, "k": 64, "form": "nn", "dtype": "float64", "ranks": 1, "seconds": {"median": 1.0}}]
@@ -416,6 +414,61 @@ def _outside(index: dict[str, Any], at: Path, chooser: random.Random) -> None:
             piece.update({key: other for key, value in piece.items() if value == name})
 
 
+def link_cases(chooser: random.Random) -> Iterator[Case]:
+    """Files of run and model folders that are links to files or folders of somebody else: none of those may change or vanish."""
+    saved = "run/checkpoints/step-2"
+    writers: dict[str, list[list[str]]] = {
+        **{f"run/{name}": [RESUME] for name in ("lease", "metrics.jsonl", "summary.json", "config.toml", "tokens.json")},
+        **{
+            f"run/checkpoints/{name}": [RESUME]
+            for name in ("step-3", ".tmp-step-3", "step-3/index.json", ".tmp-step-3/index.json")
+        },
+        **{f"{saved}{name}": [RESUME, GENERATE, EXPORT] for name in ("", "/index.json")},
+        **{
+            f"new/{name}": [TRAIN, [*TRAIN, "--overwrite"]]
+            for name in ("lease", "metrics.jsonl", "config.toml", "checkpoints", "x")
+        },
+        **{f"out/{name}": [EXPORT] for name in ("config.json", "model.safetensors", "tokenizer.json", ".tmp", "x")},
+        **{f"imported/{name}": [IMPORT] for name in ("lease", "config.toml", "checkpoints", "checkpoints/step-0", "tokens.json")},
+        **{
+            f"exported/{name}": [IMPORT]
+            for name in ("config.json", "tokenizer.json", "model.safetensors", "generation_config.json")
+        },
+        "losses.png": [["plot", "run", "--out", "losses.png"]],
+        "flight": [[*TRAIN, "--set", "data.path=nowhere"]],
+    }
+    while True:
+        at, target = chooser.choice([*writers]), chooser.choice(("file", "folder", "nothing", "own"))
+        words = chooser.choice(writers[at])
+        yield Case("link", f"{at}: {target}", words, lambda here, args=(at, target): _link(here, *args))
+
+
+def _link(folder: Path, name: str, target: str) -> None:
+    """Put a link in the place of a file; the link's target keeps what the file was, where it is a file that was there."""
+    at, victim = folder / name, folder.parent / VICTIM
+    at.parent.mkdir(parents=True, exist_ok=True)
+    if target == "own" and at.exists():
+        shutil.move(at, victim / "own")
+    elif at.is_dir():
+        shutil.rmtree(at)
+    else:
+        at.unlink(missing_ok=True)
+    at.symlink_to(victim / target)
+
+
+def make_victim(folder: Path) -> None:
+    """Files of somebody else, an old one among them."""
+    (folder / "folder" / "lower").mkdir(parents=True)
+    for name in ("file", "folder/thesis.tex", "folder/lower/data.csv", "folder/index.json", "folder/lease"):
+        _write(folder / name, "precious\n" * 100)
+        os.utime(folder / name, (1e9, 1e9))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 def option_cases(chooser: random.Random) -> Iterator[Case]:
     """Options with values that they cannot have."""
     options = {
@@ -487,6 +540,7 @@ KINDS: dict[str, tuple[Callable[[random.Random], Iterator[Case]], float]] = {
     "body": (body_cases, 0.2),
     "piece": (piece_cases, 0.1),
     "option": (option_cases, 0.1),
+    "link": (link_cases, 0.1),
     "corpus": (corpus_cases, 0.1),
 }
 
@@ -500,10 +554,8 @@ def cases(number: int, seed: int) -> list[Case]:
     return found
 
 
-def campaign(
-    number: int, seed: int, only: str = "", verbose: bool = False, seconds: float = SECONDS
-) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Run the cases; returns how many of each kind ended how, and the findings."""
+def prepare() -> None:
+    """Import what commands take long to import, once for all forks."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -514,51 +566,45 @@ def campaign(
     import summa3d.train.loop  # noqa: F401
 
     torch.set_num_threads(1)
-    counts, findings, unspoilt = Counter[tuple[str, str]](), list[str](), dict[str, str]()
+
+
+def in_copy(base: Path, case: Case, seconds: float) -> Outcome:
+    """Run a case in a copy of the material, beside the files of somebody else."""
+    with tempfile.TemporaryDirectory(dir=base.parent) as name:
+        folder, victim = Path(name) / "here", Path(name) / VICTIM
+        shutil.copytree(base, folder, symlinks=True)
+        make_victim(victim)
+        case.spoil(folder)
+        before = contents(victim)
+        ended = run(case.words, folder, seconds)
+        after = contents(victim)
+        if {path.name for path in Path(name).iterdir()} - {folder.name, victim.name}:
+            return replace(ended, verdict="wrote outside of the folder")
+        if "nothing" in after:
+            return replace(ended, verdict="wrote through a link that ends nowhere")
+        if changed := [file for file, body in before.items() if after.get(file) != body]:
+            return replace(ended, verdict=f"changed {', '.join(changed)} through a link")
+        return replace(ended, verdict="ran code") if [*folder.rglob("ran-code")] else ended
+
+
+def main() -> int:
+    """Run the campaign of the command line."""
+    settings = core.options(__doc__, cases=1000).parse_args()
+    prepare()
+    lines, unspoilt = list[core.Line](), dict[str, str]()
     with tempfile.TemporaryDirectory() as name:
         base = Path(name) / "base"
         base.mkdir()
         make_base(base)
-        for place, case in enumerate(cases(number, seed)):
-            if not re.search(only, f"{case.kind} {case.name}"):
+        for number, case in enumerate(cases(settings.cases, settings.seed)):
+            if settings.only and number not in settings.only:
                 continue
             key = " ".join(case.words)
             if case.same and key not in unspoilt:
-                unspoilt[key] = _in_copy(base, Case(case.kind, "", case.words), seconds).stdout
-            found = _in_copy(base, case, seconds)
+                unspoilt[key] = in_copy(base, Case(case.kind, "", case.words), settings.limit).stdout
+            found = in_copy(base, case, settings.limit)
             verdict = judge(case, found, unspoilt.get(key, ""))
-            counts[case.kind, verdict] += 1
-            if verdict != "held" or verbose:
-                said = "\n    ".join(found.stderr.strip()[-1500 if verbose else -300 :].splitlines()[-12:])
-                findings.append(f"{place} {case.kind} {case.name[:100]!r}: {verdict}: {' '.join(case.words)[:160]!r}\n    {said}")
-                print(findings[-1], flush=True)
-    return counts, findings
-
-
-def _in_copy(base: Path, case: Case, seconds: float) -> Outcome:
-    """Run a case in a copy of the material."""
-    with tempfile.TemporaryDirectory(dir=base.parent) as name:
-        folder = Path(name) / "here"
-        shutil.copytree(base, folder, symlinks=True)
-        case.spoil(folder)
-        ended = run(case.words, folder, seconds)
-        return Outcome("ran code", *vars(ended).values()) if [*folder.rglob("ran-code")] else ended
-
-
-def main() -> int:
-    """The campaign of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="cases whose kind and name match")
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--limit", type=float, default=SECONDS, help="seconds after which a case hangs; more on a busy machine")
-    settings = parser.parse_args()
-    counts, findings = campaign(settings.cases, settings.seed, settings.only, settings.verbose, settings.limit)
-    for (kind, verdict), count in sorted(counts.items()):
-        print(f"{kind:10} {verdict:30} {count}")
-    return 1 if findings else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            words = " ".join(case.words)
+            lines.append(core.Line(number, case.kind, f"{case.name[:100]!r}, {words[:160]!r}", verdict, found.stderr[-1500:]))
+            lines[-1].tell()
+    return core.report(lines, "hostile files and settings")

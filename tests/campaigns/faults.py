@@ -1,7 +1,8 @@
 """Faults at random moments of a training run: how it ends, and whether it goes on to the same numbers; again and again, too.
 
-A trial plants one fault in a run of 20 steps (bench/faults). The run must end in time, with one report that names the rank, and
-leave nothing behind. Resumed, it must come to the numbers of the undisturbed run: to the bit on the same grid, or 1e-9 on others.
+`python tests/campaigns faults --ranks 4,8 --trials 6 --seed 1` plants 15 kinds of them, and prints a table of what they end with.
+A trial plants one fault in a run of 20 steps (planted/). The run must end in time, with one report that names the rank, and leave
+nothing behind. Resumed, it must come to the numbers of the undisturbed run: to the bit on the same grid, or 1e-9 on others.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jobs
 import numpy as np
-from common import HERE, environment, note, save, verdict
-from rich.console import Console
-from rich.table import Table
+from campaigns import core
 from safetensors import safe_open
 
 from summa3d import errors
 from summa3d.comm.profile.processes import environment_of, launched_as
+from summa3d.launch.runtime import THREAD_VARIABLES
 
+PLANTED = Path(__file__).with_name("planted")
 STEPS, BATCH = 20, 24
 SETTINGS = {
     **{"dtype": "float64", "model.layers": 1, "model.hidden": 24, "model.heads": 6, "model.sequence": 16, "model.dropout": 0.1},
@@ -142,9 +144,10 @@ class Runs:
         command = [sys.executable, "-m", "summa3d", "launch", "-n", str(ranks), "train", "demo", "--run", str(run), *words, *more]
         temporary = run.parent / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
-        environ = {**environment(), "TMPDIR": str(temporary), "CHAOS_RUN": str(run), "CHAOS": json.dumps(plan)}
+        environ = jobs.environment(dict.fromkeys(THREAD_VARIABLES, "1"))
+        environ |= {"TMPDIR": str(temporary), "CHAOS_RUN": str(run), "CHAOS": json.dumps(plan)}
         environ["SUMMA3D_WATCHDOG"] = str(self.limit)
-        environ["PYTHONPATH"] = f"{HERE / 'faults'}{os.pathsep}{environ['PYTHONPATH']}"
+        environ["PYTHONPATH"] = f"{PLANTED}{os.pathsep}{environ['PYTHONPATH']}"
         with (run.parent / "output").open("wb") as output:
             return subprocess.Popen(
                 command,
@@ -204,7 +207,7 @@ class World:
             sys.exit(f"the run to compare with ended with status {ended.status} instead of {status}:\n{ended.output}")
 
     def plan(self, fault: Fault, run: Path) -> dict[str, Any]:
-        """What bench/faults is told of a fault."""
+        """What planted/ is told of a fault."""
         ranks = None if fault.kind == "full disk" else [fault.rank]  # a disk is full for all
         seconds = 0.6 * self.runs.limit
         return {**asdict(fault), "ranks": ranks, "seconds": seconds, "at": str(run.parent / "at")}
@@ -392,12 +395,12 @@ def with_private_memory() -> None:
     script = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", script, "sh"]
     if subprocess.run([*command, "true"], capture_output=True).returncode == 0:
-        os.execve(shutil.which("unshare"), [*command, sys.executable, *sys.argv], {**os.environ, PRIVATE: "1"})
+        os.execve(shutil.which("unshare"), [*command, *sys.orig_argv], {**os.environ, PRIVATE: "1"})
 
 
 def campaign(runs: Runs, worlds: Sequence[int], kinds: Sequence[str], number: int, seed: int) -> list[Trial]:
     """So many trials of each kind on each number of ranks; every one is said."""
-    found = []
+    found = list[Trial]()
     for ranks in worlds:
         world = World(runs, ranks)
         for kind in kinds:
@@ -406,18 +409,24 @@ def campaign(runs: Runs, worlds: Sequence[int], kinds: Sequence[str], number: in
                 words = "; ".join(trial.problems) or f"status {trial.status}, {trial.seconds:.1f} s, then equal on {trial.again}"
                 note(f"{ranks} ranks: {trial.fault}: {words}")
                 found.append(trial)
+                line_of(len(found), trial).tell()
     return found
 
 
-def table_of(trials: Sequence[Trial]) -> Table:
-    """Kind × ranks: how many of the trials held, and the longest time from the fault to the end."""
-    worlds = sorted({trial.ranks for trial in trials})
-    table = Table("fault", *(f"{ranks} ranks: held" for ranks in worlds), *(f"{ranks} ranks: ended ≤ s" for ranks in worlds))
-    for kind in dict.fromkeys(trial.fault.kind for trial in trials):
-        of = [[trial for trial in trials if (trial.fault.kind, trial.ranks) == (kind, ranks)] for ranks in worlds]
-        held = [f"{sum(not trial.problems for trial in one)} of {len(one)}" for one in of]
-        table.add_row(kind, *held, *("goes on" if kind in GOES_ON else f"{max(one.seconds for one in some):.1f}" for some in of))
-    return table
+def line_of(number: int, trial: Trial) -> core.Line:
+    """The line of a trial."""
+    group, seconds = f"{trial.fault.kind}, {trial.ranks} ranks", 0.0 if trial.fault.kind in GOES_ON else trial.seconds
+    return core.Line(number, group, str(trial.fault), "; ".join(trial.problems) or "right", trial.output, seconds)
+
+
+def note(text: str) -> None:
+    """Print a remark on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def claim(words: str, held: bool) -> None:
+    """Print whether a claim holds."""
+    print(f"  {'holds' if held else 'DOES NOT HOLD'}: {words}")
 
 
 def failing_again_and_again(runs: Runs, ranks: int, between: float, minutes: float, several: bool, seed: int) -> dict[str, Any]:
@@ -627,50 +636,45 @@ def options() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
+def main() -> int:
     """Do what the options say, and print whether the claims hold."""
-    args = options()
+    args, status = options(), 0
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and so end the runs, and remove their files
     with_private_memory()
     if PRIVATE not in os.environ:
         note("what is left in /dev/shm is not looked at: this system gives this program none of its own")
-    print(
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; limit {args.limit:g} s, room {args.room:g} s, seed {args.seed}"
-    )
-    with tempfile.TemporaryDirectory(prefix="summa3d-chaos-") as name:
+    load = f"load {os.getloadavg()[0]:.1f}"
+    print(f"{os.cpu_count()} cores, {load}; limit {args.limit:g} s, room {args.room:g} s, seed {args.seed}")
+    with tempfile.TemporaryDirectory(prefix="summa3d-faults-") as name:
         long = LARGER | (STABLE if args.grids == "several" else {}) if args.mtbf else {}
         runs = Runs(Path(name), args.limit, args.room, **long)
         if args.mtbf:
             result = failing_again_and_again(runs, args.worlds[0], args.mtbf, args.minutes, args.grids == "several", args.seed)
-            print(f"{result['launches']} launches, {result['kills']} kills, {result['in starts']} of them in a start, ", end="")
-            print(f"{result['steps']} steps in {result['wall']:.0f} s: {result['useful']:.1f} s of steps that count, ", end="")
-            print(f"{result['repeated']:.1f} s of steps that were repeated, {result['ends']:.1f} s of ends; the rest of starts")
-            print(
-                f"goodput {result['goodput']:.3f}, Daly's bound {result['bound']:.3f}, a checkpoint every {result['every']} steps"
-            )
-            print("  " + verdict("the weights of the undisturbed run", not result["differences"]))
-            print("".join(f"    {one}\n" for one in result["differences"]), end="")
-            print("  " + verdict("goodput at least 0.9 of Daly's bound", result["goodput"] >= 0.9 * result["bound"]))
+            tell_goodput(result)
         elif args.soak:
             result = soak(runs, args.worlds[-1], args.soak)
             for what in QUANTITIES:
                 one = result[what]
-                print(
-                    f"{what}: {one['first']:,.0f}, {one['steady']:,.0f}, {one['last']:,.0f}; fitted growth {one['grows']:+,.1f}"
-                )
+                growth = f"fitted growth {one['grows']:+,.1f}"
+                print(f"{what}: {one['first']:,.0f}, {one['steady']:,.0f}, {one['last']:,.0f}; {growth}")
             flat = all(abs(result[what]["grows"]) <= 0.01 * result[what]["steady"] for what in FLAT)
-            print(
-                "  "
-                + verdict("flat to 1 % after a quarter of the time; status 75 when asked to end", flat and result["status"] == 75)
-            )
+            claim("flat to 1 % after a quarter of the time; status 75 when asked to end", flat and result["status"] == 75)
         else:
             trials = campaign(runs, args.worlds, args.chosen, 20 if args.full else args.trials, args.seed)
-            Console(width=120).print(table_of(trials))
             result = {"trials": [asdict(trial) for trial in trials], "load": os.getloadavg()[0]}
-            failed = sum(bool(trial.problems) for trial in trials)
-            print("  " + verdict(f"{len(trials)} faults: in time, one report, nothing left, the same numbers", not failed))
-    save(result, args.json)
+            status = core.report([line_of(*one) for one in enumerate(trials)], "faults", "longest: s")
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return status
 
 
-if __name__ == "__main__":
-    main()
+def tell_goodput(result: dict[str, Any]) -> None:
+    """Print what became of a run that failed again and again."""
+    print(f"{result['launches']} launches, {result['kills']} kills, {result['in starts']} of them in a start, ", end="")
+    print(f"{result['steps']} steps in {result['wall']:.0f} s: {result['useful']:.1f} s of steps that count, ", end="")
+    print(f"{result['repeated']:.1f} s of steps that were repeated, {result['ends']:.1f} s of ends; the rest of starts")
+    print(f"goodput {result['goodput']:.3f}, Daly's bound {result['bound']:.3f}, a checkpoint every {result['every']} steps")
+    claim("the weights of the undisturbed run", not result["differences"])
+    print("".join(f"    {one}\n" for one in result["differences"]), end="")
+    claim("goodput at least 0.9 of Daly's bound", result["goodput"] >= 0.9 * result["bound"])
