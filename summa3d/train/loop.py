@@ -25,6 +25,7 @@ from ..comm.profile import flight, trace
 from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
 from ..files import read_json, replacing
+from ..nn.gradients import norm_and_votes
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Inputs, LanguageModel
 from ..node_support import watchdog_seconds
@@ -40,7 +41,7 @@ from .lease import Lease
 from .loss_plot import draw_loss
 from .metrics import Recorder, Step, Stopwatch
 from .on_root import on_root
-from .optimizer import clip_factor, learning_rate, norm_and_votes
+from .optimizer import clip_factor, learning_rate
 from .precision import torch_dtype
 from .prepare import Run, prepare
 from .progress import Progress
