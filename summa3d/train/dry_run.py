@@ -95,7 +95,7 @@ def training_of(config: Config) -> Training:
 
         def update() -> None:
             replicas.finish()
-            replicas.total(total([], pipeline.axis))
+            replicas.settle(total([], pipeline.axis))
             norm_and_votes(adamw.counted_gradients(), replicas.grid)
             replicas.update(lambda: adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0))
 

@@ -200,7 +200,7 @@ def take_step(run: Run, number: int) -> Step:
     losses = accumulate(run, number)
     with ledger.phase("optimizer"):
         run.replicas.finish()
-        loss = run.replicas.total(total(losses, run.pipeline.axis))
+        loss = run.replicas.settle(total(losses, run.pipeline.axis))
         votes = (preemption.received() is not None) + WRITING * (run.writer is not None and run.writer.busy)
         norm, votes = norm_and_votes(run.optimizer.counted_gradients(), run.grid, votes)
         run.writing, run.asked = divmod(votes, WRITING)
