@@ -19,7 +19,9 @@ for _step in range(20):
     loss = (y - distribute(x, grid, cuboid.residual)).square().sum() / x.numel()  # this rank's part of the global mean
     optimizer.zero_grad()
     loss.backward()  # gradients are complete: nothing else to reduce
+    summa3d.nn.clip_grad_norm_(model, 1.0)  # torch's own would take the norm of this rank's blocks alone
     optimizer.step()
+summa3d.nn.check_copies(model)  # raises where ranks that hold the same block no longer agree
 total = grid.world.all_reduce(loss.detach().reshape(1)).item()
 if grid.rank == 0:
     print(f"loss {total:.3f}")

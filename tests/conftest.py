@@ -15,6 +15,7 @@ from typing import Any
 import devices
 import hypothesis
 import pytest
+from fake_clock import FakeClock
 
 pytest_plugins = ("mpiworlds", "pairs")
 
@@ -74,6 +75,12 @@ def plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     loop = sys.modules.get("summa3d.train.loop")
     if loop is not None and "comm" in request.fixturenames:
         monkeypatch.setattr(loop, "draw_loss", lambda folders, paths: paths[0].touch())
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """The clock of this process, which the test moves."""
+    return FakeClock().patch(monkeypatch)
 
 
 @pytest.fixture

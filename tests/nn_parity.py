@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from summa3d.layout import collect, distribute
-from summa3d.train.optimizer import norm_and_votes
+from summa3d.nn.gradients import norm_and_votes
 
 
 def whole(model: Any, name: str, block: Tensor) -> Tensor:

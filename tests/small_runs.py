@@ -29,10 +29,13 @@ SMALL = {
 
 
 def write_corpus(path: Path, words: int = 4000) -> Path:
-    """A text file of random words, the same every time."""
+    """A text file of random words, the same every time; whoever reads it meanwhile sees it whole or not at all."""
+    from summa3d.files import replacing
+
     chooser = random.Random(7)
     lexicon = ["".join(chooser.choices("abcdefgh", k=chooser.randint(1, 6))) for _ in range(50)]
-    path.write_text(" ".join(chooser.choices(lexicon, k=words)))
+    with replacing(path) as new:
+        new.write_text(" ".join(chooser.choices(lexicon, k=words)))
     return path
 
 
@@ -50,7 +53,7 @@ def small_config(corpus: Path | str, **changes: object) -> Any:
 
 
 def shared_corpus(comm: Any, folder: Path) -> Path:
-    """The corpus in `folder`, written once for all ranks."""
+    """The corpus in `folder`, written once for all ranks of `comm`; each rank of a test may call it with one of its own."""
     path = folder / "corpus.txt"
     if comm.rank == 0 and not path.exists():
         write_corpus(path)

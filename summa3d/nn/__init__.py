@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import ModelConfig
+    from .copies import check_copies
+    from .gradients import clip_grad_norm_, grad_norm
     from .layers.dropout import Batch, Dropout
     from .layers.embedding import Embedding, Positions
     from .layers.linear import Linear
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 MODULES = {
     "config": ("ModelConfig",),
+    "copies": ("check_copies",),
+    "gradients": ("clip_grad_norm_", "grad_norm"),
     "layers.dropout": ("Batch", "Dropout"),
     "layers.embedding": ("Embedding", "Positions"),
     "layers.linear": ("Linear",),
@@ -62,7 +66,10 @@ __all__ = [
     "ShardedParameter",
     "ViT",
     "build",
+    "check_copies",
+    "clip_grad_norm_",
     "cross_entropy",
+    "grad_norm",
     "initialise",
     "scheme",
 ]

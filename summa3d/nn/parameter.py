@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from ..comm.grid import Grid
 from ..errors import ConfigError, ShapeError
 from ..files import LARGEST_WHOLE
 from ..layout.layout import Layout, Sharding
@@ -20,19 +21,25 @@ class ShardedParameter(nn.Parameter):
     Attributes
     ----------
     sharding : the layout over the job's grid, and the global shape
+    grid : the job's grid
     decay : whether weight decay applies (to matrices; not to biases and norms' γ and β)
     initial : the values that `initialise` writes: ("normal", std) or ("constant", value)
     """
 
     sharding: Sharding
+    grid: Grid
     decay: bool
     initial: tuple[str, float]
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedParameter:
         """A copy with the same attributes, which torch's own copy would lack."""
         copied: ShardedParameter = super().__deepcopy__(memo)
-        copied.sharding, copied.decay, copied.initial = self.sharding, self.decay, self.initial
+        copied.sharding, copied.grid, copied.decay, copied.initial = self.sharding, self.grid, self.decay, self.initial
         return copied
+
+    def __getstate__(self) -> dict[str, object]:
+        """What pickle keeps besides the values: no grid, whose communicators belong to this job."""
+        return {name: value for name, value in vars(self).items() if name != "grid"}
 
 
 def new_parameter(
@@ -54,7 +61,7 @@ def new_parameter(
         raise ConfigError(f"A parameter has one of torch's floating-point dtypes; it was given {dtype!r}.")
     sharding = Sharding(layout.held_at(dict(scheme.at)), shape)
     parameter = ShardedParameter(torch.full(sharding.local_shape(scheme.job), torch.nan, dtype=dtype))
-    parameter.sharding, parameter.decay, parameter.initial = sharding, decay, initial
+    parameter.sharding, parameter.grid, parameter.decay, parameter.initial = sharding, scheme.job, decay, initial
     return parameter
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ class Replicas:
     _taken: dict[str, Tensor] = field(default_factory=dict)
     _leaves: dict[int, str] = field(default_factory=dict)
     _announced: set[str] = field(default_factory=set)
+    _without: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -109,6 +111,22 @@ class Replicas:
         """The sum of a number over the replicas, the same on all; collective. Moves an all-reduce of one word."""
         return float(self.plane.all_reduce(np.array([number]))[0])
 
+    def settle(self, loss: float) -> float:
+        """The sum of a step's loss over the replicas, and which parameters no replica has a gradient of; collective.
+
+        Behind `finish`; `update` then leaves those parameters alone. Moves an all-reduce of one complex word; where replicas
+        differ in which parameters have gradients, another of one word a parameter: of these one replica's gradient is enough.
+        """
+        plane, states = self.plane, [self.states[name] for bucket in self.buckets for name in bucket.names]
+        self._without = [state.name for state in states if not state.given]
+        mark = 1 + crc32(" ".join(self._without).encode()) if self._without else 0
+        summand = mark * (plane.size - 1) if plane.index == 0 else -mark  # the sum is 0 where all marks are equal
+        whole = plane.all_reduce(np.array([complex(loss, summand)]))[0]
+        if whole.imag:
+            given = plane.all_reduce(np.array([float(state.given) for state in states]), "max")
+            self._without = [state.name for state, found in zip(states, given, strict=True) if not found]
+        return float(whole.real)
+
     def reduce(self) -> None:
         """Sum all gradients over the replicas; collective. Each rank then holds the sums of the rows that it owns."""
         for chunk in dict.fromkeys(bucket.chunk for bucket in self.buckets):
@@ -155,9 +173,14 @@ class Replicas:
                 state.add(torch.zeros_like(state.weight))
 
     def update(self, step: Callable[[], None]) -> None:
-        """Run an optimizer's step between what it needs and what its weights need, so that all replicas end with the same."""
+        """Run an optimizer's step between what it needs and what its weights need, so that all replicas end with the same.
+
+        What `settle` found without a gradient has none in the step, as on one rank: nothing decays it.
+        """
         if self.zero == 0:
             self._gather(lambda state: state.accumulated, lambda state: state.own_gradient)
+        for name in self._without:
+            self.states[name].clear()
         step()
         if self.zero > 0:
             self.gather_weights()
@@ -179,8 +202,10 @@ class Replicas:
         """What this rank adds to the sum of a parameter's gradients, whole."""
         if self.zero == 2:
             taken = self._taken.pop(state.name, None)
+            state.given |= taken is not None
             return state.parameter.new_zeros(state.shape) if taken is None else taken
-        if state.accumulated is None:
+        state.given = state.accumulated is not None
+        if not state.given:
             state.add(state.parameter.new_zeros(state.shape))
         return _given(state.accumulated)
 

@@ -71,6 +71,7 @@ class State:
     copy : of zero 1 and 2, what layers use where the stored weight is sharded: in 16 bits, in the sharding `used`, a leaf
     total : the accumulated gradient, where it is not `parameter.grad`
     taken : called with the gradients of the weight that layers use, whole, where they are not accumulated as they are
+    given : whether backward has left a gradient on this rank since `clear`; known once the replicas' sums have begun
     """
 
     name: str
@@ -80,6 +81,7 @@ class State:
     copy: Tensor | None = None
     total: Tensor | None = None
     taken: Callable[[State, Tensor], None] | None = None
+    given: bool = False
 
     def shard(self, dtype: torch.dtype, copied: bool) -> None:
         """Store this rank's part alone of a weight that is stored in shards, and give layers, if `copied`, a copy of `dtype`.
@@ -88,10 +90,10 @@ class State:
         """
         used, stored = self.shardings.used, self.shardings.stored
         if stored != used and copied:
-            self.copy = self.parameter.data.to(dtype).requires_grad_()
+            self.copy = self.parameter.data.to(dtype).requires_grad_(self.parameter.requires_grad)
         if stored != used:
             self.parameter.data = self._part(self.parameter.data, used, stored).clone()
-        if self.apart:
+        if self.apart and self.parameter.requires_grad:
             self.leaf.register_post_accumulate_grad_hook(self._take)
 
     @property
@@ -139,6 +141,7 @@ class State:
     def clear(self) -> None:
         """Drop the accumulated gradient."""
         self.parameter.grad = self.total = None
+        self.given = False
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient, in the sharding of `gradient` and the parameter's dtype, to the accumulated one."""

@@ -58,6 +58,7 @@ class GridConfig:
     order : the axes in rank order, fastest first: "zyx", or names with commas, such as "z,y,x,d,dp,pp" (stages outermost) and
         "z,y,x,d,pp,dp" (replicas outermost); axes that it leaves out follow
     tile : sizes of the sub-grid that one node holds, as {x = 2, y = 2}
+    check : whether ranks compare every collective before it, a message each, and every 100 steps the copies of weights
 
     >>> GridConfig(x=2, z=4).axes
     {'x': 2, 'y': 1, 'z': 4}
@@ -73,6 +74,7 @@ class GridConfig:
     ep: int = 1
     order: str = "zyx"
     tile: dict[str, int] | None = None
+    check: bool = False
 
     def __post_init__(self) -> None:
         for name in GRID_AXES:

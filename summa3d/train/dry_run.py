@@ -9,13 +9,14 @@ from typing import Any
 from ..comm.device.select import requested_device
 from ..dry.rank_classes import steps
 from ..dry.step import DryStep, Ending, Setting, Training
+from ..nn.gradients import norm_and_votes
 from ..node_support import why_no_node_memory
 from ..parallel.pipeline import Pipeline
 from ..parallel.states import State
 from .checkpoint.folder import own_blocks
 from .config import Config, at_least, master_dtype
 from .loop import total
-from .optimizer import AdamW, norm_and_votes
+from .optimizer import AdamW
 from .precision import torch_dtype, working_weights
 
 TERMS = ("parameters", "gradients", "optimizer", "activations", "workspace", "in_flight", "peak", "node")
@@ -94,7 +95,7 @@ def training_of(config: Config) -> Training:
 
         def update() -> None:
             replicas.finish()
-            replicas.total(total([], pipeline.axis))
+            replicas.settle(total([], pipeline.axis))
             norm_and_votes(adamw.counted_gradients(), replicas.grid)
             replicas.update(lambda: adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0))
 

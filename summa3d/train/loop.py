@@ -25,6 +25,8 @@ from ..comm.profile import flight, trace
 from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
 from ..files import read_json, replacing
+from ..nn.copies import Named, compare
+from ..nn.gradients import norm_and_votes
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Inputs, LanguageModel
 from ..node_support import watchdog_seconds
@@ -40,7 +42,7 @@ from .lease import Lease
 from .loss_plot import draw_loss
 from .metrics import Recorder, Step, Stopwatch
 from .on_root import on_root
-from .optimizer import clip_factor, learning_rate, norm_and_votes
+from .optimizer import clip_factor, learning_rate
 from .precision import torch_dtype
 from .prepare import Run, prepare
 from .progress import Progress
@@ -48,6 +50,8 @@ from .utilization import Work, model_flops, peak_flops
 
 WRITING = 1 << 26
 """The vote of a rank that writes a checkpoint: more than all the ranks that may be asked to end."""
+COPIES_EVERY = 100
+"""Steps between two comparisons of the copies of weights, in a run with grid.check."""
 ONE_RANK_PARAMETERS = 100_000_000
 """Below this many parameters, one rank alone generates text faster than the grid, which communicates per layer and token."""
 
@@ -156,6 +160,8 @@ def run_steps(
             ledger.start_trace()
         with ledger.run(f"step {number}"):
             step = take_step(run, number)
+        if run.grid.check and number % COPIES_EVERY == 0:
+            compare_copies(run)
         if traced is not None and number == traced.last:
             whole = ledger.stop_trace()
             trace.write(traced.file, whole, run.grid.comm)
@@ -194,7 +200,7 @@ def take_step(run: Run, number: int) -> Step:
     losses = accumulate(run, number)
     with ledger.phase("optimizer"):
         run.replicas.finish()
-        loss = run.replicas.total(total(losses, run.pipeline.axis))
+        loss = run.replicas.settle(total(losses, run.pipeline.axis))
         votes = (preemption.received() is not None) + WRITING * (run.writer is not None and run.writer.busy)
         norm, votes = norm_and_votes(run.optimizer.counted_gradients(), run.grid, votes)
         run.writing, run.asked = divmod(votes, WRITING)
@@ -207,6 +213,17 @@ def take_step(run: Run, number: int) -> Step:
         step.loss_scale, step.skipped_steps = scale, run.loss_scale.skipped
     stopwatch.stop(step)
     return step
+
+
+def compare_copies(run: Run) -> None:
+    """Raise AgreementError on all ranks unless all copies of weights are equal, of those in 16 bits too; collective."""
+    states = run.optimizer.states.values()
+    named = [Named(state.name, state.parameter.data, state.shardings.stored) for state in states]
+    named += [
+        Named(f"{state.name} (working copy)", state.used, state.shardings.used) for state in states if state.copy is not None
+    ]
+    with run.grid.ledger.phase("other"):
+        compare(named, run.grid, "check_copies")
 
 
 def accumulate(run: Run, number: int) -> list[Tensor]:

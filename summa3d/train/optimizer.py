@@ -1,18 +1,16 @@
-"""AdamW on the local blocks of a sharded model, the learning rate, the global gradient norm, and clipping by it."""
+"""AdamW on the local blocks of a sharded model, the learning rate, and the factor that clips gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import cos, isfinite, pi, sqrt
+from math import cos, pi
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from summa3d.kernels import dispatch
 
 if TYPE_CHECKING:
-    from ..comm.grid import Grid
     from ..parallel.states import State
     from .config import TrainConfig
 
@@ -85,35 +83,6 @@ def learning_rate(step: int, config: TrainConfig) -> float:
         return config.learning_rate * step / config.warmup
     done = min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
     return config.learning_rate * (config.decay_to + (1 - config.decay_to) * (1 + cos(pi * done)) / 2)
-
-
-def norm_and_votes(gradients: Sequence[tuple[torch.Tensor, bool]], grid: Grid, votes: int = 0) -> tuple[float, int]:
-    """The 2-norm of all gradients of the whole model and the sum of all ranks' `votes`, equal on every rank; collective.
-
-    Parameters
-    ----------
-    gradients : this rank's blocks, each with whether it is the block's primary rank (`Sharding.is_primary`)
-    votes : whatever ranks have to agree on once a step; sums are exact up to 2⁵³
-
-    Every element is counted once, in float64, by its primary rank. Moves one all-reduce of one complex
-    word, whose imaginary part are the votes. The norm is finite only if all gradients on all ranks are finite, copies included,
-    so that all ranks take the same decision. The host synchronizes with a device once.
-    """
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient, _ in gradients]
-    squares = 0.0
-    for (_, is_primary), norm in zip(gradients, _read(norms), strict=True):
-        if is_primary or not isfinite(norm):
-            squares += norm * norm
-    whole = grid.world.all_reduce(np.array([complex(squares, votes)]))[0]
-    return sqrt(float(whole.real)), round(float(whole.imag))
-
-
-def _read(norms: list[torch.Tensor]) -> list[float]:
-    """Their values, read at once; 0 of tensors without memory."""
-    if not norms or norms[0].is_meta:
-        return [0.0] * len(norms)
-    values: list[float] = torch.stack(norms).tolist()
-    return values
 
 
 def clip_factor(norm: float, limit: float, scale: float = 1.0) -> float:

@@ -204,7 +204,7 @@ def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) 
     """
     order, tile = config.grid.rank_order, config.grid.tile
     shared = None if device.type == "cpu" else False
-    grid = Grid(comm, config.grid.axes, order, tile, node_memory=shared, transport=config.transport)
+    grid = Grid(comm, config.grid.axes, order, tile, config.grid.check, shared, transport=config.transport)
     plan = scheme(config.scheme, grid, config.regather, config.vectors, config.overlap)
     if config.grid.pp > 1:
         how = config.pipeline

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -86,14 +87,27 @@ def test_a_large_all_reduce_sums_shares_and_gathers_them(comm, make_grid, dtype)
 
 @pytest.mark.mpi(sizes=(4,))
 def test_who_waits_sleeps(comm, make_grid):
-    """A rank that polled would use all of the second that the last one takes."""
+    """A rank that polled would never be seen asleep twice without any work in between: the last one comes once all are."""
     world = make_grid(x=4, node_memory=True, check=False).world  # a check asks MPI, which polls
     world.barrier()
-    before = time.thread_time()
+    threads = comm.allgather(f"/proc/{os.getpid()}/task/{threading.get_native_id()}")
     if comm.rank == 3:
-        time.sleep(1)
+        deadline = time.monotonic() + SOON
+        while not all(map(asleep, map(Path, threads[:3]))):
+            assert time.monotonic() < deadline, "a rank that waits does not sleep"
     world.barrier()
-    assert time.thread_time() - before < 0.2
+
+
+def asleep(thread: Path) -> bool:
+    """Whether a thread sleeps and, a while later, still does, without having run."""
+
+    def seen() -> tuple[str, str]:
+        state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+        return state, (thread / "schedstat").read_text().split()[0]
+
+    first = seen()
+    time.sleep(0.05)
+    return first[0] == "S" and seen() == first
 
 
 @pytest.mark.mpi(sizes=(2, 3))

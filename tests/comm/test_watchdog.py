@@ -24,7 +24,7 @@ from summa3d.launch import follow
 from summa3d.node_support import watchdog_seconds
 
 LIMIT = 1.0
-BEYOND = 10.0
+BEYOND = 100.0  # many times what the end of a job takes, and less than a rank that nobody ends would wait
 """Seconds beyond the limit in which a job must have ended."""
 PROGRAM = str(Path(__file__).parents[1] / "stopped_rank.py")
 PRODUCT = ("gemm", "--m", "64", "--n", "64", "--k", "64")

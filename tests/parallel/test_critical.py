@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_clock import FakeClock
 from small_runs import shared_corpus, small_config
 
 from summa3d.comm.profile.ledger import Ledger
@@ -35,17 +35,14 @@ def test_a_replay_takes_the_mean_op_of_the_slowest_rank_of_each_stage() -> None:
     assert f"a bubble of {100 * (wanted.time / work - 1):.0f}% of it" in in_words(replayed)
 
 
-def test_the_arithmetic_of_a_run_is_its_processor_time_without_sleep_and_communication() -> None:
+def test_the_arithmetic_of_a_run_is_its_processor_time_without_sleep_and_communication(clock: FakeClock) -> None:
     ledger = Ledger()
     trace = ledger.start_trace()
+    clock.passes(8, cpu=4)
     with ledger.run("F 0.1"):
-        until = time.thread_time() + 0.03
-        while time.thread_time() < until:
-            pass
-        ledger.line("all_gather", "x", "float64").wait(0.02, 0.01)  # 10 ms of the 30 were a communication's
-        time.sleep(0.1)
-    ((name, seconds),) = trace.arithmetic
-    assert name == "F 0.1" and 0.02 <= seconds < 0.04
+        clock.passes(0.75, cpu=0.5)
+        ledger.line("all_gather", "x", "float64").wait(0.375, 0.25)  # a quarter of the half second was a communication's
+    assert trace.arithmetic == [("F 0.1", 0.25)]
 
 
 @pytest.mark.mpi(sizes=(2,))
@@ -55,5 +52,4 @@ def test_a_traced_run_tells_the_critical_path_of_its_pipeline(comm: Any, shared_
     config = small_config(shared_corpus(comm, shared_tmp_path), scheme="serial", grid__pp=2, model__layers=2, train__accumulate=3)
     train(config, comm, shared_tmp_path / "run", traced=Traced(shared_tmp_path / "trace.json", 2, 3))
     (line,) = [line for line in said if line.startswith("pipeline 1f1b: with a core for each rank")]
-    seconds = float(line.split("a step takes ")[1].split(" s:")[0])
-    assert 0 < seconds < 10 and "bubble of" in line
+    assert float(line.split("a step takes ")[1].split(" s:")[0]) > 0 and "bubble of" in line

@@ -13,10 +13,11 @@ from summa3d.comm.grid import Place
 from summa3d.layout import Layout, collect
 from summa3d.layout.layout import Sharding
 from summa3d.nn import build, scheme
+from summa3d.nn.gradients import norm_and_votes
 from summa3d.nn.parameter import new_parameter
 from summa3d.parallel.states import Shardings, replicas_of, states_of
 from summa3d.train.config import TrainConfig
-from summa3d.train.optimizer import MOMENTS, AdamW, norm_and_votes
+from summa3d.train.optimizer import MOMENTS, AdamW
 
 
 def test_without_zero_all_states_lie_as_the_weight_is_used():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_clock import FakeClock
 from mpi4py import MPI
 from staged import ROWS, X2, XY2, Y2, YZ2, Z2, AfterOps, Case, Piped, accumulate, check_gradients
 
@@ -152,30 +152,36 @@ def test_paying_later_gathers_each_products_gradient_once_more_and_moves_nothing
         assert all(kind == "all_gather" and phase == "backward" for _, kind, phase, _ in changed), (name, changed)
 
 
-class Asleep(Product):
-    """A product that takes time, and no processor: as long forward as for each of its gradients."""
+class Timed(Product):
+    """A product that takes as long forward as for each of its gradients. It begins when its rank and what it is given are ready.
 
-    def __init__(self, piped: Piped, seconds: float) -> None:
-        self.in_flight, self.rows, self.seconds = InFlight(debts=piped.model.scheme.debts), None, seconds
+    What is given is full of the time since when it is.
+    """
+
+    def __init__(self, piped: Piped, seconds: float, clock: FakeClock) -> None:
+        self.in_flight, self.rows = InFlight(debts=piped.model.scheme.debts), None
+        self.seconds, self.clock = seconds, clock
 
     def agree(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
         pass
 
-    def _slept(self, result: torch.Tensor) -> Any:
-        time.sleep(self.seconds)
-        return result
+    def _done(self, given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        self.clock.wall = max(self.clock.wall, given.max().item())
+        self.clock.passes(self.seconds)
+        return torch.full_like(result, self.clock.wall)
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
-        return self._slept(a.clone()), (a, b)
+        return self._done(a, a), (a, b)
 
     def start_grad_a(self, shared: torch.Tensor, b: torch.Tensor) -> Any:
-        return Completed(self._slept(shared))
+        return Completed(self._done(shared, shared))
 
     def start_grad_b(self, shared: torch.Tensor, a: torch.Tensor) -> Any:
-        return Completed(self._slept(torch.ones(1, dtype=a.dtype)))
+        self.clock.passes(self.seconds)
+        return Completed(torch.ones(1, dtype=a.dtype))
 
 
-class AsleepStage(Stage):
+class TimedStage(Stage):
     """A stage of one such product."""
 
     def forward(self, x: Any, inputs: Any, batch: Any) -> Any:
@@ -187,26 +193,25 @@ class AsleepStage(Stage):
 UNITS = {("1f1b", 1): 33.0, ("interleaved", 2): 28.5, ("zb-h1", 1): 27.0, ("zb-v", 2): 25.5}
 
 
-@pytest.mark.wide  # it asserts times
 @pytest.mark.mpi(sizes=(4,))
-def test_steps_of_sleeping_stages_take_the_times_of_their_schedules(comm: Any, make_grid: Any) -> None:
+def test_steps_of_timed_stages_take_the_times_of_their_schedules(
+    comm: Any, make_grid: Any, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """8 micro-batches on 4 ranks, in units of a rank's forward: from the first op of the trace to the last."""
-    unit, m, best = 0.15, 8, {}
+    unit, m = 0.25, 8
     for (schedule, chunks), units in UNITS.items():
         piped = Piped(Case(4, m, schedule, chunks, layers=8), make_grid, check=False)
         stages, weight = piped.executor.stages, torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        model = SimpleNamespace(scheme=piped.model.scheme, weight=weight, product=Asleep(piped, unit / chunks))
-        piped.executor.stages = [AsleepStage(**{**vars(stage), "model": model}) for stage in stages]
-        stream, found = piped.pipeline.stream().zero_(), []
-        while len(found) < 3 and not (found and min(found) <= 1.05 * units):
-            comm.Barrier()
-            trace = piped.grid.ledger.start_trace()
-            piped.pipeline.run(m, lambda micro, stream=stream: ({"stream": stream}, None))
-            piped.grid.ledger.stop_trace()
-            starts, ends = zip(*(span[1:] for span in trace.runs), strict=True)
-            found.append((comm.allreduce(max(ends), MPI.MAX) - comm.allreduce(min(starts), MPI.MIN)) / unit)
-        assert weight.grad.item() == len(found) * m * chunks, schedule
-        best[schedule] = min(found)
-        assert 0.98 * units <= best[schedule] <= 1.10 * units, (schedule, found)
+        model = SimpleNamespace(scheme=piped.model.scheme, weight=weight, product=Timed(piped, unit / chunks, clock))
+        send = piped.executor.channel.send
+        now = lambda array, *where, send=send: send(torch.full_like(array, clock.wall), *where)  # noqa: E731
+        monkeypatch.setattr(piped.executor.channel, "send", now)
+        piped.executor.stages = [TimedStage(**{**vars(stage), "model": model}) for stage in stages]
+        stream, clock.wall = piped.pipeline.stream().zero_(), 1024.0
+        trace = piped.grid.ledger.start_trace()
+        piped.pipeline.run(m, lambda micro, stream=stream: ({"stream": stream}, None))
+        piped.grid.ledger.stop_trace()
+        starts, ends = zip(*(span[1:] for span in trace.runs), strict=True)
+        assert weight.grad.item() == m * chunks, schedule
+        assert (comm.allreduce(max(ends), MPI.MAX) - comm.allreduce(min(starts), MPI.MIN)) / unit == units, schedule
         piped.executor.channel.free()
-    assert best["1f1b"] > best["interleaved"] > best["zb-h1"] > best["zb-v"], best

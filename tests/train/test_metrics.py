@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_clock import FakeClock
 from mpi4py import MPI
 
 from summa3d.comm.profile.ledger import Amounts, Ledger
@@ -134,19 +135,16 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path: Path) -> N
     assert metrics.read(path) == [{"step": 1}, {"step": 2, "resumed": True}]
 
 
-def test_the_stopwatch_leaves_communication_out_of_arithmetic() -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_stopwatch_leaves_communication_out_of_arithmetic(clock: FakeClock, threads: int) -> None:
     ledger = Ledger()
     ledger.line("all_gather", "x", "float64").add(Amounts(words=7, seconds=20.0, cpu_seconds=9.0))
-    stopwatch, done = Stopwatch(ledger, threads=1), step(1)
-    busy_until = time.thread_time() + 0.1
-    while time.thread_time() < busy_until:
-        pass
-    ledger.line("all_gather", "x", "float64").add(Amounts(words=3, seconds=0.5, cpu_seconds=0.06))
+    stopwatch, done = Stopwatch(ledger, threads), step(1)
+    clock.passes(2, cpu=1)
+    ledger.line("all_gather", "x", "float64").add(Amounts(words=3, seconds=0.5, cpu_seconds=0.125))
     stopwatch.stop(done)
-    assert done.words == 3
-    assert done.communication_seconds == pytest.approx(0.06) and done.waited_seconds == pytest.approx(0.44)
-    assert 0.03 < done.arithmetic_seconds < 0.06
-    assert done.seconds >= 0.1
+    assert (done.words, done.seconds, done.arithmetic_seconds) == (3, 2, 0.875)
+    assert (done.communication_seconds, done.waited_seconds) == (0.125, 0.375)
 
 
 def test_tensorboard_gets_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,12 @@ from small_runs import metrics_of, micro_batch, shared_corpus, small_config, tra
 
 from summa3d.errors import CheckpointError, ConfigError, Summa3dError
 from summa3d.layout import collect
+from summa3d.nn.gradients import norm_and_votes
 from summa3d.nn.parameter import ShardedParameter
 from summa3d.train import config
 from summa3d.train.checkpoint import folder as checkpoint
 from summa3d.train.loop import take_step, total
-from summa3d.train.optimizer import clip_factor, norm_and_votes
+from summa3d.train.optimizer import clip_factor
 from summa3d.train.precision import LossScale
 from summa3d.train.prepare import Run, prepare
 

@@ -244,3 +244,19 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     assert len(str(raised.value)) < 400
     with pytest.raises(ConfigError, match=r"data\.token_dtype = 'float32' is not known"):
         DataConfig(token_dtype="float32")
+
+
+def test_a_corpus_of_the_tests_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that each run alone write it at once, and read it."""
+    file, seen, write = tmp_path / "corpus.txt", [], Path.write_text
+
+    def in_two_parts(path: Path, text: str) -> None:
+        write(path, text[:100])
+        seen.append(file.exists() and len(file.read_text()))
+        write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", in_two_parts)
+    write_corpus(file)
+    size = file.stat().st_size
+    write_corpus(file)
+    assert seen == [False, size] and size > 1000
