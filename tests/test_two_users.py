@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -180,13 +181,13 @@ def test_no_name_in_the_temporary_folder_reaches_a_file_or_silences_a_failing_jo
     flight.start(0, 2)
     assert flight.recorder is not None
     folder = flight.recorder.file.parent
-    assert flight_files.is_private(folder)
+    assert is_roots_alone(folder)
     flight.keep_in(place.shared)
     with flight.waiting_in("a barrier", "all ranks"):
         assert [one.rank for one in flight.neighbours(folder)] == [0]
         assert flight.claim_node() and not flight.claim_node()
         saved = flight_files.save(folder, time.time())
-    assert saved is not None and flight_files.is_private(saved)
+    assert saved is not None and is_roots_alone(saved)
     assert [one.rank for one in flight.read_folder(saved)] == [0]
     assert flight_files.folder_of_job() == folder or attack == "all names that are tried"
     flight.recorder.close()
@@ -194,6 +195,8 @@ def test_no_name_in_the_temporary_folder_reaches_a_file_or_silences_a_failing_jo
     assert homes_files(place) == before
     if attack.startswith("an old"):
         assert os.path.lexists(place.shared / "summa3d-flight-0-1.2")
+    if attack == "a saved folder with links":
+        assert len([*(place.shared / "flight").iterdir()]) == 3
 
 
 NAMED: dict[str, Callable[[Path, Path], object]] = {
@@ -218,6 +221,11 @@ def test_no_name_in_a_folder_that_the_victim_has_chosen_reaches_a_file_or_silenc
         assert [one.rank for one in flight.neighbours(place.shared)] == [0]
         flight.recorder.close()
     assert homes_files(place) == before
+
+
+def is_roots_alone(folder: Path) -> bool:
+    status = folder.lstat()
+    return (stat.S_IFMT(status.st_mode), stat.S_IMODE(status.st_mode), status.st_uid) == (stat.S_IFDIR, 0o700, 0)
 
 
 def in_run(place: Place, name: str, target: Path) -> Path:
