@@ -177,14 +177,14 @@ def replacing(path: Path) -> Iterator[Path]:
 def replace_text(path: Path, text: str) -> None:
     """Write a file that a user has named, in place of the one of that name, whole; a FIFO or a device is written to.
 
-    Raises OSError.
+    Names of files in it become the bytes that the file system has. Raises OSError.
     """
     special = f"{os.path.realpath(path.parent)}/"
     if special == "/dev/" or special.startswith("/proc/") or (path.exists() and not path.is_file()):
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")
         return
     with replacing(path) as new:
-        new.write_text(text, encoding="utf-8")
+        new.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def remove_files(folder: Path, names: re.Pattern[str]) -> bool:

@@ -14,16 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import LaunchError
+from ..interpreter import module
 from ..launch import emulate, segments
 from ..launch.follow import follow
 from ..launch.runtime import Runtime, find_launcher, launcher_vendor, loaded_runtime, rank_environment, usable_cores
 from .main import COMMANDS, unknown_command
 
 SCRIPT = "summa3d.launch.script"
-WITHOUT_FOLDER = (
-    "import sys; sys.path[:1] = []; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
-"""`python -P -m` for Python 3.10."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,13 +82,6 @@ def program(args: argparse.Namespace) -> list[str]:
     if not Path(words[0]).is_file():
         raise LaunchError(f"{unknown_command(words[0])} Nor is there a script of this path.")
     return module(SCRIPT, *words)
-
-
-def module(name: str, *words: str) -> list[str]:
-    """The arguments of a Python that runs a module of ours and imports nothing from the current folder, as `-m` alone would."""
-    if sys.version_info >= (3, 11):
-        return ["-P", "-m", name, *words]
-    return ["-c", WITHOUT_FOLDER, name, *words]
 
 
 def run(args: argparse.Namespace) -> int:

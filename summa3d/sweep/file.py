@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
@@ -18,6 +19,10 @@ SUBJECTS = ("gemm", "block", "train")
 ORDERS = ("interleaved", "sequential")
 MOST_POINTS = 100_000
 """The most points of a sweep; a list too many multiplies them."""
+NAME = re.compile(r"[^\W_][\w.-]*")
+"""What a sweep may be called: the name becomes that of a folder, and of jobs in their scripts."""
+LIMIT = re.compile(r"UNLIMITED|INFINITE|[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}")
+"""Time limits as Slurm takes them."""
 TEXT, TABLE, RULE = ("text", (str,)), ("a table", (Mapping,)), ("the name of a rule, or a table", (str, Mapping))
 SERIES: dict[str, tuple[str, tuple[type, ...]]] = {"name": TEXT, "base": TABLE, "vary": TABLE, "weak": RULE}
 """Key of a series → the name of its type, and what its value may be."""
@@ -29,7 +34,7 @@ class Sweep:
 
     Attributes
     ----------
-    name : of the sweep, its folder and its plots
+    name : of the sweep, its folder, jobs and plots: letters, digits, ".", "-" and "_"
     kind : "strong", the same work on several rank counts; "weak", work that grows with them; "grid", any product of values
     what : is measured: "gemm", a product; "block", forward and backward of transformer blocks; "train", a training step
     config : a shipped configuration that `base` changes (train only)
@@ -48,7 +53,7 @@ class Sweep:
     cluster : what predicts times; none if empty
     memory : bytes that a rank may take; 0 for those of the cluster's device, or no limit
     ranks_per_node : ranks of a node, in predictions and jobs
-    limit : time limit of a job
+    limit : time limit of a job, as Slurm takes it
     """
 
     name: str
@@ -72,6 +77,16 @@ class Sweep:
     limit: str = "00:30:00"
 
     def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"name = {self.name!r} cannot name a sweep, its folder and its jobs: "
+                "letters, digits, '.', '-' and '_' can, the first a letter or digit, as in name = \"product-strong\"."
+            )
+        if not LIMIT.fullmatch(self.limit):
+            raise ConfigError(
+                f"limit = {self.limit!r} is no time limit of Slurm; write minutes, hours:minutes:seconds or "
+                'days-hours:minutes:seconds, as in limit = "00:30:00".'
+            )
         for key, value, known in (("kind", self.kind, KINDS), ("what", self.what, SUBJECTS), ("order", self.order, ORDERS)):
             if value not in known:
                 raise ConfigError(f"{key} = {value!r} is not known; it is one of {', '.join(known)}.")
