@@ -123,11 +123,12 @@ def from_toml(text: str) -> dict[str, Any]:
 
 
 def toml_value(text: str, otherwise: Any) -> Any:
-    """The value that a text is in TOML; `otherwise` for a text that is none."""
+    """The value that a text is in TOML; `otherwise` for a text that is none, or has lines after one."""
     try:
-        return from_toml(f"value = {text}")["value"]
+        table = from_toml(f"value = {text}")
     except ValueError:
         return otherwise
+    return table["value"] if len(table) == 1 else otherwise
 
 
 def titles(folder: Path) -> dict[str, str]:

@@ -74,8 +74,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "")
 def override(cls: type, table: dict[str, Any], assignments: Sequence[str]) -> None:
     """Apply assignments of the form ``a.b=c`` to a TOML table of `cls`, in place.
 
-    Text needs no quotes. The value `none` unsets an optional key. Raises ConfigError for a malformed assignment and an unknown
-    key.
+    Text needs no quotes, and keeps blanks at its ends. The value `none` unsets an optional key. Raises ConfigError for a
+    malformed assignment and an unknown key.
     """
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -89,7 +89,7 @@ def override(cls: type, table: dict[str, Any], assignments: Sequence[str]) -> No
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
                 raise ConfigError(f"--set {key}: {part} is a value in the configuration file, but must be a table.")
-        value = parse(text.strip(), kind)
+        value = parse(text, kind)
         if value is None:
             target.pop(name, None)
         else:
@@ -105,13 +105,13 @@ def assign(table: dict[str, Any], key: str, value: Any) -> None:
 
 
 def parse(text: str, kind: Any) -> Any:
-    """The value of `text`, as given on a command line, for a field of type `kind`. Text that is not TOML stays text.
+    """The value of `text`, as given on a command line, for a field of type `kind`. Text that is not TOML stays as it is typed.
 
-    >>> parse("8", int), parse("gpt2", str), parse("none", float | None)
-    (8, 'gpt2', None)
+    >>> parse(" 8", int), parse("The ", str), parse('"The "', str), parse("none", float | None)
+    (8, 'The ', 'The ', None)
     """
     kinds = alternatives(kind)
-    if type(None) in kinds and text.lower() == "none":
+    if type(None) in kinds and text.strip().lower() == "none":
         return None
     if dict in (typing.get_origin(one) for one in kinds) and not text.startswith("{"):
         text = "{" + text + "}"

@@ -29,6 +29,19 @@ def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["The ", " ", "  a  b\t", '"', "\n", '"The "\nsteps = 1', "# no comment ", "8 "])
+def test_text_is_set_as_it_is_typed(text: str, tmp_path: Path) -> None:
+    read = config.load("demo", [f"train.sample_prompt={text}", f"data.separator={text}", "train.steps= 7 "])
+    assert (read.train.sample_prompt, read.data.separator, read.train.steps) == (text, text, 7)
+    config.write(config.to_table(read), tmp_path / "config.toml")
+    assert config.load(str(tmp_path / "config.toml")) == read
+
+
+@pytest.mark.parametrize("text", ['"The "', " 'The ' "])
+def test_quotes_of_toml_around_a_text_are_none_of_it(text: str) -> None:
+    assert config.load("demo", [f"train.sample_prompt={text}"]).train.sample_prompt == "The "
+
+
 def test_an_override_wins_over_the_file_and_none_unsets(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[model]\nffn = 100\nhidden = 64\n")
     read = config.load(str(tmp_path / "run.toml"), ["model.ffn=none", "train.steps=7"])
