@@ -86,8 +86,8 @@ sys.exit(0 if error < 1e-13 else f"the product is wrong: relative error {error}"
 # Two minutes before the time limit (--signal=TERM@120), and when it is preempted, the run is asked to end: it saves after its
 # step, ends with status 75, and the job goes back into the queue. Checkpoints are published atomically, so that a job may also
 # be killed at any time; then the steps since the newest checkpoint are lost. Choose CHECKPOINT_EVERY so that these take
-# minutes. With --resume, the same command starts a run and continues it. SET holds more settings: SET="train.steps=1000
-# train.seed=2".
+# minutes. With --start-or-resume, the same command starts a run and continues it. SET holds more settings:
+# SET="train.steps=1000 train.seed=2".
 train() {
     local settings=() part status=0 axes more
     read -ra axes <<<"${GRID//,/ }"
@@ -99,7 +99,7 @@ train() {
         settings+=(--set "$part")
     done
     trap 'echo "the job is asked to end"' TERM # which would end this script before its ranks have saved
-    start "$RANKS" summa3d train "${CONFIG:-demo}" --run "$RUN" --resume \
+    start "$RANKS" summa3d train "${CONFIG:-demo}" --run "$RUN" --start-or-resume \
         --set "scheme=${SCHEME:-cuboid}" "${settings[@]}" --set "train.checkpoint_every=${CHECKPOINT_EVERY:-100}" || status=$?
     if ((status == 75)); then
         requeue

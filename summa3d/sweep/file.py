@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import date, time
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ class Sweep:
             raise ConfigError(f"config = {self.config!r} is for what = 'train'; this sweep is of {self.what}.")
         for number, one in enumerate(self.series, 1):
             _check_series(number, one)
+        _check_values("", (self.base, self.vary, self.series, self.weak, self.published))
         self._check_vary()
 
     def _check_vary(self) -> None:
@@ -121,6 +123,15 @@ class Sweep:
         for own in self.series or ({},):
             base, vary = ({**flat(mine), **flat(own.get(key, {}))} for key, mine in (("base", self.base), ("vary", self.vary)))
             yield own.get("name", ""), base, vary, own.get("weak", self.weak)
+
+
+def _check_values(key: str, value: Any) -> None:
+    """Raise ConfigError for dates and times of TOML, which no key takes and no line of a sweep has."""
+    if isinstance(value, (Mapping, list, tuple)):
+        for name, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _check_values(str(name) if isinstance(value, Mapping) else key, one)
+    elif isinstance(value, (date, time)):  # a datetime is a date
+        raise ConfigError(f"{key} = {value} of a sweep is a date or a time; write a text in quotes, or a number.")
 
 
 def _check_series(number: int, own: Any) -> None:

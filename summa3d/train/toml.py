@@ -139,7 +139,7 @@ def convert(key: str, value: Any, kind: Any) -> Any:
     """
     if type(value) is int and abs(value) > LARGEST_WHOLE:
         raise ConfigError(f"{key} = {str(value)[:40]}… is beyond ±(2^63 − 1), the integers that TOML has.")
-    if type(value) is str and not _is_unicode(value):
+    if type(value) is str and not is_unicode(value):
         raise ConfigError(f"{key} = {value!r} is no Unicode text: it holds bytes that are not UTF-8, or half of a character.")
     for one in alternatives(kind):
         origin, inner = typing.get_origin(one), typing.get_args(one)
@@ -154,7 +154,8 @@ def convert(key: str, value: Any, kind: Any) -> Any:
     raise ConfigError(f"{key} = {value!r} is {describe_value(value)}; {key} takes {describe(kind)}.")
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: it holds no half of a character, as bytes of an argument that are not UTF-8 become."""
     try:
         text.encode()
     except UnicodeEncodeError:

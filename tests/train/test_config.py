@@ -29,6 +29,20 @@ def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("axis", ["dp", "pp"])
+def test_a_grid_that_was_chosen_is_chosen_again_when_replicas_or_stages_change(axis: str, tmp_path: Path) -> None:
+    def choose(asked: config.Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
+        return "oned", {"y": ranks}
+
+    file, words = tmp_path / "config.toml", ["model.layers=2", "train.batch=4"]
+    config.write(config.to_table(config.load_for(2, "demo", words, choose)), file)
+    assert config.load_for(2, str(file), [], choose).grid.axes["y"] == 2
+    again = config.load_for(2, str(file), [f"grid.{axis}=2"], choose)
+    assert (again.grid.axes["y"], again.grid.axes[axis], again.chosen) == (1, 2, "scheme and grid")
+    with pytest.raises(ConfigError, match="cannot be divided into 3 equal parts"):
+        config.load_for(2, str(file), [f"grid.{axis}=3", "model.layers=3", "train.batch=12"], choose)
+
+
 @pytest.mark.parametrize("text", ["The ", " ", "  a  b\t", '"', "\n", '"The "\nsteps = 1', "# no comment ", "8 "])
 def test_text_is_set_as_it_is_typed(text: str, tmp_path: Path) -> None:
     read = config.load("demo", [f"train.sample_prompt={text}", f"data.separator={text}", "train.steps= 7 "])
