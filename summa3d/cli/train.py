@@ -26,6 +26,8 @@ CORE_TIME = (
     *("exposed_communication", "model_flops_per_second", "mfu"),
 )
 """The keys of a summary that describe the use of the cores."""
+MOST_LISTED = 12
+"""Runs that an error names."""
 TEAM_PRODUCT = 1 << 24
 """m·n·k of a product that is worth a team of threads: about a millisecond of one core."""
 TRACED = (3, 5)
@@ -109,6 +111,22 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("--trace-steps selects the steps that --trace writes. Give --trace FILE as well.")
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a run has begun in a folder, or been imported into it."""
+    return (folder / "config.toml").is_file() or any((folder / "checkpoints").glob("step-*"))
+
+
+def check_run(folder: Path) -> None:
+    """Raise ConfigError, which lists the runs beside it, where a folder holds no run."""
+    if holds_run(folder):
+        return
+    beside = folder.parent
+    found = sorted(one.name for one in beside.iterdir() if holds_run(one)) if beside.is_dir() else []
+    more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
+    listed = f"Runs in {beside}: {', '.join(found[:MOST_LISTED])}{more}." if found else f"There are no runs in {beside}."
+    raise ConfigError(f"{folder} holds no run. {listed} --start-or-resume begins one where there is none.")
+
+
 def _continues(args: argparse.Namespace, folder: Path) -> bool:
     """Whether a run in the folder is to be continued, or started where there is none; the same on every rank. Collective.
 
@@ -117,7 +135,6 @@ def _continues(args: argparse.Namespace, folder: Path) -> bool:
     from mpi4py import MPI
 
     from ..train.on_root import on_root
-    from ..train.runs import check_run
 
     if args.resume or (args.start_or_resume and args.config is None):
         on_root(MPI.COMM_WORLD, lambda: check_run(folder), ConfigError)
