@@ -17,7 +17,7 @@ endif
 
 TOOLS := $(EXTRAS),dev
 BIN := $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --quiet -c constraints.txt
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 SYSTEM_MPI = $(PYTHON) -c 'import ctypes.util, shutil, sys; sys.exit(not (shutil.which("mpirun") and ctypes.util.find_library("mpi")))'
 
 # Where the environment forbids Python to keep bytecode, each of the Pythons that tests start compiles all tests or the library anew:
@@ -38,7 +38,9 @@ venv: $(VENV)/.tools  ## install library, tests and linters into .venv: minutes,
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "summa3d needs Python 3.10 or newer; name one with PYTHON=…")'
 	@echo "installing summa3d[$(1)] into $(VENV): some minutes, once; 2 GB, or 5 GB where pip takes torch with CUDA"
+	@echo "1/2 making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
+	@echo "2/2 downloading and installing; pip says which package it is at"
 	@$(INSTALL) -e '.[$(1)]'
 endef
 

@@ -65,9 +65,13 @@ check() {
     start "$RANKS" summa3d gemm --m 1009 --n 997 --k 1013 --dtype float64 --check --json | accept
 }
 
+# What the Pythons of these steps begin with: they import nothing from the folder of the job.
+without_folder='import sys; sys.path[:] = [place for place in sys.path if place]
+'
+
 # Prints the JSON line of `gemm --check --json`; fails where the product is wrong or there is no line.
 accept() {
-    python -c '
+    python -c "$without_folder"'
 import json, sys
 lines = [line for line in sys.stdin.read().splitlines() if line.startswith("{")]
 if not lines:
@@ -82,18 +86,20 @@ sys.exit(0 if error < 1e-13 else f"the product is wrong: relative error {error}"
 # Two minutes before the time limit (--signal=TERM@120), and when it is preempted, the run is asked to end: it saves after its
 # step, ends with status 75, and the job goes back into the queue. Checkpoints are published atomically, so that a job may also
 # be killed at any time; then the steps since the newest checkpoint are lost. Choose CHECKPOINT_EVERY so that these take
-# minutes. With --resume, the same command starts a run and continues it. SET holds more settings: SET="train.steps=1000
-# train.seed=2".
+# minutes. With --start-or-resume, the same command starts a run and continues it. SET holds more settings:
+# SET="train.steps=1000 train.seed=2".
 train() {
-    local settings=() part status=0
-    for part in ${GRID//,/ }; do
+    local settings=() part status=0 axes more
+    read -ra axes <<<"${GRID//,/ }"
+    for part in "${axes[@]}"; do
         settings+=(--set "grid.$part")
     done
-    for part in ${SET:-}; do
+    read -rd '' -a more <<<"${SET:-}" || true # words, of which none is a pattern of files
+    for part in "${more[@]}"; do
         settings+=(--set "$part")
     done
     trap 'echo "the job is asked to end"' TERM # which would end this script before its ranks have saved
-    start "$RANKS" summa3d train "${CONFIG:-demo}" --run "$RUN" --resume \
+    start "$RANKS" summa3d train "${CONFIG:-demo}" --run "$RUN" --start-or-resume \
         --set "scheme=${SCHEME:-cuboid}" "${settings[@]}" --set "train.checkpoint_every=${CHECKPOINT_EVERY:-100}" || status=$?
     if ((status == 75)); then
         requeue
@@ -139,7 +145,7 @@ scaling() {
 tables() {
     local form=(--format markdown --format csv)
     local drawn='import importlib.util as u, sys; sys.exit(None if u.find_spec("matplotlib") else "no plots without matplotlib")'
-    if python -c "$drawn"; then form+=(--format png --format pdf); else form+=(--no-plots); fi
+    if python -c "$without_folder$drawn"; then form+=(--format png --format pdf); else form+=(--no-plots); fi
     summa3d report "${form[@]}" "$@" >"$OUT/report.txt"
     cat "$OUT/report.txt"
 }

@@ -65,6 +65,7 @@ LINKS = {
     "latency": Range(0, 0.1, "seconds", "of a message between two neighbours"),
 }
 """Key of a level of links → what it may be."""
+LONGEST_NAME = 100
 ABOUT = ("name", "note", "measured")
 """Keys that are no numbers; `measured` says when, where and with which libraries."""
 
@@ -217,6 +218,11 @@ def read(table: Mapping[str, Any], name: str) -> Cluster:
     if not levels or not named:
         raise ClusterError(f"cluster {name} needs tables [[level]], each with a name: its links, from the innermost.")
     level_names = tuple(level["name"] for level in levels)
+    for key, text in (("name", table.get("name", name)), *(("level.name", one) for one in level_names)):
+        if not (isinstance(text, str) and text.isprintable() and 0 < len(text) <= LONGEST_NAME):
+            raise ClusterError(
+                f"cluster {name}: {key} = {text!r} is no name; it takes one line of at most {LONGEST_NAME} printable characters."
+            )
     for one in level_names:
         if level_names.count(one) > 1:
             raise ClusterError(f"cluster {name}: two levels are named {one}; each needs a name of its own.")
@@ -229,7 +235,7 @@ def read(table: Mapping[str, Any], name: str) -> Cluster:
     numbers = {key: _number(name, key, value) for key, value in flat.items()}
     defaults = {key: limit.default for key, limit in limits.items() if limit.default is not None}
     numbers |= {key: Number(value, "assumed", "default") for key, value in defaults.items() if key not in numbers}
-    return _checked(str(table.get("name", name)), level_names, numbers)
+    return _checked(table.get("name", name), level_names, numbers)
 
 
 def _limits(level_names: tuple[str, ...]) -> dict[str, Range]:

@@ -26,6 +26,7 @@ __all__ = [
 LONG_WORD = re.compile(r"\S{1000,}")
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that a terminal obeys instead of showing them, and halves of a surrogate pair, which no file can hold."""
+LONGEST_MESSAGE = 4000
 LONGEST_KEY = 100
 """Characters of a key that are compared with known ones."""
 
@@ -40,19 +41,23 @@ def printable(text: str) -> str:
 
 
 def shortened(message: str) -> str:
-    """A message in which values that fill pages are cut, and control characters are written out.
+    """A message in which values that fill pages are cut, which fills none itself, and has control characters written out.
 
-    >>> shortened("x is " + 5000 * "1")[-60:]
+    >>> shortened("x is " + 5000 * "1")[-51:]
     '111111111111…11111111111111111111 (5000 characters)'
     """
     message = printable(message)
-    return LONG_WORD.sub(lambda found: f"{found[0][:60]}…{found[0][-20:]} ({len(found[0])} characters)", message)
+    message = LONG_WORD.sub(lambda found: f"{found[0][:60]}…{found[0][-20:]} ({len(found[0])} characters)", message)
+    if len(message) <= LONGEST_MESSAGE:
+        return message
+    half = LONGEST_MESSAGE // 2
+    return f"{message[:half]} … {message[-half:]} ({len(message)} characters)"
 
 
 class Summa3dError(Exception):
     """Base of all errors that a user can cause and correct; the command line prints the message without a traceback.
 
-    A value that fills pages is shortened in the message.
+    Values that fill pages are shortened in the message, and what a terminal would obey is escaped.
     """
 
     def __init__(self, message: str = "") -> None:

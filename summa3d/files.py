@@ -21,6 +21,8 @@ from .errors import DataError
 LARGEST_WHOLE = 2**63 - 1
 """The largest whole number of TOML, and of an option of a command."""
 DIGITS = len(str(LARGEST_WHOLE))
+DEEPEST = 64
+"""Levels of tables and lists in a file, beyond which code that follows them would end in Python's stack."""
 HUGE = re.compile("[0-9]{309}")
 """Digits that may be a whole number beyond all floats."""
 
@@ -64,9 +66,11 @@ def from_json(text: str | bytes) -> Any:
     """The value of a JSON text. Raises ValueError, also where it is nested too deeply, or a number is too large."""
     digits = HUGE.search(text if isinstance(text, str) else text.decode("latin-1"))
     try:
-        return json.loads(text, parse_int=_whole_number if digits else None)
+        found = json.loads(text, parse_int=_whole_number if digits else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    braces = (b"{", b"[") if isinstance(text, bytes) else ("{", "[")
+    return _not_too_deep(found) if sum(map(text.count, braces)) > DEEPEST else found  # type: ignore[arg-type]
 
 
 def whole(text: str | bytes) -> int | None:
@@ -117,17 +121,29 @@ def _whole_number(digits: str) -> int:
 def from_toml(text: str) -> dict[str, Any]:
     """The table of a TOML text. Raises ValueError, also where it is nested too deeply for Python's stack."""
     try:
-        return tomllib.loads(text)
+        return dict(_not_too_deep(tomllib.loads(text)))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
+def _not_too_deep(value: Any) -> Any:
+    """The value of a file. Raises ValueError where its tables and lists have more than DEEPEST levels."""
+    level, depth = [value], 0
+    while level:
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
+        level, depth = [one for some in inner for one in some if isinstance(one, (dict, list))], depth + 1
+        if depth > DEEPEST:
+            raise ValueError("it is nested too deeply")
+    return value
+
+
 def toml_value(text: str, otherwise: Any) -> Any:
-    """The value that a text is in TOML; `otherwise` for a text that is none."""
+    """The value that a text is in TOML; `otherwise` for a text that is none, or has lines after one."""
     try:
-        return from_toml(f"value = {text}")["value"]
+        table = from_toml(f"value = {text}")
     except ValueError:
         return otherwise
+    return table["value"] if len(table) == 1 else otherwise
 
 
 def titles(folder: Path) -> dict[str, str]:
@@ -177,14 +193,14 @@ def replacing(path: Path) -> Iterator[Path]:
 def replace_text(path: Path, text: str) -> None:
     """Write a file that a user has named, in place of the one of that name, whole; a FIFO or a device is written to.
 
-    Raises OSError.
+    Names of files in it become the bytes that the file system has. Raises OSError.
     """
     special = f"{os.path.realpath(path.parent)}/"
     if special == "/dev/" or special.startswith("/proc/") or (path.exists() and not path.is_file()):
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")
         return
     with replacing(path) as new:
-        new.write_text(text, encoding="utf-8")
+        new.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def remove_files(folder: Path, names: re.Pattern[str]) -> bool:

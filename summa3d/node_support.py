@@ -36,6 +36,8 @@ def watchdog_seconds(default: float = 600.0) -> float:
         seconds = float(text) if text else default
     except ValueError:
         seconds = -1.0
+    if not text.isascii() or "_" in text:  # which Python takes in numbers
+        seconds = -1.0
     if not 0 <= seconds <= MOST_SECONDS:
         raise ConfigError(f"SUMMA3D_WATCHDOG is {text!r}; it takes seconds, 0 (never) to {MOST_SECONDS:.0f}.")
     return seconds

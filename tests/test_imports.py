@@ -19,6 +19,7 @@ ORDER = (
     "dtypes",
     "cluster",
     "node_support",
+    "interpreter",
     "preemption",
     "blas_library",
     "figures",

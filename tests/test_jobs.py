@@ -132,7 +132,7 @@ def test_training_starts_one_rank_per_gpu_after_the_check(machine: Machine, clus
     assert shown == [*prefix, "true"]
     assert checked == [*prefix, *CHECK]
     settings = "--set scheme=cuboid --set grid.x=3 --set grid.y=2 --set grid.z=2 --set train.checkpoint_every=100"
-    assert trained == [*prefix, *f"summa3d train demo --run runs/{cluster}_train --resume {settings}".split()]
+    assert trained == [*prefix, *f"summa3d train demo --run runs/{cluster}_train --start-or-resume {settings}".split()]
     assert parsed(checked).check
 
 
@@ -140,7 +140,7 @@ def test_training_without_gpus_gives_each_rank_its_cores(machine: Machine) -> No
     checked, trained = machine.started("cpu_train", GRID="x=3,y=2,z=2", RUN="runs/a", SCHEME="tesseract", CHECKPOINT_EVERY="7")
     assert checked == [*srun_cpu(), *CHECK]
     settings = "--set scheme=tesseract --set grid.x=3 --set grid.y=2 --set grid.z=2 --set train.checkpoint_every=7"
-    assert trained == [*srun_cpu(), *f"summa3d train demo --run runs/a --resume {settings}".split()]
+    assert trained == [*srun_cpu(), *f"summa3d train demo --run runs/a --start-or-resume {settings}".split()]
 
 
 def test_a_task_of_a_sweep_trains_in_a_folder_named_by_its_key_and_value(machine: Machine) -> None:
@@ -203,7 +203,7 @@ def test_the_grid_of_the_header_s_allocation_is_one_that_train_accepts(machine: 
     config = load(args.config, args.assignments)
     sizes = config.grid.axes
     assert sizes["x"] * sizes["y"] * sizes["z"] == ranks == ranks_of_the_header(script)
-    assert args.resume and config.train.checkpoint_every == 100 and config.train.keep > 0
+    assert args.start_or_resume and config.train.checkpoint_every == 100 and config.train.keep > 0
 
 
 def ranks_of_the_header(script: str) -> int:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .. import interpreter
 from ..blas_library import BLAS_OVERRIDES, library, numpys_core_type, rule_for_tensors
 from ..comm.profile import flight
 from ..errors import ConfigError, DataError, LaunchError
@@ -186,7 +187,7 @@ def _chosen(facts: Any, wanted: str) -> str:
 def _nccl() -> str | None:
     """Why NCCL cannot be used; None where it can. A child process asks, because CuPy loads CUDA."""
     done = subprocess.run(
-        [sys.executable, "-c", "from cupy.cuda import nccl; print(nccl.available)"],
+        [sys.executable, *interpreter.program("from cupy.cuda import nccl; print(nccl.available)")],
         capture_output=True,
         text=True,
         timeout=60,

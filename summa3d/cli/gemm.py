@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from ..bench.capacity import peak_bytes, require
 from ..bench.traced import show
-from ..comm.arrays import DEVICES, numpy_dtype
+from ..comm.arrays import DEVICES, numpy_dtype, quiet
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError
 from ..files import grid_of
@@ -259,6 +259,7 @@ def scalar(value: float, dtype: str) -> float | int:
     return int(value) if dtype.startswith("int") and value == int(value) else value
 
 
+@quiet
 def relative_error(args: argparse.Namespace, plan: Any, c: Any, serial_seconds: list[float]) -> float:
     """‖C − C_serial‖ / ‖C_serial‖ (Frobenius) on rank 0, 0 on other ranks; collective.
 

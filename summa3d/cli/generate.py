@@ -34,11 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate text, print it on rank 0, and return the exit status; collective over all ranks."""
     from ..train.config import at_least
+    from ..train.toml import is_unicode
 
     for name, lowest in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
         at_least(f"--{name.replace('_', '-')}", getattr(args, name), lowest)
     if not args.prompt:
         raise ConfigError("--prompt is empty; give at least one character to continue.")
+    if not is_unicode(args.prompt):
+        raise ConfigError(f"--prompt {args.prompt!r} is no Unicode text: it holds bytes that are not UTF-8.")
     from mpi4py import MPI
 
     from ..train.device import open_device

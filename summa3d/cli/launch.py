@@ -1,6 +1,6 @@
 """`summa3d launch -n N ARGS…`: starts the launcher of this interpreter's MPI, which runs `summa3d ARGS…` N times.
 
-It also starts Python scripts (`launch -n N script.py`) and modules (`launch -n N -m module`). This process loads no MPI library.
+It also starts Python scripts (`launch -n N script.py`) and modules (`launch -n N -m module`). This process initializes no MPI.
 With `--emulate` they run on emulated nodes (launch/emulate.py).
 """
 
@@ -14,16 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import LaunchError
+from ..interpreter import module
 from ..launch import emulate, segments
 from ..launch.follow import follow
 from ..launch.runtime import Runtime, find_launcher, launcher_vendor, loaded_runtime, rank_environment, usable_cores
-from .main import COMMANDS, unknown_command
+from .main import COMMANDS, parser_of, unknown_command
 
 SCRIPT = "summa3d.launch.script"
-WITHOUT_FOLDER = (
-    "import sys; sys.path[:1] = []; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
-"""`python -P -m` for Python 3.10."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,11 +84,15 @@ def program(args: argparse.Namespace) -> list[str]:
     return module(SCRIPT, *words)
 
 
-def module(name: str, *words: str) -> list[str]:
-    """The arguments of a Python that runs a module of ours and imports nothing from the current folder, as `-m` alone would."""
-    if sys.version_info >= (3, 11):
-        return ["-P", "-m", name, *words]
-    return ["-c", WITHOUT_FOLDER, name, *words]
+def check_words(args: argparse.Namespace) -> None:
+    """Exit as a command of summa3d would where its words cannot be parsed, and after its help, before any rank starts."""
+    words = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
+    if args.module or words[0] not in COMMANDS:
+        return
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # some commands name what MPI has
+    parser_of(words[0]).parse_args(words[1:])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     cannot be started, nodes not be emulated, or MPICH's ranks have no room to share memory in.
     """
     arguments, runtime = program(args), loaded_runtime()
+    check_words(args)
     command, environment, account = mpi_command(args.ranks, arguments, runtime=runtime)
     emulated = "" if args.emulate is None else f"{args.emulate.nodes} emulated nodes, "
     print(f"summa3d launch: {emulated}{account}", file=sys.stderr, flush=True)

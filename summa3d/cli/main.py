@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -165,7 +167,9 @@ def whole_number(text: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+        value = None
+    if value is None or not text.isascii() or "_" in text:  # of which Python takes some
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}")
     if abs(value) > LARGEST_WHOLE:
         raise argparse.ArgumentTypeError(f"{text} is beyond ±(2^63 − 1)")
     return value
@@ -188,8 +192,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line that says what is wrong and where the options are explained."""
-        command = self.prog.split()[1]
-        self.exit(USAGE_STATUS, f"{self.prog}: {shortened(message.rstrip('.'))}; see summa3d help {command}\n")
+        commands = self.prog.partition(" ")[2]
+        self.exit(USAGE_STATUS, f"{self.prog}: {shortened(message.rstrip('.'))}; see summa3d help {commands}\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exit after a barrier: a launcher ends all ranks when one fails, and might end rank 0 before it has printed."""
@@ -199,7 +203,11 @@ class Parser(argparse.ArgumentParser):
         module = sys.modules.get("mpi4py.MPI")
         if module is not None and module.Is_initialized():
             module.COMM_WORLD.Barrier()
-        raise SystemExit(status)
+        raise SaidExit(status)
+
+
+class SaidExit(SystemExit):
+    """The exit of a parser, which has said why, and of all ranks alike."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,8 +215,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if COMPLETION_VARIABLE in os.environ:
         _complete()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with contextlib.suppress(OSError):  # of a pipe that has taken the place of a file
+            sys.stdout.reconfigure(errors="backslashreplace")  # what its encoding lacks, and halves of characters
     if arguments[:1] == ["help"]:
-        arguments = [*arguments[1:2], "--help"]
+        arguments = [*arguments[1 : 2 if arguments[1:2] == ["launch"] else None], "--help"]  # launch hands its words on
     name = arguments[0] if arguments else ""
     if name not in COMMANDS:
         return _without_command(name)
@@ -279,7 +290,7 @@ def _run(name: str, arguments: list[str]) -> int:
         if not without_mpi(name, arguments):
             from ..comm.failure import end_job, status_of
 
-            end_job(status_of(request))
+            end_job(status_of(request), speaks=not isinstance(request, SaidExit))
         raise
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ..comm.profile.processes import launched_as
 from ..errors import ConfigError, DataError
 from ..files import replace_text, whole
+from ..interpreter import module
 from .block import QUIET_PROFILER
 from .report import add_outputs, show
 
@@ -160,7 +161,7 @@ def _set(args: argparse.Namespace) -> list[str]:
 
 def _starter(args: argparse.Namespace, directory: Path) -> Callable[[int, Sequence[str]], int]:
     """What starts ranks for the points of one rank count."""
-    from .launch import module, mpi_command
+    from .launch import mpi_command
 
     def start(ranks: int, options: Sequence[str]) -> int:
         words = module("summa3d", "sweep", "run", args.file, "--dir", str(directory), *_set(args), *options)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import preemption
-from ..errors import ConfigError, GridError
+from ..errors import ConfigError, DataError, GridError
 from ..files import whole
 from ..launch.runtime import threads_are_free
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
@@ -26,6 +26,8 @@ CORE_TIME = (
     *("exposed_communication", "model_flops_per_second", "mfu"),
 )
 """The keys of a summary that describe the use of the cores."""
+MOST_LISTED = 12
+"""Runs that an error names."""
 TEAM_PRODUCT = 1 << 24
 """m·n·k of a product that is worth a team of threads: about a millisecond of one core."""
 TRACED = (3, 5)
@@ -38,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         nargs="?",
-        help="Train this configuration: one that is shipped with summa3d (demo), or a TOML file. --resume takes the run's own "
-        "by default.",
+        help="Train this configuration: one that is shipped with summa3d (demo), or a TOML file. A run that is resumed has its "
+        "own by default.",
     )
     parser.add_argument(
         "--run",
@@ -55,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="Change a key of the configuration, as in train.steps=20. The option may be repeated.",
     )
-    parser.add_argument("--resume", action="store_true", help="Continue from the newest complete checkpoint in DIR.")
+    parser.add_argument(
+        "--resume", action="store_true", help="Continue the run in DIR from its newest complete checkpoint; an error without one."
+    )
+    parser.add_argument("--start-or-resume", action="store_true", help="Start a run in DIR, or continue the one that is there.")
     parser.add_argument("--overwrite", action="store_true", help="Delete the checkpoints in DIR and start again.")
     parser.add_argument(
         "--dry-run",
@@ -91,9 +96,12 @@ def _steps(text: str) -> tuple[int, int]:
 
 def _check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError for options that do not go together."""
-    if args.resume and args.overwrite:
-        raise ConfigError("--resume continues from checkpoints that --overwrite deletes. Give one of them.")
-    if args.config is None and not (args.resume and args.run):
+    if args.resume and args.start_or_resume:
+        raise ConfigError("--resume continues a run, and --start-or-resume starts one too. Give one of them.")
+    resumes = "--resume" if args.resume else "--start-or-resume" if args.start_or_resume else ""
+    if resumes and args.overwrite:
+        raise ConfigError(f"{resumes} continues from checkpoints that --overwrite deletes. Give one of them.")
+    if args.config is None and not (resumes and args.run):
         raise ConfigError("Name a configuration: `summa3d train demo`, or a TOML file. Only --resume --run DIR goes without.")
     if args.ranks is not None and not args.dry_run:
         raise ConfigError("--ranks is for --dry-run. A run trains on the ranks that were started: summa3d launch -n N train …")
@@ -103,27 +111,63 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("--trace-steps selects the steps that --trace writes. Give --trace FILE as well.")
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a run has begun in a folder, or been imported into it."""
+    return (folder / "config.toml").is_file() or any((folder / "checkpoints").glob("step-*"))
+
+
+def check_run(folder: Path) -> None:
+    """Raise ConfigError, which lists the runs beside it, where a folder holds no run."""
+    if holds_run(folder):
+        return
+    beside = folder.parent
+    found = sorted(one.name for one in beside.iterdir() if holds_run(one)) if beside.is_dir() else []
+    more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
+    listed = f"Runs in {beside}: {', '.join(found[:MOST_LISTED])}{more}." if found else f"There are no runs in {beside}."
+    raise ConfigError(f"{folder} holds no run. {listed} --start-or-resume begins one where there is none.")
+
+
+def _continues(args: argparse.Namespace, folder: Path) -> bool:
+    """Whether a run in the folder is to be continued, or started where there is none; the same on every rank. Collective.
+
+    Raises ConfigError where --resume finds no run, and where --start-or-resume finds neither a run nor a configuration.
+    """
+    from mpi4py import MPI
+
+    from ..train.on_root import on_root
+
+    if args.resume or (args.start_or_resume and args.config is None):
+        on_root(MPI.COMM_WORLD, lambda: check_run(folder), ConfigError)
+    return bool(args.resume or args.start_or_resume)
+
+
 def run(args: argparse.Namespace) -> int:
     """Train, print the summary on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
     from ..train import config as configuration
+    from ..train.data import corpus
+    from ..train.on_root import on_root
 
     _check_arguments(args)
     folder = args.run or Path("runs") / Path(args.config).stem
+    resumes = _continues(args, folder)
     ranks = MPI.COMM_WORLD.size if args.ranks is None else args.ranks
     configuration.at_least("--ranks", ranks, 1)
     assignments = [*args.assignments, *(["train.tensorboard=true"] if args.tensorboard else [])]
+    if not args.dry_run:  # what is soon seen to be wrong, before a grid is chosen
+        data = configuration.load(args.config or str(folder / "config.toml"), assignments).data
+        on_root(MPI.COMM_WORLD, lambda: corpus.check(data), DataError)
     config = configuration.load_for(
         ranks, args.config or str(folder / "config.toml"), assignments, picker("train", args.ranks_per_node)
     )
-    if args.resume or args.ranks is not None or MPI.COMM_WORLD.size > 1:  # a dry run on one process is of any grid
-        _check_ranks(config, ranks, args.resume)
+    if resumes or args.ranks is not None or MPI.COMM_WORLD.size > 1:  # a dry run on one process is of any grid
+        _check_ranks(config, ranks, resumes)
     if args.dry_run:
         return _dry_run(config, args.ranks_per_node, args.json)
     from ..train.loop import Traced, finished, train
 
-    ended = finished(config, MPI.COMM_WORLD, folder) if args.resume else None
+    ended = finished(config, MPI.COMM_WORLD, folder) if resumes else None
     if ended is not None:
         if MPI.COMM_WORLD.rank == 0:
             steps = f"{folder} has taken its {config.train.steps} steps; raise train.steps to continue"
@@ -134,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
     traced = None if args.trace is None else Traced(args.trace, *(args.trace_steps or TRACED))
     if config.train.signal:
         preemption.listen(config.train.signal)
-    summary = train(config, MPI.COMM_WORLD, folder, args.resume, args.overwrite, traced, ranges_for(args))
+    summary = train(config, MPI.COMM_WORLD, folder, resumes, args.overwrite, traced, ranges_for(args))
     preempted = "preempted" in summary
     if MPI.COMM_WORLD.rank == 0 and (args.json or not preempted):
         print(json.dumps(summary) if args.json else report(summary), flush=True)
@@ -211,7 +255,22 @@ def _check_ranks(config: Config, ranks: int, resumes: bool) -> None:
     except GridError as error:
         if not resumes:
             raise
-        raise GridError(f"{error}\n  --set grid.x=… (y, z) gives the run another grid.") from None
+        raise GridError(f"{error}\n  {_line_for(config, ranks)} gives the run another grid.") from None
+
+
+def _line_for(config: Config, ranks: int) -> str:
+    """What to type for a grid of so many ranks, of which the replicas and stages stay: that of the fewest words."""
+    from ..nn.choose import choose
+
+    outer, generic = config.grid.outer, "--set grid.x=… (y, z)"
+    if ranks % outer:
+        return generic
+    try:
+        found = choose(config.model, config.rows, ranks // outer, (config.scheme,), config.regather, config.vectors)
+    except GridError:
+        return generic
+    given = {**found.grid, **{axis: size for axis, size in (("dp", config.grid.dp), ("pp", config.grid.pp)) if size > 1}}
+    return " ".join(f"--set grid.{axis}={size}" for axis, size in given.items())
 
 
 def _dry_run(config: Config, ranks_per_node: int | None, as_json: bool) -> int:

@@ -21,7 +21,11 @@ from ..errors import ConfigError
 Array = Any
 """A numpy array, a CuPy array or a torch tensor, C-contiguous where it is communicated."""
 DEVICES = ("cpu", "cuda")
+quiet = np.errstate(over="ignore", invalid="ignore")
+"""Decorates numpy's arithmetic on blocks: inf and nan say what happened, and each rank would print warnings of its own.
 
+One that a user has made an error would leave the other ranks waiting. It costs 0.6 µs, which torch's arrays do not pay.
+"""
 
 _meta_is_device = ContextVar("_meta_is_device", default=False)
 
@@ -181,14 +185,26 @@ def copy_into(out: Array, source: Array) -> Array:
     """Copy `source` into `out`, in place; returns `out`."""
     if is_torch(out):
         out.copy_(source)
-    else:
+    elif out.dtype == source.dtype:
         library_of(out).copyto(out, source)
+    else:
+        _round_into(out, source)
     return out
+
+
+@quiet
+def _round_into(out: Array, source: Array) -> None:
+    library_of(out).copyto(out, source)
 
 
 def cast(array: Array, like: Array) -> Array:
     """`array` in the dtype of `like`."""
-    return array.to(like.dtype) if is_torch(array) else array.astype(like.dtype)
+    return array.to(like.dtype) if is_torch(array) else _rounded(array, like)
+
+
+@quiet
+def _rounded(array: Array, like: Array) -> Array:
+    return array.astype(like.dtype)
 
 
 def widen(array: Array) -> Array:
@@ -235,21 +251,34 @@ def sum_parts(parts: Array, out: Array) -> Array:
         dispatch.kernels_for(parts).sum_parts(parts.detach(), out)
         return out
     if is_half(parts):
-        total = widen(parts[0])
-        for part in parts[1:]:
-            total += widen(part)
-        return copy_into(out, total)
+        return copy_into(out, sum_wide(parts))
     if len(parts) == 1:
         return copy_into(out, parts[0])
     if is_torch(parts):
         import torch
 
         torch.add(parts[0], parts[1], out=out)
-    else:
-        library_of(parts).add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            out += part
+        return out
+    return _add_up(parts, out)
+
+
+@quiet
+def _add_up(parts: Array, out: Array) -> Array:
+    library_of(parts).add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out += part
     return out
+
+
+@quiet
+def sum_wide(parts: Sequence[Array]) -> Array:
+    """The sum of 16-bit floats, in float32."""
+    total = widen(parts[0])
+    for part in parts[1:]:
+        total += widen(part)
+    return total
 
 
 def raw(array: Array) -> np.ndarray:

@@ -25,6 +25,7 @@ from .profile import flight, flight_files
 WAIT_FOR_RANK_ZERO = 0.3  # seconds a rank leaves to rank 0 to speak first, where all of them fail alike
 WAIT_PER_RANK = 0.02  # more of it, so that the ranks of several nodes do not speak at once
 LONGEST_WAIT = 2.0
+STDERR = 2  # the file descriptor
 WAIT_FOR_THE_END = 5.0  # seconds that a silent rank, or an abort that does not return, waits before the process ends itself
 TIME_TO_BE_HEARD = 0.25  # seconds for a launcher to forward the report: Open MPI's drops what is under way at an abort
 INTERRUPTED = 130  # the shell's exit status for SIGINT
@@ -132,14 +133,18 @@ def abort(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if has_peers():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)  # on which MPI would add a line behind ours
         MPI.COMM_WORLD.Abort(status)
     os._exit(status)
 
 
-def end_job(status: int) -> None:
-    """End every rank with `status` where this one alone asks to exit (``sys.exit(3)`` in the middle of a run)."""
+def end_job(status: int, speaks: bool = True) -> None:
+    """End every rank with `status` where this one alone asks to exit (``sys.exit(3)`` in the middle of a run).
+
+    speaks : whether it says so; not where the reason has been printed
+    """
     if has_peers() and status != 0:
-        if _may_speak():
+        if speaks and _may_speak():
             sys.stderr.write(f"{who()} exits with status {status}, and so the job ends\n")
         abort(status)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array, array_problem, cast, copy_into, dtype_name, empty, is_half, numpy_dtype
+from ..comm.arrays import Array, array_problem, cast, copy_into, dtype_name, empty, is_half, numpy_dtype, quiet
 from ..comm.convert import converted
 from ..comm.grid import Grid
 from ..errors import ConfigError, LayoutError, ShapeError
@@ -139,16 +139,19 @@ class DistMatrix(Distributed):
     def __matmul__(self, other: DistMatrix) -> DistMatrix:
         return matmul(self, other) if isinstance(other, DistMatrix) else NotImplemented
 
+    @quiet
     def __add__(self, other: DistMatrix) -> DistMatrix:
         if not isinstance(other, DistMatrix):
             return NotImplemented
         return self._with(self.block + self._alike(other, "add").block, self.is_transposed and other.is_transposed)
 
+    @quiet
     def __sub__(self, other: DistMatrix) -> DistMatrix:
         if not isinstance(other, DistMatrix):
             return NotImplemented
         return self._with(self.block - self._alike(other, "subtract").block, self.is_transposed and other.is_transposed)
 
+    @quiet
     def __mul__(self, factor: complex) -> DistMatrix:
         if not isinstance(factor, Number):
             return NotImplemented

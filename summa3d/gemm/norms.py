@@ -7,7 +7,7 @@ from math import inf, sqrt
 
 import numpy as np
 
-from ..comm.arrays import Array, is_torch, to_host
+from ..comm.arrays import Array, is_torch, quiet, to_host
 from ..errors import ShapeError
 from ..layout.layout import Layout
 from .distributed import Distributed
@@ -15,6 +15,7 @@ from .distributed import Distributed
 NORMS = ("fro", "max", 1, inf)
 
 
+@quiet
 def norm(matrix: Distributed, order: str | float = "fro") -> float:
     """‖A‖: Frobenius, the largest magnitude, the largest column sum (1) or row sum (inf); accumulated in float64.
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import interpreter
 from ..errors import LaunchError
 from ..node_support import affinity, forbidden
 
@@ -41,8 +42,6 @@ WAITING_VARIABLES = {
 }
 POLLS_BEFORE_YIELD = "10"  # the fastest measured with 8 ranks on 2 quiet cores; MPICH's default is 1000
 PROBE = """
-import sys
-sys.path[:1] = []  # the current folder
 import json, pathlib, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
@@ -111,7 +110,9 @@ def loaded_runtime() -> Runtime:
 
     Raises LaunchError where mpi4py cannot load one.
     """
-    child = subprocess.run([sys.executable, "-c", PROBE], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    child = subprocess.run(
+        [sys.executable, *interpreter.program(PROBE)], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     if child.returncode != 0:
         raise no_library((child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1])
     facts = json.loads(child.stdout.splitlines()[-1])

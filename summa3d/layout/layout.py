@@ -15,6 +15,8 @@ from .notation import WORD, Notation, read, written
 if TYPE_CHECKING:
     from ..comm.grid import Grid
 
+MOST_DIMS = 64
+"""Dims of an array, of numpy and torch alike."""
 Coordinates = Mapping[str, int]
 """Axis → index of a rank; {} of a rank outside the grid, which holds nothing."""
 
@@ -84,6 +86,8 @@ class Layout:
             text = read(dims[0])
             _check_text_alone(dims[0], text, root_only, follows, at, names)
             dims, root_only, follows, at, names = text.dims, text.root_only, text.follows, text.at, text.names
+        if len(dims) > MOST_DIMS:
+            raise LayoutError(f"a layout of {len(dims)} dims is of no array: they have at most {MOST_DIMS}.")
         own_dims = tuple([axes if type(axes) is tuple else _axes_of(axes) for axes in dims])
         own_root_only, own_follows = tuple(root_only), tuple(sorted(follows.items())) if follows else ()
         own_at: tuple[tuple[str, tuple[int, ...]], ...] = ()

@@ -10,6 +10,8 @@ from typing import NamedTuple, NoReturn
 from ..errors import LayoutError
 from ..files import whole
 
+LONGEST = 10_000
+"""Characters of a layout's text."""
 WORD = re.compile(r"[^\s:(),@=\[\]]+")
 INDICES = re.compile(r"\d+(\+\d+)*")
 HELD = "an index, indices such as 0+3, or an axis of the dims"
@@ -64,7 +66,9 @@ def written(
 
 @lru_cache(maxsize=1024)
 def read(text: str) -> Notation:
-    """Parse `text`; cached. Raises LayoutError naming the position that cannot be read."""
+    """Parse `text`; cached. Raises LayoutError naming the position that cannot be read, and for a text that no layout has."""
+    if len(text) > LONGEST:
+        raise LayoutError(f"{text[:40]!r}… has {len(text)} characters; the text of a layout has at most {LONGEST}.")
     return _Reader(text).notation()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import date, time
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ SUBJECTS = ("gemm", "block", "train")
 ORDERS = ("interleaved", "sequential")
 MOST_POINTS = 100_000
 """The most points of a sweep; a list too many multiplies them."""
+NAME = re.compile(r"[^\W_][\w.-]*")
+"""What a sweep may be called: the name becomes that of a folder, and of jobs in their scripts."""
+LIMIT = re.compile(r"UNLIMITED|INFINITE|[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}")
+"""Time limits as Slurm takes them."""
 TEXT, TABLE, RULE = ("text", (str,)), ("a table", (Mapping,)), ("the name of a rule, or a table", (str, Mapping))
 SERIES: dict[str, tuple[str, tuple[type, ...]]] = {"name": TEXT, "base": TABLE, "vary": TABLE, "weak": RULE}
 """Key of a series → the name of its type, and what its value may be."""
@@ -29,7 +35,7 @@ class Sweep:
 
     Attributes
     ----------
-    name : of the sweep, its folder and its plots
+    name : of the sweep, its folder, jobs and plots: letters, digits, ".", "-" and "_"
     kind : "strong", the same work on several rank counts; "weak", work that grows with them; "grid", any product of values
     what : is measured: "gemm", a product; "block", forward and backward of transformer blocks; "train", a training step
     config : a shipped configuration that `base` changes (train only)
@@ -48,7 +54,7 @@ class Sweep:
     cluster : what predicts times; none if empty
     memory : bytes that a rank may take; 0 for those of the cluster's device, or no limit
     ranks_per_node : ranks of a node, in predictions and jobs
-    limit : time limit of a job
+    limit : time limit of a job, as Slurm takes it
     """
 
     name: str
@@ -72,6 +78,16 @@ class Sweep:
     limit: str = "00:30:00"
 
     def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"name = {self.name!r} cannot name a sweep, its folder and its jobs: "
+                "letters, digits, '.', '-' and '_' can, the first a letter or digit, as in name = \"product-strong\"."
+            )
+        if not LIMIT.fullmatch(self.limit):
+            raise ConfigError(
+                f"limit = {self.limit!r} is no time limit of Slurm; write minutes, hours:minutes:seconds or "
+                'days-hours:minutes:seconds, as in limit = "00:30:00".'
+            )
         for key, value, known in (("kind", self.kind, KINDS), ("what", self.what, SUBJECTS), ("order", self.order, ORDERS)):
             if value not in known:
                 raise ConfigError(f"{key} = {value!r} is not known; it is one of {', '.join(known)}.")
@@ -86,6 +102,7 @@ class Sweep:
             raise ConfigError(f"config = {self.config!r} is for what = 'train'; this sweep is of {self.what}.")
         for number, one in enumerate(self.series, 1):
             _check_series(number, one)
+        _check_values("", (self.base, self.vary, self.series, self.weak, self.published))
         self._check_vary()
 
     def _check_vary(self) -> None:
@@ -106,6 +123,15 @@ class Sweep:
         for own in self.series or ({},):
             base, vary = ({**flat(mine), **flat(own.get(key, {}))} for key, mine in (("base", self.base), ("vary", self.vary)))
             yield own.get("name", ""), base, vary, own.get("weak", self.weak)
+
+
+def _check_values(key: str, value: Any) -> None:
+    """Raise ConfigError for dates and times of TOML, which no key takes and no line of a sweep has."""
+    if isinstance(value, (Mapping, list, tuple)):
+        for name, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _check_values(str(name) if isinstance(value, Mapping) else key, one)
+    elif isinstance(value, (date, time)):  # a datetime is a date
+        raise ConfigError(f"{key} = {value} of a sweep is a date or a time; write a text in quotes, or a number.")
 
 
 def _check_series(number: int, own: Any) -> None:

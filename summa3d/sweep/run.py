@@ -20,7 +20,7 @@ from .points import Point, Refusal, expand
 Start = Callable[[int, Sequence[str]], int]
 """(ranks, further options of `summa3d sweep run`) → the exit status of a start of so many ranks."""
 JOB = """#!/bin/bash
-#SBATCH --job-name={name}-{nodes}
+#SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node={per_node}
 #SBATCH --time={limit}
@@ -176,17 +176,15 @@ def write_jobs(sweep: Sweep, command: Sequence[str], directory: Path) -> list[st
     lines = []
     for nodes, counts in of_nodes.items():
         file = directory / f"job-{nodes}.sh"
-        replace_text(
-            file,
-            JOB.format(
-                name=sweep.name,
-                nodes=nodes,
-                per_node=min(sweep.ranks_per_node, max(counts)),
-                limit=sweep.limit,
-                last=len(counts) - 1,
-                counts=",".join(map(str, counts)),
-                command=shlex.join(command),
-            ),
+        text = JOB.format(
+            name=shlex.quote(f"{sweep.name}-{nodes}"),
+            nodes=nodes,
+            per_node=min(sweep.ranks_per_node, max(counts)),
+            limit=shlex.quote(sweep.limit),
+            last=len(counts) - 1,
+            counts=",".join(map(str, counts)),
+            command=shlex.join(command),
         )
+        replace_text(file, text)
         lines.append(f"sbatch {shlex.quote(str(file))}")
     return lines

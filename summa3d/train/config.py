@@ -552,11 +552,13 @@ def load(source: str, assignments: Sequence[str] = ()) -> Config:
 def load_for(ranks: int, source: str, assignments: Sequence[str], choose: Choose) -> Config:
     """Read a configuration as `load`; where no size of the grid is given, `choose` names one for this number of ranks.
 
-    A scheme that is given stays. What an earlier run has chosen stays on as many ranks, and is chosen again on others.
+    A scheme that is given stays. What an earlier run has chosen stays on as many ranks, and is chosen again on others, and where
+    replicas or stages change what is left for it.
     """
-    table = read_table(source)
+    table, changed = read_table(source), read_table(source)
+    toml.override(Config, changed, assignments)
     given = {one.partition("=")[0].strip() for one in assignments}
-    if table.get("chosen") and (given & {"scheme", *SIZES} or prod(from_table(table).grid.axes.values()) != ranks):
+    if table.get("chosen") and (given & {"scheme", *SIZES} or prod(from_table(changed).grid.axes.values()) != ranks):
         table["grid"] = {key: value for key, value in table["grid"].items() if f"grid.{key}" not in SIZES}
         if table.pop("chosen") == CHOSEN[2] and not given & SIZES:
             table.pop("scheme", None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..comm.grid import Place
-from ..errors import DataError
+from ..errors import DataError, printable
 from ..figures import CAPTION, COLUMN, draw, look
 from ..nn.models.registry import build
 from ..nn.schemes.scheme import scheme
@@ -56,7 +56,7 @@ class Curve:
             model = build(config.model, scheme(config.scheme, Place(config.grid.axes)))
         count = sum(prod(parameter.sharding.shape) for _, parameter in named_parameters(model))
         sizes = f"{config.model.family}, {count:,} parameters"
-        title = f"{folder.resolve().name}: {sizes}, {_grids(folder, config)}, {config.dtype}"
+        title = f"{printable(folder.resolve().name)}: {sizes}, {_grids(folder, config)}, {config.dtype}"
         return cls(title, entries, (config.data.path, config.data.validation), config.data.tokenizer)
 
     def values(self, name: str) -> list[float]:

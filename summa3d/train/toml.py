@@ -74,8 +74,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "")
 def override(cls: type, table: dict[str, Any], assignments: Sequence[str]) -> None:
     """Apply assignments of the form ``a.b=c`` to a TOML table of `cls`, in place.
 
-    Text needs no quotes. The value `none` unsets an optional key. Raises ConfigError for a malformed assignment and an unknown
-    key.
+    Text needs no quotes, and keeps blanks at its ends. The value `none` unsets an optional key. Raises ConfigError for a
+    malformed assignment and an unknown key.
     """
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -89,7 +89,7 @@ def override(cls: type, table: dict[str, Any], assignments: Sequence[str]) -> No
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
                 raise ConfigError(f"--set {key}: {part} is a value in the configuration file, but must be a table.")
-        value = parse(text.strip(), kind)
+        value = parse(text, kind)
         if value is None:
             target.pop(name, None)
         else:
@@ -105,13 +105,13 @@ def assign(table: dict[str, Any], key: str, value: Any) -> None:
 
 
 def parse(text: str, kind: Any) -> Any:
-    """The value of `text`, as given on a command line, for a field of type `kind`. Text that is not TOML stays text.
+    """The value of `text`, as given on a command line, for a field of type `kind`. Text that is not TOML stays as it is typed.
 
-    >>> parse("8", int), parse("gpt2", str), parse("none", float | None)
-    (8, 'gpt2', None)
+    >>> parse(" 8", int), parse("The ", str), parse('"The "', str), parse("none", float | None)
+    (8, 'The ', 'The ', None)
     """
     kinds = alternatives(kind)
-    if type(None) in kinds and text.lower() == "none":
+    if type(None) in kinds and text.strip().lower() == "none":
         return None
     if dict in (typing.get_origin(one) for one in kinds) and not text.startswith("{"):
         text = "{" + text + "}"
@@ -139,7 +139,7 @@ def convert(key: str, value: Any, kind: Any) -> Any:
     """
     if type(value) is int and abs(value) > LARGEST_WHOLE:
         raise ConfigError(f"{key} = {str(value)[:40]}… is beyond ±(2^63 − 1), the integers that TOML has.")
-    if type(value) is str and not _is_unicode(value):
+    if type(value) is str and not is_unicode(value):
         raise ConfigError(f"{key} = {value!r} is no Unicode text: it holds bytes that are not UTF-8, or half of a character.")
     for one in alternatives(kind):
         origin, inner = typing.get_origin(one), typing.get_args(one)
@@ -154,7 +154,8 @@ def convert(key: str, value: Any, kind: Any) -> Any:
     raise ConfigError(f"{key} = {value!r} is {describe_value(value)}; {key} takes {describe(kind)}.")
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: it holds no half of a character, as bytes of an argument that are not UTF-8 become."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -60,6 +60,34 @@ def test_a_usage_error_is_one_line_that_names_the_help(name: str, capsys: pytest
     assert said.startswith(f"summa3d {name}: ") and said.endswith(f"; see summa3d help {name}\n")
 
 
+@pytest.mark.parametrize("line", ["plan schedule", "plan formulas", "bench block", "checkpoint import", "sweep collect"])
+def test_help_reaches_the_commands_of_commands_and_errors_name_it(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        entry.main(["help", *line.split()])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: summa3d {line} ")
+    with pytest.raises(SystemExit):
+        entry.parser_of(line.split()[0]).parse_args([*line.split()[1:], "--none-such"])
+    assert capsys.readouterr().err.split("see ")[-1].startswith("summa3d help ")
+    with pytest.raises(SystemExit) as ended:
+        entry.parser_of("plan").parse_args(["schedule"])
+    assert capsys.readouterr().err.endswith("see summa3d help plan schedule\n")
+
+
+@pytest.mark.parametrize("words", ["gemm --m 8", "plan schedule --pp 2", "train demo --none-such", "sweep run"])
+def test_a_usage_error_under_launch_is_one_line_before_any_rank_starts(words: str) -> None:
+    done = jobs.run_serial(["-m", "summa3d", "launch", "-n", "2", *words.split()], {"SUMMA3D_MPIEXEC": "false"})
+    assert done.status == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"summa3d {words.split()[0]}")
+
+
+def test_an_error_of_the_ranks_is_the_last_line_of_their_job() -> None:
+    for words in (["gemm", "--m", "8"], ["gemm", "--m", "8", "--n", "8", "--k", "8", "--grid", "x=5"]):
+        done = jobs.run(["-m", "summa3d", *words], 2)
+        said = done.stderr.splitlines()
+        assert done.status not in (0, 139) and said[0].startswith(("summa3d gemm: ", "GridError: ")), done.stderr
+        assert all(line.startswith(("summa3d gemm: ", "GridError: ", "  ")) for line in said), done.stderr
+
+
 def test_the_version_has_two_spellings_and_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["-V"]) == entry.main(["--version"]) == 0
     first, second = capsys.readouterr().out.splitlines()

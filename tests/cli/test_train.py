@@ -11,6 +11,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import termios
@@ -94,6 +95,28 @@ def test_resume_needs_no_configuration_and_json_is_one_line(trained: tuple[Path,
     assert again.stdout == f"nothing to do: {folder / 'run'} has taken its 8 steps; raise train.steps to continue\n"
 
 
+def test_resume_without_a_run_names_the_runs_that_there_are(
+    trained: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    for name in ("own", "jl", "none"):
+        (tmp_path / name).mkdir()
+    shutil.copy(trained[0] / "run/config.toml", tmp_path / "own")
+    (tmp_path / "jl/checkpoints/step-4").mkdir(parents=True)
+    for words in (["train"], ["train", "demo"], ["train", "demo", "--dry-run"]):
+        (done,) = jobs.commands([[*words, "--run", tmp_path / "nosuch", "--resume"]], 2)
+        assert done.status == 1 and done.stdout == ""
+        listed = f"Runs in {tmp_path}: jl, own. --start-or-resume begins one where there is none.\n"
+        assert done.stderr == f"ConfigError: {tmp_path}/nosuch holds no run. {listed}"
+    assert not (tmp_path / "nosuch").exists()
+
+
+def test_start_or_resume_starts_a_run_and_then_continues_it(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus.txt")
+    line = ["train", "demo", "--run", tmp_path / "run", "--start-or-resume", "--json", *settings(corpus, train__sample_tokens=0)]
+    first, then = (json.loads(done.stdout) for done in jobs.commands([line, [*line, "--set", "train.steps=8"]], 1))
+    assert (first["steps_taken"], then["steps_taken"]) == (6, 2)
+
+
 def test_generate_continues_the_prompt_the_same_way_for_the_same_seed(
     trained: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
@@ -133,7 +156,7 @@ def test_without_a_grid_one_is_chosen_and_chosen_again_on_other_ranks(tmp_path: 
     text = summa3d("launch", "-n", 3, "generate", run, "--prompt", "ab", "--tokens", 3)
     assert text.stdout.startswith("ab") and text.stderr.count("summa3d generate: scheme summa, grid x=3,y=1: ") == 1, text.stderr
     other = summa3d("train", "--run", run, "--resume", "--set", "grid.x=5")
-    assert other.returncode != 0 and "--set grid.x=… (y, z) gives the run another grid." in other.stderr
+    assert other.returncode != 0 and "--set grid.x=1 --set grid.y=1 gives the run another grid." in other.stderr
     refused = summa3d("launch", "-n", 5, "train", "demo", "--run", tmp_path / "other", *words)
     assert refused.returncode != 0 and "GridError: No grid of 5 ranks fits" in refused.stderr
     assert "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
@@ -166,8 +189,11 @@ def test_an_error_is_printed_once_for_all_ranks_before_training_starts(tmp_path:
 SENSELESS = [
     (["train", "--run", "nowhere"], "Name a configuration"),
     (["train", "demo", "--ranks", "4"], "--ranks is for --dry-run"),
+    (["train", "demo", "--run", "nowhere", "--resume", "--start-or-resume"], "Give one of them"),
+    (["train", "demo", "--run", "nowhere", "--start-or-resume", "--overwrite"], "Give one of them"),
+    (["train", "--run", "nowhere", "--start-or-resume"], "nowhere holds no run"),
     (["train", "demo", "--run", "nowhere", "--resume", "--overwrite"], "Give one of them"),
-    (["train", "--run", "nowhere", "--resume"], "nowhere/config.toml"),
+    (["train", "--run", "nowhere", "--resume"], "nowhere holds no run. There are no runs in ."),
     (["generate", "nowhere", "--prompt", "x"], "nowhere is not a run folder"),
     (["generate", "nowhere", "--prompt", ""], "--prompt is empty"),
     (["generate", "nowhere", "--prompt", "x", "--top-k", "-1"], "--top-k is -1"),
@@ -182,7 +208,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
     for done, (_, words) in zip(jobs.commands([line for line, _ in SENSELESS], 1), SENSELESS, strict=True):
         assert done.status != 0 and done.stdout == "", done
         assert words in done.stderr and len(done.stderr.splitlines()) <= 3, done.stderr
-    for line, words in SENSELESS[3:5]:
+    for line, words in SENSELESS[6:8]:
         alone = summa3d(*line)
         assert alone.returncode != 0 and alone.stdout == ""
         assert words in alone.stderr and "Traceback" not in alone.stderr and len(alone.stderr.splitlines()) <= 3

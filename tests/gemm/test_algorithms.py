@@ -6,6 +6,7 @@ Products run in loops: a case here costs a millisecond.
 from __future__ import annotations
 
 import tracemalloc
+import warnings
 from itertools import product
 
 import numpy as np
@@ -193,3 +194,21 @@ def test_wrong_blocks_dtypes_and_factors_are_refused_before_any_communication(co
         with grid.ledger.watch() as moved, pytest.raises(ShapeError):
             executor.run(*arguments)
         assert moved.calls == 0
+
+
+@pytest.mark.mpi(sizes=(1, 2, 4))
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 6e4, 3e38])
+def test_products_of_nan_and_inf_and_those_that_overflow_print_no_warnings(comm, make_grid, value, dtype):
+    said = []
+    for name, shape in [*usable(comm.size, 1), ("cuboid", {"x": comm.size, "y": 1, "z": 1})]:
+        for node in (False, True):
+            grid, plan = make_grid(node_memory=node, **shape), ALGORITHMS[name].plan("nn", 8, 8, 8)
+            whole = np.full((8, 8), min(value, 3e4) if dtype == "float16" and value < np.inf else value, dtype)
+            whole[1::3], whole[:, 2] = -whole[1::3], 0
+            blocks = [distribute(whole, grid, layout) for layout in (plan.a_layout, plan.b_layout, plan.c_layout)]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                ALGORITHMS[name].executor(plan, grid).run(*blocks, 2, 3)
+            said += [(name, node, str(one.message), one.filename, one.lineno) for one in caught]
+    assert comm.allreduce(said) == []

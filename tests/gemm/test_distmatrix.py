@@ -5,6 +5,7 @@ Files, transposes, algebra, norms, redistribution, ScaLAPACK's layout, what it p
 
 from __future__ import annotations
 
+import warnings
 from math import inf
 
 import numpy as np
@@ -223,6 +224,24 @@ def test_norms_of_empty_matrices_and_of_nan(comm, make_grid):
     whole = np.ones((5, 4))
     whole[3, 2] = np.nan
     assert all(np.isnan(DistMatrix.from_global(whole, grid, ownership).norm(order)) for order in ("fro", "max", 1, inf))
+
+
+@pytest.mark.mpi(sizes=(1, 2))
+@pytest.mark.parametrize("value", [np.nan, inf, 1e308])
+def test_matrices_of_nan_and_inf_and_sums_that_overflow_print_no_warnings(comm, make_grid, value):
+    whole = np.full((4, 6), value)
+    whole[1], whole[:, 2] = -whole[1], inf
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for node in (False, True):
+            grid = make_grid(x=comm.size, y=1, z=1, node_memory=node)
+            a = DistMatrix.from_global(whole, grid, "m:(x,y) k:z")
+            b = DistMatrix.from_global(whole.T.copy(), grid, "k:(z,x) n:y")
+            found = [a @ b, a + a, a - a, a * 0, 2 * a, a / 3, a.T, -a, a.redistribute("m:z k:x")]
+            norms = [one.norm(order) for one in found for order in ("fro", "max", 1, inf)]
+            grid["x"].all_reduce(whole)
+            grid["x"].reduce_scatter(whole)
+    assert len(norms) == 36 and [str(one.message) for one in caught] == []
 
 
 @pytest.mark.mpi(sizes=(1,))

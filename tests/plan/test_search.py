@@ -375,7 +375,7 @@ def test_a_written_plan_has_the_bytes_of_its_dry_run(
     written = json.loads((folder / "plan.json").read_text())
     assert written["plan"] == first["plan"] and written["dry_run"]["bytes"] == dry["bytes"]
     job = (folder / "job.sh").read_text()
-    assert f"CONFIG=${{CONFIG:-{folder}/plan.toml}}" in job and 'source "$jobs/clusters/cuda.sh"' in job
+    assert f"planned={folder}/plan.toml\nCONFIG=${{CONFIG:-$planned}}" in job and 'source "$jobs/clusters/cuda.sh"' in job
     assert subprocess.run(["bash", "-n", str(folder / "job.sh")], check=False).returncode == 0
 
 

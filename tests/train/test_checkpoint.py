@@ -225,6 +225,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differing_keys(
     lines = str(raised.value).splitlines()[1:]
     assert [line.split(":")[0].strip() for line in lines] == ["model.hidden", "dtype"]
     assert "checkpoint 256, this run 128" in lines[0]
+    with pytest.raises(CheckpointError, match=r"weights in float64, and .* in float32\. Values of dtype that fit it: float64\."):
+        found.check_model(config.load("demo", ["dtype=bfloat16", "model.ffn=1024"]))
 
 
 class Disk:

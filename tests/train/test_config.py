@@ -29,6 +29,33 @@ def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("axis", ["dp", "pp"])
+def test_a_grid_that_was_chosen_is_chosen_again_when_replicas_or_stages_change(axis: str, tmp_path: Path) -> None:
+    def choose(asked: config.Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
+        return "oned", {"y": ranks}
+
+    file, words = tmp_path / "config.toml", ["model.layers=2", "train.batch=4"]
+    config.write(config.to_table(config.load_for(2, "demo", words, choose)), file)
+    assert config.load_for(2, str(file), [], choose).grid.axes["y"] == 2
+    again = config.load_for(2, str(file), [f"grid.{axis}=2"], choose)
+    assert (again.grid.axes["y"], again.grid.axes[axis], again.chosen) == (1, 2, "scheme and grid")
+    with pytest.raises(ConfigError, match="cannot be divided into 3 equal parts"):
+        config.load_for(2, str(file), [f"grid.{axis}=3", "model.layers=3", "train.batch=12"], choose)
+
+
+@pytest.mark.parametrize("text", ["The ", " ", "  a  b\t", '"', "\n", '"The "\nsteps = 1', "# no comment ", "8 "])
+def test_text_is_set_as_it_is_typed(text: str, tmp_path: Path) -> None:
+    read = config.load("demo", [f"train.sample_prompt={text}", f"data.separator={text}", "train.steps= 7 "])
+    assert (read.train.sample_prompt, read.data.separator, read.train.steps) == (text, text, 7)
+    config.write(config.to_table(read), tmp_path / "config.toml")
+    assert config.load(str(tmp_path / "config.toml")) == read
+
+
+@pytest.mark.parametrize("text", ['"The "', " 'The ' "])
+def test_quotes_of_toml_around_a_text_are_none_of_it(text: str) -> None:
+    assert config.load("demo", [f"train.sample_prompt={text}"]).train.sample_prompt == "The "
+
+
 def test_an_override_wins_over_the_file_and_none_unsets(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[model]\nffn = 100\nhidden = 64\n")
     read = config.load(str(tmp_path / "run.toml"), ["model.ffn=none", "train.steps=7"])

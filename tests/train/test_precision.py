@@ -248,7 +248,7 @@ def test_a_16_bit_checkpoint_holds_float32_and_goes_on_in_any_dtype_but_float64(
     for dtype, steps in (("float16", 5), ("float32", 6), ("bfloat16", 7)):
         losses.append(train_small(comm, shared_tmp_path, resume=True, dtype=dtype, train__steps=steps)["loss"])
     assert losses == sorted(losses, reverse=True) and losses[0] < metrics_of(shared_tmp_path)[3]["loss"]
-    with pytest.raises(CheckpointError, match="dtype: checkpoint float32, this run float64"):
+    with pytest.raises(CheckpointError, match="holds weights in float32, and a run with dtype = 'float64' has them in float64"):
         train_small(comm, shared_tmp_path, resume=True, dtype="float64", train__steps=8)
 
 

@@ -27,8 +27,9 @@ from ..arrays import (
     is_torch,
     overlap,
     place_of,
+    quiet,
     share,
-    widen,
+    sum_wide,
 )
 from ..signatures import signed
 from .call import ALL_REDUCE_LIMIT, MESSAGES, Call, Carried, Members, Route
@@ -257,10 +258,7 @@ class Bound(ABC):
         """The members' parts reduced in their order: the same bits in every run. 16-bit floats are summed in float32."""
         first, second, *others = parts
         if self.sums_wide:
-            total = widen(first)
-            for part in (second, *others):
-                total += widen(part)
-            return copy_into(empty(first.shape, first) if out is None else out, total)
+            return copy_into(empty(first.shape, first) if out is None else out, sum_wide(parts))
         if out is None:
             new = self.is_torch and first.is_contiguous()  # else torch's result would not lie in C order
             out = self.combine(first, second) if new else self.combine(first, second, out=empty(first.shape, first))
@@ -518,4 +516,4 @@ def _functions(array: Array, op: str) -> tuple[Any, Any]:
         import torch
 
         return torch.Tensor.copy_, getattr(torch, OPERATIONS[op])
-    return np.copyto, getattr(np, OPERATIONS[op])
+    return np.copyto, quiet(getattr(np, OPERATIONS[op]))

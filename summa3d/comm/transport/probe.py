@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
+from ... import interpreter
+
 TIMEOUT = 60
 """Seconds after which a probe that hangs is taken for one that failed."""
 LAUNCHERS = ("PMI", "PMIX", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "MPIR_CVAR_CH4_ROOTS", "SLURM_", "PALS_", "FLUX_")
@@ -35,7 +37,7 @@ class Probe(NamedTuple):
 @cache
 def cuda_aware() -> Probe:
     """Whether MPI moved and reduced device memory right, in a child of this process; asked once."""
-    return probe([sys.executable, "-c", PROGRAM], alone(os.environ), TIMEOUT)
+    return probe([sys.executable, *interpreter.program(PROGRAM)], alone(os.environ), TIMEOUT)
 
 
 def probe(command: list[str], environ: Mapping[str, str], timeout: float) -> Probe:

@@ -7,7 +7,7 @@ import importlib
 import numpy as np
 
 from ...blas_library import Rule, gemm, library
-from ...comm.arrays import Array, dtype_name, is_half, is_torch, library_of
+from ...comm.arrays import Array, dtype_name, is_half, is_torch, library_of, quiet
 from ...dtypes import HALVES, LETTERS
 from .cublas import multiply_halves
 from .strides import by_rows, row_step
@@ -55,6 +55,14 @@ def accumulate(
         return
     if not isinstance(out, np.ndarray):
         return _accumulate_on_device(a, b, form, out, alpha, beta)
+    _accumulate_here(a, b, form, out, alpha, beta, scratch)
+
+
+@quiet
+def _accumulate_here(
+    a: np.ndarray, b: np.ndarray, form: str, out: np.ndarray, alpha: complex, beta: complex, scratch: np.ndarray | None
+) -> None:
+    """`accumulate` for numpy's arrays."""
     if beta == 0 and alpha == 1 and "c" not in form and (library().is_numpys or out.size * a.size < SMALL * len(out)):
         np.matmul(_op(a, form[0]), _op(b, form[1]), out=out)
         return
@@ -86,6 +94,7 @@ def _accumulate_on_device(a: Array, b: Array, form: str, out: Array, alpha: comp
     cublas.gemm(turns[0], turns[1], first, second, out=out, alpha=alpha, beta=beta)
 
 
+@quiet
 def add(product: Array, out: Array, beta: complex) -> None:
     """out = product + β·out; with β = 0, what `out` held is never read."""
     if beta == 0:
@@ -96,6 +105,7 @@ def add(product: Array, out: Array, beta: complex) -> None:
     out += product
 
 
+@quiet
 def scale(out: Array, beta: complex) -> None:
     """out = β·out; with β = 0, what `out` held is never read."""
     if beta == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...blas_library import Rule
-from ...comm.arrays import Array, cast, empty, is_half, is_torch, widen
+from ...comm.arrays import Array, cast, empty, is_half, is_torch, quiet, widen
 from .blas import accumulate
 from .tensors import multiplied
 
@@ -26,7 +26,7 @@ def multiply(a: Array, b: Array, form: str, out: Array | None = None, rule: Rule
 
         return torch.mm(left, right, out=out)
     if is_half(a):
-        product = cast(widen(left) @ widen(right), a)
+        product = _multiply_wide(left, right)
         if out is None:
             return product
         out[...] = product
@@ -35,3 +35,8 @@ def multiply(a: Array, b: Array, form: str, out: Array | None = None, rule: Rule
         out = empty((left.shape[0], right.shape[1]), a)
     accumulate(a, b, form, out)
     return out
+
+
+@quiet
+def _multiply_wide(left: Array, right: Array) -> Array:
+    return cast(widen(left) @ widen(right), left)

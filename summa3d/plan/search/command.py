@@ -12,6 +12,7 @@ import numpy as np
 
 from ...cluster import load
 from ...errors import ConfigError
+from ...interpreter import spawns_safely
 from ...node_support import affinity
 from .explain import explain
 from .export import export
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     whole = cluster["device.memory"]
     limit = whole - reserve(whole) if args.memory is None else bytes_of(args.memory)
     cores = len(affinity())
-    store = Store(lambda line: print(f"summa3d plan: {line}", file=sys.stderr), cores if cores > 1 else 0)
+    store = Store(lambda line: print(f"summa3d plan: {line}", file=sys.stderr), cores if cores > 1 and spawns_safely() else 0)
     searched = Search(space, Times(cluster, store), limit, max(args.top, args.explain or 0))
     with progress() as tell, closing(store):
         found = searched.run(tell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ jobs=${{SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}}/jobs # 
 source "$jobs/steps.sh"
 source "$jobs/clusters/{site}.sh"
 
-CONFIG=${{CONFIG:-{config}}}
+planned={config}
+CONFIG=${{CONFIG:-$planned}}
 SCHEME={scheme}
 GRID={grid}
 record "$RUN"
@@ -86,7 +88,7 @@ def _job(folder: Path, plan: Plan, seconds: float, config: Config, cluster: Clus
         seconds=seconds,
         cluster=cluster.name,
         site="cuda" if on_device else "cpu",
-        config=(folder / "plan.toml").resolve(),
-        scheme=plan.inner.scheme,
-        grid=",".join(f"{axis}={size}" for axis, size in config.grid.axes.items()),
+        config=shlex.quote(str((folder / "plan.toml").resolve())),
+        scheme=shlex.quote(plan.inner.scheme),
+        grid=shlex.quote(",".join(f"{axis}={size}" for axis, size in config.grid.axes.items())),
     )

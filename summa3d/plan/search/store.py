@@ -21,6 +21,7 @@ from typing import Any
 from ... import __version__
 from ...dry.record import Op
 from ...files import read_json
+from ...interpreter import safe_spawning
 from .cells import PASSES, Cells, Inner, Line, OpLine, Piece, traced
 
 FORMAT = 3
@@ -99,9 +100,10 @@ class Store:
         """Let another process trace cells that will be needed soon; those that are on disk are left there."""
         if (inner, False) in self._known or inner in self._begun or not self.idle or file_of(inner, False).exists():
             return
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(self._processes, get_context("spawn"), _leave_interrupts)
-        self._begun[inner] = self._pool.submit(kept, inner, False)
+        with safe_spawning():
+            if self._pool is None:
+                self._pool = ProcessPoolExecutor(self._processes, get_context("spawn"), _leave_interrupts)
+            self._begun[inner] = self._pool.submit(kept, inner, False)
 
     def close(self) -> None:
         """End the other processes; what they have not begun is left."""

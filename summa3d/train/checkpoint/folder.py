@@ -19,6 +19,7 @@ import torch
 from ...blas_library import Rule
 from ...comm.failure import agree_on_error
 from ...comm.grid import Place
+from ...dtypes import FLOATS
 from ...errors import CheckpointError
 from ...files import remove_files, rename_folder, replacing
 from ...nn.config import ModelConfig
@@ -75,12 +76,18 @@ class Checkpoint:
         return any(name.startswith("optimizer.") for name in self.index["tensors"])
 
     def check_model(self, config: Config) -> None:
-        """Raise CheckpointError, naming the keys that differ, unless the checkpoint fits the model of `config`."""
+        """Raise CheckpointError, naming the keys that differ, unless the checkpoint fits the model and the dtype of `config`."""
         model = toml.build(ModelConfig, self.index["model"], "model.")
         have = {**identity(model), "dtype": master_dtype(self.index["dtype"])}
         want = {**identity(config.model), "dtype": master_dtype(config.dtype)}
         keys = [key for key in {**want, **have} if have.get(key) != want.get(key)]
         differing = [f"{key}: checkpoint {have.get(key)}, this run {want.get(key)}" for key in keys]
+        if keys == ["dtype"]:
+            fitting = ", ".join(dtype for dtype in FLOATS if master_dtype(dtype) == have["dtype"])
+            raise CheckpointError(
+                f"{self.path} holds weights in {have['dtype']}, and a run with dtype = {config.dtype!r} has them in "
+                f"{want['dtype']}. Values of dtype that fit it: {fitting}."
+            )
         if differing:
             raise CheckpointError(f"{self.path} is a checkpoint of another model.\n  " + "\n  ".join(differing))
 

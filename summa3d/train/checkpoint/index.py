@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import isfinite, prod
@@ -66,6 +67,10 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"Cannot read the checkpoint index {path}: it is damaged ({said}). {advice}") from error
     if altered:
         raise CheckpointError(f"The checkpoint index {path} is altered. {advice}")
+    named = re.fullmatch(r"step-(\d+)", path.parent.name)
+    if named and index.get("step") != int(named[1]):
+        step = _shown(index.get("step"))
+        raise CheckpointError(f"The checkpoint index {path} is of step {step}, which its folder's name is not. {advice}")
     if (index.get("format"), index.get("version")) != (FORMAT, VERSION):
         found = _shown(f"{index.get('format')} {index.get('version')}")
         raise CheckpointError(f"{path} has format {found}; this version reads {FORMAT} {VERSION}.")

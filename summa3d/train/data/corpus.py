@@ -127,7 +127,10 @@ def documents(path: str, key: str = "data.path") -> list[Document]:
         if not root.exists():
             where = "" if root.is_absolute() else f" (looked in {Path.cwd()})"
             raise DataError(f"{key} {path!r} does not exist{where}. {FORMS}")
-        found = [root] if root.is_file() else [file for file in root.rglob("*") if file.is_file() and not _hidden(file, root)]
+        try:
+            found = [root] if root.is_file() else [one for one in root.rglob("*") if one.is_file() and not _hidden(one, root)]
+        except OSError as error:
+            raise DataError(f"{key} {path!r} cannot be read: {error.strerror}: {error.filename}. {FORMS}") from None
         root = root.parent if root.is_file() else root
     files = sorted((Document(file.relative_to(root).as_posix(), file) for file in found), key=lambda document: document.name)
     if not any(document.path.stat().st_size for document in files):
@@ -203,6 +206,17 @@ def read(document: Document, config: DataConfig) -> Iterator[bytes]:
         if b"\0" in text:
             raise DataError(f"{document.path} is not text: byte {text.index(0)} is 0. {FORMS}")
     yield text
+
+
+def check(config: DataConfig) -> None:
+    """Raise DataError where the corpus is missing, or the first of its JSON lines has no text: what is soon seen."""
+    parts = {} if config.path == "stdlib" else sources(config)
+    for document in (document for files in parts.values() for document in files if document.path.suffix in JSON_LINES):
+        with open(document.path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    _text_of(line, config.key, f"{document.path}, line {number}")
+                    return
 
 
 def _json_lines(path: Path, config: DataConfig) -> Iterator[bytes]:
