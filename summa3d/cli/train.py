@@ -109,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
 
     from ..train import config as configuration
 
+    if args.dry_run:
+        preemption.stop_listening()  # there is nothing to save
     _check_arguments(args)
     folder = args.run or Path("runs") / Path(args.config).stem
     ranks = MPI.COMM_WORLD.size if args.ranks is None else args.ranks
