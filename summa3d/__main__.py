@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from . import preemption
@@ -9,6 +10,8 @@ from . import preemption
 
 def main() -> int:
     """Run the command line, and return the exit status; an interrupt of a command that has no ranks is one line."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding != "utf-8":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a locale that lacks a character ends no command
     if sys.argv[1:2] == ["train"]:
         preemption.hold()
     try:

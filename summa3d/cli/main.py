@@ -329,7 +329,13 @@ def _out_of_memory(error: Exception) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or any(
             sign in str(error)
-            for sign in ("DefaultCPUAllocator", "calculation overflowed", "Overflow when", "Invalid shape dimension")
+            for sign in (
+                "DefaultCPUAllocator",
+                "calculation overflowed",
+                "Overflow when",
+                "Invalid shape dimension",
+                "failed to map segment",
+            )
         )
     )
 

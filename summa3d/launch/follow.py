@@ -48,7 +48,7 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
         if status != 0:
             segments.remove_left(began)
         if status not in (0, preemption.STATUS) and folder is not None:
-            for line in _ended(status, child.asked, first, stopped.killed, folder):
+            for line in _ended(status, child, first, stopped.killed, folder):
                 print(line, file=sys.stderr)
     finally:
         if folder is not None:
@@ -58,15 +58,19 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
     return status
 
 
-def _ended(status: int, asked: signal.Signals | None, first: FirstEnded, killed: bool, folder: Path) -> Iterator[str]:
+def _ended(status: int, child: Child, first: FirstEnded, killed: bool, folder: Path) -> Iterator[str]:
     """What is said of a job that has failed: what ended it, where nothing has said so, and the table of `told`.
 
-    asked : the signal that was to end it. killed : whether a process was, for it had stopped
+    killed : whether a process was, for it had stopped
     """
     interrupted = status == preemption.INTERRUPTED
     if not killed and not any(folder.glob(f"{flight_files.CLAIM}*")):
-        if asked:
-            yield f"summa3d launch: {asked.name} ended the job"
+        ended = child.process.returncode
+        if child.asked:
+            yield f"summa3d launch: {child.asked.name} ended the job"
+        elif ended < 0:
+            who = f"the launcher (process {child.process.pid})"
+            yield f"summa3d launch: {signal.Signals(-ended).name} ended {who}, and so the job"
         elif first.ranks:
             how = "interrupted" if interrupted else "without a report"
             yield f"summa3d launch: {', '.join(first.ranks)} ended first, {how}"

@@ -1,4 +1,7 @@
-"""Ctrl-C in a terminal, and signals before anything can hear them: a run saves and ends once, and other commands end at once."""
+"""Ctrl-C in a terminal, and signals before anything can hear them: a run saves and ends once, and other commands end at once.
+
+And signals to anybody at every stage of a run, in a mount namespace of its own (signalled.py): root, and util-linux.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +23,7 @@ import pytest
 from small_runs import assignments, metrics_of, write_corpus
 
 from summa3d.comm.profile.processes import children, descendants, environment_of, launched_as, state_of
+from summa3d.launch.runtime import loaded_runtime
 
 pytestmark = pytest.mark.skipif(devices.NAME == "pretended", reason="other processes have no pretended device")
 
@@ -254,3 +259,23 @@ def test_job_scripts_hold_a_request_back_until_the_ranks_hear_it(tmp_path: Path,
     term = 1 << (signal.SIGTERM - 1)
     assert command == "train" and (int(blocked, 16) & term or int(ignored, 16) & term), ended
     assert env != "env of this system" or int(blocked, 16) & term, ended
+
+
+WIDE = pytest.mark.wide
+MOUNTED = 'mount --make-rprivate / && mount -t tmpfs -o size=512m,mode=1777 tmpfs /dev/shm && exec "$@"'
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a mount namespace needs root and unshare")
+@pytest.mark.skipif(loaded_runtime().vendor != "mpich", reason="its processes between a rank and the launcher are those of MPICH")
+@pytest.mark.parametrize(
+    ("ranks", "number", "seed"), [(2, 3, 1), *(pytest.param(*one, marks=WIDE) for one in ((2, 50, 2), (4, 35, 3), (8, 15, 4)))]
+)
+def test_signals_to_anybody_at_any_stage_end_a_run_with_the_reason_and_it_goes_on_to_the_same_bits(
+    tmp_path: Path, ranks: int, number: int, seed: int
+) -> None:
+    """Ranks, mpiexec and the launcher; asked to end, or killed. Nothing is left: no process, no shared memory, no file."""
+    write_corpus(tmp_path / "corpus.txt")
+    program = [sys.executable, str(Path(__file__).with_name("signalled.py")), *map(str, (tmp_path, seed, number, ranks))]
+    command = ["unshare", "-m", "sh", "-c", MOUNTED, "sh", *program]
+    ended = subprocess.run(command, env=jobs.environment(), capture_output=True, text=True, timeout=PATIENCE * number)
+    assert f"held {number} on {ranks} ranks" in ended.stdout, ended.stdout + ended.stderr
