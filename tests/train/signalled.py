@@ -44,7 +44,7 @@ class Trial(NamedTuple):
 
 
 def trials(seed: int, number: int, ranks: int) -> Iterator[Trial]:
-    """Seeded signals: each stage in turn, as often asked to end as killed. SIGHUP has UCX in a rank log what it does, and no end."""
+    """Seeded signals: each stage in turn, as often asked to end as killed. In a rank SIGHUP only has UCX log."""
     chance = random.Random(seed)
     for place in range(number):
         stage = STAGES[(place * 5 + seed) % len(STAGES)]
