@@ -73,5 +73,5 @@ setup(
         "dev": DEV,
         "docs": DOCS,
     },
-    entry_points={"console_scripts": ["summa3d = summa3d.cli.main:main"]},
+    entry_points={"console_scripts": ["summa3d = summa3d.__main__:main"]},
 )

@@ -106,10 +106,12 @@ def run(args: argparse.Namespace) -> int:
     command, environment, account = mpi_command(args.ranks, arguments, runtime=runtime)
     emulated = "" if args.emulate is None else f"{args.emulate.nodes} emulated nodes, "
     print(f"summa3d launch: {emulated}{account}", file=sys.stderr, flush=True)
-    for warning in segments.warnings(args.ranks) if runtime.vendor == "mpich" and args.emulate is None else ():
-        if segments.cannot_start(args.ranks):
-            raise LaunchError(warning)
-        print(f"summa3d launch: {warning}", file=sys.stderr, flush=True)
+    if runtime.vendor == "mpich" and args.emulate is None:
+        settings = segments.settings(args.ranks, environment)
+        words = f"; it is left alone as far as that goes: {' '.join(f'{name}={settings[name]}' for name in settings)}"
+        for warning in segments.warnings(args.ranks):
+            print(f"summa3d launch: {warning}{words if settings else ''}", file=sys.stderr, flush=True)
+        environment |= settings
     if sys.stderr.isatty() and Path(command[0]).name != "srun":  # which forwards whole lines
         environment["SUMMA3D_TERMINAL"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
     if args.emulate is not None:

@@ -9,7 +9,6 @@ import errno
 import importlib
 import io
 import os
-import signal
 import sys
 import time
 import warnings
@@ -235,10 +234,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Summa3dError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
-    if name == "train" and "--dry-run" not in arguments:
-        preemption.listen("SIGTERM")
+    if name == "train":
+        preemption.listen(*(request.name for request in preemption.REQUESTS))
     try:
-        start_mpi(most_threads=1 if name == "checkpoint" or "--dry-run" in arguments else None)
+        with preemption.ending_at_once():  # until a report can name the rank: the launcher does
+            start_mpi(most_threads=1 if name == "checkpoint" or "--dry-run" in arguments else None)
     except (ConfigError, LaunchError) as error:
         launched = launched_as()
         if launched is not None and launched[1] != 0:
@@ -340,7 +340,13 @@ def _out_of_memory(error: Exception) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or any(
             sign in str(error)
-            for sign in ("DefaultCPUAllocator", "calculation overflowed", "Overflow when", "Invalid shape dimension")
+            for sign in (
+                "DefaultCPUAllocator",
+                "calculation overflowed",
+                "Overflow when",
+                "Invalid shape dimension",
+                "failed to map segment",
+            )
         )
     )
 
@@ -389,9 +395,6 @@ def start_mpi(most_threads: int | None = None) -> None:
     """
     import mpi4py
 
-    interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if interrupts:  # until a report can name the rank: the launcher does
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
     for variable in ("SUMMA3D_BIND", "SUMMA3D_UNLINK"):
         forbidden(variable)  # raises an error for an unknown value, on every rank
     seconds = watchdog_seconds()
@@ -420,8 +423,6 @@ def start_mpi(most_threads: int | None = None) -> None:
 
     install_abort_hook()
     keep_freed_memory()
-    if interrupts:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _watch_ranks(seconds: float) -> None:

@@ -149,6 +149,8 @@ def run(args: argparse.Namespace) -> int:
     from ..train.data import corpus
     from ..train.on_root import on_root
 
+    if args.dry_run:
+        preemption.stop_listening()  # there is nothing to save
     _check_arguments(args)
     folder = args.run or Path("runs") / Path(args.config).stem
     resumes = _continues(args, folder)

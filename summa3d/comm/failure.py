@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
+from .. import preemption
 from ..errors import AgreementError, GridError, Summa3dError
 from ..node_support import forbidden
 from .profile import flight, flight_files
@@ -28,7 +29,6 @@ LONGEST_WAIT = 2.0
 STDERR = 2  # the file descriptor
 WAIT_FOR_THE_END = 5.0  # seconds that a silent rank, or an abort that does not return, waits before the process ends itself
 TIME_TO_BE_HEARD = 0.25  # seconds for a launcher to forward the report: Open MPI's drops what is under way at an abort
-INTERRUPTED = 130  # the shell's exit status for SIGINT
 
 
 def install_abort_hook() -> None:
@@ -64,7 +64,7 @@ def _say_and_abort(kind: type[BaseException], say: Callable[[], object]) -> NoRe
         time.sleep(TIME_TO_BE_HEARD)
     else:
         time.sleep(WAIT_FOR_THE_END)
-    abort(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+    abort(preemption.INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
 
 _ends_job = False

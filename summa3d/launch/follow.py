@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .. import preemption
@@ -19,10 +20,7 @@ from . import segments
 from .ended import FirstEnded
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-FROM_KERNEL = 0x80
-"""si_code of a signal that the terminal sent: to the launcher as well."""
 PR_SET_PDEATHSIG = 1
-INTERRUPTED = (130, -signal.SIGINT)
 LOOK_EVERY = 1.0
 """Seconds between two looks at the ranks; if the launch itself was stopped meanwhile, twice as many count."""
 PATIENCE = 6.0
@@ -39,23 +37,44 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
     Raises OSError where it cannot be started, ConfigError for an unknown value of SUMMA3D_WATCHDOG.
     """
     first, stopped, began = FirstEnded(), Stopped(watchdog_seconds()), time.time()
-    named = environ.get(flight.VARIABLE)
-    folder = flight_files.new_folder() if named is None else None
+    before, folder = signal.pthread_sigmask(signal.SIG_BLOCK, [*PASSED_ON, signal.SIGCHLD]), None
     try:
-        status = _run(command, {**environ, flight.VARIABLE: str(folder)} if folder else dict(environ), stopped, first.follow)
+        if flight.VARIABLE not in environ:
+            folder = flight_files.new_folder()
+            environ = {**environ, flight.VARIABLE: str(folder)}
+        child = Child(command, environ, before)
+        first.follow(child.process.pid)
+        status = child.wait(stopped.look)
         if status != 0:
             segments.remove_left(began)
         if status not in (0, preemption.STATUS) and folder is not None:
-            reported = stopped.killed or any(folder.glob(f"{flight_files.CLAIM}*"))
-            if first.ranks and status not in INTERRUPTED and not reported:
-                print(f"summa3d launch: {', '.join(first.ranks)} ended first, without a report", file=sys.stderr)
-            for line in told(folder, time.time(), LONG if status in INTERRUPTED else 0.0):
+            for line in _ended(status, child, first, stopped.killed, folder):
                 print(line, file=sys.stderr)
     finally:
         if folder is not None:
             with contextlib.suppress(OSError):  # its ranks have removed it, or one of them still does
                 flight_files.remove(folder)
-    return 128 - status if status < 0 else status
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return status
+
+
+def _ended(status: int, child: Child, first: FirstEnded, killed: bool, folder: Path) -> Iterator[str]:
+    """What is said of a job that has failed: what ended it, where nothing has said so, and the table of `told`.
+
+    killed : whether a process was, for it had stopped
+    """
+    interrupted = status == preemption.INTERRUPTED
+    if not killed and not any(folder.glob(f"{flight_files.CLAIM}*")):
+        ended = child.process.returncode
+        if child.asked:
+            yield f"summa3d launch: {child.asked.name} ended the job"
+        elif ended < 0:
+            who = f"the launcher (process {child.process.pid})"
+            yield f"summa3d launch: {signal.Signals(-ended).name} ended {who}, and so the job"
+        elif first.ranks:
+            how = "interrupted" if interrupted else "without a report"
+            yield f"summa3d launch: {', '.join(first.ranks)} ended first, {how}"
+    yield from told(folder, time.time(), LONG if interrupted else 0.0)
 
 
 def told(folder: Path, now: float, at_least: float = 0.0) -> list[str]:
@@ -81,41 +100,87 @@ class Stopped:
         self.limit, self.killed, self._seconds, self._last = limit, False, dict[int, float](), time.monotonic()
 
     def look(self, launcher: int) -> None:
-        """Look at what the launcher has started; say which processes have been stopped for too long, and kill them."""
+        """Look at the launcher and at what it has started; say which have been stopped for too long, and kill them."""
         elapsed, self._last = min(time.monotonic() - self._last, 2 * LOOK_EVERY), time.monotonic()
-        states = {process: processes.state_of(process) for process in processes.descendants(launcher)}
+        states = {process: processes.state_of(process) for process in (launcher, *processes.descendants(launcher))}
         stopped = [process for process, state in states.items() if state and state.letter == processes.STOPPED]
         self._seconds = {process: self._seconds.get(process, 0.0) + elapsed for process in stopped}
         for process, seconds in self._seconds.items():
             if self.limit and seconds >= self.limit + PATIENCE:
                 self.killed = True
-                said = f"{processes.described(process)} has been stopped for {self.limit:g} s; the job ends"
+                who = f"the launcher (process {process})" if process == launcher else processes.described(process)
+                said = f"{who} has been stopped for {self.limit:g} s; the job ends"
                 print(f"summa3d launch: {said}", file=sys.stderr, flush=True)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
 
 
-def _run(command: Sequence[str], environ: Mapping[str, str], stopped: Stopped, started: Callable[[int], None]) -> int:
-    """Start the launcher, pass signals on to it until it ends, and return its status; negative, the signal that ended it.
+class Child:
+    """The launcher as a child in a process group of its own, so that Ctrl-C in a terminal reaches it once, and by this process.
 
-    stopped : looks at its processes. started : called with the launcher's process
+    before : the signals that were blocked when this process began; those of PASSED_ON and SIGCHLD are blocked now
+
+    Attributes
+    ----------
+    asked : the latest signal that asked this process to end; None where none did
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*PASSED_ON, signal.SIGCHLD])
-    kernel = ctypes.CDLL(None)
 
-    def begin() -> None:
-        kernel.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a launcher whose parent is killed ends its ranks
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], before: set[int | signal.Signals]) -> None:
+        kernel, interrupts = ctypes.CDLL(None), signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self.asked: signal.Signals | None = None
+        self._echoes, self._interrupted = Path(command[0]).name == "srun", float("-inf")
 
-    try:
-        with subprocess.Popen(list(command), env=dict(environ), preexec_fn=begin) as child:
-            started(child.pid)
+        def begin() -> None:
+            os.setpgid(0, 0)
+            kernel.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a launcher whose parent is killed ends its ranks
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it prints though it is in the background
+            if interrupts:  # Python's own handler is lost at exec, with what it has noted
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        terminal = sys.stdin is not None and sys.stdin.isatty()  # of which a process in the background cannot read
+        self.process = subprocess.Popen(
+            list(command), env=dict(environ), preexec_fn=begin, stdin=subprocess.PIPE if terminal else None
+        )
+        if terminal:
+            threading.Thread(target=self._feed, name="stdin", daemon=True).start()
+
+    def wait(self, look: Callable[[int], None]) -> int:
+        """Pass signals on until the launcher ends, and return its status as a shell gives it; 130 where it was interrupted.
+
+        look : is called with the launcher's process every LOOK_EVERY seconds
+        """
+        with self.process as child:
             while child.poll() is None:
                 info = signal.sigtimedwait([*PASSED_ON, signal.SIGCHLD], LOOK_EVERY)
                 if info is None:
-                    stopped.look(child.pid)
-                elif info.si_signo != signal.SIGCHLD and info.si_code != FROM_KERNEL and child.poll() is None:
-                    child.send_signal(info.si_signo)
-            return child.returncode
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                    look(child.pid)
+                elif info.si_signo != signal.SIGCHLD:
+                    self._pass_on(info.si_signo)
+        status = 128 - child.returncode if child.returncode < 0 else child.returncode
+        return preemption.INTERRUPTED if self._interrupted > 0 and status not in (0, preemption.STATUS) else status
+
+    def _pass_on(self, number: int) -> None:
+        """Pass a signal on, but no echo of an interrupt, at the second of which MPICH's launcher kills the ranks.
+
+        srun wants two within a second.
+        """
+        if number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+            self.asked = signal.Signals(number)
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if now - self._interrupted < preemption.SAME and not self._echoes:
+                return
+            self._interrupted = now
+        self.process.send_signal(number)
+
+    def _feed(self) -> None:
+        """Copy what is typed; nothing where this process is in the background itself."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTIN])
+        pipe = self.process.stdin
+        assert pipe is not None
+        with contextlib.suppress(OSError, ValueError):
+            while typed := os.read(sys.stdin.fileno(), 1 << 16):
+                pipe.write(typed)
+                pipe.flush()
+            pipe.close()

@@ -8,18 +8,25 @@ import shlex
 import shutil
 import stat
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ..errors import LaunchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 FOLDER = Path("/dev/shm")
-NAMES = "mpich_shm_*"
-BYTES_PER_RANK = 5 << 20
-"""What a start of MPICH takes: 8 ranks were measured to need 40 MiB, 64 ranks 330 MB."""
-FATAL_PER_RANK = 9 << 19
-"""Free bytes a rank with which MPICH ends in a signal: 8 ranks in 36 MiB do, 16 in 64 MiB too."""
+OF_MPICH, OF_UCX = "mpich_shm_*", "ucx_shm_posix_*"
+NAMES = (OF_MPICH, OF_UCX)
+BYTES_PER_RANK, BYTES = 6 << 20, 8 << 20
+"""With so much free for each rank and beside them MPICH starts. It takes 5.14 MiB a rank, of which UCX takes 4.1 (1 to 16 ranks
+measured); where UCX finds too little, it may end in a signal: 4 ranks in 24 MiB, 8 in 36, 16 in 64."""
+LEAST_PER_RANK = 3 << 19
+"""Free bytes a rank with which MPICH starts where UCX leaves the folder alone: 1.0 MiB a rank measured."""
+WITHOUT = {"UCX_TLS": "^posix"}
+"""UCX then shares memory by System V, which is not in the folder."""
 PATIENCE = 2.0
 """Seconds in which the ranks of a failed job end."""
 SPREAD = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "HYDRA_HOST_FILE")
@@ -35,7 +42,8 @@ def unname(node: MPI.Comm) -> None:
     node.Barrier()
     if node.rank == 0:
         for segment in mapped(Path("/proc/self/maps")):
-            segment.unlink(missing_ok=True)
+            if segment.match(OF_MPICH):  # UCX opens its own by their names, when ranks first communicate
+                segment.unlink(missing_ok=True)
     node.Barrier()
 
 
@@ -46,7 +54,7 @@ def mapped(maps: Path) -> set[Path]:
     except OSError:
         return set()
     paths = (Path(line.split(None, 5)[-1]) for line in lines if str(FOLDER) in line)
-    return {path for path in paths if path.parent == FOLDER and path.match(NAMES)}
+    return {path for path in paths if path.parent == FOLDER and any(map(path.match, NAMES))}
 
 
 def stale(folder: Path = FOLDER) -> list[Path]:
@@ -74,7 +82,7 @@ def remove_left(since: float, folder: Path = FOLDER) -> None:
 def _own(folder: Path) -> dict[Path, float]:
     """The segments of this user in a folder, and when each was made."""
     found = {}
-    for path in folder.glob(NAMES):
+    for path in (path for name in NAMES for path in folder.glob(name)):
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
@@ -100,7 +108,7 @@ def free_bytes(folder: Path = FOLDER) -> int:
 def warnings(ranks: int, folder: Path = FOLDER) -> list[str]:
     """A line where the folder has too little room for so many ranks of MPICH; it names what ended jobs have left there."""
     free = free_bytes(folder)
-    if not folder.is_dir() or free >= ranks * BYTES_PER_RANK:
+    if not folder.is_dir() or free >= needed(ranks):
         return []
     left = stale(folder)
     size = sum(path.lstat().st_size for path in left)
@@ -109,13 +117,25 @@ def warnings(ranks: int, folder: Path = FOLDER) -> list[str]:
         if left
         else ("a container gets more by docker run --shm-size=1g")
     )
-    fits, then = free // BYTES_PER_RANK, "cannot start" if cannot_start(ranks, folder) else "may end in a bus error"
-    return [
-        f"{folder} has {free >> 20} MiB free, enough for about {fits} rank{'s' if fits != 1 else ''} of MPICH "
-        f"({BYTES_PER_RANK >> 20} MiB each), and {ranks} {then}: {remedy}"
-    ]
+    return [f"{folder} has {free >> 20} MiB free, and {ranks} ranks of MPICH need {needed(ranks) >> 20} MiB: {remedy}"]
 
 
-def cannot_start(ranks: int, folder: Path = FOLDER) -> bool:
-    """Whether so many ranks of MPICH on this node would end in a signal for want of room. False where they may lie on others."""
-    return folder.is_dir() and free_bytes(folder) < ranks * FATAL_PER_RANK and not any(name in os.environ for name in SPREAD)
+def needed(ranks: int) -> int:
+    """The free bytes of the folder with which so many ranks of MPICH start."""
+    return BYTES + ranks * BYTES_PER_RANK
+
+
+def settings(ranks: int, environ: Mapping[str, str], folder: Path = FOLDER) -> dict[str, str]:
+    """The variables with which so many ranks of MPICH on this node start in the room that the folder has; {} where it is enough.
+
+    Ranks that may lie on other nodes, and those whose transports the user has chosen, are left alone. Raises LaunchError where
+    the folder has too little even for ranks that share memory elsewhere.
+    """
+    free = free_bytes(folder)
+    if not folder.is_dir() or free >= needed(ranks) or any(name in environ for name in SPREAD):
+        return {}
+    least = ranks * LEAST_PER_RANK
+    if free < least:
+        (warning,) = warnings(ranks, folder)
+        raise LaunchError(f"{ranks} ranks cannot start in less than {-(-least >> 20)} MiB of {folder}. {warning}")
+    return {} if set(WITHOUT) & set(environ) else WITHOUT

@@ -21,7 +21,7 @@ from ..parallel.pipeline import Pipeline
 from ..parallel.states import states_of
 from . import config as configuration
 from .checkpoint import folder as checkpoint
-from .data import corpus
+from .data import corpus, tokens
 from .device import open_device
 from .precision import torch_dtype
 from .prepare import build_model, open_checkpoint, open_grid
@@ -178,7 +178,10 @@ def load(
     model = build_model(config, plan, device)
     saved.load(checkpoint.weight_blocks(states_of(model, grid)), grid)
     model.to(torch_dtype(config.dtype))
-    return model, plan, config, corpus.load_tokenizer(config.data, folder / "data")
+    data = folder / "data"
+    if (data / "tokens.json").is_file():  # an imported run has none
+        tokens.check_files(config.data, data, comm, [tokens.TOKENIZER])
+    return model, plan, config, corpus.load_tokenizer(config.data, data)
 
 
 def _open_grid(config: Config, comm: MPI.Intracomm, device: torch.device) -> tuple[Grid, Scheme]:

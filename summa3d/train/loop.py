@@ -99,7 +99,7 @@ def train(
     """
     hung = watchdog_seconds(config.train.watchdog)
     watchdog.limit(hung)
-    with Lease() as lease, Progress(config.train.steps, speak=comm.rank == 0) as progress:
+    with Lease() as lease, Progress(config.train.steps, speak=comm.rank == 0) as progress, preemption.telling(progress.say):
         run = prepare(config, comm, folder, resume, overwrite, lease, progress)
         if traced is not None:
             traced.check(run.done, config.train.steps)

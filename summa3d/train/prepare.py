@@ -215,13 +215,14 @@ def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) 
 def open_checkpoint(config: Config, comm: MPI.Intracomm, folder: Path) -> checkpoint.Checkpoint | None:
     """The newest complete checkpoint of a run folder, verified and of the model of `config`; None if there is none. Collective.
 
-    Raises CheckpointError, on every rank alike, for a damaged checkpoint and for one of another model.
+    Raises CheckpointError, on every rank alike, for a damaged checkpoint, one that lacks moments, and one of another model.
     """
     path = on_root(comm, lambda: checkpoint.newest(folder / "checkpoints"), CheckpointError)
     if path is None:
         return None
     saved = checkpoint.read(path, comm)
     saved.check_model(config)
+    saved.check_tensors()
     saved.verify(comm)
     return saved
 

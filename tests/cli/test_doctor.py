@@ -70,11 +70,11 @@ def test_it_warns_of_an_exported_core_type(monkeypatch: pytest.MonkeyPatch) -> N
 def test_it_warns_of_a_small_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(64 << 20, 0, 64 << 20))
     (warning,) = segments.warnings(27, tmp_path)
-    assert "64 MiB free" in warning and "12 ranks" in warning and "--shm-size" in warning
+    assert "64 MiB free, and 27 ranks of MPICH need 170 MiB" in warning and "--shm-size" in warning
     (tmp_path / "mpich_shm_1a_0").write_bytes(b"x")
     (warning,) = segments.warnings(27, tmp_path)
     assert warning.endswith(f"rm {tmp_path / 'mpich_shm_1a_0'}")
-    assert segments.warnings(12, tmp_path) == []
+    assert segments.warnings(9, tmp_path) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(1 << 30, 0, 1 << 30))
     assert segments.warnings(27, tmp_path) == []
 

@@ -14,6 +14,8 @@ import jobs
 import pytest
 from mpi4py import MPI
 
+from summa3d.launch import segments
+
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a mount namespace needs root and unshare"),
     pytest.mark.skipif("MPICH" not in MPI.Get_library_version(), reason="MPICH alone keeps its segments in /dev/shm"),
@@ -66,11 +68,46 @@ def launched(size: int, words: list[str], cwd: Path, extra: dict[str, str] | Non
 
 
 def test_ranks_without_room_to_share_memory_are_refused_in_a_line(tmp_path: Path) -> None:
-    ended = launched(16, ["-m", "summa3d", "launch", "-n", "8", "doctor"], tmp_path)
+    ended = launched(8, ["-m", "summa3d", "launch", "-n", "8", "doctor"], tmp_path)
     said = ended.stderr.strip().splitlines()
     assert ended.status != 0 and "signal" not in ended.stderr.lower()
-    assert "/dev/shm has 16 MiB free" in said[-1] and "8 cannot start" in said[-1], ended.stderr
-    assert len(said) == 2, ended.stderr  # the first says what is started
+    assert "8 ranks cannot start in less than 12 MiB of /dev/shm. /dev/shm has 8 MiB free" in said[-1], ended.stderr
+    assert "need 56 MiB" in said[-1] and len(said) == 2, ended.stderr  # the first says what is started
+
+
+LEAVES = """
+import os
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+assert world.sendrecv(world.rank, (world.rank + 1) % world.size, 0, None, (world.rank - 1) % world.size) is not None
+node = world.Split_type(MPI.COMM_TYPE_SHARED)
+if world.rank == 0:
+    print(node.size)
+"""
+
+
+@pytest.mark.parametrize("size", [24, pytest.param(8, marks=pytest.mark.wide), pytest.param(31, marks=pytest.mark.wide)])
+def test_ranks_start_where_their_library_would_crash_for_want_of_shared_memory(tmp_path: Path, size: int) -> None:
+    """Four in 24 MiB ended in a signal inside MPI_Init."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    ended = launched(size, ["-m", "summa3d", "launch", "-n", "4", "leaves.py"], tmp_path)
+    assert (ended.status, ended.stdout) == (0, "4\n"), ended.stderr
+    assert f"/dev/shm has {size} MiB free, and 4 ranks of MPICH need 32 MiB" in ended.stderr and "UCX_TLS=^posix" in ended.stderr
+
+
+def test_ranks_with_enough_shared_memory_use_it_and_say_nothing(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    ended = launched(32, ["-m", "summa3d", "launch", "-n", "4", "leaves.py"], tmp_path)
+    assert (ended.status, ended.stdout) == (0, "4\n") and "MiB" not in ended.stderr, ended.stderr
+
+
+def test_what_ucx_left_is_known_beside_what_mpich_left(tmp_path: Path) -> None:
+    left = [tmp_path / "mpich_shm_1", tmp_path / "ucx_shm_posix_1"]
+    for file in (*left, tmp_path / "other"):
+        file.touch()
+    assert segments.stale(tmp_path) == left
+    segments.remove_left(0.0, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["other"]
 
 
 @pytest.mark.wide

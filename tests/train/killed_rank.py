@@ -4,7 +4,9 @@ Started by test_killed.py. KILLED="RANK STEP KIND COUNT": at the COUNT-th op of 
 R, the `norm` of the gradient, the `update`, or the `evaluation`; with a negative count, at its end; or in `prepare`. In a
 checkpoint, KIND is `copy`, in the middle of copying the blocks; `file`, when half of the file is on the disk; and on rank 0
 `index`, when half of it is; `rename`, when all is but the final name; and `delete`, when the checkpoint of STEP has lost its
-name. KILLED_AT: a file that receives the time. KILLED_BY: the signal, SIGKILL unless it is set.
+name. `start` is before the program has imported anything, `init` inside MPI_Init, `end` after the last step. KILLED_AT: a file
+that receives the time. KILLED_BY: the signal, SIGKILL unless it is set. KILLED_WHO: `rank`, or what started it: `mpiexec` or
+`launch`.
 """
 
 from __future__ import annotations
@@ -13,22 +15,62 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from summa3d.cli.main import main
-from summa3d.comm.profile.ledger import Ledger
+from summa3d import preemption
 from summa3d.comm.profile.processes import launched_as
-from summa3d.train.checkpoint import folder, shards
-from summa3d.train.checkpoint.writer import Writer
+
+ABOVE = {"rank": 0, "mpiexec": 2, "launch": 3}
+"""Processes between a rank and what is struck: MPICH's proxy is the parent of a rank."""
+BY = signal.Signals[os.environ.get("KILLED_BY", "SIGKILL")]
 
 
 def die() -> None:
     Path(os.environ["KILLED_AT"]).write_text(str(time.time()))
-    os.kill(os.getpid(), BY)
+    os.kill(above(os.getpid(), ABOVE[os.environ.get("KILLED_WHO", "rank")]), BY)
+
+
+def above(process: int, levels: int) -> int:
+    """The process that started a process, or one further up."""
+    for _ in range(levels):
+        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return process
+
+
+def die_early(kind: str, here: bool) -> None:
+    """Begin as `python -m summa3d train` does, and die before anything is imported, or in MPI_Init, if this is the rank."""
+    preemption.hold()
+    if kind == "start" and here:
+        die()
+    preemption.listen("SIGTERM", "SIGINT")
+    if kind == "init":
+        import mpi4py
+
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+        from mpi4py import MPI
+
+        if here:
+            threading.Timer(0.005, die).start()
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+
+
+if __name__ == "__main__":
+    RANK, STEP, KIND, COUNT = os.environ["KILLED"].split()
+    TEMPORARY = f".tmp-step-{STEP}"
+    launched = launched_as()
+    assert launched is not None
+    if KIND in ("start", "init"):
+        die_early(KIND, launched[1] == int(RANK))
+
+from summa3d.cli.main import main  # noqa: E402
+from summa3d.comm.profile.ledger import Ledger  # noqa: E402
+from summa3d.train.checkpoint import folder, shards  # noqa: E402
+from summa3d.train.checkpoint.writer import Writer  # noqa: E402
 
 
 def half_a_file(tensors: Any, path: Path) -> str:
@@ -95,15 +137,10 @@ class Counted:
         return called
 
 
-BY = signal.Signals[os.environ.get("KILLED_BY", "SIGKILL")]
 save_file, rename, span = shards.save_file, os.rename, Ledger.run
 write_text, save, copy, remove = Path.write_text, Writer.save, Writer._copy, folder.remove_files
 
 if __name__ == "__main__":
-    RANK, STEP, KIND, COUNT = os.environ["KILLED"].split()
-    TEMPORARY = f".tmp-step-{STEP}"
-    launched = launched_as()
-    assert launched is not None
     if launched[1] == int(RANK):
         if KIND == "file":
             shards.save_file = half_a_file
@@ -125,6 +162,7 @@ if __name__ == "__main__":
             Replicas.start = counted.calling("R", Replicas.start)
             loop.norm_and_votes = counted.calling("norm", loop.norm_and_votes)
             loop.evaluate = counted.calling("evaluation", loop.evaluate)
+            loop.finish = counted.calling("end", loop.finish)
             loop.prepare = counted.calling("prepare", loop.prepare)
             AdamW.step = counted.calling("update", AdamW.step)
     sys.exit(main(sys.argv[1:]))

@@ -66,6 +66,12 @@ INDEX: dict[str, tuple[Change, str]] = {
     "no step": (lambda index: index.pop("step"), "it lacks step"),
     "step as text": (at("step", to="2"), "step = 2 is not a whole number"),
     "negative step": (at("step", to=-1), "step = -1 is not a whole number"),
+    "another step": (
+        lambda index: [index.update(step=1), index["random"].update(step=1)],
+        "it is that of step 1, and its folder",
+    ),
+    "another random step": (at("random", "step", to=1), "random.step = 1 is not step = 2"),
+    "another seed": (at("random", "seed", to=7), "random.seed = 7 is not config.train.seed = 1"),
     "step beyond limits": (at("step", to=1 << 70), "is not a whole number"),
     "unknown key": (at("steps", to=1), "it has the unknown key steps"),
     "format": (at("version", to=2), "has format summa3d-checkpoint 2"),
@@ -126,6 +132,14 @@ def tampered(tensors: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[
     return change
 
 
+def without(path: Path, index: dict[str, Any], part: str) -> None:
+    """Take the tensors with `part` in their names out of a checkpoint of one file."""
+    tampered(lambda held: [held.pop(name) for name in [*held] if part in name])(path, index)
+    for name in [*index["tensors"]]:
+        if part in name:
+            del index["tensors"][name]
+
+
 def signed(path: Path, index: dict[str, Any]) -> None:
     index["files"][FILE] = {"bytes": (path / FILE).stat().st_size, "sha256": shards.checksum(path / FILE)}
 
@@ -155,13 +169,11 @@ FILES: dict[str, tuple[Callable[[Path, dict[str, Any]], object], str]] = {
     ),
     "a FIFO": (lambda path, index: [(path / FILE).unlink(), os.mkfifo(path / FILE)], "is missing"),
     "another model": (lambda path, index: index["model"].update(layers=2), "a run of its model has"),
-    "fewer moments": (
-        lambda path, index: [
-            tampered(lambda held: [held.pop(name) for name in [*held] if ".exp_avg." in name])(path, index),
-            [index["tensors"].pop(name) for name in [*index["tensors"]] if ".exp_avg." in name],
-        ],
+    "one moment less": (
+        lambda path, index: without(path, index, ".exp_avg."),
         "is none; a run of its model has float64",
     ),
+    "no moments": (lambda path, index: without(path, index, "optimizer."), "is none; a run of its model has float64"),
 }
 
 
@@ -215,6 +227,28 @@ def test_a_file_that_is_not_what_the_index_says_is_refused_in_a_line(valid: Path
     change(path, index)
     written(path, index)
     refused(path, words)
+
+
+@pytest.mark.parametrize("part", [".exp_avg_sq.", "optimizer."])
+def test_a_run_does_not_go_on_without_its_moments(valid: Path, tmp_path: Path, part: str) -> None:
+    """It would go on with zeros in their place."""
+    shutil.copytree(valid.parent.parent, tmp_path / "run")
+    shutil.copy(valid.parent.parent.parent / "corpus.txt", tmp_path)
+    path = tmp_path / "run/checkpoints/step-2"
+    index = contents.read(path / "index.json")
+    without(path, index, part)
+    written(path, index)
+    with pytest.raises(CheckpointError, match="is none; a run of its model has float64"):
+        train_small(MPI.COMM_SELF, tmp_path, resume=True, scheme="serial", train__steps=3, train__evaluate_every=0)
+
+
+def test_an_index_of_an_earlier_version_is_read(valid: Path, tmp_path: Path) -> None:
+    """Without the run's configuration, what multiplied, and a loss scale."""
+    path = Path(shutil.copytree(valid, tmp_path / "step-2"))
+    index = contents.read(path / "index.json")
+    del index["config"], index["loss_scale"], index["written_on"]["blas"]
+    written(path, index)
+    read(path)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sysconfig
 from pathlib import Path
 
@@ -260,3 +261,65 @@ def test_a_corpus_of_the_tests_is_seen_whole_or_not_at_all(tmp_path: Path, monke
     size = file.stat().st_size
     write_corpus(file)
     assert seen == [False, size] and size > 1000
+
+
+def flipped(path: Path, bit: int) -> None:
+    """Flip a bit of a file, and leave its times as they are."""
+    data, times = bytearray(path.read_bytes()), path.stat()
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer.json"])
+def test_a_flipped_bit_of_a_token_file_is_named_before_anything_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(tokens, "PIECE", 1000)
+    (tmp_path / "held").write_text("other words, which are held out " * 100)
+    keys = {"validation": str(tmp_path / "held"), "tokenizer": "bpe:300"}
+    prepare(write_corpus(tmp_path / "text"), tmp_path, **keys)
+    prepare(tmp_path / "text", tmp_path, **keys)
+    path = tmp_path / "data" / name
+    number = re.search(rb'": ([1-9]),', path.read_bytes())  # of a token of the tokenizer: its file stays one
+    flipped(path, 8 * (number.start(1) if number else 1500))
+    with pytest.raises(DataError, match=rf"bytes [0-9]+ to [0-9]+ of {path} are not those of its checksum"):
+        prepare(tmp_path / "text", tmp_path, **keys)
+
+
+def test_a_flipped_bit_of_the_users_own_tokens_is_named(tmp_path: Path) -> None:
+    np.arange(4000, dtype=np.uint16).tofile(tmp_path / "own.bin")
+    keys = {"token_dtype": "uint16", "tokenizer": "numbers:5000"}
+    prepare(tmp_path / "own.bin", tmp_path, **keys)
+    flipped(tmp_path / "own.bin", 77)
+    with pytest.raises(DataError, match=rf"bytes 0 to 8000 of {tmp_path / 'own.bin'} are not those"):
+        prepare(tmp_path / "own.bin", tmp_path, **keys)
+
+
+def test_tokens_of_an_earlier_version_are_read_without_checksums(tmp_path: Path) -> None:
+    prepare(write_corpus(tmp_path / "text"), tmp_path)
+    file = tmp_path / "data/tokens.json"
+    table = json.loads(file.read_text())
+    assert table.pop("sha256")
+    file.write_text(json.dumps(table))
+    prepare(tmp_path / "text", tmp_path)
+    assert json.loads(file.read_text()) == table
+
+
+@pytest.mark.mpi(sizes=(3,))
+def test_a_damaged_piece_of_the_tokens_is_refused_on_every_rank(
+    comm: MPI.Intracomm, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank compares some pieces."""
+    monkeypatch.setattr(tokens, "PIECE", 1000)
+    path, config = shared_tmp_path / "text", DataConfig(path=str(shared_tmp_path / "text"))
+    if comm.rank == 0:
+        write_corpus(path)
+    comm.Barrier()
+    tokens.prepare(config, 16, shared_tmp_path / "data", comm)
+    comm.Barrier()
+    if comm.rank == 0:
+        flipped(shared_tmp_path / "data/train.bin", 8 * 1500)
+    comm.Barrier()
+    with pytest.raises(DataError, match=r"bytes 1000 to 2000 of .*train.bin .*(?s:.*)On rank 1 of 3 only"):
+        tokens.prepare(config, 16, shared_tmp_path / "data", comm)

@@ -43,12 +43,20 @@ def state_of(process: int) -> State | None:
 
 def reads_or_writes(process: int) -> bool:
     """Whether some thread of a process waits for a disk or a file system."""
-    return any(_stat(file)[:1] == [ON_DISK] for file in PROC.glob(f"{process}/task/*/stat"))
+    return any(_stat(thread / "stat")[:1] == [ON_DISK] for thread in _threads(process))
+
+
+def _threads(process: int) -> list[Path]:
+    """The folders of a process's threads; none where the process is gone."""
+    try:
+        return list((PROC / f"{process}/task").iterdir())
+    except OSError:
+        return []
 
 
 def children(process: int) -> list[int]:
     """The processes that a process has started."""
-    return [int(word) for file in PROC.glob(f"{process}/task/*/children") for word in _text(file).split()]
+    return [int(word) for thread in _threads(process) for word in _text(thread / "children").split()]
 
 
 def descendants(process: int) -> list[int]:

@@ -111,14 +111,17 @@ class Checkpoint:
         agree_on_error(comm, error)
 
     def check_tensors(self) -> None:
-        """Raise CheckpointError unless the tensors are those of the index's model, and of AdamW's moments where it has them."""
+        """Raise CheckpointError unless the tensors are those of the index's model, and of AdamW's moments.
+
+        Only a checkpoint before the first step, an imported one, may lack the moments.
+        """
         with torch.device("meta"):
             model = build(
                 toml.build(ModelConfig, self.index["model"], "model."), scheme("serial", Place(dict.fromkeys("xyz", 1)))
             )
         dtype = master_dtype(self.index["dtype"])
         shapes = {name: list(p.sharding.shape) for name, p in named_parameters(model)}
-        kinds = ["model.", *(f"optimizer.{moment}." for moment in MOMENTS if self.has_moments)]
+        kinds = ["model.", *(f"optimizer.{moment}." for moment in MOMENTS if self.has_moments or self.step)]
         want = {f"{kind}{name}": (shape, dtype) for kind in kinds for name, shape in shapes.items()}
         have = {name: (entry["shape"], entry["dtype"]) for name, entry in self.index["tensors"].items()}
         for name in (*want, *have):

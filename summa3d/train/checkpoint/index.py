@@ -76,6 +76,8 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} has format {found}; this version reads {FORMAT} {VERSION}.")
     try:
         _conform(index, SCHEMA, "")
+        if (named := re.fullmatch(r"step-(\d+)", path.parent.name)) and int(named[1]) != index["step"]:
+            raise CheckpointError(f"it is that of step {index['step']}, and its folder is {path.parent.name}.")
         _check_values(index)
         _check_files(index)
         for name, entry in index["tensors"].items():
@@ -137,7 +139,12 @@ def _conform_table(value: Any, schema: Mapping[Any, Any], key: str) -> None:
 
 
 def _check_values(index: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a model, a loss scale or a tokenizer that no run has."""
+    """Raise CheckpointError for a model, a random state, a loss scale or a tokenizer that no run has after the index's step."""
+    random, own = index["random"], (index.get("config") or {}).get("train", {})
+    if random["step"] != index["step"]:
+        raise _wrong("random.step", random["step"], f"step = {index['step']}")
+    if isinstance(own, dict) and own.get("seed", random["seed"]) != random["seed"]:
+        raise _wrong("random.seed", random["seed"], f"config.train.seed = {_shown(own['seed'])}")
     model = toml.build(ModelConfig, index["model"], "model.")
     if model.layers > len(index["tensors"]):
         raise CheckpointError(f"it has {len(index['tensors'])} tensors for model.layers = {model.layers}.")

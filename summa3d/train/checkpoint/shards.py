@@ -121,12 +121,14 @@ def check_header(path: Path, tensors: Mapping[str, tuple[tuple[int, ...], str]])
             raise CheckpointError(f"The checkpoint file {path} has {have} under {name[:99]!r}; its index says {want}.")
 
 
-def checksum(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
-    digest = hashlib.sha256()
+def checksum(path: Path, start: int = 0, size: int | None = None) -> str:
+    """The SHA-256 of a file, or of `size` bytes of it from `start` on, in hexadecimal digits."""
+    digest, left = hashlib.sha256(), path.stat().st_size - start if size is None else size
     with open(path, "rb") as file:
-        while data := file.read(READ_BYTES):
+        file.seek(start)
+        while data := file.read(max(0, min(left, READ_BYTES))):
             digest.update(data)
+            left -= len(data)
     return digest.hexdigest()
 
 

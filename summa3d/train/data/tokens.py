@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...comm.failure import agree_on_error
 from ...errors import DataError
 from ...files import read_json, remove_files, rename_folder
+from ..checkpoint.shards import checksum
 from ..config import DataConfig
 from ..on_root import on_root
 from . import corpus
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 FORMAT = 2
+PIECE = 1 << 26
+"""Bytes under one checksum: the ranks of a run compare some pieces of its token files each."""
+TOKENIZER = "tokenizer"
+"""The name in tokens.json under which the checksums of a trained tokenizer are, beside those of the corpus's parts."""
+NAMES = (*corpus.PARTS, TOKENIZER)
 LABEL = "tokens.json"
 OWN_NAMES = re.compile(r"tokens\.json|tokenizer\.json|(train|validation)\.bin")
 """What the folder holds; a user's files in it are left alone."""
@@ -83,18 +90,44 @@ def prepare(
 
     say : told on rank 0 that the corpus is being encoded
 
-    Raises DataError, on every rank alike, where the corpus is missing, empty or shorter than one window per part.
+    Raises DataError, on every rank alike, where the corpus is missing, empty or shorter than one window per part, and where a
+    file is not what was encoded.
     """
     on_root(comm, lambda: _encode_once(config, folder, say), DataError, folder=folder)
-    return open_tokens(config, sequence, folder)
+    found = open_tokens(config, sequence, folder)
+    check_files(config, folder, comm)
+    return found
+
+
+def check_files(config: DataConfig, folder: Path, comm: MPI.Intracomm, names: Sequence[str] = NAMES) -> None:
+    """Compare the token files in `folder` of these names with their checksums; each rank some pieces. Collective.
+
+    Those of earlier versions have none. Raises DataError, on every rank alike, where a file is damaged; it names the bytes.
+    """
+    error: DataError | None = None
+    try:
+        sums = read_json(folder / LABEL).get("sha256", {})
+        if not set(sums) <= set(NAMES):
+            raise ValueError("tokens.json has checksums of other files")
+        pieces = [(name, number) for name in names for number in range(len(sums.get(name, ())))]
+        for name, number in pieces[comm.rank :: comm.size]:
+            path, start = _file_of(name, config, folder), number * PIECE
+            if checksum(path, start, PIECE) != sums[name][number]:
+                end = min(start + PIECE, path.stat().st_size)
+                raise ValueError(f"bytes {start} to {end} of {path} are not those of its checksum in tokens.json")
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as caught:
+        error = DataError(f"The token files in {folder} are damaged: {caught}. Delete it; the next run makes it again.")
+    agree_on_error(comm, error)
 
 
 def open_tokens(config: DataConfig, sequence: int, folder: Path) -> Tokens:
     """Memory-map the token files in `folder`. Raises DataError where they are damaged or too short for a window."""
     try:
         counts = read_json(folder / LABEL)["tokens"]
+        if set(counts) not in ({"train"}, {"train", "validation"}):
+            raise ValueError("tokens.json does not name the parts of a corpus")
         parts = {part: _memory_map(part, count, config, folder) for part, count in counts.items()}
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"Cannot read the token files in {folder}: {error}. Delete it; the next run makes it again.") from error
     if "validation" not in parts:
         cut = len(parts["train"]) - int(len(parts["train"]) * config.held_out)
@@ -111,12 +144,20 @@ def open_tokens(config: DataConfig, sequence: int, folder: Path) -> Tokens:
     return Tokens(parts["train"], parts["validation"], sequence, corpus.load_tokenizer(config, folder))
 
 
+def _file_of(name: str, config: DataConfig, folder: Path) -> Path:
+    """The file of a part's tokens, which may be the user's own, or that of the trained tokenizer."""
+    if name == TOKENIZER:
+        return folder / "tokenizer.json"
+    own = Path(config.validation if name == "validation" and config.validation is not None else config.path)
+    return own if own.suffix == corpus.TOKENS else folder / f"{name}{corpus.TOKENS}"
+
+
 def _memory_map(part: str, count: int, config: DataConfig, folder: Path) -> np.ndarray:
-    own = Path(config.validation if part == "validation" and config.validation is not None else config.path)
-    path = own if own.suffix == corpus.TOKENS else folder / f"{part}{corpus.TOKENS}"
+    path = _file_of(part, config, folder)
     if count == 0:
         return np.zeros(0, np.uint8)
-    tokens = corpus.read_tokens(own, config) if path == own else np.memmap(path, corpus.token_dtype(config.vocabulary), mode="r")
+    dtype = corpus.token_dtype(config.vocabulary)
+    tokens = np.memmap(path, dtype, mode="r") if path.parent == folder else corpus.read_tokens(path, config)
     if len(tokens) != count:
         raise ValueError(f"{path} holds {len(tokens)} tokens instead of {count}")
     return tokens
@@ -134,7 +175,13 @@ def _encode_once(config: DataConfig, folder: Path, say: Callable[[str], None]) -
         remove_files(temporary, OWN_NAMES)
     temporary.mkdir(parents=True, exist_ok=True)
     counts = corpus.encode(config, parts, temporary)
-    (temporary / LABEL).write_text(json.dumps({**label, "tokens": counts}))
+    files = {name: _file_of(name, config, temporary) for name in (*counts, TOKENIZER)}
+    sums = {
+        name: [checksum(file, start, PIECE) for start in range(0, file.stat().st_size, PIECE)]
+        for name, file in files.items()
+        if file.is_file()
+    }
+    (temporary / LABEL).write_text(json.dumps({**label, "tokens": counts, "sha256": sums}))
     if folder.exists() or folder.is_symlink():
         remove_files(folder, OWN_NAMES)
     rename_folder(temporary, folder, last=LABEL)

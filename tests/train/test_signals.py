@@ -1,0 +1,281 @@
+"""Ctrl-C in a terminal, and signals before anything can hear them: a run saves and ends once, and other commands end at once.
+
+And signals to anybody at every stage of a run, in a mount namespace of its own (signalled.py): root, and util-linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import devices
+import jobs
+import pytest
+from small_runs import assignments, metrics_of, write_corpus
+
+from summa3d.comm.profile.processes import children, descendants, environment_of, launched_as, state_of
+from summa3d.launch.runtime import loaded_runtime
+
+pytestmark = pytest.mark.skipif(devices.NAME == "pretended", reason="other processes have no pretended device")
+
+PATIENCE = 300.0
+ROOT = Path(__file__).parent.parent.parent
+SUMMA3D = [sys.executable, "-m", "summa3d"]
+
+
+class Terminal:
+    """A command in a terminal of its own, as a shell starts one: in the foreground. What it shows is `shown`."""
+
+    def __init__(self, command: Sequence[str], cwd: Path, **variables: str) -> None:
+        self.process, self.file = pty.fork()
+        if self.process == 0:
+            os.chdir(cwd)
+            os.execvpe(command[0], command, jobs.environment(variables))
+        self.shown, self._ended = "", False
+
+    def type(self, keys: str) -> None:
+        os.write(self.file, keys.encode())
+
+    def until(self, seen: Callable[[], bool]) -> None:
+        """Read what is shown until `seen`, or until the command ends."""
+        os.set_blocking(self.file, False)
+        deadline = time.monotonic() + PATIENCE
+        while not seen() and not self._ended:
+            assert time.monotonic() < deadline, self.shown
+            try:
+                new = os.read(self.file, 1 << 16)
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:  # nobody has it open any more
+                self._ended = True
+            else:
+                self.shown, self._ended = self.shown + new.decode(errors="replace"), not new
+
+    def status(self) -> int:
+        """The exit status, as a shell gives it."""
+        self.until(lambda: False)
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+
+    def close(self) -> None:
+        for process in (self.process, *descendants(self.process)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        os.close(self.file)
+
+
+def endless(folder: Path, ranks: int = 2, **changes: object) -> list[str]:
+    """The words of a run without an end."""
+    write_corpus(folder / "corpus.txt")
+    settings = assignments(folder / "corpus.txt", grid__y=ranks, train__steps=100_000, train__checkpoint_every=0, **changes)
+    return ["train", "demo", "--run", str(folder / "run"), *[part for one in settings for part in ("--set", one)]]
+
+
+def has_steps(folder: Path, number: int = 3) -> bool:
+    return (folder / "run/metrics.jsonl").exists() and len(metrics_of(folder)) >= number
+
+
+def ranks_of(process: int) -> dict[int, int]:
+    """Rank → process, of those that a process has started."""
+    own = launched_as(environment_of(process))
+    found = {one: launched_as(environment_of(one)) for one in descendants(process)}
+    return {launched[1]: one for one, launched in reversed(found.items()) if launched not in (None, own)}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("ways", ["terminal", pytest.param("group", marks=pytest.mark.wide)])
+def test_ctrl_c_under_launch_saves_once_however_often_it_arrives_within_a_second(tmp_path: Path, ways: str) -> None:
+    """The keys of a terminal, or a signal to its whole foreground group, as editors and `timeout` send it."""
+    job = Terminal([*SUMMA3D, "launch", "-n", "2", *endless(tmp_path)], tmp_path)
+    try:
+        job.until(lambda: has_steps(tmp_path))
+        for _ in range(2):
+            job.type("\x03") if ways == "terminal" else os.killpg(job.process, signal.SIGINT)
+        assert job.status() == 75, job.shown
+    finally:
+        job.close()
+    step = len(metrics_of(tmp_path))
+    assert f"SIGINT: saved after step {step} of" in " ".join(job.shown.split()), job.shown
+    assert job.shown.count("saving; Ctrl-C again stops at once") == 1, job.shown
+    assert (tmp_path / f"run/checkpoints/step-{step}/index.json").is_file() and "Traceback" not in job.shown
+
+
+def test_the_second_ctrl_c_ends_a_run_that_cannot_save(tmp_path: Path) -> None:
+    job = Terminal([*SUMMA3D, "launch", "-n", "2", *endless(tmp_path)], tmp_path)
+    try:
+        job.until(lambda: has_steps(tmp_path))
+        os.kill(ranks_of(job.process)[1], signal.SIGSTOP)
+        job.type("\x03")
+        job.until(lambda: "saving; Ctrl-C again" in job.shown)
+        time.sleep(1.1)
+        assert os.waitpid(job.process, os.WNOHANG) == (0, 0), job.shown
+        job.type("\x03")
+        assert job.status() == 130, job.shown
+    finally:
+        job.close()
+    assert "Traceback" not in job.shown and "SIGINT ended the job" in job.shown, job.shown
+
+
+def test_ctrl_c_of_a_process_without_a_launcher_saves(tmp_path: Path) -> None:
+    job = Terminal([*SUMMA3D, *endless(tmp_path, ranks=1)], tmp_path)
+    try:
+        job.until(lambda: has_steps(tmp_path))
+        job.type("\x03")
+        assert job.status() == 75, job.shown
+    finally:
+        job.close()
+    step = len(metrics_of(tmp_path))
+    assert f"rank 0 got SIGINT: saved after step {step} of" in " ".join(job.shown.split()), job.shown
+
+
+def test_ctrl_c_ends_another_command_at_once_and_names_a_rank(tmp_path: Path) -> None:
+    product = ["launch", "-n", "2", "gemm", "--m", "64", "--n", "64", "--k", "64", "--repeat", "100000000"]
+    job = Terminal([*SUMMA3D, *product], tmp_path)
+    try:
+        job.until(lambda: len(ranks_of(job.process)) == 2 and all(computes(one) for one in ranks_of(job.process).values()))
+        job.type("\x03")
+        assert job.status() == 130, job.shown
+    finally:
+        job.close()
+    assert "interrupted on rank " in job.shown and "Traceback" not in job.shown, job.shown
+
+
+def computes(process: int) -> bool:
+    """Whether a rank has been working for some seconds, longer than it takes to start."""
+    state = state_of(process)
+    return state is not None and state.seconds > 4
+
+
+def test_what_is_typed_reaches_rank_0_of_a_script(tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text("from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 0:\n    print('got', input())\n")
+    job = Terminal([*SUMMA3D, "launch", "-n", "2", "asks.py"], tmp_path)
+    try:
+        job.type("seven\n")
+        assert job.status() == 0, job.shown
+    finally:
+        job.close()
+    assert "got seven" in job.shown
+
+
+FOLLOWS = """
+import ctypes, os, signal, sys
+from summa3d.launch import follow
+class Kernel:
+    def __init__(self, name): pass
+    def prctl(self, *words): os.kill(os.getpid(), signal.SIGINT)  # in the child, before it is the launcher
+ctypes.CDLL = Kernel
+print(follow.follow(["sleep", "60"], dict(os.environ)))
+"""
+
+
+def test_an_interrupt_between_fork_and_exec_of_the_launcher_is_not_lost() -> None:
+    ended = jobs.run_serial(["-c", FOLLOWS], fresh=True, timeout=50)
+    assert ended.stdout.strip() == "130" and "Traceback" not in ended.stderr, ended.stderr
+
+
+STOPS = """
+import os
+from summa3d.launch import follow
+follow.PATIENCE = 0.5
+print(follow.follow(["sh", "-c", "kill -STOP $$; sleep 60"], dict(os.environ)))
+"""
+
+
+def test_a_launcher_that_is_stopped_is_noticed() -> None:
+    ended = jobs.run_serial(["-c", STOPS], {"SUMMA3D_WATCHDOG": "0.5"}, fresh=True, timeout=50)
+    assert ended.stdout.strip() == "137", ended.stderr
+    assert re.fullmatch(r"summa3d launch: the launcher \(process \d+\) has been stopped for 0.5 s; the job ends\n", ended.stderr)
+
+
+def test_an_interrupt_before_the_launcher_starts_is_one_line(tmp_path: Path) -> None:
+    """While it is looked for: the one that the user has named is asked for its version."""
+    asked = tmp_path / "mpiexec"
+    asked.write_text("#!/bin/sh\nkill -INT $PPID\nsleep 5\n")
+    asked.chmod(0o755)
+    product = ["launch", "-n", "2", "gemm", "--m", "8", "--n", "8", "--k", "8"]
+    ended = jobs.run_serial(["-m", "summa3d", *product], {"SUMMA3D_MPIEXEC": str(asked)}, fresh=True)
+    assert (ended.status, ended.stderr) == (130, "interrupted\n")
+
+
+def test_a_process_that_ends_while_its_threads_are_listed_has_no_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*path: object) -> None:
+        raise ProcessLookupError
+
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, gone)
+    assert children(os.getpid()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.wide)])
+def test_a_request_that_was_there_before_python_is_heard_and_the_status_says_go_on(tmp_path: Path, number: int) -> None:
+    """As a job script leaves it to its ranks: blocked, and sent while they start."""
+
+    def asked() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+        os.kill(os.getpid(), number)
+
+    ended = subprocess.run(
+        [*SUMMA3D, *endless(tmp_path, ranks=1)],
+        env=jobs.environment(),
+        capture_output=True,
+        text=True,
+        preexec_fn=asked,
+        timeout=PATIENCE,
+    )
+    assert ended.returncode == 75, ended.stderr
+    assert f"rank 0 got {signal.Signals(number).name}: nothing to save of 100000" in " ".join(ended.stderr.split())
+
+
+SHOWN = 'start() { shift; "$@"; }; source jobs/steps.sh; start() { shift; "$@"; }; GRID=x=1 RANKS=1 train'
+
+
+RANK = """#!{}
+import re, sys
+print(*re.findall("Sig(?:Blk|Ign):.(.*)", open("/proc/self/status").read())[:2], sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("env", ["env of this system", "env without --block-signal"])
+def test_job_scripts_hold_a_request_back_until_the_ranks_hear_it(tmp_path: Path, env: str) -> None:
+    """A rank that has not imported anything yet blocks SIGTERM, or ignores it where `env` cannot block."""
+    program = tmp_path / "summa3d"
+    program.write_text(RANK.format(sys.executable))
+    program.chmod(0o755)
+    if env != "env of this system":
+        (tmp_path / "env").write_text("#!/bin/sh\nexit 125\n")
+        (tmp_path / "env").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NAME": "x", "SLURM_JOB_ID": "1"}
+    ended = subprocess.run(
+        ["/bin/bash", "-c", SHOWN], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
+    )
+    blocked, ignored, command = ended.stdout.split()
+    term = 1 << (signal.SIGTERM - 1)
+    assert command == "train" and (int(blocked, 16) & term or int(ignored, 16) & term), ended
+    assert env != "env of this system" or int(blocked, 16) & term, ended
+
+
+WIDE = pytest.mark.wide
+MOUNTED = 'mount --make-rprivate / && mount -t tmpfs -o size=512m,mode=1777 tmpfs /dev/shm && exec "$@"'
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a mount namespace needs root and unshare")
+@pytest.mark.skipif(loaded_runtime().vendor != "mpich", reason="its processes between a rank and the launcher are those of MPICH")
+@pytest.mark.parametrize(
+    ("ranks", "number", "seed"), [(2, 3, 1), *(pytest.param(*one, marks=WIDE) for one in ((2, 50, 2), (4, 35, 3), (8, 15, 4)))]
+)
+def test_signals_to_anybody_at_any_stage_end_a_run_with_the_reason_and_it_goes_on_to_the_same_bits(
+    tmp_path: Path, ranks: int, number: int, seed: int
+) -> None:
+    """Ranks, mpiexec and the launcher; asked to end, or killed. Nothing is left: no process, no shared memory, no file."""
+    write_corpus(tmp_path / "corpus.txt")
+    program = [sys.executable, str(Path(__file__).with_name("signalled.py")), *map(str, (tmp_path, seed, number, ranks))]
+    command = ["unshare", "-m", "sh", "-c", MOUNTED, "sh", *program]
+    ended = subprocess.run(command, env=jobs.environment(), capture_output=True, text=True, timeout=PATIENCE * number)
+    assert f"held {number} on {ranks} ranks" in ended.stdout, ended.stdout + ended.stderr
