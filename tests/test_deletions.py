@@ -50,7 +50,6 @@ WRITES = {
     "files.replacing",
     "comm.profile.flight_files.create",
     "comm.profile.flight_files.claim",
-    "comm.profile.flight_files.keep_in",
     "gemm.files._create",
     "sweep.lines.append",
     "train.checkpoint.safetensors.write_tensors",

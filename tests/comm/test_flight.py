@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-from summa3d.comm.profile import flight
+from summa3d.comm.profile import flight, flight_files
 from summa3d.comm.transport.call import Route
 
 JOB = """
@@ -138,3 +139,15 @@ def test_a_rank_that_calls_something_else_is_named(tmp_path: Path, monkeypatch: 
     first, *others = flight.table(flight.read_folder(tmp_path), time.time())[1:]
     assert ", rank 2 called all_gather; " in first
     assert others[-1] == "  ranks 3: no record on this node"
+
+
+def test_who_reads_where_records_are_kept_while_another_rank_says_so_reads_it_whole(tmp_path: Path) -> None:
+    """Each rank of a node writes the same file, and one that fails may read it at any time."""
+    records = tmp_path / f"summa3d-flight-{os.geteuid()}-a-job"
+    records.mkdir(mode=0o700)
+    flight_files.keep_in(tmp_path / "a", records)
+    with (records / flight_files.KEEP).open() as opened:
+        flight_files.keep_in(tmp_path / "longer", records)
+        assert opened.read() == str(tmp_path / "a")
+    assert (records / flight_files.KEEP).read_text() == str(tmp_path / "longer")
+    assert [file.name for file in records.iterdir()] == [flight_files.KEEP]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from ...files import no_follow, remove_files, whole
+from ...files import no_follow, remove_files, replacing, whole
 from . import processes
 
 VARIABLE, NO = "SUMMA3D_FLIGHT", "no"
@@ -23,7 +23,7 @@ SUFFIX, CLAIM = ".flight", "summa3d-failure-"
 """How the file of a rank ends; how the file begins that the rank of a node makes which reports a failure."""
 KEEP, ENDED, SAVED = "keep", "ended", "flight"
 """Files that say in which folder records are to be kept, and when their job ended; the folder in which they are kept there."""
-OWN_NAMES = re.compile(rf"[0-9]+\{SUFFIX}|{CLAIM}.*|{KEEP}|{ENDED}")
+OWN_NAMES = re.compile(rf"[0-9]+\{SUFFIX}|{CLAIM}.*|(\.[0-9a-f]+-)?{KEEP}|{ENDED}")
 LIFETIME = 3600.0
 """Seconds after which the folder of a job that has ended otherwise than cleanly is swept up."""
 LIFETIME_ELSEWHERE = 30 * 86400.0
@@ -190,12 +190,10 @@ def claim(folder: Path | None) -> bool:
 
 
 def keep_in(folder: Path, records: Path) -> None:
-    """Have the records of a job that fails kept in `folder`, not in the one in which it runs."""
+    """Have the records of a job that fails kept in `folder`, not in the one in which it runs. Each rank of a node says so."""
     if is_ours(records):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(records / KEEP, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(str(folder.resolve()))
+        with contextlib.suppress(OSError), replacing(records / KEEP) as new:
+            new.write_text(str(folder.resolve()), encoding="utf-8")
 
 
 def save(folder: Path, now: float) -> Path | None:
