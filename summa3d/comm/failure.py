@@ -133,7 +133,8 @@ def abort(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if has_peers():
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)  # on which MPI would add a line behind ours
+        with contextlib.suppress(OSError):  # without a descriptor left, MPI adds its line behind ours
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
         MPI.COMM_WORLD.Abort(status)
     os._exit(status)
 
