@@ -64,6 +64,7 @@ WRITES = {
     # a FIFO or a device that the user has named; /dev/null; another rank's memory
     "files.replace_text",
     "cli.main.main",
+    "comm.failure.abort",
     "comm.transport.node_memory.joined",
 }
 REMOVING, RENAMING = ("unlink", "remove", "rmdir", "removedirs"), ("rename", "renames", "replace")
