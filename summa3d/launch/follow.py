@@ -128,7 +128,7 @@ class Child:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], before: set[int | signal.Signals]) -> None:
         kernel, interrupts = ctypes.CDLL(None), signal.getsignal(signal.SIGINT) is signal.default_int_handler
         self.asked: signal.Signals | None = None
-        self._echoes, self._interrupted = Path(command[0]).name == "srun", float("-inf")
+        self._echoes, self._interrupted, self._interrupts = Path(command[0]).name == "srun", float("-inf"), 0
 
         def begin() -> None:
             os.setpgid(0, 0)
@@ -158,7 +158,8 @@ class Child:
                 elif info.si_signo != signal.SIGCHLD:
                     self._pass_on(info.si_signo)
         status = 128 - child.returncode if child.returncode < 0 else child.returncode
-        return preemption.INTERRUPTED if self._interrupted > 0 and status not in (0, preemption.STATUS) else status
+        fine = (0, preemption.STATUS) if self._interrupts < 2 else (preemption.STATUS,)  # MPICH's may end its ranks, and with 0
+        return preemption.INTERRUPTED if self._interrupts and status not in fine else status
 
     def _pass_on(self, number: int) -> None:
         """Pass a signal on, but no echo of an interrupt, at the second of which MPICH's launcher kills the ranks.
@@ -171,7 +172,7 @@ class Child:
             now = time.monotonic()
             if now - self._interrupted < preemption.SAME and not self._echoes:
                 return
-            self._interrupted = now
+            self._interrupted, self._interrupts = now, self._interrupts + 1
         self.process.send_signal(number)
 
     def _feed(self) -> None:

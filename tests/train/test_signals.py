@@ -123,6 +123,26 @@ def test_the_second_ctrl_c_ends_a_run_that_cannot_save(tmp_path: Path) -> None:
     assert "Traceback" not in job.shown and "SIGINT ended the job" in job.shown, job.shown
 
 
+ENDS_WITH_0 = """
+import os, signal, threading, time
+from summa3d.launch import follow
+def interrupt():
+    for pause in {}:
+        time.sleep(pause)
+        os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt, daemon=True).start()
+kinds = "import signal; signal.signal(signal.SIGINT, lambda *found: 0); [signal.pause() for _ in range({})]"
+print(follow.follow([{!r}, "-c", kinds], dict(os.environ)))
+"""
+
+
+@pytest.mark.parametrize(("pauses", "status"), [([2.0], 0), ([2.0, 1.2], 130)])
+def test_a_launcher_that_ends_its_ranks_with_status_0_was_interrupted_the_second_time(pauses: list[float], status: int) -> None:
+    """As MPICH's may; one that ends well after a single interrupt has ended well."""
+    program = ENDS_WITH_0.format(pauses, len(pauses), sys.executable)
+    assert jobs.run_serial(["-c", program], fresh=True, timeout=60).stdout.strip() == str(status)
+
+
 def test_ctrl_c_of_a_process_without_a_launcher_saves(tmp_path: Path) -> None:
     job = Terminal([*SUMMA3D, *endless(tmp_path, ranks=1)], tmp_path)
     try:
