@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..comm.arrays import Array, kind_of
+from ..comm.arrays import Array, array_problem, kind_of
 from ..comm.grid import Grid
 from ..errors import LayoutError, ShapeError
 from ..layout.cyclic import ownership
@@ -30,6 +30,13 @@ class Distributed:
         check_sizes(self.shape)
         self.layout = ownership(self.layout)
         self.shape = (self.shape[0], self.shape[1])
+        self.check_block()
+
+    def check_block(self) -> None:
+        """Raise ShapeError where the block is no array, or not of the shape that the layout gives here."""
+        problem = array_problem(self.block, has_memory=False)
+        if problem is not None:
+            raise ShapeError(f"A block of a matrix: {problem}.")
         expected = self.layout.local_shape(self.shape, self.grid.shape, self.grid.coordinates)
         if tuple(self.block.shape) != expected:
             here = tuple(self.block.shape)

@@ -155,6 +155,7 @@ class DistMatrix(Distributed):
     def __mul__(self, factor: complex) -> DistMatrix:
         if not isinstance(factor, Number):
             return NotImplemented
+        self.check_block()
         scaled = self.block * self._factor(factor)
         block = cast(scaled, self.block) if is_half(self.block) else scaled  # ml_dtypes' grow to float32
         return self._with(block, self.is_transposed)
@@ -184,6 +185,8 @@ class DistMatrix(Distributed):
 
     def _alike(self, other: DistMatrix, verb: str) -> DistMatrix:
         """`other`, if its elements lie where this matrix has its own."""
+        for matrix in (self, other):  # a program may have replaced the block by one that numpy would broadcast
+            matrix.check_block()
         check_kind(self, other, f"Cannot {verb}")
         if self.shape != other.shape:
             raise ShapeError(f"Cannot {verb} matrices of shapes {self.shape} and {other.shape}.")

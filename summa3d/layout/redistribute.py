@@ -239,14 +239,18 @@ def redistribute(
     this rank's; AgreementError on all ranks where they call differently, which they compare at the first call of a kind.
     """
     layout, to = ownership(layout), ownership(to)
-    check_block(block, shape, order)
-    if to_grid is None or to_grid is grid:
+    problem, target = problem_of(block, shape, order), to_grid or grid
+    check_common(grid, target)
+    if problem is not None:
+        if grid.inside or target is not grid:
+            agree_on_call(grid, "redistribute", {}, grid.ranked if target is grid else grid.everyone, problem)
+        raise ShapeError(problem)
+    if target is grid:
         if not grid.inside:
             return _new_block((0,) * len(shape), block, order)
         plan, axis = Redistribution(tuple(shape), Placement.on(grid, layout), Placement.on(grid, to)), grid.ranked
     else:
-        check_common(grid, to_grid)
-        places = Placement.among_everyone(grid, layout), Placement.among_everyone(to_grid, to)
+        places = Placement.among_everyone(grid, layout), Placement.among_everyone(target, to)
         plan, axis = Redistribution(tuple(shape), *places), grid.everyone
     here, problem = axis.index, None
     expected = plan.source.local_shape(shape, here)
@@ -267,15 +271,14 @@ def redistribute(
     return out
 
 
-def check_block(block: Array, shape: Sequence[int], order: str) -> None:
-    """Raise ShapeError for what is no array, no shape, or no memory order."""
+def problem_of(block: Array, shape: Sequence[int], order: str) -> str | None:
+    """Why these are no array, no shape, or no memory order; None if they are."""
     problem = array_problem(block, has_memory=False)
     if problem is None and not (isinstance(shape, Sequence) and all(hasattr(size, "__index__") and size >= 0 for size in shape)):
         problem = f"a shape is whole numbers of at least 0; it is {shape!r}"
     if problem is None and order not in ("C", "F"):
         problem = f"order {order!r} does not exist; orders: C, F"
-    if problem is not None:
-        raise ShapeError(f"redistribute: {problem}.")
+    return None if problem is None else f"redistribute: {problem}."
 
 
 def check_common(grid: Grid, other: Grid) -> None:

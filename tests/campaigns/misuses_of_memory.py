@@ -100,7 +100,7 @@ def tampered(chance: random.Random, rank: int, size: int) -> Scene:
     """A matrix whose block, layout or shape was replaced, on all ranks or on one."""
     import numpy as np
 
-    mode, use = chance.choice([*MODES]), chance.choice(("to_global", "redistribute", "product", "norm", "sum", "scaled", "text"))
+    mode, use = chance.choice([*MODES]), chance.choice(("to_global", "redistribute", "product", "norm", "sum", "scaled"))
     victim = chance.randrange(size) if "check" in mode and use in ("product", "redistribute") and chance.random() < 0.5 else None
     kind = chance.choice(("block", "block", "layout", "shape"))
     spoils: dict[str, list[Any]] = {
@@ -126,11 +126,10 @@ def tampered(chance: random.Random, rank: int, size: int) -> Scene:
             "norm": (lambda: np.array(a.norm("max")), np.array(1.0)),
             "sum": (lambda: (a + b).to_global(), whole + whole),
             "scaled": (lambda: (a * 2).to_global(), whole * 2),
-            "text": (lambda: repr(a), None),
         }
         call, right = uses[use]
         found = call()
-        if right is not None and kind == "block":
+        if kind == "block":
             wanted(found, right, f"a tampered {kind}")
 
     return scene("tampered", f"{kind} {name}, {use}", mode, victim, way)

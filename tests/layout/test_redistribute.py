@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kinds import array, is_like, numbers, plain
 
 from summa3d.comm.grid import Grid
-from summa3d.errors import LayoutError, ShapeError
+from summa3d.errors import AgreementError, LayoutError, ShapeError
 from summa3d.layout import BlockCyclic, Layout, Redistribution, distribute, redistribute
 from summa3d.layout.redistribute import Placement, common_runs, put, taken
 
@@ -229,3 +229,16 @@ def test_what_cannot_be_redistributed_is_an_error_on_every_rank(comm, make_grid)
     with pytest.raises(ShapeError, match="order 'K'"):
         redistribute(block, (8, 8), grid, rows, columns, order="K")
     reversed_comm.Free()
+
+
+@pytest.mark.mpi(sizes=(2, 3))
+@pytest.mark.parametrize("between", [False, True], ids=["one grid", "two grids"])
+@pytest.mark.parametrize(
+    ("block", "order"), [([[0.0]], "C"), (None, "C"), (np.zeros((2, 6)), "K")], ids=["a list", "None", "an order"]
+)
+def test_what_is_no_block_on_one_rank_is_an_error_on_all(comm, between, block, order):
+    with Grid(comm, {"x": comm.size}) as grid, Grid(comm, {"y": comm.size}) as other:
+        shape, target, to = (2 * comm.size, 6), other if between else None, "m k:y" if between else "m k:x"
+        wrong = comm.rank == 1
+        with pytest.raises(AgreementError, match="do not agree on redistribute"):
+            redistribute(block if wrong else np.zeros((2, 6)), shape, grid, "m:x k", to, target, order if wrong else "C")
