@@ -67,10 +67,6 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"Cannot read the checkpoint index {path}: it is damaged ({said}). {advice}") from error
     if altered:
         raise CheckpointError(f"The checkpoint index {path} is altered. {advice}")
-    named = re.fullmatch(r"step-(\d+)", path.parent.name)
-    if named and index.get("step") != int(named[1]):
-        step = _shown(index.get("step"))
-        raise CheckpointError(f"The checkpoint index {path} is of step {step}, which its folder's name is not. {advice}")
     if (index.get("format"), index.get("version")) != (FORMAT, VERSION):
         found = _shown(f"{index.get('format')} {index.get('version')}")
         raise CheckpointError(f"{path} has format {found}; this version reads {FORMAT} {VERSION}.")
@@ -86,6 +82,9 @@ def read(path: Path) -> dict[str, Any]:
     except (ConfigError, CheckpointError) as error:
         said = str(error).splitlines()[0][: 8 * SHOWN]
         raise CheckpointError(f"The checkpoint index {path} is not valid: {said} {advice}") from error
+    named = re.fullmatch(r"step-(\d+)", path.parent.name)
+    if named and index["step"] != int(named[1]):
+        raise CheckpointError(f"The checkpoint index {path} is of step {index['step']}, which its folder's name is not. {advice}")
     return index
 
 
