@@ -308,7 +308,7 @@ def line_of(number: int, case: RankCase, verdict: str, said: str) -> Line:
 
 def job(words: list[str], folder: Path, seconds: float, watchdog: float) -> tuple[int, str]:
     """Status and output of a job in a folder, which is killed after so many seconds."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "SUMMA3D_WATCHDOG": f"{watchdog:g}"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "SUMMA3D_WATCHDOG": f"{watchdog:g}", "TMPDIR": str(folder)}
     made = subprocess.Popen(
         words, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
         start_new_session=True,
