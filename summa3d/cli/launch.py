@@ -102,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     cannot be started, nodes not be emulated, or MPICH's ranks have no room to share memory in.
     """
     arguments, runtime = program(args), loaded_runtime()
+    check_words(args)
     command, environment, account = mpi_command(args.ranks, arguments, runtime=runtime)
     emulated = "" if args.emulate is None else f"{args.emulate.nodes} emulated nodes, "
     print(f"summa3d launch: {emulated}{account}", file=sys.stderr, flush=True)
