@@ -319,7 +319,6 @@ def alone(array: Array, into: Array | None) -> Array:
 def free(axis: Axis) -> None:
     """Release the memory of an axis (collective). Whatever the axis is asked for later raises GridError."""
     before, axis.transports = axis.transports, Freed(axis.transports.members)
-    axis.checks.in_step = axis.transports.check
-    axis.lock.freed(axis.transports)
+    axis.checks.in_step, axis.lock.shared = axis.transports.check, axis.transports
     axis.records.ranks = None  # the communicator, which would name them, is gone soon
     before.free()

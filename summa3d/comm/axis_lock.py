@@ -93,16 +93,8 @@ class AxisLock:
 
     def forked(self) -> None:
         """Refuse all calls of a process that was forked from a rank: they would be taken for the rank's."""
-        self._close(f"axis {self.label}: {not_a_rank()}")
-
-    def freed(self, shared: Shared) -> None:
-        """Refuse all calls from now on, and the completion of those in flight, by `shared`."""
-        self.shared = shared
-        self._close(f"axis {self.label} was freed")
-
-    def _close(self, refusal: str) -> None:
         self._lock.acquire(False)
-        self._refusal = refusal
+        self._refusal = f"axis {self.label}: {not_a_rank()}"
 
 
 LOCKS: WeakSet[AxisLock] = WeakSet()

@@ -313,7 +313,8 @@ class Grid(OfThisProcess):
         return self._axes[key]
 
     def _new_axis(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Intracomm, node: NodeRule | None = None) -> Axis:
-        members = Members("·".join(names), size, index, comm, self.ledger, node, self.transport, self.job.number)
+        number = 1 if names == EVERYONE else self.job.number  # ranks outside do not know it
+        members = Members("·".join(names), size, index, comm, self.ledger, node, self.transport, number)
         return Axis(names, self._transports(members), self.check)
 
     def _extent(self, comm: MPI.Intracomm) -> tuple[int, int]:

@@ -13,25 +13,32 @@ from .profile.ledger import Amounts, Ledger
 from .profile.nvtx import Ranges
 from .profile.timeline import Timed
 from .transport.call import Call, Carried
+from .transport.progress import IN_FLIGHT
 
 
 class Pending:
     """A communication in flight. `wait()` completes it and returns its result; a second call returns the same result.
 
-    Buffers stay alive until `wait` returns. On a device, `wait` makes the caller's stream wait, and work queued on that stream
-    afterwards sees the result; the transport keeps arrays that the device still uses (arrival.Held), whether or not `wait` is
-    called. `account(wall, cpu)` receives the wall and processor seconds of the completion.
+    Buffers stay alive until `wait` returns, or MPI has done with those of a Pending that is dropped. On a device, `wait` makes
+    the caller's stream wait, and work queued on that stream afterwards sees the result; the transport keeps arrays that the
+    device still uses (arrival.Held), whether or not `wait` is called. `account(wall, cpu)` receives the wall and processor
+    seconds of the completion.
     """
 
+    _carried: Carried | None = None
     number = 0
     """That of the communication in the flight recorder; 0 where it is not recorded."""
     lock: AbstractContextManager[None] = nullcontext()
     """That of the axis, around the completion."""
 
     def __init__(self, carried: Carried, account: Callable[[float, float], None]) -> None:
-        self._carried: Carried | None = carried
+        self._carried = carried
         self._account = account
         self._result: Array = None
+
+    def __del__(self) -> None:
+        if self._carried is not None and self._carried.requests and not self._carried.is_complete:
+            IN_FLIGHT.keep(self._carried)
 
     @property
     def done(self) -> bool:

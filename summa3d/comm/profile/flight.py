@@ -137,9 +137,9 @@ class Recorder:
         if os.getpid() != self._process or not self.file.exists():
             return
         struct.pack_into("<d", self.memory, HEADER.size - 8, time.time())
-        heads = map(head_of, records_of(self.file.parent).values())
-        if all(head.ended for head in heads if head is not None):
-            with contextlib.suppress(OSError):  # another rank is the last one as well, and removes them
+        with contextlib.suppress(OSError):  # another rank is the last one as well, and removes them
+            heads = map(head_of, records_of(self.file.parent).values())
+            if all(head.ended for head in heads if head is not None):
                 remove(self.file.parent)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
 
+from ...errors import GridError
 from ..arrays import Array, count, dtype_name
 from ..profile.ledger import Amounts, Ledger
 from ..signatures import Signed
@@ -160,6 +161,11 @@ class Carried:
     def is_complete(self) -> bool:
         """Whether `complete` would not wait; MPI works on its own meanwhile."""
         return are_done(self.requests)
+
+
+def of_freed(label: str) -> GridError:
+    """The error of whatever an axis is asked for that was freed."""
+    return GridError(f"axis {label} was freed with its grid, and communicates no more. Make another grid.")
 
 
 def wait_for(requests: Sequence[Any]) -> None:

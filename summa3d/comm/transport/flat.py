@@ -97,7 +97,7 @@ class FlatTransport:
         array, into, half = call.array, call.into, is_half(call.array)
         send = widen(contiguous(array)) if half else contiguous(array)
         into = into if members.index == call.route.root else None
-        direct = into is not None and not half and is_contiguous(into)
+        direct = into is not None and not half and is_contiguous(into) and (into is array or not overlap(into, send))
         out = None if members.index != call.route.root else into if direct else empty(send.shape, send)
         requests = self.reduce(members.comm, send, out, call.route.op, call.route.root, call.blocking)
 

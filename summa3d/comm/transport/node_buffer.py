@@ -23,7 +23,7 @@ from ..arrays import Array, empty, is_torch
 from ..failure import said
 from ..nodes import world_ranks
 from ..signatures import Signatures
-from .call import Carried
+from .call import Carried, of_freed
 from .node_memory import BROKEN, CLOSED, FLAGS, LEFT, MAPPED, OFFERED, POSTED, SLOTS, Flags, joined, mapped, offered
 
 GRAIN = 1 << 18
@@ -93,6 +93,8 @@ class Slot(Carried):
         if self.read is None:
             result, self._result, self.keep = self._result, None, None
             return result
+        if self.buffer.released:
+            raise of_freed(self.buffer.flags.label)
         try:
             result = self.read(self)
             self.read = self.keep = self.into = self.own = None
@@ -127,6 +129,7 @@ class NodeBuffer:
     """
 
     slot_type: ClassVar[type[Slot]] = Slot
+    released = False
 
     def __init__(self, comm: MPI.Intracomm, flags: Flags, grid: int = 1) -> None:
         self.comm, self.size, self.index, self.flags = comm, comm.size, comm.rank, flags
@@ -256,6 +259,7 @@ class NodeBuffer:
 
     def release(self) -> None:
         """Let go of the memory, at once and not by the collector of circles; views that a caller still holds keep theirs."""
+        self.released = True
         self.signatures.close()
         self.begin()
         self.flags.release()

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from mpi4py import MPI
 
 CROWD = 64
 """Number of requests above which completed ones are removed."""
+
+
+class Left(Protocol):
+    """A communication, with its arrays."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether MPI has done with it."""
 
 
 class RequestsInFlight:
@@ -20,6 +29,7 @@ class RequestsInFlight:
 
     def __init__(self) -> None:
         self._requests: list[MPI.Request] = []
+        self._left: list[Left] = []
         self._crowd = CROWD
 
     def __len__(self) -> int:
@@ -31,6 +41,11 @@ class RequestsInFlight:
         if len(self._requests) > self._crowd:
             self._requests = [request for request in self._requests if request != MPI.REQUEST_NULL]
             self._crowd = max(CROWD, 2 * len(self._requests))
+
+    def keep(self, left: Left) -> None:
+        """Keep the arrays of a communication that nobody waits for any more until MPI has done with them."""
+        self._left = [one for one in self._left if not one.is_complete]
+        self._left.append(left)
 
     def advance(self) -> bool:
         """Let MPI work on what is in flight; whether something still is."""

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from ...errors import GridError
 from ..arrays import Array, is_on_device
 from . import probe
-from .call import MESSAGES, Call, Carried, Members
+from .call import MESSAGES, Call, Carried, Members, of_freed
 from .cuda_aware import CudaAwareTransport
 from .flat import FlatTransport
 from .host import HostTransport
@@ -127,7 +127,7 @@ class Freed(Transports):
 
     def check(self, *asked: Any, **named: Any) -> NoReturn:
         """Raise GridError."""
-        raise GridError(f"axis {self.members.label} was freed with its grid, and communicates no more. Make another grid.")
+        raise of_freed(self.members.label)
 
     carry = allocate = barrier = of = between_two = check
 
