@@ -68,7 +68,9 @@ KINDS: dict[str, tuple[str, ...]] = {
 STUCK = ("SIGSTOP", "lock held", "desynchronised call")
 GOES_ON = ("slow rank", "failing write")
 ON_RESUME = ("failing read", "corrupt read")
-PREEMPTED, INTERRUPTED = 75, 130
+ASKED = ("SIGTERM", "SIGINT")
+"""Signals that ask a run to save and to end."""
+PREEMPTED = 75
 MEASURED = re.compile("seconds|share|per_second|mfu|exposed|words|resumed")
 """Keys of a metrics line that are measured, and so are never the same."""
 READS = 8
@@ -78,7 +80,7 @@ DELAY = 0.01
 IN_TIME = 10.0
 ROOM_TO_START = 120.0
 TABLE = "what each rank was doing:"
-HEADS = rf"uncaught exception|(?:{'|'.join(errors.__all__)}): |interrupted\b|.*got SIGTERM: "
+HEADS = rf"uncaught exception|(?:{'|'.join(errors.__all__)}): |interrupted\b|.*got SIG(?:TERM|INT): "
 """The first line of a report, beside the table."""
 
 
@@ -271,10 +273,10 @@ def judge(fault: Fault, ended: Ended, limit: float, room: float, saved: Path | N
         problems += [] if ended.status == 0 else [f"it ended with status {ended.status}, and was to go on"]
         retried = fault.kind == "slow rank" or "Trying again." in " ".join(ended.output.split())
         return problems if retried else [*problems, "the failed write was not said"]
-    asked = re.search(rf"rank {fault.rank} got SIGTERM: saved after step\s+(\d+)", ended.output)
-    if fault.kind == "SIGTERM" and (fault.stage not in ("start", "set-up") or ended.status == 0):
+    asked = re.search(rf"rank {fault.rank} got {fault.kind}: saved after step\s+(\d+)", ended.output)
+    if fault.kind in ASKED and (fault.stage not in ("start", "set-up") or ended.status == 0):
         kept = asked is not None and saved is not None and saved.name == f"step-{asked[1]}"
-        over = ended.status == 0 and "got SIGTERM" not in ended.output  # in the last step
+        over = ended.status == 0 and f"got {fault.kind}" not in ended.output  # in the last step
         return problems if (ended.status == PREEMPTED and kept) or over else [*problems, f"status {ended.status}, saved {saved}"]
     if ended.status == 0:
         problems.append("it went on as if nothing had happened")
@@ -303,10 +305,8 @@ def names(fault: Fault) -> str:
     ended = rf"summa3d launch: .*rank {fault.rank} of \d+ \(process \d+\).* ended first"
     if fault.kind in ("SIGKILL", "SIGSEGV", "abort"):
         return ended
-    if fault.kind == "SIGTERM":
-        return rf"rank {fault.rank} got SIGTERM: |{ended}"
-    if fault.kind == "SIGINT":
-        return rf"interrupted on rank {fault.rank} of|\(rank {fault.rank}\) failed in a collective \(KeyboardInterrupt|{ended}"
+    if fault.kind in ASKED:
+        return rf"rank {fault.rank} got {fault.kind}: |interrupted on rank {fault.rank} of|{ended}"
     if "exception" in fault.kind:
         return rf"uncaught exception on rank {fault.rank} "
     if fault.kind == "SIGSTOP":
