@@ -26,7 +26,7 @@ __all__ = [
 LONG_WORD = re.compile(r"\S{1000,}")
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that a terminal obeys instead of showing them, and halves of a surrogate pair, which no file can hold."""
-LONGEST_MESSAGE = 10**9
+LONGEST_MESSAGE = 4000
 LONGEST_KEY = 100
 """Characters of a key that are compared with known ones."""
 

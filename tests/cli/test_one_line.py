@@ -144,5 +144,6 @@ def test_messages_are_bounded_and_hold_nothing_that_a_terminal_obeys() -> None:
         with pytest.raises(LayoutError) as raised:
             Layout(text)
         assert len(str(raised.value)) < 4200
+    assert 4000 < len(str(Summa3dError("a b " * 10_000))) < 4200
     hostile = "a\x1b[2J\x07\r\x9b\u202e\udcffb\nc\td"
     assert str(Summa3dError(hostile)) == printable(hostile) == "a\\x1b[2J\\x07\\r\\x9b\\u202e\\udcffb\nc\td"
