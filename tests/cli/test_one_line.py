@@ -112,7 +112,7 @@ def test_a_checkpoint_whose_index_is_of_another_step(tmp_path: Path) -> None:
     saved = tmp_path / "run/checkpoints/step-2"
     assert done.status == 0 and contents.read(saved / contents.NAME)["step"] == 2
     shutil.copytree(saved, saved.with_name("step-3"))
-    with pytest.raises(CheckpointError, match="is of step 2, which its folder's name is not"):
+    with pytest.raises(CheckpointError, match="it is that of step 2, and its folder is step-3"):
         contents.read(saved.with_name("step-3") / contents.NAME)
     saved.rename(saved.with_name("best"))
     assert contents.read(saved.with_name("best") / contents.NAME)["step"] == 2

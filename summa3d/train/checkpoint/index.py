@@ -82,9 +82,6 @@ def read(path: Path) -> dict[str, Any]:
     except (ConfigError, CheckpointError) as error:
         said = str(error).splitlines()[0][: 8 * SHOWN]
         raise CheckpointError(f"The checkpoint index {path} is not valid: {said} {advice}") from error
-    named = re.fullmatch(r"step-(\d+)", path.parent.name)
-    if named and index["step"] != int(named[1]):
-        raise CheckpointError(f"The checkpoint index {path} is of step {index['step']}, which its folder's name is not. {advice}")
     return index
 
 
