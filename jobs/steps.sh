@@ -99,7 +99,7 @@ train() {
         settings+=(--set "$part")
     done
     trap 'echo "the job is asked to end"' TERM # which would end this script before its ranks have saved
-    # for the ranks TERM waits until they have imported, and hear it; an env before coreutils 8.31 cannot: it passes without effect
+    # TERM waits for the ranks until they have imported, and hear it; with an env before coreutils 8.31 it passes without effect
     local held=(env --block-signal=TERM)
     "${held[@]}" true 2>/dev/null || held=(sh -c 'trap "" TERM && exec "$@"' sh)
     start "$RANKS" "${held[@]}" summa3d train "${CONFIG:-demo}" --run "$RUN" --start-or-resume \

@@ -23,6 +23,7 @@ from summa3d.train.config import load
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "jobs").rglob("*.sh"))
 SUBMITTED = ("cuda_train", "cuda_scaling", "longhorn_train", "longhorn_scaling", "cpu_train", "cpu_sweep", "cpu_scaling")
+HELD = "env --block-signal=TERM"
 LAUNCHERS = ("srun", "ibrun")
 NOTE = """#!/bin/bash
 {{ printf '%q ' {name} "$@"; echo "| $SUMMA3D_DEVICE $SUMMA3D_TRANSPORT $OMP_NUM_THREADS"; }} >>"$LINES"
@@ -132,7 +133,7 @@ def test_training_starts_one_rank_per_gpu_after_the_check(machine: Machine, clus
     assert shown == [*prefix, "true"]
     assert checked == [*prefix, *CHECK]
     settings = "--set scheme=cuboid --set grid.x=3 --set grid.y=2 --set grid.z=2 --set train.checkpoint_every=100"
-    assert trained == [*prefix, *f"summa3d train demo --run runs/{cluster}_train --start-or-resume {settings}".split()]
+    assert trained == [*prefix, *f"{HELD} summa3d train demo --run runs/{cluster}_train --start-or-resume {settings}".split()]
     assert parsed(checked).check
 
 
@@ -140,7 +141,7 @@ def test_training_without_gpus_gives_each_rank_its_cores(machine: Machine) -> No
     checked, trained = machine.started("cpu_train", GRID="x=3,y=2,z=2", RUN="runs/a", SCHEME="tesseract", CHECKPOINT_EVERY="7")
     assert checked == [*srun_cpu(), *CHECK]
     settings = "--set scheme=tesseract --set grid.x=3 --set grid.y=2 --set grid.z=2 --set train.checkpoint_every=7"
-    assert trained == [*srun_cpu(), *f"summa3d train demo --run runs/a --start-or-resume {settings}".split()]
+    assert trained == [*srun_cpu(), *f"{HELD} summa3d train demo --run runs/a --start-or-resume {settings}".split()]
 
 
 def test_a_task_of_a_sweep_trains_in_a_folder_named_by_its_key_and_value(machine: Machine) -> None:
