@@ -148,8 +148,8 @@ def test_a_block_that_some_ranks_refuse_is_an_error_on_all_that_says_what_these_
         found, b = Sharded(found, job["dp"], [rows, rows], False), b[:rows]
     refuses = comm.rank % 2 == 1
     block = torch.ones(a.shape[0] + 1, *a.shape[1:]) if refuses else a
-    said = "False on rank 0; True on rank 1" if replicas else "False on ranks 0, 2; True on ranks 1, 3"
-    with pytest.raises(AgreementError, match=rf"autograd\.matmul:\n  refused: {said}") as caught:
+    takes, refuse = ("rank 0", "rank 1") if replicas else ("ranks 0, 2", "ranks 1, 3")
+    said = rf"autograd\.matmul:\n  refused: no on {takes}; The block of A has shape .* on {refuse}"
+    with pytest.raises(AgreementError, match=said):
         matmul(block, b, found)
-    assert ("This rank refuses it: The block of A has shape" in str(caught.value)) == refuses
     assert bool((matmul(a, b, found) == 4).all())
