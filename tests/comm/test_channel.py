@@ -169,7 +169,7 @@ def test_a_member_that_waits_says_for_what(comm, make_channel, check):
     if comm.rank == 0:
         source = channel.ranks[0]
         waits = r"waits \d+\.\d s in receive of float64 \[2\], F for stage 1"
-        told = rf"{waits} from rank {source} over pp(#\d+)? \(ranks {source}, \d\)"
+        told = rf"{waits} from rank {source} over pp( of grid \d+)?(#\d+)? \(ranks {source}, \d\)"
         text = np.empty(200, np.uint8)  # not an object: who receives one of unknown size never sleeps
         comm.Recv(text)
         assert re.fullmatch(told, said := bytes(text).decode().rstrip()), said
