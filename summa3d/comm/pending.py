@@ -37,8 +37,10 @@ class Pending:
         self._result: Array = None
 
     def __del__(self) -> None:
-        if self._carried is not None and self._carried.requests and not self._carried.is_complete:
-            IN_FLIGHT.keep(self._carried)
+        left = self._carried
+        on_host = left is not None and bool(left.requests) and not isinstance(left.requests[0], Timed)  # a device's keeps its own
+        if left is not None and on_host and not left.is_complete:
+            IN_FLIGHT.keep(left)
 
     @property
     def done(self) -> bool:
