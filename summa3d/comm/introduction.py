@@ -67,8 +67,8 @@ def introduced(comm: MPI.Intracomm, topology: Topology, check: bool, node_memory
     mine = Introduction(facts_of("Grid", facts), number, _leader_of_node(comm), _rule_here(), wanted, affinity())
     everyone = comm.allgather(mine) if comm.size > 1 else [mine]
     compare([one.facts for one in everyone], "Grid")
-    numbers = {leader: number for number, leader in enumerate(sorted({one.leader for one in everyone}))}
-    nodes = [numbers[one.leader] for one in everyone]
+    leaders = sorted({one.leader for one in everyone})
+    nodes = [leaders.index(one.leader) for one in everyone]
     together = comm.size > 1 and all(one.wants_node_memory for one in everyone)
     crowded = _is_crowded([one.cores for one in everyone], nodes)
     return Agreed(

@@ -38,8 +38,9 @@ class Pending:
 
     def __del__(self) -> None:
         left = self._carried
-        on_host = left is not None and bool(left.requests) and not isinstance(left.requests[0], Timed)  # a device's keeps its own
-        if left is not None and on_host and not left.is_complete:
+        if left is None or not left.requests or isinstance(left.requests[0], Timed):  # a device's transport keeps its own
+            return
+        if not left.is_complete:
             IN_FLIGHT.keep(left)
 
     @property
