@@ -21,7 +21,8 @@ def main() -> int:
     except KeyboardInterrupt:
         from .comm.profile.processes import launched_as
 
-        if "mpi4py.MPI" in sys.modules:  # it has ranks, of which one reports for all
+        module = sys.modules.get("mpi4py.MPI")
+        if module is not None and module.Is_initialized():  # it has ranks, of which one reports for all
             raise
         if (launched_as() or (1, 0))[1] == 0:
             print("interrupted", file=sys.stderr)

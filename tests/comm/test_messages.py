@@ -60,6 +60,19 @@ def test_messages_of_several_dtypes_in_one_tag_arrive_each_where_its_dtype_is_aw
 
 
 @pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("node_memory", [True, False])
+def test_a_small_message_that_overtakes_a_large_one_of_another_dtype_is_no_error(comm, make_grid, node_memory):
+    axis, large, small = make_grid(x=2, node_memory=node_memory)["x"], np.arange(1 << 20, dtype="f4"), F8
+    for _ in range(20):
+        if axis.index == 0:
+            for pending in [axis.start_send(array, 1) for array in (large, small)]:
+                pending.wait()
+        else:
+            assert np.array_equal(axis.receive(np.zeros_like(large), 0), large)
+            assert np.array_equal(axis.receive(np.zeros_like(small), 0), small)
+
+
+@pytest.mark.mpi(sizes=(2,))
 def test_tags_go_as_far_as_mpis_leave_room_for_the_dtypes(comm, make_grid):
     axis = make_grid(x=2)["x"]
     with pytest.raises(ShapeError, match=r"a tag is a whole number from 0 to (\d+)") as caught:

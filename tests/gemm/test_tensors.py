@@ -207,10 +207,10 @@ def test_mixed_ranks_multiply_by_torch():
 
 @pytest.mark.mpi(sizes=(2,))
 def test_the_ranks_of_a_grid_take_one_rule(comm, monkeypatch):
-    from summa3d.comm import grid
+    from summa3d.comm import introduction
 
     for mine, name in ((RULE, RULE.name), (RULE if comm.rank else Rule(TORCH, "", {}), TORCH)):
-        monkeypatch.setattr(grid, "rule_for_tensors", lambda mine=mine: mine)
+        monkeypatch.setattr(introduction, "rule_for_tensors", lambda mine=mine: mine)
         with Grid(comm, {"x": 2}) as made:
             assert made.blas.name == name
 

@@ -98,7 +98,8 @@ def test_what_a_host_refuses_is_a_line_and_the_run_goes_on_without_the_limit(
     write_corpus(tmp_path / "corpus.txt")
     ended = shell(tmp_path, REFUSED[name])
     assert ended.status not in (0, 139) and "Traceback" not in ended.stderr, ended.stderr
-    assert shell(tmp_path, ":", "--resume").status == 0
+    again = shell(tmp_path, ":", "--start-or-resume")
+    assert again.status == 0, again.stderr
     assert weights(tmp_path) == undisturbed
 
 

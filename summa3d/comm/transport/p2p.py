@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -16,6 +17,8 @@ CODES, HEADER = 16, 14
 EXCHANGE_TAG = 32767  # the largest that every MPI offers, and no dtype's: no user's message meets it
 LOOKS, NAP = 200, 0.00005
 """Looks at a message before its receiver sleeps, and the seconds that it sleeps at a time."""
+GRACE, SLOWEST = 0.5, 10e6
+"""Seconds, and bytes a second, in which the awaited message still arrives when a later one of another dtype is here before it."""
 
 
 def pieces(n: int, limit: int) -> list[slice]:
@@ -62,6 +65,7 @@ class Arriving:
     ) -> None:
         self.comm, self.requests, self.sizes, self.source, self.tag = comm, list(requests), sizes, source, tag
         self.kinds, self.dtype = kinds, dtype
+        self._refused_at = math.inf
 
     @property
     def done(self) -> bool:
@@ -90,10 +94,17 @@ class Arriving:
             time.sleep(NAP)
 
     def _look(self) -> None:
-        """Take a message of another dtype that has this one's tag, so that its sender is not left waiting, and raise."""
+        """Take a message of another dtype that has this one's tag, so that its sender is not left waiting, and raise.
+
+        Not at once: a small message that was sent after a large one arrives first.
+        """
         status = MPI.Status()
         for code, (name, kind) in enumerate(self.kinds.items()):
             if name != self.dtype and self.comm.Iprobe(self.source, self.tag * CODES + code, status):
+                own = sum(self.sizes) * self.kinds[self.dtype].Get_size()
+                self._refused_at = min(self._refused_at, time.monotonic() + GRACE + own / SLOWEST)
+                if time.monotonic() < self._refused_at:
+                    return
                 nbytes = status.Get_count(MPI.BYTE)
                 self.comm.Recv([bytearray(nbytes), MPI.BYTE], self.source, self.tag * CODES + code)
                 self._refuse(-1, f"{nbytes // kind.Get_size()} elements of {name}")
