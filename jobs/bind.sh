@@ -9,6 +9,11 @@ stop() {
     exit 1
 }
 
+# A command that holds TERM back until it hears it is asked to end while this script looks around, too.
+if [[ ${1:-} == env && ${2:-} == --block-signal=TERM && ! ${BIND_HELD:-} ]]; then
+    BIND_HELD=yes exec env --block-signal=TERM "$BASH" "$0" "$@"
+fi
+
 sys=${BIND_SYS:-/sys} # tests replace the machine's own tree
 export CUDA_DEVICE_ORDER=PCI_BUS_ID # CUDA then numbers GPUs as nvidia-smi does, and not by speed
 

@@ -99,7 +99,12 @@ def _watch_signals() -> None:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=_watch, args=(reader,), name="preemption", daemon=True).start()
+        try:
+            threading.Thread(target=_watch, args=(reader,), name="preemption", daemon=True).start()
+        except RuntimeError as error:
+            from .errors import CapacityError
+
+            raise CapacityError(f"this process is out of memory, or of threads: {error}") from error
         _watched = True
 
 

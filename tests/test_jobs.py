@@ -391,6 +391,16 @@ def test_a_rank_runs_on_the_cores_and_network_card_of_its_gpu(node: Node, enviro
     assert (ended.returncode, ended.stdout) == (0, f"{want} summa3d doctor\n"), ended.stderr
 
 
+def test_a_rank_that_is_asked_to_end_while_it_is_bound_hears_it_later(node: Node) -> None:
+    smi = (node.folder / "bin" / "nvidia-smi").read_text()
+    node.program("nvidia-smi", smi.replace("#!/bin/bash\n", "#!/bin/bash\nkill -TERM $PPID\n"))
+    node.program("taskset", '#!/bin/bash\nexec "${@:3}"\n')
+    heard = "import signal; print(*signal.sigpending())"
+    words = ["env", "--block-signal=TERM", sys.executable, "-c", heard]
+    ended = node.run(ROOT / "jobs/bind.sh", *words, BIND_SYS=f"{node.folder}/sys", SLURM_LOCALID="1")
+    assert (ended.returncode, ended.stdout) == (0, "15\n"), ended.stderr
+
+
 def test_a_machine_without_numa_nodes_leaves_the_network_card_to_ucx(node: Node) -> None:
     node.device("bus/pci/devices/0000:0a:00.0", numa_node="-1")
     assert node.bound(SLURM_LOCALID="0").stdout == "0-39 none PCI_BUS_ID all summa3d doctor\n"

@@ -234,12 +234,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Summa3dError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
-    if name == "train":
-        preemption.listen(*(request.name for request in preemption.REQUESTS))
     try:
+        if name == "train":
+            preemption.listen(*(request.name for request in preemption.REQUESTS))
         with preemption.ending_at_once():  # until a report can name the rank: the launcher does
             start_mpi(most_threads=1 if name == "checkpoint" or "--dry-run" in arguments else None)
-    except (ConfigError, LaunchError) as error:
+    except (CapacityError, ConfigError, LaunchError) as error:
         launched = launched_as()
         if launched is not None and launched[1] != 0:
             time.sleep(RANK_0_SECONDS)
@@ -342,6 +342,7 @@ def _out_of_memory(error: Exception) -> bool:
             sign in str(error)
             for sign in (
                 "DefaultCPUAllocator",
+                "can't start new thread",
                 "calculation overflowed",
                 "Overflow when",
                 "Invalid shape dimension",

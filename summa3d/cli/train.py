@@ -127,6 +127,15 @@ def check_run(folder: Path) -> None:
     raise ConfigError(f"{folder} holds no run. {listed} --start-or-resume begins one where there is none.")
 
 
+def check_folder(folder: Path, used: bool) -> None:
+    """Raise ConfigError where a job of this host uses a folder, or where it holds a run but is not to be `used`."""
+    from ..train import lease, prepare
+
+    lease.check_free(folder)
+    if not used:
+        prepare.check_new(folder)
+
+
 def _continues(args: argparse.Namespace, folder: Path) -> bool:
     """Whether a run in the folder is to be continued, or started where there is none; the same on every rank. Collective.
 
@@ -160,6 +169,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.dry_run:  # what is soon seen to be wrong, before a grid is chosen
         data = configuration.load(args.config or str(folder / "config.toml"), assignments).data
         on_root(MPI.COMM_WORLD, lambda: corpus.check(data), DataError)
+        on_root(MPI.COMM_WORLD, lambda: check_folder(folder, resumes or args.overwrite), ConfigError)
     config = configuration.load_for(
         ranks, args.config or str(folder / "config.toml"), assignments, picker("train", args.ranks_per_node)
     )

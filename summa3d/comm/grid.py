@@ -322,11 +322,12 @@ class Grid(OfThisProcess):
         return _checked_comm(comm).size, comm.rank
 
     def _comm_of(self, members: list[int], asked: str) -> MPI.Intracomm:
-        """The communicator of these ranks; `asked` is the call that asks for it, for the error of a sealed grid."""
+        """A new communicator of these ranks; `asked` is the call that asks for it, for the error of a sealed grid.
+
+        Each axis has its own, also where two have the same ranks: taken in different orders on two ranks, they never mix.
+        """
         if len(members) == 1:
             return MPI.COMM_SELF
-        if members == list(range(self.size)):
-            return self.comm
         _check_unsealed(self, asked)
         return _comm_of_some(self.comm, members)
 
@@ -507,7 +508,7 @@ class Place(Grid):
         self._node_rule = node_rule
 
     def _comm_of(self, members: list[int], asked: str) -> MPI.Intracomm:
-        if len(members) > 1 and members != list(range(self.size)):
+        if len(members) > 1:
             _check_unsealed(self, asked)
         return self.comm
 

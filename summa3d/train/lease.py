@@ -62,7 +62,7 @@ class Lease:
                     break
                 if holder and (locked is False or first_beat not in (None, beat)):
                     os.close(file)
-                    raise ConfigError(f"{folder} is in use by {_named(holder)}. Wait for its end, or choose another folder.")
+                    raise _in_use(folder, holder)
                 if holder and first_beat is None:
                     first_beat = beat
                     say(f"{self._path} is of {_named(holder)}; waiting for its heartbeat")
@@ -155,6 +155,26 @@ class Lease:
             self._lost = _read(self._path) != self._mine
             if not self._lost:
                 os.utime(self._file)
+
+
+def check_free(folder: Path) -> None:
+    """Raise ConfigError where a living job of this host holds the lease of a folder; takes nothing, waits for nothing."""
+    holder = _read(folder / NAME)
+    if holder.get("host") != socket.gethostname() or not _runs(holder["pid"]):
+        return
+    try:
+        file = no_follow(str(folder / NAME), os.O_RDWR | os.O_NONBLOCK)
+    except OSError:  # it was given back in this moment, or is not this user's to open: `take` says so
+        return
+    try:
+        if _lock(file, wait=False) is False:
+            raise _in_use(folder, holder)
+    finally:
+        os.close(file)
+
+
+def _in_use(folder: Path, holder: dict[str, Any]) -> ConfigError:
+    return ConfigError(f"{folder} is in use by {_named(holder)}. Wait for its end, or choose another folder.")
 
 
 def _this_job() -> dict[str, Any]:

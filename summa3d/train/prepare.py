@@ -241,13 +241,19 @@ def open_folder(folder: Path, resume: bool, overwrite: bool, lease: Lease | None
         raise ConfigError(f"--run {folder} cannot be made a run folder: {error.strerror}.") from error
     if lease is not None:
         lease.take(folder, progress.doing)
-    newest = checkpoint.newest(checkpoints)
     if overwrite:
         checkpoint.remove_all(checkpoints)
         for older in folder.glob("config-*.toml"):
             if re.fullmatch(r"config-\d+\.toml", older.name):
                 older.unlink()
-    elif newest is not None and not resume:
+    elif not resume:
+        check_new(folder)
+
+
+def check_new(folder: Path) -> None:
+    """Raise ConfigError where a folder holds checkpoints."""
+    newest = checkpoint.newest(folder / "checkpoints")
+    if newest is not None:
         raise ConfigError(
             f"--run {folder} already holds a run, with {newest.name} as its newest checkpoint.\n"
             "  Continue that run with --resume, start again with --overwrite, or choose another folder."

@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ SECONDS, SETTLED = 30.0, 0.3
 """Limit of a case; what a rank that was refused leaves to the others before it takes them to wait for it."""
 HELD = ("refused", "right", "named")
 """What a case may end with: an error of ours, the right numbers, or a hang that the watchdog ends and names."""
+STANDS = "nothing has gone on"
+"""What the library's watchdog says of a job."""
 MODES: dict[str, dict[str, Any]] = {
     "node memory": {"node_memory": True},
     "MPI": {"node_memory": False},
@@ -349,7 +351,7 @@ def run(kind: Kind, numbers: list[int], ranks: int, seed: int, settled: float, s
                 else:
                     named = isinstance(case, Scene) and case.hangs and re.search(case.hangs, said)
                     verdict = "named" if named else f"the job died: {status}"
-                done.append(line_of(number, case, verdict, said[-1500:]))
+                done.append(line_of(number, case, verdict, said[-4000:]))
         for line in done:
             line.tell()
         lines += done
@@ -368,8 +370,9 @@ def main(kind: Kind, doc: str | None) -> int:
         on_ranks(kind, numbers, args.seed, args.on_ranks, args.settled, args.limit)
         return 0
     lines = run(kind, args.only or list(range(args.cases)), args.ranks, args.seed, args.settled, args.limit)
-    again = [line.number for line in lines if line.verdict == "hang"]
+    again = [line.number for line in lines if line.verdict == "hang" or (line.verdict not in HELD and STANDS in line.said)]
     if again:  # a rank that had no processor for long was taken for one that waits: only what hangs twice does
-        slower = {line.number: line for number in again for line in run(kind, [number], args.ranks, args.seed, 3.0, args.limit)}
+        patient = replace(kind, watchdog=5 * kind.watchdog)
+        slower = {number: run(patient, [number], args.ranks, args.seed, 3.0, args.limit)[0] for number in again}
         lines = [slower.get(line.number, line) for line in lines]
     return report(lines, f"{kind.what} on {args.ranks} ranks")

@@ -50,6 +50,16 @@ def test_collectives_of_two_grids_begun_in_different_orders_through_mpi_are_each
     assert (begun[one].wait().tolist(), begun[two].wait().tolist()) == ([3.0] * 4, [30.0] * 4)
 
 
+@pytest.mark.mpi(sizes=(2,))
+def test_collectives_of_axes_with_the_same_ranks_begun_in_different_orders_through_mpi_are_each_axis_own(comm, make_grid):
+    grid = make_grid(x=2, y=1, node_memory=False, check=False)
+    axes = [grid["x"], grid.world, grid["x", "y"], grid.ranked]
+    assert axes[1] is axes[2] and len({id(axis) for axis in axes}) == 3
+    del axes[2]
+    begun = {n: axes[n].start_all_reduce(np.full(4, (comm.rank + 1.0) * 10**n)) for n in (range(3) if comm.rank else (2, 1, 0))}
+    assert [begun[n].wait().tolist() for n in range(3)] == [[3.0 * 10**n] * 4 for n in range(3)]
+
+
 @pytest.mark.mpi(sizes=(3,))
 def test_the_first_use_of_everyone_makes_its_communicator_and_the_users_is_left_alone(comm):
     with Grid(comm, {"x": 2}, ranks=(2, 0)) as grid:

@@ -103,6 +103,52 @@ def test_what_a_host_refuses_is_a_line_and_the_run_goes_on_without_the_limit(
     assert weights(tmp_path) == undisturbed
 
 
+FILLED = """
+mkdir -p run && mount -t tmpfs -o size={size} tmpfs run || exit 200
+"$@"
+status=$?
+mount -o remount,size=64m run
+"$@" --start-or-resume || exit 201
+cp run/checkpoints/step-4/rank-0.safetensors weights
+exit $status
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
+@pytest.mark.parametrize("size", ["96k", *(pytest.param(size, marks=pytest.mark.wide) for size in ("4k", "12k", "48k", "160k"))])
+def test_a_full_disk_is_a_line_and_the_run_goes_on_once_there_is_room(tmp_path: Path, undisturbed: bytes, size: str) -> None:
+    write_corpus(tmp_path / "corpus.txt")
+    script = ["unshare", "--mount", "sh", "-c", FILLED.format(size=size), "sh", sys.executable, "-m", "summa3d"]
+    done = subprocess.run(
+        [*script, *words(tmp_path)], cwd=tmp_path, env=jobs.environment(), capture_output=True, text=True, timeout=300
+    )
+    if done.returncode in (1, 200) and ("unshare" in done.stderr or "mount" in done.stderr):
+        pytest.skip(f"no disk can be mounted here: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "No space left on device" in done.stderr, done.stderr
+    assert (tmp_path / "weights").read_bytes() == undisturbed
+
+
+ENDING_MEMORY = """
+import sys, resource
+import torch._dynamo, torch._inductor
+import summa3d.train.loop, summa3d.gemm, summa3d.nn, summa3d.parallel.pipeline
+from summa3d.cli.main import main
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ({room} << 20),) * 2)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("room", [64, *(pytest.param(room, marks=pytest.mark.wide) for room in (0, 2, 4, 8, 16, 32, 100, 200))])
+def test_memory_that_ends_after_the_imports_is_a_line(tmp_path: Path, undisturbed: bytes, room: int) -> None:
+    write_corpus(tmp_path / "corpus.txt")
+    ended = jobs.run_serial(["-c", ENDING_MEMORY.format(room=room), *words(tmp_path)])
+    assert ended.status != 0 and "Traceback" not in ended.stderr, ended.stderr
+    assert shell(tmp_path, ":", "--start-or-resume").status == 0
+    assert weights(tmp_path) == undisturbed
+
+
 OTHER = """
 import os, sys
 from summa3d.cli.main import main

@@ -18,7 +18,9 @@ import jobs
 import pytest
 from small_runs import assignments, metrics_of, shared_corpus, small_config, write_corpus
 
+from summa3d.cli import train as command
 from summa3d.errors import ConfigError
+from summa3d.train import config as configuration
 from summa3d.train import lease
 from summa3d.train.lease import Lease
 from summa3d.train.loop import train
@@ -202,6 +204,23 @@ def test_every_rank_refuses_a_folder_in_use(comm: Any, shared_tmp_path: Path, ho
     assert train(settings, comm, run)["steps_taken"] == 1
     comm.Barrier()
     assert not (run / lease.NAME).exists()
+
+
+@pytest.mark.parametrize("how", [[], ["--start-or-resume"], ["--overwrite"]])
+def test_a_folder_in_use_is_refused_before_a_grid_is_chosen(tmp_path: Path, monkeypatch: Any, how: list[str]) -> None:
+    from summa3d.cli.main import parser_of
+
+    write_corpus(tmp_path / "corpus.txt")
+    monkeypatch.setattr(configuration, "load_for", lambda *arguments: pytest.fail("a grid is chosen"))
+    words = [part for one in assignments(tmp_path / "corpus.txt") for part in ("--set", one)]
+    args = parser_of("train").parse_args(["demo", "--run", str(tmp_path), *words, *how])
+    with Lease() as held:
+        held.take(tmp_path)
+        with pytest.raises(ConfigError, match="is in use by process"):
+            command.run(args)
+    lease.check_free(tmp_path)
+    of_another(tmp_path)
+    lease.check_free(tmp_path)  # what runs on another host is found when the lease is taken
 
 
 def run_of(folder: Path, *more: str, **changes: object) -> subprocess.Popen[str]:
