@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -177,7 +177,10 @@ def write_config(config: Config, folder: Path, saved: checkpoint.Checkpoint | No
     """Write config.toml. Settings that differ from those of the steps before are named, and kept in config-N.toml."""
     before = saved.config if saved is not None and saved.step else None
     if saved is not None and before is not None:
-        changed = toml.changes(before, configuration.to_table(config))
+        with_defaults = before
+        with suppress(ConfigError):  # keys that are newer than the checkpoint have their defaults there
+            with_defaults = configuration.to_table(configuration.from_table(before))
+        changed = toml.changes(with_defaults, configuration.to_table(config))
         if changed:
             progress.say(f"changed since step {saved.step}: {', '.join(changed)}")
             configuration.write(before, folder / f"config-{saved.step}.toml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import devices
@@ -16,8 +17,9 @@ from small_runs import metrics_of, shared_corpus, small_config, train_small
 from summa3d.comm.grid import Grid
 from summa3d.errors import ConfigError, Summa3dError
 from summa3d.train.checkpoint import folder as checkpoint
+from summa3d.train.config import to_table
 from summa3d.train.loop import train
-from summa3d.train.prepare import prepare, rule_before
+from summa3d.train.prepare import prepare, rule_before, write_config
 
 GRIDS = {1: (1, 1, 1), 2: (1, 2, 1), 8: (2, 2, 2)}
 MEASURED = (
@@ -190,6 +192,14 @@ def test_settings_that_change_are_named_and_the_older_ones_are_kept(
     comm.Barrier()
     train(small_config(shared_corpus(comm, shared_tmp_path), **grid, train__steps=2), comm, folder, overwrite=True)
     assert not [*folder.glob("config-*")]
+
+
+def test_a_key_that_is_newer_than_the_checkpoint_has_changed_where_it_is_not_its_default(tmp_path: Path) -> None:
+    config, said = small_config(tmp_path / "corpus.txt", train__clip=0.25), Said()
+    table = to_table(config)
+    del table["grid"]["check"], table["train"]["clip"]
+    write_config(config, tmp_path, SimpleNamespace(config=table, step=2), said)
+    assert said == ["changed since step 2: train.clip 1.0 → 0.25"]
 
 
 @pytest.mark.mpi(sizes=(2,))
