@@ -56,22 +56,22 @@ class Grid(OfThisProcess):
     transports : makes the transports of each axis (transport/transports.py); a subclass may move nothing, or record.
 
     ``grid["y"]`` is an axis, ``grid["x", "y"]`` the plane of both (index = ix·Y + iy), ``grid.world`` all ranks.
-    Creating a grid is collective over its ranks; so is the first use of each plane over its members. A grid communicates on
-    communicators of its own, made from `comm` and freed with the grid: what is sent on `comm` otherwise, by another grid too,
-    never meets it. Ranks that use two grids in different orders wait for each other (docs/faults.md).
+    Creating a grid is collective over its ranks; so is the first use of each plane over its members. Each axis has a
+    communicator of its own, freed with the grid: what another axis or grid, or the program on `comm`, sends never meets it. Ranks
+    that use two axes or grids in different orders wait for each other (docs/faults.md).
     Raises GridError, on every rank and before any communication, where comm, axes, order, tile or ranks do not fit; and
     AgreementError on all ranks where they make different grids.
     """
 
     made: ClassVar[int] = 0  # grids of several ranks that this process, or another rank of one of them, has made
-    fills = True  # whether its ranks are those of its communicator, in that order
-    freed = sealed = False
+    fills, freed, sealed = True, False, False  # fills: its ranks are those of its communicator, in that order
     unfinished = ""  # the call that was interrupted while it made an axis
     number = 1  # that of the grid, the same on all its ranks
     device: Backend | None = None
     nodes: Sequence[int] = ()
     """The node of each rank, numbered from 0."""
     _node_rule: NodeRule | None = None
+    _whole: tuple[str, ...] = ()  # the axis of all ranks, which has the communicator that the grid was made with
     blas = Rule(TORCH, "nothing is multiplied here", {})
     """What multiplies torch's host tensors, the same on all ranks."""
 
@@ -94,13 +94,14 @@ class Grid(OfThisProcess):
         self.fills = self.ranks == tuple(range(comm.size))
         topology.check_size(len(self.ranks))
         with _communicators(f"Grid {describe(topology.shape)}"):
-            self.comm = _comm_of_some(comm, self.ranks)
+            self._first = _comm_of_some(comm, self.ranks)
         rank = self.ranks.index(comm.rank) if comm.rank in self.ranks else MPI.UNDEFINED
         self._stand(topology, rank, check, Ledger(device), transports)
         if self.inside:
+            self._whole = tuple(name for name, size in self.shape.items() if size == self.size > 1)
             guard(comm, hung)
             with _communicators(f"Grid {describe(topology.shape)}"):
-                agreed = introduced(self.comm, topology, check, node_memory, Grid.made + 1)
+                agreed = introduced(self._first, topology, check, node_memory, Grid.made + 1, comm if self.fills else None)
             self.number, self.nodes, self.blas, self._node_rule = agreed
             Grid.made = self.number
             for name in self.shape:
@@ -119,6 +120,11 @@ class Grid(OfThisProcess):
     def job(self) -> Grid:
         """The grid of the whole job, of which this is a part; itself, where it is no part."""
         return self
+
+    @cached_property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator of the grid's ranks, in their order, for what no axis carries; its first use may be collective."""
+        return _second_comm(self) if self._whole else self._first
 
     @property
     def shape(self) -> dict[str, int]:
@@ -202,8 +208,6 @@ class Grid(OfThisProcess):
         if size == plane.size:
             return plane
         key = (*names, f"runs of {size}")
-        if key in self._axes:
-            return self._axes[key]
         first = plane.index - plane.index % size
         members = self.topology.members(names, self.coordinates)[first : first + size]
         return self._joined(key, members, f"grid.run({names}, {size})", None)
@@ -308,7 +312,7 @@ class Grid(OfThisProcess):
             _check_in_use(self)
             node = rule if len({self.nodes[rank] for rank in members}) == 1 else None
             with flight.waiting_in("the first use", f"{'·'.join(key)} ({len(members)} ranks)"), _communicators(asked, self):
-                comm = self._comm_of(members, asked)
+                comm = self._first if key == self._whole else self._comm_of(members, asked)
                 self._axes[key] = self._new_axis(key, len(members), members.index(self.rank), comm, node)
         return self._axes[key]
 
@@ -322,14 +326,11 @@ class Grid(OfThisProcess):
         return _checked_comm(comm).size, comm.rank
 
     def _comm_of(self, members: list[int], asked: str) -> MPI.Intracomm:
-        """A new communicator of these ranks; `asked` is the call that asks for it, for the error of a sealed grid.
-
-        Each axis has its own, also where two have the same ranks: taken in different orders on two ranks, they never mix.
-        """
+        """A new communicator of these ranks, which no other axis has; `asked`, the call, is for the error of a sealed grid."""
         if len(members) == 1:
             return MPI.COMM_SELF
         _check_unsealed(self, asked)
-        return _comm_of_some(self.comm, members)
+        return _comm_of_some(self._first, members)
 
 
 def _release(grid: Grid, parts: Sequence[Part]) -> None:
@@ -346,13 +347,15 @@ def _release(grid: Grid, parts: Sequence[Part]) -> None:
             step()
         except Summa3dError as error:
             errors.append(error)
+    made = vars(grid).get("comm", grid._first)  # at its first use, if ever
     for axis in grid._axes.values():
-        _free_comm(axis.comm, grid.comm)
+        _free_comm(axis.comm, grid._first, made)
     for part in parts:
         part.release()
     grid._axes.clear()
     grid.kept.clear()
-    _free_comm(grid.comm)
+    _free_comm(made, grid._first)
+    _free_comm(grid._first)
     if errors:
         raise errors[0]
 
@@ -368,7 +371,7 @@ def agree_on_call(
     """
     seen: set[Hashable] = grid.kept.setdefault("agreed", set())
     key = (operation, *facts.values())
-    makes_none = grid.job.sealed and "comm" not in vars(grid)  # a part's own communicator, in a job that makes no more
+    makes_none = grid.job.sealed and grid is not grid.job and "comm" not in vars(grid)  # a part's own: a sealed job makes no more
     if ((key if facts else operation) in seen and not grid.check) or makes_none:
         return
     comm = (axis or grid.ranked).comm
@@ -403,7 +406,7 @@ class Part(Grid):
         return self._job.blas
 
     @cached_property
-    def comm(self) -> MPI.Intracomm:  # type: ignore[override]
+    def comm(self) -> MPI.Intracomm:
         """The communicator of the part's ranks, in their order; its first use is collective over them."""
         names = ", ".join(map(repr, self.names))
         return self._job._comm_of(self._job_ranks(), f"grid.part({names}).comm") if self.inside else MPI.Intracomm()
@@ -453,7 +456,7 @@ class Part(Grid):
         self.freed = True
         self._axes.clear()
         self.kept.clear()
-        _free_comm(vars(self).get("comm", MPI.COMM_NULL), self._job.comm)
+        _free_comm(vars(self).get("comm", MPI.COMM_NULL))
 
     def _axis(self, names: tuple[str, ...]) -> Axis:
         return self._job._axis(names)
@@ -560,7 +563,7 @@ def _checked_comm(comm: Any) -> MPI.Intracomm:
 def _check_in_use(grid: Grid) -> None:
     """Raise GridError if the grid was freed, or interrupted while it made an axis, or this process was forked from its rank."""
     if grid.inside and not grid.freed and not isinstance(grid.job, Place):
-        check_comm(grid.comm, f"{grid}")
+        check_comm(grid.job._first, f"{grid}")
     if grid.freed:
         raise GridError(f"{grid} was freed: its axes communicate no more. Make another grid.")
     if grid.unfinished:
@@ -587,6 +590,12 @@ def _check_unsealed(grid: Grid, asked: str) -> None:
         )
 
 
+def _second_comm(grid: Grid) -> MPI.Intracomm:
+    """Another communicator of the grid's ranks: what is carried over two never mixes, in whatever order it is begun."""
+    with _communicators("grid.comm", grid):
+        return _comm_of_some(grid._first, range(grid.size))
+
+
 def _comm_of_some(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
     """A communicator of these ranks of `comm`, in this order: collective over them; the null communicator on others."""
     if comm.rank not in ranks:
@@ -601,7 +610,7 @@ def _comm_of_some(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
     return part
 
 
-def _free_comm(comm: MPI.Intracomm, shared: MPI.Intracomm | None = None) -> None:
-    """Free a communicator, unless it is null, this process's alone, or `shared`."""
-    if comm not in (MPI.COMM_NULL, MPI.COMM_SELF, shared):
+def _free_comm(comm: MPI.Intracomm, *shared: MPI.Intracomm) -> None:
+    """Free a communicator, unless it is null, this process's alone, or one of `shared`."""
+    if comm not in (MPI.COMM_NULL, MPI.COMM_SELF, *shared):
         comm.Free()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from mpi4py import MPI
@@ -57,14 +58,17 @@ class Agreed(NamedTuple):
     node_rule: NodeRule | None
 
 
-def introduced(comm: MPI.Intracomm, topology: Topology, check: bool, node_memory: bool | None, number: int) -> Agreed:
+def introduced(
+    comm: MPI.Intracomm, topology: Topology, check: bool, node_memory: bool | None, number: int, same: MPI.Intracomm | None
+) -> Agreed:
     """What the ranks of `comm` agree on as they make a grid (collective).
 
+    same : a communicator of the same ranks, which outlives the grid, and keeps which of them share a node; None, there is none.
     Raises AgreementError on all ranks where they make different grids, ConfigError where one cannot follow SUMMA3D_BLAS.
     """
     facts = {"axes": topology.shape, "order": topology.order, "tile": topology.tile, "check": check}
     wanted = node_memory is not False and why_no_node_memory() is None
-    mine = Introduction(facts_of("Grid", facts), number, _leader_of_node(comm), _rule_here(), wanted, affinity())
+    mine = Introduction(facts_of("Grid", facts), number, _leader_of_node(comm, same), _rule_here(), wanted, affinity())
     everyone = comm.allgather(mine) if comm.size > 1 else [mine]
     compare([one.facts for one in everyone], "Grid")
     leaders = sorted({one.leader for one in everyone})
@@ -87,11 +91,21 @@ def _is_crowded(cores_of: Sequence[Sequence[int]], nodes: Sequence[int]) -> bool
     return len(nodes) > 1 and any(nodes.count(node) > len(usable) for node, usable in cores.items())
 
 
-def _leader_of_node(comm: MPI.Intracomm) -> int:
-    """The first rank of `comm` on this rank's node."""
+@cache
+def _leader_key() -> int:
+    """The key of MPI's attribute of a communicator that is the first rank on this rank's node."""
+    return MPI.Comm.Create_keyval()
+
+
+def _leader_of_node(comm: MPI.Intracomm, same: MPI.Intracomm | None) -> int:
+    """The first rank of `comm` on this rank's node; found once for all grids of the same ranks."""
     if comm.size == 1:
         return 0
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    leader = node.bcast(comm.rank)
-    node.Free()
+    leader: int | None = None if same is None else same.Get_attr(_leader_key())
+    if leader is None:
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        leader = node.bcast(comm.rank)
+        node.Free()
+        if same is not None:
+            same.Set_attr(_leader_key(), leader)
     return leader
