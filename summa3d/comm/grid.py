@@ -71,7 +71,7 @@ class Grid(OfThisProcess):
     nodes: Sequence[int] = ()
     """The node of each rank, numbered from 0."""
     _node_rule: NodeRule | None = None
-    _whole: tuple[str, ...] = ()  # the axis of all ranks, which has the communicator that the grid was made with
+    _whole: tuple[str, ...] | None = None  # the axis of all ranks, which has the communicator that the grid was made with
     blas = Rule(TORCH, "nothing is multiplied here", {})
     """What multiplies torch's host tensors, the same on all ranks."""
 
@@ -98,7 +98,7 @@ class Grid(OfThisProcess):
         rank = self.ranks.index(comm.rank) if comm.rank in self.ranks else MPI.UNDEFINED
         self._stand(topology, rank, check, Ledger(device), transports)
         if self.inside:
-            self._whole = tuple(name for name, size in self.shape.items() if size == self.size > 1)
+            self._whole = next(((name,) for name, size in self.shape.items() if size == self.size > 1), None)
             guard(comm, hung)
             with _communicators(f"Grid {describe(topology.shape)}"):
                 agreed = introduced(self._first, topology, check, node_memory, Grid.made + 1, comm if self.fills else None)
