@@ -35,11 +35,14 @@ def norm(matrix: Distributed, order: str | float = "fro") -> float:
 
 
 def magnitudes(block: Array) -> np.ndarray:
-    """|block| in float64, as a numpy array."""
+    """|block| in float64, as a numpy array. Raises ShapeError for what are no numbers."""
     if is_torch(block):
         return np.asarray(block.detach().abs().double().cpu().numpy())
     block = to_host(block)
-    return np.abs(block.astype(np.complex128 if np.iscomplexobj(block) else np.float64))
+    try:
+        return np.abs(block.astype(np.complex128 if np.iscomplexobj(block) else np.float64))
+    except (TypeError, ValueError) as error:
+        raise ShapeError(f"A norm is one of numbers; the block's dtype is {block.dtype}.") from error
 
 
 def _splitting(matrix: Distributed, dims: Iterable[int]) -> tuple[str, ...]:

@@ -215,6 +215,15 @@ def test_norms_count_a_matrix_held_at_two_indices_once(comm, make_grid):
         assert [matrix.norm(order) for order in (1, inf)] == pytest.approx([np.linalg.norm(whole, order) for order in (1, inf)])
 
 
+@pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("block", [np.full((3, 2), "a"), np.full((3, 2), {}), np.zeros((3, 2), [("a", "f4"), ("b", "i4")])])
+def test_what_is_no_number_has_no_norm(comm, make_grid, block):
+    matrix = DistMatrix(np.zeros((3, 2)), Layout(("x",), ()), make_grid(x=2), (6, 2))
+    matrix.block = block
+    with pytest.raises(ShapeError, match="A norm is one of numbers; the block's dtype is"):
+        matrix.norm()
+
+
 @pytest.mark.mpi(sizes=(1, 6))
 def test_norms_of_empty_matrices_and_of_nan(comm, make_grid):
     grid, ownership = grid_of(comm, make_grid), Layout(("x", "y"), ("z",))
