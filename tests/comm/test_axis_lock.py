@@ -83,6 +83,7 @@ def test_an_axis_is_broken_after_an_interrupt_in_a_call_that_a_program_has_caugh
 ):
     axis, whole = make_grid(x=2, node_memory=node_memory, check=check)["x"], Transports.carry
     axis.all_reduce(np.ones(2))
+    comm.Barrier()  # a member that still reads that sum would see the axis break
 
     def interrupted(self, call):
         if when == "after":
