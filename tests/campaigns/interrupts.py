@@ -24,6 +24,10 @@ AFTER = 0.05
 NODE = tuple(mode for mode in MODES if "node" in mode)
 
 
+ONE_WAY = ("broadcast", "reduce")
+"""Collectives in which a member that only sends through MPI may be done before the others have come."""
+
+
 class Interrupted(Exception):
     """What a handler raises."""
 
@@ -92,7 +96,9 @@ def broken_off(chance: random.Random, rank: int, size: int) -> Scene:
             if call in ("a collective", "a call in flight") and axis.size > 1:
                 refused(lambda: right_calls.make(axis, name, number, length), "the axis goes on after an interrupt")
             return "refused"
-        return "right"  # as the root of a broadcast that has not waited for the others
+        if mode == "MPI" and call == "a collective" and name in ONE_WAY:
+            return "right"
+        raise Finding("no signal came")
 
     alone = mode == "node memory" and call in ("a collective", "a call in flight")  # else ranks compare the call through MPI, too
     return Scene("broken off", f"{call}, {name}, {error.__name__}", mode, victim, play, "" if alone else NAMED)
@@ -139,7 +145,7 @@ def handlers_that_return(chance: random.Random, rank: int, size: int) -> Scene:
                 right_calls.anything(draws)(grid, number + turn)
             time.sleep(0.002)
         if hit and not came:
-            return "right"  # as the root of a broadcast that has not waited for the others
+            raise Finding("no signal came")
         return "right"
 
     return Scene("handlers return", f"on {share:.0%} of the ranks", mode, None, play)
