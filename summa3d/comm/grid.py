@@ -502,7 +502,7 @@ class Place(Grid):
         nodes: Sequence[int] | None = None,
         node_rule: NodeRule | None = None,
     ) -> None:
-        self.comm = self.common = MPI.Intracomm()  # the null communicator
+        self._first = self.comm = self.common = MPI.Intracomm()  # the null communicator
         self.transport = "auto"
         topology = Topology.checked(axes, order, tile)
         self.ranks = tuple(range(topology.size))

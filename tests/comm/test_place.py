@@ -26,6 +26,13 @@ def test_a_place_outside_the_grid_is_refused():
         Place({"x": 2, "y": 3}, 6)
 
 
+def test_a_place_that_is_freed_makes_no_further_axes():
+    with Place({"x": 3, "y": 2}) as place:
+        assert place["x"].size == 3 and place.world.size == place.ranked.size == 6
+    with pytest.raises(GridError, match="was freed"):
+        place["y", "x"]
+
+
 def test_a_place_has_nobody_to_communicate_with():
     place = Place({"x": 2, "y": 1})
     assert place["y"].all_reduce(np.ones(2)).tolist() == [1, 1]
