@@ -160,7 +160,8 @@ class Lease:
 def check_free(folder: Path) -> None:
     """Raise ConfigError where a living job of this host holds the lease of a folder; takes nothing, waits for nothing."""
     holder = _read(folder / NAME)
-    if holder.get("host") != socket.gethostname() or not _runs(holder["pid"]):
+    process = holder.get("pid")
+    if holder.get("host") != socket.gethostname() or not isinstance(process, int) or not _runs(process):
         return
     try:
         file = no_follow(str(folder / NAME), os.O_RDWR | os.O_NONBLOCK)

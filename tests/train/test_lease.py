@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -221,6 +222,8 @@ def test_a_folder_in_use_is_refused_before_a_grid_is_chosen(tmp_path: Path, monk
     lease.check_free(tmp_path)
     of_another(tmp_path)
     lease.check_free(tmp_path)  # what runs on another host is found when the lease is taken
+    of_another(tmp_path, host=socket.gethostname(), pid=None)
+    lease.check_free(tmp_path)
 
 
 def run_of(folder: Path, *more: str, **changes: object) -> subprocess.Popen[str]:
