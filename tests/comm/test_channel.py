@@ -107,9 +107,8 @@ def test_a_message_that_is_not_the_one_waited_for_is_told_in_debug_mode(comm, ma
             ):
                 channel.receive(np.empty(3), 1, "F", 0)
             taken = np.empty(shape, dtype)
-            channel.axis.transports.host.receive(channel.comm, taken, 0, channel._tag(1, "F"))[
-                0
-            ].wait()  # so that nothing is left when the test ends
+            (left,) = channel.axis.transports.host.receive(channel.comm, taken, 0, channel._tag(1, "F"))
+            left.wait()  # so that nothing is left when the test ends
     if comm.rank == 0:
         channel.send(np.ones(3), 1, "F", 0)
     else:
