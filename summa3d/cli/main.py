@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             start_mpi(most_threads=1 if name == "checkpoint" or "--dry-run" in arguments else None)
     except (CapacityError, ConfigError, LaunchError) as error:
         launched = launched_as()
-        if launched is not None and launched[1] != 0:
+        if launched is not None and launched[1] != 0 and not isinstance(error, CapacityError):  # which rank 0 says as well
             time.sleep(RANK_0_SECONDS)
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)

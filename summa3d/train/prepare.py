@@ -15,7 +15,7 @@ from mpi4py import MPI
 from ..blas_library import TORCH, VARIABLE, Rule, library_name
 from ..comm.grid import Grid
 from ..comm.topology import replica_axes
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CheckpointError, ConfigError, DataError, Summa3dError
 from ..files import check_no_link
 from ..nn.models.registry import Model, build
 from ..nn.schemes.scheme import Scheme, scheme
@@ -178,7 +178,7 @@ def write_config(config: Config, folder: Path, saved: checkpoint.Checkpoint | No
     before = saved.config if saved is not None and saved.step else None
     if saved is not None and before is not None:
         with_defaults = before
-        with suppress(ConfigError):  # keys that are newer than the checkpoint have their defaults there
+        with suppress(Summa3dError):  # keys that are newer than the checkpoint have their defaults there
             with_defaults = configuration.to_table(configuration.from_table(before))
         changed = toml.changes(with_defaults, configuration.to_table(config))
         if changed:
