@@ -117,9 +117,9 @@ def grouped(channel: Channel, array: Any) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(transport, name)
 
-        def carry(self, call: Any, members: Any) -> Any:
-            call.route.root = self.peer
-            return transport.carry(call, members)
+        def carry(self, members: Any, route: Any, *arrays: Any) -> Any:
+            route.root = self.peer
+            return transport.carry(members, route, *arrays)
 
     for link in set(channel.links.values()):
         if channel.axis.index in (link.source, link.target):

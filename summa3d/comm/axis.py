@@ -6,23 +6,34 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from .arrays import Array, copy_into, dtype_name
+from ..errors import ShapeError
+from .arrays import Array, dtype_name
 from .axis_lock import AxisLock, OfThisProcess
 from .checks import Checks, Routes
+from .collective import Collective, Copied, alone
 from .failure import check_comm
 from .nodes import world_ranks
 from .pending import Begun, Completed, Pending
 from .profile import flight
 from .profile.ledger import Amounts, Ledger
-from .transport.call import Call, Route
-from .transport.node_buffer import NodeBuffer
+from .transport.call import Route
 from .transport.transports import Freed, Transports
 
 NOTHING = np.empty(0)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all_gather": {"dim": 0, "sizes": None, "view": False},
+    "reduce_scatter": {"dim": 0, "sizes": None},
+    "all_reduce": {"op": "sum", "in_order": False},
+    "reduce": {"root": 0, "op": "sum"},
+    "broadcast": {"root": 0},
+    "all_to_all": {"dim": 0, "sizes": None, "receive_sizes": None},
+}
+"""What each collective may be prepared with, and what that is by default."""
 
 
 class Axis(OfThisProcess):
@@ -71,7 +82,7 @@ class Axis(OfThisProcess):
         if self.size == 1:
             return alone(block, into)
         with self.lock:
-            return self._complete(Call(self.routes.gather(block, dim, sizes, into, view), block, into))
+            return self._complete(self.routes.gather(block, dim, sizes, into, view), block, into)
 
     def reduce_scatter(
         self,
@@ -89,28 +100,28 @@ class Axis(OfThisProcess):
         if self.size == 1:
             return alone(array, into)
         with self.lock:
-            return self._complete(Call(self.routes.scatter(array, dim, sizes, into, parts), array, into, True, parts))
+            return self._complete(self.routes.scatter(array, dim, sizes, into, parts), array, into, parts)
 
     def all_reduce(self, array: Array, op: str = "sum", into: Array | None = None) -> Array:
         """Reduce the members' arrays by `op` (sum, max, min) on all of them. Words n + (g−2)·n_r, messages 2(g−1)."""
         if self.size == 1:
             return alone(array, into)
         with self.lock:
-            return self._complete(Call(self.routes.reduction("all_reduce", array, op, into), array, into))
+            return self._complete(self.routes.reduction("all_reduce", array, op, into), array, into)
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
         """Overwrite every member's `array` by the root's. Words n (root 0), messages 1 (root 0)."""
         if self.size == 1:
             return array
         with self.lock:
-            return self._complete(Call(self.routes.from_root(array, root), array))
+            return self._complete(self.routes.from_root(array, root), array)
 
     def reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Array | None:
         """Reduce onto the root; None elsewhere. `into`, for the root, may be `array` itself. Words (g−1)·n_r, messages g−1."""
         if self.size == 1:
             return alone(array, into)
         with self.lock:
-            return self._complete(Call(self.routes.reduction("reduce", array, op, into, root), array, into))
+            return self._complete(self.routes.reduction("reduce", array, op, into, root), array, into)
 
     def all_to_all(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
@@ -123,7 +134,7 @@ class Axis(OfThisProcess):
         if self.size == 1:
             return array
         with self.lock:
-            return self._complete(Call(self.routes.exchange(array, dim, sizes, receive_sizes), array))
+            return self._complete(self.routes.exchange(array, dim, sizes, receive_sizes), array)
 
     def send(self, array: Array, to: int, tag: int = 0) -> None:
         """Send `array` to member `to`; returns when the buffer may be reused. Moves nothing *to* this rank.
@@ -151,7 +162,7 @@ class Axis(OfThisProcess):
         if self.size == 1:
             return Completed(alone(block, into))
         with self.lock:
-            return self._begin(Call(self.routes.gather(block, dim, sizes, into, view), block, into, False))
+            return self._begin(self.routes.gather(block, dim, sizes, into, view), block, into)
 
     def start_reduce_scatter(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None
@@ -160,28 +171,28 @@ class Axis(OfThisProcess):
         if self.size == 1:
             return Completed(alone(array, into))
         with self.lock:
-            return self._begin(Call(self.routes.scatter(array, dim, sizes, into), array, into, False))
+            return self._begin(self.routes.scatter(array, dim, sizes, into), array, into)
 
     def start_all_reduce(self, array: Array, op: str = "sum", into: Array | None = None, in_order: bool = False) -> Pending:
         """`all_reduce`, in flight. `in_order`: all members complete it between the same two of their communications."""
         if self.size == 1:
             return Completed(alone(array, into))
         with self.lock:
-            return self._begin(Call(self.routes.reduction("all_reduce", array, op, into, in_order=in_order), array, into, False))
+            return self._begin(self.routes.reduction("all_reduce", array, op, into, in_order=in_order), array, into)
 
     def start_broadcast(self, array: Array, root: int = 0) -> Pending:
         """`broadcast`, in flight."""
         if self.size == 1:
             return Completed(array)
         with self.lock:
-            return self._begin(Call(self.routes.from_root(array, root), array, None, False))
+            return self._begin(self.routes.from_root(array, root), array)
 
     def start_reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Pending:
         """`reduce`, in flight."""
         if self.size == 1:
             return Completed(alone(array, into))
         with self.lock:
-            return self._begin(Call(self.routes.reduction("reduce", array, op, into, root), array, into, False))
+            return self._begin(self.routes.reduction("reduce", array, op, into, root), array, into)
 
     def start_all_to_all(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
@@ -190,19 +201,63 @@ class Axis(OfThisProcess):
         if self.size == 1:
             return Completed(array)
         with self.lock:
-            return self._begin(Call(self.routes.exchange(array, dim, sizes, receive_sizes), array, None, False))
+            return self._begin(self.routes.exchange(array, dim, sizes, receive_sizes), array)
 
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
         with self.lock:
-            return self._begin(Call(self.routes.message("send", array, to, tag), array, None, False))
+            return self._begin(self.routes.message("send", array, to, tag), array)
 
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
         with self.lock:
             route = self.routes.message("receive", array, source, tag)
             self.checks.target("receive", array)
-            return self._begin(Call(route, array, None, False))
+            return self._begin(route, array)
+
+    # -- prepared ---------------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        kind: str,
+        like: Array,
+        dim: int | None = None,
+        sizes: Sequence[int] | None = None,
+        op: str | None = None,
+        root: int | None = None,
+        view: bool | None = None,
+        in_order: bool | None = None,
+        receive_sizes: Sequence[int] | None = None,
+    ) -> Collective:
+        """Check a collective once, for arrays like one, and return what starts it.
+
+        ``axis.prepare("all_gather", like=x).start(x).wait()`` is ``axis.all_gather(x)``, and cheaper when it is started again.
+
+        Parameters
+        ----------
+        kind : all_gather, reduce_scatter, all_reduce, reduce, broadcast or all_to_all
+        like : an array of the shape, dtype, library and memory of those that will be started
+        dim, sizes, op, root, view, in_order, receive_sizes : as of the method of that name, and of `start_` with it
+
+        Moves nothing, but for the agreement of an axis with check=True. All members prepare alike.
+        Raises ShapeError for a kind that there is not, an option that the kind does not take, and what the method refuses.
+        """
+        given = {"dim": dim, "sizes": sizes, "op": op, "root": root, "view": view, "in_order": in_order}
+        given["receive_sizes"] = receive_sizes
+        given = {name: value for name, value in given.items() if value is not None}
+        if kind not in OPTIONS:
+            raise ShapeError(f"There is no collective {kind!r} to prepare. Those that there are: {', '.join(OPTIONS)}.")
+        for name in given:
+            if name not in OPTIONS[kind]:
+                raise ShapeError(f"{kind} over {self.label} takes no {name}. It takes {', '.join(OPTIONS[kind])}.")
+        if self.size == 1:
+            return Copied(self, kind)
+        options = {**OPTIONS[kind], **given}
+
+        def settle(array: Array, into: Array | None, parts: Array | None) -> Route:
+            return self.routes.of(kind, array, into, parts, options)
+
+        return Collective(self, like, settle)
 
     # -- memory ---------------------------------------------------------------------------------------------------------
 
@@ -218,13 +273,12 @@ class Axis(OfThisProcess):
 
     def offers_views(self, array: Array) -> bool:
         """Whether an all-gather of arrays of this dtype can return a view of the node buffer."""
-        node = self.transports.node
-        return node is not None and node.offers_views(array)
+        return self.transports.offers_views(array)
 
     @property
-    def node_buffer(self) -> NodeBuffer | None:
-        """The node buffer of this axis; None if it has none."""
-        return None if self.transports.node is None else self.transports.node.buffer
+    def node_bytes(self) -> int | None:
+        """This rank's share of the memory that the axis's members share in their node; None where they share none."""
+        return self.transports.node_bytes
 
     def open_device(self, array: Array) -> None:
         """Open the transport of arrays that lie where `array` does, for messages between two members (collective).
@@ -236,17 +290,17 @@ class Axis(OfThisProcess):
 
     # -- carry and account -------------------------------------------------------------------------------------------------
 
-    def _complete(self, call: Call) -> Array:
+    def _complete(self, route: Route, array: Array, into: Array | None = None, parts: Array | None = None) -> Array:
         """Carry a blocking call, and record it in the ledger once it is complete."""
-        ledger, route = self.ledger, call.route
+        ledger = self.ledger
         if ledger.by_steps or route.on_device:
-            pending = self._begin(call)
+            pending = self._by_steps(route, array, into, True, parts)
             pending.lock = Pending.lock  # this call has the axis's
             return pending.wait()
         wall, cpu = time.perf_counter(), time.thread_time()
-        number = self.records.begin(route, call.array, wall, flight.WAITED_FOR)
+        number = self.records.begin(route, array, wall, flight.WAITED_FOR)
         try:
-            carried = self.transports.carry(call)
+            carried = self.transports.carry(route, array, into, True, parts)
             result = carried.complete()
         except BaseException as error:
             self._failed(number, error)
@@ -254,24 +308,33 @@ class Axis(OfThisProcess):
         ended = time.perf_counter()
         flight.end(number, ended)
         moved = carried.moved
-        self._record(route, call.array if moved is None else moved, ended - wall, time.thread_time() - cpu)
+        self._record(route, array if moved is None else moved, ended - wall, time.thread_time() - cpu)
         return result
 
-    def _begin(self, call: Call) -> Pending:
-        """Carry a call; `wait` of the returned Pending records its completion. Inside an NVTX range if the ledger has ranges."""
-        ledger, route, wall = self.ledger, call.route, time.perf_counter()
-        number = self.records.begin(route, call.array, wall, flight.BEGUN)
+    def _begin(self, route: Route, array: Array, into: Array | None = None) -> Pending:
+        """Carry a call; `wait` of the returned Pending records its completion."""
+        if self.ledger.by_steps or route.on_device:
+            return self._by_steps(route, array, into, False)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        number = self.records.begin(route, array, wall, flight.BEGUN)
         try:
-            if ledger.by_steps or route.on_device:
-                with nullcontext() if ledger.ranges is None else ledger.ranges.around(f"{route.operation} {self.label}"):
-                    pending = Begun(self.transports.carry, self.transports.of, call).recorded(ledger, self.label)
-            else:
-                cpu = time.thread_time()
-                carried = self.transports.carry(call)
-                moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
-                moved = call.array if moved is None else moved
-                line = self._record(route, moved, time.perf_counter() - wall, time.thread_time() - cpu)
-                pending = Pending(carried, line.wait)
+            carried = self.transports.carry(route, array, into, False)
+        except BaseException as error:
+            self._failed(number, error)
+            raise
+        moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
+        moved = array if moved is None else moved
+        line = self._record(route, moved, time.perf_counter() - wall, time.thread_time() - cpu)
+        return Pending(carried, line.wait, number, self.lock)
+
+    def _by_steps(self, route: Route, array: Array, into: Array | None, blocking: bool, parts: Array | None = None) -> Pending:
+        """Carry a call on a device, or under a ledger that traces: inside an NVTX range if the ledger has ranges."""
+        ledger = self.ledger
+        number = self.records.begin(route, array, time.perf_counter(), flight.BEGUN)
+        try:
+            with nullcontext() if ledger.ranges is None else ledger.ranges.around(f"{route.operation} {self.label}"):
+                carry = partial(self.transports.carry, route, array, into, blocking, parts)
+                pending = Begun(carry, self.transports.of, route, array).recorded(ledger, self.label)
         except BaseException as error:
             self._failed(number, error)
             raise
@@ -311,14 +374,9 @@ class Axis(OfThisProcess):
         return line
 
 
-def alone(array: Array, into: Array | None) -> Array:
-    """The result of a collective over an axis of one member."""
-    return array if into is None or into is array else copy_into(into, array)
-
-
 def free(axis: Axis) -> None:
     """Release the memory of an axis (collective). Whatever the axis is asked for later raises GridError."""
     before, axis.transports = axis.transports, Freed(axis.transports.members)
-    axis.checks.in_step, axis.lock.shared = axis.transports.check, axis.transports
+    axis.checks.transports = axis.lock.shared = axis.transports
     axis.records.ranks = None  # the communicator, which would name them, is gone soon
     before.free()

@@ -18,7 +18,7 @@ from .axis import Axis
 from .checks import Checks
 from .pending import Begun, Pending
 from .profile import flight
-from .transport.call import Call, Route
+from .transport.call import Route
 from .transport.nccl import NcclLink, NcclTransport
 from .transport.p2p import CODES, HEADER
 from .transport.progress import IN_FLIGHT
@@ -143,7 +143,7 @@ class Channel:
             self._headers.append((request, header))
         route = self._message("send", array, 0, stage, kind, link.target)
         number = self.axis.records.begin(route, array, time.perf_counter(), flight.BEGUN)
-        sent = self._begin(Call(route, array, None, False), link).recorded(self.axis.ledger, self.axis.label)
+        sent = self._begin(route, array, link).recorded(self.axis.ledger, self.axis.label)
         sent.number = number
         self._sends.append(sent)
 
@@ -153,7 +153,7 @@ class Channel:
         self._checks.target("receive", out)
         route = self._message("receive", out, count(out), stage, kind, link.source)
         number = self.axis.records.begin(route, out, time.perf_counter(), flight.BEGUN)
-        incoming = Incoming(self, number, partial(self._begin, Call(route, out, None, False), link))
+        incoming = Incoming(self, number, partial(self._begin, route, out, link))
         if self.axis.check:
             incoming.expect(_header(out, stage, kind, micro), link.source, self._header_tag(tag))
         else:
@@ -201,18 +201,19 @@ class Channel:
         if self.comm != self.axis.comm:
             self.comm.Free()
 
-    def _begin(self, call: Call, link: Link) -> Begun:
+    def _begin(self, route: Message, array: Array, link: Link) -> Begun:
         transport: Any = self.axis.transports.host
-        if is_on_device(call.array):
-            transport = self.axis.transports.between_two(call.array)
+        if route.on_device:
+            transport = self.axis.transports.between_two(array)
             if isinstance(transport, NcclTransport):
                 if link not in self._nccl:
                     raise GridError(
                         "messages over NCCL need a link that all members have opened: call open_device(array) on them."
                     )
                 transport = self._nccl[link]
-                call.route.root = int(call.route.operation == "send")  # of two: the source, then the target
-        return Begun(lambda call: transport.carry(call, self._members), lambda array: transport, call)
+                route.root = int(route.operation == "send")  # of two: the source, then the target
+        carry = partial(transport.carry, self._members, route, array, None, False)
+        return Begun(carry, lambda array: transport, route, array)
 
     def _message(self, way: str, array: Array, words: int, stage: int, kind: str, peer: int) -> Message:
         """The route of messages like this one, which is kept: the flight recorder writes its text once."""

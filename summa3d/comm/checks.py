@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from threading import current_thread
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -41,7 +41,7 @@ class Checks:
     def __init__(self, members: Members, transports: Transports, debug: bool) -> None:
         self.size, self.index, self.label, self.comm = members.size, members.index, members.label, members.comm
         self.name, self.debug, self.ledger = members.name, debug, members.ledger
-        self.in_step = transports.check
+        self.transports = transports
 
     def settled(
         self,
@@ -146,17 +146,24 @@ class Checks:
     def agreed(self, name: str, array: Array, facts: dict[str, Any], problem: str | None = None) -> None:
         """Raise ShapeError for a `problem` with this call; in debug mode an error on all members if they differ in anything."""
         if self.debug:
-            self.in_step()
+            self.transports.check()
             memory = "a device's" if is_on_device(array) else "the host's"
             known = {"dtype": dtype_name(array), "memory": memory, **facts, "problem": problem}
             self._compare(name, known)
         if problem is not None:
             raise ShapeError(problem)
 
+    def refuse(self, name: str, array: Array, facts: dict[str, Any], problem: str) -> NoReturn:
+        """Raise ShapeError for a call that other members may make: those that share a node's memory compare it with theirs."""
+        if not self.debug:
+            self.transports.refuse(f"{name} of {dtype_name(array)} {list(array.shape)}, which is refused")
+        self.agreed(name, array, facts, problem)
+        raise ShapeError(problem)
+
     def barrier(self) -> None:
         """In debug mode, raise AgreementError on all members unless all are at a barrier."""
         if self.debug:
-            self.in_step()
+            self.transports.check()
             self._compare("barrier", {})
 
     def _compare(self, operation: str, facts: dict[str, Any]) -> None:
@@ -207,6 +214,18 @@ class Routes:
     def __init__(self, checks: Checks) -> None:
         self.checks, self.size, self.index, self.label = checks, checks.size, checks.index, checks.label
         self._routes: dict[Hashable, Route] = {}
+
+    def of(self, kind: str, array: Array, into: Array | None, parts: Array | None, options: Mapping[str, Any]) -> Route:
+        """The route of a collective of a kind, with its options."""
+        if kind == "all_gather":
+            return self.gather(array, into=into, **options)
+        if kind == "reduce_scatter":
+            return self.scatter(array, into=into, parts=parts, **options)
+        if kind in ("all_reduce", "reduce"):
+            return self.reduction(kind, array, into=into, **options)
+        if into is not None:
+            raise ShapeError(f"{kind} over {self.label} takes no into.")
+        return self.from_root(array, **options) if kind == "broadcast" else self.exchange(array, **options)
 
     def gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, view: bool) -> Route:
         """The route of an all-gather."""

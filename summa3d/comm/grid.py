@@ -13,6 +13,7 @@ from mpi4py import MPI
 from ..blas_library import TORCH, Rule
 from ..errors import GridError, Summa3dError
 from ..node_support import watchdog_seconds
+from .arrays import Array
 from .axis import Axis, free
 from .axis_lock import OfThisProcess
 from .device.backend import Backend
@@ -21,7 +22,7 @@ from .introduction import introduced
 from .profile import flight
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
-from .transport.call import Call, Carried, Members
+from .transport.call import Carried, Members, Route
 from .transport.select import NodeRule, requested
 from .transport.transports import TransportFactory, Transports
 from .watchdog import guard
@@ -278,7 +279,7 @@ class Grid(OfThisProcess):
     @property
     def staged(self) -> tuple[str, ...]:
         """The axes that communicate through their node's memory (collective at its first use)."""
-        return tuple(name for name in self.shape if self[name].node_buffer is not None)
+        return tuple(name for name in self.shape if self[name].node_bytes is not None)
 
     def free(self) -> None:
         """Release the axes' communicators and memory (collective); a second call does nothing. No axis communicates afterwards.
@@ -468,10 +469,12 @@ class Part(Grid):
 class Unconnected(Transports):
     """The transports of an axis of a grid without processes: its collectives raise GridError."""
 
-    def carry(self, call: Call) -> Carried:
+    def carry(
+        self, route: Route, array: Array, into: Array | None = None, blocking: bool = True, parts: Array | None = None
+    ) -> Carried:
         """Raise GridError: the axis has no other process to communicate with."""
         raise GridError(
-            f"{call.route.operation} over axis {self.members.label} = {self.members.size}: a Place stands for one rank of a grid "
+            f"{route.operation} over axis {self.members.label} = {self.members.size}: a Place stands for one rank of a grid "
             "without processes, and cannot communicate. Make a Grid, or a Place with transports that move nothing."
         )
 

@@ -12,7 +12,7 @@ from .profile import flight
 from .profile.ledger import Amounts, Ledger
 from .profile.nvtx import Ranges
 from .profile.timeline import Timed
-from .transport.call import Call, Carried
+from .transport.call import Carried, Route
 from .transport.progress import IN_FLIGHT
 
 
@@ -22,18 +22,21 @@ class Pending:
     Buffers stay alive until `wait` returns, or MPI has done with those of a Pending that is dropped. On a device, `wait` makes
     the caller's stream wait, and work queued on that stream afterwards sees the result; the transport keeps arrays that the
     device still uses (arrival.Held), whether or not `wait` is called. `account(wall, cpu)` receives the wall and processor
-    seconds of the completion.
+    seconds of the completion. `number` is that of the communication in the flight recorder, 0 where it is not recorded.
     """
 
     _carried: Carried | None = None
-    number = 0
-    """That of the communication in the flight recorder; 0 where it is not recorded."""
     lock: AbstractContextManager[None] = nullcontext()
     """That of the axis, around the completion."""
 
-    def __init__(self, carried: Carried, account: Callable[[float, float], None]) -> None:
-        self._carried = carried
-        self._account = account
+    def __init__(
+        self,
+        carried: Carried,
+        account: Callable[[float, float], None],
+        number: int = 0,
+        lock: AbstractContextManager[None] = lock,
+    ) -> None:
+        self._carried, self._account, self.number, self.lock = carried, account, number, lock
         self._result: Array = None
 
     def __del__(self) -> None:
@@ -100,12 +103,12 @@ class Begun:
 
     __slots__ = ("carried", "cpu_seconds", "device", "dtype", "issue", "itemsize", "route", "seconds", "start")
 
-    def __init__(self, carry: Callable[[Call], Carried], device_of: Callable[[Array], Any], call: Call) -> None:
+    def __init__(self, carry: Callable[[], Carried], device_of: Callable[[Array], Any], route: Route, array: Array) -> None:
         self.start, cpu = time.perf_counter(), time.thread_time()
-        self.carried, self.route = carry(call), call.route
+        self.carried, self.route = carry(), route
         self.issue, self.cpu_seconds = time.perf_counter() - self.start, time.thread_time() - cpu
         moved, self.carried.moved = self.carried.moved, None  # what is in flight keeps only the buffers that it needs
-        moved = call.array if moved is None else moved
+        moved = array if moved is None else moved
         self.dtype, self.itemsize = dtype_name(moved), moved.itemsize
         self.device = device_of(moved) if is_on_device(moved) else None
         self.seconds = self.issue if self.device is None else self.device.on_host(self.issue)

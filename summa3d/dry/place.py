@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..comm.arrays import Array, empty, is_half, is_torch
 from ..comm.grid import Place
 from ..comm.profile.ledger import Amounts, Ledger
-from ..comm.signatures import Signed
-from ..comm.transport.call import Members, Requests
+from ..comm.transport.call import MESSAGES, Carried, Members, Requests, Route
 from ..comm.transport.host import HostTransport
-from ..comm.transport.node import NodeTransport
-from ..comm.transport.node_buffer import NodeBuffer, Slot
-from ..comm.transport.node_memory import LEFT, SLOTS
-from ..comm.transport.select import NodeRule
+from ..comm.transport.node import AllReduceInParts, in_slots
+from ..comm.transport.node_buffer import lasting
+from ..comm.transport.node_memory import SLOTS
+from ..comm.transport.select import NodeRule, staged_dtype
+from ..comm.transport.slot_collective import SlotCollective
 from ..comm.transport.transports import Transports
 
 
@@ -54,99 +54,19 @@ class DryTransport(HostTransport):
         return self.on_device and not is_half(array)
 
 
-class AllSet:
-    """The words of flags that every member has set."""
-
-    def __getitem__(self, flag: int) -> int:
-        return LEFT - 1
-
-
-class DryFlags:
-    """Flags of a node buffer without processes that wait."""
-
-    broken, words = False, AllSet()
-
-    def check(self) -> None:
-        """Do nothing: no member fails."""
-
-    def set(self, flag: int, value: int) -> None:
-        """Do nothing: no process waits."""
-
-    def wait(self, flag: int, value: int) -> bool:
-        """Return at once; no sleep was needed."""
-        return False
-
-
-class DrySignatures:
-    """Signatures without other members."""
-
-    number = 0
-
-    def call(self, signature: Signed) -> int:
-        """Do nothing: no member compares."""
-        return 0
-
-    post = call
-
-    def wake(self) -> None:
-        """Do nothing: no member waits."""
-
-    review = wake
-
-    def compare(self, number: int) -> None:
-        """Return at once: no member differs."""
-
-    def compare_with(self, member: int, number: int) -> None:
-        """Return at once: no member differs."""
-
-
-class DrySlot(Slot):
-    """A slot without memory: its parts do not count as memory of this rank."""
-
-    def post(self) -> None:
-        """Do nothing: no member waits."""
-
-    def part(self, like: Array, offset: int, shape: tuple[int, ...], strides: Sequence[int] | None = None) -> Array:
-        """An array of `like`'s kind and dtype that stands for a part of the slot; numbers on the host are 0 until written."""
-        if not is_torch(like):
-            return np.zeros(shape, like.dtype)
-        if prod(shape) == 0:
-            return empty(shape, like)
-        with _disable_current_modes():
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
-
-
-class DryNodeBuffer(NodeBuffer):
-    """The node buffer of one axis without memory; it records the size that each slot would have."""
-
-    slot_type = DrySlot
-
-    def __init__(self, members: Members) -> None:
-        self.comm, self.size, self.index, self.flags = members.comm, members.size, members.index, DryFlags()  # type: ignore[assignment]
-        self.signatures = DrySignatures()  # type: ignore[assignment]
-        self.begin()
-        self.sizes = [0] * SLOTS
-
-    @property
-    def size_bytes(self) -> int:
-        """This rank's share of the slots, each as large as the largest communication of the axis."""
-        return SLOTS * max(self.sizes) // self.size
-
-    def take(self, nbytes: int) -> Slot | None:
-        """The next slot; ends the view that the last slot may have given."""
-        slot = super().take(0)
-        place = self.number % SLOTS
-        self.sizes[place] = max(self.sizes[place], nbytes)
-        return slot
-
-
 class DryTransports(Transports):
-    """The transports of one axis: communications use the node buffer where they can, and move nothing."""
+    """The transports of an axis that moves nothing. In a node's memory its collectives take their steps on arrays without memory.
+
+    on_device : whether arrays are a device's, which NCCL moves.
+    """
 
     def __init__(self, members: Members, on_device: bool) -> None:
         super().__init__(replace(members, node=None))
         self.members, self.host = members, DryTransport(on_device)
-        self.node = None if members.node is None or members.size == 1 else DryNodeTransport(members)
+        self.in_node = members.node is not None and members.size > 1
+        self._slot_bytes = [0] * SLOTS
+        self._unread: dict[int, Callable[[], None]] = {}
+        self._place, self._allocated = 0, None
 
     def of(self, array: Array) -> Any:
         """The transport for collectives on `array`, and for messages from one member to another."""
@@ -154,16 +74,85 @@ class DryTransports(Transports):
 
     between_two = of
 
+    def carry(
+        self, route: Route, array: Array, into: Array | None = None, blocking: bool = True, parts: Array | None = None
+    ) -> Carried:
+        """Begin a call that moves nothing."""
+        if self.in_node and route.operation not in MESSAGES:
+            collective = route.bound = route.bound or in_slots(route, array, self.members, NODE_RULE)
+            allocated = self._allocated is array and route.operation == "reduce_scatter"
+            if isinstance(collective, AllReduceInParts) and collective.in_slots:
+                begun = collective.begin(partial(self._begin, blocking=blocking), array, into, fail=lambda error: None)
+                assert begun is not None
+                return begun
+            if isinstance(collective, SlotCollective) and (collective.in_slots or allocated):
+                return self._begin(collective, array, into, blocking, allocated)
+        return self.host.carry(self.members, route, array, into, blocking, parts)
 
-class DryNodeTransport(NodeTransport):
-    """The node transport on a buffer without memory."""
+    def _begin(
+        self, collective: SlotCollective, array: Array, into: Array | None, blocking: bool = True, allocated: bool = False
+    ) -> Carried:
+        """Write now, and combine when it is waited for, or when another communication takes the slot."""
+        if not allocated:
+            self._take(collective.nbytes)
+        self._allocated, place, early = None, self._place, []
+        views = collective.views[place]
+        if views is None:
+            with lasting(collective.is_torch):
+                views = collective.views[place] = collective.views_in(_without_memory)
+        own = None if allocated else collective.write(views, array, into, blocking)
+        into = array if collective.in_place else into
+        if collective.gives_view and into is None:
+            return Carried([], lambda: _without_memory(collective.like, 0, collective.whole), array)
 
-    def __init__(self, members: Members) -> None:
-        super().__init__(members, NODE_RULE)
+        def combine() -> None:
+            early.append(collective.combine(views, into, own))
 
-    def opened(self) -> NodeBuffer:
-        """The buffer without memory."""
-        return DryNodeBuffer(self.members)
+        def finish() -> Array:
+            if not early:
+                del self._unread[place]
+                combine()
+            return early.pop()
+
+        self._unread[place] = combine
+        return Carried([], finish, array)
+
+    def _take(self, nbytes: int) -> None:
+        """Take the next slot."""
+        self._place = place = (self._place + 1) % SLOTS
+        self._slot_bytes[place] = max(self._slot_bytes[place], nbytes)
+        if place in self._unread:
+            self._unread.pop(place)()
+
+    def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
+        """A buffer that the next reduce-scatter sums in place."""
+        if not self.offers_views(like):
+            return None
+        self._take(self.members.size * prod(shape) * like.itemsize)
+        self._allocated = _without_memory(like, 0, tuple(shape))
+        return self._allocated
+
+    def offers_views(self, array: Array) -> bool:
+        """Whether the members share a node's memory, and it holds arrays of this dtype."""
+        return self.in_node and staged_dtype(array)
+
+    @property
+    def node_bytes(self) -> int | None:
+        """This rank's share of the slots, each as large as the largest communication of the axis."""
+        return SLOTS * max(self._slot_bytes) // self.members.size if self.in_node else None
+
+    def barrier(self) -> None:
+        """Return at once: no member waits."""
+
+
+def _without_memory(like: Array, offset: int, shape: tuple[int, ...]) -> Array:
+    """An array of `like`'s kind and dtype that stands for one in a slot; numbers on the host are 0 until written."""
+    if not is_torch(like):
+        return np.zeros(shape, like.dtype)
+    if prod(shape) == 0:
+        return empty(shape, like)
+    with _disable_current_modes():
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 NODE_RULE = NodeRule(crowded=True, always=True)
@@ -203,13 +192,12 @@ class DryPlace(Place):
     @property
     def node_bytes(self) -> int:
         """This rank's share of the node's memory that its axes have used so far."""
-        buffers = (axis.node_buffer for axis in self._axes.values())
-        return sum(buffer.size_bytes for buffer in buffers if buffer is not None)
+        return sum(axis.node_bytes or 0 for axis in self._axes.values())
 
     @property
     def node_axes(self) -> tuple[str, ...]:
         """The axes of more than one member that lie inside a node and communicate through its memory."""
-        return tuple(name for name, size in self.shape.items() if size > 1 and self[name].node_buffer is not None)
+        return tuple(name for name, size in self.shape.items() if size > 1 and self[name].node_bytes is not None)
 
 
 class DryLedger(Ledger):

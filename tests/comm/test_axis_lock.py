@@ -29,10 +29,10 @@ def test_a_second_thread_inside_an_axis_is_refused_and_breaks_it(comm, make_grid
     axis.barrier()
     inside, leave, whole = threading.Event(), threading.Event(), Transports.carry
 
-    def slow(self, call):
+    def slow(self, *call):
         inside.set()
         leave.wait(60)
-        return whole(self, call)
+        return whole(self, *call)
 
     results = []
 
@@ -85,9 +85,9 @@ def test_an_axis_is_broken_after_an_interrupt_in_a_call_that_a_program_has_caugh
     axis.all_reduce(np.ones(2))
     comm.Barrier()  # a member that still reads that sum would see the axis break
 
-    def interrupted(self, call):
+    def interrupted(self, *call):
         if when == "after":
-            whole(self, call).complete()
+            whole(self, *call).complete()
         raise KeyboardInterrupt
 
     if comm.rank == 1:
@@ -118,9 +118,9 @@ def test_a_signal_handler_that_communicates_inside_a_call_is_refused(comm, make_
         except GridError as error:
             refused.append(str(error))
 
-    def signalled(self, call):
+    def signalled(self, *call):
         signal.raise_signal(signal.SIGUSR2)
-        return whole(self, call)
+        return whole(self, *call)
 
     before = signal.signal(signal.SIGUSR2, handler)
     try:

@@ -12,14 +12,14 @@ import pytest
 from mpi4py import MPI
 
 from summa3d.comm.grid import Grid
-from summa3d.comm.transport import node, node_buffer
+from summa3d.comm.transport import node_buffer, slot_collective
 from summa3d.errors import AgreementError, GridError, ShapeError
 from summa3d.node_support import why_no_node_memory
 
 pytestmark = pytest.mark.skipif(why_no_node_memory() is not None, reason=f"no node memory: {why_no_node_memory()}")
 TRIALS = 200
-STEPS = ("part", "post", "wait", "wait_for_all", "read")
-"""What a collective does with its slot, at any of which a member may fail; "read" is what completes it."""
+STEPS = ("part", "post", "wait", "wait_for_all", "write", "combine")
+"""What a collective does with its slot, at any of which a member may fail."""
 
 
 class Injected(Exception):
@@ -65,10 +65,9 @@ def armed(monkeypatch, step, after, error):
             raise error
         return whole(*args, **options)
 
-    owners = dict.fromkeys(node.BOUND.values()) if step == "read" else [node_buffer.Slot]
-    for owner in (one for one in owners if step in vars(one)):
-        whole = vars(owner)[step]
-        monkeypatch.setattr(owner, step, lambda *args, whole=whole, **options: failing(whole, *args, **options))
+    owner = slot_collective.SlotCollective if step in ("write", "combine") else node_buffer.Slot
+    whole = vars(owner)[step]
+    monkeypatch.setattr(owner, step, lambda *args, **options: failing(whole, *args, **options))
     return lambda: calls[0] >= after
 
 

@@ -283,6 +283,6 @@ def test_a_device_array_never_takes_the_nodes_memory(comm, make_grid):
     on_device, on_host = device.put(np.ones((3, 2))), np.ones((3, 2))
     assert axis.allocate((3, 2), on_device) is None and not axis.offers_views(on_device)
     assert np.array_equal(device.read(axis.all_gather(on_device, view=True)), np.ones((6, 2)))
-    assert axis.node_buffer is None or axis.allocate((3, 2), on_host) is not None
+    assert axis.node_bytes is None or axis.allocate((3, 2), on_host) is not None
     axis.barrier()
     device.finish()

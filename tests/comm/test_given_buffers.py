@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kinds import array, numbers, plain
 
-from summa3d.comm.transport.node import IN_ONE_COPY
+from summa3d.comm.transport.slot_collective import IN_ONE_COPY
 from summa3d.errors import AgreementError, ShapeError
 
 

@@ -111,7 +111,7 @@ def test_waiting_costs_wall_time_and_work_costs_processor_time(make_grid, clock,
     grid = make_grid(x=2, check=False, node_memory=node_memory)
     transports = grid["x"].transports
     carry = transports.carry
-    monkeypatch.setattr(transports, "carry", lambda call: (clock.passes(0.5, cpu=0.125), carry(call))[1])
+    monkeypatch.setattr(transports, "carry", lambda *call: (clock.passes(0.5, cpu=0.125), carry(*call))[1])
     with grid.ledger.watch() as moved:
         clock.passes(8, cpu=2)
         grid["x"].all_reduce(np.ones(3))

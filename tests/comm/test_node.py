@@ -65,7 +65,7 @@ def test_slots_grow_and_more_may_be_started_than_there_are_slots(comm, make_grid
     for pending in order:
         pending.wait()
     assert [pending.wait().tolist() for pending in started] == [[2 * turn + 1] * 3 for turn in range(2 * node_buffer.SLOTS + 1)]
-    assert axis.node_buffer.size_bytes >= 2 * (3 * words + 5) * 8 // 2
+    assert axis.node_bytes >= 2 * (3 * words + 5) * 8 // 2
 
 
 @pytest.mark.mpi(sizes=(3,))
@@ -129,7 +129,7 @@ def test_where_one_member_cannot_map_the_memory_none_does(comm, make_grid, monke
     if comm.rank == 1:
         monkeypatch.setattr(node_memory, "joined", lambda nbytes, note: None)
     axis = make_grid(x=3, node_memory=True)["x"]
-    assert axis.node_buffer is None
+    assert axis.node_bytes is None
     assert axis.all_reduce(np.ones(3)).tolist() == [3, 3, 3]
 
 

@@ -36,7 +36,7 @@ def check(config: ModelConfig, built: Any, recompute: tuple[str, int] = ("none",
     assert memory.parameters == memory.gradients == held
     assert abs(memory.activations - saved) <= SAVED * saved, (built.name, built.grid, memory.activations / saved)
     assert abs(memory.peak - peak - held) <= close * (peak + held), (built.name, built.grid, memory.peak / (peak + held))
-    slots = sum(axis.node_buffer.size_bytes for axis in (built.grid[name] for name in staged))
+    slots = sum(axis.node_bytes for axis in (built.grid[name] for name in staged))
     assert slots <= memory.node + len(staged) * (2 << 18)
 
 

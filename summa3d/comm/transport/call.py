@@ -1,4 +1,4 @@
-"""A communication as an axis asks for it (`Call`), and as a transport has begun it (`Carried`)."""
+"""A communication as an axis asks for it (`Route`), and as a transport has begun it (`Carried`)."""
 
 from __future__ import annotations
 
@@ -89,6 +89,16 @@ class Route:
         self.signed, self.recorded = NO_SIGNATURE, -1
         self.lines: dict[tuple[str, Any], Amounts] = {}
 
+    def result_shape(self, shape: Sequence[int], index: int) -> tuple[int, ...]:
+        """The shape of the result on member `index`, for an array of `shape`."""
+        if self.operation not in ALONG_A_DIM:
+            return tuple(shape)
+        if self.operation == "reduce_scatter":
+            extent = self.sizes[index]
+        else:
+            extent = sum(self.sizes if self.receive_sizes is None else self.receive_sizes)
+        return (*shape[: self.dim], extent, *shape[self.dim + 1 :])
+
     def described(self, array: Array) -> str:
         """What a call of this kind with such an array is: in these words all members must call alike."""
         shape: list[Any] = list(array.shape)
@@ -106,20 +116,6 @@ class Route:
         if self.operation == "barrier":
             return "barrier"
         return ", ".join([f"{self.operation} of {dtype_name(array)} [{', '.join(map(str, shape))}]", *marks])
-
-
-class Call(NamedTuple):
-    """A communication, checked: all members pass the same, but for their arrays, and `sizes` of an all-to-all.
-
-    array : what is sent, or overwritten. into : where the result goes; None, a new array. blocking : whether it completes before
-    the call returns. parts : workspace of a reduce-scatter.
-    """
-
-    route: Route
-    array: Array
-    into: Array | None = None
-    blocking: bool = True
-    parts: Array | None = None
 
 
 class Counts(NamedTuple):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -25,21 +25,23 @@ from ..nodes import world_ranks
 from ..signatures import Signatures
 from .call import Carried, of_freed
 from .node_memory import BROKEN, CLOSED, FLAGS, LEFT, MAPPED, OFFERED, POSTED, SLOTS, Flags, joined, mapped, offered
+from .slot_collective import ALL, SlotCollective, Views, row_major
 
 GRAIN = 1 << 18
 """Slots grow in steps of this many bytes."""
 
 
 class Slot(Carried):
-    """One communication in a slot of a node buffer: this member posts its part, and `complete` reads the others' parts.
+    """One communication in a slot of a node buffer: this member posts its part, and `complete` combines all members' parts.
 
-    read : what `complete` does, and returns the result. into, own : of that communication.
+    collective : which one it is, until it is complete. views : its arrays in this slot. into, own : what `combine` is given.
     """
 
-    read: Callable[[Slot], Array] | None = None
+    collective: SlotCollective | None = None
+    views: Views
     viewed = False
     into: Array = None
-    own: Array = None
+    own: Array | None = None
     _result: Array = None
 
     def __init__(self, buffer: NodeBuffer, number: int, memory: mmap.mmap | None) -> None:
@@ -86,18 +88,27 @@ class Slot(Carried):
         buffer.signatures.compare(self.call)
 
     def complete(self) -> Array:
-        """Read the parts of all members, unless `finish` did, and close the slot, unless the result is a view of it; once.
+        """Combine the parts of all members, unless `finish` did, and close the slot, unless the result is a view of it; once.
 
         The slot keeps no reference to the result, since the buffer keeps the slot until its next use.
         """
-        if self.read is None:
+        collective = self.collective
+        if collective is None:
             result, self._result, self.keep = self._result, None, None
             return result
         if self.buffer.released:
             raise of_freed(self.buffer.flags.label)
         try:
-            result = self.read(self)
-            self.read = self.keep = self.into = self.own = None
+            plan = collective.plan
+            if plan.waits_for == ALL:
+                self.wait_for_all()
+            elif plan.waits_for >= 0:
+                self.wait(plan.waits_for)
+            if self.viewed:
+                result = self.part(collective.like, 0, collective.whole, collective.strides)
+            else:
+                result = collective.combine(self.views, self.into, self.own)
+            self.collective = self.keep = self.into = self.own = None
             if not self.viewed:
                 buffer = self.buffer
                 buffer.flags.set(buffer.own[CLOSED][self.place], self.number)
@@ -128,7 +139,6 @@ class NodeBuffer:
     leaves nothing behind; each process unmaps it by itself.
     """
 
-    slot_type: ClassVar[type[Slot]] = Slot
     released = False
 
     def __init__(self, comm: MPI.Intracomm, flags: Flags, grid: int = 1) -> None:
@@ -142,7 +152,7 @@ class NodeBuffer:
         self.memories: list[mmap.mmap | None] = [None] * SLOTS
         self.slots: list[Slot | None] = [None] * SLOTS
         self.flats: list[dict[Any, Array]] = [{} for _ in range(SLOTS)]
-        self.grown: WeakSet[Any] = WeakSet()
+        self.grown: WeakSet[SlotCollective] = WeakSet()
         self.viewed: Slot | None = None
         self.allocated: tuple[Slot, Array] | None = None
         members = [member for member in range(self.size) if member != self.index]
@@ -182,7 +192,7 @@ class NodeBuffer:
             self.number = number = self.number + 1
             place = number % SLOTS
             before = self.slots[place]
-            if before is not None and before.read is not None:
+            if before is not None and before.collective is not None:
                 before.finish()
             words, closed = self.flags.words, number - SLOTS
             for flag in self.others[CLOSED][place]:
@@ -194,14 +204,14 @@ class NodeBuffer:
                 self.signatures.compare(self.signatures.number)  # members that differ in their call would not all grow
                 self.memories[place] = None
                 self.flats[place].clear()
-                for bound in self.grown:
-                    bound.forget(place)
+                for collective in self.grown:
+                    collective.forget(place)
                 memory = self.memories[place] = self._larger(-(-nbytes // GRAIN) * GRAIN)
             if nbytes and memory is None:
                 self.slots[place] = None
                 self.flags.set(self.own[CLOSED][place], number)
                 return None
-            slot = self.slots[place] = self.slot_type(self, number, memory)
+            slot = self.slots[place] = Slot(self, number, memory)
             return slot
         except BaseException as error:
             self.fail(error)
@@ -313,15 +323,3 @@ def lasting(is_torch: bool) -> Iterator[None]:
 
     with torch.inference_mode(False), _disable_current_modes():
         yield
-
-
-def row_major(shape: Sequence[int]) -> list[int]:
-    """The strides of a C-ordered array, in elements.
-
-    >>> row_major((2, 3, 4))
-    [12, 4, 1]
-    """
-    strides = [1]
-    for extent in shape[:0:-1]:
-        strides.append(strides[-1] * extent)
-    return strides[: len(shape)][::-1]

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from ...errors import GridError
 from ..arrays import Array, is_on_device
 from . import probe
-from .call import MESSAGES, Call, Carried, Members, of_freed
+from .call import MESSAGES, Carried, Members, Route, of_freed
 from .cuda_aware import CudaAwareTransport
 from .flat import FlatTransport
 from .host import HostTransport
@@ -43,23 +43,45 @@ class Transports:
         if self.node is not None:
             self.node.fail(error)
 
-    def carry(self, call: Call) -> Carried:
-        """Begin `call`. Raises ShapeError for a dtype or a reduction that it does not support, before anything is sent."""
-        if self.node is not None:
-            carried = self.node.carry(call)
+    def carry(
+        self, route: Route, array: Array, into: Array | None = None, blocking: bool = True, parts: Array | None = None
+    ) -> Carried:
+        """Begin a call of `route`. Raises ShapeError for a dtype or a reduction that is not supported, before anything is sent.
+
+        array : what is sent, or overwritten. into : where the result goes; None, a new array. blocking : whether it completes
+        before the call of the axis returns. parts : workspace of a reduce-scatter.
+        """
+        node, message = self.node, route.operation in MESSAGES
+        if node is not None:
+            carried = None if message else node.carry(route, array, into, blocking)
             if carried is not None:
                 return carried
-            self.node.check()
-        if not is_on_device(call.array):
-            carried = self.host.carry(call, self.members)
-            if self.node is not None and carried.requests and call.route.operation not in MESSAGES:
-                carried.before = self.node.compared()
+            node.check()
+        if not route.on_device:
+            carried = self.host.carry(self.members, route, array, into, blocking, parts)
+            if node is not None and carried.requests and not message:
+                carried.before = node.compared()
             return carried
-        return (self.between_two if call.route.operation in MESSAGES else self.of)(call.array).carry(call, self.members)
+        transport = self.between_two(array) if message else self.of(array)
+        return transport.carry(self.members, route, array, into, blocking, parts)
 
     def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
         """A buffer that the next reduce-scatter sums in place; None where none of the transports has such memory (collective)."""
         return None if self.node is None else self.node.allocate(shape, like)
+
+    def offers_views(self, array: Array) -> bool:
+        """Whether an all-gather of arrays of this dtype can return a view of memory that the members share."""
+        return self.node is not None and self.node.offers_views(array)
+
+    @property
+    def node_bytes(self) -> int | None:
+        """This rank's share of the memory that the members share in their node; None where they share none."""
+        return None if self.node is None else self.node.node_bytes
+
+    def refuse(self, text: str) -> None:
+        """Let members that share a node's memory compare a call that this one refuses: those that make another one raise, too."""
+        if self.node is not None:
+            self.node.refuse(text)
 
     def barrier(self) -> None:
         """Return once every member has called; members that share a node wait asleep."""

@@ -1,0 +1,109 @@
+"""A collective prepared once and started often, as MPI-4's persistent ones: what `Axis.prepare` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING, NoReturn
+
+from .arrays import Array, copy_into, dtype_name, into_problem, is_writable, place_of
+from .pending import Completed, Pending
+from .transport.call import Route
+
+if TYPE_CHECKING:
+    from .axis import Axis
+
+Settle = Callable[[Array, "Array | None", "Array | None"], Route]
+
+
+class Collective:
+    """One collective over an axis for arrays like one: checked, agreed on, and bound to its transport and ledger line once.
+
+    ``gather = axis.prepare("all_gather", like=block)``, then ``gather.start(block).wait()`` or ``gather.run(block)`` for any
+    block of that shape, dtype, library and memory. Words, messages, results and errors are those of the axis's method of the
+    same name. An array that is not like the one of `prepare` is a ShapeError; members that start the collective rightly
+    meanwhile get an AgreementError where they share a node's memory, and on any axis with check=True.
+
+    Attributes
+    ----------
+    axis : the axis. route : what its calls have in common, with their words and messages.
+    """
+
+    def __init__(self, axis: Axis, like: Array, settle: Settle) -> None:
+        self.axis, self._settle = axis, settle
+        self._shape, self._dtype, self._place = tuple(like.shape), like.dtype, place_of(like)
+        self._like = f"{dtype_name(like)} {list(like.shape)}"
+        with axis.lock:
+            self.route = route = settle(like, None, None)
+        self._each = axis.check or route.operation == "broadcast"  # each is checked: by messages, or that it can be overwritten
+        self._result = route.result_shape(self._shape, axis.index)
+
+    def __repr__(self) -> str:
+        return f"Collective({self.route.operation} of {self._like} over {self.axis.label} = {self.axis.size})"
+
+    def start(self, array: Array, into: Array | None = None) -> Pending:
+        """Begin the collective; `wait` of the returned Pending gives its result. into : where the result goes, optional."""
+        axis = self.axis
+        with axis.lock:
+            return axis._begin(self._route_of(array, into), array, into)
+
+    def run(self, array: Array, into: Array | None = None, parts: Array | None = None) -> Array:
+        """Return the result of the collective. parts : workspace of a reduce-scatter through MPI, of g·n_r words."""
+        axis = self.axis
+        with axis.lock:
+            return axis._complete(self._route_of(array, into, parts), array, into, parts)
+
+    def _route_of(self, array: Array, into: Array | None, parts: Array | None = None) -> Route:
+        """The route; ShapeError unless the arrays are like those that were prepared for."""
+        try:
+            fits = array.shape == self._shape and array.dtype == self._dtype and place_of(array) == self._place
+        except AttributeError:
+            fits = False
+        if not fits:
+            self._refuse(array)
+        taken = (into is None or self._takes(into, array)) and (parts is None or self._holds(parts, array))
+        return self.route if taken and not self._each else self._settle(array, into, parts)
+
+    def _takes(self, into: Array, array: Array) -> bool:
+        """Whether the result may go into this array; where it may not, the full check says why."""
+        return (into is array and is_writable(array)) or into_problem(into, array, self._result) is None
+
+    def _holds(self, parts: Array, array: Array) -> bool:
+        """Whether this array can be a reduce-scatter's workspace; where it cannot, the full check says why."""
+        elements = prod(self._result) * self.axis.size
+        return self.axis.checks.workspace_problem(array, parts, elements) is None
+
+    def _refuse(self, array: Array) -> NoReturn:
+        """Raise ShapeError for an array that is not like the one prepared for, once the other members can know of it."""
+        axis, name = self.axis, self.route.operation
+        axis.checks.array(name, array)
+        given = f"{dtype_name(array)} {list(array.shape)}"
+        where = "" if given != self._like else ", in another library or memory"
+        problem = (
+            f"{name} over {axis.label} = {axis.size} was prepared for {self._like}, and is started with {given}{where}.\n"
+            f"  Prepare another one for such arrays, or call axis.{name}."
+        )
+        axis.checks.refuse(name, array, {"shape": tuple(array.shape)}, problem)
+
+
+def alone(array: Array, into: Array | None) -> Array:
+    """Return the result of a collective over an axis of one member."""
+    return array if into is None or into is array else copy_into(into, array)
+
+
+class Copied(Collective):
+    """A collective over an axis of one member, which returns its input: nothing is sent, and nothing checked."""
+
+    def __init__(self, axis: Axis, operation: str) -> None:
+        self.axis, self.route = axis, Route(operation, False, 0, 0)
+
+    def __repr__(self) -> str:
+        return f"Collective({self.route.operation} over {self.axis.label} = 1)"
+
+    def start(self, array: Array, into: Array | None = None) -> Pending:
+        """Return a Pending that is complete."""
+        return Completed(self.run(array, into))
+
+    def run(self, array: Array, into: Array | None = None, parts: Array | None = None) -> Array:
+        """Return the input, or its copy in `into`."""
+        return alone(array, into)
