@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
 
 from .arrays import Array, copy_into, dtype_name, into_problem, is_writable, place_of
 from .pending import Completed, Pending
@@ -35,7 +37,7 @@ class Collective:
         self._like = f"{dtype_name(like)} {list(like.shape)}"
         with axis.lock:
             self.route = route = settle(like, None, None)
-        self._each = axis.check or route.operation == "broadcast"  # each is checked: by messages, or that it can be overwritten
+        self._each, self._overwrites = axis.check, route.operation == "broadcast" and route.words > 0
         self._result = route.result_shape(self._shape, axis.index)
 
     def __repr__(self) -> str:
@@ -62,10 +64,14 @@ class Collective:
         if not fits:
             self._refuse(array)
         taken = (into is None or self._takes(into, array)) and (parts is None or self._holds(parts, array))
-        return self.route if taken and not self._each else self._settle(array, into, parts)
+        if self._each or not taken or (self._overwrites and not is_writable(array)):
+            return self._settle(array, into, parts)
+        return self.route
 
     def _takes(self, into: Array, array: Array) -> bool:
         """Whether the result may go into this array; where it may not, the full check says why."""
+        if type(into) is type(array) is np.ndarray and into.shape == self._result and into.dtype == self._dtype:
+            return into.flags.writeable
         return (into is array and is_writable(array)) or into_problem(into, array, self._result) is None
 
     def _holds(self, parts: Array, array: Array) -> bool:
@@ -107,3 +113,32 @@ class Copied(Collective):
     def run(self, array: Array, into: Array | None = None, parts: Array | None = None) -> Array:
         """Return the input, or its copy in `into`."""
         return alone(array, into)
+
+
+class Prepared:
+    """A collective over an axis for blocks of one shape, prepared for each dtype, library and memory when the first such comes.
+
+    axis, kind, dim, sizes, op, root, view : as of `Axis.prepare`
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        kind: str,
+        dim: int | None = None,
+        sizes: Sequence[int] | None = None,
+        op: str | None = None,
+        root: int | None = None,
+        view: bool | None = None,
+    ) -> None:
+        self.axis, self.kind = axis, kind
+        self._options = {"dim": dim, "sizes": sizes, "op": op, "root": root, "view": view}
+        self._collectives: dict[Any, Collective] = {}
+
+    def of(self, array: Array) -> Collective:
+        """Return the collective for arrays like this one; collective, with check=True, where it is the first."""
+        key = array.dtype if type(array) is np.ndarray else (array.dtype, place_of(array))
+        collective = self._collectives.get(key)
+        if collective is None:
+            collective = self._collectives[key] = self.axis.prepare(self.kind, array, **self._options)  # type: ignore[arg-type]
+        return collective

@@ -18,8 +18,6 @@ KEPT_BYTES = 1 << 28
 KEPT_EXECUTORS = 256
 """Executors without workspace cost memory too."""
 
-Key = tuple[ProductPlan, Any, str]
-
 
 class Executors:
     """Executors by plan, dtype and device, least recently used first; their workspace is at most `limit` bytes.
@@ -30,32 +28,50 @@ class Executors:
     def __init__(self, grid: Grid, limit: int = KEPT_BYTES) -> None:
         self.grid, self.limit = grid, limit
         self.nbytes = 0
-        self._kept: OrderedDict[Key, tuple[Executor, int]] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[Executor, int]] = OrderedDict()
+        self._numbers: dict[tuple[ProductPlan, Any, str], int] = {}
+        self._plans: list[ProductPlan] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
+    def number_of(self, plan: ProductPlan, like: Array) -> int:
+        """The number of the executor of `plan` for arrays of the kind and dtype of `like`, by which it is taken and kept."""
+        key = (plan, like.dtype, str(like.device) if is_torch(like) else kind_of(like))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        if number == len(self._plans):
+            self._plans.append(plan)
+        return number
+
+    def take(self, number: int) -> Executor:
+        """The executor of this number, until it is kept again; another one where it is in use.
+
+        Raises what the executor of a new plan raises.
+        """
+        kept = self._kept.pop(number, None)
+        if kept is None:
+            plan = self._plans[number]
+            return algorithm_of(plan).executor(plan, self.grid)
+        self.nbytes -= kept[1]
+        return kept[0]
+
     @contextmanager
     def lend(self, plan: ProductPlan, like: Array) -> Iterator[Executor]:
-        """An executor of `plan` for arrays of the kind and dtype of `like`, taken back when the block ends.
+        """An executor of `plan` for arrays of the kind and dtype of `like`, kept again when the block ends.
 
         One whose block raises is dropped. Raises what the executor of a new plan raises.
         """
-        key = (plan, like.dtype, str(like.device) if is_torch(like) else kind_of(like))
-        held = self._kept.pop(key, None)
-        if held is None:
-            executor: Executor = algorithm_of(plan).executor(plan, self.grid)
-        else:
-            executor = held[0]
-            self.nbytes -= held[1]
+        number = self.number_of(plan, like)
+        executor = self.take(number)
         yield executor
-        self._keep(key, executor)
+        self.keep(number, executor)
 
-    def _keep(self, key: Key, executor: Executor) -> None:
+    def keep(self, number: int, executor: Executor) -> None:
+        """Keep an executor that was taken; those used longest ago go where all together are too many."""
         nbytes = executor.workspace.nbytes
-        other = self._kept.pop(key, None)  # of a call that ended while this one ran
+        other = self._kept.pop(number, None)  # of a call that ended while this one ran
         self.nbytes += nbytes - (other[1] if other else 0)
-        self._kept[key] = (executor, nbytes)
+        self._kept[number] = (executor, nbytes)
         while self._kept and (self.nbytes > self.limit or len(self._kept) > KEPT_EXECUTORS):
             _, (_, freed) = self._kept.popitem(last=False)
             self.nbytes -= freed

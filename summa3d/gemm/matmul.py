@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..comm.arrays import dtype_name, empty
+from ..comm.arrays import dtype_name, empty, place_of
 from ..comm.grid import agree_on_call
 from ..errors import AgreementError, ConfigError, LayoutError, ShapeError, Summa3dError
+from ..layout.layout import Layout
 from .algorithms.checks import agree_on_out
 from .algorithms.plan import ProductPlan
 from .describe import summary
@@ -17,12 +18,15 @@ from .recognise import product_of
 KEPT_BINDINGS = 1024
 
 
-class Bound(NamedTuple):
-    """The plan of a product, and whether it reads each operand as its .T."""
+class Binding(NamedTuple):
+    """The plan of a product, whether it reads each operand as its .T, and C's layout and shape. executor : its number."""
 
     plan: ProductPlan
     a_transposed: bool
     b_transposed: bool
+    executor: int
+    c_layout: Layout
+    c_shape: tuple[int, int]
 
 
 def matmul(
@@ -55,12 +59,51 @@ def matmul(
     ConfigError (an unknown algorithm) on every rank alike, before any communication. The first product of a kind on a grid
     raises AgreementError on all ranks where they call it differently; with `check` each product does.
     """
+    bound = _kept(a, b, form, algorithm, options) if out is None else None
+    if bound is None:
+        bound = _checked(a, b, form, algorithm, alpha, beta, out, options)
+    grid, left, right = a.grid, a.block, b.block
+    left, right = left.T if bound.a_transposed else left, right.T if bound.b_transposed else right
+    if grid.inside:
+        if out is not None:
+            agree_on_out(grid.comm, out.block, a.block, b.block)
+        executors = executors_of(grid)
+        executor = executors.take(bound.executor)
+        block = executor.run(left, right, None if out is None else out.block, alpha, beta)
+        executors.keep(bound.executor, executor)
+    else:
+        block = empty((0, 0), left)
+    return a.with_block(block, bound.c_layout, bound.c_shape) if out is None else out
+
+
+def _kept(a: Any, b: Any, form: str, algorithm: str | None, options: dict[str, Any]) -> Binding | None:
+    """The binding of a product that was checked before; None where it must be checked."""
+    if not isinstance(a, Distributed) or not isinstance(b, Distributed) or a.grid is not b.grid or a.grid.check:
+        return None
+    kept: dict[Any, Binding] | None = a.grid.kept.get(Binding)
+    try:
+        return None if kept is None else kept.get(_key(a, b, form, algorithm, options))
+    except TypeError:
+        return None
+
+
+def _key(a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any]) -> tuple[Any, ...]:
+    """What products of one binding have in common."""
+    left, right = a.block, b.block
+    kinds = left.dtype, place_of(left), right.dtype, place_of(right)
+    return a.layout, a.shape, a.is_transposed, b.layout, b.shape, b.is_transposed, kinds, form, algorithm, *options.items()
+
+
+def _checked(
+    a: Any, b: Any, form: str, algorithm: str | None, alpha: complex, beta: complex, out: Any, options: dict[str, Any]
+) -> Binding:
+    """The binding of a product, once all ranks know that it can be taken; raises what `matmul` raises."""
     try:
         _check_operands(a, b, out)
         if not isinstance(form, str):
             raise ShapeError(f"form {form!r} is none of nn, nt, tn and tt, nor of those with c.")
         check_kind(a, b, f"No product of form {form}")
-        grid, bound = a.grid, _bound(a, b, form, algorithm, options)
+        bound = _bound(a, b, form, algorithm, options)
         if out is not None:
             _check_out(out, a, b, bound.plan)
     except AgreementError:
@@ -68,18 +111,9 @@ def matmul(
     except Summa3dError as refusal:
         _tell(refusal, a, b)
         raise
-    if grid.check and grid.inside:
-        agree_on_call(grid, "matmul", {"alpha": repr(alpha), "beta": repr(beta), "out": out is not None})
-    layout, shape = bound.plan.c_layout, bound.plan.c_shape
-    left, right = a.block.T if bound.a_transposed else a.block, b.block.T if bound.b_transposed else b.block
-    if grid.inside:
-        if out is not None:
-            agree_on_out(grid.comm, out.block, a.block, b.block)
-        with executors_of(grid).lend(bound.plan, left) as executor:
-            block = executor.run(left, right, None if out is None else out.block, alpha, beta)
-    else:
-        block = empty((0, 0), left)
-    return a.with_block(block, layout, shape) if out is None else out
+    if a.grid.check and a.grid.inside:
+        agree_on_call(a.grid, "matmul", {"alpha": repr(alpha), "beta": repr(beta), "out": out is not None})
+    return bound
 
 
 def _check_operands(a: Any, b: Any, out: Any) -> None:
@@ -101,28 +135,19 @@ def _check_out(out: Distributed, a: Distributed, b: Distributed, plan: ProductPl
         raise LayoutError(f"out is {summary(out)}; {product}.")
 
 
-def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any]) -> Bound:
+def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any]) -> Binding:
     """The plan that the operands' layouts ask for, kept with the grid."""
     grid = a.grid
-    kept: dict[Any, Bound] = grid.kept.setdefault(Bound, {})
-    key = (
-        a.layout,
-        a.shape,
-        a.is_transposed,
-        b.layout,
-        b.shape,
-        b.is_transposed,
-        a.block.dtype,
-        form,
-        algorithm,
-        *options.items(),
-    )
+    kept: dict[Any, Binding] = grid.kept.setdefault(Binding, {})
+    key = _key(a, b, form, algorithm, options)
     try:
         bound = kept.get(key)
     except TypeError as error:
         raise ConfigError(f"matmul takes no such form, algorithm or options: {form!r}, {algorithm!r}, {options}.") from error
     if bound is None or grid.check:
-        bound = Bound(*product_of(a, b, grid.shape, form, algorithm, options))
+        plan, a_transposed, b_transposed = product_of(a, b, grid.shape, form, algorithm, options)
+        number = executors_of(grid).number_of(plan, a.block) if grid.inside else 0
+        bound = Binding(plan, a_transposed, b_transposed, number, plan.c_layout, plan.c_shape)
         if grid.inside:
             facts = {"a": _operand(a), "b": _operand(b), "form": form, "algorithm": algorithm, "options": str(options)}
             agree_on_call(grid, "matmul", facts)

@@ -27,6 +27,8 @@ DATATYPES = {
     "complex64": MPI.C_FLOAT_COMPLEX,
     "complex128": MPI.C_DOUBLE_COMPLEX,
 }
+KINDS: dict[Any, MPI.Datatype] = {}
+"""Those of the dtypes that have come, numpy's and torch's."""
 CODE_OF = {name: code for code, name in enumerate(DATATYPES)}
 OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 BOOL_OPERATIONS = {"max": MPI.LOR, "min": MPI.LAND}
@@ -49,6 +51,12 @@ class HostTransport(FlatTransport):
 
     def datatype(self, array: Array) -> MPI.Datatype:
         """The MPI datatype of an array's elements. Raises ShapeError for a dtype that cannot be communicated."""
+        kind = KINDS.get(array.dtype)
+        if kind is None:
+            kind = KINDS[array.dtype] = self._datatype(array)
+        return kind
+
+    def _datatype(self, array: Array) -> MPI.Datatype:
         name = dtype_name(array)
         if name not in DATATYPES:
             raise ShapeError(f"dtype {name} cannot be communicated; supported: {', '.join(DATATYPES)}.")
@@ -122,6 +130,8 @@ class HostTransport(FlatTransport):
         """Every member's `array` becomes the root's, in place."""
         kind, flat = self.datatype(array), self.memory(array)
         call = comm.Bcast if blocking else comm.Ibcast
+        if len(flat) <= self.limit:
+            return _started(call([self.buffer(flat), kind], root))
         requests: Requests = []
         for part in pieces(len(flat), self.limit):
             requests += _started(call([self.buffer(flat[part]), kind], root))

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from ..arrays import Array, contiguous, copy_into, count, detached, dtype_name, empty, is_contiguous, place_of, share
-from ..signatures import signed
+from ..signatures import Signed, signed
 from .call import ALL_REDUCE_LIMIT, Carried, Members, Route
 from .host import HostTransport
 from .node_buffer import NodeBuffer, Slot, lasting
@@ -34,6 +34,7 @@ class NodeTransport:
         self.members, self.rule = members, rule
         self.buffer = self.opened()
         self._staged: dict[tuple[Any, Any], bool] = {}
+        self._allocations: dict[tuple[Any, ...], Signed | None] = {}
 
     def opened(self) -> NodeBuffer | None:
         """The slots of this axis (collective); None where the node cannot offer them."""
@@ -158,10 +159,17 @@ class NodeTransport:
     def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
         """A buffer that the next reduce-scatter sums in place; None where there is none."""
         buffer = self.buffer
-        if buffer is None or not self.offers_views(like):
+        if buffer is None:
+            return None
+        key = like.dtype, place_of(like), *shape
+        if key not in self._allocations:
+            text = f"allocate of {dtype_name(like)} {tuple(shape)}"
+            self._allocations[key] = signed(text) if self.offers_views(like) else None
+        signature = self._allocations[key]
+        if signature is None:
             return None
         try:
-            buffer.signatures.call(signed(f"allocate of {dtype_name(like)} {tuple(shape)}"))
+            buffer.signatures.call(signature)
             return buffer.allocate(shape, like)
         except BaseException as error:
             buffer.fail(error)

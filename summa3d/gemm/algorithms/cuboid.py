@@ -6,13 +6,14 @@ products of the same algorithm with permuted roles (dA: y↔z, dB: x↔z), and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...comm.arrays import Array
+from ...comm.arrays import Array, place_of
 from ...comm.axis import Axis
+from ...comm.collective import Collective, Prepared
 from ...comm.pending import Completed, Pending
 from ...comm.topology import grids_of
 from ...errors import ShapeError
@@ -75,6 +76,24 @@ class CuboidPlan(ProductPlan):
         self.check_axes(grid_shape)
 
 
+class Moves(NamedTuple):
+    """The collectives of an operand whose fine split is along `dim` of its `whole` block, prepared for each dtype that comes."""
+
+    axis: Axis
+    dim: int
+    whole: tuple[int, int]
+    gather: Prepared
+    gather_view: Prepared
+    scatter: Prepared
+
+    @classmethod
+    def of(cls, axis: Axis, whole: tuple[int, int], dim: int) -> Moves:
+        """The collectives over an axis; parts are those of a balanced split."""
+        sizes = tuple(split_sizes(whole[dim], axis.size))
+        gather, gather_view = (Prepared(axis, "all_gather", dim, sizes, view=view) for view in (False, True))
+        return cls(axis, dim, whole, gather, gather_view, Prepared(axis, "reduce_scatter", dim, sizes))
+
+
 class Cuboid(Executor):
     """A plan bound to the axes of a grid: C = op(A)·op(B) by gathering A along y and B along x, and scatter-adding C along z.
 
@@ -98,17 +117,17 @@ class Cuboid(Executor):
         self.m, self.n, self.k = coarse.local_shape((plan.m, plan.n, plan.k), grid.shape, grid.coordinates)
         self.a_whole = (self.m, self.k) if plan.form[0] == "n" else (self.k, self.m)
         self.b_whole = (self.k, self.n) if plan.form[1] == "n" else (self.n, self.k)
-        self.a_sizes = tuple(split_sizes(self.a_whole[plan.a_fine], self.y.size))
-        self.b_sizes = tuple(split_sizes(self.b_whole[plan.b_fine], self.x.size))
-        self.c_sizes = tuple(split_sizes((self.m, self.n)[plan.c_fine], self.z.size))
-        summands = {"a": (self.y, self.a_whole), "b": (self.x, self.b_whole), "c": (self.z, (self.m, self.n))}
-        self._summands = {name: (axis, shape, prod(shape) if axis.size > 1 else 0) for name, (axis, shape) in summands.items()}
+        a, b, c = self.a_whole, self.b_whole, (self.m, self.n)
+        wholes = {"a": (self.y, a, plan.a_fine), "b": (self.x, b, plan.b_fine), "c": (self.z, c, plan.c_fine)}
+        self._moves = {name: Moves.of(*whole) for name, whole in wholes.items()}
+        self._starts: dict[tuple[Any, ...], tuple[Collective, tuple[int, int] | None, bool]] = {}
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """Gather A along y and B along x, multiply, reduce-scatter C along z."""
-        first = self._start_gather(self.y, a, self.plan.a_fine, self.a_sizes, name="a")
-        second = self._start_gather(self.x, b, self.plan.b_fine, self.b_sizes, name="b")
-        a_gathered, b_gathered = self.workspace.widened("a", first.wait()), self.workspace.widened("b", second.wait())
+        first = self._start_gather("a", a, into_workspace=True) if self.y.size > 1 else None
+        second = self._start_gather("b", b, into_workspace=True) if self.x.size > 1 else None
+        a_gathered = self.workspace.widened("a", a if first is None else first.wait())
+        b_gathered = self.workspace.widened("b", b if second is None else second.wait())
         if self.z.size == 1:
             scratch = self.workspace.scratch(out) if beta != 0 else None
             self.workspace.accumulate(a_gathered, b_gathered, self.plan.form, out, alpha, beta, scratch)
@@ -123,52 +142,50 @@ class Cuboid(Executor):
         self.workspace.accumulate(a, b, self.plan.form, partial, alpha, 0)
         if beta != 0:  # β·C comes along in this rank's own part
             scale(out, beta)
-            start = sum(self.c_sizes[: self.z.index])
-            own = slice(start, start + self.c_sizes[self.z.index])
+            sizes = split_sizes((self.m, self.n)[self.plan.c_fine], self.z.size)
+            start = sum(sizes[: self.z.index])
+            own = slice(start, start + sizes[self.z.index])
             partial[own if self.plan.c_fine == 0 else (slice(None), own)] += out
-        self.z.reduce_scatter(partial, self.plan.c_fine, self.c_sizes, into=out, parts=parts)
+        self._moves["c"].scatter.of(partial).run(partial, out, parts)
 
-    def _start_gather(
-        self, axis: Axis, block: Array, dim: int, sizes: Sequence[int], view: bool = True, name: str = ""
-    ) -> Pending:
-        """`block` gathered along `axis`: in flight in the node's memory, complete through MPI, whose blocking calls are faster.
+    def _start_gather(self, operand: str, block: Array, view: bool = True, into_workspace: bool = False) -> Pending:
+        """An operand's block gathered: in flight in the node's memory, complete through MPI, whose blocking calls are faster.
 
-        The result is a view where `view` allows one and the members share a node's memory; else, with a `name`, it lies in
-        workspace.
+        The result is a view where `view` allows one and the members share a node's memory; else it may lie in workspace.
         """
-        in_node = axis.offers_views(block)
-        into = None
-        if name and axis.size > 1 and not (in_node and dim == 0):
-            shape = [*block.shape]
-            shape[dim] = sum(sizes)
-            into = self.workspace.buffer(name, shape, block)
-        if in_node:
-            return axis.start_all_gather(block, dim, sizes, into, view and into is None)
-        return Completed(axis.all_gather(block, dim, sizes, into))
+        key = operand, block.dtype, place_of(block), view, into_workspace
+        if key not in self._starts:
+            moves = self._moves[operand]
+            in_node = moves.axis.offers_views(block)
+            named = into_workspace and not (in_node and moves.dim == 0)
+            gather = (moves.gather_view if view and in_node and not named else moves.gather).of(block)
+            self._starts[key] = gather, moves.whole if named else None, in_node
+        gather, whole, in_node = self._starts[key]
+        into = None if whole is None else self.workspace.buffer(operand, whole, block)
+        return gather.start(block, into) if in_node else Completed(gather.run(block, into))
 
     # -- the steps, for gradients ------------------------------------------------------------------------------------------
 
     def gather_a(self, a: Array, view: bool = False) -> Array:
         """A gathered along y. Words: gathered − own. With `view` it may hold only until the next communication along y."""
-        return self._tracked(self.y, self.y.all_gather(a, self.plan.a_fine, self.a_sizes, view=view))
+        return self._gathered("a", a, view)
 
     def gather_both(self, a: Array, b: Array, view: bool = False) -> tuple[Array, Array]:
         """`gather_a` and `gather_b`: in the node's memory both are under way before either is waited for."""
-        first = self._start_gather(self.y, a, self.plan.a_fine, self.a_sizes, view)
-        second = self._start_gather(self.x, b, self.plan.b_fine, self.b_sizes, view)
+        first, second = self._start_gather("a", a, view), self._start_gather("b", b, view)
         return self._tracked(self.y, first.wait()), self._tracked(self.x, second.wait())
 
     def gather_b(self, b: Array, view: bool = False) -> Array:
         """B gathered along x. Words: gathered − own. With `view` it may hold only until the next communication along x."""
-        return self._tracked(self.x, self.x.all_gather(b, self.plan.b_fine, self.b_sizes, view=view))
+        return self._gathered("b", b, view)
 
     def start_gather_b(self, b: Array) -> Pending:
         """Start gathering B along x, into memory of its own. Words: gathered − own."""
-        return self.x.start_all_gather(b, self.plan.b_fine, self.b_sizes)
+        return self._moves["b"].gather.of(b).start(b)
 
     def gather_c(self, c: Array, view: bool = False) -> Array:
         """A gradient of C gathered along z: what both dA and dB are products of. `view` as in gather_a, along z."""
-        return self._tracked(self.z, self.z.all_gather(c, self.plan.c_fine, self.c_sizes, view=view))
+        return self._gathered("c", c, view)
 
     def multiply(self, a_gathered: Array, b_gathered: Array) -> Array:
         """This rank's summand of C[m:x, n:y], to be scattered next."""
@@ -180,20 +197,26 @@ class Cuboid(Executor):
 
         None for a small one, by its shape, which all members of the axis share.
         """
-        axis, shape, elements = self._summands[operand]
-        return axis.allocate(shape, like) if elements * like.itemsize >= WORTH_A_SLOT else None
+        axis, _, whole, *_ = self._moves[operand]
+        worth = axis.size > 1 and prod(whole) * like.itemsize >= WORTH_A_SLOT
+        return axis.allocate(whole, like) if worth else None
 
     def scatter_c(self, partial: Array) -> Array:
         """C summed along z and scattered to its layout. Words: (Z−1)·own."""
-        return self.z.reduce_scatter(partial, self.plan.c_fine, self.c_sizes)
+        return self._moves["c"].scatter.of(partial).run(partial)
 
     def start_scatter_a(self, partial: Array) -> Pending:
         """Start summing dA along y and scattering it to A's layout. Words: (Y−1)·own."""
-        return self.y.start_reduce_scatter(partial, self.plan.a_fine, self.a_sizes)
+        return self._moves["a"].scatter.of(partial).start(partial)
 
     def start_scatter_b(self, partial: Array) -> Pending:
         """Start summing dB along x and scattering it to B's layout. Words: (X−1)·own."""
-        return self.x.start_reduce_scatter(partial, self.plan.b_fine, self.b_sizes)
+        return self._moves["b"].scatter.of(partial).start(partial)
+
+    def _gathered(self, operand: str, block: Array, view: bool) -> Array:
+        """An operand's block gathered along its axis, counted as workspace."""
+        moves = self._moves[operand]
+        return self._tracked(moves.axis, (moves.gather_view if view else moves.gather).of(block).run(block))
 
     def _tracked(self, axis: Axis, array: Array) -> Array:
         """Count `array` as workspace, unless the axis has one member and it is the caller's own block."""

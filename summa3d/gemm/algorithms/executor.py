@@ -24,12 +24,13 @@ class Executor(ABC):
         library()  # one that cannot be used is an error here, on every rank, before any communication
         self.plan, self.grid, self.no_reduction = plan, grid, plan.no_reduction(grid.shape)
         self.workspace = workspace or Workspace(grid)
-        self._checked: set[Any] = set()
+        self._likes: dict[Any, Array] = {}  # of blocks that were checked, an empty array as their products are summed in
         self.a_block, self.b_block, self.c_block = (
             layout.local_shape(shape, grid.shape, grid.coordinates) for layout, shape in plan.stored
         )
+        self._multiply = self.multiply_into
         if plan.by_transpose:
-            self.transposed = Transposed(type(self)(plan.swapped(), grid, self.workspace), plan, grid)
+            self._multiply = Transposed(type(self)(plan.swapped(), grid, self.workspace), plan, grid).run
         else:
             self._prepare()
 
@@ -47,25 +48,28 @@ class Executor(ABC):
         Raises ShapeError where a, b, out, α or β is not what the plan expects, or out overlaps a or b or is read-only, before any
         communication: on the ranks where it is so, which on a grid that checks agree on `out`, as those of `matmul` always do.
         """
-        self.check(a, b, out, alpha, beta)
+        plain = _is_plain(out, alpha, beta)
+        like = self._likes.get(_kind(a, b)) if plain else None
+        if like is None:
+            self.check(a, b, out, alpha, beta)
+            like = self._accumulation_like(a)
+            if dtype_name(a).startswith("int"):
+                alpha, beta = int(alpha), int(beta)
         a, b = contiguous(a), contiguous(b)
         if out is None:
             out = empty(self.c_block, a)
-        like = a[:0] if self.no_reduction and is_on_device(a) else accumulation_like(a)
-        if out.dtype == like.dtype and is_contiguous(out):
-            self._execute(a, b, out, alpha, beta)
+        if out.dtype == like.dtype and (plain or is_contiguous(out)):
+            self._multiply(a, b, out, alpha, beta)
             return out
         target = self.workspace.buffer("c", self.c_block, like) if out.dtype != like.dtype else empty(self.c_block, like)
         if beta != 0:
             self.workspace.copy(target, out)
-        self._execute(a, b, target, alpha, beta)
+        self._multiply(a, b, target, alpha, beta)
         return self.workspace.copy(out, target)
 
     def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:
         """Raise ShapeError unless the blocks have the plan's shapes and one dtype, α and β suit it, and C lies apart."""
-        plain = out is None and isinstance(alpha, int) and isinstance(beta, int) and (alpha, beta) == (1, 0)
-        kind = (a.shape, a.dtype, place_of(a), b.shape, b.dtype, place_of(b)) if plain else None
-        if kind in self._checked:
+        if (plain := _is_plain(out, alpha, beta)) and _kind(a, b) in self._likes:
             return
         dtype, name_of_dtype = a.dtype, check_dtype(a)
         for name, array, expected in (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block)):
@@ -86,21 +90,17 @@ class Executor(ABC):
                 agree_on_out(self.grid.comm, out, a, b)
             else:
                 check_out(out, a, b)
-        if kind is not None:
-            self._checked.add(kind)
+        if plain:
+            self._likes[_kind(a, b)] = self._accumulation_like(a)
 
     def check_block(self, name: str, array: Array, expected: tuple[int, ...]) -> None:
         """Raise ShapeError unless the block of an operand has the plan's shape."""
         if tuple(array.shape) != expected:
             raise ShapeError(f"The block of {name} has shape {tuple(array.shape)}; {self.plan} expects {expected} on this rank.")
 
-    def _execute(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        if dtype_name(a).startswith("int"):
-            alpha, beta = int(alpha), int(beta)
-        if self.plan.by_transpose:
-            self.transposed.run(a, b, out, alpha, beta)
-        else:
-            self.multiply_into(a, b, out, alpha, beta)
+    def _accumulation_like(self, a: Array) -> Array:
+        """An empty array of the dtype in which products of arrays like `a` are summed here."""
+        return a[:0] if self.no_reduction and is_on_device(a) else accumulation_like(a)
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -109,3 +109,13 @@ class Executor(ABC):
     @abstractmethod
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """out = α·op(A)·op(B) + β·out; a, b are C-ordered, out is C-ordered and of the dtype that sums are taken in."""
+
+
+def _is_plain(out: Array | None, alpha: Any, beta: Any) -> bool:
+    """Whether C is A·B in new memory."""
+    return out is None and type(alpha) is type(beta) is int and alpha == 1 and beta == 0
+
+
+def _kind(a: Array, b: Array) -> tuple[Any, ...]:
+    """What blocks that were checked once have in common."""
+    return a.shape, a.dtype, place_of(a), b.shape, b.dtype, place_of(b)

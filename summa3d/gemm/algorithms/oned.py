@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...comm.arrays import Array
+from ...comm.collective import Prepared
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import seed
 from .executor import Executor
@@ -66,12 +67,12 @@ class OnedColumn(Executor):
 
     def _prepare(self) -> None:
         self.axis = self.grid[self.plan.y]
-        self.sizes = split_sizes(self.plan.a_shape[0], self.axis.size)
+        self.gather = Prepared(self.axis, "all_gather", sizes=split_sizes(self.plan.a_shape[0], self.axis.size))
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """All-gather A if its rows are split, then one local product."""
         if self.plan.sequence and self.axis.size > 1:
-            a = self.axis.all_gather(a, sizes=self.sizes, into=self.workspace.buffer("a", self.plan.a_shape, a))
+            a = self.gather.of(a).run(a, self.workspace.buffer("a", self.plan.a_shape, a))
         a, b = self.workspace.widened("a", a), self.workspace.widened("b", b)
         self.workspace.accumulate(a, b, self.plan.form, out, alpha, beta, self.workspace.scratch(out))
 
@@ -84,6 +85,7 @@ class OnedRow(Executor):
     def _prepare(self) -> None:
         self.axis = self.grid[self.plan.y]
         self.sizes = split_sizes(self.plan.m, self.axis.size)
+        self.scatter, self.sum = Prepared(self.axis, "reduce_scatter", sizes=self.sizes), Prepared(self.axis, "all_reduce")
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """One local product, then an all-reduce of C, or with `sequence` a reduce-scatter."""
@@ -93,9 +95,9 @@ class OnedRow(Executor):
             seeded = seed(partial, self.sizes, self.axis.index, out, beta)
             self.workspace.accumulate(a, b, self.plan.form, partial, alpha, seeded, self.workspace.scratch(partial))
             parts = self.workspace.buffer("parts", (self.axis.size, *out.shape), out)
-            self.axis.reduce_scatter(partial, sizes=self.sizes, into=out, parts=parts)
+            self.scatter.of(partial).run(partial, out, parts)
             return
         self.workspace.accumulate(
             a, b, self.plan.form, out, alpha, beta if self.axis.index == 0 else 0, self.workspace.scratch(out)
         )
-        self.axis.all_reduce(out, into=out)
+        self.sum.of(out).run(out, out)

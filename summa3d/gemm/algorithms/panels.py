@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from ...comm.arrays import Array, is_contiguous, is_half, is_on_device
 from ...comm.axis import Axis
+from ...comm.collective import Prepared
+from ...comm.pending import Pending
 from ...layout.layout import split_range
 from .workspace import Workspace
 
@@ -55,33 +57,36 @@ class BroadcastPanels:
         self.widest = max((cut.width for cut in cuts), default=0)
         self.owners = [cut.x_owner if role == "x" else cut.y_owner for cut in cuts]
         self.starts = [cut.x_start if role == "x" else cut.y_start for cut in cuts]
+        self._broadcasts = [Prepared(axis, "broadcast", root=owner) for owner in self.owners]
 
     def each(self, block: Array) -> Iterator[Array]:
         """Each panel in turn, in the dtype that sums are taken in; with look-ahead the next one is already in flight."""
-        started: deque[Callable[[], Array]] = deque()
-        capacity, last = self.widest * block.shape[1 - self.dim], len(self.cuts)
-        wide, in_flight = is_half(block) and not is_on_device(block), 1 + self.lookahead
-        for count in range(min(in_flight - 1, last)):
-            started.append(self._start(count, block, capacity))
-        for following in range(in_flight - 1, last + in_flight - 1):
-            if following < last:
-                started.append(self._start(following, block, capacity))
-            panel = started.popleft()()
+        capacity, wide = self.widest * block.shape[1 - self.dim], is_half(block) and not is_on_device(block)
+        in_flight: deque[tuple[Array, Pending]] = deque()
+        for count in range(len(self.cuts)):
+            if self.axis.size == 1:
+                panel = self._own(count, block)
+            elif not self.lookahead:
+                panel = self._target(count, block, capacity)
+                self._broadcasts[count].of(panel).run(panel)
+            else:
+                for ahead in range(count + len(in_flight), min(count + 2, len(self.cuts))):
+                    target = self._target(ahead, block, capacity)
+                    in_flight.append((target, self._broadcasts[ahead].of(target).start(target)))
+                panel, pending = in_flight.popleft()
+                pending.wait()
             yield self.workspace.widened(self.name, panel, capacity) if wide else panel
 
-    def _start(self, count: int, block: Array, capacity: int) -> Callable[[], Array]:
-        owner, start, width = self.owners[count], self.starts[count], self.cuts[count].width
-        part = slice(start, start + width)
-        own = (block[part] if self.dim == 0 else block[:, part]) if self.axis.index == owner else None
-        if self.axis.size == 1:
-            return lambda: own
+    def _own(self, count: int, block: Array) -> Array:
+        """A panel in its owner's block."""
+        part = slice(self.starts[count], self.starts[count] + self.cuts[count].width)
+        return block[part] if self.dim == 0 else block[:, part]
+
+    def _target(self, count: int, block: Array, capacity: int) -> Array:
+        """Where a panel is broadcast from, and to: the owner's block, if it is contiguous there, else workspace."""
+        mine, width = self.axis.index == self.owners[count], self.cuts[count].width
+        if mine and is_contiguous(own := self._own(count, block)):
+            return own
         shape = (width, block.shape[1]) if self.dim == 0 else (block.shape[0], width)
         panel = self.workspace.buffer(f"panel {self.name}{count % 2 if self.lookahead else 0}", shape, block, capacity)
-        if own is not None and is_contiguous(own):
-            panel = own
-        elif own is not None:
-            self.workspace.copy(panel, own)
-        if self.lookahead:
-            return self.axis.start_broadcast(panel, owner).wait
-        self.axis.broadcast(panel, owner)
-        return lambda: panel
+        return self.workspace.copy(panel, own) if mine else panel

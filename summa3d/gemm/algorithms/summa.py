@@ -8,6 +8,7 @@ from typing import Any
 
 from ...comm.arrays import Array, dtype_name
 from ...comm.axis import Axis
+from ...comm.collective import Prepared
 from ...comm.topology import grids_of
 from ...errors import ShapeError
 from ...layout.layout import Layout
@@ -110,6 +111,8 @@ class Inner:
     def __init__(self, workspace: Workspace, form: str, moving: BroadcastPanels, along: Axis) -> None:
         self.workspace, self.form, self.moving, self.along = workspace, form, moving, along
         self.a_moves = moving.name == "a"
+        owners = (cut.x_owner if self.a_moves else cut.y_owner for cut in moving.cuts)
+        self._sums = [Prepared(along, "reduce", root=owner) for owner in owners]
 
     def __call__(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         staying = self.workspace.widened("staying", b if self.a_moves else a)
@@ -118,7 +121,7 @@ class Inner:
         last: Callable[[], None] = lambda: None  # noqa: E731
         for count, panel in enumerate(self.moving.each(a if self.a_moves else b)):
             operands = (panel, staying) if self.a_moves else (staying, panel)
-            owner, target = self._home(count, out)
+            target = self._home(count, out)
             if direct:
                 self.workspace.accumulate(*operands, self.form, target, alpha, beta)
                 continue
@@ -129,29 +132,30 @@ class Inner:
             partial = self.workspace.buffer(f"partial {slot}", shape, out, capacity)
             self.workspace.accumulate(*operands, self.form, partial, alpha, 0)
             last()
-            last = self._reduced(partial, owner, target, beta)
+            last = self._reduced(count, partial, target, beta)
             if not self.moving.lookahead:
                 last()
                 last = lambda: None  # noqa: E731
         last()
 
-    def _home(self, count: int, out: Array) -> tuple[int, Array]:
-        """The member of the summing axis that owns panel `count` of C, and there the panel of its block."""
+    def _home(self, count: int, out: Array) -> Array:
+        """Panel `count` of C, on the member of the summing axis that owns it."""
         cut = self.moving.cuts[count]
-        owner, start = (cut.x_owner, cut.x_start) if self.a_moves else (cut.y_owner, cut.y_start)
+        start = cut.x_start if self.a_moves else cut.y_start
         part = slice(start, start + cut.width)
-        return owner, (out[part] if self.a_moves else out[:, part])
+        return out[part] if self.a_moves else out[:, part]
 
-    def _reduced(self, partial: Array, owner: int, target: Array, beta: Any) -> Callable[[], None]:
-        """Start reducing `partial` onto its owner; the returned function waits for it and adds the sum to C."""
-        finish = self.along.start_reduce(partial, owner, into=partial).wait if self.moving.lookahead else None
+    def _reduced(self, count: int, partial: Array, target: Array, beta: Any) -> Callable[[], None]:
+        """Start reducing panel `count` onto its owner; the returned function waits for it and adds the sum to C."""
+        summed = self._sums[count].of(partial)
+        finish = summed.start(partial, into=partial).wait if self.moving.lookahead else None
         if finish is None:
-            self.along.reduce(partial, owner, into=partial)
+            summed.run(partial, into=partial)
 
         def end() -> None:
             if finish is not None:
                 finish()
-            if self.along.index == owner:
+            if self.along.index == summed.route.root:
                 add(partial, target, beta)
 
         return end

@@ -24,19 +24,18 @@ class Workspace:
     def __init__(self, grid: Grid) -> None:
         self.ledger, self._grid = grid.ledger, grid
         self._buffers: dict[str, Array] = {}
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = 0
         """Bytes of all buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def buffer(self, name: str, shape: Sequence[int], like: Array, capacity: int | None = None) -> Array:
         """A C-ordered array of `shape` and of `like`'s kind and dtype; `capacity` elements, its maximum, are allocated."""
         held, count = self._buffers.get(name), prod(shape)
         if held is None or held.dtype != like.dtype or len(held) < count or not is_like(held, like):
-            self._buffers.pop(name, None)
+            if held is not None:
+                self.nbytes -= self._buffers.pop(name).nbytes
             del held
             held = self._buffers[name] = self.ledger.track(empty((max(count, capacity or 0),), like))
+            self.nbytes += held.nbytes
         return held[:count].reshape(tuple(shape))
 
     def widened(self, name: str, array: Array, capacity: int | None = None) -> Array:
