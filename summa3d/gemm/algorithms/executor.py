@@ -28,9 +28,9 @@ class Executor(ABC):
         self.a_block, self.b_block, self.c_block = (
             layout.local_shape(shape, grid.shape, grid.coordinates) for layout, shape in plan.stored
         )
-        self._multiply = self.multiply_into
+        self.transposed: Transposed | None = None
         if plan.by_transpose:
-            self._multiply = Transposed(type(self)(plan.swapped(), grid, self.workspace), plan, grid).run
+            self.transposed = Transposed(type(self)(plan.swapped(), grid, self.workspace), plan, grid)
         else:
             self._prepare()
 
@@ -56,15 +56,16 @@ class Executor(ABC):
             if dtype_name(a).startswith("int"):
                 alpha, beta = int(alpha), int(beta)
         a, b = contiguous(a), contiguous(b)
+        multiply_into = self.multiply_into if self.transposed is None else self.transposed.run
         if out is None:
             out = empty(self.c_block, a)
         if out.dtype == like.dtype and (plain or is_contiguous(out)):
-            self._multiply(a, b, out, alpha, beta)
+            multiply_into(a, b, out, alpha, beta)
             return out
         target = self.workspace.buffer("c", self.c_block, like) if out.dtype != like.dtype else empty(self.c_block, like)
         if beta != 0:
             self.workspace.copy(target, out)
-        self._multiply(a, b, target, alpha, beta)
+        multiply_into(a, b, target, alpha, beta)
         return self.workspace.copy(out, target)
 
     def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:

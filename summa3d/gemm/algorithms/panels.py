@@ -84,9 +84,10 @@ class BroadcastPanels:
 
     def _target(self, count: int, block: Array, capacity: int) -> Array:
         """Where a panel is broadcast from, and to: the owner's block, if it is contiguous there, else workspace."""
-        mine, width = self.axis.index == self.owners[count], self.cuts[count].width
-        if mine and is_contiguous(own := self._own(count, block)):
-            return own
+        width = self.cuts[count].width
         shape = (width, block.shape[1]) if self.dim == 0 else (block.shape[0], width)
         panel = self.workspace.buffer(f"panel {self.name}{count % 2 if self.lookahead else 0}", shape, block, capacity)
-        return self.workspace.copy(panel, own) if mine else panel
+        if self.axis.index != self.owners[count]:
+            return panel
+        own = self._own(count, block)
+        return own if is_contiguous(own) else self.workspace.copy(panel, own)
