@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from summa3d.autograd import differentiable as products
 from summa3d.autograd.recompute import recompute
-from summa3d.comm.axis import Axis
+from summa3d.comm.collective import Collective, Copied
 from summa3d.gemm.algorithms.cuboid import Cuboid
 from summa3d.nn import Linear, initialise, scheme
 from summa3d.nn.overlap import Overlap
@@ -56,32 +56,30 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What happens along x, and products, in their order: a collective is named by the columns of what it carries."""
     log: list[str] = []
 
-    def logged(name: str, short: str) -> None:
-        original = getattr(Axis, name)
+    original_start = Collective.start
+    shorts = {"all_gather": "gather", "reduce_scatter": "scatter"}
 
-        def start(axis: Axis, array: Any, *args: Any, **kwargs: Any) -> Any:
-            pending = original(axis, array, *args, **kwargs)
-            if axis.label != "x" or axis.size == 1:
-                return pending
-            what, wait, waited = f"{short} {array.shape[-1]}", pending.wait, []
-
-            def wait_once() -> Any:
-                if not waited:
-                    waited.append(log.append(f"wait {what}"))
-                return wait()
-
-            log.append(f"start {what}")
-            pending.wait = wait_once
+    def start(collective: Collective, array: Any, *args: Any) -> Any:
+        pending = original_start(collective, array, *args)
+        axis, short = collective.axis, shorts.get(collective.route.operation)
+        if axis.label != "x" or axis.size == 1 or short is None:
             return pending
+        what, wait, waited = f"{short} {array.shape[-1]}", pending.wait, []
 
-        monkeypatch.setattr(Axis, name, start)
+        def wait_once() -> Any:
+            if not waited:
+                waited.append(log.append(f"wait {what}"))
+            return wait()
+
+        log.append(f"start {what}")
+        pending.wait = wait_once
+        return pending
 
     def counted(owner: Any, name: str, what: str) -> None:
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (log.append(what), original(*args))[1])
 
-    logged("start_all_gather", "gather")
-    logged("start_reduce_scatter", "scatter")
+    monkeypatch.setattr(Collective, "start", start)
     counted(Cuboid, "multiply", "product")
     counted(products, "local", "gradient")
     yield log
@@ -150,16 +148,19 @@ def test_what_is_computed_again_gathers_ahead_too(comm, make_grid, events):
 @pytest.mark.parametrize("flies", [True, False])
 def test_an_inputs_sum_is_in_flight_during_the_weights_product_if_the_switch_says_so(comm, make_grid, monkeypatch, flies):
     log: list[str] = []
-    start, local = Axis.start_reduce_scatter, products.local
+    local, starts = products.local, {kind: kind.start for kind in (Collective, Copied)}
 
-    def started(axis: Axis, *args: Any, **kwargs: Any) -> Any:
-        pending = start(axis, *args, **kwargs)
+    def started(collective: Collective, *args: Any) -> Any:
+        pending = starts[type(collective)](collective, *args)
+        if collective.route.operation != "reduce_scatter":
+            return pending
         log.append("start")
         wait = pending.wait
         pending.wait = lambda: (log.append("wait"), wait())[1]
         return pending
 
-    monkeypatch.setattr(Axis, "start_reduce_scatter", started)
+    for kind in starts:
+        monkeypatch.setattr(kind, "start", started)
     monkeypatch.setattr(products, "local", lambda *args: (log.append("gradient"), local(*args))[1])
     plan = scheme("cuboid", make_grid(check=False, y=2), overlap=Overlap(input_gradient=flies))
     Chain(plan, (8, 5))(input_for(comm.rank)).sum().backward()

@@ -100,8 +100,9 @@ class Executor(ABC):
             raise ShapeError(f"The block of {name} has shape {tuple(array.shape)}; {self.plan} expects {expected} on this rank.")
 
     def _accumulation_like(self, a: Array) -> Array:
-        """An empty array of the dtype in which products of arrays like `a` are summed here."""
-        return a[:0] if self.no_reduction and is_on_device(a) else accumulation_like(a)
+        """An empty array, with memory of its own, of the dtype in which products of arrays like `a` are summed here."""
+        empty_like = empty((0, 0), a)
+        return empty_like if self.no_reduction and is_on_device(a) else accumulation_like(empty_like)
 
     @abstractmethod
     def _prepare(self) -> None:
