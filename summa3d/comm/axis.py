@@ -18,7 +18,7 @@ from .checks import Checks, Routes
 from .collective import Collective, Copied, alone
 from .failure import check_comm
 from .nodes import world_ranks
-from .pending import Begun, Completed, Pending
+from .pending import Begun, Completed, Pending, cpu_seconds
 from .profile import flight
 from .profile.ledger import Amounts, Ledger
 from .transport.call import Route
@@ -297,7 +297,8 @@ class Axis(OfThisProcess):
             pending = self._by_steps(route, array, into, True, parts)
             pending.lock = Pending.lock  # this call has the axis's
             return pending.wait()
-        wall, cpu = time.perf_counter(), time.thread_time()
+        naps, wall = route.naps, time.perf_counter()
+        cpu = time.thread_time() if naps is None else naps.seconds
         number = self.records.begin(route, array, wall, flight.WAITED_FOR)
         try:
             carried = self.transports.carry(route, array, into, True, parts)
@@ -308,14 +309,15 @@ class Axis(OfThisProcess):
         ended = time.perf_counter()
         flight.end(number, ended)
         moved = carried.moved
-        self._record(route, array if moved is None else moved, ended - wall, time.thread_time() - cpu)
+        self._record(route, array if moved is None else moved, ended - wall, cpu_seconds(naps, cpu, ended - wall))
         return result
 
     def _begin(self, route: Route, array: Array, into: Array | None = None) -> Pending:
         """Carry a call; `wait` of the returned Pending records its completion."""
         if self.ledger.by_steps or route.on_device:
             return self._by_steps(route, array, into, False)
-        wall, cpu = time.perf_counter(), time.thread_time()
+        naps, wall = route.naps, time.perf_counter()
+        cpu = time.thread_time() if naps is None else naps.seconds
         number = self.records.begin(route, array, wall, flight.BEGUN)
         try:
             carried = self.transports.carry(route, array, into, False)
@@ -324,8 +326,9 @@ class Axis(OfThisProcess):
             raise
         moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
         moved = array if moved is None else moved
-        line = self._record(route, moved, time.perf_counter() - wall, time.thread_time() - cpu)
-        return Pending(carried, line.wait, number, self.lock)
+        seconds = time.perf_counter() - wall
+        line = self._record(route, moved, seconds, cpu_seconds(naps, cpu, seconds))
+        return Pending(carried, line.wait, number, self.lock, naps)
 
     def _by_steps(self, route: Route, array: Array, into: Array | None, blocking: bool, parts: Array | None = None) -> Pending:
         """Carry a call on a device, or under a ledger that traces: inside an NVTX range if the ledger has ranges."""

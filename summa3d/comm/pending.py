@@ -13,7 +13,20 @@ from .profile.ledger import Amounts, Ledger
 from .profile.nvtx import Ranges
 from .profile.timeline import Timed
 from .transport.call import Carried, Route
-from .transport.progress import IN_FLIGHT
+from .transport.progress import IN_FLIGHT, Naps
+
+LONGEST = 1e-4
+"""Seconds of processor time that a short call takes at most; what is beyond them, another process had the core."""
+
+
+def cpu_seconds(naps: Naps | None, before: float, seconds: float) -> float:
+    """Return the processor time of a call: by its clock, or of a short one `seconds` less those asleep, which costs less to know.
+
+    before : the clock, or the seconds asleep, when it began
+    """
+    if naps is None:
+        return time.thread_time() - before
+    return min(seconds - naps.seconds + before, LONGEST)
 
 
 class Pending:
@@ -35,8 +48,9 @@ class Pending:
         account: Callable[[float, float], None],
         number: int = 0,
         lock: AbstractContextManager[None] = lock,
+        naps: Naps | None = None,
     ) -> None:
-        self._carried, self._account, self.number, self.lock = carried, account, number, lock
+        self._carried, self._account, self.number, self.lock, self._naps = carried, account, number, lock, naps
         self._result: Array = None
 
     def __del__(self) -> None:
@@ -55,7 +69,8 @@ class Pending:
         """Complete the communication and return its result; a second call returns the same result."""
         carried = self._carried
         if carried is not None:
-            wall, cpu, number = time.perf_counter(), time.thread_time(), self.number
+            wall, naps, number = time.perf_counter(), self._naps, self.number
+            cpu = time.thread_time() if naps is None else naps.seconds
             if number:
                 flight.mark(number, flight.WAITED_FOR)
             try:
@@ -67,7 +82,7 @@ class Pending:
             self._carried, ended = None, time.perf_counter()
             if number:
                 flight.end(number, ended)
-            self._account(ended - wall, time.thread_time() - cpu)
+            self._account(ended - wall, cpu_seconds(naps, cpu, ended - wall))
             del self._account
         return self._result
 

@@ -107,8 +107,9 @@ class Recorder:
             if frame is None:
                 break
             code = frame.f_code
-            kind = KINDS.get(code.co_filename)
-            if kind is None:
+            try:
+                kind = KINDS[code.co_filename]
+            except KeyError:
                 kind = _kind(code.co_filename)
             if kind == USERS:
                 return self._numbered(frame, self.lines)
@@ -124,13 +125,14 @@ class Recorder:
     def _numbered(self, frame: FrameType, known: dict[tuple[int, int], int]) -> int:
         """The number of the line of a frame; its text is written the first time."""
         code, at = frame.f_code, frame.f_lasti
-        number = known.get((id(code), at))
-        if number is None:
+        try:
+            return known[id(code), at]
+        except KeyError:
             line = frame.f_lineno
             self._codes.append(code)  # no other code gets its id
             number = self.text((code.co_filename, line), lambda: f"{_short(code.co_filename)}:{line} in {code.co_name}")
             known[id(code), at] = number
-        return number
+            return number
 
     def close(self) -> None:
         """Write that this rank has ended. The last one of the node removes the records; others may wait for a rank that ends."""

@@ -12,7 +12,7 @@ from ...errors import GridError
 from ..arrays import Array, count, dtype_name
 from ..profile.ledger import Amounts, Ledger
 from ..signatures import Signed
-from .progress import is_done
+from .progress import Naps, is_done
 
 if TYPE_CHECKING:
     from .select import NodeRule
@@ -60,11 +60,12 @@ class Route:
     communications. receive_sizes : of an all-to-all; None where all pieces are equal. words, messages : what the ledger counts.
     bound : the transport's own, kept from its first call on. lines : of the ledger, by phase and dtype. signed : what a member
     posts of such a call, for the others to compare. recorded : the flight recorder's number of its text.
+    naps : counts the seconds that this rank sleeps, of calls that are too short to read the clock of its processor time.
     """
 
     __slots__ = (
         *("bound", "dim", "in_order", "lines", "messages", "on_device", "op", "operation", "receive_sizes", "root", "sizes"),
-        *("recorded", "signed", "tag", "view", "words"),
+        *("naps", "recorded", "signed", "tag", "view", "words"),
     )
 
     def __init__(
@@ -86,6 +87,7 @@ class Route:
         self.dim, self.sizes, self.op, self.root, self.tag = dim, sizes, op, root, tag
         self.view, self.in_order, self.receive_sizes = view, in_order, receive_sizes
         self.bound: Any = None
+        self.naps: Naps | None = None
         self.signed, self.recorded = NO_SIGNATURE, -1
         self.lines: dict[tuple[str, Any], Amounts] = {}
 

@@ -18,6 +18,8 @@ from .node_buffer import NodeBuffer, Slot, lasting
 from .select import NodeRule, staged_dtype
 from .slot_collective import PLANS, SlotCollective, goes_in_slots
 
+BRIEF = 1 << 16
+"""Bytes in a slot up to which a call takes less time than to read the clock of this thread's processor time four times."""
 BARRIER, FREE = signed("barrier"), signed("grid.free()")
 Begin = Callable[[SlotCollective, Array, "Array | None"], "Carried | None"]
 """Begins a collective in slots, of an array, into another one; None on all members where the node lacks the memory."""
@@ -199,6 +201,8 @@ class NodeTransport:
     def _bind(self, buffer: NodeBuffer, route: Route, array: Array) -> SlotCollective | AllReduceInParts | Elsewhere:
         """The collective of `route` in the slots of this axis."""
         collective = in_slots(route, array, self.members, self.rule)
+        if collective.in_slots and isinstance(collective, SlotCollective) and collective.nbytes <= BRIEF:
+            route.naps = buffer.flags.naps
         buffer.grown.update(collective.steps)
         return collective
 

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from ...errors import GridError
 from ...node_support import FUTEX, why_no_node_memory
 from ..arrays import address
-from .progress import IN_FLIGHT
+from .progress import IN_FLIGHT, Naps
 
 SLOTS = 2
 """Communications of one axis that may be under way at a time."""
@@ -66,7 +66,7 @@ class Flags:
         self.words = memoryview(memory).cast("q")
         self._texts = self._record(members) + SLOTS * NOTE  # of members' calls, behind the notes of the slots
         self._first = address(np.frombuffer(memory, np.int64))
-        self._spins = SPINS[crowded]
+        self._spins, self.naps = SPINS[crowded], Naps()
         self._fence = threading.Lock()
         self._call = ctypes.CDLL(None, use_errno=True).syscall
         self._call.restype = ctypes.c_long
@@ -131,9 +131,10 @@ class Flags:
             if slept:  # for as long as a member that has come would have taken: it may have called something else
                 self.review()
             slept = True
-            timeout = self._timeouts[IN_FLIGHT.advance()]
+            timeout, began = self._timeouts[IN_FLIGHT.advance()], time.perf_counter()
             words[flag + 1] = 1  # before the kernel compares the flag with what was seen, each time
             self._call(self._number, self._first + flag * 8, WAIT, seen & 0xFFFFFFFF, timeout)
+            self.naps.seconds += time.perf_counter() - began
         self.awake()
         return True
 

@@ -62,4 +62,13 @@ def is_done(request: MPI.Request) -> bool:
         return True
 
 
+class Naps:
+    """The seconds that this rank has slept in the calls of an axis."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
 IN_FLIGHT = RequestsInFlight()

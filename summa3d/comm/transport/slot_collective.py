@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -127,6 +128,10 @@ class SlotCollective:
         self.views: list[Views | None] = [None] * SLOTS
         self.sums_wide = route.op == "sum" and is_half(like)
         self.copy, self.reduce = _functions(like, route.op)
+        shape = plan.shape or ()
+        self.new: Callable[[], Array] = (
+            partial(self.like.new_empty, shape) if self.is_torch else partial(np.empty, shape, like.dtype)
+        )
         self.whole = () if plan.whole is None else plan.whole.shape
         self.gives_view, self.strides = route.view and plan.whole is not None, row_major(self.whole)
 
@@ -171,8 +176,11 @@ class SlotCollective:
                 parts = [*parts]
                 parts[self.index] = own
             return self._reduced(parts, into) if parts else None
-        out = empty(plan.shape, self.like) if into is None else into  # type: ignore[arg-type]
+        out = self.new() if into is None else into
         target = out.detach() if self.is_torch and out.requires_grad else out
+        if plan.whole is not None:
+            self.copy(target, views.parts[0])
+            return out
         for place, part in zip(plan.places, views.parts, strict=True):
             self.copy(target if place is ... else target[place], part)
         return out
