@@ -224,7 +224,7 @@ class Routes:
         if kind in ("all_reduce", "reduce"):
             return self.reduction(kind, array, into=into, **options)
         if into is not None:
-            raise ShapeError(f"{kind} over {self.label} takes no into.")
+            self.checks.refuse(kind, array, {"shape": tuple(array.shape)}, f"{kind} over {self.label} takes no into.")
         return self.from_root(array, **options) if kind == "broadcast" else self.exchange(array, **options)
 
     def gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, view: bool) -> Route:

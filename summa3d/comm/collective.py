@@ -15,6 +15,8 @@ from .transport.call import Route
 if TYPE_CHECKING:
     from .axis import Axis
 
+INTO = ("all_gather", "reduce_scatter", "all_reduce", "reduce")
+"""Collectives whose result may go into an array of the caller's."""
 Settle = Callable[[Array, "Array | None", "Array | None"], Route]
 
 
@@ -38,6 +40,7 @@ class Collective:
         with axis.lock:
             self.route = route = settle(like, None, None)
         self._each, self._overwrites = axis.check, route.operation == "broadcast" and route.words > 0
+        self._may_go = route.operation in INTO
         self._result = route.result_shape(self._shape, axis.index)
 
     def __repr__(self) -> str:
@@ -71,6 +74,8 @@ class Collective:
 
     def _takes(self, into: Array, array: Array) -> bool:
         """Whether the result may go into this array; where it may not, the full check says why."""
+        if not self._may_go:
+            return False
         if type(into) is type(array) is np.ndarray and into.shape == self._result and into.dtype == self._dtype:
             return into.flags.writeable
         return (into is array and is_writable(array)) or into_problem(into, array, self._result) is None

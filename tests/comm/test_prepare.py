@@ -60,6 +60,7 @@ def test_each_collective_started_or_run_again_gives_what_numpy_does_and_moves_wh
             want = array
         with grid.ledger.watch() as moved:
             expected = method(array.copy(), **options)
+        expected = None if expected is None else np.array(expected)  # a view ends with the next communication
         collective = axis.prepare(kind, array, **options)
         for turn in range(3):
             fresh = array.copy()
@@ -73,7 +74,7 @@ def test_each_collective_started_or_run_again_gives_what_numpy_does_and_moves_wh
 @pytest.mark.mpi(sizes=(2,))
 @pytest.mark.parametrize("node_memory", WAYS)
 def test_results_go_into_an_array_that_fits_and_into_no_other(comm, make_grid, node_memory):
-    axis = make_grid(x=2, node_memory=node_memory)["x"]
+    axis = make_grid(x=2, node_memory=node_memory, check=False)["x"]
     gather = axis.prepare("all_gather", block(axis), sizes=ROWS[:2])
     into = np.empty((3, 7))
     assert gather.start(block(axis), into).wait() is into and np.array_equal(into, whole(axis))
@@ -84,9 +85,13 @@ def test_results_go_into_an_array_that_fits_and_into_no_other(comm, make_grid, n
     assert np.array_equal(scatter.run(np.ones((4, 3)), parts=parts), np.full((2, 3), 2))
     with pytest.raises(ShapeError, match="parts cannot be its workspace"):
         scatter.run(np.ones((4, 3)), parts=np.empty(11))
-    with pytest.raises(ShapeError, match="read-only" if comm.rank else "broadcast over x takes no into"):
-        broadcast = axis.prepare("broadcast", np.ones(3))
-        broadcast.start(np.broadcast_to(1.0, 3)) if comm.rank else broadcast.start(np.ones(3), np.ones(3))
+    for kind in ("broadcast", "all_to_all"):
+        with pytest.raises(ShapeError, match=f"{kind} over x takes no into"):
+            axis.prepare(kind, np.ones(4)).start(np.ones(4), np.ones(4))
+    broadcast = axis.prepare("broadcast", np.ones(3))
+    if comm.rank:
+        with pytest.raises(ShapeError, match="overwrites its array in place, and this one is read-only"):
+            broadcast.start(np.broadcast_to(1.0, 3))
 
 
 @pytest.mark.mpi(sizes=(2, 3))
