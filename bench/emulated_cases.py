@@ -265,7 +265,7 @@ def _of_step(case: Case, prices: Any, per_node: int) -> tuple[float, float]:
     from summa3d.dry.record import Op
     from summa3d.dry.step import Setting
     from summa3d.plan.cells import cells
-    from summa3d.plan.predict import Durations, Step
+    from summa3d.plan.predict import Durations, PredictedStep
 
     stages, tensor = case.axes["pp"], case.axes["y"]
     many = MICRO_BATCHES if stages > 1 else 1
@@ -277,7 +277,7 @@ def _of_step(case: Case, prices: Any, per_node: int) -> tuple[float, float]:
     gathered = Op("move", "", "", "all_gather", axis="y", words=stream * (tensor - 1) // tensor, dtype="float32")
     held = 12 * model.hidden**2 * model.layers // prod(case.axes.values())
     adam = Op("elements", "optimizer", "", "adamw", read=OPTIMIZER_BYTES * held)
-    step = Step(parts, prices.topology, "1f1b", (model.layers // stages,) * stages, many)
+    step = PredictedStep(parts, prices.topology, "1f1b", (model.layers // stages,) * stages, many)
 
     def seconds(moves: bool) -> float:
         def of(ops: Any) -> float:

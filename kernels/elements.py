@@ -11,7 +11,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from .launch import ACCESS, SUMMED_ACROSS, THREADS, Launcher, Tiling, compute_dtype, matrix, suffix, tiling
+from .launch import ACCESS, SUMMED_ACROSS, THREADS, KernelLauncher, Tiling, compute_dtype, matrix, suffix, tiling
 from .mask import Mask
 
 NUMBERS = 8  # elements that one Philox counter serves
@@ -20,7 +20,7 @@ NUMBERS = 8  # elements that one Philox counter serves
 class Elements:
     """Element-wise kernels: each thread keeps its columns and walks down the rows in a grid-stride loop."""
 
-    def __init__(self, launch: Launcher) -> None:
+    def __init__(self, launch: KernelLauncher) -> None:
         self.launch = launch
 
     def bias_gelu(self, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:

@@ -20,7 +20,7 @@ SUMMED_ACROSS = 32  # columns that one block of sum_lanes adds: SUMMED_ACROSS in
 Argument = Tensor | int | float | None
 
 
-class Launcher(Protocol):
+class KernelLauncher(Protocol):
     """Launches ``kernel`` with `blocks` blocks of `threads` threads; tensors are passed as pointers, None as a null pointer.
 
     Attributes
@@ -85,7 +85,7 @@ class Tiling(NamedTuple):
     across: int
 
 
-def tiling(launch: Launcher, rows: int, columns: int, width: int, summing: bool = False) -> Tiling:
+def tiling(launch: KernelLauncher, rows: int, columns: int, width: int, summing: bool = False) -> Tiling:
     """Cover a matrix by threads of `width` columns each, with enough lanes to fill the device.
 
     summing : whether each lane writes partial sums, which favours fewer lanes

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from summa3d.kernels import load
-from summa3d.kernels.launch import Argument, Launcher
+from summa3d.kernels.launch import Argument, KernelLauncher
 from torch import Tensor
 
 # Misaligned 16-byte accesses, indices out of bounds and overflow end the process; nothing may warn.
@@ -89,7 +89,7 @@ class Guarded:
     Operands that share memory share a copy. What the kernel wrote is copied back.
     """
 
-    def __init__(self, launch: Launcher, skip: int) -> None:
+    def __init__(self, launch: KernelLauncher, skip: int) -> None:
         self.launch, self.skip = launch, skip
         self.device, self.processors, self.most_blocks = launch.device, launch.processors, launch.most_blocks
 

@@ -120,7 +120,7 @@ def tensors_of(path: Path) -> dict[str, Any]:
     from summa3d.train.checkpoint import folder, shards
 
     saved, found = folder.read(path, MPI.COMM_SELF), {}
-    with shards.Reader(path, saved.index["tensors"]) as reader:
+    with shards.ShardReader(path, saved.index["tensors"]) as reader:
         for name, entry in saved.index["tensors"].items():
             found[name] = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
             whole = Sharding(Layout(*[()] * len(entry["shape"])), tuple(entry["shape"]))

@@ -127,6 +127,55 @@ def test_a_linears_rate_stands_beside_that_of_the_cores(tmp_path):
     assert "≥ 0.6 of the cores' rate" in said.splitlines()[-1]
 
 
+def test_two_checkouts_are_raced_case_by_case(tmp_path):
+    file = tmp_path / "against.json"
+    names = "product-cuboid-64-p1", "all_gather-small-node"
+    said = run("against.py", str(BENCH.parent), "--cases", ",".join(names), "--rounds", "1", "--json", str(file), patience=300)
+    found = json.loads(file.read_text())
+    assert tuple(found["seconds"]) == names
+    for name, sides in found["seconds"].items():
+        rounds = 3 if name in found["again"] else 1
+        assert all(len(seconds) == rounds and min(seconds) > 0 for seconds in (sides["old"], sides["new"]))
+    assert "geometric mean of 2 cases" in said and "no case below 0.93" in said.splitlines()[-1]
+
+
+def test_a_race_of_checkouts_refuses_what_is_not_the_checkout_that_it_was_given(tmp_path):
+    command = [jobs.python(), str(BENCH / "against.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "is no checkout of summa3d" in done.stderr
+    for package in ("summa3d", "kernels"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    # ranks of this checkout that are told to measure another one
+    done = jobs.run([str(BENCH / "against_cases.py"), str(tmp_path), "product-cuboid-64-p1"], 1)
+    assert done.status != 0 and f"not from {tmp_path / 'summa3d'}" in done.stderr
+
+
+def test_claims_on_two_checkouts_are_those_of_medians_and_their_geometric_mean(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    against = importlib.import_module("against")
+    even = {"old": [2.0, 2.0, 9.0], "new": [2.0, 2.0, 2.0]}
+    slow = {"old": [1.0, 1.0], "new": [2.0, 2.0]}
+    fast = {"old": [2.0, 2.0], "new": [1.0, 1.0]}
+    assert [against.ratio(sides) for sides in (even, slow, fast)] == [1.0, 0.5, 2.0]
+    assert against.interval({"slow": slow, "fast": fast}) == pytest.approx((1.0, 1.0))
+    low, high = against.interval({"even": even})
+    assert low == 1.0 and high > 1.0
+    assert [held for _, held in against.claims({"even": even})] == [True, True]
+    assert [held for _, held in against.claims({"slow": slow, "fast": fast})] == [True, False]
+    assert [held for _, held in against.claims({"slow": {"old": [0.95], "new": [1.0]}})] == [False, True]
+
+
+def test_claims_on_prepared_collectives_are_shares_of_the_other_checkouts_own(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    claims = importlib.import_module("collective_overhead").claims
+    other = {"all_reduce, MPI": 10.0, "whole all_gather, MPI": 20.0}
+    assert [held for _, held in claims(other, other)] == [True, True]
+    assert [held for _, held in claims(other | {"prepared whole all_gather, MPI": 16.0}, other)] == [True, True, True]
+    slower = {"all_reduce, MPI": 12.5, "whole all_gather, MPI": 22.0, "prepared whole all_gather, MPI": 16.5}
+    assert [held for _, held in claims(slower, other)] == [False, False, False]
+
+
 @pytest.fixture
 def emulated(monkeypatch):
     """The cases on emulated nodes, and the predictions that were written before they were raced."""

@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..gemm.algorithms.cuboid import Cuboid, CuboidPlan
 from ..gemm.local.blas import accumulate
 from .clock import Clock
-from .fitted import Measured, Sample
+from .fitted import Measured, MeasuredTime
 from .machine import threads_of_rank
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Trial:
     worked : whether the seconds of a rank's processor count in place of the wall's, which are kept beside them
     """
 
-    sample: Sample
+    sample: MeasuredTime
     act: Callable[[], Array]
     best: float
     wall: float
@@ -122,7 +122,9 @@ class Calibration:
         wall = self.clock.spans(run)[0] / times
         return (self.world.allreduce(busy, MPI.MAX) / times if worked else wall), wall
 
-    def trial(self, sample: Sample, act: Callable[[], Any], divided: float | None = None, worked: bool | None = None) -> Trial:
+    def trial(
+        self, sample: MeasuredTime, act: Callable[[], Any], divided: float | None = None, worked: bool | None = None
+    ) -> Trial:
         """A measurement.
 
         divided : what its time is divided by; by default how much ranks slow each other down, if it is the wall's. worked : by
@@ -163,7 +165,7 @@ class Calibration:
             accumulate(a, b, "nn", out)
             return out
 
-        return self.trial(Sample("product", f"{m}×{n}×{k} {dtype}", dtype=dtype, m=m, n=n, k=k), act)
+        return self.trial(MeasuredTime("product", f"{m}×{n}×{k} {dtype}", dtype=dtype, m=m, n=n, k=k), act)
 
     def launch(self) -> Trial:
         """A distributed product that has next to nothing to do, on a grid of this rank alone."""
@@ -173,7 +175,7 @@ class Calibration:
         executor = Cuboid(CuboidPlan("nn", 8, 8, 8), alone)
         a, b, out = (self.array((8, 8)) for _ in range(3))
         self.grids.append(alone)
-        sample = Sample("product", "8×8×8 by an executor", dtype="float32", m=8, n=8, k=8)
+        sample = MeasuredTime("product", "8×8×8 by an executor", dtype="float32", m=8, n=8, k=8)
         return self.trial(sample, lambda: executor.run(a, b, out))
 
     def elements(self) -> Iterator[Trial]:
@@ -191,11 +193,11 @@ class Calibration:
                 library.add(a, b, out=out)
                 return out
 
-            yield self.trial(Sample("elements", f"copy of {nbytes:,} bytes", bytes=2 * nbytes), copy)
-            yield self.trial(Sample("elements", f"addition of {nbytes:,} bytes", bytes=3 * nbytes), add)
+            yield self.trial(MeasuredTime("elements", f"copy of {nbytes:,} bytes", bytes=2 * nbytes), copy)
+            yield self.trial(MeasuredTime("elements", f"addition of {nbytes:,} bytes", bytes=3 * nbytes), add)
             if self.device == "cpu" and is_torch(a) and nbytes > 8:
                 many = nbytes // 4
-                sample = Sample("elements", f"GELU of {nbytes:,} bytes", bytes=2 * nbytes, functions=many)
+                sample = MeasuredTime("elements", f"GELU of {nbytes:,} bytes", bytes=2 * nbytes, functions=many)
                 yield self.trial(sample, partial(gelu, a, out))
 
     def elementwise(self, nbytes: int) -> Array:
@@ -232,7 +234,7 @@ class Calibration:
 
         ops = [op for trace in cells(setting_of(entry, case, 1))[BLOCK] for op in trace]
         many = Counter(op.kind for op in ops if op.name not in OF_COLLECTIVES)
-        yield self.trial(Sample("layers", "a small block", products=many["product"], kernels=many["elements"]), act)
+        yield self.trial(MeasuredTime("layers", "a small block", products=many["product"], kernels=many["elements"]), act)
 
     # -- between ranks -------------------------------------------------------------------------------------------------------
 
@@ -262,7 +264,7 @@ class Calibration:
             for name, (times, act) in acts.items():
                 received, what = times * 4 * (total - total // size), f"{name} of {4 * total:,} bytes on {size} ranks"
                 hops = 2 * log2(size) if times == 2 and level == "network" else times * (size - 1)  # a tree between nodes
-                sample = Sample("move", what, bytes=received * sharing, level=level, hops=hops)
+                sample = MeasuredTime("move", what, bytes=received * sharing, level=level, hops=hops)
                 yield self.trial(sample, act, 1.0 if level == "network" else None, worked)
 
     def messages(self) -> Iterator[Trial]:
@@ -288,7 +290,7 @@ class Calibration:
                     return array
 
                 what = f"message of {nbytes:,} bytes"
-                yield self.trial(Sample("move", what, bytes=nbytes, level=level, hops=1, message=True), act, 2.0, False)
+                yield self.trial(MeasuredTime("move", what, bytes=nbytes, level=level, hops=1, message=True), act, 2.0, False)
 
 
 def gelu(a: Any, out: Any) -> Any:

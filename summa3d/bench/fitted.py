@@ -29,7 +29,7 @@ REWEIGHTED, NEAR = 20, 0.02
 """How often a fit is reweighted; logarithms of errors below this count alike."""
 
 
-class Sample(NamedTuple):
+class MeasuredTime(NamedTuple):
     """A measured time. kind : product | elements | layers | move. name : of what. seconds : as if every rank had its own core.
 
     dtype, m, n, k : of a product. bytes : read and written, or those that a rank receives, times the groups that share a port.
@@ -76,7 +76,7 @@ class Measured:
     slots: int
     memory: float
     shared: bool
-    samples: tuple[Sample, ...]
+    samples: tuple[MeasuredTime, ...]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Fit:
     """Key → number of a cluster, peaks first; and (sample, predicted ÷ measured − 1) of every time that was fitted to."""
 
     numbers: Mapping[str, float]
-    residuals: Sequence[tuple[Sample, float]]
+    residuals: Sequence[tuple[MeasuredTime, float]]
 
     @property
     def error(self) -> float:
@@ -105,7 +105,7 @@ class Fit:
         return found
 
 
-def fit(samples: Sequence[Sample]) -> Fit:
+def fit(samples: Sequence[MeasuredTime]) -> Fit:
     """The numbers by which samples are predicted best, none of them negative."""
     numbers, residuals = _products([one for one in samples if one.kind == "product"])
     elements = [one for one in samples if one.kind == "elements"]
@@ -135,7 +135,7 @@ def fit(samples: Sequence[Sample]) -> Fit:
     return Fit(numbers, residuals)
 
 
-def _products(samples: Sequence[Sample]) -> tuple[dict[str, float], list[tuple[Sample, float]]]:
+def _products(samples: Sequence[MeasuredTime]) -> tuple[dict[str, float], list[tuple[MeasuredTime, float]]]:
     """Peaks, efficiency, half and launch of products. A dtype that was measured once has the peak that explains this time."""
     dtypes = list(dict.fromkeys(one.dtype for one in samples))
     swept = [one for one in samples if sum(other.dtype == one.dtype for other in samples) > 1]
@@ -154,7 +154,7 @@ def _products(samples: Sequence[Sample]) -> tuple[dict[str, float], list[tuple[S
     return numbers, list(zip(swept, errors, strict=True))
 
 
-def solved(rows: Sequence[Sequence[float]], samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+def solved(rows: Sequence[Sequence[float]], samples: Sequence[MeasuredTime]) -> tuple[list[float], list[float]]:
     """The unknowns ≥ 0 of rows·x = seconds with the least sum of |log(predicted ÷ measured)|, and predicted ÷ measured − 1.
 
     Least squares, reweighted: what other work on the machine has slowed counts as little as in a median.

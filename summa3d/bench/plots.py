@@ -10,7 +10,7 @@ from typing import Any
 
 from ..figures import BOTH_COLUMNS, CAPTION, COLOURS, COLUMN, draw, look
 from ..gemm.cost.mean import lower_bound
-from .series import Row, Series, Spread, series_of
+from .series import ResultRow, Series, Spread, series_of
 from .tables import (
     baselines,
     blas,
@@ -46,7 +46,7 @@ def write(result: Mapping[str, Any], paths: Sequence[Path]) -> None:
         draw(partial(DRAW[result["kind"]], result=result), paths)
 
 
-def timed(rows: Sequence[Row]) -> str:
+def timed(rows: Sequence[ResultRow]) -> str:
     """What marks and whiskers are."""
     return f"{rounds(rows)}, whiskers from the fastest to the slowest"
 
@@ -172,7 +172,7 @@ def thousands(axis: Any) -> None:
     axis.set_major_formatter(EngFormatter(sep=""))
 
 
-def shade_shared(panel: Any, rows: Sequence[Row], counts: Sequence[int]) -> None:
+def shade_shared(panel: Any, rows: Sequence[ResultRow], counts: Sequence[int]) -> None:
     """Shade the rank counts whose ranks share cores, where no further speed-up can be expected."""
     sharing = [row["ranks"] for row in rows if shares_cores(row)]
     if sharing:

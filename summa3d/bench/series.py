@@ -8,7 +8,7 @@ from math import isclose
 from statistics import median
 from typing import Any, NamedTuple
 
-Row = Mapping[str, Any]
+ResultRow = Mapping[str, Any]
 CHOSEN, SERIAL = "chosen", "serial"
 SAME_WORK = 1.05  # largest quotient of the work per rank in weak scaling, whose sizes are rounded cube roots
 OPERANDS = ("form", "dtype", "device")
@@ -33,15 +33,15 @@ class Series:
     """
 
     name: str
-    rows: Sequence[Row]
-    baseline: Row
+    rows: Sequence[ResultRow]
+    baseline: ResultRow
 
     @property
     def baseline_name(self) -> str:
         """The baseline in words: "serial", or as "cannon on 4 ranks"."""
         return SERIAL if is_serial(self.baseline) else f"{self.name} on {in_ranks(self.baseline['ranks'])}"
 
-    def speed_up(self, row: Row) -> Spread | None:
+    def speed_up(self, row: ResultRow) -> Spread | None:
         """Gflop/s of a row ÷ Gflop/s of the baseline; in strong scaling, the quotient of times.
 
         None on the host where the ranks of the row have other thread counts: the ratio would not be that of ranks.
@@ -51,7 +51,7 @@ class Series:
         ratio, seconds = row["gflops"] / self.baseline["gflops"], row["seconds"]
         return Spread(ratio, *(ratio * seconds["median"] / seconds[end] for end in ("max", "min")))
 
-    def efficiency(self, row: Row) -> Spread | None:
+    def efficiency(self, row: ResultRow) -> Spread | None:
         """Gflop/s per rank of a row ÷ those of the baseline; None where there is no speed-up."""
         grown, ratios = row["ranks"] / self.baseline["ranks"], self.speed_up(row)
         return ratios and Spread(*(ratio / grown for ratio in ratios))
@@ -75,22 +75,22 @@ def in_ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
-def on_host(row: Row) -> bool:
+def on_host(row: ResultRow) -> bool:
     """Whether a product's operands lie on the host."""
     return bool(row.get("device", "cpu") == "cpu")
 
 
-def is_serial(row: Row) -> bool:
+def is_serial(row: ResultRow) -> bool:
     """Whether a row is the product on one rank, one call of the BLAS whatever the algorithm; options may divide that call."""
     return row["ranks"] == 1 and not row["options"]
 
 
-def place(row: Row) -> str:
+def place(row: ResultRow) -> str:
     """What ran in a row: "serial", or algorithm, grid and options."""
     return SERIAL if is_serial(row) else str(row["label"])
 
 
-def series_of(rows: Iterable[Row]) -> list[Series]:
+def series_of(rows: Iterable[ResultRow]) -> list[Series]:
     """The series of some rows: one of the library's choices, and one for each algorithm that was named.
 
     All serial rounds of the fewest threads are one baseline, so that equal times are equal speed-ups.
@@ -98,18 +98,18 @@ def series_of(rows: Iterable[Row]) -> list[Series]:
     rows = sorted(rows, key=lambda row: (int(row["ranks"]), int(row["threads"])))
     serial = [row for row in rows if is_serial(row)]
     shared = [_joined(_by((*PROBLEM, "threads"), serial)[0])] if serial else []
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[ResultRow]] = {}
     for row in rows:
         named = " ".join([row["algorithm"], *(f"{name}={value}" for name, value in row["options"].items())])
         found.setdefault(CHOSEN if row["chosen"] else named, []).append(row)
     return [Series(name, own, *(shared or own[:1])) for name, own in found.items()]
 
 
-def grouped(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def grouped(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
     """Rows as results: strong scaling where sizes are equal, weak where the work per rank is, the rest side by side by sizes."""
     rows = joined(rows)
     results: list[dict[str, Any]] = []
-    taken: list[Row] = []
+    taken: list[ResultRow] = []
     for kind, groups in (("strong", _by(PROBLEM, rows)), ("weak", _by_work(rows))):
         for group in groups:
             if len({row["ranks"] for row in group}) > 1:
@@ -119,12 +119,12 @@ def grouped(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return results + [{"kind": "gemm", "rows": group, "numpy": []} for group in _by(PROBLEM, rest)]
 
 
-def joined(rows: Sequence[Row]) -> list[Row]:
+def joined(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """The rows, those of the same product on the same grid as one row with all their rounds; what comes twice counts once."""
     return [_joined(group) for group in _by(IDENTITY, rows)]
 
 
-def _joined(group: Sequence[Row]) -> Row:
+def _joined(group: Sequence[ResultRow]) -> ResultRow:
     group = [row for number, row in enumerate(group) if row["seconds"] not in [one["seconds"] for one in group[:number]]]
     if len(group) == 1:
         return group[0]
@@ -132,7 +132,7 @@ def _joined(group: Sequence[Row]) -> Row:
     return {**group[0], "seconds": seconds, "gflops": group[0]["gflops"] * group[0]["seconds"]["median"] / seconds["median"]}
 
 
-def same_problem(row: Row, other: Row) -> bool:
+def same_problem(row: ResultRow, other: ResultRow) -> bool:
     """Whether two rows have the same sizes, form, dtype and device."""
     return all(row[name] == other[name] for name in PROBLEM)
 
@@ -153,21 +153,21 @@ def same_family(result: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return same_problem(first, second) and (kind == "strong" or most[0] == most[1])
 
 
-def _by(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
+def _by(names: Sequence[str], rows: Sequence[ResultRow]) -> list[list[ResultRow]]:
     """Groups of rows that agree in these columns."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    found: dict[tuple[Any, ...], list[ResultRow]] = {}
     for row in rows:
         found.setdefault(tuple(row[name] for name in names), []).append(row)
     return list(found.values())
 
 
-def _by_work(rows: Sequence[Row]) -> list[list[Row]]:
+def _by_work(rows: Sequence[ResultRow]) -> list[list[ResultRow]]:
     """Groups of rows with the same work per rank and different sizes."""
 
-    def work(row: Row) -> float:
+    def work(row: ResultRow) -> float:
         return float(row["m"] * row["n"] * row["k"] / row["ranks"])
 
-    found: list[list[Row]] = []
+    found: list[list[ResultRow]] = []
     for row in sorted(rows, key=lambda row: (*(row[name] for name in OPERANDS), work(row))):
         first = found[-1][0] if found else row
         alike = all(row[name] == first[name] for name in OPERANDS) and work(row) <= SAME_WORK * work(first)

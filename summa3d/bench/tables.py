@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .series import Row, Series, Spread, in_ranks, on_host, place, series_of
+from .series import ResultRow, Series, Spread, in_ranks, on_host, place, series_of
 from .table import Column, Table
 
 MEBI = 1 << 20
@@ -93,33 +93,33 @@ def digits(value: float) -> str:
     return f"{value:.2g}" if value < 0.1 else f"{value:.2f}" if value < 1000 else f"{value:.0f}"
 
 
-def sizes(row: Row) -> str:
+def sizes(row: ResultRow) -> str:
     """The sizes of a product, as 64×32×16."""
     return f"{row['m']}×{row['n']}×{row['k']}"
 
 
-def operands(row: Row) -> str:
+def operands(row: ResultRow) -> str:
     """Form, dtype and device of a product's operands; the host goes without saying."""
     return f"{row['form']} {row['dtype']}" + on_device(row)
 
 
-def on_device(row: Row) -> str:
+def on_device(row: ResultRow) -> str:
     """The device for a title, as " on cuda"; empty for the host."""
     return "" if on_host(row) else f" on {row['device']}"
 
 
-def rounds(rows: Iterable[Row]) -> str:
+def rounds(rows: Iterable[ResultRow]) -> str:
     """What the times are: medians of so many rounds."""
     return f"medians of {span([len(row['seconds']['all']) for row in rows], 'round')}"
 
 
-def times(rows: Sequence[Row]) -> list[Column]:
+def times(rows: Sequence[ResultRow]) -> list[Column]:
     """The columns of median, fastest and slowest round, in milliseconds."""
     ends = {"median ms": "median", "min": "min", "max": "max"}
     return [Column(name, in_ms(row["seconds"][end] for row in rows), digits) for name, end in ends.items()]
 
 
-def moved(rows: Sequence[Row]) -> list[Column]:
+def moved(rows: Sequence[ResultRow]) -> list[Column]:
     """The columns of a product's speed, words, messages and workspace."""
     return [
         Column("form and dtype", [operands(row) for row in rows], csv_only=True),
@@ -198,12 +198,12 @@ def baselines(found: Sequence[Series]) -> str:
     return f"speed-up and efficiency over {names.pop() if len(names) == 1 else 'the fewest ranks of each series'}"
 
 
-def shares_cores(row: Row) -> bool:
+def shares_cores(row: ResultRow) -> bool:
     """Whether the threads of a row's ranks outnumber the cores that these ranks may use."""
     return on_host(row) and row["ranks"] * row["threads"] > row["cores"]
 
 
-def mixed_threads(rows: Sequence[Row]) -> str | None:
+def mixed_threads(rows: Sequence[ResultRow]) -> str | None:
     """A remark on rows whose ranks have different numbers of threads, so that ratios are not those of ranks; else None."""
     counts = {row["threads"] for row in rows}
     if len(counts) == 1 or not on_host(rows[0]):
@@ -237,11 +237,11 @@ def versus_table(result: Mapping[str, Any]) -> Table:
     return Table("", columns, result.get("remarks", ()))
 
 
-def _middle(row: Row, name: str) -> float | None:
+def _middle(row: ResultRow, name: str) -> float | None:
     return row["quotients"][name]["median"] if name in row["quotients"] else None
 
 
-def _range(row: Row, name: str) -> str | None:
+def _range(row: ResultRow, name: str) -> str | None:
     ratio = row["quotients"].get(name)
     return None if ratio is None else f"{ratio['min']:.2f}–{ratio['max']:.2f}"
 
@@ -272,7 +272,7 @@ def block_table(result: Mapping[str, Any]) -> Table:
     return Table(f"{block_title(result)}, {rounds(both)}", columns, [f"outputs differ by at most {furthest:.1e} of their norm"])
 
 
-def _sum(row: Row, name: str) -> int | None:
+def _sum(row: ResultRow, name: str) -> int | None:
     return sum(row[name].values()) if name in row else None
 
 

@@ -22,7 +22,7 @@ WIDTH = 110
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """A key of the configuration: its dotted name, the words for its type, its default as TOML, and its meaning."""
 
     name: str
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def keys(cls: Any = configuration.Config, prefix: str = "") -> Iterator[Key]:
+def keys(cls: Any = configuration.Config, prefix: str = "") -> Iterator[ConfigKey]:
     """Every key of the configuration, tables after the keys that stand beside them."""
     meanings, kinds, tables = _meanings(cls), toml.field_types(cls), []
     for field in fields(cls):
@@ -75,7 +75,7 @@ def keys(cls: Any = configuration.Config, prefix: str = "") -> Iterator[Key]:
         else:
             name = prefix + field.name
             default = "none" if name in configuration.SIZES else _as_toml(field.default)  # train chooses a grid then
-            yield Key(name, toml.describe(kind), default, meanings[field.name])
+            yield ConfigKey(name, toml.describe(kind), default, meanings[field.name])
     for kind, name in tables:
         yield from keys(kind, name)
 
@@ -98,7 +98,7 @@ def _as_toml(value: object) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)  # TOML's own form of all other values of keys
 
 
-def _as_text(found: list[Key]) -> Iterator[str]:
+def _as_text(found: list[ConfigKey]) -> Iterator[str]:
     for key in found:
         yield f"{key.name} = {key.default}   ({key.kind})"
         yield textwrap.fill(key.meaning, WIDTH, initial_indent="    ", subsequent_indent="    ")

@@ -18,7 +18,7 @@ from ..parallel.schedule import SCHEDULES, build, split_layers
 from ..parallel.simulate import Timeline, in_flight, messages_of, timeline
 
 if TYPE_CHECKING:
-    from ..plan.papers.costs import Cost, Isoefficiency
+    from ..plan.papers.costs import Isoefficiency, PrintedCost
 
 FORMULAS = "Parameters, operations, days and bubble of a GPT by the closed formulas of Narayanan et al. 2021."
 SEARCH = ("model", "cluster", "ranks", "batch", "fix", "limit", "memory", "rule", "explain", "write")
@@ -200,7 +200,7 @@ def show_formulas(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tables(args: argparse.Namespace) -> tuple[list[Cost], list[Isoefficiency]]:
+def _tables(args: argparse.Namespace) -> tuple[list[PrintedCost], list[Isoefficiency]]:
     """The tables that `summa3d plan formulas` prints where it is asked to."""
     from ..cluster import load
     from ..plan.papers import costs

@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         _check_ranks(config, ranks, resumes)
     if args.dry_run:
         return _dry_run(config, args.ranks_per_node, args.json)
-    from ..train.loop import Traced, finished, train
+    from ..train.loop import TraceWindow, finished, train
 
     ended = finished(config, MPI.COMM_WORLD, folder) if resumes else None
     if ended is not None:
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     one_thread_if_small(config.model, config.train.micro_batch * config.model.sequence // MPI.COMM_WORLD.size)
     check_trace_arguments(args, MPI.COMM_WORLD)
-    traced = None if args.trace is None else Traced(args.trace, *(args.trace_steps or TRACED))
+    traced = None if args.trace is None else TraceWindow(args.trace, *(args.trace_steps or TRACED))
     if config.train.signal:
         preemption.listen(config.train.signal)
     summary = train(config, MPI.COMM_WORLD, folder, resumes, args.overwrite, traced, ranges_for(args))

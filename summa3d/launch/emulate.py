@@ -47,7 +47,7 @@ cat /proc/sys/kernel/random/uuid > /dev/shm/id && mount --bind /dev/shm/id {BOOT
 
 
 @dataclass(frozen=True)
-class Network:
+class EmulatedNodes:
     """Emulated nodes: how many, the bits per second of a node's port in each direction, and seconds that packets wait there."""
 
     nodes: int
@@ -60,11 +60,11 @@ class Network:
         return self.port / 8
 
 
-def network_of(text: str) -> Network:
+def network_of(text: str) -> EmulatedNodes:
     """The network that an option describes. Raises LaunchError for another text.
 
     >>> network_of("nodes=4,port=250mbit")
-    Network(nodes=4, port=250000000.0, delay=0.0)
+    EmulatedNodes(nodes=4, port=250000000.0, delay=0.0)
     """
     values = pairs_of(text) or {}
     rate = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", values.get("port", ""))
@@ -76,7 +76,7 @@ def network_of(text: str) -> Network:
             f"--emulate {text!r} cannot be read; it takes nodes=N (1 to {MOST_NODES}), port=RATE in kbit, mbit or gbit, and "
             "delay=…ms where wanted: --emulate nodes=4,port=1gbit"
         )
-    return Network(int(count[0]), float(rate[1]) * UNITS[rate[2]], float(delay[1]) / 1000)
+    return EmulatedNodes(int(count[0]), float(rate[1]) * UNITS[rate[2]], float(delay[1]) / 1000)
 
 
 def why_not(vendor: str = "mpich") -> str | None:
@@ -97,7 +97,7 @@ class Emulated:
     Raises LaunchError where they cannot be made, with what the failed program has said.
     """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: EmulatedNodes) -> None:
         reason = why_not()
         if reason is not None:
             raise LaunchError(f"nodes cannot be emulated: {reason}.")
@@ -192,7 +192,7 @@ class Emulated:
         return [*self.in_switch(), *launcher, *where, "-ppn", str(ranks // nodes), "-n", str(ranks), *program]
 
 
-def run(network: Network, launcher: Sequence[str], ranks: int, program: Sequence[str], environ: Mapping[str, str]) -> int:
+def run(network: EmulatedNodes, launcher: Sequence[str], ranks: int, program: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a program on ranks of emulated nodes to its end, and return its exit status as `follow` does.
 
     Raises LaunchError where nodes cannot be emulated, or do not divide the ranks; OSError where the launcher cannot be started.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..comm.axis import Axis
     from ..comm.grid import Grid
 
-Key = tuple[tuple[int, ...], ...]
+BlockKey = tuple[tuple[int, ...], ...]
 """Which part of a tensor a rank holds: per dim, its coordinates on the axes that split it. Equal keys are copies."""
 
 SHORT_RUN = 128
@@ -40,7 +40,7 @@ class Placement:
         self.layout: Ownership = layout
         self.grid_shape, self.points = grid_shape, points
         self.keys = [self._key(point) for point in points]
-        self.holders: dict[Key, list[int]] = {}
+        self.holders: dict[BlockKey, list[int]] = {}
         for rank, key in enumerate(self.keys):
             if key is not None:
                 self.holders.setdefault(key, []).append(rank)
@@ -55,7 +55,7 @@ class Placement:
         """The placement of `layout` over all ranks of the communicator that the grid was made on."""
         return cls(layout, grid.shape, grid.places)
 
-    def _key(self, point: Coordinates) -> Key | None:
+    def _key(self, point: Coordinates) -> BlockKey | None:
         if not point or (self.layout.dims and not self.layout.holds_block(point)):
             return None
         return tuple(tuple(point[axis] for axis in axes) for axes in self.layout.dims)
@@ -101,7 +101,7 @@ class Redistribution:
     source: Placement
     target: Placement
     _overlaps: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[Runs, Runs]] = field(default_factory=dict, repr=False)
-    _receivers: dict[Key, list[int]] = field(default_factory=dict, repr=False)
+    _receivers: dict[BlockKey, list[int]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.source.points) != len(self.target.points):
@@ -164,10 +164,10 @@ class Redistribution:
         pairs = self._overlaps_of(self.source.keys[sender] or (), self.target.keys[receiver] or (), sender, receiver)
         return Piece(sender, receiver, tuple(take for take, _ in pairs), tuple(put for _, put in pairs))
 
-    def _overlaps_of(self, part: Key, wanted: Key, sender: int, receiver: int) -> list[tuple[Runs, Runs]]:
+    def _overlaps_of(self, part: BlockKey, wanted: BlockKey, sender: int, receiver: int) -> list[tuple[Runs, Runs]]:
         return [self._overlap(dim, *keys, sender, receiver) for dim, keys in enumerate(zip(part, wanted, strict=True))]
 
-    def _common(self, part: Key | None, receiver: int) -> int:
+    def _common(self, part: BlockKey | None, receiver: int) -> int:
         """Elements of `part` that the receiver's new block needs."""
         wanted = self.target.keys[receiver]
         if part is None or wanted is None:
@@ -175,11 +175,11 @@ class Redistribution:
         pairs = self._overlaps_of(part, wanted, self.source.holders[part][0], receiver)
         return prod(sum(run.stop - run.start for run in take) for take, _ in pairs)
 
-    def _parts_of(self, receiver: int) -> Iterator[Key]:
+    def _parts_of(self, receiver: int) -> Iterator[BlockKey]:
         """The parts of the source that hold elements of the receiver's new block."""
         return (part for part in self.source.holders if self._common(part, receiver))
 
-    def _receivers_of(self, part: Key) -> list[int]:
+    def _receivers_of(self, part: BlockKey) -> list[int]:
         """The ranks that need something of `part` and do not hold it."""
         if part not in self._receivers:
             ranks = range(len(self.target.points))

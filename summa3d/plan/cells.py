@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from ..dry.step import Setting
 
 BLOCK = "block"
-Trace = tuple[Op, ...]
+OpTrace = tuple[Op, ...]
 
 
 class Cell(NamedTuple):
     """The operations of a cell in forward, and in backward with what it computes again."""
 
-    forward: Trace = ()
-    backward: Trace = ()
+    forward: OpTrace = ()
+    backward: OpTrace = ()
 
 
 _known: dict[str, dict[str, Cell]] = {}
@@ -64,11 +64,11 @@ def _traced(setting: Setting) -> dict[str, Cell]:
     return {name: Cell(_ops(parts, cell, False), _ops(parts, cell, True)) for name, cell in names.items()}
 
 
-def _ops(parts: Iterable[Part], cell: str, backward: bool) -> Trace:
+def _ops(parts: Iterable[Part], cell: str, backward: bool) -> OpTrace:
     return tuple(op for segment, _ in parts if (segment.cell, segment.backward) == (cell, backward) for op in segment.ops)
 
 
-def with_messages(trace: Trace) -> Trace:
+def with_messages(trace: OpTrace) -> OpTrace:
     """A trace in which broadcasts of this rank have the words of those that it receives in the same layer and pass."""
     words: dict[tuple[str, str, str], int] = {}
     for op in trace:
@@ -77,7 +77,7 @@ def with_messages(trace: Trace) -> Trace:
     return tuple(op._replace(words=words[op.phase, op.layer, op.axis]) if op.name == "broadcast" else op for op in trace)
 
 
-def largest(trace: Trace, other: Trace) -> Trace:
+def largest(trace: OpTrace, other: OpTrace) -> OpTrace:
     """A trace whose communications have the words of that of the two which has more."""
     words = iter([op for op in other if op.kind == "move"])
     merged = []

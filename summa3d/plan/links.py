@@ -25,7 +25,7 @@ DIGITS = 12
 """Of loads: thirds of a byte add up to whole ones."""
 
 
-class Placement(NamedTuple):
+class TopologyKey(NamedTuple):
     """A topology as the key of a cache."""
 
     shape: tuple[tuple[str, int], ...]
@@ -62,18 +62,18 @@ def loads(topology: Topology, axis: str, levels: Sequence[Level], pattern: str) 
     """
     ports = tuple((level.size, level.ports) for level in levels)
     return _loads_along(
-        Placement(tuple(topology.shape.items()), topology.order, tuple(topology.tile.items())), axis, ports, pattern
+        TopologyKey(tuple(topology.shape.items()), topology.order, tuple(topology.tile.items())), axis, ports, pattern
     )
 
 
 @lru_cache(4096)
-def _loads_along(along: Placement, axis: str, ports: Ports, pattern: str) -> tuple[tuple[Load, int], ...]:
+def _loads_along(along: TopologyKey, axis: str, ports: Ports, pattern: str) -> tuple[tuple[Load, int], ...]:
     """Kept by topology: fits ask for the loads of the same few again and again."""
     topology = Topology(dict(along.shape), along.order, dict(along.tile))
     digits = _digits(topology, axis, [size for size, _ in ports if size])
     shape = tuple((str(place), radix) for place, (_, radix) in enumerate(digits))
     plane = "·".join(str(place) for place, (inside, _) in enumerate(digits) if inside)
-    placement = Placement(shape, tuple(name for name, _ in shape), tuple((name, 1) for name, _ in shape))
+    placement = TopologyKey(shape, tuple(name for name, _ in shape), tuple((name, 1) for name, _ in shape))
     return _loads(placement, plane, ports, pattern)
 
 
@@ -104,7 +104,7 @@ def busy_ports(topology: Topology, flights: Sequence[tuple[str, str]], levels: S
     A chain is that from its first member.
     """
     ports = tuple((level.size, level.ports) for level in levels)
-    placement = Placement(tuple(topology.shape.items()), topology.order, tuple(topology.tile.items()))
+    placement = TopologyKey(tuple(topology.shape.items()), topology.order, tuple(topology.tile.items()))
     flows = [_flow(placement, axis, ports, pattern) for axis, pattern in flights]
     ends = [
         flow.from_root(0) if pattern == "chain" else (flow.out, flow.into)
@@ -120,7 +120,7 @@ def busy_ports(topology: Topology, flights: Sequence[tuple[str, str]], levels: S
 
 
 @cache
-def _loads(placement: Placement, axis: str, ports: Ports, pattern: str) -> tuple[tuple[Load, int], ...]:
+def _loads(placement: TopologyKey, axis: str, ports: Ports, pattern: str) -> tuple[tuple[Load, int], ...]:
     flow = _flow(placement, axis, ports, pattern)
     if pattern != "chain":
         return ((flow.load(flow.out, flow.into, flow.hops.max(0)), 1),)
@@ -166,7 +166,7 @@ class Flow:
 
 
 @cache
-def _flow(placement: Placement, axis: str, ports: Ports, pattern: str) -> Flow:
+def _flow(placement: TopologyKey, axis: str, ports: Ports, pattern: str) -> Flow:
     topology = Topology(dict(placement.shape), placement.order, dict(placement.tile))
     groups = _groups(topology, axis)
     many = groups.shape[1]

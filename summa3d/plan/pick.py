@@ -12,7 +12,7 @@ from ..comm.topology import describe
 from ..errors import GridError, LayoutError
 from ..nn.choose import EQUAL, Choice, ranked
 from ..parallel.schedule import is_split
-from .search.cells import Cells, Inner
+from .search.cells import Cells, StageGrid
 from .search.plans import Plan, family_of, repeats
 from .search.store import Store
 from .search.timing import Times
@@ -51,7 +51,7 @@ class Pick:
 class Exact(Store):
     """Cells traced at one size of the micro-batch, where sizes need not divide."""
 
-    def cells(self, inner: Inner, units: int) -> tuple[Cells, int]:
+    def cells(self, inner: StageGrid, units: int) -> tuple[Cells, int]:
         """The cells for micro-batches of `units` units, and 1."""
         return self._at(inner, units)
 
@@ -98,7 +98,7 @@ def shortened(found: Sequence[Choice]) -> list[Choice]:
 def plan_of(config: Config, choice: Choice, cluster: Cluster) -> Plan:
     """The plan of a configuration on a grid, as the search prices it."""
     grid, replicas, pipeline = config.grid, config.replicas, config.pipeline
-    inner = Inner(
+    inner = StageGrid(
         config.model,
         choice.scheme,
         tuple({"x": 1, "y": 1, "z": 1, **choice.grid}.items()),

@@ -16,7 +16,7 @@ from ..parallel.schedule import is_split, rule_of, unchecked
 from ..parallel.simulate import Events, in_order, time_of
 from .cells import BLOCK, Cell
 from .price import Prices
-from .replay import Work, replay
+from .replay import UnorderedWork, replay
 
 SEND, AFTER = "send", "after"
 FILLED = 2
@@ -38,7 +38,7 @@ class Durations(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """A training step.
 
     cells : ENTER, BLOCK and LEAVE on a stage's grid. topology : all ranks; pp is the axis of stages. layers : of each stage.
@@ -58,9 +58,9 @@ class Step:
     _moved: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
-    def _works(self) -> dict[tuple[str, bool], Work]:
+    def _works(self) -> dict[tuple[str, bool], UnorderedWork]:
         return {
-            (name, backward): Work.of(self.topology, cell[backward])
+            (name, backward): UnorderedWork.of(self.topology, cell[backward])
             for name, cell in self.cells.items()
             for backward in (False, True)
         }
@@ -118,7 +118,7 @@ class Step:
         return Durations(forward, backward, send, after)
 
     def _apart(self, prices: Prices) -> list[float]:
-        """The seconds of `send` and of `after`; those of communications are kept, as `Work.moved` keeps them."""
+        """The seconds of `send` and of `after`; those of communications are kept, as `UnorderedWork.moved` keeps them."""
         apart, links = (self.send, self.after), prices.links
         if links not in self._moved:
             self._moved.clear()
@@ -201,9 +201,9 @@ def _events(name: str, ranks: int, micro_batches: int, chunks: int) -> Events:
 
 
 class Fast:
-    """`Step.seconds` for fits: the closed form, times what the simulation makes of it on the cluster of the paper."""
+    """`PredictedStep.seconds` for fits: the closed form, times what the simulation makes of it on the cluster of the paper."""
 
-    def __init__(self, step: Step, cluster: Cluster) -> None:
+    def __init__(self, step: PredictedStep, cluster: Cluster) -> None:
         self.step = step
         self.ratio = step.pipeline(cluster) / step.closed(step.durations(cluster))
 

@@ -13,7 +13,7 @@ from .price import Prices, alike, pattern_of
 
 
 @dataclass
-class Span:
+class ReplayTimes:
     """Seconds of a replayed trace.
 
     compute : of products and element-wise work. exposed : axis → for how long arithmetic waited for it. moved : axis → how long
@@ -32,7 +32,7 @@ class Span:
 
 
 @dataclass
-class Flight:
+class Transfer:
     """A communication on its way: what it still takes by itself before it uses ports, and on them."""
 
     number: int
@@ -41,19 +41,19 @@ class Flight:
     moving: float
 
 
-class Network:
+class TransfersInFlight:
     """Communications in flight: one after the other along an axis, and those of different axes at once, sharing ports."""
 
     def __init__(self, prices: Prices) -> None:
         self.prices, self.now = prices, 0.0
-        self.queues: dict[str, deque[Flight]] = {}
+        self.queues: dict[str, deque[Transfer]] = {}
         self.ends: dict[int, float] = {}
 
     def issue(self, op: Op, now: float) -> None:
         """Begin a communication at `now`, or once its axis is free."""
         self.advance(until=now)
         self.now = now
-        self.queues.setdefault(op.axis, deque()).append(Flight(op.id, (op.axis, pattern_of(op)), *self.prices.parts(op)))
+        self.queues.setdefault(op.axis, deque()).append(Transfer(op.id, (op.axis, pattern_of(op)), *self.prices.parts(op)))
 
     def advance(self, number: int | None = None, until: float = float("inf")) -> None:
         """Go on until a communication has ended, or until a time."""
@@ -82,14 +82,14 @@ class Network:
                 return
 
 
-def replay(trace: Iterable[Op], prices: Prices, overlap: bool = True) -> Span:
+def replay(trace: Iterable[Op], prices: Prices, overlap: bool = True) -> ReplayTimes:
     """Run a trace: a communication starts when it is issued and its axis is free, a wait blocks arithmetic until it has ended.
 
     Communications of different axes that move at once share the ports that both use, and slow each other down.
 
     overlap : False waits for every communication as soon as it is issued. What is still in flight at the end is waited for.
     """
-    span, now, network = Span(), 0.0, Network(prices)
+    span, now, network = ReplayTimes(), 0.0, TransfersInFlight(prices)
     flying: dict[int, str] = {}
 
     def wait(number: int) -> None:
@@ -123,7 +123,7 @@ def replay(trace: Iterable[Op], prices: Prices, overlap: bool = True) -> Span:
 
 
 @dataclass(frozen=True)
-class Work:
+class UnorderedWork:
     """Operations of a program that overlaps nothing, whose order is therefore of no account.
 
     ops : products and communications, each with how often it is run. size, launches : bytes and number of element-wise ones.
@@ -136,7 +136,7 @@ class Work:
     _moved: dict[tuple[object, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
-    def of(cls, topology: Topology, trace: Iterable[Op], times: float = 1.0) -> Work:
+    def of(cls, topology: Topology, trace: Iterable[Op], times: float = 1.0) -> UnorderedWork:
         """The operations of a trace, run `times` times."""
         counts = Counter(alike(op) for op in trace if op.kind != "wait")
         elements = {op: many for op, many in counts.items() if op.kind == "elements"}

@@ -17,7 +17,7 @@ from .points import Point
 
 NAME = "points.jsonl"
 RUNNING = "running.json"
-Line = dict[str, Any]
+SweepLine = dict[str, Any]
 Say = Callable[[str], None]
 NEEDED = ("id", "sweep", "what", "ranks", "config", "time")
 COLUMNS = ("id", "name", "what", "ranks", "series", "seconds.min", "seconds.median", "seconds.max", "predicted", "words")
@@ -54,7 +54,7 @@ def mend(folder: Path, say: Say) -> None:
         os.truncate(file, end)
 
 
-def read(file: Path, say: Say) -> list[Line]:
+def read(file: Path, say: Say) -> list[SweepLine]:
     """The lines of a file. An incomplete last line is reported and dropped. Raises DataError for what is no line of a sweep."""
     found = []
     rows = named_text(file).splitlines(keepends=True)
@@ -73,13 +73,13 @@ def read(file: Path, say: Say) -> list[Line]:
     return found
 
 
-def collect(places: Sequence[Path], say: Say) -> list[Line]:
+def collect(places: Sequence[Path], say: Say) -> list[SweepLine]:
     """The lines of files, and of all sweeps in folders: of each id the newest, in the order of their first measurement.
 
     Raises DataError where there are none, and as `read` does.
     """
     files = [file for place in places for file in (sorted(place.rglob(NAME)) if place.is_dir() else [place])]
-    newest: dict[str, Line] = {}
+    newest: dict[str, SweepLine] = {}
     for line in (line for file in files for line in read(file, say)):
         known = newest.get(line["id"])
         if known is None or line["time"] >= known["time"]:
@@ -89,21 +89,21 @@ def collect(places: Sequence[Path], say: Say) -> list[Line]:
     return list(newest.values())
 
 
-def known_in(directory: Path, say: Say) -> dict[str, Line]:
+def known_in(directory: Path, say: Say) -> dict[str, SweepLine]:
     """id → the newest line, of all that is in the folder of a sweep; nothing before its first run."""
     return {line["id"]: line for line in collect([directory], say)} if any(directory.rglob(NAME)) else {}
 
 
-def missing(points: Sequence[Point], known: Mapping[str, Line], retry_before: float = 0.0) -> list[Point]:
+def missing(points: Sequence[Point], known: Mapping[str, SweepLine], retry_before: float = 0.0) -> list[Point]:
     """The points without a line, and those whose line is an error of an earlier time than `retry_before`."""
 
-    def is_left(line: Line | None) -> bool:
+    def is_left(line: SweepLine | None) -> bool:
         return line is None or ("error" in line and line["time"] < retry_before)
 
     return [point for point in points if is_left(known.get(point.id))]
 
 
-def as_csv(lines: Sequence[Line]) -> str:
+def as_csv(lines: Sequence[SweepLine]) -> str:
     """The lines as CSV: a row a point, a column for every key of a configuration."""
     rows = [{**flat({key: line[key] for key in line if key != "config"}), **flat(line["config"])} for line in lines]
     for row, line in zip(rows, lines, strict=True):

@@ -21,7 +21,7 @@ from ..train.lease import Lease
 from ..train.on_root import on_root
 from . import predict
 from .file import Sweep
-from .lines import RUNNING, Line, Say, append, folder_of, known_in, mend, missing
+from .lines import RUNNING, Say, SweepLine, append, folder_of, known_in, mend, missing
 from .points import Point, entry_of, races
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _take(lease: Lease, folder: Path, say: Say) -> None:
         time.sleep(PAUSE)
 
 
-def whole(line: Line, sweep: Sweep, facts: dict[str, Any]) -> Line:
+def whole(line: SweepLine, sweep: Sweep, facts: dict[str, Any]) -> SweepLine:
     """A line with what is known of its sweep and of the machine."""
     about = {"name": sweep.name, "kind": sweep.kind, "x": sweep.x, "published": dict(sweep.published), "rounds": sweep.rounds}
     cluster = predict.cluster_of(sweep)
@@ -85,7 +85,7 @@ def whole(line: Line, sweep: Sweep, facts: dict[str, Any]) -> Line:
     return {**line, "time": time.time(), "sweep": about, "machine": facts}
 
 
-def run_race(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: Path) -> list[Line]:
+def run_race(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: Path) -> list[SweepLine]:
     """The lines of a race. Where a point raises an error, each is run by itself, and the line of that point says the error.
 
     Collective; equal on every rank.
@@ -100,7 +100,7 @@ def run_race(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: 
     return [{**about(point), "race": len(race), **measured} for point, measured in zip(race, found, strict=True)]
 
 
-def about(point: Point) -> Line:
+def about(point: Point) -> SweepLine:
     """What names a point in its line."""
     names = {"id": point.id, "what": point.what, "ranks": point.ranks, "series": point.series, "x": point.x}
     return {**names, "label": point.label, "repeat": point.repeat, "config": dict(point.config)}
@@ -177,11 +177,11 @@ def _steps(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: Pa
     return _foretold(race, sweep, world, found)
 
 
-def _foretold(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, found: Sequence[Line]) -> list[dict[str, Any]]:
+def _foretold(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, found: Sequence[SweepLine]) -> list[dict[str, Any]]:
     """What was measured, with the words and seconds that a dry run on rank 0 says; collective."""
     cluster = predict.cluster_of(sweep)
 
-    def dry() -> list[Line]:
+    def dry() -> list[SweepLine]:
         return [{"predicted": predict.seconds(point, cluster), "words_formula": predict.words(point)} for point in race]
 
     said = on_root(world, dry, LaunchError)

@@ -15,7 +15,7 @@ from ..bench.tables import COUNT, HUNDREDTHS, digits, in_ms, rounds
 from ..bench.traced import COMPUTE, OTHER
 from ..figures import COLOURS, COLUMN, look
 from ..plan.papers.paper import table_of as paper_of
-from .lines import Line
+from .lines import SweepLine
 
 SWEEP = "sweep"
 SUBJECTS = {"block": "transformer blocks, forward and backward", "train": "training steps", "gemm": "products"}
@@ -30,35 +30,35 @@ class Curve:
     """The points of one line of a plot, the fastest of each x, in order; speeds are relative to the first."""
 
     name: str
-    lines: Sequence[Line]
+    lines: Sequence[SweepLine]
 
-    def speed(self, line: Line) -> float:
+    def speed(self, line: SweepLine) -> float:
         """FLOP/s ÷ FLOP/s of the first point."""
         return rate(line) / rate(self.lines[0])
 
-    def predicted(self, line: Line) -> float | None:
+    def predicted(self, line: SweepLine) -> float | None:
         """The same of predicted times."""
         first, own = self.lines[0].get("predicted"), line.get("predicted")
         return None if not first or not own else line["flops"] / own * first / self.lines[0]["flops"]
 
-    def efficiency(self, line: Line) -> float:
+    def efficiency(self, line: SweepLine) -> float:
         """FLOP/s per rank ÷ those of the first point."""
         return float(self.speed(line) * self.lines[0]["ranks"] / line["ranks"])
 
-    def times(self, line: Line) -> float:
+    def times(self, line: SweepLine) -> float:
         """Time of the first point ÷ time of this one: the efficiency of weak scaling where the work per rank is equal."""
         return float(self.lines[0]["seconds"]["median"] / line["seconds"]["median"])
 
 
-def rate(line: Line) -> float:
+def rate(line: SweepLine) -> float:
     """FLOP/s by the median time."""
     return float(line["flops"] / line["seconds"]["median"])
 
 
-def results(lines: Sequence[Line]) -> list[dict[str, Any]]:
+def results(lines: Sequence[SweepLine]) -> list[dict[str, Any]]:
     """Results for tables and plots: products as `summa3d bench` has them, blocks and training steps as sweeps, by their names."""
     found: list[dict[str, Any]] = []
-    named: dict[tuple[str, str], list[Line]] = {}
+    named: dict[tuple[str, str], list[SweepLine]] = {}
     for line in sorted(lines, key=lambda line: int(line["ranks"])):
         named.setdefault((line["sweep"]["name"], line["what"]), []).append(line)
     for (_, what), own in named.items():
@@ -73,9 +73,9 @@ def results(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return found
 
 
-def curves(lines: Iterable[Line]) -> list[Curve]:
+def curves(lines: Iterable[SweepLine]) -> list[Curve]:
     """The lines of a plot, by series; of several grids at one x, the fastest."""
-    found: dict[str, dict[Any, Line]] = {}
+    found: dict[str, dict[Any, SweepLine]] = {}
     for line in lines:
         own = found.setdefault(line["series"], {})
         if line["x"] not in own or rate(line) > rate(own[line["x"]]):
@@ -118,12 +118,12 @@ def table(result: Mapping[str, Any]) -> Table:
     return Table(f"{title(about, lines)}; {baseline(found.values(), about)}; {rounds(lines)}", columns, result["failed"])
 
 
-def _share(line: Line) -> float | None:
+def _share(line: SweepLine) -> float | None:
     """The share of the time in which a rank computes, on average."""
     return line["split"][COMPUTE] / sum(line["split"].values()) if line.get("split") else None
 
 
-def title(about: Mapping[str, Any], lines: Sequence[Line]) -> str:
+def title(about: Mapping[str, Any], lines: Sequence[SweepLine]) -> str:
     """The sweep's name, kind and subject."""
     kind = {"strong": "strong scaling of ", "weak": "weak scaling of ", "grid": ""}[about["kind"]]
     return f"{about['name']}: {kind}{SUBJECTS[lines[0]['what']]}"

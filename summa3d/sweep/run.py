@@ -14,7 +14,7 @@ from ..files import from_json, replace_text
 from ..train.lease import Lease
 from . import predict
 from .file import Sweep
-from .lines import RUNNING, Line, Say, append, folder_of, known_in, mend, missing
+from .lines import RUNNING, Say, SweepLine, append, folder_of, known_in, mend, missing
 from .points import Point, Refusal, expand
 
 Start = Callable[[int, Sequence[str]], int]
@@ -119,7 +119,7 @@ def nodes_of(sweep: Sweep, ranks: int) -> int:
     return -(-ranks // sweep.ranks_per_node)
 
 
-def plan_table(sweep: Sweep, points: Sequence[Point], known: Mapping[str, Line]) -> list[str]:
+def plan_table(sweep: Sweep, points: Sequence[Point], known: Mapping[str, SweepLine]) -> list[str]:
     """A line for each point: id, ranks, what it is, predicted seconds of one measurement and node-hours of all its rounds."""
     cluster = predict.cluster_of(sweep)
     rows, total = [], 0.0
@@ -147,7 +147,7 @@ def _sizes(point: Point) -> str:
     return ",".join(f"{short.get(name, name)}={point.config[name]}" for name in names if name in point.config)
 
 
-def status_table(sweep: Sweep, points: Sequence[Point], known: Mapping[str, Line]) -> list[str]:
+def status_table(sweep: Sweep, points: Sequence[Point], known: Mapping[str, SweepLine]) -> list[str]:
     """How many points of each rank count are measured, have failed, and are missing; then each error."""
     lines = [f"{'ranks':>6}{'points':>8}{'done':>7}{'failed':>8}{'missing':>9}"]
     for count in sweep.ranks:

@@ -68,7 +68,7 @@ def sample(
         raise ConfigError(f"A {config.family} model does not continue text. Families that do: gpt2, llama.")
     known = [int(token) for token in tokenizer.encode(prompt.encode())]
     rows, device = smallest_batch(plan, config), next(model.parameters()).device
-    shown = Shown(show) if show is not None else None
+    shown = TextStream(show) if show is not None else None
     if pipeline is None and plan.stages is not None:
         pipeline = Pipeline(model, "1f1b", rows, next(model.parameters()).dtype)
     next_logits = model.next_logits if pipeline is None else pipeline.next_logits
@@ -84,10 +84,10 @@ def sample(
     return tokenizer.decode(known)
 
 
-class Shown:
+class TextStream:
     """Hands on what a growing text has more than before, without the end of a character whose bytes are not all there.
 
-    >>> shown = Shown(print)
+    >>> shown = TextStream(print)
     >>> shown.update("de"), shown.update("de\ufffd"), shown.update("de\u00e9f", last=True)
     de
     éf

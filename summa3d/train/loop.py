@@ -40,13 +40,13 @@ from .device import on_device, peak_device_memory
 from .generate import load, sample
 from .lease import Lease
 from .loss_plot import draw_loss
-from .metrics import Recorder, Step, Stopwatch
+from .metrics import MetricsWriter, StepMetrics, Stopwatch
 from .on_root import on_root
 from .optimizer import clip_factor, learning_rate
 from .precision import torch_dtype
 from .prepare import Run, prepare
 from .progress import Progress
-from .utilization import Work, model_flops, peak_flops
+from .utilization import StepWork, model_flops, peak_flops
 
 WRITING = 1 << 26
 """The vote of a rank that writes a checkpoint: more than all the ranks that may be asked to end."""
@@ -57,7 +57,7 @@ ONE_RANK_PARAMETERS = 100_000_000
 
 
 @dataclass(frozen=True)
-class Traced:
+class TraceWindow:
     """The trace of a run: the steps `first` to `last`, both included, are written to `file`."""
 
     file: Path
@@ -80,7 +80,7 @@ def train(
     folder: Path,
     resume: bool = False,
     overwrite: bool = False,
-    traced: Traced | None = None,
+    traced: TraceWindow | None = None,
     ranges: Ranges | None = None,
 ) -> dict[str, Any]:
     """Train the model of `config` on the ranks of `comm`; collective. Returns the summary of the run, equal on every rank.
@@ -105,7 +105,7 @@ def train(
             traced.check(run.done, config.train.steps)
         run.grid.ledger.ranges = ranges
         flight.keep_in(folder)
-        recorder = Recorder(run.metrics, comm, run.done, _work(run, progress), config.train.tensorboard)
+        recorder = MetricsWriter(run.metrics, comm, run.done, _work(run, progress), config.train.tensorboard)
         progress.say(_opening(run))
         progress.start(run.done)
         began = time.perf_counter()
@@ -138,12 +138,12 @@ def finished(config: Config, comm: MPI.Intracomm, folder: Path) -> dict[str, Any
 
 def run_steps(
     run: Run,
-    recorder: Recorder,
+    recorder: MetricsWriter,
     writer: Writer,
     lease: Lease,
     progress: Progress,
     deadline: watchdog.Watchdog | None = None,
-    traced: Traced | None = None,
+    traced: TraceWindow | None = None,
 ) -> bool:
     """Take the remaining steps; evaluate and save at their periods, and after the last step.
 
@@ -187,7 +187,7 @@ def run_steps(
     return False
 
 
-def take_step(run: Run, number: int) -> Step:
+def take_step(run: Run, number: int) -> StepMetrics:
     """Take the optimizer step `number` (from 1): accumulate gradients, clip them by their global norm, update the weights.
 
     With dynamic loss scaling, a step may skip the update; the step counts nevertheless. The host synchronizes with a device
@@ -208,7 +208,7 @@ def take_step(run: Run, number: int) -> Step:
         rate = learning_rate(number, settings)
         if run.loss_scale.accepts(number, loss, norm):
             run.replicas.update(lambda: run.optimizer.step(rate, clip_factor(norm, settings.clip, scale)))
-    step = Step(number, loss, norm, rate, tokens=settings.batch * run.config.model.sequence)
+    step = StepMetrics(number, loss, norm, rate, tokens=settings.batch * run.config.model.sequence)
     if run.loss_scale.dynamic:
         step.loss_scale, step.skipped_steps = scale, run.loss_scale.skipped
     stopwatch.stop(step)
@@ -275,7 +275,7 @@ def evaluate(run: Run) -> float:
     return loss / (rows // micro)
 
 
-def finish(run: Run, recorder: Recorder, seconds: float, progress: Progress) -> dict[str, Any]:
+def finish(run: Run, recorder: MetricsWriter, seconds: float, progress: Progress) -> dict[str, Any]:
     """Continue the sample prompt, draw loss.png and write summary.json; collective. Returns the summary on every rank."""
     comm, text = run.grid.comm, None
     if run.config.train.sample_tokens and isinstance(run.model, LanguageModel):
@@ -377,14 +377,14 @@ def _opening(run: Run) -> str:
     )
 
 
-def _work(run: Run, progress: Progress) -> Work:
+def _work(run: Run, progress: Progress) -> StepWork:
     """What the steps' use is measured against; collective."""
     settings, dtype = run.config.train, torch_dtype(run.config.dtype)
     if not settings.peak_tflops:
         progress.doing("measuring a product")
     peak = peak_flops(settings, run.grid, run.device, dtype)
     flops = model_flops(run.model, run.config.model, settings.batch)
-    return Work(flops, peak, run.device.type == "cpu")
+    return StepWork(flops, peak, run.device.type == "cpu")
 
 
 def _parameters(run: Run) -> int:

@@ -29,7 +29,7 @@ CHARACTERS = 78
 
 
 @dataclass(frozen=True)
-class Curve:
+class LossCurve:
     """A run: its folder's name, model, number of parameters, schemes and grids in one line; its metrics; what it reads.
 
     `corpus` and `tokenizer` are those of its configuration.
@@ -46,7 +46,7 @@ class Curve:
         return len(self.entries) >= WINDOW
 
     @classmethod
-    def of(cls, folder: Path) -> Curve:
+    def of(cls, folder: Path) -> LossCurve:
         """The curve of the run in a folder. Raises DataError where there is no run, or no step of it."""
         entries = metrics.read(folder / "metrics.jsonl")
         if not entries:
@@ -94,10 +94,10 @@ def draw_loss(folders: Sequence[Path], paths: Sequence[Path]) -> None:
 
     Raises DataError where a folder holds no run, and ImportError where matplotlib is not installed.
     """
-    draw(partial(fill, curves=[Curve.of(folder) for folder in folders]), paths)
+    draw(partial(fill, curves=[LossCurve.of(folder) for folder in folders]), paths)
 
 
-def fill(figure: Any, curves: Sequence[Curve]) -> None:
+def fill(figure: Any, curves: Sequence[LossCurve]) -> None:
     """Draw the panels, the titles of the runs above them, and below them what the lines mean."""
     from matplotlib.ticker import EngFormatter
 
@@ -127,7 +127,7 @@ def fill(figure: Any, curves: Sequence[Curve]) -> None:
     figure.supxlabel(wrapped(about, CHARACTERS), x=0.01, ha="left", **CAPTION)
 
 
-def lines(panel: Any, curve: Curve, places: Sequence[float], look: Mapping[str, Any]) -> None:
+def lines(panel: Any, curve: LossCurve, places: Sequence[float], look: Mapping[str, Any]) -> None:
     """Draw a run's losses at these places, and a dotted line behind each step after which it was resumed."""
     own = {"color": look["color"]}
     if curve.has_smooth:

@@ -1,7 +1,7 @@
 """Metrics of a run: one line per step in metrics.jsonl, gathered over the ranks without blocking them, and sums over steps.
 
 Keys of a line: step, loss, grad_norm, lr, tokens_per_second, seconds, words_per_rank (the largest over ranks),
-model_flops_per_second and mfu (see `Work`), arithmetic_share and idle_share; where words were moved, communication_share,
+model_flops_per_second and mfu (see `StepWork`), arithmetic_share and idle_share; where words were moved, communication_share,
 waited_seconds and exposed_communication (see `CoreTime`); where they exist, validation_loss, loss_scale and skipped_steps.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from ..errors import ConfigError, DataError
 from ..files import from_json, no_follow, replacing, text_of
-from .utilization import Work
+from .utilization import StepWork
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 NUMBERS = ("lr", "tokens_per_second", "seconds", "words_per_rank", "loss", "grad_norm", "validation_loss")
 """Keys of a line whose values are finite numbers, where there are any."""
 KIBI = 1024
-NO_WORK = Work()
+NO_WORK = StepWork()
 
 
 @dataclass
-class Step:
+class StepMetrics:
     """The measurements of one step on this rank; loss, grad_norm, lr and loss_scale are equal on every rank.
 
     `step` counts from 1. `loss_scale` and `skipped_steps` (of the run so far) are set by runs with dynamic loss scaling only.
@@ -75,7 +75,7 @@ class Stopwatch:
         inside, wall = total.cpu_seconds, time.perf_counter()
         return np.array([wall, total.words, self._cpu() - inside, inside, total.seconds - inside])
 
-    def stop(self, step: Step) -> None:
+    def stop(self, step: StepMetrics) -> None:
         """Write the seconds and words since the start into `step`."""
         passed = [float(amount) for amount in self._now() - self._start]
         step.seconds, step.words, step.arithmetic_seconds, step.communication_seconds = passed[0], round(passed[1]), *passed[2:4]
@@ -113,7 +113,7 @@ class CoreTime:
 
     @classmethod
     def of(
-        cls, cores: int, seconds: float, words: int, ranks: int, cpu: Sequence[float], work: Work = NO_WORK, steps: int = 1
+        cls, cores: int, seconds: float, words: int, ranks: int, cpu: Sequence[float], work: StepWork = NO_WORK, steps: int = 1
     ) -> CoreTime:
         """The shares of `seconds` wall seconds, in which `steps` steps were taken.
 
@@ -166,14 +166,14 @@ class Account:
 
     cores: int
     ranks: int = 1
-    work: Work = NO_WORK
+    work: StepWork = NO_WORK
     steps: int = 0
     seconds: float = 0.0
     cpu: tuple[float, float, float] = (0.0, 0.0, 0.0)
     tokens: int = 0
     words: int = 0
 
-    def add(self, step: Step, words: int, cpu: Sequence[float]) -> CoreTime:
+    def add(self, step: StepMetrics, words: int, cpu: Sequence[float]) -> CoreTime:
         """Add a step and return its use of the cores; `words` is the largest over ranks, `cpu` the sums over ranks."""
         self.steps += 1
         self.seconds += step.seconds
@@ -189,14 +189,16 @@ class Account:
         return CoreTime.of(self.cores, self.seconds, self.words, self.ranks, self.cpu, self.work, self.steps)
 
 
-class Recorder:
+class MetricsWriter:
     """Writes metrics.jsonl on rank 0. A non-blocking gather of a step's counters is in flight while the next step runs.
 
     `post`, `flush` and `close` are collective. The line of a step is written when the next step is posted, or at `flush`. A run
     that resumes drops the lines of the steps that it repeats.
     """
 
-    def __init__(self, path: Path, comm: MPI.Intracomm, resumed_at: int, work: Work = NO_WORK, tensorboard: bool = False) -> None:
+    def __init__(
+        self, path: Path, comm: MPI.Intracomm, resumed_at: int, work: StepWork = NO_WORK, tensorboard: bool = False
+    ) -> None:
         from ..comm.nodes import Nodes
 
         self.comm = comm.Dup()
@@ -204,12 +206,12 @@ class Recorder:
         self.core_time: CoreTime | None = None
         self._mine = np.zeros(4)
         self._all = np.zeros((comm.size, 4)) if comm.rank == 0 else None
-        self._pending: tuple[Step, MPI.Request] | None = None
+        self._pending: tuple[StepMetrics, MPI.Request] | None = None
         self._path, self._late, self._told = path, b"", False
         self._file = open_at(path, resumed_at) if comm.rank == 0 else None
         self._board = _open_board(path.parent / "tensorboard", resumed_at) if tensorboard and comm.rank == 0 else None
 
-    def post(self, step: Step) -> None:
+    def post(self, step: StepMetrics) -> None:
         """Complete the step in flight, and start the gather of this rank's counters of `step`."""
         self.flush()
         self._mine[:] = step.words, step.arithmetic_seconds, step.communication_seconds, step.waited_seconds
@@ -255,7 +257,7 @@ class Recorder:
         self.comm.Free()
 
 
-def line(step: Step, words: int, core_time: CoreTime) -> dict[str, Any]:
+def line(step: StepMetrics, words: int, core_time: CoreTime) -> dict[str, Any]:
     """A line of metrics.jsonl as a dictionary; `words` is the largest over ranks. Numbers that are not finite become null."""
     entry: dict[str, Any] = {
         "step": step.step,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..files import whole
 
 if TYPE_CHECKING:
-    from .metrics import CoreTime, Step
+    from .metrics import CoreTime, StepMetrics
 
 PLAIN_EVERY = 10.0
 """Seconds between two plain lines."""
@@ -37,7 +37,7 @@ class Progress:
         """Count the time that is left from now on; `done` steps were taken before."""
         self._began, self._first = time.monotonic(), done
 
-    def step(self, step: Step, core_time: CoreTime | None) -> None:
+    def step(self, step: StepMetrics, core_time: CoreTime | None) -> None:
         """Show a step. `core_time` is the latest that is known, that of the step before."""
         if not self.speak:
             return
@@ -77,7 +77,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def _describe(self, step: Step, core_time: CoreTime | None, now: float) -> str:
+    def _describe(self, step: StepMetrics, core_time: CoreTime | None, now: float) -> str:
         left = (now - self._began) / max(step.step - self._first, 1) * (self.steps - step.step)
         parts = [f"step {step.step}/{self.steps} {step.step / self.steps:.0%}", f"{clock(left)} left", f"loss {step.loss:.4f}"]
         if self._validation_loss is not None:

@@ -28,7 +28,7 @@ FIRST_TOKEN = ("pooler.weight", "relation.weight")
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What a step's use of the ranks is measured against.
 
     Attributes

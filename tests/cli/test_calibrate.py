@@ -16,7 +16,7 @@ import pytest
 from summa3d.bench import calibrate
 from summa3d.bench.blocks import BlockEntry, Case
 from summa3d.bench.calibrate import Calibration
-from summa3d.bench.fitted import Measured, Sample, described, fit
+from summa3d.bench.fitted import Measured, MeasuredTime, described, fit
 from summa3d.bench.predicted import kendall, of_block
 from summa3d.cli import bench as cli
 from summa3d.cli.gemm import machine_of
@@ -39,28 +39,30 @@ TRUE = {
 }  # fmt: skip
 
 
-def priced(cluster: Cluster) -> Iterator[Sample]:
+def priced(cluster: Cluster) -> Iterator[MeasuredTime]:
     """The times of what is measured, on 4 ranks of each of 4 nodes, as the planner prices them."""
     topology = Topology.checked({"x": 4, "y": 4}, ["x", "y"])
     prices, layers = (Prices(one, topology) for one in (cluster.replaced({"layers.launch": 0}, "assumed"), cluster))
     sides = [(side, side, side) for side in calibrate.SIDES]
     for dtype in calibrate.FULL:
         for m, n, k in (*sides, *calibrate.THIN, (8, 8, 8)):
-            yield Sample("product", "", prices.seconds(Op("product", "", "", "nn", m, n, k, dtype=dtype)), dtype, m, n, k)
+            yield MeasuredTime("product", "", prices.seconds(Op("product", "", "", "nn", m, n, k, dtype=dtype)), dtype, m, n, k)
     for nbytes in calibrate.ARRAYS:
         gelu = Op("elements", "", "", "gelu", read=nbytes, written=nbytes, dtype="float32")
-        yield Sample("elements", "", prices.seconds(gelu), bytes=2 * nbytes, functions=nbytes // 4)
+        yield MeasuredTime("elements", "", prices.seconds(gelu), bytes=2 * nbytes, functions=nbytes // 4)
     small = layers.seconds(Op("product", "", "", "nn", 8, 8, 8)), layers.seconds(Op("elements", "", "", "sum", written=8))
-    yield Sample("layers", "", 3 * small[0] + 5 * small[1], products=3, kernels=5)
+    yield MeasuredTime("layers", "", 3 * small[0] + 5 * small[1], products=3, kernels=5)
     for nbytes in (8, *calibrate.ARRAYS):
-        yield Sample("elements", "", prices.seconds(Op("elements", "", "", "", read=nbytes, written=nbytes)), bytes=2 * nbytes)
+        yield MeasuredTime(
+            "elements", "", prices.seconds(Op("elements", "", "", "", read=nbytes, written=nbytes)), bytes=2 * nbytes
+        )
     for level, axis, sharing in (("node", "x", 1), ("network", "y", 4)):
         for nbytes in calibrate.MESSAGES:
             for name, times in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
                 received = times * max(nbytes // 4, 3)
                 move = Op("move", "", "", name, axis=axis, words=received, dtype="float32")
                 hops = 4 if level == "network" and times == 2 else times * 3
-                yield Sample("move", "", prices.seconds(move), bytes=4 * received * sharing, level=level, hops=hops)
+                yield MeasuredTime("move", "", prices.seconds(move), bytes=4 * received * sharing, level=level, hops=hops)
 
 
 def test_a_fit_finds_the_numbers_behind_the_times_though_some_of_them_were_disturbed() -> None:

@@ -17,7 +17,7 @@ import pytest
 from summa3d.cli import main as entry
 from summa3d.errors import LaunchError
 from summa3d.launch import emulate
-from summa3d.launch.emulate import Emulated, Network, network_of
+from summa3d.launch.emulate import Emulated, EmulatedNodes, network_of
 
 ENDLESS = """
 import json, os, time
@@ -54,7 +54,7 @@ def why_not() -> str | None:
     if emulate.why_not() is not None:
         return emulate.why_not()
     try:
-        with Emulated(Network(1, 1e9)):
+        with Emulated(EmulatedNodes(1, 1e9)):
             return None
     except LaunchError as error:
         return str(error)
@@ -113,7 +113,10 @@ def test_what_is_missing_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch, caps
 
 @needs_nodes
 def test_ranks_that_the_nodes_do_not_divide_are_an_error_that_names_those_that_fit() -> None:
-    with Emulated(Network(2, 1e9)) as nodes, pytest.raises(LaunchError, match="2 nodes do not divide 3 ranks; 2, 4 or 8 would"):
+    with (
+        Emulated(EmulatedNodes(2, 1e9)) as nodes,
+        pytest.raises(LaunchError, match="2 nodes do not divide 3 ranks; 2, 4 or 8 would"),
+    ):
         nodes.command(["mpiexec"], 3, ["program"])
 
 

@@ -14,7 +14,7 @@ from test_imports import sources
 
 from summa3d import interpreter
 from summa3d.nn.config import ModelConfig
-from summa3d.plan.search.cells import Inner
+from summa3d.plan.search.cells import StageGrid
 from summa3d.plan.search.store import Store
 
 MODULES = (
@@ -65,7 +65,7 @@ def test_the_processes_of_plan_import_nothing_from_the_current_folder(
     planted(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SUMMA3D_CACHE", str(tmp_path / "cache"))
-    inner = Inner(ModelConfig(layers=1, hidden=16, heads=2), "oned", (("y", 2),), "none", False, "float32", "cpu", 1)
+    inner = StageGrid(ModelConfig(layers=1, hidden=16, heads=2), "oned", (("y", 2),), "none", False, "float32", "cpu", 1)
     store = Store(processes=1)
     store.begin(inner)
     assert store.cells(inner, 1)[0].kinds

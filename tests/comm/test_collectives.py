@@ -99,6 +99,24 @@ def test_all_gather_concatenates_blocks_along_any_dim(comm, make_grid, kind):
         assert_moved(moved, "all_gather", want.size - blocks[me].size, comm.size - 1, size_in_bytes(dtype), case)
 
 
+@pytest.mark.mpi(sizes=(3,))
+@KINDS
+@pytest.mark.parametrize("node_memory", [True, False])
+def test_calls_that_differ_in_shape_or_dtype_alone_take_turns(comm, make_grid, kind, node_memory):
+    grid = make_grid(x=3, node_memory=node_memory, check=False)  # with checks nothing that is kept is used again
+    axis, me = grid["x"], comm.rank
+    for _ in range(2):
+        for dtype in ("float64", "int32"):
+            for shape in ((4,), (7,), (6, 2), (2, 6), (3, 5)):
+                blocks = [numbers(dtype, shape, 1, member) for member in range(3)]
+                block, case = array(kind, dtype, blocks[me]), (dtype, shape)
+                with grid.ledger.watch() as moved:
+                    got = axis.all_gather(block)
+                assert_result(got, np.concatenate(blocks), kind, dtype, None, case)
+                assert_moved(moved, "all_gather", 2 * blocks[me].size, 2, size_in_bytes(dtype), case)
+                assert_result(axis.all_reduce(block), sum(blocks[1:], blocks[0]), kind, dtype, None, case)
+
+
 @WORLDS
 @KINDS
 def test_reduce_scatter_sums_and_keeps_this_members_part(comm, make_grid, kind):

@@ -55,6 +55,19 @@ def test_transposes_forms_and_options_have_executors_of_their_own(comm, make_gri
     assert len(executors_of(grid)) == 3  # D is read as it lies, by another form, though D.T has the layout and shape of B
 
 
+@pytest.mark.mpi(sizes=(2,))
+def test_forms_and_factors_of_the_same_two_matrices_take_turns(comm, make_grid):
+    """Square matrices of SUMMA have one layout in every form: nothing but the form tells its products apart."""
+    grid = make_grid(x=2, y=1, check=False)  # with checks nothing that is kept is used again
+    a, b = np.random.default_rng(3).standard_normal((2, 9, 9))
+    A, B = (DistMatrix.from_global(whole, grid, "m:x k:y") for whole in (a, b))
+    for _ in range(2):
+        for form, want in (("nn", a @ b), ("nt", a @ b.T), ("tn", a.T @ b)):
+            for alpha in (1, -2):
+                product = matmul(A, B, form, algorithm="summa", alpha=alpha)
+                assert np.linalg.norm(product.to_global() - alpha * want) <= 1e-13 * np.linalg.norm(want), (form, alpha)
+
+
 @pytest.mark.mpi(sizes=(1, 2))
 def test_dtypes_and_libraries_do_not_share_workspace(comm, make_grid):
     grid = grid_of(comm, make_grid)

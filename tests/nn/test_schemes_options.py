@@ -196,3 +196,5 @@ def test_shards_over_several_axes_have_the_sizes_that_their_layout_gives_them():
     sharded = replace(scheme("serial", Place(shape)), sharded=("dp", "ep"))
     want = [layout.local_shape((6,), shape, at)[0] for at, _ in layout.blocks((6,), shape)]
     assert sharded._shard_sizes(Layout("h"), (6,)) == want == [2, 1, 2, 1]  # not 2, 2, 1, 1
+    uneven = replace(scheme("serial", Place({"dp": 2, "ep": 3})), sharded=("dp", "ep"))
+    assert uneven._shard_sizes(Layout("h"), (8,)) == [2, 1, 1, 2, 1, 1]  # dp first: not 2, 1, 2, 1, 1, 1

@@ -13,7 +13,7 @@ from summa3d.comm.profile.ledger import Ledger
 from summa3d.parallel.critical import in_words, replay
 from summa3d.parallel.schedule import build
 from summa3d.parallel.simulate import timeline
-from summa3d.train.loop import Traced, train
+from summa3d.train.loop import TraceWindow, train
 from summa3d.train.progress import Progress
 
 
@@ -50,6 +50,6 @@ def test_a_traced_run_tells_the_critical_path_of_its_pipeline(comm: Any, shared_
     said: list[str] = []
     monkeypatch.setattr(Progress, "say", lambda self, line: said.append(line))
     config = small_config(shared_corpus(comm, shared_tmp_path), scheme="serial", grid__pp=2, model__layers=2, train__accumulate=3)
-    train(config, comm, shared_tmp_path / "run", traced=Traced(shared_tmp_path / "trace.json", 2, 3))
+    train(config, comm, shared_tmp_path / "run", traced=TraceWindow(shared_tmp_path / "trace.json", 2, 3))
     (line,) = [line for line in said if line.startswith("pipeline 1f1b: with a core for each rank")]
     assert float(line.split("a step takes ")[1].split(" s:")[0]) > 0 and "bubble of" in line

@@ -55,7 +55,7 @@ def stands_for_all(one: Setting, ranks: Collection[int] | None = None) -> None:
     """Check that no rank of the setting's grid has more than its cells have."""
     cells = of.cells(one)
 
-    def sizes(ops: of.Trace) -> list[tuple[str, str, int]]:
+    def sizes(ops: of.OpTrace) -> list[tuple[str, str, int]]:
         moves = [(op.layer, f"{op.name} {op.axis}", op.words) for op in ops if op.kind == "move"]
         return moves + [(op.layer, "product", op.flops) for op in ops if op.kind == "product"]
 
@@ -73,7 +73,7 @@ def test_the_roots_of_broadcasts_know_the_size_of_their_messages() -> None:
     assert {op.words for op in moves if op.axis == "y"} == {rows * h // 3, rows * 4 * h // 3}
 
 
-def words(ops: of.Trace, name: str) -> int:
+def words(ops: of.OpTrace, name: str) -> int:
     return sum(op.words for op in ops if op.name == name)
 
 

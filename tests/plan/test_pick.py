@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from summa3d.bench.fitted import Measured, Sample, described, fit
+from summa3d.bench.fitted import Measured, MeasuredTime, described, fit
 from summa3d.cluster import load
 from summa3d.errors import ClusterError, GridError
 from summa3d.nn.choose import choose, ranked
@@ -76,9 +76,9 @@ def test_the_cluster_is_this_machines_if_it_was_calibrated_for_such_nodes(
     default = cluster_for("cpu", *one)
     assert default is not None and (default.name, default["node.size"], default["host.slots"]) == ("host", 8, 2)
     assert cluster_for("cuda", *one) is None
-    samples = [Sample("product", "", 1e-3, "float32", side, side, side) for side in (64, 128)]
-    samples += [Sample("elements", "", 1e-3, bytes=1 << 20), Sample("elements", "", 2e-3, bytes=2 << 20)]
-    samples += [Sample("move", "", 1e-3, bytes=1 << 20, level="node", hops=1)]
+    samples = [MeasuredTime("product", "", 1e-3, "float32", side, side, side) for side in (64, 128)]
+    samples += [MeasuredTime("elements", "", 1e-3, bytes=1 << 20), MeasuredTime("elements", "", 2e-3, bytes=2 << 20)]
+    samples += [MeasuredTime("move", "", 1e-3, bytes=1 << 20, level="node", hops=1)]
     measured = Measured(8, 1, 2, 1e9, True, tuple(samples))
     file.write_text(described(measured, fit(samples), {}))
     here = cluster_for("cpu", *one)

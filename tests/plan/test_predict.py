@@ -18,7 +18,7 @@ from summa3d.parallel.schedule import build
 from summa3d.parallel.simulate import timeline
 from summa3d.plan.cells import BLOCK, Cell
 from summa3d.plan.formulas import bubble, days, days_by_parameters, hardware_flops, model_flops, parameters
-from summa3d.plan.predict import Fast, Step
+from summa3d.plan.predict import Fast, PredictedStep
 
 CLUSTER = load("longhorn").replaced(
     {
@@ -37,10 +37,10 @@ def cell(forward: int, backward: int) -> Cell:
     return Cell(*((Op("elements", "forward", "", "add", read=1000 * size),) for size in (forward, backward)))
 
 
-def step(p: int, m: int, v: int = 1, leave: tuple[int, int] = (0, 0), **more: object) -> Step:
+def step(p: int, m: int, v: int = 1, leave: tuple[int, int] = (0, 0), **more: object) -> PredictedStep:
     cells = {ENTER: cell(0, 0), BLOCK: cell(1, 2), LEAVE: cell(*leave)}
     schedule = "interleaved" if v > 1 else "1f1b"
-    whole = Step(cells, Topology.checked({"y": 1, "dp": 1, "pp": p}, ["y", "dp", "pp"]), schedule, (1,) * (p * v), m)
+    whole = PredictedStep(cells, Topology.checked({"y": 1, "dp": 1, "pp": p}, ["y", "dp", "pp"]), schedule, (1,) * (p * v), m)
     return replace(whole, **more)  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ from summa3d.comm.topology import Topology
 from summa3d.dry.record import Op
 from summa3d.plan.links import busy_ports
 from summa3d.plan.price import Prices, pattern_of
-from summa3d.plan.replay import Work, replay
+from summa3d.plan.replay import UnorderedWork, replay
 
 AXES = Topology.checked({"x": 4, "y": 2}, ["x", "y"])
 
@@ -105,7 +105,7 @@ def test_without_overlap_the_time_is_the_sum() -> None:
     assert span.seconds == pytest.approx(27e-6) == pytest.approx(sum(prices.seconds(op) for op in TRACE))
     cluster = plain(**{"elements.launch": 1e-6, "collectives.launch": 2e-6})
     once = replay(TRACE, Prices(cluster, AXES), overlap=False).seconds
-    assert once == pytest.approx(31e-6) and Work.of(AXES, TRACE + TRACE, 3).seconds(cluster) == pytest.approx(6 * once)
+    assert once == pytest.approx(31e-6) and UnorderedWork.of(AXES, TRACE + TRACE, 3).seconds(cluster) == pytest.approx(6 * once)
 
 
 def test_one_axis_takes_its_communications_in_turn_and_two_run_beside_each_other() -> None:

@@ -28,13 +28,13 @@ from summa3d.plan.cells import BLOCK
 from summa3d.plan.search import command
 from summa3d.plan.search import store as kept
 from summa3d.plan.search.bounds import Bounds
-from summa3d.plan.search.cells import Inner, Line, Piece, traced
+from summa3d.plan.search.cells import LinearSize, PassOps, StageGrid, traced
 from summa3d.plan.search.explain import explain
 from summa3d.plan.search.export import configured
 from summa3d.plan.search.memory import extent, memory
-from summa3d.plan.search.plans import SCHEDULES, SCHEMES, Around, Era, Plan, Rows, Space, columns, refused, tiles
+from summa3d.plan.search.plans import SCHEDULES, SCHEMES, Era, OuterGrid, Plan, PlanTable, Space, columns, refused, tiles
 from summa3d.plan.search.request import bytes_of, models, request, space_of
-from summa3d.plan.search.search import Search
+from summa3d.plan.search.search import PlanSearch
 from summa3d.plan.search.store import Store, file_of
 from summa3d.plan.search.timing import Times, elements_of
 from summa3d.train import config as configuration
@@ -49,8 +49,8 @@ SPACE = Space(
 LIMIT = 80e9
 
 
-def inner(scheme: str, unit: int, recompute: str = "none", **axes: int) -> Inner:
-    return Inner(MODEL, scheme, tuple({"x": 1, "y": 1, "z": 1, **axes}.items()), recompute, False, "bfloat16", "cuda", unit)
+def inner(scheme: str, unit: int, recompute: str = "none", **axes: int) -> StageGrid:
+    return StageGrid(MODEL, scheme, tuple({"x": 1, "y": 1, "z": 1, **axes}.items()), recompute, False, "bfloat16", "cuda", unit)
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +66,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def searched(cache: Path) -> tuple[Search, Any]:
+def searched(cache: Path) -> tuple[PlanSearch, Any]:
     """A search of all cuboids on four ranks, and what it found."""
-    search = Search(SPACE, Times(CLUSTER, Store()), LIMIT, 3)
+    search = PlanSearch(SPACE, Times(CLUSTER, Store()), LIMIT, 3)
     return search, search.run(lambda *state: None)
 
 
 def test_an_explanation_names_the_least_change_that_puts_a_plan_first_and_what_a_wrong_number_costs(cache: Path) -> None:
     cluster = CLUSTER.replaced({"elements.launch": 0.4 * CLUSTER["elements.launch"]}, "assumed")  # makes pipelines near the best
-    search = Search(SPACE, Times(cluster, Store()), LIMIT, 4)
+    search = PlanSearch(SPACE, Times(cluster, Store()), LIMIT, 4)
     found = search.run(lambda *state: None)
     first, number = found.best[0], next(place for place, one in enumerate(found.best, 1) if one.plan.pp > 1)
     one, said = found.best[number - 1], "\n".join(explain(found, number, search.times.store))
@@ -122,7 +122,7 @@ def is_possible(cluster: Cluster, key: str, factor: float) -> bool:
     return True
 
 
-def test_a_plan_that_was_not_kept_is_refused_before_any_is_printed(searched: tuple[Search, Any]) -> None:
+def test_a_plan_that_was_not_kept_is_refused_before_any_is_printed(searched: tuple[PlanSearch, Any]) -> None:
     search, found = searched
     with pytest.raises(ConfigError, match="--explain 99: the plans that are kept are 1 to 3"):
         explain(found, 99, search.times.store)
@@ -163,7 +163,7 @@ def test_a_file_is_of_everything_that_a_trace_depends_on(cache: Path) -> None:
         "split": True,
         "model": replace(MODEL, hidden=128),
     }
-    assert set(changes) == {field.name for field in fields(Inner)}
+    assert set(changes) == {field.name for field in fields(StageGrid)}
     files = [file_of(one, False), file_of(one, True), *(file_of(replace(one, **{key: to}), False) for key, to in changes.items())]
     for field in fields(ModelConfig):
         to = {"family": "llama", "heads": 8, "ffn": 96, "kv_heads": 4}.get(field.name)
@@ -196,7 +196,7 @@ def plans(space: Space) -> Iterator[Plan]:
     return (rows.plan(place) for rows in columns(space, Counter()) for place in range(len(rows)))
 
 
-def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched: tuple[Search, Any]) -> None:
+def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched: tuple[PlanSearch, Any]) -> None:
     search, found = searched
     bounds, prices = Bounds(search.times), []
     for plan in plans(SPACE):
@@ -217,7 +217,7 @@ def bounds_hold(bounds: Bounds, plan: Plan, placements: list[Plan]) -> int:
     times, at = bounds.times, np.array([0])
     era = Era((), ((plan.inner.recompute, plan.inner.regather),), (plan.zero,))
     at_stage = plan.dp, plan.pp, SCHEDULES.index(plan.schedule), plan.chunks
-    rows = Rows(era, [plan.inner], [Around(0, *at_stage, plan.units, plan.micro_batches)])
+    rows = PlanTable(era, [plan.inner], [OuterGrid(0, *at_stage, plan.units, plan.micro_batches)])
     held = memory(plan, *times.store.cells(plan.inner, plan.units)).total
     states, least = (float(one[0]) for one in bounds.bytes(rows, at, (0, 0)))
     assert states <= least <= held, plan
@@ -275,13 +275,13 @@ def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path, zer
     cells.extents.update({key: (10, 1000) if key[0] == "F" else (-10, 50) for key in cells.extents})
     forward = memory(plan, cells, units)  # needs most, and one micro-batch less is kept when it begins
     assert (nothing.activations, forward.activations) == (0, 20) and forward.workspace - nothing.workspace == 1000 - 10
-    more = memory(plan, replace(cells, kept=Line(cells.kept.base + 300, cells.kept.slope + 5)), units)
+    more = memory(plan, replace(cells, kept=LinearSize(cells.kept.base + 300, cells.kept.slope + 5)), units)
     assert more.workspace == memory(plan, replace(cells), units).workspace + 300 + 5 * units
 
 
 def test_consecutive_pieces_of_a_block_are_repeated_as_one() -> None:
-    def piece(cell: str, net: int, top: int) -> Piece:
-        return Piece(cell, Line(net, 0), Line(top, 0), ())
+    def piece(cell: str, net: int, top: int) -> PassOps:
+        return PassOps(cell, LinearSize(net, 0), LinearSize(top, 0), ())
 
     growing = [piece(ENTER, 5, 7), piece(BLOCK, 2, 9), piece(BLOCK, 1, 1), piece(LEAVE, -4, 3)]
     assert extent(growing, {BLOCK: 4, ENTER: 1, LEAVE: 1}, 1) == (5 + 4 * 3 - 4, 5 + 3 * 3 + 9)
@@ -296,12 +296,12 @@ def test_a_plan_that_keeps_less_on_each_replica_is_tried_where_no_other_fits(cac
     held = {}
     for zero in (1, 2, 3):
         limit = LIMIT if zero == 1 else held[zero - 1] - 1
-        found = Search(space, Times(CLUSTER, Store()), limit, 1).run(lambda *state: None)
+        found = PlanSearch(space, Times(CLUSTER, Store()), limit, 1).run(lambda *state: None)
         held[zero] = found.best[0].memory.total
         assert (found.best[0].plan.zero, found.best[0].plan.dp) == (zero, 2) and held[zero] <= limit
         assert configured(found.best[0].plan, base).replicas.zero == zero
     with pytest.raises(ConfigError, match="no plan fits"):
-        Search(space, Times(CLUSTER, Store()), held[3] - 1, 1).run(lambda *state: None)
+        PlanSearch(space, Times(CLUSTER, Store()), held[3] - 1, 1).run(lambda *state: None)
 
 
 def test_cells_are_the_same_whoever_traces_them(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -427,14 +427,14 @@ def test_what_is_fixed_and_limited_is_taken_as_it_is_said() -> None:
 def test_a_tile_that_is_fixed_is_that_of_every_plan(cache: Path, tile: dict[str, int]) -> None:
     fixed = {"scheme": "cuboid", "recompute": "none", "grid.y": 2, "grid.z": 2}
     best = (
-        Search(replace(SPACE, fixed={**fixed, "grid.tile": tile}), Times(CLUSTER, Store()), LIMIT, 3)
+        PlanSearch(replace(SPACE, fixed={**fixed, "grid.tile": tile}), Times(CLUSTER, Store()), LIMIT, 3)
         .run(lambda *state: None)
         .best
     )
     several = {axis: size for axis, size in tile.items() if size > 1}
     assert best and all({axis: size for axis, size in one.plan.tile if size > 1} == several for one in best)
     wide = replace(SPACE, fixed={**fixed, "grid.tile": {"y": 2, "z": 2}})  # nodes are of two ranks
-    search = Search(wide, Times(CLUSTER, Store()), LIMIT, 3)
+    search = PlanSearch(wide, Times(CLUSTER, Store()), LIMIT, 3)
     with pytest.raises(ConfigError, match="no plan fits"):
         search.run(lambda *state: None)
     assert any(reason == "not within --fix tile={y=2, z=2}" for _, reason in search.rejected)
@@ -459,7 +459,7 @@ def test_what_refuses_a_plan_is_named_as_it_is_given_and_a_plan_prints_what_it_c
 def test_what_nothing_fits_names_each_familys_reasons(cache: Path) -> None:
     def message(space: Space, limit: float) -> str:
         with pytest.raises(ConfigError, match="no plan fits") as error:
-            Search(space, Times(CLUSTER, Store()), limit, 3).run(lambda *state: None)
+            PlanSearch(space, Times(CLUSTER, Store()), limit, 3).run(lambda *state: None)
         return str(error.value)
 
     said = message(replace(SPACE, fixed={}), 1e3)
@@ -475,7 +475,7 @@ def test_what_nothing_fits_names_each_familys_reasons(cache: Path) -> None:
 def test_a_model_of_every_family_is_planned_without_a_configuration(cache: Path, more: list[str]) -> None:
     asked = request(["layers=2", "hidden=64", "heads=4", *more], 8, CLUSTER)
     space = space_of(asked, CLUSTER, 2, 8, "now", ["scheme=cuboid", "recompute=none", "x=2"], [])
-    assert Search(space, Times(CLUSTER, Store()), LIMIT, 1).run(lambda *state: None).best
+    assert PlanSearch(space, Times(CLUSTER, Store()), LIMIT, 1).run(lambda *state: None).best
 
 
 def test_a_configuration_without_a_model_is_planned_with_the_default_one(tmp_path: Path) -> None:

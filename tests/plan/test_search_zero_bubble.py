@@ -27,15 +27,15 @@ from summa3d.plan.cells import BLOCK, Cell
 from summa3d.plan.predict import Durations
 from summa3d.plan.search import command
 from summa3d.plan.search.bounds import Bounds, kept
-from summa3d.plan.search.cells import PASSES, Cells, Inner, traced
+from summa3d.plan.search.cells import PASSES, Cells, StageGrid, traced
 from summa3d.plan.search.export import configured
 from summa3d.plan.search.memory import _of_rank, memory
-from summa3d.plan.search.plans import ERAS, SCHEDULES, Around, Era, Plan, Rows, Space, columns, tiles
+from summa3d.plan.search.plans import ERAS, SCHEDULES, Era, OuterGrid, Plan, PlanTable, Space, columns, tiles
 from summa3d.plan.search.request import request
-from summa3d.plan.search.search import Search
+from summa3d.plan.search.search import PlanSearch
 from summa3d.plan.search.stages import balanced, heaviest, homes_of, states
 from summa3d.plan.search.store import Store
-from summa3d.plan.search.timing import Placed, Times
+from summa3d.plan.search.timing import PlacedPlan, Times
 from summa3d.plan.training import seconds
 from summa3d.train import config as configuration
 
@@ -53,10 +53,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def inner(scheme: str = "oned-sp", unit: int = 1, **more: Any) -> Inner:
+def inner(scheme: str = "oned-sp", unit: int = 1, **more: Any) -> StageGrid:
     axes = {"x": 1, "y": 1, "z": 1, **more.pop("axes", {"y": 2})}
     of = {"model": MODEL, "recompute": "none", "regather": False, "dtype": "bfloat16", "device": "cuda", **more}
-    return Inner(scheme=scheme, axes=tuple(axes.items()), unit=unit, **of)
+    return StageGrid(scheme=scheme, axes=tuple(axes.items()), unit=unit, **of)
 
 
 def plan(schedule: str, chunks: int, pp: int = 2, m: int = 4, dp: int = 1, zero: int = 1, units: int = 4, **more: Any) -> Plan:
@@ -124,8 +124,8 @@ def test_bytes_and_seconds_are_those_of_the_dry_run_and_bounds_hold(one: Plan) -
         assert times.seconds(one) == pytest.approx(seconds(config, CLUSTER), rel=0.05)
     bounds, at = Bounds(times), np.array([0])
     era = Era((), ((one.inner.recompute, one.inner.regather),), (one.zero,))
-    around = Around(0, one.dp, one.pp, SCHEDULES.index(one.schedule), one.chunks, one.units, one.micro_batches)
-    rows = Rows(era, [one.inner], [around])
+    around = OuterGrid(0, one.dp, one.pp, SCHEDULES.index(one.schedule), one.chunks, one.units, one.micro_batches)
+    rows = PlanTable(era, [one.inner], [around])
     assert rows.plan(0) == one
     states, least = (float(size[0]) for size in bounds.bytes(rows, at, (0, 0)))
     assert 0 < states < least <= held.total
@@ -149,7 +149,7 @@ def test_a_step_is_its_simulated_schedule_and_few_micro_batches_of_it_say_hardly
         layers = split_layers(rng.randint(p * chunks, 4 * p * chunks), p, chunks)
         topology = Topology({"dp": 1, "pp": p}, ("dp", "pp"), {"dp": 1, "pp": 1})
         parts = Durations(forward, backward, rng.uniform(0, 0.3), 0.0, weights)
-        step = Placed(dict.fromkeys(forward, Cell()), topology, schedule, layers, m, parts=parts)
+        step = PlacedPlan(dict.fromkeys(forward, Cell()), topology, schedule, layers, m, parts=parts)
         whole = timeline(build(schedule, p, m, chunks), of_stages=step.of_stages(parts))
         assert step.pipeline(CLUSTER) == pytest.approx(whole.time)
         assert whole.time * (1 - 1e-9) <= step.closed(parts) <= 1.015 * whole.time
@@ -183,7 +183,7 @@ def test_zb_v_wins_until_its_bytes_do_not_fit() -> None:
     space = Space(model, 4, 8, "bfloat16", "cuda", (2,), fixed=fixed)
 
     def best(limit: float) -> list[Any]:
-        return Search(space, Times(CLUSTER, Store()), limit, 8).run(lambda *state: None).best
+        return PlanSearch(space, Times(CLUSTER, Store()), limit, 8).run(lambda *state: None).best
 
     first = best(80e9)
     assert [one.plan.schedule for one in first] == ["zb-v", "zb-h1", "interleaved", "1f1b"]

@@ -100,7 +100,7 @@ def test_a_run_without_a_checkpoint_is_refused(comm: Any, shared_tmp_path: Path)
 
 def test_text_is_shown_as_it_comes_but_no_half_character() -> None:
     said: list[str] = []
-    shown, text = generate.Shown(said.append), "dé — ".encode() + b"\xff"
+    shown, text = generate.TextStream(said.append), "dé — ".encode() + b"\xff"
     for end in range(1, len(text) + 1):
         shown.update(text[:end].decode(errors="replace"), last=end == len(text))
     assert said == ["d", "é", " ", "—", " ", "\ufffd"]

@@ -207,9 +207,9 @@ def test_a_rank_holds_its_share_and_the_tensors_of_one_rule(comm: Any, shared_tm
     comm.Barrier()
     alive: set[int] = set()
     most = 0
-    read = huggingface_files.Reader.read
+    read = huggingface_files.HuggingFaceReader.read
 
-    def counted(reader: huggingface_files.Reader, name: str) -> torch.Tensor:
+    def counted(reader: huggingface_files.HuggingFaceReader, name: str) -> torch.Tensor:
         nonlocal most
         tensor = read(reader, name)
         storage = tensor.untyped_storage()
@@ -219,7 +219,7 @@ def test_a_rank_holds_its_share_and_the_tensors_of_one_rule(comm: Any, shared_tm
         most = max(most, len(alive))
         return tensor
 
-    monkeypatch.setattr(huggingface_files.Reader, "read", counted)
+    monkeypatch.setattr(huggingface_files.HuggingFaceReader, "read", counted)
     import_folder(shared_tmp_path / "theirs", shared_tmp_path / "run", comm)
     assert most == 3 and not alive  # q, k and v make one of our tensors
     files = opened(shared_tmp_path / "run", comm).index["files"]

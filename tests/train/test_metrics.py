@@ -20,24 +20,24 @@ from summa3d.errors import DataError
 from summa3d.train import metrics
 from summa3d.train.config import load, to_table, write
 from summa3d.train.loss_plot import draw_loss
-from summa3d.train.metrics import CoreTime, Recorder, Step, Stopwatch
+from summa3d.train.metrics import CoreTime, MetricsWriter, StepMetrics, Stopwatch
 from summa3d.train.progress import TERMINAL_VARIABLE, Progress
-from summa3d.train.utilization import Work
+from summa3d.train.utilization import StepWork
 
 KEYS = ["step", "loss", "grad_norm", "lr", "tokens_per_second", "seconds", "words_per_rank"]
 SHARES = ["arithmetic_share", "communication_share", "idle_share", "waited_seconds", "exposed_communication"]
 RATES = ["model_flops_per_second", "mfu"]
 
 
-def step(number: int, **changes: Any) -> Step:
-    return Step(
+def step(number: int, **changes: Any) -> StepMetrics:
+    return StepMetrics(
         **{"step": number, "loss": 1 / 3, "grad_norm": 0.1, "lr": 1e-3, "tokens": 64, "seconds": 2.0, "words": 5, **changes}
     )
 
 
 @pytest.mark.mpi(sizes=(1, 3))
 def test_a_line_holds_the_largest_words_and_floats_in_full(comm: Any, shared_tmp_path: Path) -> None:
-    recorder = Recorder(shared_tmp_path / "metrics.jsonl", comm, resumed_at=0, work=Work(flops=3e9, peak=6e9))
+    recorder = MetricsWriter(shared_tmp_path / "metrics.jsonl", comm, resumed_at=0, work=StepWork(flops=3e9, peak=6e9))
     spent = {"arithmetic_seconds": 0.25, "communication_seconds": 0.125, "waited_seconds": 0.5 + comm.rank}
     recorder.post(step(1, words=10 + comm.rank, **spent))
     recorder.post(step(2, words=10 - comm.rank, **spent, validation_loss=2 / 3))
@@ -72,7 +72,7 @@ def test_the_cores_time_is_arithmetic_communication_and_the_rest() -> None:
     found = CoreTime.of(cores=4, seconds=10.0, words=7, ranks=8, cpu=(20.0, 6.0, 16.0))
     assert found == CoreTime(4, 0.5, 0.15, pytest.approx(0.35), 2.0, exposed=0.275)
     assert str(found) == "arithmetic 50%, communication 15%, idle 35% of 4 cores · waited 2.00 s"
-    above = CoreTime.of(2, 1.0, 7, 2, (1.0, 0.1, 0.0), Work(9e9, 8e9))
+    above = CoreTime.of(2, 1.0, 7, 2, (1.0, 0.1, 0.0), StepWork(9e9, 8e9))
     assert above.flops_per_second == 9e9 and above.utilization is None and "mfu" not in above.entries()
     assert CoreTime.of(2, 1.0, 7, 2, (2.0, 0.1, 0.0)).idle == 0  # clocks are no exacter than that
 
@@ -80,11 +80,11 @@ def test_the_cores_time_is_arithmetic_communication_and_the_rest() -> None:
 @pytest.mark.parametrize("words", [0, 5])
 def test_the_progress_line_says_where_the_cores_time_went(capsys: pytest.CaptureFixture[str], words: int) -> None:
     with Progress(3, speak=True) as progress:
-        progress.step(step(3, words=words), CoreTime.of(2, 1.0, words, 1, (0.5, 0.125, 0.25), Work(2e9, 8e9)))
+        progress.step(step(3, words=words), CoreTime.of(2, 1.0, words, 1, (0.5, 0.125, 0.25), StepWork(2e9, 8e9)))
     said = capsys.readouterr().err
     assert said.startswith("step 3/3 100% · 0:00 left · loss 0.3333 · 32 tok/s · MFU 25%")
     assert said.endswith("2.0 Gflop/s\n") and ("exposed 38%" in said) == (words > 0) == ("exposed" in said)
-    assert CoreTime.of(2, 1.0, words, 1, (0.5, 0.1, 0.2), Work(on_host=False)).exposed is None  # a device hides it, or not
+    assert CoreTime.of(2, 1.0, words, 1, (0.5, 0.1, 0.2), StepWork(on_host=False)).exposed is None  # a device hides it, or not
 
 
 @pytest.mark.parametrize("columns", [None, 60])
@@ -98,7 +98,9 @@ def test_lines_fit_and_say_what_is_left(
     with Progress(200_000, speak=True) as progress:
         progress.doing("encoding the corpus")
         progress.start(100_000)
-        progress.step(step(100_020, tokens=10**9, validation_loss=2.5), CoreTime.of(2, 1.0, 5, 1, (0.5, 0.1, 0.2), Work(9e14)))
+        progress.step(
+            step(100_020, tokens=10**9, validation_loss=2.5), CoreTime.of(2, 1.0, 5, 1, (0.5, 0.1, 0.2), StepWork(9e14))
+        )
     said = capsys.readouterr().err
     assert ("\x1b[2K" in said) == bool(columns) and "encoding the corpus" in said
     lines = [re.sub(r"\x1b\[[?0-9]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", said)]
@@ -108,7 +110,7 @@ def test_lines_fit_and_say_what_is_left(
 
 @pytest.mark.mpi(sizes=(1,))
 def test_a_full_disk_ends_no_run_and_loses_no_line(comm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorder = Recorder(tmp_path / "metrics.jsonl", comm, resumed_at=0)
+    recorder = MetricsWriter(tmp_path / "metrics.jsonl", comm, resumed_at=0)
     with open("/dev/full", "wb", buffering=0) as full:
         file, recorder._file = recorder._file, full
         for number in (1, 2, 3):
@@ -161,7 +163,7 @@ def test_tensorboard_gets_every_number_of_a_line(tmp_path: Path, monkeypatch: py
             written.append(("closed", 0.0, 0))
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-    recorder = Recorder(tmp_path / "metrics.jsonl", MPI.COMM_SELF, resumed_at=2, tensorboard=True)
+    recorder = MetricsWriter(tmp_path / "metrics.jsonl", MPI.COMM_SELF, resumed_at=2, tensorboard=True)
     recorder.post(step(3, loss=float("nan"), validation_loss=0.5))
     recorder.close()
     line = metrics.read(tmp_path / "metrics.jsonl")[0]

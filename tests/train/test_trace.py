@@ -46,7 +46,7 @@ def test_a_trace_holds_every_communication_of_its_steps_once_with_the_words_of_t
 
     monkeypatch.setattr(loop, "take_step", take)
     file = shared_folder / "trace.json"
-    loop.train(config, comm, shared_folder / "run", traced=loop.Traced(file, 2, 2))
+    loop.train(config, comm, shared_folder / "run", traced=loop.TraceWindow(file, 2, 2))
     everyones = comm.gather(moved[0])
     if comm.rank:
         return
@@ -92,7 +92,7 @@ def test_on_a_device_every_product_and_communication_has_its_time_by_events_and_
             return step
 
         monkeypatch.setattr(loop, "take_step", take)
-        loop.train(config, comm, shared_folder / "run", traced=loop.Traced(file, 2, 2))
+        loop.train(config, comm, shared_folder / "run", traced=loop.TraceWindow(file, 2, 2))
     assert waits == [(2, 0)] * 3
     if comm.rank:
         return
@@ -122,7 +122,7 @@ def test_a_file_or_steps_that_cannot_be_are_an_error_on_every_rank_before_the_fi
         )
     ):
         with pytest.raises(ConfigError, match=why):
-            loop.train(config, comm, shared_folder / f"run{number}", traced=loop.Traced(file, first, last))
+            loop.train(config, comm, shared_folder / f"run{number}", traced=loop.TraceWindow(file, first, last))
 
 
 def test_a_communication_that_nobody_completed_has_no_wait(tmp_path):

@@ -90,7 +90,7 @@ def slope(works: Sequence[float]) -> float:
     return sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True)) / sum((a - x_mean) ** 2 for a in x)
 
 
-class Cost(NamedTuple):
+class PrintedCost(NamedTuple):
     """A printed cost: its source and formula, its value, the library's count, and why they differ."""
 
     source: str
@@ -101,35 +101,35 @@ class Cost(NamedTuple):
     erratum: str = ""
 
 
-def costs(ranks: int, rows: int, hidden: int) -> list[Cost]:
+def costs(ranks: int, rows: int, hidden: int) -> list[PrintedCost]:
     """The cost tables of Optimus, of the 3-D paper, and of Colossal-AI's docs, on a sixth power of ranks."""
     return [*_of_optimus(ranks, rows, hidden), *_of_the_3d_paper(ranks, rows, hidden), *_of_colossal(ranks)]
 
 
-def _of_optimus(ranks: int, rows: int, hidden: int) -> list[Cost]:
+def _of_optimus(ranks: int, rows: int, hidden: int) -> list[PrintedCost]:
     table, stream = "Optimus, table 1", rows * hidden
     one, two = 4 * (ranks - 1) / ranks * stream, log2(ranks) / (2 * sqrt(ranks)) * (7 * stream + 12 * hidden**2)
     ours = [forward(name, ranks, rows, hidden) for name in ("oned", "summa")]
     tree = "a tree sends its message log₂ q times, a chain in pieces once"
     return [
-        Cost(table, "Megatron, a layer's words forward", "4(p−1)/p·bsh", one, ours[0]),
-        Cost(table, "2-D, a layer's words forward", "log p/(2√p)·(7bsh + 12h²)", two, ours[1], tree),
+        PrintedCost(table, "Megatron, a layer's words forward", "4(p−1)/p·bsh", one, ours[0]),
+        PrintedCost(table, "2-D, a layer's words forward", "log p/(2√p)·(7bsh + 12h²)", two, ours[1], tree),
     ]
 
 
-def _of_the_3d_paper(ranks: int, rows: int, hidden: int) -> list[Cost]:
+def _of_the_3d_paper(ranks: int, rows: int, hidden: int) -> list[PrintedCost]:
     section, side, whole = "3-D paper, section 3.1", round(ranks ** (1 / 3)), 2 * rows * hidden + hidden**2
     one = mean.cuboid("nn", rows, hidden, hidden, dict.fromkeys("xyz", side))
     steps = "rings take 3(p − 1) steps, and recursive doubling log p of every collective"
     held = "what is gathered, and the partial result, O(P^−⅔), are left out"
     return [
-        Cost(section, "a linear's words", "(MN + NK + MK)/p²", whole / side**2, float(one.words)),
-        Cost(section, "a linear's latency, steps", "log p", log2(side), one.messages, steps),
-        Cost(section, "words held", "(MN + NK + MK)/P", whole / ranks, whole / ranks + whole / side**2, held),
+        PrintedCost(section, "a linear's words", "(MN + NK + MK)/p²", whole / side**2, float(one.words)),
+        PrintedCost(section, "a linear's latency, steps", "log p", log2(side), one.messages, steps),
+        PrintedCost(section, "words held", "(MN + NK + MK)/P", whole / ranks, whole / ranks + whole / side**2, held),
     ]
 
 
-def _of_colossal(ranks: int) -> list[Cost]:
+def _of_colossal(ranks: int) -> list[PrintedCost]:
     """A linear forward and backward where X, W and Y have one word each, as the docs' last columns have it."""
     docs, side, edge = "Colossal-AI's docs", round(sqrt(ranks)), round(ranks ** (1 / 3))
 
@@ -144,9 +144,9 @@ def _of_colossal(ranks: int) -> list[Cost]:
     steps = "blocks that go around the ring take q steps of q − 1 hops"
     depth = block + "; the sum of weights' gradients over the depth is left out"
     return [
-        Cost(docs, "1-D, words", "2(P−1)/P", 2 * (ranks - 1) / ranks, one),
-        Cost(docs, "2-D, words", "6(q−1)/q", 6 * (side - 1) / side, flat[0], block),
-        Cost(docs, "2-D, latency, steps", "6(q−1)", 6 * (side - 1), flat[1], steps),
-        Cost(docs, "2.5-D, words", "3(q−1)(d+1)/(dq)", 3 * (edge - 1) * (edge + 1) / edge**2, deep[0], depth),
-        Cost(docs, "3-D, words", "6(q−1)/q³", 6 * (edge - 1) / edge**3, cube),
+        PrintedCost(docs, "1-D, words", "2(P−1)/P", 2 * (ranks - 1) / ranks, one),
+        PrintedCost(docs, "2-D, words", "6(q−1)/q", 6 * (side - 1) / side, flat[0], block),
+        PrintedCost(docs, "2-D, latency, steps", "6(q−1)", 6 * (side - 1), flat[1], steps),
+        PrintedCost(docs, "2.5-D, words", "3(q−1)(d+1)/(dq)", 3 * (edge - 1) * (edge + 1) / edge**2, deep[0], depth),
+        PrintedCost(docs, "3-D, words", "6(q−1)/q³", 6 * (edge - 1) / edge**3, cube),
     ]

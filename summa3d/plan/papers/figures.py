@@ -14,7 +14,7 @@ from .paper import Paper
 FORMATS = ("png", "svg")
 
 
-Point = tuple[Any, float, float, float]
+PlottedPoint = tuple[Any, float, float, float]
 """Where it stands on the x axis; published, predicted, and the band of the prediction."""
 
 
@@ -53,9 +53,9 @@ def _fill(figure: Any, paper: Paper, found: Mapping[str, Any]) -> None:
     axes.legend(title="lines: predicted; hollow: published" if kind != "reported" else "on the line: as reported")
 
 
-def _series(paper: Paper, found: Mapping[str, Any], kind: str) -> dict[str, list[Point]]:
+def _series(paper: Paper, found: Mapping[str, Any], kind: str) -> dict[str, list[PlottedPoint]]:
     """The points of each series; of several clusters one series each."""
-    series: dict[str, list[Point]] = {}
+    series: dict[str, list[PlottedPoint]] = {}
     for row, line in zip(paper.rows, found["rows"], strict=True):
         name, label = row.series, line["name"].removeprefix(f"{row.series}, ").removesuffix(f", {row.series}")
         if len(paper.table["clusters"]) > 1:
@@ -69,7 +69,7 @@ def _series(paper: Paper, found: Mapping[str, Any], kind: str) -> dict[str, list
     return series
 
 
-def _efficiencies(paper: Paper, series: str, points: Sequence[Point]) -> list[Point]:
+def _efficiencies(paper: Paper, series: str, points: Sequence[PlottedPoint]) -> list[PlottedPoint]:
     """Work of a sequence ÷ (ranks · seconds), as parts of the first point's."""
     hidden = [row["hidden"] for row in paper.table["row"] if row["series"] == series]
     works = [12 * size**2 + 2 * paper.table["sequence"] * size for size in hidden]
@@ -80,7 +80,7 @@ def _efficiencies(paper: Paper, series: str, points: Sequence[Point]) -> list[Po
     return [(ranks, target / published, predicted / first, band) for ranks, target, predicted, band in found]
 
 
-def _line(axes: Any, style: dict[str, Any], name: str, points: Sequence[Point], kind: str) -> None:
+def _line(axes: Any, style: dict[str, Any], name: str, points: Sequence[PlottedPoint], kind: str) -> None:
     """Draw a series: its predictions as a line with their band, and what was published as hollow marks."""
     places, reported, predicted, bands = zip(*(points if kind == "names" else sorted(points)), strict=True)
     hollow = {**style, "markerfacecolor": "none", "linestyle": "none"}

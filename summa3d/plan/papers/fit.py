@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ...cluster import Cluster
 
-Ranges = Mapping[str, tuple[float, float]]
+NumberRanges = Mapping[str, tuple[float, float]]
 """Key of a cluster → the least and the most that its number may be."""
 SOFT = 0.2
 """The error, as a logarithm, beyond which a row counts less than by its square."""
@@ -42,7 +42,7 @@ Predict = Callable[[Numbers], float]
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportedNumber:
     """One reported number.
 
     numbers : of the cluster that it was measured on, and of the program. predict : the prediction by such numbers. group : of the
@@ -74,7 +74,7 @@ class Fitted(NamedTuple):
     at_bound: tuple[str, ...]
 
 
-def fit(rows: Sequence[Row], numbers: Numbers, ranges: Ranges, start: Numbers | None = None) -> Fitted:
+def fit(rows: Sequence[ReportedNumber], numbers: Numbers, ranges: NumberRanges, start: Numbers | None = None) -> Fitted:
     """Fit the numbers of `ranges`: least squares of log(predicted/reported), soft-L1, from `start` or the middle of each range.
 
     Needs scipy, of the extra `plan`.
@@ -96,12 +96,12 @@ def fit(rows: Sequence[Row], numbers: Numbers, ranges: Ranges, start: Numbers | 
     return Fitted(numbers.replaced(values), at_bound)
 
 
-def error(row: Row, numbers: Numbers) -> float:
+def error(row: ReportedNumber, numbers: Numbers) -> float:
     """predicted/reported − 1."""
     return row.predict(numbers) / row.target - 1
 
 
-def memoized(row: Row, keys: Sequence[str]) -> Row:
+def memoized(row: ReportedNumber, keys: Sequence[str]) -> ReportedNumber:
     """The row with its predictions kept, where no number but those of `keys` changes: fits to all rows but one begin alike."""
     known: dict[tuple[float, ...], float] = {}
 
@@ -114,7 +114,7 @@ def memoized(row: Row, keys: Sequence[str]) -> Row:
     return replace(row, predict=predict)
 
 
-def out_of_fold(rows: Sequence[Row], numbers: Numbers, ranges: Ranges) -> list[float]:
+def out_of_fold(rows: Sequence[ReportedNumber], numbers: Numbers, ranges: NumberRanges) -> list[float]:
     """The prediction of each row by a fit to all others. The fits start from that to all rows, which few steps leave."""
     rows = [memoized(row, list(ranges)) for row in rows]
     whole = fit(rows, numbers, ranges)
@@ -123,7 +123,9 @@ def out_of_fold(rows: Sequence[Row], numbers: Numbers, ranges: Ranges) -> list[f
     return [row.predict(fit(train, numbers, ranges, start).numbers) for row, train in zip(rows, others, strict=True)]
 
 
-def held_out(rows: Sequence[Row], train: Sequence[Row], numbers: Numbers, ranges: Ranges) -> list[float]:
+def held_out(
+    rows: Sequence[ReportedNumber], train: Sequence[ReportedNumber], numbers: Numbers, ranges: NumberRanges
+) -> list[float]:
     """The errors of `rows` by a fit to `train`."""
     fitted = fit(train, numbers, ranges).numbers
     return [error(row, fitted) for row in rows]

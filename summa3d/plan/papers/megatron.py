@@ -13,7 +13,7 @@ from ...layout import split_sizes
 from ...nn.config import ModelConfig
 from ..cells import cells
 from ..formulas import hardware_flops, model_flops
-from ..predict import Fast, Step
+from ..predict import Fast, PredictedStep
 from ..price import move
 from .fit import Predict
 from .profiles import edited
@@ -26,7 +26,7 @@ OPTIMIZER_BYTES = 46
 HALF = "bfloat16"
 
 
-def step(given: Mapping[str, Any]) -> Step:
+def step(given: Mapping[str, Any]) -> PredictedStep:
     """The step of a row: hidden, heads, layers, tp, pp, dp, batch, micro_batch; chunks (1), recompute ("full"), and its sizes.
 
     slots : layers' places in the pipeline that the embedding and the head take, one each. zero : 1, where each replica updates
@@ -36,7 +36,7 @@ def step(given: Mapping[str, Any]) -> Step:
     micro, hidden = given["micro_batch"], given["hidden"]
     stages = stage_layers(given["layers"], pp * chunks, given.get("slots", 0))
     held = (block_parameters(given) * max(stages) * chunks + given["vocabulary"] * hidden) // tp
-    return Step(
+    return PredictedStep(
         {name: edited(cell, given["profile"]) for name, cell in cells(setting(given)).items()},
         Topology.checked({"y": tp, "dp": dp, "pp": pp}, ORDER),
         "interleaved" if chunks > 1 else "1f1b",

@@ -15,9 +15,9 @@ from ...errors import ConfigError, nearest
 from ...files import read_toml
 from ...nn.config import ModelConfig
 from ..cells import BLOCK, cells
-from ..replay import Work
+from ..replay import UnorderedWork
 from . import megatron, sharded
-from .fit import Numbers, Predict, Ranges, Row
+from .fit import NumberRanges, Numbers, Predict, ReportedNumber
 from .profiles import edited
 
 FOLDER = Path(__file__).with_name("tables")
@@ -33,8 +33,8 @@ class Paper:
 
     name: str
     table: Mapping[str, Any]
-    rows: tuple[Row, ...]
-    ranges: Ranges
+    rows: tuple[ReportedNumber, ...]
+    ranges: NumberRanges
 
 
 def names() -> list[str]:
@@ -61,7 +61,7 @@ def load(name: str) -> Paper:
     return Paper(name, table, tuple(row for given in table["row"] for row in of(table, given)), ranges)
 
 
-def block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Row]:
+def block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[ReportedNumber]:
     """The rows of a table of blocks' times: one for each cluster and placement."""
     batch = given["batch"]
     if "sequences" in given:
@@ -77,28 +77,28 @@ def block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[R
             work = block_work(table, given, how)
             predict = _sequences(work) if "sequences" in given else _seconds(work)
             texts, ranks = (given["use"], given["series"]), prod(given["axes"].values())
-            yield Row(name, *texts, ranks, numbers, round(reported, 4), corrected, given.get("erratum", ""), predict)
+            yield ReportedNumber(name, *texts, ranks, numbers, round(reported, 4), corrected, given.get("erratum", ""), predict)
 
 
-def block_work(table: Mapping[str, Any], given: Mapping[str, Any], how: Mapping[str, Any]) -> Work:
+def block_work(table: Mapping[str, Any], given: Mapping[str, Any], how: Mapping[str, Any]) -> UnorderedWork:
     """What a row's blocks do for one sequence, on axes of the order and tile of `how`; of inference the forward."""
     setting = _setting(given, given["axes"], given["batch"], table["sequence"], dropout=0.1, tile=given.get("tile"))
     cell = edited(cells(setting)[BLOCK], given["profile"])
     order = how["order"].split(",") if "order" in how else None
     topology = Topology.checked(given["axes"], order, how.get("tile"))
     trace = cell.forward if "sequences" in given else (*cell.forward, *cell.backward)
-    return Work.of(topology, trace, table["layers"] / given["batch"])
+    return UnorderedWork.of(topology, trace, table["layers"] / given["batch"])
 
 
-def _sequences(work: Work) -> Predict:
+def _sequences(work: UnorderedWork) -> Predict:
     return lambda numbers: 1 / work.seconds(numbers.cluster)
 
 
-def _seconds(work: Work) -> Predict:
+def _seconds(work: UnorderedWork) -> Predict:
     return lambda numbers: work.seconds(numbers.cluster)
 
 
-def _step_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Row]:
+def _step_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[ReportedNumber]:
     """The row of a table of whole training steps, on each of its clusters; `step` of the table holds what its rows share."""
     whole = {**table["step"], **given}
     whole.setdefault("dp", whole["gpus"] // (whole.get("tp", 1) * whole.get("pp", 1)))
@@ -111,7 +111,7 @@ def _step_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[R
         predict = sharded.predictor(whole) if program else megatron.predictor(whole, cluster)
         texts, marks = (given["name"], given["use"], given["series"]), (given.get("corrected"), given.get("erratum", ""))
         numbers = Numbers(cluster, program)
-        yield Row(*texts, whole["gpus"], numbers, reported, *marks, predict, given.get("group", ""), whole["batch"])
+        yield ReportedNumber(*texts, whole["gpus"], numbers, reported, *marks, predict, given.get("group", ""), whole["batch"])
 
 
 def _setting(

@@ -7,12 +7,12 @@ from functools import wraps
 
 from ...dry.record import Op
 from ...dtypes import dtype_of
-from ..cells import Cell, Trace
+from ..cells import Cell, OpTrace
 
 Edit = Callable[[Cell], Cell]
 
 
-def of_each_trace(edit: Callable[[Trace], Iterable[Op]]) -> Edit:
+def of_each_trace(edit: Callable[[OpTrace], Iterable[Op]]) -> Edit:
     """The edit of a cell's forward and of its backward alike."""
 
     @wraps(edit)
@@ -32,7 +32,7 @@ def distributed_checkpoints(cell: Cell) -> Cell:
 
 
 @of_each_trace
-def workspace_copies(trace: Trace) -> Iterable[Op]:
+def workspace_copies(trace: OpTrace) -> Iterable[Op]:
     """Optimus copies each panel of a product into its workspace before it broadcasts it."""
     for op in trace:
         if op.name == "broadcast":
@@ -52,7 +52,7 @@ def strided_attention(cell: Cell) -> Cell:
 
 
 @of_each_trace
-def sums_of_halves(trace: Trace) -> Iterable[Op]:
+def sums_of_halves(trace: OpTrace) -> Iterable[Op]:
     """Megatron adds up 16-bit summands in 16 bits; ours are added in float32, in an all-reduce or one after the other."""
     for op in trace:
         if op.name == "all_reduce" and op.dtype == "float32":
@@ -62,7 +62,7 @@ def sums_of_halves(trace: Trace) -> Iterable[Op]:
 
 
 @of_each_trace
-def unfused(trace: Trace) -> Iterable[Op]:
+def unfused(trace: OpTrace) -> Iterable[Op]:
     """Before PTD-P's kernels, a bias was added in a pass of its own before GELU; before a dropout, and the residual after it."""
     for op in trace:
         if op.name.startswith(("bias_gelu", "dropout_add", "dropout_gradient")) and not op.layer.endswith("core.dropout"):
@@ -73,7 +73,7 @@ def unfused(trace: Trace) -> Iterable[Op]:
 
 
 @of_each_trace
-def causal(trace: Trace) -> Iterable[Op]:
+def causal(trace: OpTrace) -> Iterable[Op]:
     """Flash attention leaves out the blocks of scores above the diagonal: half of the products."""
     return (op._replace(batch=op.batch // 2) if op.name == "attention" else op for op in trace)
 
@@ -82,7 +82,7 @@ def without(cell: Cell, layer: str, names: tuple[str, ...]) -> Cell:
     """A cell without the element-wise operations of these names in a layer."""
 
     @of_each_trace
-    def rest(trace: Trace) -> Iterable[Op]:
+    def rest(trace: OpTrace) -> Iterable[Op]:
         return (op for op in trace if op.kind != "elements" or op.name not in names or not op.layer.endswith(layer))
 
     return rest(cell)

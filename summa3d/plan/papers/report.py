@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
-from .fit import PROGRAM, Row, error, fit, held_out, out_of_fold
+from .fit import PROGRAM, ReportedNumber, error, fit, held_out, out_of_fold
 from .paper import Paper
 
 
@@ -34,7 +34,7 @@ def _variant(paper: Paper, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": given["name"], **_sizes([error(row, row.numbers.replaced(values)) for row in paper.rows])}
 
 
-def _line(row: Row) -> dict[str, Any]:
+def _line(row: ReportedNumber) -> dict[str, Any]:
     printed = {"name": row.name, "reported": row.reported, "corrected": row.corrected}
     return {**printed, "predicted": row.predict(row.numbers), "error": error(row, row.numbers), "use": row.use}
 
@@ -69,14 +69,14 @@ def _refitted(paper: Paper, summary: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _choices(rows: Sequence[Row], predicted: Sequence[float]) -> dict[str, Any]:
+def _choices(rows: Sequence[ReportedNumber], predicted: Sequence[float]) -> dict[str, Any]:
     """Of each group the row that is predicted to be the fastest, and by how much it is slower than the fastest.
 
     spearman : the correlation of ranks of all rows' seconds, as predicted and as reported.
     """
     from scipy.stats import spearmanr
 
-    groups: dict[str, list[tuple[float, Row]]] = {}
+    groups: dict[str, list[tuple[float, ReportedNumber]]] = {}
     for seconds, row in zip(predicted, rows, strict=True):
         groups.setdefault(row.group, []).append((seconds, row))
     found, regrets = [], []

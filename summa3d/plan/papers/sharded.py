@@ -10,14 +10,14 @@ from ...comm.topology import Topology
 from ...dry.record import ENTER, LEAVE, Op
 from ..cells import BLOCK, cells
 from ..price import Prices, move
-from ..replay import Work
+from ..replay import UnorderedWork
 from .fit import Numbers, Predict
 from .megatron import HALF, in_unit, optimizer, setting
 from .profiles import edited
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardedStep:
     """A step of `micro_batches` micro-batches.
 
     work, moves : what one of them computes, and gathers or reduces. after : the optimizer. A program's number `overlap` is the
@@ -25,10 +25,10 @@ class Sharded:
     in place of those of the cluster's links.
     """
 
-    work: Work
-    moves: Work
+    work: UnorderedWork
+    moves: UnorderedWork
     received: int
-    after: Work
+    after: UnorderedWork
     micro_batches: int
 
     def seconds(self, numbers: Numbers) -> float:
@@ -41,7 +41,7 @@ class Sharded:
         return self.micro_batches * (computed + exposed) + self.after.computed(prices)
 
 
-def step(given: Mapping[str, Any]) -> Sharded:
+def step(given: Mapping[str, Any]) -> ShardedStep:
     """The step of a row: hidden, heads, layers, gpus, micro_batch of a rank, batch of all; recompute ("full")."""
     ranks, layers, hidden = given["gpus"], given["layers"], given["hidden"]
     whole = {name: edited(cell, given["profile"]) for name, cell in cells(setting({**given, "tp": 1})).items()}
@@ -51,9 +51,9 @@ def step(given: Mapping[str, Any]) -> Sharded:
     gathers = 3 if given.get("recompute", "full") == "full" else 2
     moves = [*_moves(block, ranks, gathers) * layers, *_moves(ends, ranks, 2)]
     received = 2 * sum(op.words for op in moves)
-    after = Work.of(topology, [optimizer((layers * block + ends) // ranks)])
+    after = UnorderedWork.of(topology, [optimizer((layers * block + ends) // ranks)])
     many = given["batch"] // (given["micro_batch"] * ranks)
-    return Sharded(Work.of(topology, trace), Work.of(topology, moves), received, after, many)
+    return ShardedStep(UnorderedWork.of(topology, trace), UnorderedWork.of(topology, moves), received, after, many)
 
 
 def _moves(parameters: int, ranks: int, gathers: int) -> list[Op]:

@@ -15,9 +15,9 @@ from ...dtypes import HALVES, dtype_of
 from ...train.config import master_dtype
 from ..cells import BLOCK
 from ..price import CHAINS, Prices, move
-from .cells import PASSES, Cells, Inner, matrices
+from .cells import PASSES, Cells, StageGrid, matrices
 from .memory import in_pipe, kept_per_element, summed
-from .plans import Plan, Rows, Saving
+from .plans import MemoryOption, Plan, PlanTable
 from .timing import CELLS, Times
 
 MARGIN = 0.95
@@ -25,7 +25,7 @@ MARGIN = 0.95
 AXES = ("x", "y", "z", "d")
 MANY = 2**30
 """Words of a message whose time is all volume."""
-Number = Any
+Numeric = Any
 """A number, or a column of them."""
 
 
@@ -37,12 +37,12 @@ class Moved(NamedTuple):
 
     axis: str
     name: str
-    size: Number
-    many: Number
+    size: Numeric
+    many: Numeric
     waited: bool = False
 
 
-def moved(inner: Inner, sizes: Mapping[str, Number], tokens: Number) -> Iterator[Moved]:
+def moved(inner: StageGrid, sizes: Mapping[str, Numeric], tokens: Numeric) -> Iterator[Moved]:
     """What a rank receives along the axes of a stage, without what may hide behind arithmetic."""
     x, y, z, d = (sizes[axis] for axis in AXES)
     ranks, size = x * y * z * d, dtype_of(inner.dtype).nbytes
@@ -73,11 +73,11 @@ def moved(inner: Inner, sizes: Mapping[str, Number], tokens: Number) -> Iterator
 class Kept(NamedTuple):
     """Bytes of a block that one rank alone keeps of a micro-batch, and those among them that copies of weights take."""
 
-    bytes: Number
-    weights: Number
+    bytes: Numeric
+    weights: Numeric
 
 
-def kept(inner: Inner, sizes: Mapping[str, Number], tokens: Number, alone: Sequence[Kept]) -> tuple[Number, Number]:
+def kept(inner: StageGrid, sizes: Mapping[str, Numeric], tokens: Numeric, alone: Sequence[Kept]) -> tuple[Numeric, Numeric]:
     """Bytes of a block that a rank keeps of a micro-batch at least: from F to B or X; and then to W, where backward is split.
 
     alone : those of one rank alone. A rank has its share of them; copies of weights among them are those that it gathers.
@@ -117,14 +117,14 @@ def _together(every: Iterable[Moved]) -> list[Moved]:
 class Products(NamedTuple):
     """Products of a rank in a block: how many, their sizes, and bytes of an element of what they write."""
 
-    many: Number
-    m: Number
-    n: Number
-    k: Number
+    many: Numeric
+    m: Numeric
+    n: Numeric
+    k: Numeric
     written: int
 
 
-def products(inner: Inner, sizes: Mapping[str, Number], tokens: Number) -> Iterator[Products]:
+def products(inner: StageGrid, sizes: Mapping[str, Numeric], tokens: Numeric) -> Iterator[Products]:
     """The products with the weights of a block; those of gradients have the same sizes in other places."""
     x, y, z, d = (sizes[axis] for axis in AXES)
     size, passes = dtype_of(inner.dtype).nbytes, 4 if inner.recompute == "full" else 3
@@ -138,7 +138,7 @@ def products(inner: Inner, sizes: Mapping[str, Number], tokens: Number) -> Itera
             yield Products(passes * panels, tokens / (x * d), n / of_n, k / of_k, size)
 
 
-class Alone(NamedTuple):
+class SingleRankWork(NamedTuple):
     """What one rank alone does in a cell, in both passes, besides the products of a block's weights.
 
     launched : seconds of launches. row : seconds for each row of a micro-batch. still : seconds at no rows. cubes : (how many,
@@ -156,14 +156,14 @@ class Bounds:
 
     def __init__(self, times: Times) -> None:
         self.times, self.cluster = times, times.cluster
-        self._alone: dict[tuple[str, bool, str, float], Alone] = {}
+        self._alone: dict[tuple[str, bool, str, float], SingleRankWork] = {}
         self._rates: dict[object, tuple[float, float, float]] = {}
         self._blocks: dict[object, float] = {}
-        self._work: dict[object, tuple[dict[str, Number], float, list[Moved]]] = {}
+        self._work: dict[object, tuple[dict[str, Numeric], float, list[Moved]]] = {}
 
     # -- bytes
 
-    def bytes(self, rows: Rows, at: Any, saving: Saving) -> tuple[Any, Any]:
+    def bytes(self, rows: PlanTable, at: Any, saving: MemoryOption) -> tuple[Any, Any]:
         """Bytes that a rank holds at least: of the weights of blocks and their states alone; and with what micro-batches keep."""
         inner, zero, dp = rows.inner_of(saving, int(at[0])), rows.era.zero[saving[1]], rows.dp[at]
         kinds, place = np.unique(dp, return_inverse=True)
@@ -182,7 +182,7 @@ class Bounds:
             )
         return states, held + in_pipe(inner, size, ranks) * (rows.pp[at] > 1)
 
-    def _alone_keeps(self, inner: Inner, zero: int, way: str, rows: Number, dp: Number) -> Kept:
+    def _alone_keeps(self, inner: StageGrid, zero: int, way: str, rows: Numeric, dp: Numeric) -> Kept:
         """What a block keeps at least of a micro-batch on one rank alone after a pass, less what replicas share of it."""
 
         def of(replicas: int) -> tuple[int, int]:
@@ -198,7 +198,7 @@ class Bounds:
 
     # -- seconds
 
-    def floor(self, rows: Rows, at: Any, saving: Saving) -> Any:
+    def floor(self, rows: PlanTable, at: Any, saving: MemoryOption) -> Any:
         """Seconds that rows take at least, wherever their ranks lie.
 
         That is an equal share of what one rank alone would compute, which one trace tells for all plans, products of the sizes
@@ -247,8 +247,8 @@ class Bounds:
         return self._blocks[key]
 
     def _computed(
-        self, inner: Inner, sizes: Mapping[str, Number], rows: Number, shards: Number, ranks: int
-    ) -> tuple[dict[str, Number], Number]:
+        self, inner: StageGrid, sizes: Mapping[str, Numeric], rows: Numeric, shards: Numeric, ranks: int
+    ) -> tuple[dict[str, Numeric], Numeric]:
         """Seconds of arithmetic of each cell on a rank; and of a block's element-wise work, behind which sums may hide.
 
         shards : of the weights of a rank of the grid, over replicas. ranks : all.
@@ -273,7 +273,7 @@ class Bounds:
             found[BLOCK] = found[BLOCK] + many * (np.maximum(2 * m * n * k * flop * (1 + half / side), moving) + launch)
         return found, elements
 
-    def _of_one(self, inner: Inner, cell: str, crowding: float) -> Alone:
+    def _of_one(self, inner: StageGrid, cell: str, crowding: float) -> SingleRankWork:
         key = inner.recompute, inner.split, cell, crowding
         if key in self._alone:
             return self._alone[key]
@@ -292,10 +292,10 @@ class Bounds:
                 slope += many * crowding * (prices.product(one) - launch)
             elif one.kind == "product" and cell != BLOCK:
                 cubes.append((many, float(one.m * one.n * one.k)))
-        self._alone[key] = Alone(MARGIN * launched, MARGIN * size, MARGIN * slope, tuple(cubes))
+        self._alone[key] = SingleRankWork(MARGIN * launched, MARGIN * size, MARGIN * slope, tuple(cubes))
         return self._alone[key]
 
-    def _cells(self, inner: Inner, replicas: int = 1) -> Cells:
+    def _cells(self, inner: StageGrid, replicas: int = 1) -> Cells:
         """The cells that one rank alone would run, whose units are rows; replicas share their weights."""
         axes = tuple({"x": 1, "y": 1, "z": 1}.items())
         cells, _ = self.times.store.cells(replace(inner, scheme="oned", axes=axes, regather=False, unit=1, replicas=replicas), 1)
@@ -326,11 +326,11 @@ class Bounds:
         gathers = sum(self._seconds(prices, Moved("dp", "all_gather", passes * size, passes * 4)))
         return gathers + max(0.0, self._seconds(prices, Moved("dp", "reduce_scatter", size, 4))[1] - elements)
 
-    def _shared(self, inner: Inner, ranks: Number, dp: Number) -> Number:
+    def _shared(self, inner: StageGrid, ranks: Numeric, dp: Numeric) -> Numeric:
         """Bytes of a block's weights that a rank receives of other replicas when it gathers them."""
         return inner.block_elements / (ranks * dp) * (dp - 1) * dtype_of(inner.dtype).nbytes
 
-    def _anywhere(self, sizes: Mapping[str, Number], every: Sequence[Moved]) -> tuple[Number, Number]:
+    def _anywhere(self, sizes: Mapping[str, Numeric], every: Sequence[Moved]) -> tuple[Numeric, Numeric]:
         """Seconds for which communications use ports, and for which the busiest axis is in use, at least, wherever ranks lie.
 
         Ports between nodes of s ranks carry their fair share. Of an axis whose rings have k members in a node, s/k rings leave
@@ -349,7 +349,7 @@ class Bounds:
             (waited if alone else streams)[axis] = (waited if alone else streams)[axis] + hops
         node, port = levels[-2].size, levels[-1]
         fastest = min(1 / level.bandwidth for level in levels) * sum(volumes.values())
-        least: Number = np.inf
+        least: Numeric = np.inf
         active = {axis: volume > 0 for axis, volume in volumes.items()}
         for inside in product((False, True), repeat=len(AXES)):
             kept = {axis: active[axis] & one for axis, one in zip(AXES, inside, strict=True)}
@@ -364,18 +364,18 @@ class Bounds:
         return np.maximum(fastest, least) + fixed, np.maximum.reduce([streams[axis] + waited[axis] for axis in AXES])
 
 
-def _forward(inner: Inner, parts: Mapping[str, Number], elements: Number) -> Number | None:
+def _forward(inner: StageGrid, parts: Mapping[str, Numeric], elements: Numeric) -> Numeric | None:
     """Seconds of a block's forward at least, by its products, where backward is split; None where it is not."""
     return (parts[BLOCK] - elements) / (4 if inner.recompute == "full" else 3) if inner.split else None
 
 
 def _closed(
-    parts: Mapping[str, Number],
-    forward: Number | None,
-    pp: Number,
-    micro_batches: Number,
-    layers: tuple[Number, Number, Number, Number],
-) -> Number:
+    parts: Mapping[str, Numeric],
+    forward: Numeric | None,
+    pp: Numeric,
+    micro_batches: Numeric,
+    layers: tuple[Numeric, Numeric, Numeric, Numeric],
+) -> Numeric:
     """Seconds of a pipeline at least.
 
     forward : of a block, where backward is split: the last rank waits for the forwards of those before it, and is never sure to

@@ -26,7 +26,7 @@ ACCUMULATE = 3
 
 
 @dataclass(frozen=True)
-class Inner:
+class StageGrid:
     """What the cells of a stage depend on: the model's sizes, its scheme and inner grid, what is kept, and the dtype.
 
     unit : the fewest rows of a micro-batch that the grid divides. replicas : of the weights' shards with ZeRO-3, else 1. shared :
@@ -48,9 +48,9 @@ class Inner:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
 
-    def __reduce__(self) -> tuple[type[Inner], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[type[StageGrid], tuple[Any, ...]]:
         """Make it anew in another process, where texts have other hashes."""
-        return Inner, tuple(getattr(self, one.name) for one in fields(self))
+        return StageGrid, tuple(getattr(self, one.name) for one in fields(self))
 
     def __hash__(self) -> int:
         """Hash once what many tables are asked for."""
@@ -103,7 +103,7 @@ def matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     return (h, h + kv), (h, h), (h, gates * f), (f, h)
 
 
-class Line(NamedTuple):
+class LinearSize(NamedTuple):
     """An integer that grows evenly with the micro-batch: base + slope · units."""
 
     base: int
@@ -114,15 +114,15 @@ class Line(NamedTuple):
         return self.base + self.slope * units
 
 
-class Piece(NamedTuple):
+class PassOps(NamedTuple):
     """A stretch of one cell's operations in one pass.
 
     net : bytes held at its end beyond those before it. top : the most held meanwhile. ops : (number of the kind, id) of each.
     """
 
     cell: str
-    net: Line
-    top: Line
+    net: LinearSize
+    top: LinearSize
     ops: tuple[tuple[int, int], ...]
 
 
@@ -155,11 +155,11 @@ class Cells:
     """
 
     kinds: tuple[OpLine, ...]
-    passes: Mapping[str, tuple[Piece, ...]]
-    copies: tuple[Piece, ...]
-    optimizer: tuple[Piece, ...]
+    passes: Mapping[str, tuple[PassOps, ...]]
+    copies: tuple[PassOps, ...]
+    optimizer: tuple[PassOps, ...]
     elements: Mapping[str, int]
-    kept: Line
+    kept: LinearSize
 
     @cached_property
     def counts(self) -> dict[tuple[str, str], dict[int, int]]:
@@ -207,7 +207,7 @@ class Cells:
         return tuple(ops[kind]._replace(id=number) for kind, number in self.numbered(cell, way))
 
 
-class Sample(NamedTuple):
+class TracedCells(NamedTuple):
     """What one trace gives: as `Cells`, with sizes as they are; the stretches of PASSES, copies and the optimizer."""
 
     passes: tuple[tuple[tuple[str, int, int, tuple[Op, ...]], ...], ...]
@@ -215,7 +215,7 @@ class Sample(NamedTuple):
     kept: int
 
 
-def traced(inner: Inner, single: bool) -> Cells | None:
+def traced(inner: StageGrid, single: bool) -> Cells | None:
     """The cells, traced now; None where the sizes at NEAR and FAR units are not those of the same operations.
 
     single : of one unit alone. Raises LayoutError, GridError and ConfigError where a run would.
@@ -226,7 +226,7 @@ def traced(inner: Inner, single: bool) -> Cells | None:
     return _between(_sample(inner, NEAR), _sample(inner, FAR), (NEAR, FAR))
 
 
-def _sample(inner: Inner, units: int) -> Sample:
+def _sample(inner: StageGrid, units: int) -> TracedCells:
     """Trace a step of one block on the first rank, and, where parts are uneven, the communications of the last."""
     from ...dry.rank_classes import even
     from ...train.dry_run import setting_of
@@ -250,7 +250,7 @@ def _each(pieces: Iterable[Any], edit: Any) -> tuple[Any, ...]:
     return tuple((*piece[:3], edit(piece[3])) for piece in pieces)
 
 
-def _traced(setting: Any, config: Config, split: bool) -> Sample:
+def _traced(setting: Any, config: Config, split: bool) -> TracedCells:
     from ...dry.step import Key, Rank
     from ...train.dry_run import training_of
 
@@ -267,7 +267,7 @@ def _traced(setting: Any, config: Config, split: bool) -> Sample:
         elements[_cell_of(state.name)] += state.numel
         if state.name == "embedding.weight" and config.model.tied:
             elements["tied"] = state.numel
-    return Sample(found, elements, rank.kept)
+    return TracedCells(found, elements, rank.kept)
 
 
 def _cell_of(name: str) -> str:
@@ -277,14 +277,14 @@ def _cell_of(name: str) -> str:
     return ENTER if name.startswith(("embedding", "positions", "token_types")) else LEAVE
 
 
-def _line(low: int, high: int, at: tuple[int, int]) -> Line:
+def _line(low: int, high: int, at: tuple[int, int]) -> LinearSize:
     """The line through two numbers, or, where its slope is no integer, through the first one and just above the second."""
     slope, left = divmod(high - low, at[1] - at[0])
     slope += bool(left)
-    return Line(low - slope * at[0], slope)
+    return LinearSize(low - slope * at[0], slope)
 
 
-def _between(near: Sample, far: Sample, at: tuple[int, int]) -> Cells | None:
+def _between(near: TracedCells, far: TracedCells, at: tuple[int, int]) -> Cells | None:
     """Cells whose sizes are lines through two samples; None where these are not of the same operations."""
     numbers: dict[OpLine, int] = {}
     passes = []
@@ -299,7 +299,7 @@ def _between(near: Sample, far: Sample, at: tuple[int, int]) -> Cells | None:
                 if kind is None:
                     return None
                 found.append((numbers.setdefault(kind, len(numbers)), one.id))
-            pieces.append(Piece(cell, _line(net, other_net, at), _line(top, other_top, at), tuple(found)))
+            pieces.append(PassOps(cell, _line(net, other_net, at), _line(top, other_top, at), tuple(found)))
         passes.append(tuple(pieces))
     *of_micro_batches, copies, optimizer = passes
     kept = _line(near.kept, far.kept, at)

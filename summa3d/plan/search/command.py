@@ -19,7 +19,7 @@ from .export import export
 from .memory import memory, reserve
 from .plans import Plan, Space, columns, refused
 from .request import bytes_of, request, space_of
-from .search import Priced, Search, Tell
+from .search import PlanSearch, Priced, Tell
 from .store import Store
 from .text import as_json, as_text
 from .timing import Times
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     limit = whole - reserve(whole) if args.memory is None else bytes_of(args.memory)
     cores = len(affinity())
     store = Store(lambda line: print(f"summa3d plan: {line}", file=sys.stderr), cores if cores > 1 and spawns_safely() else 0)
-    searched = Search(space, Times(cluster, store), limit, max(args.top, args.explain or 0))
+    searched = PlanSearch(space, Times(cluster, store), limit, max(args.top, args.explain or 0))
     with progress() as tell, closing(store):
         found = searched.run(tell)
     print(f"summa3d plan: {store.traces} cells traced, {store.read} read from disk", file=sys.stderr)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def by_rule(space: Space, searched: Search) -> Priced | None:
+def by_rule(space: Space, searched: PlanSearch) -> Priced | None:
     """PTD-P's rule: the fewest stages, with tensor parallelism up to a node before them, that fit; replicas for the rest.
 
     Of the micro-batches and chunks that such a grid leaves, the fastest. None where no grid fits.

@@ -13,7 +13,7 @@ from ...dtypes import HALVES, dtype_of
 from ...nn.overlap import BUCKETS_IN_FLIGHT
 from ...train.config import ReplicasConfig, master_dtype
 from ..cells import BLOCK
-from .cells import PASSES, Cells, Inner, Piece, matrices
+from .cells import PASSES, Cells, PassOps, StageGrid, matrices
 from .plans import Plan
 from .stages import fullest, most_in_flight, states
 from .timing import elements_of
@@ -98,12 +98,12 @@ def _peaks(plan: Plan, rank: int, nets: Any, tops: Any) -> tuple[int, int]:
     return int(between.max()), int((between + tops[ops[:, 0], ops[:, 1]]).max())
 
 
-def in_pipe(inner: Inner, rows: Any, ranks: Any) -> Any:
+def in_pipe(inner: StageGrid, rows: Any, ranks: Any) -> Any:
     """Bytes of a micro-batch that a stage receives and sends."""
     return rows * inner.model.sequence * inner.model.hidden // ranks * 2 * dtype_of(inner.dtype).nbytes
 
 
-def summed(inner: Inner, held: Any, ranks: Any, micro_batches: Any) -> Any:
+def summed(inner: StageGrid, held: Any, ranks: Any, micro_batches: Any) -> Any:
     """Bytes of gradients that zero 2 sums while a micro-batch makes them: a bucket's, and those in flight.
 
     While one is packed, one less is in flight. A bucket of all weights is started once in a micro-batch.
@@ -115,10 +115,10 @@ def summed(inner: Inner, held: Any, ranks: Any, micro_batches: Any) -> Any:
     return (1 + in_flight) * np.minimum(held * size, bucket)
 
 
-def extent(pieces: Iterable[Piece], times: Mapping[str, int], units: int) -> tuple[int, int]:
+def extent(pieces: Iterable[PassOps], times: Mapping[str, int], units: int) -> tuple[int, int]:
     """Net and peak of the bytes of a pass over a stage: consecutive pieces of a block are repeated as one."""
     held = top = 0
-    run: list[Piece] = []
+    run: list[PassOps] = []
 
     def close() -> None:
         nonlocal held, top

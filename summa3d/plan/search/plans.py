@@ -20,7 +20,7 @@ from ...nn.config import LARGEST_SIZE, ModelConfig
 from ...nn.schemes.registry import SCHEME_SPECS, SchemeSpec, is_sequence_fine
 from ...nn.schemes.validate import needs
 from ...parallel.schedule import held_stages, is_split, rule_of
-from .cells import Inner
+from .cells import StageGrid
 from .stages import balanced, heaviest, homes_of
 
 ORDER = ("z", "y", "x", "d", "dp", "pp")
@@ -34,7 +34,7 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 """Schedules that are tried; gpipe takes as long as 1f1b, and more memory."""
 VARIANTS = (("none", False), ("none", True), ("selective", False), ("full", False))
 """(recompute, regather) that are tried; "full" keeps no gathered operand from forward to backward, so that none is regathered."""
-Saving = tuple[int, int]
+MemoryOption = tuple[int, int]
 """How a plan saves memory: the place of its (recompute, regather) and of its stage of ZeRO among those that are tried."""
 
 
@@ -77,11 +77,11 @@ class Space:
 class Plan:
     """A way to train a model: the grid of a stage, replicas, pipeline, micro-batch, placement.
 
-    units : of the micro-batch (`Inner.unit` rows each). tile : the sub-grid that a node holds; empty, ranks in their order.
+    units : of the micro-batch (`StageGrid.unit` rows each). tile : the sub-grid that a node holds; empty, ranks in their order.
     schedule : of the pipeline; `inner` is of its kind of backward.
     """
 
-    inner: Inner
+    inner: StageGrid
     dp: int
     pp: int
     chunks: int
@@ -149,8 +149,8 @@ class Plan:
         return f"{self.inner.scheme} {axes or 'y1'}{pipe}{replicas}{zero} · b {self.rows} · {kept}{tile}"
 
 
-class Around(NamedTuple):
-    """A row of `Rows`: the number of its `Inner`, and what is around the grid of a stage.
+class OuterGrid(NamedTuple):
+    """A row of `PlanTable`: the number of its `StageGrid`, and what is around the grid of a stage.
 
     schedule : its place in SCHEDULES
     """
@@ -164,14 +164,14 @@ class Around(NamedTuple):
     micro_batches: int
 
 
-class Rows:
+class PlanTable:
     """Plans of one scheme, and one kind of backward, as columns of numbers; none saves memory, and what does is beside each.
 
     inners : their grids. sizes : axis → size. inner : the number of a row's grid. dp, pp, chunks, units, micro_batches, rows,
-    ranks : as of `Plan` and `Inner`. schedule : a place in SCHEDULES.
+    ranks : as of `Plan` and `StageGrid`. schedule : a place in SCHEDULES.
     """
 
-    def __init__(self, era: Era, inners: Sequence[Inner], around: Sequence[Around]) -> None:
+    def __init__(self, era: Era, inners: Sequence[StageGrid], around: Sequence[OuterGrid]) -> None:
         self.era, self.inners = era, inners
         table = np.array(around, dtype=np.int64).T
         self.inner, *self.around = table
@@ -187,7 +187,7 @@ class Rows:
         return len(self.inner)
 
     @cached_property
-    def savings(self) -> dict[Saving, Any]:
+    def savings(self) -> dict[MemoryOption, Any]:
         """Each saving → which rows have it: what gathers or computes again, or keeps less on each replica.
 
         One whose places are both at least those of another takes fewer bytes and more seconds.
@@ -226,13 +226,13 @@ class Rows:
         columns = _by_kind(of, self.pp, self.schedule, self.chunks, np.minimum(self.micro_batches, 2 * self.pp))
         return columns.reshape(-1, 3, len(self))
 
-    def inner_of(self, saving: Saving, row: int) -> Inner:
+    def inner_of(self, saving: MemoryOption, row: int) -> StageGrid:
         """What the cells of a row depend on; of row 0 for all rows, but for its grid, unit and number of replicas."""
         recompute, regather = self.era.variants[saving[0]]
         replicas = int(self.dp[row]) if self.era.zero[saving[1]] == 3 else 1
         return _kept(self.inners[self.inner[row]], recompute, regather, replicas)
 
-    def plan(self, row: int, saving: Saving = (0, 0)) -> Plan:
+    def plan(self, row: int, saving: MemoryOption = (0, 0)) -> Plan:
         """The plan of a row that saves so much."""
         dp, pp, schedule, chunks, units, micro_batches = (int(column[row]) for column in self.around)
         zero, name = self.era.zero[saving[1]], SCHEDULES[schedule]
@@ -246,11 +246,11 @@ def _by_kind(function: Callable[..., tuple[int, ...]], *columns: Any) -> Any:
 
 
 @cache
-def _kept(inner: Inner, recompute: str, regather: bool, replicas: int) -> Inner:
+def _kept(inner: StageGrid, recompute: str, regather: bool, replicas: int) -> StageGrid:
     return replace(inner, recompute=recompute, regather=regather, replicas=replicas)
 
 
-def less(saving: Saving) -> tuple[Saving, ...]:
+def less(saving: MemoryOption) -> tuple[MemoryOption, ...]:
     """The savings just below one, which save less and are as fast at least: only where none of them fits, it is of use."""
     place, stage = saving
     return (*([(0, stage)] if place else []), *([(place, stage - 1)] if stage else []))
@@ -286,13 +286,13 @@ def family_of(scheme: str, shape: Mapping[str, int]) -> str:
     return "2.5-D" if scheme == "tesseract" else "2-D"
 
 
-def columns(space: Space, rejected: Counter[tuple[str, str]]) -> list[Rows]:
-    """Every plan that divides evenly and saves no memory (`Rows.savings`), with the default placement; the rows of each scheme.
+def columns(space: Space, rejected: Counter[tuple[str, str]]) -> list[PlanTable]:
+    """Return the plans that divide evenly and save no memory (`PlanTable.savings`), with the default placement, by scheme.
 
     What does not divide is counted in `rejected` by family and reason.
     """
     recompute, regather = space.era.variants[0]
-    found: dict[tuple[str, bool], tuple[list[Inner], list[Around]]] = {}
+    found: dict[tuple[str, bool], tuple[list[StageGrid], list[OuterGrid]]] = {}
     kinds = [*dict.fromkeys(is_split(name, 2) for name in space.era.schedules)]
     for scheme, shape, unit in inners(space, rejected):
         ranks, family = prod(shape.values()), family_of(scheme, shape)
@@ -305,8 +305,8 @@ def columns(space: Space, rejected: Counter[tuple[str, str]]) -> list[Rows]:
             for one in _around(len(several[kinds[0]][0]), unit, family, space, pp, space.ranks // ranks // pp, rejected):
                 several[is_split(SCHEDULES[one.schedule], pp)][1].append(one)
         for split, (every, _) in several.items():
-            every.append(Inner(*of, shared=space.shared, split=split))
-    return [Rows(space.era, every, around) for every, around in found.values() if around]
+            every.append(StageGrid(*of, shared=space.shared, split=split))
+    return [PlanTable(space.era, every, around) for every, around in found.values() if around]
 
 
 def inners(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[tuple[str, dict[str, int], int]]:
@@ -356,7 +356,7 @@ def _unit(spec: SchemeSpec, model: ModelConfig, shape: Mapping[str, int]) -> tup
 
 def _around(
     inner: int, unit: int, family: str, space: Space, pp: int, dp: int, rejected: Counter[tuple[str, str]]
-) -> Iterator[Around]:
+) -> Iterator[OuterGrid]:
     """The replicas, micro-batches and chunks around the grid of a stage, which is number `inner` of its scheme."""
     rows, left = divmod(space.batch, dp * unit)
     if left:
@@ -366,7 +366,7 @@ def _around(
         if rows % units:
             continue
         for schedule, chunks in _schedules(space.era.schedules, space.model.layers, pp, rows // units):
-            yield Around(inner, dp, pp, schedule, chunks, units, rows // units)
+            yield OuterGrid(inner, dp, pp, schedule, chunks, units, rows // units)
 
 
 @cache

@@ -21,7 +21,7 @@ from ..cells import BLOCK
 from .bounds import Bounds
 from .cells import PASSES, matrices
 from .memory import Memory, memory
-from .plans import FAMILIES, Plan, Rows, Saving, Space, columns, less, refused, tiles
+from .plans import FAMILIES, MemoryOption, Plan, PlanTable, Space, columns, less, refused, tiles
 from .timing import Times
 
 Tell = Callable[[int, int, int], None]
@@ -65,7 +65,7 @@ class Found:
     rejected: Counter[tuple[str, str]]
 
 
-class Waiting(NamedTuple):
+class PlanCandidate(NamedTuple):
     """A plan that waits for its turn, in the order of its least seconds: a row of the plans of a scheme, which saves so much.
 
     placements : the least seconds of each, where they are known.
@@ -75,12 +75,12 @@ class Waiting(NamedTuple):
     number: int
     scheme: int
     row: int
-    saving: Saving
+    saving: MemoryOption
     placements: tuple[tuple[float, Plan], ...] = ()
 
 
 @dataclass
-class Search:
+class PlanSearch:
     """A search over `space` on a cluster, with `limit` bytes a rank; `top` plans are kept."""
 
     space: Space
@@ -92,9 +92,9 @@ class Search:
     done: list[tuple[float, Plan, Memory]] = field(default_factory=list)
     _best: dict[str, float] = field(default_factory=dict)
     _cutoff: float = float("inf")
-    _waiting: list[Waiting] = field(default_factory=list)
-    _schemes: list[Rows] = field(default_factory=list)
-    _failed: list[dict[Saving, Any]] = field(default_factory=list)
+    _waiting: list[PlanCandidate] = field(default_factory=list)
+    _schemes: list[PlanTable] = field(default_factory=list)
+    _failed: list[dict[MemoryOption, Any]] = field(default_factory=list)
     _bounds: Bounds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -131,13 +131,13 @@ class Search:
             raise ConfigError(nothing_fits(self.space, self.limit, self.rejected))
         return self._found()
 
-    def _useful(self, scheme: int, saving: Saving) -> Any:
+    def _useful(self, scheme: int, saving: MemoryOption) -> Any:
         """Which rows of a scheme a saving may be of use for: all that save less do not fit."""
         return np.logical_and.reduce(
             [np.ones(len(self._schemes[scheme]), bool), *(self._failed[scheme][one] for one in less(saving))]
         )
 
-    def _consider(self, scheme: int, at: Any, saving: Saving, floor: float | None = None) -> None:
+    def _consider(self, scheme: int, at: Any, saving: MemoryOption, floor: float | None = None) -> None:
         """Let rows of a scheme that save so much wait for their turn by their least time, unless bounds rule them out.
 
         floor : a lower bound of it that is known.
@@ -156,16 +156,16 @@ class Search:
         if len(kept):
             floors = self._bounds.floor(rows, kept, saving).tolist() if floor is None else [floor] * len(kept)
             for number, (least, row) in enumerate(zip(floors, kept.tolist(), strict=True), self.considered):
-                heappush(self._waiting, Waiting(least, number, scheme, row, saving))
+                heappush(self._waiting, PlanCandidate(least, number, scheme, row, saving))
         self.considered += len(at)
 
-    def _fail(self, scheme: int, at: Any, saving: Saving, reason: str) -> None:
+    def _fail(self, scheme: int, at: Any, saving: MemoryOption, reason: str) -> None:
         """Reject rows that save so much."""
         self._failed[scheme][saving][at] = True
         for family, many in zip(*np.unique(self._schemes[scheme].family[at], return_counts=True), strict=True):
             self.rejected[str(family), reason] += int(many)
 
-    def _save(self, one: Waiting, reason: str) -> None:
+    def _save(self, one: PlanCandidate, reason: str) -> None:
         """Reject a plan, and consider those that save more memory, once none fits that saves less."""
         at, failed, fresh = np.array([one.row]), self._failed[one.scheme], {one.saving}
         self._fail(one.scheme, at, one.saving, reason)
@@ -175,7 +175,7 @@ class Search:
                 if failed[saving][one.row]:
                     fresh.add(saving)
 
-    def _trace_ahead(self, first: Waiting) -> None:
+    def _trace_ahead(self, first: PlanCandidate) -> None:
         """Let other processes trace what this plan and the next ones need: of a heap, the nearest of its first entries."""
         store = self.times.store
         if store.idle:
@@ -193,7 +193,7 @@ class Search:
         return replace(self.space, fixed={key: value for key, value in (self.space.fixed or {}).items() if key not in TILE})
 
     def _refused(self, plan: Plan) -> str:
-        """What of --fix and --limit a plan of `Rows`, which has no tile yet, or all its placements are not within; or empty."""
+        """Return what of --fix and --limit a plan without a tile, or all its placements, are not within; empty for nothing."""
         tiled = not self._fixed_tiles or self._placements(plan)
         return refused(self._untiled if tiled else self.space, plan)
 
@@ -205,7 +205,7 @@ class Search:
     def _hopeless(self, family: str, seconds: float) -> bool:
         return seconds >= self._cutoff and seconds >= self._best.get(family, float("inf"))
 
-    def _try(self, waiting: Waiting) -> None:
+    def _try(self, waiting: PlanCandidate) -> None:
         """Price a plan with each of its placements, as far as its bounds leave it a chance."""
         plan = waiting.placements[0][1]
         try:

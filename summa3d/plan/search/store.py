@@ -22,7 +22,7 @@ from ... import __version__
 from ...dry.record import Op
 from ...files import read_json
 from ...interpreter import safe_spawning
-from .cells import PASSES, Cells, Inner, Line, OpLine, Piece, traced
+from .cells import PASSES, Cells, LinearSize, OpLine, PassOps, StageGrid, traced
 
 FORMAT = 3
 PACKAGES = ("autograd", "comm", "dry", "gemm", "layout", "nn", "parallel", "train")
@@ -47,18 +47,18 @@ def code() -> str:
     return found.hexdigest()[:16]
 
 
-def header(inner: Inner, single: bool) -> dict[str, Any]:
+def header(inner: StageGrid, single: bool) -> dict[str, Any]:
     """What the file of cells begins with; another one is of other cells."""
     return {"format": FORMAT, "version": __version__, "code": code(), "of": inner.key(single)}
 
 
-def file_of(inner: Inner, single: bool) -> Path:
+def file_of(inner: StageGrid, single: bool) -> Path:
     """The file of cells: named by its header."""
     return folder() / _name_of(inner, single)
 
 
 @cache
-def _name_of(inner: Inner, single: bool) -> str:
+def _name_of(inner: StageGrid, single: bool) -> str:
     text = json.dumps(header(inner, single), sort_keys=True)
     return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
@@ -73,11 +73,11 @@ class Store:
     def __init__(self, tell: Callable[[str], None] = lambda line: None, processes: int = 0) -> None:
         self.traces = self.read = 0
         self._tell, self._processes = tell, processes
-        self._known: dict[tuple[Inner, bool], Cells | None] = {}
+        self._known: dict[tuple[StageGrid, bool], Cells | None] = {}
         self._pool: ProcessPoolExecutor | None = None
-        self._begun: dict[Inner, Future[tuple[Cells | None, list[str]]]] = {}
+        self._begun: dict[StageGrid, Future[tuple[Cells | None, list[str]]]] = {}
 
-    def cells(self, inner: Inner, units: int) -> tuple[Cells, int]:
+    def cells(self, inner: StageGrid, units: int) -> tuple[Cells, int]:
         """The cells for micro-batches of so many units, and at how many units they are to be evaluated.
 
         Raises LayoutError, GridError and ConfigError where a run of these sizes would.
@@ -85,7 +85,7 @@ class Store:
         found = self._of(inner, False)
         return self._at(inner, units) if found is None else (found, units)
 
-    def _at(self, inner: Inner, units: int) -> tuple[Cells, int]:
+    def _at(self, inner: StageGrid, units: int) -> tuple[Cells, int]:
         """The cells for micro-batches of `units` units, and 1."""
         found = self._of(replace(inner, unit=inner.unit * units), True)
         assert found is not None, "one trace is a line"
@@ -96,7 +96,7 @@ class Store:
         """Whether other processes may trace, and have less to do than keeps them busy."""
         return self._processes > 0 and sum(not one.done() for one in self._begun.values()) < 2 * self._processes
 
-    def begin(self, inner: Inner) -> None:
+    def begin(self, inner: StageGrid) -> None:
         """Let another process trace cells that will be needed soon; those that are on disk are left there."""
         if (inner, False) in self._known or inner in self._begun or not self.idle or file_of(inner, False).exists():
             return
@@ -111,13 +111,13 @@ class Store:
             self._pool.shutdown(cancel_futures=True)
             self._pool, self._processes = None, 0
 
-    def _of(self, inner: Inner, single: bool) -> Cells | None:
+    def _of(self, inner: StageGrid, single: bool) -> Cells | None:
         key = inner, single
         if key not in self._known:
             self._known[key] = self._loaded(inner, single)
         return self._known[key]
 
-    def _loaded(self, inner: Inner, single: bool) -> Cells | None:
+    def _loaded(self, inner: StageGrid, single: bool) -> Cells | None:
         if single or inner not in self._begun:
             try:
                 found = _read(inner, single)
@@ -144,7 +144,7 @@ def _leave_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def kept(inner: Inner, single: bool) -> tuple[Cells | None, list[str]]:
+def kept(inner: StageGrid, single: bool) -> tuple[Cells | None, list[str]]:
     """The cells, traced now and kept on disk; and what is to be said of that. Raises as `traced`."""
     found = traced(inner, single)
     body = {"header": header(inner, single), "cells": None if found is None else _to_json(found)}
@@ -156,7 +156,7 @@ def kept(inner: Inner, single: bool) -> tuple[Cells | None, list[str]]:
     return found, []
 
 
-def _read(inner: Inner, single: bool) -> Cells | None:
+def _read(inner: StageGrid, single: bool) -> Cells | None:
     """The cells that are kept on disk. Raises FileNotFoundError, and ValueError and others for a damaged file."""
     whole = read_json(file_of(inner, single))
     if whole["header"] != json.loads(json.dumps(header(inner, single))):
@@ -190,12 +190,14 @@ def _from_json(table: dict[str, Any]) -> Cells:
     kinds = tuple(OpLine(Op._make(row[:fields]), _pairs(row[fields:])) for row in table["kinds"])
     pieces = {
         name: tuple(
-            Piece(cell, Line(*net), Line(*top), _pairs(ops)) for cell, *four, ops in of for net, top in [(four[:2], four[2:])]
+            PassOps(cell, LinearSize(*net), LinearSize(*top), _pairs(ops))
+            for cell, *four, ops in of
+            for net, top in [(four[:2], four[2:])]
         )
         for name, of in table["pieces"].items()
     }
     passes = {way: pieces[way] for way in PASSES}
-    return Cells(kinds, passes, pieces["copies"], pieces["optimizer"], table["elements"], Line(*table["kept"]))
+    return Cells(kinds, passes, pieces["copies"], pieces["optimizer"], table["elements"], LinearSize(*table["kept"]))
 
 
 def _flat(pairs: tuple[tuple[int, int], ...]) -> Iterator[int]:

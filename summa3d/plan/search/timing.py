@@ -14,21 +14,21 @@ from ...dry.record import ENTER, LEAVE, Op
 from ...train.config import master_dtype
 from ..cells import BLOCK, Cell
 from ..links import loads
-from ..predict import Durations, Step
+from ..predict import Durations, PredictedStep
 from ..price import Prices, move
-from ..replay import Span, replay
-from .cells import PASSES, Cells, Inner
+from ..replay import ReplayTimes, replay
+from .cells import PASSES, Cells, StageGrid
 from .plans import ORDER, Plan
 from .stages import fullest
 from .store import Store
 
 CELLS = (ENTER, BLOCK, LEAVE)
-Key = tuple[Inner, int, tuple[tuple[str, int], ...], int]
+CellKey = tuple[StageGrid, int, tuple[tuple[str, int], ...], int]
 """What the times of cells depend on: their sizes, units of the micro-batch, tile, and ranks outside the grid of a stage."""
 
 
 @dataclass(frozen=True)
-class Placed(Step):
+class PlacedPlan(PredictedStep):
     """A step whose parts have known seconds."""
 
     parts: Durations = field(default_factory=lambda: Durations({}, {}, 0.0, 0.0))
@@ -53,11 +53,11 @@ class Times:
 
     def __init__(self, cluster: Cluster, store: Store) -> None:
         self.cluster, self.store = cluster, store
-        self._compute: dict[tuple[Inner, int], list[float]] = {}
+        self._compute: dict[tuple[StageGrid, int], list[float]] = {}
         self._prices: dict[object, Prices] = {}
-        self._least: dict[Key, Durations] = {}
-        self._updates: dict[tuple[Inner, int, int], list[float | Op]] = {}
-        self._spans: dict[Key, dict[tuple[str, str], Span]] = {}
+        self._least: dict[CellKey, Durations] = {}
+        self._updates: dict[tuple[StageGrid, int, int], list[float | Op]] = {}
+        self._spans: dict[CellKey, dict[tuple[str, str], ReplayTimes]] = {}
 
     # -- links
 
@@ -95,7 +95,7 @@ class Times:
 
     # -- by replay
 
-    def spans(self, plan: Plan) -> Mapping[tuple[str, str], Span]:
+    def spans(self, plan: Plan) -> Mapping[tuple[str, str], ReplayTimes]:
         """(cell, pass) → its replay."""
         key = self.key(plan)
         if key not in self._spans:
@@ -104,7 +104,7 @@ class Times:
             self._spans[key] = {(cell, way): replay(cells.trace(cell, way, units), prices) for cell in CELLS for way in PASSES}
         return self._spans[key]
 
-    def step(self, plan: Plan, least: bool = False) -> Placed:
+    def step(self, plan: Plan, least: bool = False) -> PlacedPlan:
         """The step of a plan: of replayed cells, or of their least seconds."""
         if least:
             parts = self.least(plan)
@@ -113,7 +113,7 @@ class Times:
             parts = parts._replace(send=self.send(plan), after=sum(self.after(plan)))
         cells = {cell: Cell() for cell in CELLS}
         topology = Topology({"dp": plan.dp, "pp": plan.pp}, ("dp", "pp"), {"dp": 1, "pp": 1})
-        return Placed(cells, topology, plan.schedule, plan.layers, plan.micro_batches, parts=parts)
+        return PlacedPlan(cells, topology, plan.schedule, plan.layers, plan.micro_batches, parts=parts)
 
     def closed(self, plan: Plan, least: bool = False) -> float:
         """Seconds of the plan, the pipeline by its closed form, or, with `least`, by what is no more than that."""
@@ -185,7 +185,7 @@ class Times:
 
     # -- prices
 
-    def key(self, plan: Plan) -> Key:
+    def key(self, plan: Plan) -> CellKey:
         """What the times of a plan's cells depend on."""
         around = plan.dp * plan.pp
         if plan.zero < 3 and not self.cluster["host.slots"]:  # else ranks slow each other down, wherever they are

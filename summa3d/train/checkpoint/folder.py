@@ -141,7 +141,7 @@ class Checkpoint:
         """
         error = None
         try:
-            with shards.Reader(self.path, self.index["tensors"]) as reader:
+            with shards.ShardReader(self.path, self.index["tensors"]) as reader:
                 for block in blocks:
                     reader.read(block, grid)
         except CheckpointError as caught:

@@ -27,7 +27,7 @@ from ..on_root import on_root
 from ..precision import torch_dtype
 from . import folder as checkpoint
 from . import huggingface_files, shards, writer
-from .huggingface_names import FAMILIES, Mapping, Rule
+from .huggingface_names import FAMILIES, Mapping, TensorRule
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -82,7 +82,7 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
         blocks: list[shards.TensorBlock] = []
         error: Exception | None = None
         try:
-            with huggingface_files.Reader(source, found.tensors) as reader:
+            with huggingface_files.HuggingFaceReader(source, found.tensors) as reader:
                 blocks.extend(_local_rows(rule, reader, found, grid) for rule in rules_of(found.model))
         except Summa3dError as caught:
             error = caught
@@ -107,7 +107,7 @@ def _tokenizer(source: Path, run: Path, model: ModelConfig) -> str:
     return f"bpe:{model.vocabulary}:{(run / TOKENIZER).resolve()}" if own else "bytes"
 
 
-def _local_rows(rule: Rule, reader: huggingface_files.Reader, found: Source, grid: Grid) -> shards.TensorBlock:
+def _local_rows(rule: TensorRule, reader: huggingface_files.HuggingFaceReader, found: Source, grid: Grid) -> shards.TensorBlock:
     """This rank's rows of the tensor that `rule` describes."""
     whole = to_ours(rule, [reader.read(name) for name in rule.theirs], found.model)
     sharding = Sharding(Layout(("r",), *[()] * (whole.dim() - 1)), tuple(whole.shape))
@@ -153,7 +153,7 @@ def export_folder(
 
     def tensors() -> Iterator[Tensor]:
         kept = torch_dtype(master_dtype(saved.index["dtype"]))
-        with shards.Reader(saved.path, saved.index["tensors"]) as reader:
+        with shards.ShardReader(saved.path, saved.index["tensors"]) as reader:
             for rule in rules:
                 shape = our_shape(rule, model)
                 block = shards.TensorBlock(f"model.{rule.ours}", torch.empty(shape, dtype=kept), _unsharded(shape))
@@ -223,18 +223,18 @@ def _unsharded(shape: tuple[int, ...]) -> Sharding:
     return Sharding(Layout(*[()] * len(shape)), shape)
 
 
-def rules_of(model: ModelConfig) -> list[Rule]:
+def rules_of(model: ModelConfig) -> list[TensorRule]:
     """The rules of all tensors of a model, with the layers' numbers in the names."""
     mapping = FAMILIES[model.family]
 
-    def numbered(rule: Rule, layer: int) -> Rule:
+    def numbered(rule: TensorRule, layer: int) -> TensorRule:
         return replace(rule, ours=rule.ours.format(layer), theirs=tuple(name.format(layer) for name in rule.theirs))
 
     once = (rule for rule in mapping.once if not (rule.unless and getattr(model, rule.unless)))
     return [*once, *(numbered(rule, layer) for layer in range(model.layers) for rule in mapping.layer)]
 
 
-def to_ours(rule: Rule, theirs: list[Tensor], model: ModelConfig) -> Tensor:
+def to_ours(rule: TensorRule, theirs: list[Tensor], model: ModelConfig) -> Tensor:
     """The summa3d tensor, made of the Transformers tensors `theirs`."""
     parts = [part.T if rule.transposed else part for part in theirs]
     if not rule.heads:
@@ -245,7 +245,7 @@ def to_ours(rule: Rule, theirs: list[Tensor], model: ModelConfig) -> Tensor:
     return torch.stack([part.unflatten(-1, (heads, -1)) for part in parts], -2).flatten(-3)  # […, head, part, d]
 
 
-def to_theirs(rule: Rule, ours: Tensor, model: ModelConfig) -> list[Tensor]:
+def to_theirs(rule: TensorRule, ours: Tensor, model: ModelConfig) -> list[Tensor]:
     """The Transformers tensors that the summa3d tensor `ours` contains: the inverse of `to_ours`."""
     parts = [ours]
     if rule.heads:
@@ -255,14 +255,14 @@ def to_theirs(rule: Rule, ours: Tensor, model: ModelConfig) -> list[Tensor]:
     return [part.T.contiguous() if rule.transposed else part.contiguous() for part in parts]
 
 
-def our_shape(rule: Rule, model: ModelConfig) -> tuple[int, ...]:
+def our_shape(rule: TensorRule, model: ModelConfig) -> tuple[int, ...]:
     """The shape of the summa3d tensor of `rule`."""
     sizes = {"h": model.hidden, "f": model.ffn_dim, "v": model.vocabulary, "s": model.sequence, "2": 2}
     sizes |= {"3h": 3 * model.hidden, "kv": 2 * model.num_kv_heads * (model.hidden // model.heads)}
     return tuple(sizes[extent] for extent in rule.shape.split())
 
 
-def shapes_of(rule: Rule, model: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+def shapes_of(rule: TensorRule, model: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the Transformers tensors of `rule`."""
     theirs = to_theirs(rule, torch.empty(our_shape(rule, model), device="meta"), model)
     return [(name, tuple(part.shape)) for name, part in zip(rule.theirs, theirs, strict=True)]
@@ -375,7 +375,7 @@ def _check_names(names: set[str], wanted: set[str], mapping: Mapping, source: Pa
 
 
 def _check_copies(named: dict[str, huggingface_files.Entry], wanted: set[str], mapping: Mapping, source: Path) -> None:
-    with huggingface_files.Reader(source, named) as reader:
+    with huggingface_files.HuggingFaceReader(source, named) as reader:
         for name in (named.keys() & mapping.copies.keys()) - wanted:
             first = mapping.copies[name]
             if not torch.equal(reader.read(name), reader.read(first)):

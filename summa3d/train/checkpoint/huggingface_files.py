@@ -73,7 +73,7 @@ def widest(dtypes: set[str], folder: Path) -> str:
     return "float32" if dtypes == {"float16", "bfloat16"} else max(dtypes, key=WIDTH.index)
 
 
-class Reader(OpenFiles):
+class HuggingFaceReader(OpenFiles):
     """Reads tensors by the names of a listing. A context manager, which keeps the files open."""
 
     def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:

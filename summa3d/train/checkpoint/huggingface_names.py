@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Rule:
+class TensorRule:
     """A summa3d tensor and the Transformers tensors that it is made of; `{}` in a name stands for the layer's number.
 
     Attributes
@@ -49,8 +49,8 @@ class Mapping:
 
     architecture: str
     base: str
-    once: tuple[Rule, ...]
-    layer: tuple[Rule, ...]
+    once: tuple[TensorRule, ...]
+    layer: tuple[TensorRule, ...]
     keys: dict[str, tuple[tuple[str, ...], Any]]
     fixed: dict[str, tuple[Any, ...]]
     copies: dict[str, str] = field(default_factory=dict)
@@ -58,12 +58,14 @@ class Mapping:
     renamed: dict[str, str] = field(default_factory=dict)
 
 
-def both(ours: str, shape: str, *theirs: str, transposed: bool = False, heads: str = "", parts: int = 1) -> tuple[Rule, Rule]:
+def both(
+    ours: str, shape: str, *theirs: str, transposed: bool = False, heads: str = "", parts: int = 1
+) -> tuple[TensorRule, TensorRule]:
     """The rules of a weight and of the bias (or β) along its last dim; only the weight may be transposed."""
     weight, bias = (tuple(f"{name}.{kind}" for name in theirs) for kind in ("weight", "bias"))
     return (
-        Rule(f"{ours}.weight", shape, weight, transposed, heads, parts),
-        Rule(f"{ours}.bias", shape.split()[-1], bias, False, heads, parts),
+        TensorRule(f"{ours}.weight", shape, weight, transposed, heads, parts),
+        TensorRule(f"{ours}.bias", shape.split()[-1], bias, False, heads, parts),
     )
 
 
@@ -72,8 +74,8 @@ GPT2 = Mapping(
     architecture="GPT2LMHeadModel",
     base="transformer.",
     once=(
-        Rule("embedding.weight", "v h", ("transformer.wte.weight",)),
-        Rule("positions.weight", "s h", ("transformer.wpe.weight",)),
+        TensorRule("embedding.weight", "v h", ("transformer.wte.weight",)),
+        TensorRule("positions.weight", "s h", ("transformer.wpe.weight",)),
         *both("norm", "h", "transformer.ln_f"),
     ),
     layer=(
@@ -113,14 +115,14 @@ LLAMA = Mapping(
     architecture="LlamaForCausalLM",
     base="model.",
     once=(
-        Rule("embedding.weight", "v h", ("model.embed_tokens.weight",)),
-        Rule("norm.weight", "h", ("model.norm.weight",)),
-        Rule("head.weight", "v h", ("lm_head.weight",), unless="tied"),
+        TensorRule("embedding.weight", "v h", ("model.embed_tokens.weight",)),
+        TensorRule("norm.weight", "h", ("model.norm.weight",)),
+        TensorRule("head.weight", "v h", ("lm_head.weight",), unless="tied"),
     ),
     layer=(
-        Rule("blocks.{}.attention_norm.weight", "h", ("model.layers.{}.input_layernorm.weight",)),
-        Rule("blocks.{}.attention.q.weight", "h h", ("model.layers.{}.self_attn.q_proj.weight",), transposed=True),
-        Rule(
+        TensorRule("blocks.{}.attention_norm.weight", "h", ("model.layers.{}.input_layernorm.weight",)),
+        TensorRule("blocks.{}.attention.q.weight", "h h", ("model.layers.{}.self_attn.q_proj.weight",), transposed=True),
+        TensorRule(
             "blocks.{}.attention.kv.weight",
             "h kv",
             ("model.layers.{}.self_attn.k_proj.weight", "model.layers.{}.self_attn.v_proj.weight"),
@@ -128,11 +130,11 @@ LLAMA = Mapping(
             heads="num_kv_heads",
             parts=2,
         ),
-        Rule("blocks.{}.attention.out.weight", "h h", ("model.layers.{}.self_attn.o_proj.weight",), transposed=True),
-        Rule("blocks.{}.mlp_norm.weight", "h", ("model.layers.{}.post_attention_layernorm.weight",)),
-        Rule("blocks.{}.mlp.gate.weight", "h f", ("model.layers.{}.mlp.gate_proj.weight",), transposed=True),
-        Rule("blocks.{}.mlp.up.weight", "h f", ("model.layers.{}.mlp.up_proj.weight",), transposed=True),
-        Rule("blocks.{}.mlp.down.weight", "f h", ("model.layers.{}.mlp.down_proj.weight",), transposed=True),
+        TensorRule("blocks.{}.attention.out.weight", "h h", ("model.layers.{}.self_attn.o_proj.weight",), transposed=True),
+        TensorRule("blocks.{}.mlp_norm.weight", "h", ("model.layers.{}.post_attention_layernorm.weight",)),
+        TensorRule("blocks.{}.mlp.gate.weight", "h f", ("model.layers.{}.mlp.gate_proj.weight",), transposed=True),
+        TensorRule("blocks.{}.mlp.up.weight", "h f", ("model.layers.{}.mlp.up_proj.weight",), transposed=True),
+        TensorRule("blocks.{}.mlp.down.weight", "f h", ("model.layers.{}.mlp.down_proj.weight",), transposed=True),
     ),
     keys={
         "layers": (("num_hidden_layers",), 32),
@@ -174,15 +176,15 @@ BERT = Mapping(
     architecture="BertForPreTraining",
     base="bert.",
     once=(
-        Rule("embedding.weight", "v h", ("bert.embeddings.word_embeddings.weight",)),
-        Rule("positions.weight", "s h", ("bert.embeddings.position_embeddings.weight",)),
-        Rule("token_types.weight", "2 h", ("bert.embeddings.token_type_embeddings.weight",)),
+        TensorRule("embedding.weight", "v h", ("bert.embeddings.word_embeddings.weight",)),
+        TensorRule("positions.weight", "s h", ("bert.embeddings.position_embeddings.weight",)),
+        TensorRule("token_types.weight", "2 h", ("bert.embeddings.token_type_embeddings.weight",)),
         *both("embedding_norm", "h", "bert.embeddings.LayerNorm"),
         *both("pooler", "h h", "bert.pooler.dense", transposed=True),
         *both("relation", "h 2", "cls.seq_relationship", transposed=True),
         *both("transform", "h h", "cls.predictions.transform.dense", transposed=True),
         *both("transform_norm", "h", "cls.predictions.transform.LayerNorm"),
-        Rule("head_bias", "v", ("cls.predictions.bias",)),
+        TensorRule("head_bias", "v", ("cls.predictions.bias",)),
     ),
     layer=(
         *both(

@@ -68,7 +68,7 @@ def tensor_table(blocks: Iterable[TensorBlock], entries: Sequence[dict[str, Any]
     return table
 
 
-class Reader(OpenFiles):
+class ShardReader(OpenFiles):
     """Reads slices of global tensors from the files of an index. A context manager, which keeps the files open."""
 
     def __init__(self, folder: Path, tensors: dict[str, Any]) -> None:
