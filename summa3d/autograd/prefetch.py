@@ -5,7 +5,6 @@ A pass is one forward of a followed module, or one backward together with the fo
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.pending import Pending
+from .deferred import MicroBatchKey, PassState
 
 Stamp = tuple[tuple[Any, ...], ...]
-Flight = tuple[int, int]
-"""The chunk and the micro-batch of a forward and its backward."""
 
 
 class PrefetchSource:
@@ -32,11 +30,11 @@ class PrefetchSource:
 
     Attributes
     ----------
-    found : the parameters that the forward of the prefetcher's flight used; a recomputation prefetches from them
+    used : the parameters that the forward of the micro-batch that runs used; a recomputation prefetches from them
     saved : B's block as that forward saved it for backward
     start : starts the all-gather of a block of B
 
-    `found` and `saved` are held until the flight's backward has gathered them, or has ended.
+    `used` and `saved` are held until the micro-batch's backward has gathered them, or has ended.
     """
 
     def __init__(
@@ -44,42 +42,39 @@ class PrefetchSource:
     ) -> None:
         self.prefetcher, self.parts, self.make = prefetcher, parts, make
         self.start: Callable[[Tensor], Pending] | None = None
-        self._found: dict[Flight, Sequence[Tensor]] = {}
-        self._saved: dict[Flight, Tensor] = {}
+        self._used: dict[MicroBatchKey, Sequence[Tensor]] = {}
+        self._saved: dict[MicroBatchKey, Tensor] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PrefetchSource:
-        """Return the source of a copied layer: it reads the copy's parameters and holds no tensor yet."""
-        copied = memo[id(self)] = copy.copy(self)
-        copied.prefetcher, copied.parts, copied.make = copy.deepcopy((self.prefetcher, self.parts, self.make), memo)
-        copied.start, copied._found, copied._saved = None, {}, {}
-        return copied
+    def __reduce__(self) -> tuple[type[PrefetchSource], tuple[Any, ...]]:
+        """Return what a copied layer's source is made of: it reads the copy's parameters and holds no tensor yet."""
+        return PrefetchSource, (self.prefetcher, self.parts, self.make)
 
     @property
-    def found(self) -> Sequence[Tensor] | None:
-        """None where the flight has no forward."""
-        return self._found.get(self.prefetcher.flight)
+    def used(self) -> Sequence[Tensor] | None:
+        """None where the micro-batch has had no forward."""
+        return self._used.get(self.prefetcher.state.key)
 
-    @found.setter
-    def found(self, parts: Sequence[Tensor]) -> None:
-        self._found[self.prefetcher.flight] = parts
+    @used.setter
+    def used(self, parts: Sequence[Tensor]) -> None:
+        self._used[self.prefetcher.state.key] = parts
 
     @property
     def saved(self) -> Tensor | None:
-        """None where the flight has no forward, or has gathered it."""
-        return self._saved.get(self.prefetcher.flight)
+        """None where the micro-batch has had no forward, or backward has gathered it."""
+        return self._saved.get(self.prefetcher.state.key)
 
     @saved.setter
     def saved(self, block: Tensor) -> None:
-        self._saved[self.prefetcher.flight] = block
+        self._saved[self.prefetcher.state.key] = block
 
     def forget(self) -> None:
-        """Release the tensors of the flight."""
-        self._found.pop(self.prefetcher.flight, None)
+        """Release the tensors of the micro-batch."""
+        self._used.pop(self.prefetcher.state.key, None)
         self.release()
 
     def release(self) -> None:
-        """Release the block of B of the flight."""
-        self._saved.pop(self.prefetcher.flight, None)
+        """Release the block of B of the micro-batch."""
+        self._saved.pop(self.prefetcher.state.key, None)
 
 
 class Use(NamedTuple):
@@ -102,7 +97,7 @@ def _stamp(tensors: Sequence[Tensor]) -> Stamp:
     return tuple((tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor._version) for tensor in tensors)
 
 
-class _Pass:
+class _GatherPass:
     """The all-gathers of one pass: those seen so far, those expected from the last pass of its kind, those in flight."""
 
     def __init__(self, expected: list[Use], depth: int, backward: bool) -> None:
@@ -142,7 +137,7 @@ class _Pass:
         source = use.source
         with torch.no_grad():
             if use.forward:
-                parts = source.found if self.backward else source.parts()
+                parts = source.used if self.backward else source.parts()
                 operand = None if parts is None else source.make(parts)
             else:
                 parts = None if source.saved is None else (source.saved,)
@@ -160,8 +155,8 @@ class _Pass:
 class Prefetcher:
     """Prefetch of gathered weights: up to `depth` all-gathers in flight ahead of the layers that use them.
 
-    Each chunk of a pipeline stage has orders of its own, and each of its micro-batches the tensors of its own forward. `flight`
-    is the chunk and the micro-batch whose forward or backward comes next.
+    Each chunk of a pipeline stage has orders of its own, and each of its micro-batches the tensors of its own forward: `state`
+    says which of them runs.
 
     All ranks of the grid use it alike, in the same order. A forward of a followed module prefetches in the order of the last
     forward; a backward prefetches in the order of the last backward, which includes the layers that it recomputes. The first
@@ -172,23 +167,22 @@ class Prefetcher:
     Memory: `depth` gathered weights beside the one in use.
     """
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self._forward: _Pass | None = None
-        self._backward: _Pass | None = None
+    def __init__(self, depth: int, state: PassState) -> None:
+        self.depth, self.state = depth, state
+        self._forward: _GatherPass | None = None
+        self._backward: _GatherPass | None = None
         self._inside = 0
         self._records_gradient = False
         self._order: dict[tuple[int, bool], list[Use]] = {}
-        self.flight: Flight = (0, 0)
 
     def follow(self, module: nn.Module) -> None:
         """Make each forward of `module` a pass. A followed module inside another one is part of the outer pass."""
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Prefetcher:
-        """Return the prefetch of a copied model: nothing in flight, no order recorded. Torch copies the hooks of `follow`."""
-        return Prefetcher(self.depth)
+    def __reduce__(self) -> tuple[type[Prefetcher], tuple[int, PassState]]:
+        """Return what a copied model's prefetch is made of: nothing in flight, no order. Torch copies the hooks of `follow`."""
+        return Prefetcher, (self.depth, self.state)
 
     def forget(self) -> None:
         """Drop the recorded order of use; call it when the order is about to change."""
@@ -209,14 +203,14 @@ class Prefetcher:
         if current is None:
             return None
         if forward and current is self._forward and self._records_gradient:
-            source.found = [part.detach() for part in source.parts()]
+            source.used = [part.detach() for part in source.parts()]
         return current.gather(Use(source, forward), b, start)
 
-    def _current(self) -> _Pass | None:
+    def _current(self) -> _GatherPass | None:
         if torch._C._current_graph_task_id() < 0:
             return self._forward
         if self._backward is None:  # a backward's first gather comes before any recomputed graph runs
-            self._backward = _Pass(self._order.get((self.flight[0], True), []), self.depth, True)
+            self._backward = _GatherPass(self._order.get((self.state.key.chunk, True), []), self.depth, True)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
         return self._backward
@@ -238,19 +232,19 @@ class Prefetcher:
             self._backward.drain()
             self._backward = None
         self._records_gradient = torch.is_grad_enabled()
-        self._forward = _Pass(self._order.get((self.flight[0], False), []), self.depth, False)
+        self._forward = _GatherPass(self._order.get((self.state.key.chunk, False), []), self.depth, False)
         self._forward.start_prefetches()
 
     def _end(self, module: nn.Module | None = None, inputs: Any = None, output: Any = None) -> None:
         self._inside -= 1
         if self._inside == 0 and self._forward is not None:
             self._forward.drain()
-            self._order[self.flight[0], False], self._forward = self._forward.seen, None
+            self._order[self.state.key.chunk, False], self._forward = self._forward.seen, None
 
     def _end_backward(self) -> None:
         if self._backward is not None:
             self._backward.drain()
-            self._order[self.flight[0], True] = self._backward.seen
+            self._order[self.state.key.chunk, True] = self._backward.seen
             for use in self._backward.seen:
                 use.source.forget()
             self._backward = None

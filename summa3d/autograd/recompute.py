@@ -58,7 +58,9 @@ class _Recompute(Function):
             kept = [ctx.copies.whole(part, shape) for part, shape in zip(kept, shapes, strict=True)]
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_(need) for x, need in zip(kept, needs, strict=False)]
-            weights = [weight.view_as(weight) for weight in saved[len(shapes) :]]  # one a place; debts continue behind them
+            weights = [
+                weight.view_as(weight) for weight in saved[len(shapes) :]
+            ]  # one a place; deferred gradients continue after them
             with weights_in(ctx.places, weights):
                 end = get_gradient_edge(ctx.run(*inputs))  # only the graph is needed: the output is freed
         wanted = [tensor for tensor, need in zip((*inputs, *weights), needs, strict=True) if need]

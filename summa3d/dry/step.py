@@ -13,14 +13,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..comm.topology import replica_axes
+from ..comm.topology import Topology, replica_axes
 from ..nn.config import ModelConfig
+from ..nn.context import Context, scheme
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Inputs
 from ..nn.models.registry import Model, build
 from ..nn.overlap import BUCKETS_IN_FLIGHT, DEFAULT, Overlap
 from ..nn.parameter import ShardedParameter
-from ..nn.schemes.scheme import Scheme, scheme
+from ..nn.schemes.scheme import Scheme
 from ..nn.stages import Stages
 from ..parallel.executor import Program, Stage, Step, ops_of, program_of
 from ..parallel.pipeline import Pipeline, chunks_of, stages_of
@@ -80,11 +81,25 @@ class Setting:
         ledger = None if tracer is None else tracer.ledger
         return DryPlace(self.axes, self.rank, self.order, self.tile, self.ranks_per_node, self.on_device, ledger)
 
-    def on(self, place: DryPlace) -> Scheme:
-        """The scheme on that place."""
-        found = scheme(self.scheme, place, self.regather, self.vectors, self.overlap)
+    def on(self, place: DryPlace) -> Context:
+        """The context of layers on that place."""
+        context = scheme(self.scheme, place, self.regather, self.vectors, self.overlap)
         sharded = replica_axes(place.shape) if self.zero == 3 else ()  # layers gather their weights from the replicas
-        return replace(found, stages=self.stages, sharded=sharded)
+        return replace(context, stages=self.stages, sharded=sharded)
+
+    @property
+    def layouts(self) -> Scheme:
+        """The layouts of activations and parameters on the inner grid."""
+        return Scheme.of(self.scheme, self.axes, self.vectors)
+
+    @property
+    def topology(self) -> Topology:
+        """Which rank stands where on the grid, of whose axes each that the scheme needs is one."""
+        topology = Topology.checked(self.axes, self.order, self.tile)
+        for axis in self.layouts.shape:
+            if axis not in topology.shape:
+                topology.add(axis)
+        return topology
 
     @property
     def stages(self) -> Stages | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import ModelConfig
+    from .context import Context, scheme
     from .copies import check_copies
     from .gradients import clip_grad_norm_, grad_norm
     from .layers.dropout import Batch, Dropout
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
     from .models.registry import build
     from .models.vit import ViT
     from .parameter import ShardedParameter, initialise
-    from .schemes.scheme import Scheme, scheme
+    from .schemes.scheme import Scheme
 
 MODULES = {
     "config": ("ModelConfig",),
+    "context": ("Context", "scheme"),
     "copies": ("check_copies",),
     "gradients": ("clip_grad_norm_", "grad_norm"),
     "layers.dropout": ("Batch", "Dropout"),
@@ -44,7 +46,7 @@ MODULES = {
     "models.registry": ("build",),
     "models.vit": ("ViT",),
     "parameter": ("ShardedParameter", "initialise"),
-    "schemes.scheme": ("Scheme", "scheme"),
+    "schemes.scheme": ("Scheme",),
 }
 HOME = {name: module for module, names in MODULES.items() for name in names}
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "MLP",
     "Batch",
     "Block",
+    "Context",
     "Dropout",
     "Embedding",
     "GatedMLP",

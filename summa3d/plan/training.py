@@ -53,14 +53,14 @@ def _traced(config: Config, ranks_per_node: int) -> tuple[list[DryStep], Schedul
     from ..train.dry_run import setting_of, training_of
 
     first = setting_of(config, 0, ranks_per_node, config.device == "cuda")
-    place = first.place()
-    first.on(place).check(config.model, config.rows)
+    topology = first.topology
+    first.layouts.check(config.model, config.rows)
     known: dict[object, Rank] = {}
     steps = []
     for index in range(config.grid.pp):
         kinds = tuple(kinds_of(index, first.stages))
         if kinds not in known:
-            at = place.rank_of({**dict.fromkeys(place.shape, 0), "pp": index}) if config.grid.pp > 1 else 0
+            at = topology.rank_of({**dict.fromkeys(topology.shape, 0), "pp": index}) if config.grid.pp > 1 else 0
             known[kinds] = Rank.traced(replace(first, rank=at), training_of(config))
         steps.append(known[kinds].step(known[kinds].keys(index)))
     return steps, next(iter(known.values())).pipeline.schedule(config.train.accumulate)

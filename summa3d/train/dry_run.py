@@ -110,7 +110,7 @@ def training_of(config: Config) -> Training:
 def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, Any]:
     """What the ranks do and hold where so many consecutive ones share a node, on the host or on devices."""
     first = setting_of(config, 0, ranks_per_node, on_device)
-    first.on(first.place()).check(config.model, config.rows)
+    first.layouts.check(config.model, config.rows)
     found = {rank: (step, many) for rank, many, step in steps(first, training_of(config))}
     held = {rank: step.bytes() for rank, (step, _) in found.items()}
     fullest = max(held, key=lambda rank: held[rank]["peak"])

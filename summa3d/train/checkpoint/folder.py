@@ -23,8 +23,8 @@ from ...dtypes import FLOATS
 from ...errors import CheckpointError
 from ...files import remove_files, rename_folder, replacing
 from ...nn.config import ModelConfig
+from ...nn.context import scheme
 from ...nn.models.registry import build
-from ...nn.schemes.scheme import scheme
 from ...parallel.states import named_parameters
 from .. import toml
 from ..config import Config, master_dtype
