@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..comm.axis import Axis
@@ -93,8 +92,8 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None, s
     Source: Bian et al. 2021, Algorithms 2, 4 and 6, a closed set (with 6 read as AᵀB).
     """
     product.agree(a, b, bias)
-    if torch.is_grad_enabled() and product.source is not None:
-        product.source.saved = b.detach()
+    if product.in_flight.source is not None:
+        product.in_flight.source.prepare(None if product.source is None else b)
     state, rows = product.in_flight.state, product.rows if sums_bias else None
     if state is None or state.deferred is None or not (a.requires_grad and b.requires_grad):
         return _Matmul.apply(a, b, bias, product, rows, None)

@@ -1,6 +1,7 @@
-"""Prefetch of gathered weights: all-gathers in flight ahead of the layers that use them, in the recorded order of use.
+"""Prefetch of gathered weights: all-gathers in flight ahead of the layers that use them, in the known order of use.
 
-A pass is one forward of a followed module, or one backward together with the forwards that it recomputes.
+A pass is one forward of a followed module, or one backward together with the forwards that it recomputes. Each gather of a pass
+starts that of its successor in the last pass of its kind.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from ..comm.pending import Pending
 from .deferred import MicroBatchKey, PassState
@@ -24,15 +26,16 @@ class PrefetchSource:
 
     Parameters
     ----------
-    ahead : the prefetch of the model
+    prefetcher : the prefetch of the model
     parts : returns the parameters that the layer uses at the time of the call
     make : computes B's block from those parameters
 
     Attributes
     ----------
-    used : the parameters that the forward of the micro-batch that runs used; a recomputation prefetches from them
-    saved : B's block as that forward saved it for backward
+    used : of each micro-batch, the parameters that its forward used; a recomputation prefetches from them
+    saved : of each micro-batch, B's block as its forward saved it for backward
     start : starts the all-gather of a block of B
+    has_graph : whether the last product has a backward
 
     `used` and `saved` are held until the micro-batch's backward has gathered them, or has ended.
     """
@@ -42,39 +45,19 @@ class PrefetchSource:
     ) -> None:
         self.prefetcher, self.parts, self.make = prefetcher, parts, make
         self.start: Callable[[Tensor], Pending] | None = None
-        self._used: dict[MicroBatchKey, Sequence[Tensor]] = {}
-        self._saved: dict[MicroBatchKey, Tensor] = {}
+        self.has_graph = False
+        self.used: dict[MicroBatchKey, Sequence[Tensor]] = {}
+        self.saved: dict[MicroBatchKey, Tensor] = {}
 
     def __reduce__(self) -> tuple[type[PrefetchSource], tuple[Any, ...]]:
         """Return what a copied layer's source is made of: it reads the copy's parameters and holds no tensor yet."""
         return PrefetchSource, (self.prefetcher, self.parts, self.make)
 
-    @property
-    def used(self) -> Sequence[Tensor] | None:
-        """None where the micro-batch has had no forward."""
-        return self._used.get(self.prefetcher.state.key)
-
-    @used.setter
-    def used(self, parts: Sequence[Tensor]) -> None:
-        self._used[self.prefetcher.state.key] = parts
-
-    @property
-    def saved(self) -> Tensor | None:
-        """None where the micro-batch has had no forward, or backward has gathered it."""
-        return self._saved.get(self.prefetcher.state.key)
-
-    @saved.setter
-    def saved(self, block: Tensor) -> None:
-        self._saved[self.prefetcher.state.key] = block
-
-    def forget(self) -> None:
-        """Release the tensors of the micro-batch."""
-        self._used.pop(self.prefetcher.state.key, None)
-        self.release()
-
-    def release(self) -> None:
-        """Release the block of B of the micro-batch."""
-        self._saved.pop(self.prefetcher.state.key, None)
+    def prepare(self, b: Tensor | None) -> None:
+        """Keep what the next product leaves its backward. b : B's block, if backward gathers it again"""
+        self.has_graph = torch.is_grad_enabled()
+        if self.has_graph and b is not None:
+            self.saved[self.prefetcher.state.key] = b.detach()
 
 
 class Use(NamedTuple):
@@ -98,10 +81,11 @@ def _stamp(tensors: Sequence[Tensor]) -> Stamp:
 
 
 class _GatherPass:
-    """The all-gathers of one pass: those seen so far, those expected from the last pass of its kind, those in flight."""
+    """The all-gathers of one pass of a micro-batch: those seen so far, those expected, those in flight."""
 
-    def __init__(self, expected: list[Use], depth: int, backward: bool) -> None:
-        self.expected, self.depth, self.backward = expected, depth, backward
+    def __init__(self, key: MicroBatchKey, expected: list[Use], depth: int, backward: bool) -> None:
+        self.key, self.expected, self.depth, self.backward = key, expected, depth, backward
+        self.has_backward = not backward and torch.is_grad_enabled()
         self.seen: list[Use] = []
         self._in_flight: deque[_Prefetch] = deque()
 
@@ -118,9 +102,11 @@ class _GatherPass:
             prefetched = None
         self.seen.append(use)
         if not use.forward:
-            use.source.release()
+            use.source.saved.pop(self.key, None)
         gathered: Tensor = (start(b) if prefetched is None else prefetched.pending).wait()
         self.start_prefetches()
+        if self.backward and len(self.seen) == len(self.expected):
+            self.release()
         return gathered
 
     def start_prefetches(self) -> None:
@@ -137,11 +123,11 @@ class _GatherPass:
         source = use.source
         with torch.no_grad():
             if use.forward:
-                parts = source.used if self.backward else source.parts()
+                parts = source.used.get(self.key) if self.backward else source.parts()
                 operand = None if parts is None else source.make(parts)
             else:
-                parts = None if source.saved is None else (source.saved,)
-                operand = source.saved
+                operand = source.saved.get(self.key)
+                parts = None if operand is None else (operand,)
         if parts is None or operand is None or source.start is None:
             return None
         return _Prefetch(use, _stamp(parts), source.start(operand.detach()))
@@ -150,6 +136,12 @@ class _GatherPass:
         """Wait for the unused prefetches: every member of the axis started them, so every member must complete them."""
         while self._in_flight:
             self._in_flight.popleft().pending.wait()
+
+    def release(self) -> None:
+        """Release what forward has left for this backward."""
+        for use in self.seen:
+            use.source.used.pop(self.key, None)
+            use.source.saved.pop(self.key, None)
 
 
 class Prefetcher:
@@ -160,9 +152,10 @@ class Prefetcher:
 
     All ranks of the grid use it alike, in the same order. A forward of a followed module prefetches in the order of the last
     forward; a backward prefetches in the order of the last backward, which includes the layers that it recomputes. The first
-    pass of each kind prefetches nothing. If a pass leaves the recorded order, the all-gathers in flight are completed and
-    dropped (their words are counted), and the rest of the pass prefetches nothing. Nothing is in flight between passes, so
-    weights may change there.
+    pass of each kind prefetches nothing. If a pass leaves the known order, the all-gathers in flight are completed and
+    dropped (their words are counted), and the rest of the pass prefetches nothing. A backward that ends before its order does, as
+    `torch.autograd.grad` of some weights may, leaves gathers in flight until the next pass begins. Weights may change between
+    passes: what has been gathered of a weight that has changed is dropped.
 
     Memory: `depth` gathered weights beside the one in use.
     """
@@ -172,20 +165,20 @@ class Prefetcher:
         self._forward: _GatherPass | None = None
         self._backward: _GatherPass | None = None
         self._inside = 0
-        self._records_gradient = False
         self._order: dict[tuple[int, bool], list[Use]] = {}
-
-    def follow(self, module: nn.Module) -> None:
-        """Make each forward of `module` a pass. A followed module inside another one is part of the outer pass."""
-        module.register_forward_pre_hook(self._begin)
-        module.register_forward_hook(self._end, always_call=True)
 
     def __reduce__(self) -> tuple[type[Prefetcher], tuple[int, PassState]]:
         """Return what a copied model's prefetch is made of: nothing in flight, no order. Torch copies the hooks of `follow`."""
         return Prefetcher, (self.depth, self.state)
 
+    def follow(self, module: nn.Module) -> None:
+        """Make each forward of `module`, and each backward from its output, a pass; inside another one it is part of that."""
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._leave, always_call=True)
+
     def forget(self) -> None:
-        """Drop the recorded order of use; call it when the order is about to change."""
+        """Drop the known orders of use; call it when the order is about to change."""
+        self._end_backward()
         self._order.clear()
 
     def gather(self, source: PrefetchSource, forward: bool, b: Tensor, start: Callable[[Tensor], Pending]) -> Tensor | None:
@@ -198,53 +191,68 @@ class Prefetcher:
         b : this rank's block of B
         start : starts the all-gather of a block of B
         """
-        source.start = start
-        current = self._current()
+        source.start, use = start, Use(source, forward)
+        current = self._current(use)
         if current is None:
             return None
-        if forward and current is self._forward and self._records_gradient:
-            source.used = [part.detach() for part in source.parts()]
-        return current.gather(Use(source, forward), b, start)
+        if forward and current.has_backward:
+            source.used[current.key] = [part.detach() for part in source.parts()]
+        return current.gather(use, b, start)
 
-    def _current(self) -> _GatherPass | None:
-        if torch._C._current_graph_task_id() < 0:
+    def _current(self, use: Use) -> _GatherPass | None:
+        """Return the pass that a gather belongs to.
+
+        Outside a forward, a product with a graph is one that backward computes again, if there is a backward.
+        """
+        if self._forward is not None:
             return self._forward
-        if self._backward is None:  # a backward's first gather comes before any recomputed graph runs
-            self._backward = _GatherPass(self._order.get((self.state.key.chunk, True), []), self.depth, True)
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_backward)
-        return self._backward
+        if not use.forward and self._backward is None:
+            self._begin_backward()
+        return self._backward if not use.forward or use.source.has_graph else None
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """The block is one pass: a forward that calls parts of a model, without the hooks of `follow`."""
-        self._begin()
+        """Run the block as one pass: a forward that calls parts of a model, without the hooks of `follow`."""
+        self._enter()
         try:
             yield
         finally:
-            self._end()
+            self._leave()
 
-    def _begin(self, module: nn.Module | None = None, inputs: Any = None) -> None:
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Run the block as one pass, a backward. After an error, the next pass completes what is in flight."""
+        self._begin_backward()
+        yield
+        self._end_backward()
+
+    def _new_pass(self, backward: bool) -> _GatherPass:
+        return _GatherPass(self.state.key, self._order.get((self.state.key.chunk, backward), []), self.depth, backward)
+
+    def _enter(self, module: nn.Module | None = None, inputs: Any = None) -> None:
         self._inside += 1
-        if self._inside > 1:
-            return
-        if self._backward is not None:  # a failed backward left it
-            self._backward.drain()
-            self._backward = None
-        self._records_gradient = torch.is_grad_enabled()
-        self._forward = _GatherPass(self._order.get((self.state.key.chunk, False), []), self.depth, False)
-        self._forward.start_prefetches()
+        if self._inside == 1:
+            self._end_backward()
+            self._forward = self._new_pass(backward=False)
+            self._forward.start_prefetches()
 
-    def _end(self, module: nn.Module | None = None, inputs: Any = None, output: Any = None) -> None:
+    def _leave(self, module: nn.Module | None = None, inputs: Any = None, output: Any = None) -> None:
         self._inside -= 1
         if self._inside == 0 and self._forward is not None:
             self._forward.drain()
-            self._order[self.state.key.chunk, False], self._forward = self._forward.seen, None
+            self._order[self._forward.key.chunk, False], self._forward = self._forward.seen, None
+            outputs = output if isinstance(output, (tuple, list)) else [output]
+            with_gradient = [one for one in outputs if isinstance(one, Tensor) and one.requires_grad]
+            if with_gradient:
+                register_multi_grad_hook(with_gradient, self._begin_backward, mode="any")
+
+    def _begin_backward(self, gradient: Tensor | None = None) -> None:
+        self._end_backward()  # nothing else ends one that `follow` has begun
+        self._backward = self._new_pass(backward=True)
 
     def _end_backward(self) -> None:
-        if self._backward is not None:
-            self._backward.drain()
-            self._order[self.state.key.chunk, True] = self._backward.seen
-            for use in self._backward.seen:
-                use.source.forget()
-            self._backward = None
+        ended, self._backward = self._backward, None
+        if ended is not None:
+            ended.drain()
+            ended.release()
+            self._order[ended.key.chunk, True] = ended.seen

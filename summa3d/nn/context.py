@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
@@ -79,9 +79,12 @@ class Context:
         deferred : where its weight gradients are left for later; None, backward takes them. A forward and its backward, and one
             that recomputes it, are given the same list, or none.
         """
-        prefetcher = self.prefetcher if forward else None
-        with self.state.of(key, deferred), nullcontext() if prefetcher is None else prefetcher.forward_pass():
-            yield
+        with self.state.of(key, deferred):
+            if self.prefetcher is None:
+                yield
+                return
+            with self.prefetcher.forward_pass() if forward else self.prefetcher.backward_pass():
+                yield
 
     def on(self, **at: Sequence[int]) -> Context:
         """Return the context of a pipeline stage: parameters made with it are held at these indices of outer axes alone.
