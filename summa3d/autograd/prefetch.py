@@ -242,7 +242,7 @@ class Prefetcher:
             self._forward.drain()
             self._order[self._forward.key.chunk, False], self._forward = self._forward.seen, None
             outputs = output if isinstance(output, (tuple, list)) else [output]
-            with_gradient = [one for one in outputs if isinstance(one, Tensor) and one.requires_grad]
+            with_gradient = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.requires_grad]
             if with_gradient:
                 register_multi_grad_hook(with_gradient, self._begin_backward, mode="any")
 

@@ -10,7 +10,7 @@ from ..comm.topology import Topology, replica_axes
 from ..layout.layout import Layout
 from ..nn.config import ModelConfig
 from ..nn.schemes.scheme import Scheme
-from .step import DryStep, Key, Rank, Setting, Training, kinds_of
+from .step import DryStep, OpKey, Rank, Setting, Training, kinds_of
 
 
 def classes(setting: Setting) -> dict[int, int]:
@@ -31,7 +31,7 @@ def steps(setting: Setting, training: Training) -> Iterator[tuple[int, int, DryS
     """
     whole: dict[object, Rank] = {}
     traced: dict[object, Rank] = {}
-    programs: dict[int, list[Key]] = {}
+    programs: dict[int, list[OpKey]] = {}
     for (stage, inner, shares), ranks in _classes(setting).items():
         kind = tuple(kinds_of(stage, setting.stages)), inner
         if (kind, shares) not in traced:

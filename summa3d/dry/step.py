@@ -23,20 +23,20 @@ from ..nn.overlap import BUCKETS_IN_FLIGHT, DEFAULT, Overlap
 from ..nn.parameter import ShardedParameter
 from ..nn.schemes.scheme import Scheme
 from ..nn.stages import Stages
-from ..parallel.executor import Program, Stage, Step, ops_of, program_of
+from ..parallel.executor import Program, ProgramStep, Stage, ops_of, program_of
 from ..parallel.pipeline import Pipeline, chunks_of, stages_of
 from ..parallel.replicas import Replicas
-from ..parallel.schedule import ALL, GRADIENT_ENDS, Op, in_two
-from ..parallel.states import State, states_of
+from ..parallel.schedule import ALL, GRADIENT_ENDS, ScheduleOp, in_two
+from ..parallel.states import ParameterState, states_of
 from .place import DryPlace
-from .record import OPTIMIZER, Part, Segment, Traced, held_in, moved, net_of, peak_of, repeated, totals
+from .record import OPTIMIZER, RepeatedSegment, Segment, TracedOp, held_in, moved, net_of, peak_of, repeated, totals
 from .storages import current_node
 from .trace import Tracer
 
 META = torch.device("meta")
 TRACED = 3
 """Cells of blocks that are traced of a deeper stage: the first, one that stands for all between, and the last."""
-PAUSE = Step(Op("pause", 0), None, None)
+PAUSE = ProgramStep(ScheduleOp("pause", 0), None, None)
 """An op that does nothing: two before each op that is traced, so that what it receives is posted in the second, by itself."""
 
 
@@ -126,11 +126,11 @@ class Training:
     not summed over replicas.
     """
 
-    weights: Callable[[Model, Sequence[State]], AbstractContextManager[None]] = lambda model, states: nullcontext()
-    optimizer: Callable[[Pipeline, Sequence[State]], Ending] | None = None
+    weights: Callable[[Model, Sequence[ParameterState]], AbstractContextManager[None]] = lambda model, states: nullcontext()
+    optimizer: Callable[[Pipeline, Sequence[ParameterState]], Ending] | None = None
 
 
-class Key(NamedTuple):
+class OpKey(NamedTuple):
     """What is traced once of a rank's ops: `chunk` stands for all that are like it, `micro` for those between first and last."""
 
     kind: str
@@ -148,10 +148,10 @@ class DryStep:
     elements : of the whole model's parameters, over all ranks. checkpoint : bytes of this rank's file of a checkpoint.
     """
 
-    copies: Sequence[Part]
-    traced: Mapping[Key, Traced]
-    program: Sequence[Key]
-    optimizer: Sequence[Part]
+    copies: Sequence[RepeatedSegment]
+    traced: Mapping[OpKey, TracedOp]
+    program: Sequence[OpKey]
+    optimizer: Sequence[RepeatedSegment]
     saved: Mapping[int, int]
     message: int
     parameters: int
@@ -163,11 +163,11 @@ class DryStep:
     elements: int = 0
     node_axes: tuple[str, ...] = ()
     checkpoint: int = 0
-    parts: list[Part] = field(init=False)
+    parts: list[RepeatedSegment] = field(init=False)
 
     def __post_init__(self) -> None:
         times = Counter(self.program)
-        ops = [Part(segment, many * times[key]) for key in times for segment, many in self.traced[key].parts]
+        ops = [RepeatedSegment(segment, many * times[key]) for key in times for segment, many in self.traced[key].parts]
         self.parts = [*self.copies, *ops, *self.optimizer]
 
     def words(self) -> dict[str, dict[str, int]]:
@@ -253,7 +253,7 @@ def run(setting: Setting, training: Training = Training()) -> DryStep:
     return rank.step(rank.keys(rank.pipeline.rank))
 
 
-class Stretch(NamedTuple):
+class TracedStage(NamedTuple):
     """The part of a stage that is traced: its cell `middle` comes `times` times."""
 
     stage: Stage
@@ -298,8 +298,8 @@ class Rank:
         self.like = self._alike()
         self.saved: dict[int, int] = {}
         self.kept = self.copied = 0
-        self.copies: Sequence[Part] = ()
-        self.ops: dict[Key, Traced] = {}
+        self.copies: Sequence[RepeatedSegment] = ()
+        self.ops: dict[OpKey, TracedOp] = {}
         executor = self.pipeline.executor
         executor.stages = [stretch.stage for stretch in self.stretches]
         executor.sums = {**executor.sums, PAUSE.op.kind: lambda chunk: None}
@@ -315,7 +315,7 @@ class Rank:
             plan, config = replace(plan, stages=Stages(homes, layers)), replace(config, layers=sum(layers))
         return build(config, plan, getattr(torch, self.setting.dtype))
 
-    def _stretches(self) -> list[Stretch]:
+    def _stretches(self) -> list[TracedStage]:
         """What is traced of each stage; makes the cells of all blocks known."""
         setting, cells, found = self.setting, [""] * len(self.model.blocks), []
         stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
@@ -326,7 +326,7 @@ class Rank:
             layers = stage.last - stage.first
             traced = layers if whole else min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)
             middle = str(number + ends) if layers > traced else ""
-            found.append(Stretch(replace(stage, last=stage.first + traced), middle, 1 + (layers - traced) // stretch))
+            found.append(TracedStage(replace(stage, last=stage.first + traced), middle, 1 + (layers - traced) // stretch))
             for layer in range(layers):
                 cells[stage.first + layer] = str(number + layer // stretch)
             number += -(-layers // stretch)
@@ -344,14 +344,14 @@ class Rank:
         kinds = kinds_of(self.place.coordinates.get("pp", 0), self.setting.stages)
         return {chunk: first.setdefault(kind, chunk) for chunk, kind in enumerate(kinds)}
 
-    def key(self, op: Op) -> Key:
+    def key(self, op: ScheduleOp) -> OpKey:
         """What is traced for an op. The first micro-batch makes the gradients, the last one frees 16-bit copies of weights.
 
         Where backwards sum buckets, as many as may be in flight add to those; the next one ends a sum, which makes the gradients.
         """
         freed = self.copied and op.micro == self.setting.accumulate - 1
         between = op.micro if freed else min(op.micro, 1 + BUCKETS_IN_FLIGHT * self._sums_in_backward)
-        return Key(op.kind, op.chunk if op.micro == ALL else self.like[op.chunk], between)
+        return OpKey(op.kind, op.chunk if op.micro == ALL else self.like[op.chunk], between)
 
     def trace(self, like: Rank | None = None, between: bool = False, split: bool = False) -> None:
         """Trace each op of the program that is a key, and what is before and behind them; `between`, `split` as of `traced`."""
@@ -376,19 +376,19 @@ class Rank:
             del used
             with tracer.recording() as behind, tracer.ledger.phase(OPTIMIZER):
                 self.ending.run()
-        self.copies = like.copies if like is not None else [Part(segment, 1) for segment in ops[0]]
-        self.optimizer = [Part(segment, 1) for segment in behind[0]]
+        self.copies = like.copies if like is not None else [RepeatedSegment(segment, 1) for segment in ops[0]]
+        self.optimizer = [RepeatedSegment(segment, 1) for segment in behind[0]]
         self.ops = {} if like is None else {**like.ops}
         for place, step in enumerate(wanted):
             (_, posted, op, left), key = ops[3 * place + 1 : 3 * place + 5], self.key(step.op)
-            self.ops[key] = Traced(_net(posted), self._composed(op, key), _net(left))
+            self.ops[key] = TracedOp(_net(posted), self._composed(op, key), _net(left))
 
     def _program(self, split: bool) -> Program:
         """The program of this rank; `split`, with the gradients of weights as ops of their own."""
         schedule = self.pipeline.schedule(self.setting.accumulate)
         return program_of(in_two(schedule), self.pipeline.rank) if split else self.pipeline.program(self.setting.accumulate)
 
-    def _wanted(self, program: Program, like: bool, between: bool) -> list[Step]:
+    def _wanted(self, program: Program, like: bool, between: bool) -> list[ProgramStep]:
         """The steps whose ops are keys; `between`, of the second micro-batch and of all; `like`, of all micro-batches alone."""
         wanted = [step for step in program if self._is_traced(step.op) and (not like or step.op.micro == ALL)]
         wanted = [step for step in wanted if step.op.micro in (ALL, 1)] if between else wanted
@@ -403,12 +403,12 @@ class Rank:
             shape = state.shardings.gradient.local_shape(self.place)
             state.add(state.parameter.new_empty(shape))
 
-    def keys(self, index: int) -> list[Key]:
+    def keys(self, index: int) -> list[OpKey]:
         """The program of a rank of the pipeline whose chunks are of the kinds of this one's."""
         schedule = self.pipeline.schedule(self.setting.accumulate)
         return [self.key(op) for op in ops_of(schedule, index, self.pipeline.overlap)]
 
-    def step(self, program: Sequence[Key]) -> DryStep:
+    def step(self, program: Sequence[OpKey]) -> DryStep:
         """The whole step of a program, composed of what is traced."""
         return DryStep(
             self.copies,
@@ -430,11 +430,11 @@ class Rank:
             self.ending.checkpoint,
         )
 
-    def _is_traced(self, op: Op) -> bool:
+    def _is_traced(self, op: ScheduleOp) -> bool:
         """Whether the op is that of its key."""
         return op.micro == ALL or (self.like[op.chunk] == op.chunk and self.key(op).micro == op.micro)
 
-    def _composed(self, segments: Sequence[Segment], key: Key) -> list[Part]:
+    def _composed(self, segments: Sequence[Segment], key: OpKey) -> list[RepeatedSegment]:
         stretch = self.stretches[key.chunk]
         return repeated([one for one in segments if one.ops or one.net or one.top], stretch.middle, stretch.times)
 
@@ -514,7 +514,7 @@ def kinds_of(rank: int, stages: Stages | None) -> list[tuple[object, ...]]:
     ]
 
 
-def _in_turn(step: Step) -> tuple[int, int]:
+def _in_turn(step: ProgramStep) -> tuple[int, int]:
     """Forwards first, and each micro-batch's W before the next one's X, as in the middle of a program of any rank."""
     op = step.op
     return (2, 0) if op.micro == ALL else (0, 0) if op.kind == "F" else (1, op.micro)

@@ -92,15 +92,15 @@ class Context:
         ``context.on(pp=(2,))`` is that of stage 2. It shares the prefetch and the workspace of the others. An axis of size 1, or
         one that the job lacks, has the index 0 alone. Moves nothing. Raises LayoutError for an inner axis, or a missing index.
         """
-        for axis, indices in at.items():
+        for axis, of_axis in at.items():
             size = self.job.shape.get(axis, 1)
-            if axis not in OUTER or not indices or not all(0 <= index < size for index in indices):
+            if axis not in OUTER or not of_axis or not all(0 <= index < size for index in of_axis):
                 raise LayoutError(
-                    f"Parameters cannot be held at {axis}={tuple(indices)}: axis {axis} has the indices 0 to {size - 1}, and "
+                    f"Parameters cannot be held at {axis}={tuple(of_axis)}: axis {axis} has the indices 0 to {size - 1}, and "
                     f"parameters are held at indices of {', '.join(OUTER)}."
                 )
-        held = {**dict(self.at), **{axis: tuple(sorted(set(indices))) for axis, indices in at.items()}}
-        return replace(self, at=tuple((axis, held[axis]) for axis in held if self.job.shape.get(axis, 1) > 1))
+        indices = {**dict(self.at), **{axis: tuple(sorted(set(of_axis))) for axis, of_axis in at.items()}}
+        return replace(self, at=tuple((axis, indices[axis]) for axis in indices if self.job.shape.get(axis, 1) > 1))
 
     def on_layer(self, layer: int) -> Context:
         """Return the context of the stage that has this layer."""
@@ -110,7 +110,7 @@ class Context:
         """Return the context of the first stage, of the last one, or of what both hold."""
         if self.stages is None:
             return self
-        return self.on(pp=[self.stages.homes[end] for end, held in ((0, first), (-1, last)) if held])
+        return self.on(pp=[self.stages.homes[end] for end, wanted in ((0, first), (-1, last)) if wanted])
 
     @property
     def job(self) -> Grid:

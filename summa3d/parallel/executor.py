@@ -16,7 +16,7 @@ from ..comm.profile.ledger import Ledger
 from ..layout.copies import Copies
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Body, Inputs, LanguageModel
-from .schedule import Message, Op, Schedule
+from .schedule import PipelineMessage, Schedule, ScheduleOp
 
 Feed = Callable[[int], tuple[Inputs, Batch]]
 """A micro-batch by its number: equal on all stages, each of which takes from it what it needs."""
@@ -49,25 +49,25 @@ class Stage:
         return cast(LanguageModel, model).leave_at(x, self.position, batch)
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """An op of a rank's program, with the message that it waits for and the one that it sends."""
 
-    op: Op
-    received: Message | None
-    sent: Message | None
+    op: ScheduleOp
+    received: PipelineMessage | None
+    sent: PipelineMessage | None
 
 
-Program = Sequence[Step]
+Program = Sequence[ProgramStep]
 
 
-def ops_of(schedule: Schedule, rank: int, overlap: bool = True) -> Sequence[Op]:
+def ops_of(schedule: Schedule, rank: int, overlap: bool = True) -> Sequence[ScheduleOp]:
     """The ops of a rank under a schedule. Without `overlap` its sums over replicas (R) start behind all other ops."""
     return schedule.ops_of(rank) if overlap else sorted(schedule.ops_of(rank), key=lambda op: op.kind == "R")
 
 
 def program_of(schedule: Schedule, rank: int, overlap: bool = True) -> Program:
     """The program of a rank: `ops_of`, with their messages."""
-    return [Step(op, schedule.received(rank, op), schedule.sent(rank, op)) for op in ops_of(schedule, rank, overlap)]
+    return [ProgramStep(op, schedule.received(rank, op), schedule.sent(rank, op)) for op in ops_of(schedule, rank, overlap)]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class PendingBackward(NamedTuple):
 
 
 @dataclass
-class Executor:
+class PipelineExecutor:
     """What runs the program of one rank of a pipeline.
 
     Attributes
@@ -130,7 +130,7 @@ class Executor:
     deferred: dict[MicroBatchKey, list[DeferredWeightGradient]] = field(default_factory=dict)
     handed: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
     split: bool = False
-    op: Op | None = None
+    op: ScheduleOp | None = None
 
     @property
     def state(self) -> str:
@@ -147,7 +147,7 @@ class Executor:
         program = program if trains else [step for step in program if step.op.kind == "F"]
         self.split = any(step.op.kind == "X" for step in program)
         last = max((place for place, step in enumerate(program) if step.op.kind == "F"), default=-1)
-        posted: dict[Message, Incoming] = {}
+        posted: dict[PipelineMessage, Incoming] = {}
         for place, (op, message, sent) in enumerate(program):
             self.op = op
             with self.ledger.run(str(op)):
@@ -176,11 +176,11 @@ class Executor:
         self.op = None
         return losses
 
-    def _post(self, message: Message | None, posted: dict[Message, Incoming]) -> None:
+    def _post(self, message: PipelineMessage | None, posted: dict[PipelineMessage, Incoming]) -> None:
         if message is not None and message not in posted and self.channel is not None:
             posted[message] = self.channel.start_receive(self.wire.buffer(), message.stage, message.kind, message.micro)
 
-    def _pass(self, array: Tensor, kind: str, chunk: int, op: Op, message: Message | None) -> None:
+    def _pass(self, array: Tensor, kind: str, chunk: int, op: ScheduleOp, message: PipelineMessage | None) -> None:
         """Send an array to the stage that takes it; without a message that is this rank's own, in `chunk`."""
         if message is None:
             self.handed[kind, chunk, op.micro] = array.detach().contiguous()
@@ -188,12 +188,12 @@ class Executor:
             assert self.channel is not None
             self.channel.send(self.wire.copies.part(array), message.stage, message.kind, message.micro)
 
-    def _taken(self, kind: str, op: Op, incoming: Incoming | None) -> Tensor:
+    def _taken(self, kind: str, op: ScheduleOp, incoming: Incoming | None) -> Tensor:
         """What another stage has sent, or a stage of this rank has passed."""
         return self.handed.pop((kind, op.chunk, op.micro)) if incoming is None else self.wire.arrived(incoming)
 
     def _forward(
-        self, op: Op, incoming: Incoming | None, sent: Message | None, micro: tuple[Inputs, Batch], trains: bool
+        self, op: ScheduleOp, incoming: Incoming | None, sent: PipelineMessage | None, micro: tuple[Inputs, Batch], trains: bool
     ) -> list[Tensor]:
         stage, of_output, of_input = self.stages[op.chunk], list[Tensor](), list[Tensor]()
         x = None if stage.enters else self._taken("F", op, incoming)
@@ -210,7 +210,7 @@ class Executor:
         self._pass(y, "F", op.chunk + 1, op, sent)
         return []
 
-    def _backward(self, op: Op, incoming: Incoming | None, sent: Message | None, scale: float) -> None:
+    def _backward(self, op: ScheduleOp, incoming: Incoming | None, sent: PipelineMessage | None, scale: float) -> None:
         key, stage = MicroBatchKey(op.chunk, op.micro), self.stages[op.chunk]
         pending = self.pending.pop(key)
         with stage.model.context.run_pass(key, pending.deferred):

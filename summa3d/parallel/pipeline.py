@@ -20,9 +20,9 @@ from ..nn.context import Context
 from ..nn.models.base import Body, LanguageModel
 from ..nn.parameter import ShardedParameter
 from ..nn.stages import Stages
-from .executor import Executor, Feed, Program, Stage, Wire, program_of
+from .executor import Feed, PipelineExecutor, Program, Stage, Wire, program_of
 from .replicas import Replicas
-from .schedule import SCHEDULES, Op, Schedule, build, split_layers
+from .schedule import SCHEDULES, Schedule, ScheduleOp, build, split_layers
 from .states import named_parameters
 
 built = lru_cache(4)(build)
@@ -113,7 +113,7 @@ class Pipeline:
         sums = {"T": self._sum_tied, "R": self._sum_replicas}
         stream = self.stream()
         wire = Wire(context.copies if scatter else Copies(job[()]), tuple(stream.shape), dtype, self.device)
-        self.executor = Executor(held_stages(model), job.ledger, channel, wire, sums)
+        self.executor = PipelineExecutor(held_stages(model), job.ledger, channel, wire, sums)
         if replicas is not None:
             self.executor.announce = replicas.announce
         self.program = lru_cache(4)(self._program)
@@ -146,7 +146,7 @@ class Pipeline:
         return built(self.name, p, micro_batches, len(self.homes) // p, summed, self.tied is not None)
 
     def run(self, micro_batches: int, feed: Feed, **options: Any) -> list[Tensor]:
-        """Run a step of so many micro-batches; the options and the result are those of `Executor.run`."""
+        """Run a step of so many micro-batches; the options and the result are those of `PipelineExecutor.run`."""
         return self.executor.run(self.program(micro_batches), feed, **options)
 
     @torch.no_grad()
@@ -160,11 +160,11 @@ class Pipeline:
         inputs = model.padded(tokens)
         batch = model.batch_of(inputs)
         p, stages = self.stages.ranks, len(self.homes)
-        forwards = tuple(Op("F", chunk, 0) for chunk in range(stages // p))
+        forwards = tuple(ScheduleOp("F", chunk, 0) for chunk in range(stages // p))
         program = program_of(Schedule(self.name, p, 1, stages // p, tuple(self.homes), (forwards,) * p), self.rank)
-        stages_held = [replace(stage, position=tokens.shape[1] - 1) for stage in self.executor.stages]
+        to_logits = [replace(stage, position=tokens.shape[1] - 1) for stage in self.executor.stages]
         wire = replace(self.executor.wire, shape=tuple(self.stream(batch.rows, batch.sequence).shape))
-        executor = Executor(stages_held, self.executor.ledger, self.executor.channel, wire)
+        executor = PipelineExecutor(to_logits, self.executor.ledger, self.executor.channel, wire)
         last = executor.run(program, lambda micro: (inputs, batch))
         if self.axis is None:
             return last[0]

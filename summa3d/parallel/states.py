@@ -62,7 +62,7 @@ def replicas_of(used: Sharding, grid: Grid) -> tuple[str, ...]:
 
 
 @dataclass(eq=False)
-class State:
+class ParameterState:
     """The states of one parameter on this rank of the job's grid; its moments belong to the optimizer.
 
     Attributes
@@ -80,7 +80,7 @@ class State:
     grid: Grid
     copy: Tensor | None = None
     total: Tensor | None = None
-    taken: Callable[[State, Tensor], None] | None = None
+    taken: Callable[[ParameterState, Tensor], None] | None = None
     given: bool = False
 
     def shard(self, dtype: torch.dtype, copied: bool) -> None:
@@ -245,7 +245,7 @@ def named_parameters(model: torch.nn.Module) -> list[tuple[str, ShardedParameter
     return [(name, cast(ShardedParameter, p)) for name, p in model.named_parameters()]
 
 
-def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0, dtype: torch.dtype | None = None) -> list[State]:
+def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0, dtype: torch.dtype | None = None) -> list[ParameterState]:
     """The states of a model's parameters on the job's grid, in the same order on every rank. Moves nothing.
 
     zero : as of `Shardings.of`. dtype : that layers compute in; default the parameters' own
@@ -253,7 +253,7 @@ def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0, dtype: torch.dt
     found = []
     for name, p in named_parameters(model):
         wanted = p.dtype if dtype is None else dtype
-        state = State(name, p, Shardings.of(p.sharding, replicas_of(p.sharding, grid), zero, wanted != p.dtype), grid)
+        state = ParameterState(name, p, Shardings.of(p.sharding, replicas_of(p.sharding, grid), zero, wanted != p.dtype), grid)
         state.shard(wanted, copied=zero < 3)
         found.append(state)
     return found

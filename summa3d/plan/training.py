@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from ..cluster import Cluster
 from ..comm.topology import Topology
-from ..dry.record import Part
+from ..dry.record import RepeatedSegment
 from ..parallel.simulate import timeline
 from .cells import with_messages
 from .price import Prices
 from .replay import replay
 
 if TYPE_CHECKING:
-    from ..dry.step import DryStep, Key
+    from ..dry.step import DryStep, OpKey
     from ..parallel.schedule import Schedule
     from ..train.config import Config
 
@@ -66,7 +66,7 @@ def _traced(config: Config, ranks_per_node: int) -> tuple[list[DryStep], Schedul
     return steps, next(iter(known.values())).pipeline.schedule(config.train.accumulate)
 
 
-def span(parts: Sequence[Part], prices: Prices) -> float:
+def span(parts: Sequence[RepeatedSegment], prices: Prices) -> float:
     """The seconds of consecutive parts; the repetitions of one are each replayed as if by itself."""
     ops = with_messages(tuple(op for segment, _ in parts for op in segment.ops))
     again = sum((times - 1) * replay(with_messages(tuple(one.ops)), prices).seconds for one, times in parts if times > 1)
@@ -74,7 +74,7 @@ def span(parts: Sequence[Part], prices: Prices) -> float:
 
 
 def of_stages(
-    schedule: Schedule, steps: Sequence[DryStep], spans: Sequence[Mapping[Key, float]], overlap: bool
+    schedule: Schedule, steps: Sequence[DryStep], spans: Sequence[Mapping[OpKey, float]], overlap: bool
 ) -> dict[tuple[str, int], float]:
     """(Kind of op, stage) → the mean of its seconds over micro-batches."""
     from ..parallel.executor import ops_of

@@ -12,7 +12,7 @@ from ..dry.step import DryStep, Ending, Setting, Training
 from ..nn.gradients import norm_and_votes
 from ..node_support import why_no_node_memory
 from ..parallel.pipeline import Pipeline
-from ..parallel.states import State
+from ..parallel.states import ParameterState
 from .checkpoint.folder import own_blocks
 from .config import Config, at_least, master_dtype
 from .loop import total
@@ -89,7 +89,7 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
 def training_of(config: Config) -> Training:
     """What the training loop adds to the ops of a program: 16-bit copies of weights before them, the optimizer behind them."""
 
-    def optimizer(pipeline: Pipeline, states: Sequence[State]) -> Ending:
+    def optimizer(pipeline: Pipeline, states: Sequence[ParameterState]) -> Ending:
         adamw, replicas = AdamW(states, config.train), pipeline.replicas
         assert replicas is not None
 

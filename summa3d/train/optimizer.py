@@ -11,7 +11,7 @@ import torch
 from summa3d.kernels import dispatch
 
 if TYPE_CHECKING:
-    from ..parallel.states import State
+    from ..parallel.states import ParameterState
     from .config import TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -25,7 +25,7 @@ class AdamW:
     element of it. Nothing is communicated.
     """
 
-    def __init__(self, states: Sequence[State], config: TrainConfig) -> None:
+    def __init__(self, states: Sequence[ParameterState], config: TrainConfig) -> None:
         self.config = config
         self.states = {state.name: state for state in states}
         self.moments = {moment: {state.name: torch.zeros_like(state.weight) for state in states} for moment in MOMENTS}
@@ -54,7 +54,7 @@ class AdamW:
             given = [(state, gradient) for state, gradient in found if gradient is not None]
             self._update(given, rate, self.config.weight_decay if decay else 0.0, factor)
 
-    def _update(self, given: list[tuple[State, torch.Tensor]], rate: float, weight_decay: float, factor: float) -> None:
+    def _update(self, given: list[tuple[ParameterState, torch.Tensor]], rate: float, weight_decay: float, factor: float) -> None:
         first, second = (self.moments[moment] for moment in MOMENTS)
         rows: list[tuple[torch.Tensor, ...]] = []
         steps: list[int] = []

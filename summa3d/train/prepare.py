@@ -21,7 +21,7 @@ from ..nn.context import Context, scheme
 from ..nn.models.registry import Model, build
 from ..parallel.pipeline import Pipeline, chunks_of, stages_of
 from ..parallel.replicas import Replicas
-from ..parallel.states import State, states_of
+from ..parallel.states import ParameterState, states_of
 from . import config as configuration
 from . import toml
 from .checkpoint import folder as checkpoint
@@ -139,7 +139,7 @@ def prepare(
     return run
 
 
-def open_pipeline(config: Config, model: Model, states: Sequence[State]) -> tuple[Replicas, Pipeline]:
+def open_pipeline(config: Config, model: Model, states: Sequence[ParameterState]) -> tuple[Replicas, Pipeline]:
     """The replicas and the pipeline of a run's model, the same on all ranks; then the grid is sealed. Collective."""
     grid, how = model.context.job, config.pipeline
     replicas = Replicas.of(states, grid, config.replicas.zero, config.replicas.bucket, chunks_of(model))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from ...comm.grid import Grid
-    from ...parallel.states import State
+    from ...parallel.states import ParameterState
 
 OLD = ".old-"
 """How the folder of a checkpoint begins that is being deleted."""
@@ -178,7 +178,7 @@ def identity(model: ModelConfig) -> dict[str, Any]:
     return {f"model.{key}": table[key] for key in sorted(table) if key not in FREE_KEYS}
 
 
-def weight_blocks(states: Sequence[State]) -> list[shards.TensorBlock]:
+def weight_blocks(states: Sequence[ParameterState]) -> list[shards.TensorBlock]:
     """The stored weights as blocks of global tensors."""
     return [shards.TensorBlock(f"model.{one.name}", one.parameter.data, one.shardings.stored) for one in states]
 
