@@ -95,11 +95,7 @@ class Setting:
     @property
     def topology(self) -> Topology:
         """Which rank stands where on the grid, of whose axes each that the scheme needs is one."""
-        topology = Topology.checked(self.axes, self.order, self.tile)
-        for axis in self.layouts.shape:
-            if axis not in topology.shape:
-                topology.add(axis)
-        return topology
+        return Topology.checked({**self.axes, **self.layouts.shape}, self.order, self.tile)
 
     @property
     def stages(self) -> Stages | None:
@@ -286,14 +282,14 @@ class Rank:
         self.place = setting.place(tracer)
         with META:
             self.model = self._held()
-            self.given = inputs(setting.model, setting.batch)
+            self._given = inputs(setting.model, setting.batch)
             self.model.recompute(*setting.recompute)
             dtype, sums, replicas = getattr(torch, setting.stream or setting.dtype), setting.overlap_sums, None
             self.states = states_of(self.model, self.place, setting.zero, dtype)
             if training.optimizer is not None:
                 replicas = Replicas.of(self.states, self.place, setting.zero, setting.bucket, chunks_of(self.model))
             self.pipeline = Pipeline(self.model, setting.schedule, setting.batch, dtype, replicas, sums, setting.scatter)
-            self.ending = training.optimizer(self.pipeline, self.states) if training.optimizer else Ending()
+            self._ending = training.optimizer(self.pipeline, self.states) if training.optimizer else Ending()
         self.stretches = self._stretches()
         self.like = self._alike()
         self.saved: dict[int, int] = {}
@@ -375,7 +371,7 @@ class Rank:
                 self.pipeline.executor.run(paused, self._feed, forwarded=copies.close)
             del used
             with tracer.recording() as behind, tracer.ledger.phase(OPTIMIZER):
-                self.ending.run()
+                self._ending.run()
         self.copies = like.copies if like is not None else [RepeatedSegment(segment, 1) for segment in ops[0]]
         self.optimizer = [RepeatedSegment(segment, 1) for segment in behind[0]]
         self.ops = {} if like is None else {**like.ops}
@@ -399,7 +395,7 @@ class Rank:
     def _give_gradients(self, untraced: Sequence[torch.nn.Module]) -> None:
         """Give parameters that no traced op is of something to sum and to update with."""
         given = {id(one) for module in untraced for one in module.parameters()}
-        for state in (one for one in self.states if one.numel and id(one.parameter) in given):
+        for state in (one for one in self.states if one.shardings.numel and id(one.parameter) in given):
             shape = state.shardings.gradient.local_shape(self.place)
             state.add(state.parameter.new_empty(shape))
 
@@ -419,15 +415,17 @@ class Rank:
             0 if self.pipeline.axis is None else self.pipeline.executor.wire.buffer().nbytes,
             sum(one.parameter.nbytes + (0 if one.copy is None else one.copy.nbytes) for one in self.states),
             sum(
-                prod(one.shardings.gradient.local_shape(self.place)) * one.parameter.itemsize for one in self.states if one.numel
+                prod(one.shardings.gradient.local_shape(self.place)) * one.parameter.itemsize
+                for one in self.states
+                if one.shardings.numel
             ),
             self.copied,
-            self.ending.moments,
-            self.kept + self.ending.copy,
+            self._ending.moments,
+            self.kept + self._ending.copy,
             self.place.node_bytes,
             self._elements(),
             self.place.node_axes,
-            self.ending.checkpoint,
+            self._ending.checkpoint,
         )
 
     def _is_traced(self, op: ScheduleOp) -> bool:
@@ -439,7 +437,7 @@ class Rank:
         return repeated([one for one in segments if one.ops or one.net or one.top], stretch.middle, stretch.times)
 
     def _feed(self, micro: int) -> tuple[Inputs, Batch]:
-        return self.given, self.model.batch_of(self.given, **counts(self.setting.model, self.setting.batch))
+        return self._given, self.model.batch_of(self._given, **counts(self.setting.model, self.setting.batch))
 
     def _drop(self) -> None:
         """Drop the gradients, those in flight too, and what only the collector frees."""
@@ -472,21 +470,21 @@ class Rank:
         Of a first micro-batch, after which buffers that products keep and the order of prefetches are there.
         """
         owners = self.tracer.owners
-        outside = {one.untyped_storage()._cdata for one in (*self.model.parameters(), *self.given.values())}
+        outside = {one.untyped_storage()._cdata for one in (*self.model.parameters(), *self._given.values())}
         program = [step for step in program if self.like[step.op.chunk] == step.op.chunk]
         saved, chunks = dict.fromkeys(self.like.values(), 0), [step.op.chunk for step in program if step.op.kind == "F"]
         kept: dict[int, Any] = {}
 
         def feed(micro: int) -> tuple[Inputs, Batch]:
-            self.forwarding = chunks.pop(0)
+            self._forwarding = chunks.pop(0)
             return self._feed(micro)
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if current_node() is None and storage._cdata not in outside and storage._cdata not in kept:
                 kept[storage._cdata] = storage  # backward, in which layers may be computed again, keeps nothing
-                stretch = self.stretches[self.forwarding]
-                saved[self.forwarding] += storage.nbytes() * (stretch.times if owners.saving == stretch.middle else 1)
+                stretch = self.stretches[self._forwarding]
+                saved[self._forwarding] += storage.nbytes() * (stretch.times if owners.saving == stretch.middle else 1)
             return tensor
 
         owners.begin()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm.grid import Grid
 from ..errors import ConfigError, ShapeError
@@ -72,13 +72,9 @@ def initialise(module: nn.Module, scheme: Context, seed: int) -> None:
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedParameter):
-            _fill(parameter.data, parameter, scheme.job, key(seed, name))
-
-
-def _fill(data: Tensor, parameter: ShardedParameter, grid: Grid, stream: int) -> None:
-    """Write a parameter's first values to `data`, from the random stream `stream`."""
-    kind, value = parameter.initial
-    if kind == "normal":
-        normal_(data, stream, parameter.sharding.shape, parameter.sharding.slices(grid), value)
-    else:
-        data.fill_(value)
+            kind, value = parameter.initial
+            if kind == "normal":
+                slices = parameter.sharding.slices(scheme.job)
+                normal_(parameter.data, key(seed, name), parameter.sharding.shape, slices, value)
+            else:
+                parameter.data.fill_(value)

@@ -90,13 +90,13 @@ def buckets_of(states: Sequence[ParameterState], chunk_of: Callable[[str], int],
         raise ConfigError(f"A bucket of {size} bytes holds no gradient. Sizes are at least 1 byte.")
     kinds: dict[tuple[int, tuple[str, ...], torch.dtype], list[ParameterState]] = {}
     for state in reversed(states):
-        axes = replicas_of(state.shardings.used, state.grid)
-        if axes and state.numel:
+        axes = replicas_of(state.shardings.used, state.shardings.grid)
+        if axes and state.shardings.numel:
             kinds.setdefault((chunk_of(state.name), axes, state.parameter.dtype), []).append(state)
     found = []
     for (chunk, axes, _), of_kind in kinds.items():
         for together in _filled(of_kind, size):
-            parts = zip(*(map(partial(_part, state), state.rows) for state in together), strict=True)
+            parts = zip(*(map(partial(_part, state), state.shardings.rows) for state in together), strict=True)
             found.append(Bucket(chunk, axes, tuple(parts)))
     return found
 
@@ -106,7 +106,7 @@ def _filled(states: Iterable[ParameterState], size: int) -> Iterator[list[Parame
     together: list[ParameterState] = []
     for state in states:
         together.append(state)
-        if sum(one.numel * one.parameter.itemsize for one in together) >= size:
+        if sum(one.shardings.numel * one.parameter.itemsize for one in together) >= size:
             yield together
             together = []
     if together:
@@ -114,4 +114,4 @@ def _filled(states: Iterable[ParameterState], size: int) -> Iterator[list[Parame
 
 
 def _part(state: ParameterState, rows: slice) -> ShardRange:
-    return ShardRange(state.name, rows.start, rows.stop, (rows.stop - rows.start) * prod(state.shape[1:]))
+    return ShardRange(state.name, rows.start, rows.stop, (rows.stop - rows.start) * prod(state.shardings.shape[1:]))

@@ -99,8 +99,8 @@ class Pipeline:
         context, job = model.context, model.context.job
         self.stages = stages_in(model)
         self.model, self.name, self.homes, self.axis = model, schedule, self.stages.homes, None
-        self.rows, self.dtype, self.device = rows, dtype, next(model.parameters()).device
-        self.sequence = model.config.sequence
+        self.rows, self.dtype, self._device = rows, dtype, next(model.parameters()).device
+        self._sequence = model.config.sequence
         channel = None
         if context.stages is not None:
             self.axis = job["pp"]
@@ -109,10 +109,10 @@ class Pipeline:
         self.rank = 0 if self.axis is None else self.axis.index
         self.replicas, self.overlap, self.scatter = replicas, overlap, scatter
         self.tied = self._tied_table()
-        self.holders: Axis | None = None if self.tied is None else job.pick("pp", (self.homes[0], self.homes[-1]))
+        self._holders: Axis | None = None if self.tied is None else job.pick("pp", (self.homes[0], self.homes[-1]))
         sums = {"T": self._sum_tied, "R": self._sum_replicas}
         stream = self.stream()
-        wire = Wire(context.copies if scatter else Copies(job[()]), tuple(stream.shape), dtype, self.device)
+        wire = Wire(context.copies if scatter else Copies(job[()]), tuple(stream.shape), dtype, self._device)
         self.executor = PipelineExecutor(held_stages(model), job.ledger, channel, wire, sums)
         if replicas is not None:
             self.executor.announce = replicas.announce
@@ -129,7 +129,7 @@ class Pipeline:
             "schedule": f"{schedule}, ops {crc32(repr(schedule.programs).encode()):08x}",
             "ranks of the stages": self.homes,
             "layers of the stages": self.stages.layers,
-            "stream between stages": (self.rows, self.sequence, model.config.hidden, self.dtype, str(model.context.residual)),
+            "stream between stages": (self.rows, self._sequence, model.config.hidden, self.dtype, str(model.context.residual)),
             "overlap of the sums over replicas": self.overlap,
             "scatter of the stream": self.scatter,
         }
@@ -168,15 +168,15 @@ class Pipeline:
         last = executor.run(program, lambda micro: (inputs, batch))
         if self.axis is None:
             return last[0]
-        logits = last[0] if last else torch.empty(batch.rows, model.config.vocabulary, dtype=self.dtype, device=self.device)
+        logits = last[0] if last else torch.empty(batch.rows, model.config.vocabulary, dtype=self.dtype, device=self._device)
         return self.axis.broadcast(logits, self.homes[-1])
 
     def stream(self, rows: int | None = None, sequence: int | None = None) -> Tensor:
         """An array for this rank's block of the residual stream, as stored; default of a micro-batch."""
         context = self.model.context
-        shape = (rows or self.rows, sequence or self.sequence, self.model.config.hidden)
+        shape = (rows or self.rows, sequence or self._sequence, self.model.config.hidden)
         block = context.residual.local_shape(shape, context.grid.shape, context.grid.coordinates)
-        return context.as_stored(torch.empty(block, dtype=self.dtype, device=self.device))
+        return context.as_stored(torch.empty(block, dtype=self.dtype, device=self._device))
 
     def _tied_table(self) -> ShardedParameter | None:
         """The table that the first and the last stage share, where they lie on two ranks."""
@@ -185,10 +185,10 @@ class Pipeline:
 
     def _sum_tied(self, chunk: int) -> None:
         """Sum the complete gradient of the tied table over the two ranks that hold it."""
-        assert self.tied is not None and self.holders is not None
+        assert self.tied is not None and self._holders is not None
         total = self.tied.grad if self.replicas is None else self.replicas.accumulated(self.tied)
         assert total is not None
-        self.holders.all_reduce(total, into=total)
+        self._holders.all_reduce(total, into=total)
 
     def _sum_replicas(self, chunk: int) -> None:
         """Start the sums of a chunk's gradients over the replicas."""

@@ -191,7 +191,7 @@ class Replicas:
 
     def _end_oldest(self) -> None:
         bucket, pending = self._in_flight.popleft()
-        shapes, index = {name: self.states[name].shape for name in bucket.names}, self.grid[bucket.axes].index
+        shapes, index = {name: self.states[name].shardings.shape for name in bucket.names}, self.grid[bucket.axes].index
         for name, part in bucket.parts_in(pending.wait(), index, shapes).items():
             if self.zero < 2:
                 _given(self.states[name].own_gradient).copy_(part)
@@ -203,10 +203,10 @@ class Replicas:
         if self.zero == 2:
             taken = self._taken.pop(state.name, None)
             state.given |= taken is not None
-            return state.parameter.new_zeros(state.shape) if taken is None else taken
+            return state.parameter.new_zeros(state.shardings.shape) if taken is None else taken
         state.given = state.accumulated is not None
         if not state.given:
-            state.add(state.parameter.new_zeros(state.shape))
+            state.add(state.parameter.new_zeros(state.shardings.shape))
         return _given(state.accumulated)
 
     @torch.no_grad()

@@ -316,7 +316,7 @@ def continue_prompt(run: Run) -> str:
         return on_root(run.grid.comm, on_one_rank, CheckpointError)
     with run.working_weights():
         what = (run.tokens.tokenizer, settings.sample_prompt, settings.sample_tokens)
-        return sample(run.model, run.context, run.config.model, *what, pipeline=run.pipeline)
+        return sample(run.model, run.model.context, run.config.model, *what, pipeline=run.pipeline)
 
 
 def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

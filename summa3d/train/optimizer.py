@@ -40,7 +40,7 @@ class AdamW:
 
         They are the same with moments that are copied over the replicas and with sharded ones, and so is the norm.
         """
-        found = [(state.counted_gradient, state.counts) for state in self.states.values()]
+        found = [(state.counted_gradient, state.shardings.counts) for state in self.states.values()]
         return [(gradient, counts) for gradient, counts in found if gradient is not None]
 
     @torch.no_grad()
@@ -62,7 +62,7 @@ class AdamW:
             name = state.name
             self._steps[name] += 1
             blocks = state.weight, gradient, first[name], second[name]
-            pieces = list(zip(*map(state.pieces, blocks), strict=True)) if state.cut else [blocks]
+            pieces = list(zip(*map(state.pieces, blocks), strict=True)) if state.shardings.cut else [blocks]
             rows += pieces
             steps += [self._steps[name]] * len(pieces)
         if rows:

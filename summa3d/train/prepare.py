@@ -41,7 +41,7 @@ from .progress import SILENT, Progress
 
 @dataclass
 class Run:
-    """A training run: its folder, grid and context, and its model and optimizer after `done` steps on this rank's device.
+    """A training run: its folder and grid, and its model and optimizer after `done` steps on this rank's device.
 
     asked, writing : the ranks that had been asked to end, and those that wrote a checkpoint, at the last step's gradient norm
     """
@@ -49,7 +49,6 @@ class Run:
     config: Config
     folder: Path
     grid: Grid
-    context: Context
     tokens: tokens.Tokens
     objective: Objective
     model: Model
@@ -127,7 +126,7 @@ def prepare(
     states = states_of(model, grid, config.replicas.zero, torch_dtype(config.dtype))
     optimizer = AdamW(states, config.train)
     replicas, pipeline = open_pipeline(config, model, states)
-    run = Run(config, folder, grid, context, corpus, task, model, optimizer, replicas, loss_scale, pipeline, device=device)
+    run = Run(config, folder, grid, corpus, task, model, optimizer, replicas, loss_scale, pipeline, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
         moments = checkpoint.optimizer_blocks(optimizer) if saved.has_moments else []

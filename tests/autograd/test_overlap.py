@@ -144,7 +144,7 @@ def test_a_run_overlaps_as_its_configuration_says(comm: Any, shared_tmp_path: Pa
             folder.mkdir()
         comm.Barrier()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "finish", lambda run, *rest: (plans.append(run.context), finish(run, *rest))[1])
+            patch.setattr(loop, "finish", lambda run, *rest: (plans.append(run.model.context), finish(run, *rest))[1])
             summaries.append(train_small(comm, folder, grid__x=2, train__steps=3, train__keep=0, **changes))
     assert [plan.overlap for plan in plans] == [Overlap(), Overlap(2, False)]
     assert summaries[0]["loss"] == summaries[1]["loss"] and summaries[0]["words_per_rank"] == summaries[1]["words_per_rank"]

@@ -97,7 +97,7 @@ def check_words(piped: Piped, moved: Any) -> None:
     m = piped.case.m
     assert found == {"forward": m * block * forward, "backward": m * block * backward}, piped.case
     table = sum(row.amounts.words for row in moved.rows if "pp" in row.axis and row.collective == "all_reduce")
-    assert table == (0 if piped.pipeline.holders is None else piped.pipeline.tied.numel()), piped.case
+    assert table == (0 if piped.pipeline.tied is None else piped.pipeline.tied.numel()), piped.case
     assert all(row.axis.startswith("pp") or set(row.axis) <= set("xyzd·") for row in moved.rows), moved.rows
 
 

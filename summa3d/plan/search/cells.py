@@ -264,9 +264,9 @@ def _traced(setting: Any, config: Config, split: bool) -> Sample:
     )
     elements = {ENTER: 0, BLOCK: 0, LEAVE: 0, "tied": 0}
     for state in rank.states:
-        elements[_cell_of(state.name)] += state.numel
+        elements[_cell_of(state.name)] += state.shardings.numel
         if state.name == "embedding.weight" and config.model.tied:
-            elements["tied"] = state.numel
+            elements["tied"] = state.shardings.numel
     return Sample(found, elements, rank.kept)
 
 

@@ -186,9 +186,11 @@ def weight_blocks(states: Sequence[ParameterState]) -> list[shards.TensorBlock]:
 def own_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
     """The parts of weights and moments that this rank owns as blocks of global tensors: its share of a checkpoint."""
     states = optimizer.states.values()
-    weights = [shards.TensorBlock(f"model.{one.name}", one.own_part(one.weight), one.share) for one in states]
+    weights = [shards.TensorBlock(f"model.{one.name}", one.own_part(one.weight), one.shardings.share) for one in states]
     return weights + [
-        shards.TensorBlock(f"optimizer.{moment}.{name}", optimizer.states[name].own_part(tensor), optimizer.states[name].share)
+        shards.TensorBlock(
+            f"optimizer.{moment}.{name}", optimizer.states[name].own_part(tensor), optimizer.states[name].shardings.share
+        )
         for moment, tensors in optimizer.moments.items()
         for name, tensor in tensors.items()
     ]
