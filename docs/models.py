@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from summa3d.comm.grid import Place
 from summa3d.layout import Layout
-from summa3d.nn import ModelConfig, Scheme, scheme
+from summa3d.nn import Context, ModelConfig, scheme
 from summa3d.nn.config import FAMILIES
 from summa3d.nn.models.registry import MODELS
 
@@ -72,7 +72,7 @@ def call(family: str) -> str:
 
 def family_page(family: str) -> Iterator[str]:
     """One family's call and its parameters."""
-    places: list[Scheme] = [scheme(name, Place({**GRID, "z": 1} if name == "summa" else GRID)) for name in SCHEMES]
+    places: list[Context] = [scheme(name, Place({**GRID, "z": 1} if name == "summa" else GRID)) for name in SCHEMES]
     models = [MODELS[family](config_of(family), place) for place in places]
     yield f"\n## `{family}`: {type(models[0]).__name__}\n\n{NOTES[family]}\n\n`{call(family)}`\n"
     yield f"| parameter | shape | {' | '.join(SCHEMES)} |"

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from summa3d.comm.grid import Place
 from summa3d.comm.topology import describe
 from summa3d.dry.place import DryPlace
 from summa3d.dry.record import Op
@@ -74,31 +73,31 @@ def split(dims: str, layout: Layout) -> str:
     return str(layout.named(*dims))
 
 
-def stages(on: Scheme) -> Iterator[tuple[str, str, Layout, tuple[int, ...], str]]:
+def stages(scheme: Scheme) -> Iterator[tuple[str, str, Layout, tuple[int, ...], str]]:
     """Stage, letters of its dims, layout, global shape, and the part of the model that is spent there."""
     b, s, h, f, v = BATCH, SEQUENCE, CONFIG.hidden, CONFIG.ffn_dim, CONFIG.vocabulary
-    stream, inner = on.residual, on.after_linear(on.residual)
-    down = on.weight(inner, on.spec.transposed_down)
-    if on.spec.limits:
+    stream, inner = scheme.residual, scheme.after_linear(scheme.residual)
+    down = scheme.weight(inner, scheme.spec.transposed_down)
+    if scheme.spec.limits:
         yield "input", "mh", stream, (b * s, h), ""
-        yield "up weight", "hf", on.weight(stream), (h, f), "up"
+        yield "up weight", "hf", scheme.weight(stream), (h, f), "up"
         yield "GELU", "mf", inner, (b * s, f), ""
         yield "down weight", "fh", down, (f, h), "down"
         yield "output", "mh", stream, (b * s, h), ""
         return
-    yield "tokens looked up", "bs", on.lookup.tokens, (b, s), ""
-    yield "embedding table", "vh", on.table(stream), (v, h), "embedding"
+    yield "tokens looked up", "bs", scheme.lookup.tokens, (b, s), ""
+    yield "embedding table", "vh", scheme.table(stream), (v, h), "embedding"
     yield "residual stream", "bsh", stream, (b, s, h), ""
-    yield "norm's statistics, γ", "h", on.vector(stream), (h,), "norm"
-    yield "QKV weight", "hn", on.weight(stream), (h, 3 * h), "qkv"
+    yield "norm's statistics, γ", "h", scheme.vector(stream), (h,), "norm"
+    yield "QKV weight", "hn", scheme.weight(stream), (h, 3 * h), "qkv"
     yield "QKV, heads", "bsn", inner, (b, s, 3 * h), ""
-    yield "projection weight", "nh", on.weight(inner), (h, h), "projection"
+    yield "projection weight", "nh", scheme.weight(inner), (h, h), "projection"
     yield "residual stream", "bsh", stream, (b, s, h), ""
-    yield "up weight", "hf", on.weight(stream), (h, f), "up"
+    yield "up weight", "hf", scheme.weight(stream), (h, f), "up"
     yield "GELU", "bsf", inner, (b, s, f), ""
     yield "down weight", "fh", down, (f, h), "down"
     yield "residual stream", "bsh", stream, (b, s, h), ""
-    yield "tied head and loss", "vh", on.table(stream), (v, h), "head"
+    yield "tied head and loss", "vh", scheme.table(stream), (v, h), "head"
     yield "logits", "bsv", inner, (b, s, v), ""
     yield "labels", "bs", Layout(*inner.dims[:2]), (b, s), ""
 
@@ -118,8 +117,8 @@ LAYERS = {
 def words(name: str, part: str, records: list[tuple[Scheme, list[Op]]]) -> tuple[float, float]:
     """Words per rank of a part, forward and backward, averaged. A linear's are its product's, without the bias."""
     totals = {"forward": 0, "backward": 0}
-    for on, moves in records:
-        rows = {"·".join(row_axes(layout)) for layout in (on.residual, on.after_linear(on.residual))}
+    for layouts, moves in records:
+        rows = {"·".join(row_axes(layout)) for layout in (layouts.residual, layouts.after_linear(layouts.residual))}
         for op in moves:
             of_bias = part in ("qkv", "projection", "up", "down") and op.name == "all_reduce" and op.axis in rows
             totals[op.phase] += op.words if op.layer in LAYERS[part] and not of_bias else 0
@@ -131,7 +130,7 @@ def record(name: str, rank: int) -> tuple[Scheme, list[Op]]:
     tracer = Tracer()
     on = scheme(name, DryPlace(GRIDS[name], rank, ledger=tracer.ledger))
     with torch.device("meta"):
-        if on.spec.limits:
+        if on.scheme.spec.limits:
             rows, shape = BATCH * SEQUENCE, (BATCH * SEQUENCE, CONFIG.hidden)
             model: torch.nn.Module = MLP(CONFIG.hidden, CONFIG.ffn_dim, on)
             block = torch.empty(on.residual.local_shape(shape, on.grid.shape, on.grid.coordinates), requires_grad=True)
@@ -144,17 +143,17 @@ def record(name: str, rank: int) -> tuple[Scheme, list[Op]]:
             y = model(**given)
         with tracer.ledger.phase("backward"):
             y.sum().backward()
-    return on, [op for segments in ops for segment in segments for op in segment.ops if op.kind == "move"]
+    return on.scheme, [op for segments in ops for segment in segments for op in segment.ops if op.kind == "move"]
 
 
 def table(name: str) -> Iterator[str]:
-    on = scheme(name, Place(GRIDS[name]))
+    on = Scheme.of(name, GRIDS[name])
     records = [record(name, rank) for rank in range(prod(GRIDS[name].values()))]
     yield f"\n## `{name}` on {describe(GRIDS[name])}\n\n{NOTES[name]}\n"
     yield "| stage | layout | block of rank 0 | words | backward |"
     yield "|---|---|---|---|---|"
     for stage, letters, layout, shape, part in stages(on):
-        local = list(layout.local_shape(shape, on.grid.shape, on.grid.coordinates))
+        local = list(layout.local_shape(shape, on.shape, dict.fromkeys(on.shape, 0)))
         if on.spec.sequence_first and letters[:2] == "bs" and len(letters) == 3:
             local[:2] = local[1::-1]
             shown = f"[{', '.join(map(str, local))}] as [s, b, {letters[2]}]"

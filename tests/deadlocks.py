@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import product
 
-from summa3d.parallel.schedule import Message, Op, Schedule, StreamOf, pair_stream
+from summa3d.parallel.schedule import PipelineMessage, Schedule, ScheduleOp, StreamOf, pair_stream
 from summa3d.parallel.simulate import messages_of
 
 
@@ -24,10 +24,10 @@ class Step:
     """
 
     needs: frozenset[Hashable] = frozenset()
-    sends: tuple[Message, ...] = ()
-    receives: tuple[Message, ...] = ()
-    starts: tuple[Message, ...] = ()
-    op: Op | None = None
+    sends: tuple[PipelineMessage, ...] = ()
+    receives: tuple[PipelineMessage, ...] = ()
+    starts: tuple[PipelineMessage, ...] = ()
+    op: ScheduleOp | None = None
 
 
 Tracks = dict[tuple[int, Hashable], list[Step]]
@@ -40,8 +40,8 @@ def stuck(tracks: Tracks) -> dict[tuple[int, Hashable], Step]:
     A message passes when the step that sends it and the one that receives it have both begun: nothing is buffered.
     """
     places, begun = dict.fromkeys(tracks, 0), dict.fromkeys(tracks, -1)
-    offered: set[Message] = set()
-    posted: set[Message] = set()
+    offered: set[PipelineMessage] = set()
+    posted: set[PipelineMessage] = set()
     done: set[tuple[int, Hashable]] = set()
     moved = True
     while moved:
@@ -64,7 +64,7 @@ def stuck(tracks: Tracks) -> dict[tuple[int, Hashable], Step]:
     return {track: steps[places[track]] for track, steps in tracks.items() if places[track] < len(steps)}
 
 
-def _some(*messages: Message | None) -> tuple[Message, ...]:
+def _some(*messages: PipelineMessage | None) -> tuple[PipelineMessage, ...]:
     return tuple(message for message in messages if message is not None)
 
 
@@ -73,7 +73,7 @@ def by_mpi(schedule: Schedule) -> Tracks:
     tracks: Tracks = {}
     for rank in range(schedule.p):
         steps = tracks[rank, "host"] = []
-        started: list[Message] = []
+        started: list[PipelineMessage] = []
         for op, received, sent in messages_of(schedule, rank):
             steps += [Step(receives=_some(received)), Step(op=op), Step(starts=_some(sent))]
             started += _some(sent)
@@ -120,10 +120,10 @@ def by_groups(schedule: Schedule, ahead: int = 0) -> Tracks:
     tracks: Tracks = defaultdict(list)
     for rank in range(schedule.p):
         program = list(messages_of(schedule, rank))
-        group: list[tuple[Message, bool]] = []
+        group: list[tuple[PipelineMessage, bool]] = []
         posted = 0
 
-        def launch(needs: frozenset[Hashable], rank: int = rank, group: list[tuple[Message, bool]] = group) -> None:
+        def launch(needs: frozenset[Hashable], rank: int = rank, group: list[tuple[PipelineMessage, bool]] = group) -> None:
             sends, receives = (tuple(message for message, way in group if way is sends) for sends in (True, False))
             tracks[rank, "nccl"].append(Step(needs=needs, sends=sends, receives=receives))
             group.clear()

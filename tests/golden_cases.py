@@ -107,13 +107,13 @@ def _fitted(case: Case) -> Case | None:
     from summa3d.nn import ModelConfig, scheme
 
     on_grid = scheme(case.scheme, Place(case.axes), case.regather, case.vectors)
-    shape, inner = on_grid.grid.shape, on_grid.after_linear(on_grid.residual)
+    shape, inner = on_grid.grid.shape, on_grid.scheme.after_linear(on_grid.residual)
     least = lcm(on_grid.residual.num_shards(0, shape), inner.num_shards(0, shape))
     case = replace(case, batch=least * -(-8 // least))
     if case.sizes["family"] == "llama" and inner.num_shards(-1, shape) % 3 == 0:
         case = replace(case, sizes=case.sizes | {"kv_heads": 6})
     try:
-        on_grid.check(ModelConfig(**case.sizes), case.batch)
+        on_grid.scheme.check(ModelConfig(**case.sizes), case.batch)
     except LayoutError:
         return None
     return case

@@ -66,5 +66,5 @@ def measured(model: Any, device: torch.device = HOST) -> tuple[int, int]:
     del saved, loss
     model.zero_grad(set_to_none=True)
     gc.collect()
-    before = model.scheme.grid.ledger.workspace_bytes
+    before = model.context.grid.ledger.workspace_bytes
     return kept, before + peak_bytes(lambda: model(**given).backward())

@@ -17,7 +17,7 @@ from summa3d.nn.gradients import norm_and_votes
 def whole(model: Any, name: str, block: Tensor) -> Tensor:
     """The global tensor of a parameter's block, or of its gradient's, on the host."""
     sharding = model.get_parameter(name).sharding
-    return devices.to_host(collect(block, model.scheme.grid, sharding.layout, sharding.shape))
+    return devices.to_host(collect(block, model.context.grid, sharding.layout, sharding.shape))
 
 
 def gradient_norm(parameters: Iterable[Any], grid: Any) -> float:
@@ -33,7 +33,7 @@ def global_weights(model: Any) -> dict[str, Tensor]:
         if value.dim() == 1:
             value += torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.dtype) * 0.3
         parameter = model.get_parameter(name)
-        parameter.data.copy_(distribute(value, model.scheme.grid, parameter.sharding.layout))
+        parameter.data.copy_(distribute(value, model.context.grid, parameter.sharding.layout))
     return weights
 
 
@@ -41,7 +41,7 @@ def check_parity(
     model: Any, plain: Any, ours: Callable[[Any], Tensor], theirs: Callable[[Any], Tensor], tolerance: float
 ) -> None:
     """Loss and every raw gradient of `model`, in all its copies, equal those of `plain`, with the same weights, on one rank."""
-    grid, errors, oracle = model.scheme.grid, {}, None
+    grid, errors, oracle = model.context.grid, {}, None
     loss = ours(model)
     loss.backward()
     if grid.comm.rank == 0:

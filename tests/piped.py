@@ -22,7 +22,7 @@ from summa3d.comm.axis import Axis
 from summa3d.comm.channel import Channel
 from summa3d.comm.failure import install_abort_hook
 from summa3d.comm.grid import Grid
-from summa3d.parallel.schedule import GRADIENT_ENDS, Message, Schedule, build
+from summa3d.parallel.schedule import GRADIENT_ENDS, PipelineMessage, Schedule, build
 
 DELAY = 0.001
 """Seconds that an op takes at most."""
@@ -64,7 +64,7 @@ class Fake(Host):
         return self.device.read(array)
 
 
-def size_of(message: Message, words: int, inner: int) -> int:
+def size_of(message: PipelineMessage, words: int, inner: int) -> int:
     """Messages differ in size, so that one that is taken for another is truncated; and inner ranks are not in step."""
     return words * (1 + 3 * (inner == (message.kind == "B"))) + 2 * message.stage
 
@@ -73,7 +73,7 @@ def run(schedule: Schedule, channel: Channel, inner: Axis, words: int, chance: r
     """One step of a pipeline: check each message, and return how many stage inputs were kept after each op."""
     rank, ledger = channel.axis.index, channel.axis.ledger
     program = schedule.ops_of(rank)
-    posted: dict[Message, Any] = {}
+    posted: dict[PipelineMessage, Any] = {}
     kept, counts = set(), []
 
     def post(place: int) -> None:

@@ -19,7 +19,7 @@ from plain_llama import PlainLlama
 from torch import Tensor
 
 from summa3d.nn import ModelConfig, build
-from summa3d.nn.schemes.scheme import Scheme
+from summa3d.nn.context import Context
 
 GRIDS: dict[int, list[tuple[str, dict[str, int]]]] = {
     1: [
@@ -79,7 +79,7 @@ class Family:
     ``batch(config, rows, sequence)`` → the arguments of both by name.
     """
 
-    config: Callable[[Scheme], ModelConfig]
+    config: Callable[[Context], ModelConfig]
     plain: Callable[..., Any]
     batch: Callable[[ModelConfig, int, int], dict[str, Tensor]]
 
@@ -101,39 +101,39 @@ GPT2 = ModelConfig(layers=1, hidden=24, heads=12, ffn=29, sequence=12, vocabular
 LLAMA = replace(GPT2, family="llama", hidden=72, ffn=36, kv_heads=2, rotary_base=50.0, norm_eps=1e-3)
 
 
-def llama_on(scheme: Scheme) -> ModelConfig:
+def llama_on(context: Context) -> ModelConfig:
     """Two kv heads, whole or in pieces; six where three ranks split them."""
-    num_shards = scheme.columns(scheme.after_linear(scheme.residual)).size
+    num_shards = context.columns(context.scheme.after_linear(context.residual)).size
     return LLAMA if num_shards % 2 == 0 or num_shards == 1 else replace(LLAMA, kv_heads=6)
 
 
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family(lambda scheme: GPT2, PlainGPT, next_tokens),
+    "gpt2": Family(lambda context: GPT2, PlainGPT, next_tokens),
     "llama": Family(llama_on, PlainLlama, next_tokens),
-    "bert": Family(lambda scheme: replace(GPT2, family="bert"), PlainBERT, sentence_pairs),
+    "bert": Family(lambda context: replace(GPT2, family="bert"), PlainBERT, sentence_pairs),
 }
 
 
-def rows_for(scheme: Scheme) -> int:
+def rows_for(context: Context) -> int:
     """The smallest batch that the scheme can split."""
-    shape, inner = scheme.grid.shape, scheme.after_linear(scheme.residual)
-    return lcm(scheme.residual.num_shards(0, shape), inner.num_shards(0, shape))
+    shape, inner = context.grid.shape, context.scheme.after_linear(context.residual)
+    return lcm(context.residual.num_shards(0, shape), inner.num_shards(0, shape))
 
 
-def sequence_for(scheme: Scheme, longest: int) -> int:
+def sequence_for(context: Context, longest: int) -> int:
     """The longest sequence, shorter than the model's where there is one, that the scheme can split."""
-    num_shards = scheme.residual.num_shards(1, scheme.grid.shape)
+    num_shards = context.residual.num_shards(1, context.grid.shape)
     return (longest - 1) // num_shards * num_shards or longest
 
 
-def check_against_plain_torch(family: Family, scheme: Scheme, tolerance: float = 1e-10) -> None:
+def check_against_plain_torch(family: Family, context: Context, tolerance: float = 1e-10) -> None:
     """Loss and every raw gradient, in float64 with dropout on, equal the plain model's of the same weights."""
-    config = family.config(scheme)
+    config = family.config(context)
     with devices.place():
-        model = build(config, scheme, torch.float64, seed=3)
+        model = build(config, context, torch.float64, seed=3)
     plain = family.plain(config, global_weights(model), seed=3)
-    rows = rows_for(scheme)
-    batch = family.batch(config, rows * (2 if rows < 4 else 1), sequence_for(scheme, config.sequence))
+    rows = rows_for(context)
+    batch = family.batch(config, rows * (2 if rows < 4 else 1), sequence_for(context, config.sequence))
     check_parity(
         model,
         plain,

@@ -21,8 +21,8 @@ from plain_vit import pictures
 from scheme_table import GPT2, LLAMA, next_tokens
 
 from summa3d.nn import ModelConfig, build, scheme
+from summa3d.nn.context import Context
 from summa3d.nn.overlap import Overlap
-from summa3d.nn.schemes.scheme import Scheme
 from summa3d.parallel.pipeline import Pipeline, stages_of
 from summa3d.parallel.states import states_of
 from summa3d.train.config import master_dtype
@@ -139,7 +139,7 @@ class Piped:
         self.executor, self.rank = self.pipeline.executor, self.pipeline.rank
         self.inputs = [self.batch(micro) for micro in range(case.m)]
 
-    def built(self, plan: Scheme) -> Any:
+    def built(self, plan: Context) -> Any:
         model = build(self.config, plan, torch_dtype(master_dtype(self.case.dtype)), seed=3)
         kind = "selective" if self.case.selective else "full" if self.case.recompute else "none"
         model.recompute(kind, max(1, self.case.recompute), self.case.distributed)

@@ -106,6 +106,7 @@ NUMPY_ALONE = (
     "summa3d.layout",
     "summa3d.cli.main",
     "summa3d.nn",
+    "summa3d.nn.schemes.scheme",
     "summa3d.parallel.simulate",
     "summa3d.train.config",
 )
@@ -134,7 +135,14 @@ def test_public_names_load_on_demand() -> None:
 
 
 @pytest.mark.parametrize(
-    "first", ["summa3d.nn.schemes.scheme", "summa3d.nn.config", "summa3d.nn.models.registry", "summa3d.nn.models.block"]
+    "first",
+    [
+        "summa3d.nn.schemes.scheme",
+        "summa3d.nn.context",
+        "summa3d.nn.config",
+        "summa3d.nn.models.registry",
+        "summa3d.nn.models.block",
+    ],
 )
 def test_nn_offers_its_names_whatever_was_imported_first(first: str) -> None:
     program = f"import inspect, {first}, summa3d.nn as nn; print([n for n in nn.__all__ if inspect.ismodule(getattr(nn, n))])"

@@ -15,6 +15,7 @@ FUNCTION_LINES, CLASS_LINES, ROOM_FILES = 60, 300, 16
 RETIRED = (
     # of the node's memory, transports, prefetch and deferred reductions
     "carriers", "Carriers", "Ring", "Turn", "room", "Ahead", "Later", "Mail", "Flights",
+    "Debt", "Debts",
     # of layouts, layers and models
     "hosted", "is_host", "is_owner", "owned", "ways", "handed_on", "sums_once", "traits", "picture", "Joined", "Kind",
     # of products and benches

@@ -24,7 +24,7 @@ from ..gemm.algorithms.oned import OnedPlan
 from ..gemm.algorithms.plan import ProductPlan
 from ..gemm.algorithms.registry import algorithm_of
 from ..gemm.algorithms.workspace import Workspace
-from .debts import Debts
+from .deferred import PassState
 from .prefetch import PrefetchSource
 
 
@@ -36,12 +36,12 @@ class InFlight:
     ----------
     source : the prefetch source of B; None for no prefetch
     input_gradient : whether dA's sum is in flight while dB is computed
-    debts : whether dB is postponed, and where it is recorded; None, it never is
+    state : of the pass that runs, which may defer dB; None, dB is never deferred
     """
 
     source: PrefetchSource | None = None
     input_gradient: bool = True
-    debts: Debts | None = None
+    state: PassState | None = None
 
 
 class Product(ABC):
@@ -114,7 +114,7 @@ class Product(ABC):
         return c
 
     def keep_share(self, c: Tensor, shared: Tensor) -> Tensor:
-        """Return what a postponed dB keeps of dC, whose block is c, until `share_again`."""
+        """Return what a deferred dB keeps of dC, whose block is c, until `share_again`."""
         return c
 
     def share_again(self, kept: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class Product(ABC):
         """Start dB from the shared dC and the kept A; its sum over ranks may be in flight when this returns."""
 
 
-class Sharded(Product):
+class ShardedProduct(Product):
     """A product of which replicas hold shards of B's block, by rows (ZeRO-3): B is gathered before each use, dB reduce-scattered.
 
     Backward keeps the shard. The gathers may be prefetched, and then those of the product itself are not.
@@ -174,7 +174,7 @@ class Sharded(Product):
         return self.product.share(c)
 
     def keep_share(self, c: Tensor, shared: Tensor) -> Tensor:
-        """Return what the product's postponed dB keeps of dC."""
+        """Return what the product's deferred dB keeps of dC."""
         return self.product.keep_share(c, shared)
 
     def share_again(self, kept: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class Sharded(Product):
         return whole.t() if self.transposed else whole
 
 
-class Gathered(Product):
+class GatheredProduct(Product):
     """The cuboid product: all-gather A and B, multiply, reduce-scatter C; both gradients share one all-gather of dC.
 
     With `regather`, backward keeps the shards and gathers them again: 1/P of the memory. Without it, backward keeps the
@@ -270,7 +270,7 @@ class Gathered(Product):
         return self.cuboid.gather_b(b, view) if gathered is None else self.cuboid.ledger.track(gathered)
 
 
-class Line(Product):
+class OnedProduct(Product):
     """The two 1-D products of Megatron, column-parallel (n split) and row-parallel (k split); nothing is gathered.
 
     The row-parallel product all-reduces C (Megatron's g); the column-parallel product all-reduces dA in backward (Megatron's
@@ -303,7 +303,7 @@ class Line(Product):
         return Completed(local(self.executor.workspace, self.of_b, shared, a))
 
 
-class Executed(Product):
+class ExecutedProduct(Product):
     """A product whose gradients are products of the same algorithm: SUMMA, Tesseract, Agarwal. Backward keeps the shards only.
 
     `workspace` may be shared by any number of products of one grid: each product is complete when it returns.
@@ -354,7 +354,7 @@ def product(
     ----------
     regather : whether backward gathers the operands again instead of keeping them gathered; read by the cuboid
     rows : the plane over which a bias gradient is summed; None for a product without bias
-    workspace : the workspace to share; read by the algorithms whose gradients are products (`Executed`)
+    workspace : the workspace to share; read by the algorithms whose gradients are products (`ExecutedProduct`)
     in_flight : what may be in flight; read by the cuboid and the 1-D products
 
     Raises ShapeError for a form or plan without gradients.
@@ -363,9 +363,11 @@ def product(
 
 
 PRODUCTS: dict[Gradients, Callable[..., Product]] = {
-    Gradients.GATHERED: lambda plan, grid, regather, rows, _, in_flight: Gathered(Cuboid(plan, grid), regather, rows, in_flight),
-    Gradients.ALL_REDUCED: lambda plan, grid, _regather, rows, _, in_flight: Line(plan, grid, rows, in_flight),
-    Gradients.PRODUCTS: lambda plan, grid, _regather, rows, workspace, _: Executed(plan, grid, rows, workspace),
+    Gradients.GATHERED: lambda plan, grid, regather, rows, _, in_flight: GatheredProduct(
+        Cuboid(plan, grid), regather, rows, in_flight
+    ),
+    Gradients.ALL_REDUCED: lambda plan, grid, _regather, rows, _, in_flight: OnedProduct(plan, grid, rows, in_flight),
+    Gradients.PRODUCTS: lambda plan, grid, _regather, rows, workspace, _: ExecutedProduct(plan, grid, rows, workspace),
 }
 
 

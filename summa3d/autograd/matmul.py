@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..comm.axis import Axis
 from ..comm.pending import Completed, Pending
-from .debts import Debt
+from .deferred import DeferredWeightGradient
 from .differentiable import Product
 from .function import Function, once_differentiable
 
@@ -18,14 +17,20 @@ from .function import Function, once_differentiable
 class _Matmul(Function):
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, product: Product, rows: Axis | None, debt: Debt | None
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        product: Product,
+        rows: Axis | None,
+        deferred: DeferredWeightGradient | None,
     ) -> Tensor:
         flat = a.flatten(0, -2)
         c, kept = product.forward(flat, b)
         if bias is not None:
             c += bias
         ctx.save_for_backward(*kept)
-        ctx.product, ctx.rows, ctx.shape, ctx.debt = product, rows, a.shape, debt
+        ctx.product, ctx.rows, ctx.shape, ctx.deferred = product, rows, a.shape, deferred
         return c.unflatten(0, (-1, *a.shape[1:-1]))
 
     @staticmethod
@@ -37,8 +42,8 @@ class _Matmul(Function):
         need_a, need_b, need_bias, *_ = ctx.needs_input_grad
         bias = _start_sum(c.sum(0), ctx.rows) if need_bias else None
         shared = product.share(c) if need_a or need_b else c
-        if ctx.debt is not None:
-            ctx.debt.record(partial(_weight_gradient, product, a, product.keep_share(c, shared)))
+        if ctx.deferred is not None:
+            ctx.deferred.record(partial(_weight_gradient, product, a, product.keep_share(c, shared)))
         grad_a = product.start_grad_a(shared, b) if need_a else None
         if grad_a and not product.in_flight.input_gradient:
             grad_a.wait()
@@ -58,9 +63,9 @@ def _start_sum(summand: Tensor, rows: Axis | None) -> Pending:
 
 
 def _weight_gradient(product: Product, a: Tensor, kept: Tensor) -> Tensor:
-    """The dB that was postponed, of A and dC as the product keeps them: shards or copies, no view of a node's memory."""
-    found: Tensor = product.start_grad_b(product.share_again(kept), a).wait()
-    return found
+    """Return the dB that was deferred, of A and dC as the product keeps them: shards or copies, no view of a node's memory."""
+    gradient: Tensor = product.start_grad_b(product.share_again(kept), a).wait()
+    return gradient
 
 
 def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None, sums_bias: bool = True) -> Tensor:
@@ -80,16 +85,16 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None, s
     cuboid, mean per rank: forward [(Y−1)mk + (X−1)kn + (Z−1)mn]/P, backward [(Z−1)mn + (Y−1)mk + (X−1)kn]/P, and with regather
     [(Y−1)mk + (X−1)kn]/P more (`gemm.volume` has the other algorithms' words). The bias gradient is one all-reduce over
     `product.rows`.
-    Where gradients of B are postponed (`autograd.debts`), backward records a debt instead of dB.
+    Where the pass defers gradients of B (`autograd.deferred`), backward records a `DeferredWeightGradient` instead of dB.
     Raises ShapeError for blocks that the plan does not have, before any communication; AgreementError on all ranks where they
     call differently, or want other gradients, which they compare at a product's first use.
     Memory kept for backward: both shards; for the cuboid with regather=False, both gathered operands.
     Source: Bian et al. 2021, Algorithms 2, 4 and 6, a closed set (with 6 read as AᵀB).
     """
     product.agree(a, b, bias)
-    if torch.is_grad_enabled() and product.source is not None:
-        product.source.saved = b.detach()
-    debts, rows = product.in_flight.debts, product.rows if sums_bias else None
-    if debts is None or debts.recorded is None or not (a.requires_grad and b.requires_grad):
+    if product.in_flight.source is not None:
+        product.in_flight.source.prepare(None if product.source is None else b)
+    state, rows = product.in_flight.state, product.rows if sums_bias else None
+    if state is None or state.deferred is None or not (a.requires_grad and b.requires_grad):
         return _Matmul.apply(a, b, bias, product, rows, None)
-    return _Matmul.apply(a, b.detach(), bias, product, rows, Debt(b, debts))
+    return _Matmul.apply(a, b.detach(), bias, product, rows, DeferredWeightGradient(b, state))

@@ -1,11 +1,11 @@
-"""Prefetch of gathered weights: all-gathers in flight ahead of the layers that use them, in the recorded order of use.
+"""Prefetch of gathered weights: all-gathers in flight ahead of the layers that use them, in the known order of use.
 
-A pass is one forward of a followed module, or one backward together with the forwards that it recomputes.
+A pass is one forward of a followed module, or one backward together with the forwards that it recomputes. Each gather of a pass
+starts that of its successor in the last pass of its kind.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from ..comm.pending import Pending
+from .deferred import MicroBatchKey, PassState
 
 Stamp = tuple[tuple[Any, ...], ...]
-Flight = tuple[int, int]
-"""The chunk and the micro-batch of a forward and its backward."""
 
 
 class PrefetchSource:
@@ -26,17 +26,18 @@ class PrefetchSource:
 
     Parameters
     ----------
-    ahead : the prefetch of the model
+    prefetcher : the prefetch of the model
     parts : returns the parameters that the layer uses at the time of the call
     make : computes B's block from those parameters
 
     Attributes
     ----------
-    found : the parameters that the forward of the prefetcher's flight used; a recomputation prefetches from them
-    saved : B's block as that forward saved it for backward
+    used : of each micro-batch, the parameters that its forward used; a recomputation prefetches from them
+    saved : of each micro-batch, B's block as its forward saved it for backward
     start : starts the all-gather of a block of B
+    has_graph : whether the last product has a backward
 
-    `found` and `saved` are held until the flight's backward has gathered them, or has ended.
+    `used` and `saved` are held until the micro-batch's backward has gathered them, or has ended.
     """
 
     def __init__(
@@ -44,42 +45,19 @@ class PrefetchSource:
     ) -> None:
         self.prefetcher, self.parts, self.make = prefetcher, parts, make
         self.start: Callable[[Tensor], Pending] | None = None
-        self._found: dict[Flight, Sequence[Tensor]] = {}
-        self._saved: dict[Flight, Tensor] = {}
+        self.has_graph = False
+        self.used: dict[MicroBatchKey, Sequence[Tensor]] = {}
+        self.saved: dict[MicroBatchKey, Tensor] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PrefetchSource:
-        """Return the source of a copied layer: it reads the copy's parameters and holds no tensor yet."""
-        copied = memo[id(self)] = copy.copy(self)
-        copied.prefetcher, copied.parts, copied.make = copy.deepcopy((self.prefetcher, self.parts, self.make), memo)
-        copied.start, copied._found, copied._saved = None, {}, {}
-        return copied
+    def __reduce__(self) -> tuple[type[PrefetchSource], tuple[Any, ...]]:
+        """Return what a copied layer's source is made of: it reads the copy's parameters and holds no tensor yet."""
+        return PrefetchSource, (self.prefetcher, self.parts, self.make)
 
-    @property
-    def found(self) -> Sequence[Tensor] | None:
-        """None where the flight has no forward."""
-        return self._found.get(self.prefetcher.flight)
-
-    @found.setter
-    def found(self, parts: Sequence[Tensor]) -> None:
-        self._found[self.prefetcher.flight] = parts
-
-    @property
-    def saved(self) -> Tensor | None:
-        """None where the flight has no forward, or has gathered it."""
-        return self._saved.get(self.prefetcher.flight)
-
-    @saved.setter
-    def saved(self, block: Tensor) -> None:
-        self._saved[self.prefetcher.flight] = block
-
-    def forget(self) -> None:
-        """Release the tensors of the flight."""
-        self._found.pop(self.prefetcher.flight, None)
-        self.release()
-
-    def release(self) -> None:
-        """Release the block of B of the flight."""
-        self._saved.pop(self.prefetcher.flight, None)
+    def prepare(self, b: Tensor | None) -> None:
+        """Keep what the next product leaves its backward. b : B's block, if backward gathers it again"""
+        self.has_graph = torch.is_grad_enabled()
+        if self.has_graph and b is not None:
+            self.saved[self.prefetcher.state.key] = b.detach()
 
 
 class Use(NamedTuple):
@@ -102,11 +80,12 @@ def _stamp(tensors: Sequence[Tensor]) -> Stamp:
     return tuple((tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor._version) for tensor in tensors)
 
 
-class _Pass:
-    """The all-gathers of one pass: those seen so far, those expected from the last pass of its kind, those in flight."""
+class _GatherPass:
+    """The all-gathers of one pass of a micro-batch: those seen so far, those expected, those in flight."""
 
-    def __init__(self, expected: list[Use], depth: int, backward: bool) -> None:
-        self.expected, self.depth, self.backward = expected, depth, backward
+    def __init__(self, key: MicroBatchKey, expected: list[Use], depth: int, backward: bool) -> None:
+        self.key, self.expected, self.depth, self.backward = key, expected, depth, backward
+        self.has_backward = not backward and torch.is_grad_enabled()
         self.seen: list[Use] = []
         self._in_flight: deque[_Prefetch] = deque()
 
@@ -123,9 +102,11 @@ class _Pass:
             prefetched = None
         self.seen.append(use)
         if not use.forward:
-            use.source.release()
+            use.source.saved.pop(self.key, None)
         gathered: Tensor = (start(b) if prefetched is None else prefetched.pending).wait()
         self.start_prefetches()
+        if self.backward and len(self.seen) == len(self.expected):
+            self.release()
         return gathered
 
     def start_prefetches(self) -> None:
@@ -142,11 +123,11 @@ class _Pass:
         source = use.source
         with torch.no_grad():
             if use.forward:
-                parts = source.found if self.backward else source.parts()
+                parts = source.used.get(self.key) if self.backward else source.parts()
                 operand = None if parts is None else source.make(parts)
             else:
-                parts = None if source.saved is None else (source.saved,)
-                operand = source.saved
+                operand = source.saved.get(self.key)
+                parts = None if operand is None else (operand,)
         if parts is None or operand is None or source.start is None:
             return None
         return _Prefetch(use, _stamp(parts), source.start(operand.detach()))
@@ -156,42 +137,48 @@ class _Pass:
         while self._in_flight:
             self._in_flight.popleft().pending.wait()
 
+    def release(self) -> None:
+        """Release what forward has left for this backward."""
+        for use in self.seen:
+            use.source.used.pop(self.key, None)
+            use.source.saved.pop(self.key, None)
+
 
 class Prefetcher:
     """Prefetch of gathered weights: up to `depth` all-gathers in flight ahead of the layers that use them.
 
-    Each chunk of a pipeline stage has orders of its own, and each of its micro-batches the tensors of its own forward. `flight`
-    is the chunk and the micro-batch whose forward or backward comes next.
+    Each chunk of a pipeline stage has orders of its own, and each of its micro-batches the tensors of its own forward: `state`
+    says which of them runs.
 
     All ranks of the grid use it alike, in the same order. A forward of a followed module prefetches in the order of the last
     forward; a backward prefetches in the order of the last backward, which includes the layers that it recomputes. The first
-    pass of each kind prefetches nothing. If a pass leaves the recorded order, the all-gathers in flight are completed and
-    dropped (their words are counted), and the rest of the pass prefetches nothing. Nothing is in flight between passes, so
-    weights may change there.
+    pass of each kind prefetches nothing. If a pass leaves the known order, the all-gathers in flight are completed and
+    dropped (their words are counted), and the rest of the pass prefetches nothing. A backward that ends before its order does, as
+    `torch.autograd.grad` of some weights may, leaves gathers in flight until the next pass begins. Weights may change between
+    passes: what has been gathered of a weight that has changed is dropped.
 
     Memory: `depth` gathered weights beside the one in use.
     """
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self._forward: _Pass | None = None
-        self._backward: _Pass | None = None
+    def __init__(self, depth: int, state: PassState) -> None:
+        self.depth, self.state = depth, state
+        self._forward: _GatherPass | None = None
+        self._backward: _GatherPass | None = None
         self._inside = 0
-        self._records_gradient = False
         self._order: dict[tuple[int, bool], list[Use]] = {}
-        self.flight: Flight = (0, 0)
+
+    def __reduce__(self) -> tuple[type[Prefetcher], tuple[int, PassState]]:
+        """Return what a copied model's prefetch is made of: nothing in flight, no order. Torch copies the hooks of `follow`."""
+        return Prefetcher, (self.depth, self.state)
 
     def follow(self, module: nn.Module) -> None:
-        """Make each forward of `module` a pass. A followed module inside another one is part of the outer pass."""
-        module.register_forward_pre_hook(self._begin)
-        module.register_forward_hook(self._end, always_call=True)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Prefetcher:
-        """Return the prefetch of a copied model: nothing in flight, no order recorded. Torch copies the hooks of `follow`."""
-        return Prefetcher(self.depth)
+        """Make each forward of `module`, and each backward from its output, a pass; inside another one it is part of that."""
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._leave, always_call=True)
 
     def forget(self) -> None:
-        """Drop the recorded order of use; call it when the order is about to change."""
+        """Drop the known orders of use; call it when the order is about to change."""
+        self._end_backward()
         self._order.clear()
 
     def gather(self, source: PrefetchSource, forward: bool, b: Tensor, start: Callable[[Tensor], Pending]) -> Tensor | None:
@@ -204,53 +191,68 @@ class Prefetcher:
         b : this rank's block of B
         start : starts the all-gather of a block of B
         """
-        source.start = start
-        current = self._current()
+        source.start, use = start, Use(source, forward)
+        current = self._current(use)
         if current is None:
             return None
-        if forward and current is self._forward and self._records_gradient:
-            source.found = [part.detach() for part in source.parts()]
-        return current.gather(Use(source, forward), b, start)
+        if forward and current.has_backward:
+            source.used[current.key] = [part.detach() for part in source.parts()]
+        return current.gather(use, b, start)
 
-    def _current(self) -> _Pass | None:
-        if torch._C._current_graph_task_id() < 0:
+    def _current(self, use: Use) -> _GatherPass | None:
+        """Return the pass that a gather belongs to.
+
+        Outside a forward, a product with a graph is one that backward computes again, if there is a backward.
+        """
+        if self._forward is not None:
             return self._forward
-        if self._backward is None:  # a backward's first gather comes before any recomputed graph runs
-            self._backward = _Pass(self._order.get((self.flight[0], True), []), self.depth, True)
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_backward)
-        return self._backward
+        if not use.forward and self._backward is None:
+            self._begin_backward()
+        return self._backward if not use.forward or use.source.has_graph else None
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """The block is one pass: a forward that calls parts of a model, without the hooks of `follow`."""
-        self._begin()
+        """Run the block as one pass: a forward that calls parts of a model, without the hooks of `follow`."""
+        self._enter()
         try:
             yield
         finally:
-            self._end()
+            self._leave()
 
-    def _begin(self, module: nn.Module | None = None, inputs: Any = None) -> None:
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Run the block as one pass, a backward. After an error, the next pass completes what is in flight."""
+        self._begin_backward()
+        yield
+        self._end_backward()
+
+    def _new_pass(self, backward: bool) -> _GatherPass:
+        return _GatherPass(self.state.key, self._order.get((self.state.key.chunk, backward), []), self.depth, backward)
+
+    def _enter(self, module: nn.Module | None = None, inputs: Any = None) -> None:
         self._inside += 1
-        if self._inside > 1:
-            return
-        if self._backward is not None:  # a failed backward left it
-            self._backward.drain()
-            self._backward = None
-        self._records_gradient = torch.is_grad_enabled()
-        self._forward = _Pass(self._order.get((self.flight[0], False), []), self.depth, False)
-        self._forward.start_prefetches()
+        if self._inside == 1:
+            self._end_backward()
+            self._forward = self._new_pass(backward=False)
+            self._forward.start_prefetches()
 
-    def _end(self, module: nn.Module | None = None, inputs: Any = None, output: Any = None) -> None:
+    def _leave(self, module: nn.Module | None = None, inputs: Any = None, output: Any = None) -> None:
         self._inside -= 1
         if self._inside == 0 and self._forward is not None:
             self._forward.drain()
-            self._order[self.flight[0], False], self._forward = self._forward.seen, None
+            self._order[self._forward.key.chunk, False], self._forward = self._forward.seen, None
+            outputs = output if isinstance(output, (tuple, list)) else [output]
+            with_gradient = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.requires_grad]
+            if with_gradient:
+                register_multi_grad_hook(with_gradient, self._begin_backward, mode="any")
+
+    def _begin_backward(self, gradient: Tensor | None = None) -> None:
+        self._end_backward()  # nothing else ends one that `follow` has begun
+        self._backward = self._new_pass(backward=True)
 
     def _end_backward(self) -> None:
-        if self._backward is not None:
-            self._backward.drain()
-            self._order[self.flight[0], True] = self._backward.seen
-            for use in self._backward.seen:
-                use.source.forget()
-            self._backward = None
+        ended, self._backward = self._backward, None
+        if ended is not None:
+            ended.drain()
+            ended.release()
+            self._order[ended.key.chunk, True] = ended.seen

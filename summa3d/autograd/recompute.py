@@ -13,18 +13,18 @@ from torch.autograd.graph import get_gradient_edge
 from ..layout.copies import Copies
 from .function import Function, once_differentiable
 
-Place = tuple[nn.Module, str]
+WeightPlace = tuple[nn.Module, str]
 """Where a weight is stored: the module and the parameter's name in it."""
 
 
-def places_of(modules: Sequence[nn.Module]) -> list[Place]:
+def places_of(modules: Sequence[nn.Module]) -> list[WeightPlace]:
     """List where the weights of `modules` are stored; a shared weight is listed at every place."""
     parts = [part for module in modules for part in module.modules()]
     return [(part, name) for part in parts for name, weight in part._parameters.items() if weight is not None]
 
 
 @contextmanager
-def weights_in(places: Sequence[Place], weights: Sequence[Tensor]) -> Iterator[None]:
+def weights_in(places: Sequence[WeightPlace], weights: Sequence[Tensor]) -> Iterator[None]:
     """Store `weights` at `places` within the with-block; restore the former weights afterwards."""
     before = [module._parameters[name] for module, name in places]
     _put(places, weights)
@@ -34,7 +34,7 @@ def weights_in(places: Sequence[Place], weights: Sequence[Tensor]) -> Iterator[N
         _put(places, before)
 
 
-def _put(places: Sequence[Place], weights: Sequence[Any]) -> None:
+def _put(places: Sequence[WeightPlace], weights: Sequence[Any]) -> None:
     for (module, name), weight in zip(places, weights, strict=True):
         module._parameters[name] = weight
 
@@ -42,7 +42,7 @@ def _put(places: Sequence[Place], weights: Sequence[Any]) -> None:
 class _Recompute(Function):
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[..., Tensor], places: list[Place], copies: Copies | None, inputs: int, *tensors: Tensor
+        ctx: Any, run: Callable[..., Tensor], places: list[WeightPlace], copies: Copies | None, inputs: int, *tensors: Tensor
     ) -> Tensor:
         kept = tensors[:inputs] if copies is None else [copies.part(tensor) for tensor in tensors[:inputs]]
         ctx.save_for_backward(*kept, *tensors[inputs:])
@@ -58,7 +58,9 @@ class _Recompute(Function):
             kept = [ctx.copies.whole(part, shape) for part, shape in zip(kept, shapes, strict=True)]
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_(need) for x, need in zip(kept, needs, strict=False)]
-            weights = [weight.view_as(weight) for weight in saved[len(shapes) :]]  # one a place; debts continue behind them
+            weights = [
+                weight.view_as(weight) for weight in saved[len(shapes) :]
+            ]  # one a place; deferred gradients continue after them
             with weights_in(ctx.places, weights):
                 end = get_gradient_edge(ctx.run(*inputs))  # only the graph is needed: the output is freed
         wanted = [tensor for tensor, need in zip((*inputs, *weights), needs, strict=True) if need]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.device.select import settle
-from ..comm.grid import Grid, Place
+from ..comm.grid import Grid
 from ..comm.profile.nvtx import Ranges
 from ..comm.profile.trace import Trace, write
 from ..comm.topology import describe, several
@@ -24,13 +24,14 @@ from ..gemm.algorithms.gradients import Gradients
 from ..gemm.algorithms.registry import algorithm_of
 from ..layout.distribute import collect, distribute
 from ..nn.config import ModelConfig
+from ..nn.context import Context, scheme
 from ..nn.layers.attention_mask import Visible
 from ..nn.layers.dropout import Batch
 from ..nn.models.block import Block
 from ..nn.overlap import DEFAULT, Overlap
 from ..nn.parameter import initialise
 from ..nn.schemes.registry import SCHEME_SPECS
-from ..nn.schemes.scheme import Scheme, scheme
+from ..nn.schemes.scheme import Scheme
 from .clock import Clock
 from .memory import peak_bytes, saved_bytes
 from .series import times_of
@@ -109,7 +110,7 @@ def gathers(name: str) -> bool:
 def fits(name: str, shape: Mapping[str, int], case: Case) -> bool:
     """Whether the scheme can run the case on a grid of this shape."""
     try:
-        scheme(name, Place(shape)).check(case.config, case.batch)
+        Scheme.of(name, shape).check(case.config, case.batch)
     except LayoutError:
         return False
     return True
@@ -118,12 +119,12 @@ def fits(name: str, shape: Mapping[str, int], case: Case) -> bool:
 class Stack(nn.Module):
     """The blocks of a model, one after the other, on the residual stream."""
 
-    def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, context: Context, dtype: torch.dtype) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(config, scheme, f"blocks.{index}", dtype) for index in range(config.layers))
-        initialise(self, scheme, SEED)
-        if scheme.prefetcher is not None:
-            scheme.prefetcher.follow(self)
+        self.blocks = nn.ModuleList(Block(config, context, f"blocks.{index}", dtype) for index in range(config.layers))
+        initialise(self, context, SEED)
+        if context.prefetcher is not None:
+            context.prefetcher.follow(self)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Apply all blocks to the local block `x` of the residual stream."""
@@ -166,10 +167,10 @@ class BlockRunner:
         self.entry, self.case, self.comm = entry, case, world
         self.grid = Grid(world, dict(entry.grid), node_memory=None if case.device == "cpu" else False)
         self.clock = Clock(self.grid)
-        self.scheme = scheme(entry.scheme, self.grid, entry.regather, overlap=entry.overlap)
-        self.scheme.check(case.config, case.batch)
+        self.context = scheme(entry.scheme, self.grid, entry.regather, overlap=entry.overlap)
+        self.context.scheme.check(case.config, case.batch)
         with torch.device(case.device):
-            self.stack = Stack(case.config, self.scheme, getattr(torch, case.dtype))
+            self.stack = Stack(case.config, self.context, getattr(torch, case.dtype))
         x, gradient = inputs(case)
         self.x = self._stored(x).requires_grad_()
         self.gradient = self._stored(gradient)
@@ -181,7 +182,7 @@ class BlockRunner:
         return {"scheme": entry.scheme, "grid": dict(entry.grid), "regather": entry.regather, "label": entry.label}
 
     def _stored(self, whole: Tensor) -> Tensor:
-        return self.scheme.as_stored(distribute(whole, self.grid, self.scheme.residual))
+        return self.context.as_stored(distribute(whole, self.grid, self.context.residual))
 
     def forward(self) -> Tensor:
         """Run the stack on the local block of the input and return the local block of its output; collective."""
@@ -218,8 +219,8 @@ class BlockRunner:
     def output(self) -> Tensor:
         """The global output [b, s, h] of one forward without autograd; collective."""
         with torch.no_grad():
-            y = self.scheme.batch_first(self.forward())
-        return collect(y, self.grid, self.scheme.residual, self.case.shape)
+            y = self.context.batch_first(self.forward())
+        return collect(y, self.grid, self.context.residual, self.case.shape)
 
     def amounts(self) -> dict[str, Any]:
         """Words, messages and bytes of one step, as the largest over ranks, and the mean words; collective."""

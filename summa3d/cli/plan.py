@@ -15,7 +15,7 @@ from ..figures import FORMATS, draw
 from ..nn.config import MOST_LAYERS
 from ..parallel import draw as drawing
 from ..parallel.schedule import SCHEDULES, build, split_layers
-from ..parallel.simulate import Timeline, in_flight, messages_of, timeline
+from ..parallel.simulate import ScheduleTimeline, in_flight, messages_of, timeline
 
 if TYPE_CHECKING:
     from ..plan.papers.costs import Isoefficiency, PrintedCost
@@ -280,7 +280,7 @@ def draw_schedule(args: argparse.Namespace) -> int:
     return 0
 
 
-def simulated(args: argparse.Namespace) -> tuple[Timeline, tuple[int, ...] | None]:
+def simulated(args: argparse.Namespace) -> tuple[ScheduleTimeline, tuple[int, ...] | None]:
     """The timeline that the options ask for, and the layers of each stage. Raises ConfigError for what does not fit."""
     if not all(TIMES[0] <= one <= TIMES[1] for one in (args.forward, args.backward)):
         raise ConfigError(
@@ -311,7 +311,7 @@ def weights_time(args: argparse.Namespace) -> float:
     return args.backward / 2 if args.weights is None else float(args.weights)
 
 
-def of_ranks(drawn: Timeline) -> Iterator[dict[str, Any]]:
+def of_ranks(drawn: ScheduleTimeline) -> Iterator[dict[str, Any]]:
     """What each rank holds, waits for, keeps and exchanges."""
     schedule = drawn.schedule
     for rank in range(schedule.p):
@@ -325,7 +325,7 @@ def of_ranks(drawn: Timeline) -> Iterator[dict[str, Any]]:
         }
 
 
-def table(drawn: Timeline) -> Iterator[str]:
+def table(drawn: ScheduleTimeline) -> Iterator[str]:
     """The lines of a table of the ranks, and of all messages."""
     rows = list(of_ranks(drawn))
     yield f"{'rank':<6}{'stages':<12}{'idle':>8}{'in flight':>12}{'received':>12}{'sent':>8}"
@@ -336,7 +336,7 @@ def table(drawn: Timeline) -> Iterator[str]:
     yield f"{sent} messages in all. In flight: the most inputs of its stages that a rank keeps for backward."
 
 
-def as_json(drawn: Timeline, stages: tuple[int, ...] | None) -> dict[str, Any]:
+def as_json(drawn: ScheduleTimeline, stages: tuple[int, ...] | None) -> dict[str, Any]:
     """Totals, ranks and ops of a timeline."""
     schedule, ranks = drawn.schedule, list(of_ranks(drawn))
     return {
@@ -357,7 +357,7 @@ def as_json(drawn: Timeline, stages: tuple[int, ...] | None) -> dict[str, Any]:
     }
 
 
-def _write(drawn: Timeline, file: Path) -> None:
+def _write(drawn: ScheduleTimeline, file: Path) -> None:
     if file.suffix[1:] not in FORMATS:
         raise DataError(f"--png {file} names no format; end it in one of .{', .'.join(FORMATS)}.")
     try:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from math import prod
 
-from ..comm.topology import replica_axes
+from ..comm.topology import Topology, replica_axes
 from ..layout.layout import Layout
 from ..nn.config import ModelConfig
 from ..nn.schemes.scheme import Scheme
-from .place import DryPlace
-from .step import DryStep, Key, Rank, Setting, Training, kinds_of
+from .step import DryStep, OpKey, Rank, Setting, Training, kinds_of
 
 
 def classes(setting: Setting) -> dict[int, int]:
@@ -33,7 +31,7 @@ def steps(setting: Setting, training: Training) -> Iterator[tuple[int, int, DryS
     """
     whole: dict[object, Rank] = {}
     traced: dict[object, Rank] = {}
-    programs: dict[int, list[Key]] = {}
+    programs: dict[int, list[OpKey]] = {}
     for (stage, inner, shares), ranks in _classes(setting).items():
         kind = tuple(kinds_of(stage, setting.stages)), inner
         if (kind, shares) not in traced:
@@ -48,64 +46,64 @@ def steps(setting: Setting, training: Training) -> Iterator[tuple[int, int, DryS
 
 def _classes(setting: Setting) -> dict[tuple[int, object, object], list[int]]:
     """The ranks of each class by their rank of the pipeline, what else forwards differ by, and their parts of what is shared."""
-    place = setting.place()
-    on_grid, replicas = setting.on(place), replica_axes(place.shape)
-    layouts = list(_tensors(on_grid, setting.model, setting.batch))
-    shares = [(layout.sharded_over(replicas), shape) for layout, shape in layouts if replicas]  # the larger ones come first
+    topology, scheme = setting.topology, setting.layouts
+    shape, replicas = topology.shape, replica_axes(topology.shape)
+    layouts = list(_tensors(scheme, setting.model, setting.batch))
+    shares = [(layout.sharded_over(replicas), whole) for layout, whole in layouts if replicas]  # the larger ones come first
 
     @cache
-    def block(layout: Layout, shape: tuple[int, ...], at: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
-        return layout.local_shape(shape, place.shape, {**place.coordinates, **dict(at)})
+    def block(layout: Layout, whole: tuple[int, ...], at: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+        return layout.local_shape(whole, shape, {**dict.fromkeys(shape, 0), **dict(at)})
 
     def blocks(of: list[tuple[Layout, tuple[int, ...]]], at: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
         return tuple(
-            block(layout, shape, tuple((axis, at[axis]) for axis in (*layout.axes, *layout.root_only))) for layout, shape in of
+            block(layout, whole, tuple((axis, at[axis]) for axis in (*layout.axes, *layout.root_only))) for layout, whole in of
         )
 
-    found: dict[tuple[int, object, object], list[int]] = {}
-    for rank in range(prod(setting.axes.values())):
-        at = place.coordinates_of(rank)
-        first = tuple(at[axis] == 0 for axis in on_grid.residual.dims[1])
-        inner = blocks(layouts, at), first, _inside(place, at, setting.ranks_per_node)
-        found.setdefault((at.get("pp", 0), inner, blocks(shares, at)), []).append(rank)
-    return found
+    ranks: dict[tuple[int, object, object], list[int]] = {}
+    for rank in range(topology.size):
+        at = topology.coordinates_of(rank)
+        first = tuple(at[axis] == 0 for axis in scheme.residual.dims[1])
+        inner = blocks(layouts, at), first, _inside(topology, at, setting.ranks_per_node)
+        ranks.setdefault((at.get("pp", 0), inner, blocks(shares, at)), []).append(rank)
+    return ranks
 
 
 def even(setting: Setting) -> bool:
     """Whether the blocks of all activations and parameters have the same shapes on all ranks: larger parts come first."""
-    place = setting.place()
-    tensors = _tensors(setting.on(place), setting.model, setting.batch)
-    ends = [place.coordinates_of(rank) for rank in (0, place.size - 1)]
-    shapes = ([layout.local_shape(shape, place.shape, at) for at in ends] for layout, shape in tensors)
+    topology = setting.topology
+    ends = [topology.coordinates_of(rank) for rank in (0, topology.size - 1)]
+    tensors = _tensors(setting.layouts, setting.model, setting.batch)
+    shapes = ([layout.local_shape(whole, topology.shape, at) for at in ends] for layout, whole in tensors)
     return all(first == last for first, last in shapes)
 
 
-def _tensors(on_grid: Scheme, config: ModelConfig, batch: int) -> Iterable[tuple[Layout, tuple[int, ...]]]:
+def _tensors(scheme: Scheme, config: ModelConfig, batch: int) -> Iterable[tuple[Layout, tuple[int, ...]]]:
     """The layouts and shapes of activations and parameters."""
-    stream, inner, s = on_grid.residual, on_grid.after_linear(on_grid.residual), config.sequence
+    stream, inner, s = scheme.residual, scheme.after_linear(scheme.residual), config.sequence
     h, f, v = config.hidden, config.ffn_dim, config.vocabulary
     kv = 2 * config.num_kv_heads * h // config.heads
     yield stream, (batch, s, h)
-    yield Layout(*on_grid.lookup.tokens.dims), (batch, s)
-    yield on_grid.table(stream), (v, h)
-    yield on_grid.pooled, (batch, h)
-    yield on_grid.vector(stream), (h,)
+    yield Layout(*scheme.lookup.tokens.dims), (batch, s)
+    yield scheme.table(stream), (v, h)
+    yield scheme.pooled, (batch, h)
+    yield scheme.vector(stream), (h,)
     for columns in (h, h + kv, f, v):
         yield inner, (batch, s, columns)
-        yield on_grid.weight(stream), (h, columns)
-        yield on_grid.vector(inner), (columns,)
+        yield scheme.weight(stream), (h, columns)
+        yield scheme.vector(inner), (columns,)
     for rows in (h, f):
-        yield on_grid.weight(inner, on_grid.spec.transposed_down and rows == f), (rows, h)
+        yield scheme.weight(inner, scheme.spec.transposed_down and rows == f), (rows, h)
 
 
-def _inside(place: DryPlace, at: Mapping[str, int], ranks_per_node: int) -> tuple[str, ...]:
+def _inside(topology: Topology, at: Mapping[str, int], ranks_per_node: int) -> tuple[str, ...]:
     """The axes whose members share the node of the rank at `at`."""
     if ranks_per_node == 1:
         return ()
-    if ranks_per_node >= place.size:
-        return tuple(place.shape)
+    if ranks_per_node >= topology.size:
+        return tuple(topology.shape)
 
     def nodes(name: str) -> set[int]:
-        return {place.rank_of({**at, name: index}) // ranks_per_node for index in range(place.shape[name])}
+        return {topology.rank_of({**at, name: index}) // ranks_per_node for index in range(topology.shape[name])}
 
-    return tuple(name for name in place.shape if len(nodes(name)) == 1)
+    return tuple(name for name in topology.shape if len(nodes(name)) == 1)

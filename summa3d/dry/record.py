@@ -69,14 +69,14 @@ class Segment:
         return found
 
 
-class Part(NamedTuple):
+class RepeatedSegment(NamedTuple):
     """A segment, and its number of consecutive repetitions."""
 
     segment: Segment
     times: int
 
 
-def peak_of(parts: Sequence[Part]) -> int:
+def peak_of(parts: Sequence[RepeatedSegment]) -> int:
     """The peak of bytes held during `parts`, beyond those held before them."""
     held = top = 0
     for segment, times in parts:
@@ -85,12 +85,12 @@ def peak_of(parts: Sequence[Part]) -> int:
     return top
 
 
-def net_of(parts: Sequence[Part]) -> int:
+def net_of(parts: Sequence[RepeatedSegment]) -> int:
     """Bytes held after `parts` beyond those held before them."""
     return sum(times * segment.net for segment, times in parts)
 
 
-class Traced(NamedTuple):
+class TracedOp(NamedTuple):
     """An op of a program as it was traced.
 
     posted : bytes of the receive that was posted for it, one op before. parts : what it does. left : bytes, negative, that are
@@ -98,30 +98,30 @@ class Traced(NamedTuple):
     """
 
     posted: int
-    parts: Sequence[Part]
+    parts: Sequence[RepeatedSegment]
     left: int
 
 
-def operations(parts: Sequence[Part]) -> Iterator[tuple[Op, int]]:
+def operations(parts: Sequence[RepeatedSegment]) -> Iterator[tuple[Op, int]]:
     """Every operation with its number of repetitions."""
     for segment, times in parts:
         for op in segment.ops:
             yield op, times
 
 
-def repeated(segments: Sequence[Segment], cell: str, times: int) -> list[Part]:
+def repeated(segments: Sequence[Segment], cell: str, times: int) -> list[RepeatedSegment]:
     """`segments`, with each run of segments of `cell` joined into one that repeats `times` times."""
-    parts: list[Part] = []
+    parts: list[RepeatedSegment] = []
     run: list[Segment] = []
     for segment in [*segments, None]:
         if run and (segment is None or segment.cell != cell or segment.backward != run[0].backward):
-            parts.append(Part(joined(run), times))
+            parts.append(RepeatedSegment(joined(run), times))
             run = []
         if segment is not None:
             if segment.cell == cell:
                 run.append(segment)
             else:
-                parts.append(Part(segment, 1))
+                parts.append(RepeatedSegment(segment, 1))
     return parts
 
 
@@ -135,7 +135,7 @@ def joined(segments: Sequence[Segment]) -> Segment:
     return whole
 
 
-def held_in(program: Sequence[Traced], before: int, message: int) -> tuple[int, int]:
+def held_in(program: Sequence[TracedOp], before: int, message: int) -> tuple[int, int]:
     """The peak of bytes held in a program of ops, and what is held at its end.
 
     before : bytes made before the first op. message : of a send, which may not have arrived before the next op has ended.
@@ -155,7 +155,7 @@ def held_in(program: Sequence[Traced], before: int, message: int) -> tuple[int, 
     return top, held + left
 
 
-def moved(parts: Sequence[Part], what: str) -> dict[str, dict[str, int]]:
+def moved(parts: Sequence[RepeatedSegment], what: str) -> dict[str, dict[str, int]]:
     """Words, messages or bytes (`what`) received, by phase and axis."""
     totals: dict[str, dict[str, int]] = {}
     for segment, times in parts:
@@ -165,7 +165,7 @@ def moved(parts: Sequence[Part], what: str) -> dict[str, dict[str, int]]:
     return totals
 
 
-def totals(parts: Sequence[Part]) -> dict[str, dict[str, int]]:
+def totals(parts: Sequence[RepeatedSegment]) -> dict[str, dict[str, int]]:
     """Count, flops and bytes by kind of operation; a move's bytes are those received."""
     found = {kind: {"count": 0, "flops": 0, "bytes": 0} for kind in KINDS[:3]}
     for op, times in operations(parts):

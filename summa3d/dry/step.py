@@ -13,29 +13,30 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..comm.topology import replica_axes
+from ..comm.topology import Topology, replica_axes
 from ..nn.config import ModelConfig
+from ..nn.context import Context, scheme
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Inputs
 from ..nn.models.registry import Model, build
 from ..nn.overlap import BUCKETS_IN_FLIGHT, DEFAULT, Overlap
 from ..nn.parameter import ShardedParameter
-from ..nn.schemes.scheme import Scheme, scheme
+from ..nn.schemes.scheme import Scheme
 from ..nn.stages import Stages
-from ..parallel.executor import Program, Stage, Step, ops_of, program_of
+from ..parallel.executor import Program, ProgramStep, Stage, ops_of, program_of
 from ..parallel.pipeline import Pipeline, chunks_of, stages_of
 from ..parallel.replicas import Replicas
-from ..parallel.schedule import ALL, GRADIENT_ENDS, Op, in_two
-from ..parallel.states import State, states_of
+from ..parallel.schedule import ALL, GRADIENT_ENDS, ScheduleOp, in_two
+from ..parallel.states import ParameterState, states_of
 from .place import DryPlace
-from .record import OPTIMIZER, Part, Segment, Traced, held_in, moved, net_of, peak_of, repeated, totals
+from .record import OPTIMIZER, RepeatedSegment, Segment, TracedOp, held_in, moved, net_of, peak_of, repeated, totals
 from .storages import current_node
 from .trace import Tracer
 
 META = torch.device("meta")
 TRACED = 3
 """Cells of blocks that are traced of a deeper stage: the first, one that stands for all between, and the last."""
-PAUSE = Step(Op("pause", 0), None, None)
+PAUSE = ProgramStep(ScheduleOp("pause", 0), None, None)
 """An op that does nothing: two before each op that is traced, so that what it receives is posted in the second, by itself."""
 
 
@@ -80,11 +81,21 @@ class Setting:
         ledger = None if tracer is None else tracer.ledger
         return DryPlace(self.axes, self.rank, self.order, self.tile, self.ranks_per_node, self.on_device, ledger)
 
-    def on(self, place: DryPlace) -> Scheme:
-        """The scheme on that place."""
-        found = scheme(self.scheme, place, self.regather, self.vectors, self.overlap)
+    def on(self, place: DryPlace) -> Context:
+        """The context of layers on that place."""
+        context = scheme(self.scheme, place, self.regather, self.vectors, self.overlap)
         sharded = replica_axes(place.shape) if self.zero == 3 else ()  # layers gather their weights from the replicas
-        return replace(found, stages=self.stages, sharded=sharded)
+        return replace(context, stages=self.stages, sharded=sharded)
+
+    @property
+    def layouts(self) -> Scheme:
+        """The layouts of activations and parameters on the inner grid."""
+        return Scheme.of(self.scheme, self.axes, self.vectors)
+
+    @property
+    def topology(self) -> Topology:
+        """Which rank stands where on the grid, of whose axes each that the scheme needs is one."""
+        return Topology.checked({**self.axes, **self.layouts.shape}, self.order, self.tile)
 
     @property
     def stages(self) -> Stages | None:
@@ -111,11 +122,11 @@ class Training:
     not summed over replicas.
     """
 
-    weights: Callable[[Model, Sequence[State]], AbstractContextManager[None]] = lambda model, states: nullcontext()
-    optimizer: Callable[[Pipeline, Sequence[State]], Ending] | None = None
+    weights: Callable[[Model, Sequence[ParameterState]], AbstractContextManager[None]] = lambda model, states: nullcontext()
+    optimizer: Callable[[Pipeline, Sequence[ParameterState]], Ending] | None = None
 
 
-class Key(NamedTuple):
+class OpKey(NamedTuple):
     """What is traced once of a rank's ops: `chunk` stands for all that are like it, `micro` for those between first and last."""
 
     kind: str
@@ -133,10 +144,10 @@ class DryStep:
     elements : of the whole model's parameters, over all ranks. checkpoint : bytes of this rank's file of a checkpoint.
     """
 
-    copies: Sequence[Part]
-    traced: Mapping[Key, Traced]
-    program: Sequence[Key]
-    optimizer: Sequence[Part]
+    copies: Sequence[RepeatedSegment]
+    traced: Mapping[OpKey, TracedOp]
+    program: Sequence[OpKey]
+    optimizer: Sequence[RepeatedSegment]
     saved: Mapping[int, int]
     message: int
     parameters: int
@@ -148,11 +159,11 @@ class DryStep:
     elements: int = 0
     node_axes: tuple[str, ...] = ()
     checkpoint: int = 0
-    parts: list[Part] = field(init=False)
+    parts: list[RepeatedSegment] = field(init=False)
 
     def __post_init__(self) -> None:
         times = Counter(self.program)
-        ops = [Part(segment, many * times[key]) for key in times for segment, many in self.traced[key].parts]
+        ops = [RepeatedSegment(segment, many * times[key]) for key in times for segment, many in self.traced[key].parts]
         self.parts = [*self.copies, *ops, *self.optimizer]
 
     def words(self) -> dict[str, dict[str, int]]:
@@ -238,7 +249,7 @@ def run(setting: Setting, training: Training = Training()) -> DryStep:
     return rank.step(rank.keys(rank.pipeline.rank))
 
 
-class Stretch(NamedTuple):
+class TracedStage(NamedTuple):
     """The part of a stage that is traced: its cell `middle` comes `times` times."""
 
     stage: Stage
@@ -271,20 +282,20 @@ class Rank:
         self.place = setting.place(tracer)
         with META:
             self.model = self._held()
-            self.given = inputs(setting.model, setting.batch)
+            self._given = inputs(setting.model, setting.batch)
             self.model.recompute(*setting.recompute)
             dtype, sums, replicas = getattr(torch, setting.stream or setting.dtype), setting.overlap_sums, None
             self.states = states_of(self.model, self.place, setting.zero, dtype)
             if training.optimizer is not None:
                 replicas = Replicas.of(self.states, self.place, setting.zero, setting.bucket, chunks_of(self.model))
             self.pipeline = Pipeline(self.model, setting.schedule, setting.batch, dtype, replicas, sums, setting.scatter)
-            self.ending = training.optimizer(self.pipeline, self.states) if training.optimizer else Ending()
+            self._ending = training.optimizer(self.pipeline, self.states) if training.optimizer else Ending()
         self.stretches = self._stretches()
         self.like = self._alike()
         self.saved: dict[int, int] = {}
         self.kept = self.copied = 0
-        self.copies: Sequence[Part] = ()
-        self.ops: dict[Key, Traced] = {}
+        self.copies: Sequence[RepeatedSegment] = ()
+        self.ops: dict[OpKey, TracedOp] = {}
         executor = self.pipeline.executor
         executor.stages = [stretch.stage for stretch in self.stretches]
         executor.sums = {**executor.sums, PAUSE.op.kind: lambda chunk: None}
@@ -300,7 +311,7 @@ class Rank:
             plan, config = replace(plan, stages=Stages(homes, layers)), replace(config, layers=sum(layers))
         return build(config, plan, getattr(torch, self.setting.dtype))
 
-    def _stretches(self) -> list[Stretch]:
+    def _stretches(self) -> list[TracedStage]:
         """What is traced of each stage; makes the cells of all blocks known."""
         setting, cells, found = self.setting, [""] * len(self.model.blocks), []
         stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
@@ -311,7 +322,7 @@ class Rank:
             layers = stage.last - stage.first
             traced = layers if whole else min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)
             middle = str(number + ends) if layers > traced else ""
-            found.append(Stretch(replace(stage, last=stage.first + traced), middle, 1 + (layers - traced) // stretch))
+            found.append(TracedStage(replace(stage, last=stage.first + traced), middle, 1 + (layers - traced) // stretch))
             for layer in range(layers):
                 cells[stage.first + layer] = str(number + layer // stretch)
             number += -(-layers // stretch)
@@ -329,14 +340,14 @@ class Rank:
         kinds = kinds_of(self.place.coordinates.get("pp", 0), self.setting.stages)
         return {chunk: first.setdefault(kind, chunk) for chunk, kind in enumerate(kinds)}
 
-    def key(self, op: Op) -> Key:
+    def key(self, op: ScheduleOp) -> OpKey:
         """What is traced for an op. The first micro-batch makes the gradients, the last one frees 16-bit copies of weights.
 
         Where backwards sum buckets, as many as may be in flight add to those; the next one ends a sum, which makes the gradients.
         """
         freed = self.copied and op.micro == self.setting.accumulate - 1
         between = op.micro if freed else min(op.micro, 1 + BUCKETS_IN_FLIGHT * self._sums_in_backward)
-        return Key(op.kind, op.chunk if op.micro == ALL else self.like[op.chunk], between)
+        return OpKey(op.kind, op.chunk if op.micro == ALL else self.like[op.chunk], between)
 
     def trace(self, like: Rank | None = None, between: bool = False, split: bool = False) -> None:
         """Trace each op of the program that is a key, and what is before and behind them; `between`, `split` as of `traced`."""
@@ -360,20 +371,20 @@ class Rank:
                 self.pipeline.executor.run(paused, self._feed, forwarded=copies.close)
             del used
             with tracer.recording() as behind, tracer.ledger.phase(OPTIMIZER):
-                self.ending.run()
-        self.copies = like.copies if like is not None else [Part(segment, 1) for segment in ops[0]]
-        self.optimizer = [Part(segment, 1) for segment in behind[0]]
+                self._ending.run()
+        self.copies = like.copies if like is not None else [RepeatedSegment(segment, 1) for segment in ops[0]]
+        self.optimizer = [RepeatedSegment(segment, 1) for segment in behind[0]]
         self.ops = {} if like is None else {**like.ops}
         for place, step in enumerate(wanted):
             (_, posted, op, left), key = ops[3 * place + 1 : 3 * place + 5], self.key(step.op)
-            self.ops[key] = Traced(_net(posted), self._composed(op, key), _net(left))
+            self.ops[key] = TracedOp(_net(posted), self._composed(op, key), _net(left))
 
     def _program(self, split: bool) -> Program:
         """The program of this rank; `split`, with the gradients of weights as ops of their own."""
         schedule = self.pipeline.schedule(self.setting.accumulate)
         return program_of(in_two(schedule), self.pipeline.rank) if split else self.pipeline.program(self.setting.accumulate)
 
-    def _wanted(self, program: Program, like: bool, between: bool) -> list[Step]:
+    def _wanted(self, program: Program, like: bool, between: bool) -> list[ProgramStep]:
         """The steps whose ops are keys; `between`, of the second micro-batch and of all; `like`, of all micro-batches alone."""
         wanted = [step for step in program if self._is_traced(step.op) and (not like or step.op.micro == ALL)]
         wanted = [step for step in wanted if step.op.micro in (ALL, 1)] if between else wanted
@@ -384,16 +395,16 @@ class Rank:
     def _give_gradients(self, untraced: Sequence[torch.nn.Module]) -> None:
         """Give parameters that no traced op is of something to sum and to update with."""
         given = {id(one) for module in untraced for one in module.parameters()}
-        for state in (one for one in self.states if one.numel and id(one.parameter) in given):
+        for state in (one for one in self.states if one.shardings.numel and id(one.parameter) in given):
             shape = state.shardings.gradient.local_shape(self.place)
             state.add(state.parameter.new_empty(shape))
 
-    def keys(self, index: int) -> list[Key]:
+    def keys(self, index: int) -> list[OpKey]:
         """The program of a rank of the pipeline whose chunks are of the kinds of this one's."""
         schedule = self.pipeline.schedule(self.setting.accumulate)
         return [self.key(op) for op in ops_of(schedule, index, self.pipeline.overlap)]
 
-    def step(self, program: Sequence[Key]) -> DryStep:
+    def step(self, program: Sequence[OpKey]) -> DryStep:
         """The whole step of a program, composed of what is traced."""
         return DryStep(
             self.copies,
@@ -404,27 +415,29 @@ class Rank:
             0 if self.pipeline.axis is None else self.pipeline.executor.wire.buffer().nbytes,
             sum(one.parameter.nbytes + (0 if one.copy is None else one.copy.nbytes) for one in self.states),
             sum(
-                prod(one.shardings.gradient.local_shape(self.place)) * one.parameter.itemsize for one in self.states if one.numel
+                prod(one.shardings.gradient.local_shape(self.place)) * one.parameter.itemsize
+                for one in self.states
+                if one.shardings.numel
             ),
             self.copied,
-            self.ending.moments,
-            self.kept + self.ending.copy,
+            self._ending.moments,
+            self.kept + self._ending.copy,
             self.place.node_bytes,
             self._elements(),
             self.place.node_axes,
-            self.ending.checkpoint,
+            self._ending.checkpoint,
         )
 
-    def _is_traced(self, op: Op) -> bool:
+    def _is_traced(self, op: ScheduleOp) -> bool:
         """Whether the op is that of its key."""
         return op.micro == ALL or (self.like[op.chunk] == op.chunk and self.key(op).micro == op.micro)
 
-    def _composed(self, segments: Sequence[Segment], key: Key) -> list[Part]:
+    def _composed(self, segments: Sequence[Segment], key: OpKey) -> list[RepeatedSegment]:
         stretch = self.stretches[key.chunk]
         return repeated([one for one in segments if one.ops or one.net or one.top], stretch.middle, stretch.times)
 
     def _feed(self, micro: int) -> tuple[Inputs, Batch]:
-        return self.given, self.model.batch_of(self.given, **counts(self.setting.model, self.setting.batch))
+        return self._given, self.model.batch_of(self._given, **counts(self.setting.model, self.setting.batch))
 
     def _drop(self) -> None:
         """Drop the gradients, those in flight too, and what only the collector frees."""
@@ -457,21 +470,21 @@ class Rank:
         Of a first micro-batch, after which buffers that products keep and the order of prefetches are there.
         """
         owners = self.tracer.owners
-        outside = {one.untyped_storage()._cdata for one in (*self.model.parameters(), *self.given.values())}
+        outside = {one.untyped_storage()._cdata for one in (*self.model.parameters(), *self._given.values())}
         program = [step for step in program if self.like[step.op.chunk] == step.op.chunk]
         saved, chunks = dict.fromkeys(self.like.values(), 0), [step.op.chunk for step in program if step.op.kind == "F"]
         kept: dict[int, Any] = {}
 
         def feed(micro: int) -> tuple[Inputs, Batch]:
-            self.forwarding = chunks.pop(0)
+            self._forwarding = chunks.pop(0)
             return self._feed(micro)
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if current_node() is None and storage._cdata not in outside and storage._cdata not in kept:
                 kept[storage._cdata] = storage  # backward, in which layers may be computed again, keeps nothing
-                stretch = self.stretches[self.forwarding]
-                saved[self.forwarding] += storage.nbytes() * (stretch.times if owners.saving == stretch.middle else 1)
+                stretch = self.stretches[self._forwarding]
+                saved[self._forwarding] += storage.nbytes() * (stretch.times if owners.saving == stretch.middle else 1)
             return tensor
 
         owners.begin()
@@ -499,7 +512,7 @@ def kinds_of(rank: int, stages: Stages | None) -> list[tuple[object, ...]]:
     ]
 
 
-def _in_turn(step: Step) -> tuple[int, int]:
+def _in_turn(step: ProgramStep) -> tuple[int, int]:
     """Forwards first, and each micro-batch's W before the next one's X, as in the middle of a program of any rank."""
     op = step.op
     return (2, 0) if op.micro == ALL else (0, 0) if op.kind == "F" else (1, op.micro)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Before = Callable[[str, tuple[Any, ...]], None]
-Work = Callable[[str, list[Tensor], list[Tensor]], None]
+WorkCallback = Callable[[str, list[Tensor], list[Tensor]], None]
 MAKERS = ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like")
 """Operations that make memory and neither read nor write it."""
 IN_PLACE = frozenset(
@@ -37,7 +37,7 @@ class Storages(TorchDispatchMode):
     since it was last set; `fresh` the storages that were made and not yet written; `converts` whether reductions are the host's.
     """
 
-    def __init__(self, before: Before, work: Work) -> None:
+    def __init__(self, before: Before, work: WorkCallback) -> None:
         super().__init__()
         self.alive = self.top = 0
         self.fresh: set[int] = set()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..autograd.debts import Debts
+from ..autograd.deferred import PassState
 from ..comm.arrays import Array, dtype_name
 from ..comm.profile.ledger import Amounts
 from ..nn.models.base import Body
@@ -57,16 +57,16 @@ class Owners:
         self._parameters: dict[int, Owner] = {}
         self._cells: Sequence[str] = ()
         self._root = self._left = ENTER
-        self._debts = Debts()
+        self._state = PassState()
         self.current = Owner(ENTER, ENTER)
 
     def follow(self, model: nn.Module, cells: Sequence[str]) -> None:
         """Know the model's layers by name, and the cell of each of its blocks."""
         self._cells = cells
-        self._debts = model.scheme.debts if isinstance(model, Body) else self._debts
+        self._state = model.context.state if isinstance(model, Body) else self._state
         for root, method in ((ENTER, "enter"), (LEAVE, "leave")):
             if hasattr(model, method):  # a single layer has no cells
-                object.__setattr__(model, method, self._rooted(root, getattr(model, method)))
+                setattr(model, method, self._rooted(root, getattr(model, method)))
         for name, module in model.named_modules():
             if isinstance(module, nn.ModuleList):
                 continue
@@ -74,7 +74,7 @@ class Owners:
             module.register_forward_hook(lambda module, given, result, name=name: self.leave(name), always_call=True)
             head = getattr(module, "head", None)  # a method that is called beside `forward`
             if callable(head) and not isinstance(head, nn.Module):
-                object.__setattr__(module, "head", self._around("head", head))
+                module.head = self._around("head", head)
             for parameter in module.parameters(recurse=False):
                 self._parameters[parameter.untyped_storage()._cdata] = self._owner(name)
 
@@ -130,7 +130,8 @@ class Owners:
             owner = self._parameters.get(given[0].untyped_storage()._cdata, Owner(ENTER, ENTER))
             self._own(owner, before=1)  # the node of the copy was made just before
             return owner
-        return self.inside if self._debts.paid is None else self._maker(self._debts.paid.root.grad_fn)
+        running = self._state.running
+        return self.inside if running is None else self._maker(running.root.grad_fn)
 
     def _maker(self, node: Any) -> Owner:
         """The layer that made a node of autograd's graph."""

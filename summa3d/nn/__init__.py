@@ -9,26 +9,35 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .config import ModelConfig
-    from .copies import check_copies
-    from .gradients import clip_grad_norm_, grad_norm
-    from .layers.dropout import Batch, Dropout
-    from .layers.embedding import Embedding, Positions
-    from .layers.linear import Linear
-    from .layers.loss import cross_entropy
-    from .layers.mlp import MLP, GatedMLP
-    from .layers.norm import LayerNorm, RMSNorm
-    from .models.bert import BERT
-    from .models.block import Block
-    from .models.gpt import GPT
-    from .models.llama import Llama
-    from .models.registry import build
-    from .models.vit import ViT
-    from .parameter import ShardedParameter, initialise
-    from .schemes.scheme import Scheme, scheme
+    from .config import ModelConfig as ModelConfig
+    from .context import Context as Context
+    from .context import scheme as scheme
+    from .copies import check_copies as check_copies
+    from .gradients import clip_grad_norm_ as clip_grad_norm_
+    from .gradients import grad_norm as grad_norm
+    from .layers.dropout import Batch as Batch
+    from .layers.dropout import Dropout as Dropout
+    from .layers.embedding import Embedding as Embedding
+    from .layers.embedding import Positions as Positions
+    from .layers.linear import Linear as Linear
+    from .layers.loss import cross_entropy as cross_entropy
+    from .layers.mlp import MLP as MLP
+    from .layers.mlp import GatedMLP as GatedMLP
+    from .layers.norm import LayerNorm as LayerNorm
+    from .layers.norm import RMSNorm as RMSNorm
+    from .models.bert import BERT as BERT
+    from .models.block import Block as Block
+    from .models.gpt import GPT as GPT
+    from .models.llama import Llama as Llama
+    from .models.registry import build as build
+    from .models.vit import ViT as ViT
+    from .parameter import ShardedParameter as ShardedParameter
+    from .parameter import initialise as initialise
+    from .schemes.scheme import Scheme as Scheme
 
 MODULES = {
     "config": ("ModelConfig",),
+    "context": ("Context", "scheme"),
     "copies": ("check_copies",),
     "gradients": ("clip_grad_norm_", "grad_norm"),
     "layers.dropout": ("Batch", "Dropout"),
@@ -44,35 +53,10 @@ MODULES = {
     "models.registry": ("build",),
     "models.vit": ("ViT",),
     "parameter": ("ShardedParameter", "initialise"),
-    "schemes.scheme": ("Scheme", "scheme"),
+    "schemes.scheme": ("Scheme",),
 }
 HOME = {name: module for module, names in MODULES.items() for name in names}
-__all__ = [
-    "BERT",
-    "GPT",
-    "MLP",
-    "Batch",
-    "Block",
-    "Dropout",
-    "Embedding",
-    "GatedMLP",
-    "LayerNorm",
-    "Linear",
-    "Llama",
-    "ModelConfig",
-    "Positions",
-    "RMSNorm",
-    "Scheme",
-    "ShardedParameter",
-    "ViT",
-    "build",
-    "check_copies",
-    "clip_grad_norm_",
-    "cross_entropy",
-    "grad_norm",
-    "initialise",
-    "scheme",
-]
+__all__ = sorted(HOME)
 
 
 def __getattr__(name: str) -> object:

@@ -13,9 +13,10 @@ from ..comm.topology import describe
 from ..errors import GridError, LayoutError
 from ..gemm.cost.volume import gradients, of_plan
 from .config import ModelConfig
+from .context import scheme
 from .models.registry import build
 from .schemes.registry import SCHEME_SPECS
-from .schemes.scheme import Scheme, scheme
+from .schemes.scheme import Scheme
 
 FOR_MODELS = ("cuboid", *(name for name, spec in SCHEME_SPECS.items() if name != "cuboid" and not spec.limits))
 """The schemes that run whole models, the cuboid first, which shards weights and moments over all ranks."""
@@ -25,7 +26,7 @@ NEAR = 4  # numbers of ranks that an error names
 
 
 @dataclass(frozen=True)
-class Choice:
+class SchemeChoice:
     """A scheme and its grid; the words that a rank receives in the products of a micro-batch; how many grids were compared."""
 
     scheme: str
@@ -45,7 +46,7 @@ def choose(
     schemes: Sequence[str] = tuple(SCHEME_SPECS),
     regather: bool = True,
     vectors: str = "copied",
-) -> Choice:
+) -> SchemeChoice:
     """Choose the scheme and grid of exactly `ranks` ranks on which the products of the model's layers move the fewest words.
 
     Parameters
@@ -68,11 +69,11 @@ def choose(
 
 def ranked(
     config: ModelConfig, batch: int, ranks: int, schemes: Sequence[str], regather: bool = True, vectors: str = "copied"
-) -> list[Choice]:
+) -> list[SchemeChoice]:
     """Every scheme on every grid of `ranks` ranks that can hold the model, as `choose` takes them and raises, cuboids first."""
     among = [name for name in FOR_MODELS if name in schemes]
 
-    def fitting(count: int) -> list[Choice]:
+    def fitting(count: int) -> list[SchemeChoice]:
         return list(_candidates(config, batch, count, among, regather, vectors))
 
     found = fitting(ranks)
@@ -87,36 +88,36 @@ def ranked(
 
 def _candidates(
     config: ModelConfig, batch: int, ranks: int, schemes: Sequence[str], regather: bool, vectors: str
-) -> Iterator[Choice]:
+) -> Iterator[SchemeChoice]:
     """Every scheme on every grid of `ranks` ranks that can hold the model."""
     for name in schemes:
         for shape in SCHEME_SPECS[name].grids(ranks):
             try:
-                plan = scheme(name, Place(shape), regather, vectors)
-                plan.check(config, batch)
-                with torch.device("meta"):
-                    build(replace(config, layers=1), plan)  # kv heads and the MLP's width are checked here
+                layouts = Scheme.of(name, shape, vectors)
+                layouts.check(config, batch)
+                with torch.device("meta"):  # kv heads and the MLP's width are checked here
+                    build(replace(config, layers=1), scheme(name, Place(shape), regather, vectors))
             except (GridError, LayoutError):
                 continue
-            yield Choice(name, dict(shape), _words(plan, config, batch))
+            yield SchemeChoice(name, dict(shape), _words(layouts, config, batch, regather))
 
 
-def _words(plan: Scheme, config: ModelConfig, batch: int) -> int:
+def _words(layouts: Scheme, config: ModelConfig, batch: int, regather: bool) -> int:
     """The words that the first rank receives in the products of a micro-batch, forward and backward."""
     rows, h, f = batch * config.sequence, config.hidden, config.ffn_dim
-    stream, inner = plan.residual, plan.after_linear(plan.residual)
+    stream, inner = layouts.residual, layouts.after_linear(layouts.residual)
     kv, gates = 2 * config.num_kv_heads * h // config.heads, 2 if config.architecture.activation == "swiglu" else 1
     block = [
-        plan.plan(stream, "nn", rows, h + kv, h),
-        plan.plan(inner, "nn", rows, h, h),
-        plan.plan(stream, "nn", rows, gates * f, h),
-        plan.plan(inner, plan.down_form, rows, h, f),
+        layouts.plan(stream, "nn", rows, h + kv, h),
+        layouts.plan(inner, "nn", rows, h, h),
+        layouts.plan(stream, "nn", rows, gates * f, h),
+        layouts.plan(inner, layouts.down_form, rows, h, f),
     ]
-    head = [] if config.family == "vit" else [plan.plan(stream, "nt", rows, config.vocabulary, h)]
-    shape, first = plan.grid.shape, dict.fromkeys(plan.grid.shape, 0)
+    head = [] if config.family == "vit" else [layouts.plan(stream, "nt", rows, config.vocabulary, h)]
+    shape, first = layouts.shape, dict.fromkeys(layouts.shape, 0)
     return sum(
         times * volume.words_of(first)
         for products, times in ((block, config.layers), (head, 1))
         for product in products
-        for volume in (of_plan(product, shape), gradients(product, shape, plan.regather))
+        for volume in (of_plan(product, shape), gradients(product, shape, regather))
     )

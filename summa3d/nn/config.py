@@ -243,7 +243,7 @@ class ModelConfig:
                 f"model.sequence is {self.sequence}, but an image of {image} in patches of {patch} makes "
                 f"{sequence} positions. Leave it out."
             )
-        object.__setattr__(self, "sequence", sequence)
+        super().__setattr__("sequence", sequence)  # frozen from here on
 
 
 def _divisors(n: int) -> str:

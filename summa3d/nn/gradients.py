@@ -50,7 +50,7 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
     """
     if not isinstance(max_norm, (int, float)) or isnan(max_norm) or max_norm < 0:
         raise ConfigError(f"clip_grad_norm_: max_norm is a number, 0 or more; it is {max_norm!r}.")
-    found = Gradients.of("clip_grad_norm_", parameters, norm_type, max_norm=float(max_norm))
+    found = ModelGradients.of("clip_grad_norm_", parameters, norm_type, max_norm=float(max_norm))
     norm = found.norms()[0]
     if error_if_nonfinite:
         found.check_finite(norm)
@@ -86,7 +86,7 @@ def grad_norm(
     argument, in which parameters have gradients, or in the gradient of a torch parameter; GridError where no parameter belongs
     to a layer of summa3d, or they lie on several grids; ConfigError for another norm_type.
     """
-    found = Gradients.of("grad_norm", parameters, norm_type, each=bool(each))
+    found = ModelGradients.of("grad_norm", parameters, norm_type, each=bool(each))
     norms = found.norms(each)
     if error_if_nonfinite:
         found.check_finite(norms.max())
@@ -94,7 +94,7 @@ def grad_norm(
 
 
 @dataclass(frozen=True)
-class Gradients:
+class ModelGradients:
     """The gradients of parameters on this rank of their grid, for one call of `operation`.
 
     facts : what all ranks must pass alike
@@ -108,7 +108,7 @@ class Gradients:
     facts: dict[str, object]
 
     @classmethod
-    def of(cls, operation: str, parameters: Parameters, norm_type: float, **facts: object) -> Gradients:
+    def of(cls, operation: str, parameters: Parameters, norm_type: float, **facts: object) -> ModelGradients:
         """The gradients of a module or of parameters. Raises ConfigError and GridError as `grad_norm` says."""
         if norm_type not in NORMS:
             raise ConfigError(f"{operation}: norm_type is 1, 2 or inf; it is {norm_type!r}.")

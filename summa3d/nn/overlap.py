@@ -20,7 +20,7 @@ class Overlap:
     gather : how many weights are prefetched: all-gathered ahead of the layers that use them, in forward, backward and
         recomputation. Each needs memory for one more gathered weight; in a node's shared memory a prefetched weight is copied
         instead of read in place. 0: no prefetch. Models prefetch in their forward; a module of your own does after
-        ``scheme.prefetcher.follow(module)``.
+        ``context.prefetcher.follow(module)``, where `context` is what `nn.scheme` has returned.
     input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed.
 
     `gather` applies to the weights that move along x: those of `cuboid` and `cuboid-sequence` with X > 1; backward gathers none

@@ -5,14 +5,14 @@ from __future__ import annotations
 from math import prod
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm.grid import Grid
 from ..errors import ConfigError, ShapeError
 from ..files import LARGEST_WHOLE
 from ..layout.layout import Layout, Sharding
+from .context import Context
 from .random import key, normal_
-from .schemes.scheme import Scheme
 
 
 class ShardedParameter(nn.Parameter):
@@ -39,16 +39,16 @@ class ShardedParameter(nn.Parameter):
 
     def __getstate__(self) -> dict[str, object]:
         """What pickle keeps besides the values: no grid, whose communicators belong to this job."""
-        return {name: value for name, value in vars(self).items() if name != "grid"}
+        return {name: value for name, value in self.__dict__.items() if name != "grid"}
 
 
 def new_parameter(
-    scheme: Scheme, layout: Layout, shape: tuple[int, ...], initial: tuple[str, float], dtype: torch.dtype, decay: bool
+    context: Context, layout: Layout, shape: tuple[int, ...], initial: tuple[str, float], dtype: torch.dtype, decay: bool
 ) -> ShardedParameter:
     """Create this rank's block of a parameter of global `shape`, filled with NaN until `initialise` or a checkpoint writes it.
 
     NaN makes a parameter that was never initialised visible in the first loss. `layout` is the one on the inner grid; ranks of
-    the job that do not hold the parameter (`Scheme.on`) have an empty block. Raises ShapeError and ConfigError for what is no
+    the job that do not hold the parameter (`Context.on`) have an empty block. Raises ShapeError and ConfigError for what is no
     shape, deviation or floating-point dtype.
     """
     if not all(hasattr(size, "__index__") and not isinstance(size, bool) and size > 0 for size in shape):
@@ -59,26 +59,22 @@ def new_parameter(
         raise ConfigError(f"A parameter's first values have a number as their deviation; it is given as {initial[1]!r}.")
     if not getattr(dtype, "is_floating_point", False):
         raise ConfigError(f"A parameter has one of torch's floating-point dtypes; it was given {dtype!r}.")
-    sharding = Sharding(layout.held_at(dict(scheme.at)), shape)
-    parameter = ShardedParameter(torch.full(sharding.local_shape(scheme.job), torch.nan, dtype=dtype))
-    parameter.sharding, parameter.grid, parameter.decay, parameter.initial = sharding, scheme.job, decay, initial
+    sharding = Sharding(layout.held_at(dict(context.at)), shape)
+    parameter = ShardedParameter(torch.full(sharding.local_shape(context.job), torch.nan, dtype=dtype))
+    parameter.sharding, parameter.grid, parameter.decay, parameter.initial = sharding, context.job, decay, initial
     return parameter
 
 
-def initialise(module: nn.Module, scheme: Scheme, seed: int) -> None:
+def initialise(module: nn.Module, scheme: Context, seed: int) -> None:
     """Write the first values of every parameter of `module`: the same weights on every grid, without communication.
 
     Each value is a function of the seed, the parameter's name and the global element index.
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedParameter):
-            _fill(parameter.data, parameter, scheme, key(seed, name))
-
-
-def _fill(data: Tensor, parameter: ShardedParameter, scheme: Scheme, stream: int) -> None:
-    """Write a parameter's first values to `data`, from the random stream `stream`."""
-    kind, value = parameter.initial
-    if kind == "normal":
-        normal_(data, stream, parameter.sharding.shape, parameter.sharding.slices(scheme.job), value)
-    else:
-        data.fill_(value)
+            kind, value = parameter.initial
+            if kind == "normal":
+                slices = parameter.sharding.slices(scheme.job)
+                normal_(parameter.data, key(seed, name), parameter.sharding.shape, slices, value)
+            else:
+                parameter.data.fill_(value)

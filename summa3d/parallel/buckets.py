@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .states import State, replicas_of
+from .states import ParameterState, replicas_of
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardRange:
     """The rows start … stop−1 of this rank's block of the parameter `name`: `words` elements, of one replica."""
 
     name: str
@@ -41,7 +41,7 @@ class Bucket:
 
     chunk: int
     axes: tuple[str, ...]
-    members: tuple[tuple[Part, ...], ...]
+    members: tuple[tuple[ShardRange, ...], ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class Bucket:
         return found
 
 
-def buckets_of(states: Sequence[State], chunk_of: Callable[[str], int], size: int) -> list[Bucket]:
+def buckets_of(states: Sequence[ParameterState], chunk_of: Callable[[str], int], size: int) -> list[Bucket]:
     """The buckets of a model's gradients on this rank, equal on all replicas of it.
 
     Parameters
@@ -88,30 +88,30 @@ def buckets_of(states: Sequence[State], chunk_of: Callable[[str], int], size: in
     """
     if size < 1:
         raise ConfigError(f"A bucket of {size} bytes holds no gradient. Sizes are at least 1 byte.")
-    kinds: dict[tuple[int, tuple[str, ...], torch.dtype], list[State]] = {}
+    kinds: dict[tuple[int, tuple[str, ...], torch.dtype], list[ParameterState]] = {}
     for state in reversed(states):
-        axes = replicas_of(state.shardings.used, state.grid)
-        if axes and state.numel:
+        axes = replicas_of(state.shardings.used, state.shardings.grid)
+        if axes and state.shardings.numel:
             kinds.setdefault((chunk_of(state.name), axes, state.parameter.dtype), []).append(state)
     found = []
     for (chunk, axes, _), of_kind in kinds.items():
         for together in _filled(of_kind, size):
-            parts = zip(*(map(partial(_part, state), state.rows) for state in together), strict=True)
+            parts = zip(*(map(partial(_part, state), state.shardings.rows) for state in together), strict=True)
             found.append(Bucket(chunk, axes, tuple(parts)))
     return found
 
 
-def _filled(states: Iterable[State], size: int) -> Iterator[list[State]]:
+def _filled(states: Iterable[ParameterState], size: int) -> Iterator[list[ParameterState]]:
     """Consecutive states, joined until they have `size` bytes."""
-    together: list[State] = []
+    together: list[ParameterState] = []
     for state in states:
         together.append(state)
-        if sum(one.numel * one.parameter.itemsize for one in together) >= size:
+        if sum(one.shardings.numel * one.parameter.itemsize for one in together) >= size:
             yield together
             together = []
     if together:
         yield together
 
 
-def _part(state: State, rows: slice) -> Part:
-    return Part(state.name, rows.start, rows.stop, (rows.stop - rows.start) * prod(state.shape[1:]))
+def _part(state: ParameterState, rows: slice) -> ShardRange:
+    return ShardRange(state.name, rows.start, rows.stop, (rows.stop - rows.start) * prod(state.shardings.shape[1:]))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import fmean
 
-from .schedule import Op, Schedule
-from .simulate import Timeline, timeline
+from .schedule import Schedule, ScheduleOp
+from .simulate import ScheduleTimeline, timeline
 
 
-def replay(schedule: Schedule, arithmetic: Iterable[tuple[int, Iterable[tuple[str, float]]]]) -> Timeline:
+def replay(schedule: Schedule, arithmetic: Iterable[tuple[int, Iterable[tuple[str, float]]]]) -> ScheduleTimeline:
     """The schedule in time, its ops as long as the arithmetic that was measured of them; communication takes no time.
 
     arithmetic : of each rank, its index on axis pp, and the name and the seconds of its runs. Runs that are no ops of it are left
@@ -21,14 +21,14 @@ def replay(schedule: Schedule, arithmetic: Iterable[tuple[int, Iterable[tuple[st
         taken: dict[tuple[str, int], list[float]] = {}
         for name, seconds in runs:
             if name in names:
-                op: Op = names[name]
+                op: ScheduleOp = names[name]
                 taken.setdefault((op.kind, schedule.stages[index][op.chunk]), []).append(seconds)
         for key, found in taken.items():
             slowest[key] = max(slowest.get(key, 0.0), fmean(found))
     return timeline(schedule, of_stages=slowest)
 
 
-def in_words(replayed: Timeline) -> str:
+def in_words(replayed: ScheduleTimeline) -> str:
     """What a replayed step would take, in a line."""
     work = max(replayed.ideal, 1e-12)
     return (

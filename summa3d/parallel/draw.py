@@ -9,8 +9,8 @@ from string import ascii_lowercase, ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
 from ..figures import BOTH_COLUMNS, CAPTION
-from .schedule import Op
-from .simulate import Timeline
+from .schedule import ScheduleOp
+from .simulate import ScheduleTimeline
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -34,14 +34,14 @@ LETTER = 0.055
 """Inches of a digit in a figure: a box that is narrower than its number has none."""
 
 
-def colour(op: Op, chunks: int) -> tuple[str, bool]:
+def colour(op: ScheduleOp, chunks: int) -> tuple[str, bool]:
     """The colour of an op's box, and whether it is light."""
     light = LIGHTEST * op.chunk / max(chunks - 1, 1)
     red, green, blue = (round(part + (0xFF - part) * light) for part in HUES[op.kind])
     return f"#{red:02x}{green:02x}{blue:02x}", light > LIGHTEST / 2
 
 
-def as_text(drawn: Timeline, width: int | None = None) -> Iterator[Text]:
+def as_text(drawn: ScheduleTimeline, width: int | None = None) -> Iterator[Text]:
     """Lines of a timeline, in bands of at most `width` columns: a ruler, then a row for each rank.
 
     A micro-batch's number is followed by the letter of its op and chunk (`LETTERS`).
@@ -65,7 +65,7 @@ def as_text(drawn: Timeline, width: int | None = None) -> Iterator[Text]:
             yield Text()
 
 
-def column(drawn: Timeline) -> float:
+def column(drawn: ScheduleTimeline) -> float:
     """The time that a column of text stands for: the largest that divides all starts and ends, if it is not too short."""
     times = [Fraction(time).limit_denominator(DENOMINATOR) for span in drawn.spans for time in (span.start, span.end)]
     scale = lcm(*(time.denominator for time in times))
@@ -73,7 +73,7 @@ def column(drawn: Timeline) -> float:
     return max(gcd(*(int(time * scale) for time in times)) / scale, shortest * SHORTEST)
 
 
-def cells(drawn: Timeline, rank: int, step: float, box: int) -> list[tuple[str, str]]:
+def cells(drawn: ScheduleTimeline, rank: int, step: float, box: int) -> list[tuple[str, str]]:
     """The row of a rank: text and style of each column."""
     row = [("·".rjust(box), "dim")] * max(1, round(drawn.time / step))
     for span in drawn.spans:
@@ -100,7 +100,7 @@ def ruler(step: float, first: int, last: int, box: int) -> str:
     return marks.rstrip()
 
 
-def as_figure(figure: Any, drawn: Timeline) -> None:
+def as_figure(figure: Any, drawn: ScheduleTimeline) -> None:
     """Draw a timeline into a matplotlib figure, as figures 3 and 4 of Narayanan et al. 2021 do."""
     schedule = drawn.schedule
     figure.set_size_inches(BOTH_COLUMNS, FRAME + ROW * schedule.p)
@@ -123,7 +123,7 @@ def as_figure(figure: Any, drawn: Timeline) -> None:
     figure.supxlabel(legend(drawn), x=0.01, ha="left", **CAPTION)
 
 
-def summary(drawn: Timeline) -> tuple[str, str]:
+def summary(drawn: ScheduleTimeline) -> tuple[str, str]:
     """What a timeline shows, and what it takes."""
     schedule = drawn.schedule
     chunks = f" × {schedule.v} chunks" if schedule.v > 1 else ""
@@ -139,7 +139,7 @@ def _several(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "es" if what.endswith("ch") else "s")
 
 
-def legend(drawn: Timeline) -> str:
+def legend(drawn: ScheduleTimeline) -> str:
     """What colours mean."""
     lighter = "; later chunks are lighter" if drawn.schedule.v > 1 else ""
     backward = "green: gradients of inputs, brown: of weights" if drawn.schedule.split else "green: backward"

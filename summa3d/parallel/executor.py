@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ..autograd.debts import Debt, pay
+from ..autograd.deferred import DeferredWeightGradient, MicroBatchKey, run_deferred
 from ..autograd.root import leaf_of, root_of
 from ..comm.channel import Channel, Incoming
 from ..comm.profile.ledger import Ledger
 from ..layout.copies import Copies
 from ..nn.layers.dropout import Batch
-from ..nn.models.base import Body, Inputs
-from .schedule import Message, Op, Schedule
+from ..nn.models.base import Body, Inputs, LanguageModel
+from .schedule import PipelineMessage, Schedule, ScheduleOp
 
 Feed = Callable[[int], tuple[Inputs, Batch]]
 """A micro-batch by its number: equal on all stages, each of which takes from it what it needs."""
@@ -24,7 +24,10 @@ Feed = Callable[[int], tuple[Inputs, Batch]]
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers first … last−1 of a model, with what is before its first layer (`enters`) and behind its last (`leaves`)."""
+    """The layers first … last−1 of a model, with what is before its first layer (`enters`) and after its last (`leaves`).
+
+    position : of which the last stage returns the global logits [b, v]; None, it returns the loss
+    """
 
     model: Body
     chunk: int
@@ -32,38 +35,39 @@ class Stage:
     last: int
     enters: bool
     leaves: bool
+    position: int | None = None
 
     def forward(self, x: Tensor | None, inputs: Inputs, batch: Batch) -> Tensor:
         """The stream behind the stage for the stream x before it (None: it enters); the loss, where the stage is the last."""
         model = self.model
         x = model.enter(inputs, batch) if x is None else x
         x = model.through(x, self.first, self.last, batch, model.visible(inputs))
-        return self.end(x, inputs, batch) if self.leaves else x
+        if not self.leaves:
+            return x
+        if self.position is None:
+            return model.leave(x, inputs, batch)
+        return cast(LanguageModel, model).leave_at(x, self.position, batch)
 
-    def end(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
-        """What the stream behind the last layer becomes."""
-        return self.model.leave(x, inputs, batch)
 
-
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """An op of a rank's program, with the message that it waits for and the one that it sends."""
 
-    op: Op
-    received: Message | None
-    sent: Message | None
+    op: ScheduleOp
+    received: PipelineMessage | None
+    sent: PipelineMessage | None
 
 
-Program = Sequence[Step]
+Program = Sequence[ProgramStep]
 
 
-def ops_of(schedule: Schedule, rank: int, overlap: bool = True) -> Sequence[Op]:
+def ops_of(schedule: Schedule, rank: int, overlap: bool = True) -> Sequence[ScheduleOp]:
     """The ops of a rank under a schedule. Without `overlap` its sums over replicas (R) start behind all other ops."""
     return schedule.ops_of(rank) if overlap else sorted(schedule.ops_of(rank), key=lambda op: op.kind == "R")
 
 
 def program_of(schedule: Schedule, rank: int, overlap: bool = True) -> Program:
     """The program of a rank: `ops_of`, with their messages."""
-    return [Step(op, schedule.received(rank, op), schedule.sent(rank, op)) for op in ops_of(schedule, rank, overlap)]
+    return [ProgramStep(op, schedule.received(rank, op), schedule.sent(rank, op)) for op in ops_of(schedule, rank, overlap)]
 
 
 @dataclass(frozen=True)
@@ -87,20 +91,20 @@ class Wire:
         return self.copies.whole(incoming.wait(), self.shape)
 
 
-class Flight(NamedTuple):
+class PendingBackward(NamedTuple):
     """What backward needs of a forward: the root of its graph, and where the gradients of its output and input are put.
 
-    debts : where X leaves what W needs; None where B takes both gradients
+    deferred : where X leaves the weight gradients that W computes; None where B takes both gradients
     """
 
     root: Tensor
     of_output: list[Tensor]
     of_input: list[Tensor]
-    debts: list[Debt] | None
+    deferred: list[DeferredWeightGradient] | None
 
 
 @dataclass
-class Executor:
+class PipelineExecutor:
     """What runs the program of one rank of a pipeline.
 
     Attributes
@@ -109,8 +113,8 @@ class Executor:
     wire : how a stream and its gradient travel
     sums : kind → what an op R or T of a chunk does
     announce : called by a W with the parameters whose gradients it takes, by identity
-    flights : what is in flight: (chunk, micro-batch) → what its backward needs
-    owed : (chunk, micro-batch) → the weight gradients that its X has postponed, and its W takes
+    pending : of the forwards whose backward is still to come, what it needs
+    deferred : the weight gradients that an X has deferred, and its W computes
     handed : (kind, chunk, micro-batch) → the message of one of its stages to the next one, where both are its own
     split : whether backward is split into X and W
     op : what it runs, or has failed in; None between programs
@@ -122,11 +126,11 @@ class Executor:
     wire: Wire
     sums: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
     announce: Callable[[frozenset[int]], None] = lambda parameters: None
-    flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
-    owed: dict[tuple[int, int], list[Debt]] = field(default_factory=dict)
+    pending: dict[MicroBatchKey, PendingBackward] = field(default_factory=dict)
+    deferred: dict[MicroBatchKey, list[DeferredWeightGradient]] = field(default_factory=dict)
     handed: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
     split: bool = False
-    op: Op | None = None
+    op: ScheduleOp | None = None
 
     @property
     def state(self) -> str:
@@ -139,11 +143,11 @@ class Executor:
         Without gradients (torch.no_grad), its forwards alone. scale : the loss is multiplied by it before backward.
         forwarded : called once, behind the last forward.
         """
-        trains, self.flights, self.owed, self.handed, losses = torch.is_grad_enabled(), {}, {}, {}, []
+        trains, self.pending, self.deferred, self.handed, losses = torch.is_grad_enabled(), {}, {}, {}, []
         program = program if trains else [step for step in program if step.op.kind == "F"]
         self.split = any(step.op.kind == "X" for step in program)
         last = max((place for place, step in enumerate(program) if step.op.kind == "F"), default=-1)
-        posted: dict[Message, Incoming] = {}
+        posted: dict[PipelineMessage, Incoming] = {}
         for place, (op, message, sent) in enumerate(program):
             self.op = op
             with self.ledger.run(str(op)):
@@ -159,7 +163,7 @@ class Executor:
                         self._backward(op, incoming, sent, scale)
                 elif op.kind == "W":
                     with self.ledger.phase("backward"):
-                        pay(self.owed.pop((op.chunk, op.micro)), self.announce)
+                        run_deferred(self.deferred.pop(MicroBatchKey(op.chunk, op.micro)), self.announce)
                 else:
                     with self.ledger.phase("optimizer" if op.kind == "R" else "backward"):
                         self.sums[op.kind](op.chunk)
@@ -172,11 +176,11 @@ class Executor:
         self.op = None
         return losses
 
-    def _post(self, message: Message | None, posted: dict[Message, Incoming]) -> None:
+    def _post(self, message: PipelineMessage | None, posted: dict[PipelineMessage, Incoming]) -> None:
         if message is not None and message not in posted and self.channel is not None:
             posted[message] = self.channel.start_receive(self.wire.buffer(), message.stage, message.kind, message.micro)
 
-    def _pass(self, array: Tensor, kind: str, chunk: int, op: Op, message: Message | None) -> None:
+    def _pass(self, array: Tensor, kind: str, chunk: int, op: ScheduleOp, message: PipelineMessage | None) -> None:
         """Send an array to the stage that takes it; without a message that is this rank's own, in `chunk`."""
         if message is None:
             self.handed[kind, chunk, op.micro] = array.detach().contiguous()
@@ -184,45 +188,38 @@ class Executor:
             assert self.channel is not None
             self.channel.send(self.wire.copies.part(array), message.stage, message.kind, message.micro)
 
-    def _taken(self, kind: str, op: Op, incoming: Incoming | None) -> Tensor:
+    def _taken(self, kind: str, op: ScheduleOp, incoming: Incoming | None) -> Tensor:
         """What another stage has sent, or a stage of this rank has passed."""
         return self.handed.pop((kind, op.chunk, op.micro)) if incoming is None else self.wire.arrived(incoming)
 
     def _forward(
-        self, op: Op, incoming: Incoming | None, sent: Message | None, micro: tuple[Inputs, Batch], trains: bool
+        self, op: ScheduleOp, incoming: Incoming | None, sent: PipelineMessage | None, micro: tuple[Inputs, Batch], trains: bool
     ) -> list[Tensor]:
         stage, of_output, of_input = self.stages[op.chunk], list[Tensor](), list[Tensor]()
         x = None if stage.enters else self._taken("F", op, incoming)
         if x is not None and trains:
             x = leaf_of(x, of_input)
-        scheme, debts = stage.model.scheme, list[Debt]() if self.split else None
-        with scheme.debts.postponed(debts):
-            if scheme.prefetcher is None:
-                y = stage.forward(x, *micro)
-            else:
-                scheme.prefetcher.flight = op.chunk, op.micro
-                with scheme.prefetcher.forward_pass():
-                    y = stage.forward(x, *micro)
+        key, deferred = MicroBatchKey(op.chunk, op.micro), list[DeferredWeightGradient]() if self.split else None
+        with stage.model.context.run_pass(key, deferred, forward=True):
+            y = stage.forward(x, *micro)
         if trains:
             root = y if stage.leaves else root_of(y, of_output)
-            self.flights[op.chunk, op.micro] = Flight(root, of_output, of_input, debts)
+            self.pending[key] = PendingBackward(root, of_output, of_input, deferred)
         if stage.leaves:
             return [y.detach()]
         self._pass(y, "F", op.chunk + 1, op, sent)
         return []
 
-    def _backward(self, op: Op, incoming: Incoming | None, sent: Message | None, scale: float) -> None:
-        flight, stage = self.flights.pop((op.chunk, op.micro)), self.stages[op.chunk]
-        scheme = stage.model.scheme
-        if scheme.prefetcher is not None:
-            scheme.prefetcher.flight = op.chunk, op.micro
-        with scheme.debts.postponed(flight.debts):
+    def _backward(self, op: ScheduleOp, incoming: Incoming | None, sent: PipelineMessage | None, scale: float) -> None:
+        key, stage = MicroBatchKey(op.chunk, op.micro), self.stages[op.chunk]
+        pending = self.pending.pop(key)
+        with stage.model.context.run_pass(key, pending.deferred):
             if stage.leaves:
-                (flight.root * scale).backward()
+                (pending.root * scale).backward()
             else:
-                flight.of_output.append(self._taken("B", op, incoming))
-                flight.root.backward()
-        if flight.debts is not None:
-            self.owed[op.chunk, op.micro] = flight.debts
+                pending.of_output.append(self._taken("B", op, incoming))
+                pending.root.backward()
+        if pending.deferred is not None:
+            self.deferred[key] = pending.deferred
         if not stage.enters:
-            self._pass(flight.of_input.pop(), "B", op.chunk - 1, op, sent)
+            self._pass(pending.of_input.pop(), "B", op.chunk - 1, op, sent)

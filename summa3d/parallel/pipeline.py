@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
 from zlib import crc32
@@ -15,13 +15,14 @@ from ..comm.axis import Axis
 from ..comm.channel import Channel
 from ..comm.failure import check_agreement
 from ..layout.copies import Copies
-from ..nn.layers.dropout import Batch
-from ..nn.models.base import Body, Inputs, LanguageModel
+from ..layout.layout import Layout
+from ..nn.context import Context
+from ..nn.models.base import Body, LanguageModel
 from ..nn.parameter import ShardedParameter
 from ..nn.stages import Stages
-from .executor import Executor, Feed, Program, Stage, Wire, program_of
+from .executor import Feed, PipelineExecutor, Program, Stage, Wire, program_of
 from .replicas import Replicas
-from .schedule import SCHEDULES, Op, Schedule, build, split_layers
+from .schedule import SCHEDULES, Schedule, ScheduleOp, build, split_layers
 from .states import named_parameters
 
 built = lru_cache(4)(build)
@@ -39,13 +40,13 @@ def stages_of(schedule: str, p: int, v: int, layers: int, counts: Sequence[int] 
 
 def stages_in(model: Body) -> Stages:
     """The stages of a model: one, where no axis pp holds it in several."""
-    return model.scheme.stages or Stages((0,), (len(model.blocks),))
+    return model.context.stages or Stages((0,), (len(model.blocks),))
 
 
 def held_stages(model: Body) -> list[Stage]:
     """The stages of a model that this rank holds, one a chunk."""
     stages = stages_in(model)
-    rank, ends = model.scheme.job.coordinates.get("pp", 0), len(stages.homes) - 1
+    rank, ends = model.context.job.coordinates.get("pp", 0), len(stages.homes) - 1
     own = [stage for stage, home in enumerate(stages.homes) if home == rank]
     return [Stage(model, chunk, *stages.extents[k], enters=k == 0, leaves=k == ends) for chunk, k in enumerate(own)]
 
@@ -65,17 +66,6 @@ def chunks_of(model: Body) -> Callable[[str], int]:
         return layers[rest.partition(".")[0]] if first == "blocks" else ends
 
     return chunk_of
-
-
-@dataclass(frozen=True)
-class StageToLogits(Stage):
-    """A stage that leads to the logits of one position."""
-
-    position: int
-
-    def end(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
-        """The global logits [b, v] of the position."""
-        return cast(LanguageModel, self.model).leave_at(x, self.position, batch)
 
 
 class Pipeline:
@@ -106,28 +96,28 @@ class Pipeline:
         overlap: bool = True,
         scatter: bool = True,
     ) -> None:
-        scheme, job = model.scheme, model.scheme.job
+        context, job = model.context, model.context.job
         self.stages = stages_in(model)
         self.model, self.name, self.homes, self.axis = model, schedule, self.stages.homes, None
-        self.rows, self.dtype, self.device = rows, dtype, next(model.parameters()).device
-        self.sequence = model.config.sequence
+        self.rows, self.dtype, self._device = rows, dtype, next(model.parameters()).device
+        self._sequence = model.config.sequence
         channel = None
-        if scheme.stages is not None:
+        if context.stages is not None:
             self.axis = job["pp"]
             channel = Channel(self.axis, self.homes)
             channel.open_device(self.stream())
         self.rank = 0 if self.axis is None else self.axis.index
         self.replicas, self.overlap, self.scatter = replicas, overlap, scatter
         self.tied = self._tied_table()
-        self.holders: Axis | None = None if self.tied is None else job.pick("pp", (self.homes[0], self.homes[-1]))
+        self._holders: Axis | None = None if self.tied is None else job.pick("pp", (self.homes[0], self.homes[-1]))
         sums = {"T": self._sum_tied, "R": self._sum_replicas}
         stream = self.stream()
-        wire = Wire(scheme.copies if scatter else Copies(job[()]), tuple(stream.shape), dtype, self.device)
-        self.executor = Executor(held_stages(model), job.ledger, channel, wire, sums)
+        wire = Wire(context.copies if scatter else Copies(job[()]), tuple(stream.shape), dtype, self._device)
+        self.executor = PipelineExecutor(held_stages(model), job.ledger, channel, wire, sums)
         if replicas is not None:
             self.executor.announce = replicas.announce
         self.program = lru_cache(4)(self._program)
-        scheme.connect()
+        _open_axes(context)
 
     def check(self, micro_batches: int) -> None:
         """Raise AgreementError unless all ranks of the job have the same pipeline, and all replicas the same buckets. Collective.
@@ -139,11 +129,11 @@ class Pipeline:
             "schedule": f"{schedule}, ops {crc32(repr(schedule.programs).encode()):08x}",
             "ranks of the stages": self.homes,
             "layers of the stages": self.stages.layers,
-            "stream between stages": (self.rows, self.sequence, model.config.hidden, self.dtype, str(model.scheme.residual)),
+            "stream between stages": (self.rows, self._sequence, model.config.hidden, self.dtype, str(model.context.residual)),
             "overlap of the sums over replicas": self.overlap,
             "scatter of the stream": self.scatter,
         }
-        check_agreement(model.scheme.job.comm, "the pipeline", facts)
+        check_agreement(model.context.job.comm, "the pipeline", facts)
         if self.replicas is not None:
             self.replicas.check()
 
@@ -156,7 +146,7 @@ class Pipeline:
         return built(self.name, p, micro_batches, len(self.homes) // p, summed, self.tied is not None)
 
     def run(self, micro_batches: int, feed: Feed, **options: Any) -> list[Tensor]:
-        """Run a step of so many micro-batches; the options and the result are those of `Executor.run`."""
+        """Run a step of so many micro-batches; the options and the result are those of `PipelineExecutor.run`."""
         return self.executor.run(self.program(micro_batches), feed, **options)
 
     @torch.no_grad()
@@ -170,22 +160,23 @@ class Pipeline:
         inputs = model.padded(tokens)
         batch = model.batch_of(inputs)
         p, stages = self.stages.ranks, len(self.homes)
-        forwards = tuple(Op("F", chunk, 0) for chunk in range(stages // p))
+        forwards = tuple(ScheduleOp("F", chunk, 0) for chunk in range(stages // p))
         program = program_of(Schedule(self.name, p, 1, stages // p, tuple(self.homes), (forwards,) * p), self.rank)
-        held = [StageToLogits(**vars(stage), position=tokens.shape[1] - 1) for stage in self.executor.stages]
+        to_logits = [replace(stage, position=tokens.shape[1] - 1) for stage in self.executor.stages]
         wire = replace(self.executor.wire, shape=tuple(self.stream(batch.rows, batch.sequence).shape))
-        found = Executor(held, self.executor.ledger, self.executor.channel, wire).run(program, lambda micro: (inputs, batch))
+        executor = PipelineExecutor(to_logits, self.executor.ledger, self.executor.channel, wire)
+        last = executor.run(program, lambda micro: (inputs, batch))
         if self.axis is None:
-            return found[0]
-        logits = found[0] if found else torch.empty(batch.rows, model.config.vocabulary, dtype=self.dtype, device=self.device)
+            return last[0]
+        logits = last[0] if last else torch.empty(batch.rows, model.config.vocabulary, dtype=self.dtype, device=self._device)
         return self.axis.broadcast(logits, self.homes[-1])
 
     def stream(self, rows: int | None = None, sequence: int | None = None) -> Tensor:
         """An array for this rank's block of the residual stream, as stored; default of a micro-batch."""
-        scheme = self.model.scheme
-        shape = (rows or self.rows, sequence or self.sequence, self.model.config.hidden)
-        block = scheme.residual.local_shape(shape, scheme.grid.shape, scheme.grid.coordinates)
-        return scheme.as_stored(torch.empty(block, dtype=self.dtype, device=self.device))
+        context = self.model.context
+        shape = (rows or self.rows, sequence or self._sequence, self.model.config.hidden)
+        block = context.residual.local_shape(shape, context.grid.shape, context.grid.coordinates)
+        return context.as_stored(torch.empty(block, dtype=self.dtype, device=self._device))
 
     def _tied_table(self) -> ShardedParameter | None:
         """The table that the first and the last stage share, where they lie on two ranks."""
@@ -194,12 +185,21 @@ class Pipeline:
 
     def _sum_tied(self, chunk: int) -> None:
         """Sum the complete gradient of the tied table over the two ranks that hold it."""
-        assert self.tied is not None and self.holders is not None
+        assert self.tied is not None and self._holders is not None
         total = self.tied.grad if self.replicas is None else self.replicas.accumulated(self.tied)
         assert total is not None
-        self.holders.all_reduce(total, into=total)
+        self._holders.all_reduce(total, into=total)
 
     def _sum_replicas(self, chunk: int) -> None:
         """Start the sums of a chunk's gradients over the replicas."""
         assert self.replicas is not None
         self.replicas.start_chunk(chunk)
+
+
+def _open_axes(context: Context) -> list[Axis]:
+    """Make and return the axes over which layers and gradient norm communicate, else made at first use; collective."""
+    scheme, grid, job, lookup = context.scheme, context.grid, context.job, context.scheme.lookup
+    layouts = (scheme.residual, scheme.after_linear(scheme.residual), scheme.pooled, scheme.after_linear(scheme.pooled))
+    planes = [grid[axes] for axes in (lookup.gathered, lookup.part, lookup.copies)]
+    planes += [of(layout) for layout in (*layouts, Layout(scheme.residual.dims[1])) for of in (context.rows, context.columns)]
+    return [*planes, context.copies.axis, grid.world, grid.ranked, job.world, job[context.sharded]]

@@ -16,7 +16,7 @@ from ..comm.failure import check_agreement
 from ..comm.topology import replica_axes
 from ..nn.overlap import BUCKETS_IN_FLIGHT
 from .buckets import Bucket, buckets_of
-from .states import State
+from .states import ParameterState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class Replicas:
         and sum their gradients themselves, and nothing is left to do here
     """
 
-    states: dict[str, State]
+    states: dict[str, ParameterState]
     grid: Grid
     buckets: list[Bucket]
     zero: int = 1
@@ -64,7 +64,7 @@ class Replicas:
 
     @classmethod
     def of(
-        cls, states: Sequence[State], grid: Grid, zero: int, bucket: int, chunk_of: Callable[[str], int] = lambda name: 0
+        cls, states: Sequence[ParameterState], grid: Grid, zero: int, bucket: int, chunk_of: Callable[[str], int] = lambda name: 0
     ) -> Replicas:
         """The replicas of these states; collective over them. bucket : bytes of a bucket; chunk_of : as of `buckets_of`."""
         buckets = buckets_of(states, chunk_of, bucket) if zero < 3 else []
@@ -143,7 +143,7 @@ class Replicas:
         """Know the weights that layers use, by identity, whose gradients a W takes next."""
         self._announced = {self._leaves[leaf] for leaf in leaves if leaf in self._leaves}
 
-    def take(self, bucket: Bucket, state: State, gradient: Tensor) -> None:
+    def take(self, bucket: Bucket, state: ParameterState, gradient: Tensor) -> None:
         """Take a micro-batch's gradient of a parameter of a bucket, and begin the bucket's sums if it is the last one of them."""
         before = self._taken.get(state.name)
         self._taken[state.name] = gradient if before is None else before + gradient
@@ -191,26 +191,26 @@ class Replicas:
 
     def _end_oldest(self) -> None:
         bucket, pending = self._in_flight.popleft()
-        shapes, index = {name: self.states[name].shape for name in bucket.names}, self.grid[bucket.axes].index
+        shapes, index = {name: self.states[name].shardings.shape for name in bucket.names}, self.grid[bucket.axes].index
         for name, part in bucket.parts_in(pending.wait(), index, shapes).items():
             if self.zero < 2:
                 _given(self.states[name].own_gradient).copy_(part)
             else:
                 self.states[name].add(part)
 
-    def _summand(self, state: State) -> Tensor:
+    def _summand(self, state: ParameterState) -> Tensor:
         """What this rank adds to the sum of a parameter's gradients, whole."""
         if self.zero == 2:
             taken = self._taken.pop(state.name, None)
             state.given |= taken is not None
-            return state.parameter.new_zeros(state.shape) if taken is None else taken
+            return state.parameter.new_zeros(state.shardings.shape) if taken is None else taken
         state.given = state.accumulated is not None
         if not state.given:
-            state.add(state.parameter.new_zeros(state.shape))
+            state.add(state.parameter.new_zeros(state.shardings.shape))
         return _given(state.accumulated)
 
     @torch.no_grad()
-    def _gather(self, whole: Callable[[State], Tensor | None], own: Callable[[State], Tensor | None]) -> None:
+    def _gather(self, whole: Callable[[ParameterState], Tensor | None], own: Callable[[ParameterState], Tensor | None]) -> None:
         """Overwrite the whole blocks of all buckets by the parts that each replica owns."""
         for bucket in self.buckets:
             states = [self.states[name] for name in bucket.names]
@@ -219,7 +219,7 @@ class Replicas:
             bucket.unpack(self.grid[bucket.axes].all_gather(message, sizes=bucket.sizes), blocks)
 
 
-def _blocks(states: Sequence[State], of: Callable[[State], Tensor | None]) -> dict[str, Tensor]:
+def _blocks(states: Sequence[ParameterState], of: Callable[[ParameterState], Tensor | None]) -> dict[str, Tensor]:
     return {state.name: _given(of(state)) for state in states}
 
 

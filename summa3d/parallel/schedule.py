@@ -25,7 +25,7 @@ NEEDS = {"F": (("F", -1),), "B": (("F", 0), ("B", 1)), "W": (("B", 0),)}
 """What an op of a stage takes from an op of the same micro-batch, and how many stages further on. X needs what B needs."""
 
 
-class Op(NamedTuple):
+class ScheduleOp(NamedTuple):
     """One op of one rank.
 
     kind : F forward; B backward, of inputs and weights; X backward of inputs alone, W of weights alone; R starts the reduction
@@ -40,7 +40,7 @@ class Op(NamedTuple):
         return f"{self.kind} {self.chunk}" + (f".{self.micro}" if self.micro != ALL else "")
 
 
-class Message(NamedTuple):
+class PipelineMessage(NamedTuple):
     """What one rank sends another: kind F, the input of a stage; B, the gradient of a stage's output. `stage` receives it."""
 
     kind: str
@@ -68,7 +68,7 @@ class Schedule:
     m: int
     v: int
     homes: tuple[int, ...]
-    programs: tuple[tuple[Op, ...], ...]
+    programs: tuple[tuple[ScheduleOp, ...], ...]
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -80,18 +80,18 @@ class Schedule:
         """Whether backward is split into gradients of inputs (X) and of weights (W)."""
         return any(op.kind == "X" for ops in self.programs for op in ops)
 
-    def ops_of(self, rank: int) -> tuple[Op, ...]:
+    def ops_of(self, rank: int) -> tuple[ScheduleOp, ...]:
         """The program of a rank."""
         return self.programs[rank]
 
-    def received(self, rank: int, op: Op) -> Message | None:
+    def received(self, rank: int, op: ScheduleOp) -> PipelineMessage | None:
         """The message that an op of a rank waits for; None where it needs none, or its input was made on the rank itself."""
         stage = self.stages[rank][op.chunk]
         if op.kind == "F":
             return self._message("F", stage, op.micro, stage - 1)
         return self._message("B", stage, op.micro, stage + 1) if op.kind in GRADIENT_SENDERS else None
 
-    def sent(self, rank: int, op: Op) -> Message | None:
+    def sent(self, rank: int, op: ScheduleOp) -> PipelineMessage | None:
         """The message that an op of a rank sends; None where it sends none, or the next stage is held by the rank itself."""
         stage = self.stages[rank][op.chunk]
         if op.kind == "F":
@@ -101,50 +101,50 @@ class Schedule:
     def __str__(self) -> str:
         return f"schedule {self.name} (p={self.p}, m={self.m}, v={self.v})"
 
-    def _message(self, kind: str, stage: int, micro: int, sender: int) -> Message | None:
+    def _message(self, kind: str, stage: int, micro: int, sender: int) -> PipelineMessage | None:
         """The message from the stage `sender` to `stage`; None where one of them is not there, or both are held by one rank."""
         if min(stage, sender) < 0 or max(stage, sender) >= len(self.homes) or self.homes[stage] == self.homes[sender]:
             return None
-        return Message(kind, stage, micro, self.homes[sender], self.homes[stage])
+        return PipelineMessage(kind, stage, micro, self.homes[sender], self.homes[stage])
 
 
 # -- orders: the forwards and backwards of one rank ---------------------------------------------------------------------------
 
 
-def gpipe(p: int, m: int, v: int, rank: int) -> list[Op]:
+def gpipe(p: int, m: int, v: int, rank: int) -> list[ScheduleOp]:
     """All forwards, then all backwards. In flight: m."""
-    return [Op(kind, 0, micro) for kind in "FB" for micro in range(m)]
+    return [ScheduleOp(kind, 0, micro) for kind in "FB" for micro in range(m)]
 
 
-def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Op]:
+def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[ScheduleOp]:
     """Forwards that fill the pipeline behind this rank, then a forward and a backward in turn. In flight: min(p − rank, m).
 
     On one rank it is the accumulation of gradients: F 0.0, B 0.0, F 0.1, B 0.1, …
     """
-    forwards, backwards = ([Op(kind, 0, micro) for micro in range(m)] for kind in "FB")
+    forwards, backwards = ([ScheduleOp(kind, 0, micro) for micro in range(m)] for kind in "FB")
     return _in_turn(forwards, backwards, p - 1 - rank)
 
 
-def interleaved(p: int, m: int, v: int, rank: int) -> list[Op]:
+def interleaved(p: int, m: int, v: int, rank: int) -> list[ScheduleOp]:
     """`one_f_one_b` over v chunks, p micro-batches at a time. In flight: min(2(p − 1 − rank) + (v − 1)p + 1, mv) chunks.
 
     A chunk's output reaches the same rank's next chunk after p hops, and each hop takes a forward and a backward once both
     alternate: hence two forwards a rank before the first backward. m must be a multiple of p.
     """
     turns = [(chunk, first + micro) for first in range(0, m, p) for chunk in range(v) for micro in range(p)]
-    forwards = [Op("F", chunk, micro) for chunk, micro in turns]
-    backwards = [Op("B", v - 1 - chunk, micro) for chunk, micro in turns]
+    forwards = [ScheduleOp("F", chunk, micro) for chunk, micro in turns]
+    backwards = [ScheduleOp("B", v - 1 - chunk, micro) for chunk, micro in turns]
     return _in_turn(forwards, backwards, 2 * (p - 1 - rank) + (v - 1) * p)
 
 
-def _in_turn(forwards: Sequence[Op], backwards: Sequence[Op], ahead: int) -> list[Op]:
+def _in_turn(forwards: Sequence[ScheduleOp], backwards: Sequence[ScheduleOp], ahead: int) -> list[ScheduleOp]:
     """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
     ahead = min(ahead, len(forwards))
     paired = zip(forwards[ahead:], backwards, strict=False)
     return [*forwards[:ahead], *(op for pair in paired for op in pair), *backwards[len(forwards) - ahead :]]
 
 
-def zb_h1(p: int, m: int, v: int, rank: int) -> list[Op]:
+def zb_h1(p: int, m: int, v: int, rank: int) -> list[ScheduleOp]:
     """`one_f_one_b` whose gradients of weights wait, and fill what was idle: `rank` of them are always behind.
 
     In flight: min(p − rank, m) from F to X, at most min(p, m) from F to W. Source: Qi et al. 2024, ZB-H1.
@@ -152,7 +152,7 @@ def zb_h1(p: int, m: int, v: int, rank: int) -> list[Op]:
     return _first(m, *"F" * (p - 1 - rank), *"FX" * min(rank, m), *"FXW" * (m - rank), *"W" * rank)
 
 
-def zb_v(p: int, m: int, v: int, rank: int) -> list[Op]:
+def zb_v(p: int, m: int, v: int, rank: int) -> list[ScheduleOp]:
     """Two chunks a rank in a V (`folded`): the rank of the first stage has the last one too, and backward begins where F ends.
 
     In flight: min(2p, m + 1 + rank) chunks from F to W. m must be at least p. Source: Qi et al. 2024, ZB-V.
@@ -163,13 +163,13 @@ def zb_v(p: int, m: int, v: int, rank: int) -> list[Op]:
     return _first(m, *fill, *[*down, *up] * (m - p), *drain)
 
 
-def _first(m: int, *kinds: str) -> list[Op]:
+def _first(m: int, *kinds: str) -> list[ScheduleOp]:
     """Ops by kind and chunk (0 where it is left out), each for the next of m micro-batches, and left out behind the last."""
     micros: Counter[str] = Counter()
     found = []
     for kind in kinds:
         if micros[kind] < m:
-            found.append(Op(kind[0], int(kind[1:] or 0), micros[kind]))
+            found.append(ScheduleOp(kind[0], int(kind[1:] or 0), micros[kind]))
         micros[kind] += 1
     return found
 
@@ -220,20 +220,20 @@ def _folded(name: str, p: int, m: int, v: int) -> str | None:
     )
 
 
-class Rule(NamedTuple):
+class ScheduleRule(NamedTuple):
     """A schedule by name: its order, the homes of its stages, and the reason why sizes do not fit it."""
 
-    order: Callable[[int, int, int, int], list[Op]]
+    order: Callable[[int, int, int, int], list[ScheduleOp]]
     homes: Callable[[int, int], tuple[int, ...]]
     problem: Callable[[str, int, int, int], str | None]
 
 
 SCHEDULES = {
-    "gpipe": Rule(gpipe, looped, _single),
-    "1f1b": Rule(one_f_one_b, looped, _single),
-    "interleaved": Rule(interleaved, looped, _several),
-    "zb-h1": Rule(zb_h1, looped, _single),
-    "zb-v": Rule(zb_v, folded, _folded),
+    "gpipe": ScheduleRule(gpipe, looped, _single),
+    "1f1b": ScheduleRule(one_f_one_b, looped, _single),
+    "interleaved": ScheduleRule(interleaved, looped, _several),
+    "zb-h1": ScheduleRule(zb_h1, looped, _single),
+    "zb-v": ScheduleRule(zb_v, folded, _folded),
 }
 
 
@@ -243,7 +243,7 @@ def is_split(name: str, p: int) -> bool:
     return p > 1 and any(op.kind == "X" for op in SCHEDULES[name].order(2, 2, 1, 0))
 
 
-def rule_of(name: str, p: int, m: int, v: int = 1) -> Rule:
+def rule_of(name: str, p: int, m: int, v: int = 1) -> ScheduleRule:
     """The rule of the schedule `name` on p ranks. Raises ConfigError for an unknown name, or sizes that do not fit."""
     if name not in SCHEDULES:
         nearest = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.4)
@@ -292,13 +292,13 @@ def unchecked(name: str, p: int, m: int, v: int = 1, replicas: bool = False, tie
 def in_two(schedule: Schedule) -> Schedule:
     """The schedule with each of its backwards in two ops, X and at once W."""
 
-    def both(op: Op) -> tuple[Op, ...]:
+    def both(op: ScheduleOp) -> tuple[ScheduleOp, ...]:
         return (op._replace(kind="X"), op._replace(kind="W")) if op.kind == "B" else (op,)
 
     return replace(schedule, programs=tuple(tuple(one for op in ops for one in both(op)) for ops in schedule.programs))
 
 
-def _with_sums(ops: Sequence[Op], replicas: bool, table: int | None) -> Iterator[Op]:
+def _with_sums(ops: Sequence[ScheduleOp], replicas: bool, table: int | None) -> Iterator[ScheduleOp]:
     """The ops, each chunk's R behind its last backward; T, and the R of the chunk that holds the table, at the end.
 
     T waits for the other holder, which waits for messages of this rank: behind all own ops it cannot hold them up.
@@ -307,11 +307,11 @@ def _with_sums(ops: Sequence[Op], replicas: bool, table: int | None) -> Iterator
     for place, op in enumerate(ops):
         yield op
         if replicas and place == last[op.chunk] and op.chunk != table:
-            yield Op("R", op.chunk)
+            yield ScheduleOp("R", op.chunk)
     if table is not None:
-        yield Op("T", table)
+        yield ScheduleOp("T", table)
         if replicas:
-            yield Op("R", table)
+            yield ScheduleOp("R", table)
 
 
 def split_layers(layers: int, p: int, v: int = 1, counts: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -377,7 +377,7 @@ def dependencies(schedule: Schedule, stream_of: StreamOf = pair_stream) -> dict[
     """Everything that happens, each with what comes directly before it: ops as (rank, place), messages, and T, which is joint."""
     before: dict[Any, set[Any]] = defaultdict(set)
     made: dict[tuple[str, int, int], Any] = {}
-    last: dict[Hashable, Message] = {}
+    last: dict[Hashable, PipelineMessage] = {}
     for rank, ops in enumerate(schedule.programs):
         previous: set[Any] = set()
         for place, op in enumerate(ops):
@@ -399,17 +399,19 @@ def dependencies(schedule: Schedule, stream_of: StreamOf = pair_stream) -> dict[
     return before
 
 
-def _queue(before: dict[Any, set[Any]], last: dict[Hashable, Message], message: Message, stream: Hashable) -> None:
+def _queue(
+    before: dict[Any, set[Any]], last: dict[Hashable, PipelineMessage], message: PipelineMessage, stream: Hashable
+) -> None:
     """Put a message into a stream, behind the one that the stream carried last."""
     before[message] |= {last[stream]} if stream in last else set()
     last[stream] = message
 
 
-def _counts_problem(schedule: Schedule, ops: Sequence[Op]) -> str | None:
+def _counts_problem(schedule: Schedule, ops: Sequence[ScheduleOp]) -> str | None:
     counts = Counter(op for op in ops if op.kind not in "RT")
     split = any(op.kind == "X" for op in ops)
     expected = {
-        Op(kind, chunk, micro)
+        ScheduleOp(kind, chunk, micro)
         for kind in ("FXW" if split else "FB")
         for chunk in range(schedule.v)
         for micro in range(schedule.m)
@@ -420,8 +422,8 @@ def _counts_problem(schedule: Schedule, ops: Sequence[Op]) -> str | None:
     return None
 
 
-def _order_problem(ops: Sequence[Op]) -> str | None:
-    latest: dict[tuple[str, int], Op] = {}
+def _order_problem(ops: Sequence[ScheduleOp]) -> str | None:
+    latest: dict[tuple[str, int], ScheduleOp] = {}
     for place, op in enumerate(ops):
         if op.kind == "W" and (needed := op._replace(kind="X")) not in ops[:place]:
             return f"{op} comes before {needed}"
@@ -432,7 +434,7 @@ def _order_problem(ops: Sequence[Op]) -> str | None:
     return None
 
 
-def _sums_problem(schedule: Schedule, rank: int, ops: Sequence[Op], kinds: Collection[str]) -> str | None:
+def _sums_problem(schedule: Schedule, rank: int, ops: Sequence[ScheduleOp], kinds: Collection[str]) -> str | None:
     ends = (schedule.homes[0], schedule.homes[-1])
     tables = [op for op in ops if op.kind == "T"]
     if len(tables) != ("T" in kinds and rank in ends):
@@ -452,7 +454,7 @@ def _sums_problem(schedule: Schedule, rank: int, ops: Sequence[Op], kinds: Colle
 def _in_words(schedule: Schedule, node: Any) -> str:
     if node == "T":
         return "T"
-    if isinstance(node, Message):
+    if isinstance(node, PipelineMessage):
         return f"{node.kind} {node.micro} for stage {node.stage} from rank {node.source}"
     rank, place = node
     return f"{schedule.ops_of(rank)[place]} of rank {rank}"

@@ -9,27 +9,27 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import ConfigError
-from .schedule import GRADIENT_ENDS, GRADIENT_SENDERS, Message, Op, Schedule
+from .schedule import GRADIENT_ENDS, GRADIENT_SENDERS, PipelineMessage, Schedule, ScheduleOp
 
 SECONDS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "X": 1.0, "W": 1.0}
 """Time of a rank's ops over all its layers, in units: what the papers' figures assume."""
 
 
-class Span(NamedTuple):
+class OpSpan(NamedTuple):
     """When a rank runs an op."""
 
     rank: int
-    op: Op
+    op: ScheduleOp
     start: float
     end: float
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """The ops of all ranks in time. `ideal` is what a rank computes, on average: the time of a pipeline that never waits."""
 
     schedule: Schedule
-    spans: tuple[Span, ...]
+    spans: tuple[OpSpan, ...]
 
     @cached_property
     def time(self) -> float:
@@ -60,7 +60,7 @@ def timeline(
     seconds: Mapping[str, float] = SECONDS,
     layers: Sequence[int] | None = None,
     of_stages: Mapping[tuple[str, int], float] | None = None,
-) -> Timeline:
+) -> ScheduleTimeline:
     """Run each op as soon as its rank is free and its input is there; messages and sums take no time.
 
     Raises ConfigError for a schedule that deadlocks.
@@ -69,7 +69,7 @@ def timeline(
     of_stages : (kind of op, stage) → its time, in place of both.
     """
     mean = sum(layers or [1] * len(schedule.homes)) / schedule.p
-    spans: list[list[Span]] = [[] for _ in range(schedule.p)]
+    spans: list[list[OpSpan]] = [[] for _ in range(schedule.p)]
     ends = [0.0]
     for rank, op, kind, own, given in zip(*in_order(schedule), strict=True):
         if of_stages is None:
@@ -79,8 +79,8 @@ def timeline(
         start = max(ends[own], ends[given])
         ends.append(start + taken)
         if op.kind != "T":
-            spans[rank].append(Span(rank, op, start, ends[-1]))
-    return Timeline(schedule, tuple(span for of_rank in spans for span in of_rank))
+            spans[rank].append(OpSpan(rank, op, start, ends[-1]))
+    return ScheduleTimeline(schedule, tuple(span for of_rank in spans for span in of_rank))
 
 
 class Events(NamedTuple):
@@ -91,7 +91,7 @@ class Events(NamedTuple):
     """
 
     ranks: list[int]
-    ops: list[Op]
+    ops: list[ScheduleOp]
     kinds: list[tuple[str, int]]
     own: list[int]
     given: list[int]
@@ -108,7 +108,7 @@ def in_order(schedule: Schedule) -> Events:
     events, places, last = Events([], [], [], [], []), [0] * schedule.p, [0] * schedule.p
     together: dict[int, int] = {}  # the last events of the ranks of T before it
 
-    def needs(rank: int, op: Op, stage: int) -> tuple[int, int]:
+    def needs(rank: int, op: ScheduleOp, stage: int) -> tuple[int, int]:
         """The event of another rank, and that of this one, that an op waits for; below 0 where it has not come."""
         if op.kind == "F":
             return forward[stage][op.micro], 0
@@ -146,7 +146,7 @@ def in_order(schedule: Schedule) -> Events:
 
 
 def time_of(events: Events, of_stages: Mapping[tuple[str, int], float]) -> float:
-    """When the last op ends, as `Timeline.time`, of events whose (kind, stage) take so long."""
+    """When the last op ends, as `ScheduleTimeline.time`, of events whose (kind, stage) take so long."""
     ends = [0.0]
     end = ends.append
     for kind, own, given in zip(events.kinds, events.own, events.given, strict=True):
@@ -155,7 +155,7 @@ def time_of(events: Events, of_stages: Mapping[tuple[str, int], float]) -> float
     return max(ends)
 
 
-def in_flight(ops: Sequence[Op], ends: Sequence[str] = GRADIENT_ENDS) -> list[int]:
+def in_flight(ops: Sequence[ScheduleOp], ends: Sequence[str] = GRADIENT_ENDS) -> list[int]:
     """How many inputs of chunks a rank keeps, after each of its ops: a backward of weights releases one.
 
     ends : the kinds that end a flight; GRADIENT_SENDERS for what the gradient of an input ends
@@ -164,7 +164,7 @@ def in_flight(ops: Sequence[Op], ends: Sequence[str] = GRADIENT_ENDS) -> list[in
     return list(accumulate(steps.get(op.kind, 0) for op in ops))
 
 
-def messages_of(schedule: Schedule, rank: int) -> Iterator[tuple[Op, Message | None, Message | None]]:
+def messages_of(schedule: Schedule, rank: int) -> Iterator[tuple[ScheduleOp, PipelineMessage | None, PipelineMessage | None]]:
     """The ops of a rank, each with the message that it waits for and the one that it sends."""
     for op in schedule.ops_of(rank):
         if op.kind not in "RT":

@@ -61,8 +61,66 @@ def replicas_of(used: Sharding, grid: Grid) -> tuple[str, ...]:
     return tuple(axis for axis in replica_axes(grid.shape) if axis not in named)
 
 
+@dataclass(frozen=True)
+class LocalShardings(Shardings):
+    """The shardings of a parameter on this rank of the job's grid, and which rows of its block each rank with copies owns."""
+
+    grid: Grid
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of this rank's block of the weight as layers use it."""
+        return self.used.local_shape(self.grid)
+
+    @property
+    def numel(self) -> int:
+        """The elements of that block."""
+        return prod(self.shape)
+
+    @cached_property
+    def partition(self) -> Sharding:
+        """The partition of the parameter over all ranks that hold copies: each sums, counts and writes its own rows."""
+        finest = self.used.sharded_over(replicas_of(self.used, self.grid))
+        return self.moments if self.moments == finest else finest
+
+    @cached_property
+    def share(self) -> Sharding:
+        """The part that this rank counts and writes: its partition, divided among the stages that hold a tied table."""
+        shared = [axis for axis, indices in self.partition.layout.at if len(indices) > 1]
+        return self.partition.sharded_over(shared) if shared else self.partition
+
+    @cached_property
+    def counts(self) -> bool:
+        """Whether this rank counts what it holds of `share`: one of those that hold the same does."""
+        return self.share.is_primary(self.grid)
+
+    @cached_property
+    def rows(self) -> list[slice]:
+        """The rows of this rank's block that each of the ranks with copies owns, in the order of their plane."""
+        used, grid = self.used, self.grid
+        axes, start = replicas_of(used, grid), used.slices(grid)[0].start
+        found = []
+        for point in itertools.product(*(range(grid.shape[axis]) for axis in axes)):
+            at = {**grid.coordinates, **dict(zip(axes, point, strict=True))}
+            rows = self.partition.layout.slices(used.shape, grid.shape, at)[0]
+            found.append(slice(rows.start - start, rows.stop - start))
+        return found
+
+    @cached_property
+    def cut(self) -> bool:
+        """Whether `pieces` cuts: other ranks own rows of what this rank updates."""
+        return self.moments is not self.partition
+
+    def part(self, block: Tensor, sharding: Sharding, wanted: Sharding) -> Tensor:
+        """Return the part of a block in `sharding` that a finer sharding has: a view."""
+        if sharding is wanted or sharding == wanted:
+            return block
+        whole, part = sharding.slices(self.grid)[0], wanted.slices(self.grid)[0]
+        return block[part.start - whole.start : part.stop - whole.start]
+
+
 @dataclass(eq=False)
-class State:
+class ParameterState:
     """The states of one parameter on this rank of the job's grid; its moments belong to the optimizer.
 
     Attributes
@@ -76,11 +134,10 @@ class State:
 
     name: str
     parameter: ShardedParameter
-    shardings: Shardings
-    grid: Grid
+    shardings: LocalShardings
     copy: Tensor | None = None
     total: Tensor | None = None
-    taken: Callable[[State, Tensor], None] | None = None
+    taken: Callable[[ParameterState, Tensor], None] | None = None
     given: bool = False
 
     def shard(self, dtype: torch.dtype, copied: bool) -> None:
@@ -92,8 +149,8 @@ class State:
         if stored != used and copied:
             self.copy = self.parameter.data.to(dtype).requires_grad_(self.parameter.requires_grad)
         if stored != used:
-            self.parameter.data = self._part(self.parameter.data, used, stored).clone()
-        if self.apart and self.parameter.requires_grad:
+            self.parameter.data = self.shardings.part(self.parameter.data, used, stored).clone()
+        if self._apart and self.parameter.requires_grad:
             self.leaf.register_post_accumulate_grad_hook(self._take)
 
     @property
@@ -102,14 +159,14 @@ class State:
         return self.parameter if self.copy is None else self.copy
 
     @cached_property
-    def apart(self) -> bool:
+    def _apart(self) -> bool:
         """Whether gradients are accumulated in `total`: they have another sharding or dtype than what layers use."""
         return self.copy is not None or self.shardings.gradient != self.shardings.stored
 
     def _take(self, leaf: Tensor) -> None:
         """Accumulate what backward has left in a leaf, widened, and leave nothing there.
 
-        Blocks that are computed again leave nothing of a weight whose gradient is postponed.
+        Blocks that are computed again leave nothing of a weight whose gradient is deferred.
         """
         if leaf.grad is None:
             return
@@ -118,16 +175,6 @@ class State:
             self.add(gradient)
         else:
             self.taken(self, gradient)
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of this rank's block of the weight as layers use it."""
-        return self.shardings.used.local_shape(self.grid)
-
-    @property
-    def numel(self) -> int:
-        """The elements of that block."""
-        return prod(self.shape)
 
     @property
     def used(self) -> Tensor:
@@ -145,45 +192,10 @@ class State:
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient, in the sharding of `gradient` and the parameter's dtype, to the accumulated one."""
-        if self.apart:
+        if self._apart:
             self.total = gradient if self.total is None else self.total.add_(gradient)
         else:
             self.parameter.grad = gradient if self.parameter.grad is None else self.parameter.grad + gradient
-
-    @cached_property
-    def partition(self) -> Sharding:
-        """The partition of the parameter over all ranks that hold copies: each sums, counts and writes its own rows."""
-        used, moments = self.shardings.used, self.shardings.moments
-        finest = used.sharded_over(replicas_of(used, self.grid))
-        return moments if moments == finest else finest
-
-    @cached_property
-    def share(self) -> Sharding:
-        """The part that this rank counts and writes: its partition, divided among the stages that hold a tied table."""
-        shared = [axis for axis, indices in self.partition.layout.at if len(indices) > 1]
-        return self.partition.sharded_over(shared) if shared else self.partition
-
-    @cached_property
-    def counts(self) -> bool:
-        """Whether this rank counts what it holds of `share`: one of those that hold the same does."""
-        return self.share.is_primary(self.grid)
-
-    @cached_property
-    def rows(self) -> list[slice]:
-        """The rows of this rank's block that each of the ranks with copies owns, in the order of their plane."""
-        used, grid = self.shardings.used, self.grid
-        axes, start = replicas_of(used, grid), used.slices(grid)[0].start
-        found = []
-        for point in itertools.product(*(range(grid.shape[axis]) for axis in axes)):
-            at = {**grid.coordinates, **dict(zip(axes, point, strict=True))}
-            rows = self.partition.layout.slices(used.shape, grid.shape, at)[0]
-            found.append(slice(rows.start - start, rows.stop - start))
-        return found
-
-    @cached_property
-    def cut(self) -> bool:
-        """Whether `pieces` cuts: other ranks own rows of what this rank updates."""
-        return self.shardings.moments is not self.partition
 
     def pieces(self, block: Tensor) -> list[Tensor]:
         """A block in the moments' sharding, cut where another rank begins to own: views.
@@ -191,53 +203,46 @@ class State:
         An update by pieces has the same bits where all replicas update everything as where each updates its own: a kernel may
         round the last elements of a tensor otherwise than those before them.
         """
-        return [block[rows] for rows in self.rows] if self.cut else [block]
+        return [block[rows] for rows in self.shardings.rows] if self.shardings.cut else [block]
 
     @property
     def weight(self) -> Tensor:
         """The part of the stored weight that this rank updates, in place."""
         stored, moments = self.shardings.stored, self.shardings.moments
-        return self.parameter.data if stored is moments else self._part(self.parameter.data, stored, moments)
+        return self.parameter.data if stored is moments else self.shardings.part(self.parameter.data, stored, moments)
 
     def own_part(self, block: Tensor) -> Tensor:
         """The part of `share` of a block in the moments' sharding: a view."""
-        return self._part(block, self.shardings.moments, self.share)
+        return self.shardings.part(block, self.shardings.moments, self.shardings.share)
 
     @property
     def accumulated(self) -> Tensor | None:
         """The gradient that backward accumulates; None where there is none."""
-        return self.total if self.apart else self.parameter.grad
+        return self.total if self._apart else self.parameter.grad
 
     @property
     def gradient(self) -> Tensor | None:
         """The part of the accumulated gradient that this rank updates with; None where there is none."""
-        return self.parameter.grad if self.plain else self._part_of_gradient(self.shardings.moments)
+        return self.parameter.grad if self._plain else self._part_of_gradient(self.shardings.moments)
 
     @property
     def own_gradient(self) -> Tensor | None:
         """The part of the accumulated gradient that this rank owns; None where there is none."""
-        return self._part_of_gradient(self.partition)
+        return self._part_of_gradient(self.shardings.partition)
 
     @property
     def counted_gradient(self) -> Tensor | None:
         """The part of `share` of the accumulated gradient; None where there is none."""
-        return self.parameter.grad if self.plain else self._part_of_gradient(self.share)
+        return self.parameter.grad if self._plain else self._part_of_gradient(self.shardings.share)
 
     @cached_property
-    def plain(self) -> bool:
+    def _plain(self) -> bool:
         """Whether this rank accumulates in the parameter what it updates with and counts, whole: no replica has a part of it."""
-        return not self.apart and self.shardings.gradient == self.shardings.moments == self.share
+        return not self._apart and self.shardings.gradient == self.shardings.moments == self.shardings.share
 
     def _part_of_gradient(self, wanted: Sharding) -> Tensor | None:
-        whole, sharding = self.total if self.apart else self.parameter.grad, self.shardings.gradient
-        return whole if whole is None or sharding is wanted else self._part(whole, sharding, wanted)
-
-    def _part(self, block: Tensor, sharding: Sharding, wanted: Sharding) -> Tensor:
-        """The part of a block in `sharding` that a finer sharding has: a view."""
-        if sharding is wanted or sharding == wanted:
-            return block
-        whole, part = sharding.slices(self.grid)[0], wanted.slices(self.grid)[0]
-        return block[part.start - whole.start : part.stop - whole.start]
+        whole, sharding = self.total if self._apart else self.parameter.grad, self.shardings.gradient
+        return whole if whole is None or sharding is wanted else self.shardings.part(whole, sharding, wanted)
 
 
 def named_parameters(model: torch.nn.Module) -> list[tuple[str, ShardedParameter]]:
@@ -245,7 +250,7 @@ def named_parameters(model: torch.nn.Module) -> list[tuple[str, ShardedParameter
     return [(name, cast(ShardedParameter, p)) for name, p in model.named_parameters()]
 
 
-def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0, dtype: torch.dtype | None = None) -> list[State]:
+def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0, dtype: torch.dtype | None = None) -> list[ParameterState]:
     """The states of a model's parameters on the job's grid, in the same order on every rank. Moves nothing.
 
     zero : as of `Shardings.of`. dtype : that layers compute in; default the parameters' own
@@ -253,7 +258,8 @@ def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0, dtype: torch.dt
     found = []
     for name, p in named_parameters(model):
         wanted = p.dtype if dtype is None else dtype
-        state = State(name, p, Shardings.of(p.sharding, replicas_of(p.sharding, grid), zero, wanted != p.dtype), grid)
+        of = Shardings.of(p.sharding, replicas_of(p.sharding, grid), zero, wanted != p.dtype)
+        state = ParameterState(name, p, LocalShardings(of.used, of.stored, of.gradient, of.moments, grid))
         state.shard(wanted, copied=zero < 3)
         found.append(state)
     return found

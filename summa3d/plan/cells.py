@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..dry.record import ENTER, LEAVE, Op, Part
+from ..dry.record import ENTER, LEAVE, Op, RepeatedSegment
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _traced(setting: Setting) -> dict[str, Cell]:
     return {name: Cell(_ops(parts, cell, False), _ops(parts, cell, True)) for name, cell in names.items()}
 
 
-def _ops(parts: Iterable[Part], cell: str, backward: bool) -> OpTrace:
+def _ops(parts: Iterable[RepeatedSegment], cell: str, backward: bool) -> OpTrace:
     return tuple(op for segment, _ in parts if (segment.cell, segment.backward) == (cell, backward) for op in segment.ops)
 
 

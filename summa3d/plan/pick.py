@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..cluster import Cluster, here_file, load
 from ..comm.topology import describe
 from ..errors import GridError, LayoutError
-from ..nn.choose import EQUAL, Choice, ranked
+from ..nn.choose import EQUAL, SchemeChoice, ranked
 from ..parallel.schedule import is_split
 from .search.cells import Cells, StageGrid
 from .search.plans import Plan, family_of, repeats
@@ -85,7 +85,7 @@ def pick(
     return Pick(best.scheme, best.grid, seconds, cluster.name, len(priced), len(found))
 
 
-def shortened(found: Sequence[Choice]) -> list[Choice]:
+def shortened(found: Sequence[SchemeChoice]) -> list[SchemeChoice]:
     """PRICED choices in the order of their words: the first of each family, then others; each program once."""
     ordered = sorted(found, key=lambda one: one.words)
     ordered = [one for one in ordered if not repeats(one.scheme, {"x": 1, "y": 1, "z": 1, **one.grid})] or ordered
@@ -95,7 +95,7 @@ def shortened(found: Sequence[Choice]) -> list[Choice]:
     return [one for one in ordered if one in kept]
 
 
-def plan_of(config: Config, choice: Choice, cluster: Cluster) -> Plan:
+def plan_of(config: Config, choice: SchemeChoice, cluster: Cluster) -> Plan:
     """The plan of a configuration on a grid, as the search prices it."""
     grid, replicas, pipeline = config.grid, config.replicas, config.pipeline
     inner = StageGrid(

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from ..cluster import Cluster
 from ..comm.topology import Topology
-from ..dry.record import Part
+from ..dry.record import RepeatedSegment
 from ..parallel.simulate import timeline
 from .cells import with_messages
 from .price import Prices
 from .replay import replay
 
 if TYPE_CHECKING:
-    from ..dry.step import DryStep, Key
+    from ..dry.step import DryStep, OpKey
     from ..parallel.schedule import Schedule
     from ..train.config import Config
 
@@ -53,20 +53,20 @@ def _traced(config: Config, ranks_per_node: int) -> tuple[list[DryStep], Schedul
     from ..train.dry_run import setting_of, training_of
 
     first = setting_of(config, 0, ranks_per_node, config.device == "cuda")
-    place = first.place()
-    first.on(place).check(config.model, config.rows)
+    topology = first.topology
+    first.layouts.check(config.model, config.rows)
     known: dict[object, Rank] = {}
     steps = []
     for index in range(config.grid.pp):
         kinds = tuple(kinds_of(index, first.stages))
         if kinds not in known:
-            at = place.rank_of({**dict.fromkeys(place.shape, 0), "pp": index}) if config.grid.pp > 1 else 0
+            at = topology.rank_of({**dict.fromkeys(topology.shape, 0), "pp": index}) if config.grid.pp > 1 else 0
             known[kinds] = Rank.traced(replace(first, rank=at), training_of(config))
         steps.append(known[kinds].step(known[kinds].keys(index)))
     return steps, next(iter(known.values())).pipeline.schedule(config.train.accumulate)
 
 
-def span(parts: Sequence[Part], prices: Prices) -> float:
+def span(parts: Sequence[RepeatedSegment], prices: Prices) -> float:
     """The seconds of consecutive parts; the repetitions of one are each replayed as if by itself."""
     ops = with_messages(tuple(op for segment, _ in parts for op in segment.ops))
     again = sum((times - 1) * replay(with_messages(tuple(one.ops)), prices).seconds for one, times in parts if times > 1)
@@ -74,7 +74,7 @@ def span(parts: Sequence[Part], prices: Prices) -> float:
 
 
 def of_stages(
-    schedule: Schedule, steps: Sequence[DryStep], spans: Sequence[Mapping[Key, float]], overlap: bool
+    schedule: Schedule, steps: Sequence[DryStep], spans: Sequence[Mapping[OpKey, float]], overlap: bool
 ) -> dict[tuple[str, int], float]:
     """(Kind of op, stage) → the mean of its seconds over micro-batches."""
     from ..parallel.executor import ops_of

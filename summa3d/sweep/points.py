@@ -298,8 +298,7 @@ def _fits(config: Mapping[str, Any], ranks: int, axes: Mapping[str, int]) -> boo
 
 def _check(point: Point) -> None:
     """Raise the error that the point's own run would raise of its configuration, grid and sizes."""
-    from ..comm.grid import Place
-    from ..nn.schemes.scheme import scheme
+    from ..nn.schemes.scheme import Scheme
 
     settings = point.settings
     size = prod(settings.grid.axes.values())
@@ -307,7 +306,7 @@ def _check(point: Point) -> None:
         raise GridError(f"grid {settings.grid} has {size} ranks, and not {point.ranks}.")
     if point.what == "block" and settings.grid.outer > 1:
         raise GridError(f"grid {settings.grid}: blocks alone have no replicas or stages; what = 'train' has.")
-    scheme(settings.scheme, Place(settings.grid.axes)).check(settings.model, settings.rows)
+    Scheme.of(settings.scheme, settings.grid.axes).check(settings.model, settings.rows)
 
 
 def axes_of(given: Any) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..bench.predicted import of_product
 from ..cluster import Cluster, load
-from ..dry.record import ENTER, LEAVE, Part
+from ..dry.record import ENTER, LEAVE, RepeatedSegment
 from ..errors import CapacityError
 from ..gemm.cost.machine import Machine, default_cluster
 from .file import Sweep
@@ -77,7 +77,7 @@ def words(point: Point) -> int | None:
     return max(found)
 
 
-def _moved(parts: Iterable[Part]) -> int:
+def _moved(parts: Iterable[RepeatedSegment]) -> int:
     """The words of all communications."""
     return sum(times * op.words for segment, times in parts for op in segment.ops if op.kind == "move")
 

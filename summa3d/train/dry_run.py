@@ -12,7 +12,7 @@ from ..dry.step import DryStep, Ending, Setting, Training
 from ..nn.gradients import norm_and_votes
 from ..node_support import why_no_node_memory
 from ..parallel.pipeline import Pipeline
-from ..parallel.states import State
+from ..parallel.states import ParameterState
 from .checkpoint.folder import own_blocks
 from .config import Config, at_least, master_dtype
 from .loop import total
@@ -89,7 +89,7 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
 def training_of(config: Config) -> Training:
     """What the training loop adds to the ops of a program: 16-bit copies of weights before them, the optimizer behind them."""
 
-    def optimizer(pipeline: Pipeline, states: Sequence[State]) -> Ending:
+    def optimizer(pipeline: Pipeline, states: Sequence[ParameterState]) -> Ending:
         adamw, replicas = AdamW(states, config.train), pipeline.replicas
         assert replicas is not None
 
@@ -110,7 +110,7 @@ def training_of(config: Config) -> Training:
 def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, Any]:
     """What the ranks do and hold where so many consecutive ones share a node, on the host or on devices."""
     first = setting_of(config, 0, ranks_per_node, on_device)
-    first.on(first.place()).check(config.model, config.rows)
+    first.layouts.check(config.model, config.rows)
     found = {rank: (step, many) for rank, many, step in steps(first, training_of(config))}
     held = {rank: step.bytes() for rank, (step, _) in found.items()}
     fullest = max(held, key=lambda rank: held[rank]["peak"])

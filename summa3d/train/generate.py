@@ -6,6 +6,7 @@ Each random number depends on the seed and the position of the token only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,12 @@ import numpy as np
 import torch
 
 from ..comm.grid import Grid
+from ..comm.topology import describe
 from ..errors import CheckpointError, ConfigError, GridError, LayoutError
+from ..nn.context import Context, scheme
 from ..nn.models.base import LanguageModel
 from ..nn.models.registry import Model
-from ..nn.schemes.scheme import Scheme, scheme
+from ..nn.schemes.scheme import Scheme
 from ..parallel.pipeline import Pipeline
 from ..parallel.states import states_of
 from . import config as configuration
@@ -38,7 +41,7 @@ STREAM = 0x6765_6E65_7261_7465
 
 def sample(
     model: Model,
-    plan: Scheme,
+    context: Context,
     config: ModelConfig,
     tokenizer: corpus.Tokenizer,
     prompt: str,
@@ -54,7 +57,7 @@ def sample(
     Parameters
     ----------
     model : a causal model on its grid
-    plan : the scheme that shards the model; the batch holds as many copies of the text as the scheme needs rows
+    context : that of the model's layers; the batch holds as many copies of the text as its scheme needs rows
     config : the model's configuration; the model sees the last `config.sequence` tokens
     temperature : divides the logits; 0 takes the likeliest token
     top_k : samples from the k likeliest tokens; 0 samples from all tokens
@@ -67,16 +70,16 @@ def sample(
     if not isinstance(model, LanguageModel):
         raise ConfigError(f"A {config.family} model does not continue text. Families that do: gpt2, llama.")
     known = [int(token) for token in tokenizer.encode(prompt.encode())]
-    rows, device = smallest_batch(plan, config), next(model.parameters()).device
+    rows, device = smallest_batch(context.scheme, config), next(model.parameters()).device
     shown = TextStream(show) if show is not None else None
-    if pipeline is None and plan.stages is not None:
+    if pipeline is None and context.stages is not None:
         pipeline = Pipeline(model, "1f1b", rows, next(model.parameters()).dtype)
     next_logits = model.next_logits if pipeline is None else pipeline.next_logits
     model.eval()
     with torch.no_grad():
         for position in range(count):
-            context = torch.tensor(known[-config.sequence :], device=device).expand(rows, -1).contiguous()  # [b, s]
-            logits = next_logits(context)[0].double().cpu().numpy()[: tokenizer.vocabulary]  # [v]
+            window = torch.tensor(known[-config.sequence :], device=device).expand(rows, -1).contiguous()  # [b, s]
+            logits = next_logits(window)[0].double().cpu().numpy()[: tokenizer.vocabulary]  # [v]
             known.append(choose(logits, temperature, top_k, uniform(seed, position)))
             if shown is not None:
                 shown.update(tokenizer.decode(known), last=position + 1 == count)
@@ -105,16 +108,17 @@ class TextStream:
             self._length = end
 
 
-def smallest_batch(plan: Scheme, config: ModelConfig) -> int:
+def smallest_batch(scheme: Scheme, config: ModelConfig) -> int:
     """The smallest batch, in rows, that the scheme can split. Raises LayoutError where no batch fits the grid."""
-    for rows in range(1, plan.grid.size**2 + 1):
+    ranks = prod(scheme.shape.values())
+    for rows in range(1, ranks**2 + 1):
         try:
-            plan.check(config, rows)
+            scheme.check(config, rows)
         except LayoutError:
             continue
         return rows
-    plan.check(config, plan.grid.size)  # raises an error that names the sizes that do not fit
-    raise LayoutError(f"No batch fits the grid {plan.grid}.")
+    scheme.check(config, ranks)  # raises an error that names the sizes that do not fit
+    raise LayoutError(f"No batch fits the grid {describe(scheme.shape)}.")
 
 
 def uniform(seed: int, position: int) -> float:
@@ -153,8 +157,8 @@ def choose(logits: np.ndarray, temperature: float, top_k: int, random: float) ->
 
 def load(
     folder: Path, comm: MPI.Intracomm, device: torch.device | None = None, choose: configuration.Choose | None = None
-) -> tuple[Model, Scheme, Config, corpus.Tokenizer]:
-    """Load the model of a run's newest checkpoint; collective. Returns model, scheme, configuration and tokenizer.
+) -> tuple[Model, Context, Config, corpus.Tokenizer]:
+    """Load the model of a run's newest checkpoint; collective. Returns model, context, configuration and tokenizer.
 
     Parameters
     ----------
@@ -171,20 +175,20 @@ def load(
     source = str(folder / "config.toml")
     config = configuration.load(source) if choose is None else configuration.load_for(comm.size, source, (), choose)
     device = open_device(config.device, comm, config.tf32) if device is None else device
-    grid, plan = _open_grid(config, comm, device)
+    grid, context = _open_grid(config, comm, device)
     saved = open_checkpoint(config, comm, folder)
     if saved is None:
         raise CheckpointError(f"{folder} holds no complete checkpoint yet.")
-    model = build_model(config, plan, device)
+    model = build_model(config, context, device)
     saved.load(checkpoint.weight_blocks(states_of(model, grid)), grid)
     model.to(torch_dtype(config.dtype))
     data = folder / "data"
     if (data / "tokens.json").is_file():  # an imported run has none
         tokens.check_files(config.data, data, comm, [tokens.TOKENIZER])
-    return model, plan, config, corpus.load_tokenizer(config.data, data)
+    return model, context, config, corpus.load_tokenizer(config.data, data)
 
 
-def _open_grid(config: Config, comm: MPI.Intracomm, device: torch.device) -> tuple[Grid, Scheme]:
+def _open_grid(config: Config, comm: MPI.Intracomm, device: torch.device) -> tuple[Grid, Context]:
     size = int(np.prod(list(config.grid.axes.values())))
     if comm.size == 1:
         return (grid := Grid(comm, {"x": 1, "y": 1, "z": 1})), scheme("serial", grid)

@@ -310,13 +310,13 @@ def continue_prompt(run: Run) -> str:
     if settings.keep and _parameters(run) < ONE_RANK_PARAMETERS:
 
         def on_one_rank() -> str:
-            model, plan, config, tokenizer = load(run.folder, MPI.COMM_SELF, run.device)
-            return sample(model, plan, config.model, tokenizer, settings.sample_prompt, settings.sample_tokens)
+            model, context, config, tokenizer = load(run.folder, MPI.COMM_SELF, run.device)
+            return sample(model, context, config.model, tokenizer, settings.sample_prompt, settings.sample_tokens)
 
         return on_root(run.grid.comm, on_one_rank, CheckpointError)
     with run.working_weights():
         what = (run.tokens.tokenizer, settings.sample_prompt, settings.sample_tokens)
-        return sample(run.model, run.scheme, run.config.model, *what, pipeline=run.pipeline)
+        return sample(run.model, run.model.context, run.config.model, *what, pipeline=run.pipeline)
 
 
 def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

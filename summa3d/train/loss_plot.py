@@ -16,8 +16,8 @@ import torch
 from ..comm.grid import Place
 from ..errors import DataError, printable
 from ..figures import CAPTION, COLUMN, draw, look
+from ..nn.context import scheme
 from ..nn.models.registry import build
-from ..nn.schemes.scheme import scheme
 from ..parallel.states import named_parameters
 from . import metrics, toml
 from .config import Config, GridConfig, load, read_table, to_table

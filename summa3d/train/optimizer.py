@@ -11,7 +11,7 @@ import torch
 from summa3d.kernels import dispatch
 
 if TYPE_CHECKING:
-    from ..parallel.states import State
+    from ..parallel.states import ParameterState
     from .config import TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -25,7 +25,7 @@ class AdamW:
     element of it. Nothing is communicated.
     """
 
-    def __init__(self, states: Sequence[State], config: TrainConfig) -> None:
+    def __init__(self, states: Sequence[ParameterState], config: TrainConfig) -> None:
         self.config = config
         self.states = {state.name: state for state in states}
         self.moments = {moment: {state.name: torch.zeros_like(state.weight) for state in states} for moment in MOMENTS}
@@ -40,7 +40,7 @@ class AdamW:
 
         They are the same with moments that are copied over the replicas and with sharded ones, and so is the norm.
         """
-        found = [(state.counted_gradient, state.counts) for state in self.states.values()]
+        found = [(state.counted_gradient, state.shardings.counts) for state in self.states.values()]
         return [(gradient, counts) for gradient, counts in found if gradient is not None]
 
     @torch.no_grad()
@@ -54,7 +54,7 @@ class AdamW:
             given = [(state, gradient) for state, gradient in found if gradient is not None]
             self._update(given, rate, self.config.weight_decay if decay else 0.0, factor)
 
-    def _update(self, given: list[tuple[State, torch.Tensor]], rate: float, weight_decay: float, factor: float) -> None:
+    def _update(self, given: list[tuple[ParameterState, torch.Tensor]], rate: float, weight_decay: float, factor: float) -> None:
         first, second = (self.moments[moment] for moment in MOMENTS)
         rows: list[tuple[torch.Tensor, ...]] = []
         steps: list[int] = []
@@ -62,7 +62,7 @@ class AdamW:
             name = state.name
             self._steps[name] += 1
             blocks = state.weight, gradient, first[name], second[name]
-            pieces = list(zip(*map(state.pieces, blocks), strict=True)) if state.cut else [blocks]
+            pieces = list(zip(*map(state.pieces, blocks), strict=True)) if state.shardings.cut else [blocks]
             rows += pieces
             steps += [self._steps[name]] * len(pieces)
         if rows:

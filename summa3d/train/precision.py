@@ -17,7 +17,7 @@ from ..autograd.recompute import places_of, weights_in
 from ..errors import Summa3dError
 
 if TYPE_CHECKING:
-    from ..parallel.states import State
+    from ..parallel.states import ParameterState
     from .config import Config, LossScaleConfig
 
 SMALLEST_SCALE = 1.0
@@ -34,14 +34,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 @contextmanager
-def working_weights(model: torch.nn.Module, states: Iterable[State], dtype: torch.dtype) -> Iterator[None]:
+def working_weights(model: torch.nn.Module, states: Iterable[ParameterState], dtype: torch.dtype) -> Iterator[None]:
     """A context in which every layer of a model computes with weights of `dtype`; the parameters themselves stay float32.
 
     The copies are part of the autograd graph of every loss that is computed with them: backward widens a 16-bit gradient and adds
     it to the float32 sum of the parameter's state, over micro-batches too. Each rank copies its local blocks before any
     all-gather, so that weights are communicated in 16 bits. Memory: 2 bytes per local weight until the context has ended and
-    backward has used it; where replicas share the master weights (`State.copy`), the copies stay. A context inside another one
-    uses its copies. The context does nothing where the parameters have that dtype.
+    backward has used it; where replicas share the master weights (`ParameterState.copy`), the copies stay. A context inside
+    another one uses its copies. The context does nothing where the parameters have that dtype.
     """
     wider = {id(state.parameter): state for state in states if state.parameter.dtype != dtype}
     found = {place: id(place[0]._parameters[place[1]]) for place in (places_of([model]) if wider else ())}

@@ -17,11 +17,11 @@ from ..comm.grid import Grid
 from ..comm.topology import replica_axes
 from ..errors import CheckpointError, ConfigError, DataError, Summa3dError
 from ..files import check_no_link
+from ..nn.context import Context, scheme
 from ..nn.models.registry import Model, build
-from ..nn.schemes.scheme import Scheme, scheme
 from ..parallel.pipeline import Pipeline, chunks_of, stages_of
 from ..parallel.replicas import Replicas
-from ..parallel.states import State, states_of
+from ..parallel.states import ParameterState, states_of
 from . import config as configuration
 from . import toml
 from .checkpoint import folder as checkpoint
@@ -41,7 +41,7 @@ from .progress import SILENT, Progress
 
 @dataclass
 class Run:
-    """A training run: its folder, grid and scheme, and its model and optimizer after `done` steps on this rank's device.
+    """A training run: its folder and grid, and its model and optimizer after `done` steps on this rank's device.
 
     asked, writing : the ranks that had been asked to end, and those that wrote a checkpoint, at the last step's gradient norm
     """
@@ -49,7 +49,6 @@ class Run:
     config: Config
     folder: Path
     grid: Grid
-    scheme: Scheme
     tokens: tokens.Tokens
     objective: Objective
     model: Model
@@ -105,8 +104,8 @@ def prepare(
     """
     config.check_text()
     device = open_device(config.device, comm, config.tf32)
-    grid, plan = open_grid(config, comm, device)
-    plan.check(config.model, config.rows)
+    grid, context = open_grid(config, comm, device)
+    context.scheme.check(config.model, config.rows)
     if config.train.tensorboard:
         on_root(comm, check_tensorboard, ConfigError)
     on_root(comm, lambda: open_folder(folder, resume, overwrite, lease, progress), ConfigError, folder=folder)
@@ -121,13 +120,13 @@ def prepare(
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm, progress.doing)
     check_prompt(config, corpus)
     progress.doing("building the model")
-    model = build_model(config, with_zero(plan, config), device)
+    model = build_model(config, with_zero(context, config), device)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
     task = objective(config.model, corpus)
     states = states_of(model, grid, config.replicas.zero, torch_dtype(config.dtype))
     optimizer = AdamW(states, config.train)
     replicas, pipeline = open_pipeline(config, model, states)
-    run = Run(config, folder, grid, plan, corpus, task, model, optimizer, replicas, loss_scale, pipeline, device=device)
+    run = Run(config, folder, grid, corpus, task, model, optimizer, replicas, loss_scale, pipeline, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
         moments = checkpoint.optimizer_blocks(optimizer) if saved.has_moments else []
@@ -139,9 +138,9 @@ def prepare(
     return run
 
 
-def open_pipeline(config: Config, model: Model, states: Sequence[State]) -> tuple[Replicas, Pipeline]:
+def open_pipeline(config: Config, model: Model, states: Sequence[ParameterState]) -> tuple[Replicas, Pipeline]:
     """The replicas and the pipeline of a run's model, the same on all ranks; then the grid is sealed. Collective."""
-    grid, how = model.scheme.job, config.pipeline
+    grid, how = model.context.job, config.pipeline
     replicas = Replicas.of(states, grid, config.replicas.zero, config.replicas.bucket, chunks_of(model))
     dtype, overlap = torch_dtype(config.dtype), config.replicas.overlap
     pipeline = Pipeline(model, how.schedule, config.rows, dtype, replicas, overlap, how.scatter)
@@ -187,32 +186,33 @@ def write_config(config: Config, folder: Path, saved: checkpoint.Checkpoint | No
     configuration.write(configuration.to_table(config), folder / "config.toml")
 
 
-def build_model(config: Config, plan: Scheme, device: torch.device = HOST) -> Model:
+def build_model(config: Config, context: Context, device: torch.device = HOST) -> Model:
     """The model of a configuration on `device`, with the initial weights of its seed, in the dtype of master weights."""
     with device:
-        model = build(config.model, plan, torch_dtype(master_dtype(config.dtype)), config.train.seed)
+        model = build(config.model, context, torch_dtype(master_dtype(config.dtype)), config.train.seed)
     model.recompute(config.recompute, config.recompute_layers, config.distribute_saved_activations)
     return model
 
 
-def with_zero(plan: Scheme, config: Config) -> Scheme:
-    """The scheme of a training run, whose layers gather their weights from the replicas where those share them (zero 3)."""
-    return replace(plan, sharded=replica_axes(plan.job.shape)) if config.replicas.zero == 3 else plan
+def with_zero(context: Context, config: Config) -> Context:
+    """The context of a training run, whose layers gather their weights from the replicas where those share them (zero 3)."""
+    return replace(context, sharded=replica_axes(context.job.shape)) if config.replicas.zero == 3 else context
 
 
-def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) -> tuple[Grid, Scheme]:
-    """The grid and the scheme of a configuration on the ranks of `comm`; collective.
+def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) -> tuple[Grid, Context]:
+    """The grid, and the context of the layers, of a configuration on the ranks of `comm`; collective.
 
     Ranks with devices do not use the node's shared memory. Raises GridError where the sizes do not fit the number of ranks.
     """
     order, tile = config.grid.rank_order, config.grid.tile
     shared = None if device.type == "cpu" else False
     grid = Grid(comm, config.grid.axes, order, tile, config.grid.check, shared, transport=config.transport)
-    plan = scheme(config.scheme, grid, config.regather, config.vectors, config.overlap)
+    context = scheme(config.scheme, grid, config.regather, config.vectors, config.overlap)
     if config.grid.pp > 1:
         how = config.pipeline
-        plan = replace(plan, stages=stages_of(how.schedule, config.grid.pp, how.chunks, config.model.layers, how.counts))
-    return grid, plan
+        stages = stages_of(how.schedule, config.grid.pp, how.chunks, config.model.layers, how.counts)
+        context = replace(context, stages=stages)
+    return grid, context
 
 
 def open_checkpoint(config: Config, comm: MPI.Intracomm, folder: Path) -> checkpoint.Checkpoint | None:

@@ -9,7 +9,7 @@ import torch
 from gradients import close, operands
 
 from summa3d.autograd import all_gather, matmul, product, reduce_scatter, sum_gradient
-from summa3d.autograd.differentiable import Sharded
+from summa3d.autograd.differentiable import ShardedProduct
 from summa3d.errors import AgreementError
 from summa3d.gemm import CuboidPlan, volume
 from summa3d.layout import Layout, distribute, split_sizes
@@ -145,7 +145,7 @@ def test_a_block_that_some_ranks_refuse_is_an_error_on_all_that_says_what_these_
     a, b = (torch.ones(layout.local_shape(shape, grid.shape, grid.coordinates)) for layout, shape in plan.stored[:2])
     found, rows = product(plan, grid), b.shape[0] // 2
     if replicas:
-        found, b = Sharded(found, job["dp"], [rows, rows], False), b[:rows]
+        found, b = ShardedProduct(found, job["dp"], [rows, rows], False), b[:rows]
     refuses = comm.rank % 2 == 1
     block = torch.ones(a.shape[0] + 1, *a.shape[1:]) if refuses else a
     takes, refuse = ("rank 0", "rank 1") if replicas else ("ranks 0, 2", "ranks 1, 3")

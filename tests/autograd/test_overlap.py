@@ -48,7 +48,7 @@ class Trace(NamedTuple):
 
 def steps(model: Any, recompute: tuple[str, int], dtype: str = "float64") -> Trace:
     """Two micro-batches in a step and one in the next, after each of which the weights change in place; an evaluation between."""
-    plan, model_config = model.scheme, model.config
+    plan, model_config = model.context, model.config
     model.recompute(*recompute)
     states, dtype = states_of(model, plan.grid), torch_dtype(dtype)
     rows, trace, before = rows_for(plan), Trace([], [], []), [p.detach().clone() for p in model.parameters()]
@@ -144,7 +144,7 @@ def test_a_run_overlaps_as_its_configuration_says(comm: Any, shared_tmp_path: Pa
             folder.mkdir()
         comm.Barrier()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "finish", lambda run, *rest: (plans.append(run.scheme), finish(run, *rest))[1])
+            patch.setattr(loop, "finish", lambda run, *rest: (plans.append(run.model.context), finish(run, *rest))[1])
             summaries.append(train_small(comm, folder, grid__x=2, train__steps=3, train__keep=0, **changes))
     assert [plan.overlap for plan in plans] == [Overlap(), Overlap(2, False)]
     assert summaries[0]["loss"] == summaries[1]["loss"] and summaries[0]["words_per_rank"] == summaries[1]["words_per_rank"]

@@ -247,6 +247,24 @@ def test_another_order_is_noticed_and_learnt(comm, make_grid, node_memory):
 
 
 @pytest.mark.mpi(sizes=(4,))
+def test_what_runs_outside_a_followed_forward_is_in_no_order(comm, make_grid):
+    """Layers called by themselves after a backward, without gradients, gather neither ahead nor for the next backward."""
+    grid = make_grid(check=False, **GRID)
+    plain, chain = (Chain(scheme("cuboid", grid, overlap=overlap)) for overlap in (Overlap(), Overlap(2)))
+    for turn in range(4):
+        words = []
+        for module in (plain, chain):
+            x = input_for(comm.rank)
+            with grid.ledger.watch() as moved:
+                module(x).square().sum().backward()
+                with torch.no_grad():
+                    for layer in module.layers if turn == 1 else ():
+                        x = layer(x)
+            words.append(moved.words)
+        assert words[0] == words[1] > 0
+
+
+@pytest.mark.mpi(sizes=(4,))
 def test_weights_that_change_between_passes_are_gathered_anew(comm, make_grid):
     grid = make_grid(check=False, **GRID)
     chain = Chain(scheme("cuboid", grid, overlap=Overlap(2)))

@@ -11,6 +11,7 @@ from gradients import close, operands
 from nn_oracle.volume import product_cost
 
 from summa3d.autograd import all_reduce, matmul, product, scatter_from
+from summa3d.autograd.deferred import PassState
 from summa3d.autograd.differentiable import InFlight
 from summa3d.autograd.prefetch import Prefetcher, PrefetchSource
 from summa3d.comm.transport.host import HostTransport
@@ -150,7 +151,7 @@ def test_the_sum_of_a_columns_dx_is_in_flight_while_dw_is_computed(make_grid, mo
 @pytest.mark.mpi(sizes=(2,))
 def test_backward_prefetches_b_where_it_gathers_it_again_alone(make_grid):
     """Elsewhere a source would hold B's block, or gather what is there."""
-    source = PrefetchSource(Prefetcher(1), tuple, torch.stack)
+    source = PrefetchSource(Prefetcher(1, PassState()), tuple, torch.stack)
     for axes, regather, wanted in (({"x": 2}, True, source), ({"x": 2}, False, None), ({"y": 2}, True, None)):
         plan = ALGORITHMS["cuboid"].plan("nn", M, N, K)
         grid = make_grid(**{"x": 1, "y": 1, "z": 1, **axes})

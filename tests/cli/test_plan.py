@@ -12,7 +12,7 @@ import pytest
 from summa3d.cli import main as entry
 from summa3d.errors import ConfigError
 from summa3d.parallel.draw import as_text, colour
-from summa3d.parallel.schedule import Op, build
+from summa3d.parallel.schedule import ScheduleOp, build
 from summa3d.parallel.simulate import timeline
 
 PAPER = ["--pp", "4", "--micro-batches", "8", "--schedule", "interleaved", "--chunks", "2"]
@@ -85,8 +85,8 @@ def test_any_times_are_drawn_in_order(times: tuple[float, float]) -> None:
 
 
 def test_chunks_and_kinds_have_colours_of_their_own() -> None:
-    colours = {colour(Op(kind, chunk, 0), 4) for kind in "FB" for chunk in range(4)}
-    assert len(colours) == 8 and colour(Op("F", 0, 0), 4)[1] is False and colour(Op("F", 3, 0), 4)[1] is True
+    colours = {colour(ScheduleOp(kind, chunk, 0), 4) for kind in "FB" for chunk in range(4)}
+    assert len(colours) == 8 and colour(ScheduleOp("F", 0, 0), 4)[1] is False and colour(ScheduleOp("F", 3, 0), 4)[1] is True
 
 
 def test_a_figure_is_written_in_the_format_of_its_ending(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,7 @@ def test_a_figure_is_written_in_the_format_of_its_ending(tmp_path: Path, capsys:
     printed(capsys, *PAPER, "--json", "--png", str(tmp_path / "schedule.svg"))
     svg = (tmp_path / "schedule.svg").read_text()
     boxes = {
-        colour(Op(kind, chunk, 0), 2)[0]: svg.count(f"fill: {colour(Op(kind, chunk, 0), 2)[0]}")
+        colour(ScheduleOp(kind, chunk, 0), 2)[0]: svg.count(f"fill: {colour(ScheduleOp(kind, chunk, 0), 2)[0]}")
         for kind in "FB"
         for chunk in (0, 1)
     }

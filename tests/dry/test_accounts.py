@@ -9,27 +9,27 @@ import torch
 
 from summa3d.bench.memory import peak_bytes
 from summa3d.dry.rank_classes import classes
-from summa3d.dry.record import Op, Part, Segment, Traced, held_in
-from summa3d.dry.step import DryStep, Key, Setting, run
+from summa3d.dry.record import Op, RepeatedSegment, Segment, TracedOp, held_in
+from summa3d.dry.step import DryStep, OpKey, Setting, run
 from summa3d.dry.storages import Storages
 from summa3d.nn import ModelConfig
 from summa3d.train.config import Config
 from summa3d.train.dry_run import training_of
 
 MODEL = ModelConfig(layers=3, hidden=24, heads=2, sequence=6, vocabulary=30)
-FORWARD, BACKWARD = Key("F", 0, 0), Key("B", 0, 0)
-BEFORE = [Part(Segment("enter", False, net=3, top=5), 1)]
+FORWARD, BACKWARD = OpKey("F", 0, 0), OpKey("B", 0, 0)
+BEFORE = [RepeatedSegment(Segment("enter", False, net=3, top=5), 1)]
 TRACED = {
-    FORWARD: Traced(0, [Part(Segment("0", False, net=10, top=30), 1)], 0),
-    BACKWARD: Traced(7, [Part(Segment("0", True, net=-10, top=5), 1)], -7),
+    FORWARD: TracedOp(0, [RepeatedSegment(Segment("0", False, net=10, top=30), 1)], 0),
+    BACKWARD: TracedOp(7, [RepeatedSegment(Segment("0", True, net=-10, top=5), 1)], -7),
 }
 
 
-def step(update: Segment, traced: dict[Key, Traced] = TRACED, parts: list[Part] = BEFORE) -> DryStep:
+def step(update: Segment, traced: dict[OpKey, TracedOp] = TRACED, parts: list[RepeatedSegment] = BEFORE) -> DryStep:
     """A forward and a backward, 4 bytes of a message, 100 of parameters, 40 of moments, 1 that is kept."""
     return DryStep(
-        parts, traced, [FORWARD, BACKWARD], [Part(update, 1)], {0: 10}, message=4, parameters=100, gradients=100, copied=0,
-        moments=40, kept=1, node=0,
+        parts, traced, [FORWARD, BACKWARD], [RepeatedSegment(update, 1)], {0: 10}, message=4, parameters=100, gradients=100,
+        copied=0, moments=40, kept=1, node=0,
     )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_in_flight_is_what_another_layer_waits_for() -> None:
         return Op("wait", "forward", layer, "all_gather", id=number)
 
     ops = [move("a", 1, 8), move("a", 2, 100), wait("a", 2), move("a", 3, 16), wait("b", 1), wait("b", 3), move("b", 4, 50)]
-    traced = {**TRACED, FORWARD: Traced(0, [Part(Segment("0", False, ops=ops), 1)], 0)}
+    traced = {**TRACED, FORWARD: TracedOp(0, [RepeatedSegment(Segment("0", False, ops=ops), 1)], 0)}
     assert step(Segment("optimizer", False), traced).in_flight == 8 + 16
 
 

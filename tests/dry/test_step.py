@@ -17,7 +17,7 @@ from summa3d.comm.arrays import overlap
 from summa3d.dry import step as dry_step
 from summa3d.dry.place import DryPlace
 from summa3d.dry.rank_classes import classes
-from summa3d.dry.record import Op, Part, Segment, joined, moved, net_of, operations, peak_of, repeated
+from summa3d.dry.record import Op, RepeatedSegment, Segment, joined, moved, net_of, operations, peak_of, repeated
 from summa3d.dry.step import Setting, run
 from summa3d.nn import ModelConfig
 from summa3d.nn.overlap import Overlap
@@ -123,12 +123,12 @@ def test_a_peak_is_the_most_of_what_repeats() -> None:
     parts = repeated(
         [Segment("a", False, 5, 7), Segment("b", False, 2, 9), Segment("b", False, 1, 1), Segment("c", True, -8, 0)], "b", 4
     )
-    assert parts[1] == Part(Segment("b", False, 3, 9), 4)
+    assert parts[1] == RepeatedSegment(Segment("b", False, 3, 9), 4)
     assert net_of(parts) == 5 + 12 - 8 and peak_of(parts) == 5 + 9 + 9
-    assert peak_of([Part(Segment("a", True, -3, 8), 4)]) == 8  # the first holds most
+    assert peak_of([RepeatedSegment(Segment("a", True, -3, 8), 4)]) == 8  # the first holds most
     assert joined([Segment("b", False, 5, 7), Segment("b", False, 1, 4)]) == Segment("b", False, 6, 9)
     received = Op("move", "forward", "", "send", axis="pp", words=7, written=28)
-    assert moved([Part(Segment("b", False, ops=[received]), 4)], "words") == {"forward": {"pp": 28}}
+    assert moved([RepeatedSegment(Segment("b", False, ops=[received]), 4)], "words") == {"forward": {"pp": 28}}
 
 
 def test_the_gradient_of_the_loss_is_the_same_bits_as_by_its_rows() -> None:

@@ -46,7 +46,7 @@ def trained(family, dtype, device):
     """The loss and every gradient of a model's first step, labels partly missing."""
     config = ModelConfig(family=family, **SIZES, **FAMILIES[family])
     model = build(config, scheme("serial"), dtype)
-    initialise(model, model.scheme, seed=3)
+    initialise(model, model.context, seed=3)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # γ, β and biases away from 1 and 0

@@ -55,7 +55,7 @@ def test_a_copy_computes_with_its_own_weights_before_and_after_steps(make_grid, 
         check_equal(gradients(other, batch, passes), want_changed, moment)
         check_equal(gradients(model, batch, passes), want, moment)
         check_equal(gradients(other, batch, 1), want_changed, moment)
-        assert other.scheme is not model.scheme and other.scheme.grid is grid
+        assert other.context is not model.context and other.context.grid is grid
 
 
 @pytest.mark.mpi(sizes=(2,))
@@ -73,7 +73,7 @@ def test_a_copy_prefetches_like_the_original_and_the_two_may_take_turns(make_gri
             gradients(module, batch, 1)
         words.append(moved.words)
     assert len(set(words)) == 1
-    assert other.scheme.prefetcher is not plan.prefetcher and other.scheme.prefetcher.depth == 1
+    assert other.context.prefetcher is not plan.prefetcher and other.context.prefetcher.depth == 1
 
 
 @pytest.mark.mpi(sizes=(4,))
@@ -86,7 +86,7 @@ def test_a_copied_layer_keeps_the_grids_axes_and_none_of_the_originals_tensors_a
     x = torch.ones(2, 3, 5, dtype=torch.float64)
     linear(x).sum().backward()
     other = copy.deepcopy(linear)
-    assert other._source.parts() == (other.weight,) and other._source.prefetcher is other.scheme.prefetcher
+    assert other._source.parts() == (other.weight,) and other._source.prefetcher is other.context.prefetcher
     assert other._product(12).in_flight.source is other._source
     with torch.no_grad():
         other.weight.zero_()

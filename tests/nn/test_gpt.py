@@ -105,7 +105,7 @@ def test_a_step_moves_exactly_the_words_of_its_formula(make_grid, world_size, re
             loss = model(tokens, labels)
         with grid.ledger.watch() as backward:
             loss.backward()
-        cost = GPTVolume(CONFIG, model.scheme, *tokens.shape).step()
+        cost = GPTVolume(CONFIG, model.context, *tokens.shape).step()
         assert (forward.words, forward.messages) == (cost.forward.words, cost.forward.messages)
         assert (backward.words, backward.messages) == (cost.backward.words, cost.backward.messages)
 

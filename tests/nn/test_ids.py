@@ -18,7 +18,7 @@ TOKENS = "the vocabulary has 37, 0 to 36"
 
 
 def refused(model: Any, batch: dict[str, Any], words: str, call: Any = None) -> None:
-    with model.scheme.grid.ledger.watch() as moved, pytest.raises(DataError) as caught:
+    with model.context.grid.ledger.watch() as moved, pytest.raises(DataError) as caught:
         (call or model)(**batch)
     assert words in str(caught.value), str(caught.value)
     assert moved.calls == 0

@@ -133,7 +133,7 @@ def test_a_layer_used_twice_sums_both_gradients(make_grid, regather):
 @pytest.mark.mpi(sizes=(2,))
 def test_a_positional_argument_is_heard_and_an_unknown_one_refused(make_grid):
     cuboid = scheme("cuboid", make_grid(y=2))
-    inner = cuboid.after_linear(cuboid.residual)
+    inner = cuboid.scheme.after_linear(cuboid.residual)
     layer = Linear(4, 6, cuboid, inner, False, 0.5, torch.float64)
     assert (layer.input_layout, layer.bias, layer.weight.initial, layer.weight.dtype) == (
         inner,
@@ -150,7 +150,7 @@ def test_a_positional_argument_is_heard_and_an_unknown_one_refused(make_grid):
 @pytest.mark.mpi(sizes=(4,))
 def test_a_loss_leaves_its_logits_alone_and_can_go_backward_twice(make_grid):
     cuboid = scheme("cuboid", grid := make_grid(y=2, z=2))
-    layout = cuboid.after_linear(cuboid.residual)
+    layout = cuboid.scheme.after_linear(cuboid.residual)
     logits = distribute(torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(3)), grid, layout).requires_grad_()
     before = logits.detach().clone()
     labels = cuboid.block_of(torch.arange(10).view(2, 5) % 7, layout)

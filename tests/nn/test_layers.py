@@ -53,7 +53,7 @@ def test_a_deep_copy_of_a_model_lies_on_the_same_grid_and_is_another_model(make_
     other = copy.deepcopy(model)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert theirs.sharding == mine.sharding and theirs.decay == mine.decay and theirs.initial == mine.initial
-    assert other.scheme.grid is cuboid.grid and torch.equal(other(x), before)
+    assert other.context.grid is cuboid.grid and torch.equal(other(x), before)
     with torch.no_grad():
         other.weight.zero_()
     assert torch.equal(model(x), before) and not torch.equal(other(x), before)
@@ -78,7 +78,7 @@ def test_norm_of_rows_far_from_zero_loses_no_digits_but_to_the_rounding_of_its_m
 def test_cross_entropy_handles_more_ranks_than_words_and_unlabelled_rows(make_grid, world_size):
     grid = make_grid(x=1, y=world_size, z=1)
     cuboid = scheme("cuboid", grid)
-    layout = cuboid.after_linear(cuboid.residual)
+    layout = cuboid.scheme.after_linear(cuboid.residual)
     logits = 50 * torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     labels = torch.tensor([[0, 1, 2, -100, 0], [2, 2, -100, 1, 0]])
     want = logits.clone().requires_grad_()
@@ -92,7 +92,7 @@ def test_cross_entropy_handles_more_ranks_than_words_and_unlabelled_rows(make_gr
 @pytest.mark.mpi(sizes=(1,))
 def test_a_loss_is_rounded_once(make_grid):
     cuboid = scheme("cuboid", make_grid(x=1, y=1, z=1))
-    layout = cuboid.after_linear(cuboid.residual)
+    layout = cuboid.scheme.after_linear(cuboid.residual)
     logits = torch.tensor([[[0.0, 2.0**24], *[[0.0, math.log(math.e - 1)]] * 3]])  # losses of 2²⁴, 1, 1, 1
     loss = cross_entropy(logits, torch.zeros(1, 4, dtype=torch.long), cuboid, layout, 2, 1)
     assert loss.dtype == torch.float32 and loss == 2**24 + 4
@@ -123,7 +123,7 @@ def test_an_mlp_returns_to_the_layout_of_the_stream(make_grid):
 )
 def test_a_dim_that_the_grid_cannot_split_is_named_with_what_would_fit(make_grid, axes, config, batch, says):
     with pytest.raises(LayoutError) as raised:
-        scheme("cuboid", make_grid(**axes)).check(config, batch)
+        scheme("cuboid", make_grid(**axes)).scheme.check(config, batch)
     for text in says:
         assert text in str(raised.value)
 

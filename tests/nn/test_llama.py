@@ -103,7 +103,7 @@ def test_a_tied_head_and_stretched_positions_are_those_of_plain_torch(make_grid,
     check_parity(model, plain, lambda m: m(tokens, labels), lambda m: m.loss(tokens, labels), 1e-10)
     with grid.ledger.watch() as moved:
         model(tokens, labels).backward()
-    step = model_volume(config, model.scheme, *tokens.shape).step()
+    step = model_volume(config, model.context, *tokens.shape).step()
     assert moved.words == step.forward.words + step.backward.words
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from summa3d.errors import ShapeError
 from summa3d.nn import build, scheme
+from summa3d.nn.context import Context
 from summa3d.nn.layers.attention_mask import restarting_positions, visible
-from summa3d.nn.schemes.scheme import Scheme
 
 GRIDS = [
     ("oned", {"y": 4}),
@@ -26,7 +26,7 @@ GRIDS = [
 ]
 
 
-def packed(on_grid: Scheme, config: Any) -> tuple[Tensor, Tensor, Tensor]:
+def packed(on_grid: Context, config: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, labels and document ids; a document's last token has no label, and an id may come again later in a row."""
     rows, s = rows_for(on_grid), sequence_for(on_grid, config.sequence)
     generator = torch.Generator().manual_seed(5)

@@ -21,7 +21,7 @@ from summa3d.errors import GridError, LayoutError
 from summa3d.gemm.local.tensors import multiplied
 from summa3d.layout import distribute
 from summa3d.nn import GPT, ModelConfig, scheme
-from summa3d.nn.schemes.scheme import SCHEMES
+from summa3d.nn.schemes.scheme import SCHEMES, Scheme
 
 CASES = [(ranks, name, family) for ranks, grids in GRIDS.items() for name, _ in grids for family in FAMILIES]
 
@@ -204,6 +204,6 @@ def test_an_unknown_scheme_and_a_missing_grid_are_named():
 def test_a_size_that_a_scheme_cannot_split_is_named_with_what_would_fit(name, axes, sizes, says):
     sizes = {"batch": 24, "sequence": 128, **sizes}
     with pytest.raises(LayoutError) as raised:
-        scheme(name, Place(axes)).check(ModelConfig(), sizes["batch"], sizes["sequence"])
+        Scheme.of(name, axes).check(ModelConfig(), sizes["batch"], sizes["sequence"])
     for text in says:
         assert text in str(raised.value), str(raised.value)

@@ -73,7 +73,7 @@ def check_words(make_grid: Any, stored: list[tuple[str, str, dict[str, int]]]) -
 def test_hosted_and_diagonal_vectors_are_found_by_what_is_computed_again_and_as_copies_in_other_dtypes(make_grid, world_size):
     for name, vectors, axes in STORED[world_size]:
         model = GPT(GPT2, scheme(name, make_grid(**axes), vectors=vectors), torch.float64, seed=3).eval()
-        tokens, labels = tokens_and_labels(GPT2, rows_for(model.scheme), 12)
+        tokens, labels = tokens_and_labels(GPT2, rows_for(model.context), 12)
         places, gradients = places_of([model]), []
         for kind, weights in (
             ("none", [module._parameters[name] for module, name in places]),
@@ -95,8 +95,8 @@ def test_every_element_of_a_hosted_or_diagonal_vector_lies_on_one_rank(name, vec
     held, n = torch.zeros(29), 29
     for rank in range(Place(axes).size):
         on_rank = scheme(name, Place(axes, rank), vectors=vectors)
-        for layout in (on_rank.residual, on_rank.after_linear(on_rank.residual)):
-            held[on_rank.vector(layout).slices((n,), on_rank.grid.shape, on_rank.grid.coordinates)] += 1
+        for layout in (on_rank.residual, on_rank.scheme.after_linear(on_rank.residual)):
+            held[on_rank.scheme.vector(layout).slices((n,), on_rank.grid.shape, on_rank.grid.coordinates)] += 1
     assert (held == 2).all()
 
 
@@ -115,7 +115,7 @@ def test_the_mlp_runs_on_the_faces_of_the_cube_and_moves_its_words(make_grid):
     agarwal = scheme("agarwal", grid := make_grid(x=2, y=2, z=2))
     mlp = MLP(h, f, agarwal, dtype=torch.float64)
     initialise(mlp, agarwal, seed=1)
-    mlp.scheme = agarwal
+    mlp.context = agarwal
     weights = {name: value.requires_grad_() for name, value in global_weights(mlp).items()}
     x, seed = torch.randn(2, rows, h, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     want_x = x.clone().requires_grad_()
@@ -130,7 +130,7 @@ def test_the_mlp_runs_on_the_faces_of_the_cube_and_moves_its_words(make_grid):
     assert (collect(block.grad, grid, agarwal.residual, x.shape) - want_x.grad).norm() <= 1e-13 * want_x.grad.norm()
     for name, value in weights.items():
         assert (whole(mlp, name, mlp.get_parameter(name).grad) - value.grad).norm() <= 1e-12 * value.grad.norm(), name
-    plans = (agarwal.plan(agarwal.residual, "nn", rows, f, h), agarwal.plan(mlp.up.output_layout, "nn", rows, h, f))
+    plans = (agarwal.scheme.plan(agarwal.residual, "nn", rows, f, h), agarwal.scheme.plan(mlp.up.output_layout, "nn", rows, h, f))
     cost = sum(product_cost(plan, grid.shape, grid.coordinates).forward.words for plan in plans)
     assert forward.words == cost
     assert mlp.down.output_layout == agarwal.residual
@@ -178,9 +178,12 @@ def test_schemes_of_stages_share_prefetch_and_workspace_and_copies_of_a_model_ha
     place = Place({"x": 2, "pp": 3})
     whole = scheme("cuboid", place, overlap=Overlap(gather=1))
     stages = [whole.on(pp=(index,)) for index in range(3)]
-    assert all(stage.prefetcher is whole.prefetcher and stage._shared is whole._shared for stage in stages)
+    shared = ("state", "prefetcher", "workspace")
+    assert all(getattr(stage, name) is getattr(whole, name) for stage in stages for name in shared)
     copied = copy.deepcopy(stages)
-    assert len({id(stage._shared) for stage in copied}) == 1 and copied[0].prefetcher is not whole.prefetcher
+    for name in shared:
+        assert len({id(getattr(stage, name)) for stage in copied}) == 1 and getattr(copied[0], name) is not getattr(whole, name)
+    assert copied[0].prefetcher.state is copied[0].state
     assert whole.on(pp=(0, 2)).at == (("pp", (0, 2)),) and whole.on(dp=(0,)) == whole.on() == whole
     for at, named in (
         ({"pp": (3,)}, "pp=\\(3,\\): axis pp has the indices 0 to 2"),

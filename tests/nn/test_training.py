@@ -15,7 +15,7 @@ from scheme_table import FAMILIES, GPT2, LLAMA
 
 from summa3d.comm.grid import Place
 from summa3d.nn import build, scheme
-from summa3d.nn.schemes.scheme import Scheme
+from summa3d.nn.context import Context
 
 GRIDS = {
     4: [
@@ -56,7 +56,7 @@ def test_losses_of_many_steps_equal_plain_torchs_to_seven_digits(comm, make_grid
         pytest.skip("the turn of this family is on another number of ranks")
     steps = 20 if cases is CASES or (world_size, family) == (4, "llama") else 8
 
-    def trained(on_grid: Scheme) -> list[float]:
+    def trained(on_grid: Context) -> list[float]:
         model = build(CONFIGS[family], on_grid, torch.float64, seed=3)
         global_weights(model)
         return losses(model, model.parameters(), lambda model, **batch: model(**batch), family, steps)

@@ -12,7 +12,7 @@ from plain_vit import PlainViT, pictures
 from scheme_table import GRIDS, Family, check_against_plain_torch, rows_for
 
 from summa3d.errors import LayoutError, ShapeError
-from summa3d.nn import ModelConfig, Scheme, build, scheme
+from summa3d.nn import Context, ModelConfig, build, scheme
 
 # Pixels of a patch, classes and f are primes or odd; 12 heads and h = 24 are divided by every axis used here.
 VIT = ModelConfig(
@@ -30,7 +30,7 @@ VIT = ModelConfig(
 )
 
 
-def image_for(on_grid: Scheme) -> int | None:
+def image_for(on_grid: Context) -> int | None:
     """The side of the smallest image whose 1 + n² positions the scheme can split; None where no n² will do."""
     num_shards = on_grid.residual.num_shards(1, on_grid.grid.shape)
     return next((3 * n for n in (2, 3, 4) if (1 + n * n) % num_shards == 0), None)

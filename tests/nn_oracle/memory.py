@@ -66,7 +66,7 @@ class ModelMemory(LayerMemory):
         workspace = max(map(_alone, steps)) + self.kept_workspace
         slots = SLOTS if "x" in self.staged else 0
         there, copied = gradients if accumulate > 1 else 0, self.word / self.master if self.word < self.master else 0.0
-        most = peak_of(steps, there, self.scheme.overlap, self.scheme.regather, slots, copied)
+        most = peak_of(steps, there, self.context.overlap, self.context.regather, slots, copied)
         peak = parameters + optimizer + most.held + self.kept_workspace
         return Memory(parameters, gradients, optimizer, self.saved, workspace, most.in_flight, peak, self.node)
 

@@ -28,8 +28,8 @@ def _lookup(layers: LayerMemory) -> Step:
     shard = layers.word * layers.block(table, config.vocabulary, config.hidden)
     part = layers.word * layers.block(Layout(lookup.part, table.dims[1]), config.vocabulary, config.hidden)
     found = tokens * stream // max(layers.rows(scheme.residual), 1)
-    summed = 2 * found if scheme.grid[lookup.part].size > 1 else 0
-    gathered = part if scheme.grid[lookup.gathered].size > 1 else 0
+    summed = 2 * found if layers.context.grid[lookup.part].size > 1 else 0
+    gathered = part if layers.context.grid[lookup.gathered].size > 1 else 0
     gradients = layers.master * (shard // layers.word) * (not config.tied)
     saved = tokens * (INDEX + 1)
     return Step(saved, saved + gathered + 2 * found + summed, 2 * found + summed + 2 * part, gradients)
@@ -134,7 +134,7 @@ def _image_head(layers: LayerMemory) -> list[Step]:
 def _sees_first_tokens(layers: LayerMemory) -> bool:
     """Whether every sequence's first token is a view of the stream: where the sequence is stored first, on one rank."""
     sequence = layers.scheme.residual.dims[1]
-    return bool(sequence) and layers.scheme.columns(Layout(sequence)).size == 1
+    return bool(sequence) and layers.context.columns(Layout(sequence)).size == 1
 
 
 def _first_tokens(layers: LayerMemory) -> Step:

@@ -12,6 +12,7 @@ from math import prod
 
 from summa3d.layout.layout import Layout
 from summa3d.nn.config import ModelConfig
+from summa3d.nn.context import Context
 from summa3d.nn.schemes.scheme import Scheme
 
 from .memory_peak import Step
@@ -22,7 +23,7 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What layers hold on the rank of `scheme.grid`, which may be a `Place`: b rows of s tokens a micro-batch.
+    """What layers hold on the rank of `context.grid`, which may be a `Place`: b rows of s tokens a micro-batch.
 
     config : a BERT has types and relations given; none has padding. A vit's images are in the model's dtype.
     dtype : of activations; 16-bit ones have float32 parameters, gradients and moments beside 16-bit copies of the weights.
@@ -33,7 +34,7 @@ class LayerMemory:
     """
 
     config: ModelConfig
-    scheme: Scheme
+    context: Context
     batch: int
     sequence: int
     dtype: str = "float32"
@@ -43,6 +44,10 @@ class LayerMemory:
     device: bool = False
 
     # -- sizes of this rank's blocks, in bytes -----------------------------------------------------------------------------
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.context.scheme
 
     @property
     def word(self) -> int:
@@ -60,7 +65,7 @@ class LayerMemory:
 
     def block(self, layout: Layout, *shape: int) -> int:
         """Elements of this rank's block."""
-        return prod(layout.local_shape(shape, self.scheme.grid.shape, self.scheme.grid.coordinates))
+        return prod(layout.local_shape(shape, self.context.grid.shape, self.context.grid.coordinates))
 
     def activation(self, layout: Layout, n: int) -> int:
         """An activation [b, s, n]."""
@@ -72,7 +77,7 @@ class LayerMemory:
 
     def spread(self, layout: Layout, n: int) -> int:
         """That vector as a layer uses it, where it is a copy of what its host or the diagonal stores."""
-        own, columns, shape = self.scheme.vector(layout), layout.dims[-1], self.scheme.grid.shape
+        own, columns, shape = self.scheme.vector(layout), layout.dims[-1], self.context.grid.shape
         num_shards = prod(shape[axis] for axis in (*own.root_only, *own.dims[0][len(columns) :]))
         return self.word * self.block(Layout(columns), n) if num_shards > 1 else 0
 
@@ -92,7 +97,7 @@ class LayerMemory:
 
     def product(self, layout: Layout, form: str, k: int, n: int, rows: int = 0) -> Need:
         plan = self.scheme.plan(layout, form, rows or self.batch * self.sequence, n, k)
-        return product_need(plan, self.scheme, self.word, self.staged, self.device)
+        return product_need(plan, self.context, self.word, self.staged, self.device)
 
     def linear(
         self,
@@ -128,7 +133,7 @@ class LayerMemory:
         gamma = self.spread(layout, n)
         vectors = 2 if layer else 1
         forward, backward = (3, 5) if layer else (2, 4)
-        if self.device or (layer and self.scheme.columns(layout).size == 1 and self.word > 2):  # one kernel, or torch's own
+        if self.device or (layer and self.context.columns(layout).size == 1 and self.word > 2):  # one kernel, or torch's own
             forward, backward = 1 if seen else 2, 2
         saved = (0 if seen else s) + statistics + gamma
         return Step(saved, forward * s + vectors * gamma, backward * s, vectors * self.vector(layout, n))
@@ -185,7 +190,7 @@ class LayerMemory:
 
     def _turned(self, context: int) -> int:
         """Turned q and k with their tables, and v where it lies: in the product's output, or gathered where ranks share heads."""
-        num_shards = self.scheme.columns(self.inner).size
+        num_shards = self.context.columns(self.inner).size
         kv = self.rows(self.inner) * self._size * max(1, self.config.num_kv_heads // num_shards) * self.word
         return context + kv + (self.joined_columns() if self.config.num_kv_heads >= num_shards else 2 * kv) + self._tables
 

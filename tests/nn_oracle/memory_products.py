@@ -18,7 +18,7 @@ from summa3d.gemm.algorithms.summa import SummaPlan
 from summa3d.gemm.cost import per_rank
 from summa3d.gemm.cost.volume import block_words, without
 from summa3d.layout.layout import Layout
-from summa3d.nn.schemes.scheme import Scheme
+from summa3d.nn.context import Context
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,23 @@ class Need:
     gathers: int = 0
 
 
-def product_need(plan: ProductPlan, scheme: Scheme, word: int, staged: Collection[str] = (), device: bool = False) -> Need:
-    """What the product that `scheme` makes of `plan` needs, `word` bytes an element; `staged`: as in `Grid.staged`.
+def product_need(plan: ProductPlan, context: Context, word: int, staged: Collection[str] = (), device: bool = False) -> Need:
+    """What the product that `context` makes of `plan` needs, `word` bytes an element; `staged`: as in `Grid.staged`.
 
     On a `device` NCCL adds up what has more than 16 bits, and needs no room for the parts. 16-bit floats are summed in float32:
     on the host beside the parts, on a device in registers.
     """
     half = word == 2
-    shape, at = scheme.grid.shape, scheme.grid.coordinates
+    shape, at = context.grid.shape, context.grid.coordinates
     a, b, c = (
         word * block_words(layout, extents, shape, at)
         for layout, extents in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
     )
     if isinstance(plan, CuboidPlan):
-        return _gathered(plan, scheme, word, staged, device, a, b, c)
+        return _gathered(plan, context, word, staged, device, a, b, c)
     if isinstance(plan, SummaPlan):
         parts = (part for part in (plan, *gradient_plans(plan)) if isinstance(part, SummaPlan))
-        used = [_rooms(part, scheme, half, device) for part in parts]
+        used = [_rooms(part, context, half, device) for part in parts]
         return Need(a, b, c, a, 0, a + c, c + a + b, {name: word * size for name, size in largest(used).items()})
     if isinstance(plan, OnedPlan):
         wide = half and plan.y not in staged and shape[plan.y] > 1  # a copy in float32 is summed, and one made of the sum
@@ -80,12 +80,12 @@ def largest(rooms: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return result
 
 
-def _rooms(plan: SummaPlan, scheme: Scheme, half: bool, device: bool) -> dict[str, int]:
+def _rooms(plan: SummaPlan, context: Context, half: bool, device: bool) -> dict[str, int]:
     """Words of the buffers of a product on the plane of x and y: panels of what moves, and of a C that is summed.
 
     16-bit floats have C in float32, and on the host the operands too.
     """
-    shape, at, form = scheme.grid.shape, scheme.grid.coordinates, plan.form
+    shape, at, form = context.grid.shape, context.grid.coordinates, plan.form
     a, b, c = (
         layout.local_shape(extents, shape, at)
         for layout, extents in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
@@ -107,8 +107,10 @@ def _rooms(plan: SummaPlan, scheme: Scheme, half: bool, device: bool) -> dict[st
     return {name: size for name, size in rooms.items() if size}
 
 
-def _gathered(plan: CuboidPlan, scheme: Scheme, word: int, staged: Collection[str], device: bool, a: int, b: int, c: int) -> Need:
-    shape, at, keep = scheme.grid.shape, scheme.grid.coordinates, not scheme.regather
+def _gathered(
+    plan: CuboidPlan, context: Context, word: int, staged: Collection[str], device: bool, a: int, b: int, c: int
+) -> Need:
+    shape, at, keep = context.grid.shape, context.grid.coordinates, not context.regather
 
     def moved(layout: Layout, axis: str, extents: tuple[int, ...], fine: int, own: int) -> _Moved:
         whole = word * block_words(without(layout, axis), extents, shape, at)
@@ -117,7 +119,7 @@ def _gathered(plan: CuboidPlan, scheme: Scheme, word: int, staged: Collection[st
     of_a = moved(plan.a_layout, plan.y, plan.a_shape, plan.a_fine, a)
     of_b = moved(plan.b_layout, plan.x, plan.b_shape, plan.b_fine, b)
     of_c = moved(plan.c_layout, plan.z, plan.c_shape, plan.c_fine, c)
-    overlap = scheme.overlap
+    overlap = context.overlap
     ahead = overlap.gather > 0 and of_b.size > 1  # then B is copied out of a node's memory
     forward = max(
         a + of_a.gathering(keep),

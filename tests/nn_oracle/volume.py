@@ -15,6 +15,7 @@ from summa3d.gemm.algorithms.plan import ProductPlan
 from summa3d.gemm.cost.volume import Coordinates, Cost, all_reduce, block_words, gather, gradients, of_plan, scatter
 from summa3d.layout.layout import Layout
 from summa3d.nn.config import ModelConfig
+from summa3d.nn.context import Context
 from summa3d.nn.schemes.registry import row_axes
 from summa3d.nn.schemes.scheme import Scheme
 
@@ -62,16 +63,20 @@ def product_cost(
 
 @dataclass(frozen=True)
 class GPTVolume:
-    """The layers of a GPT priced for the rank of `scheme.grid`, which may be a `Place`: b rows of s tokens a micro-batch."""
+    """The layers of a GPT priced for the rank of `context.grid`, which may be a `Place`: b rows of s tokens a micro-batch."""
 
     config: ModelConfig
-    scheme: Scheme
+    context: Context
     batch: int
     sequence: int
 
     @property
+    def scheme(self) -> Scheme:
+        return self.context.scheme
+
+    @property
     def _grid(self) -> tuple[Mapping[str, int], Coordinates]:
-        return self.scheme.grid.shape, self.scheme.grid.coordinates
+        return self.context.grid.shape, self.context.grid.coordinates
 
     def linear(
         self,
@@ -85,7 +90,7 @@ class GPTVolume:
     ) -> StepCost:
         """A product with its gradients, and its bias gradient summed over the axes that split rows; rows default to b·s."""
         plan = self.scheme.plan(layout, form, self.batch * self.sequence if rows is None else rows, n, k)
-        cost = product_cost(plan, *self._grid, self.scheme.regather, need_input)
+        cost = product_cost(plan, *self._grid, self.context.regather, need_input)
         return cost + self.vectors(self.scheme.after_linear(layout), n) if bias else cost
 
     def vectors(self, layout: Layout, n: int, count: int = 1) -> StepCost:
@@ -200,7 +205,7 @@ class GPTVolume:
     def step(self, accumulate: int = 1) -> StepCost:
         """A whole step of `accumulate` micro-batches, and the gradient norm: 1 word over all ranks."""
         micro = self.embedding() + self.block().times(self.config.layers) + self.after_blocks()
-        norm = all_reduce(1, tuple(self.scheme.grid.shape), *self._grid)
+        norm = all_reduce(1, tuple(self.context.grid.shape), *self._grid)
         return micro.times(accumulate) + StepCost(NONE, NONE, norm)
 
     def _rows(self, layout: Layout) -> int:

@@ -8,7 +8,7 @@ from summa3d.gemm.cost.volume import Cost, block_words
 from summa3d.layout.layout import Layout
 from summa3d.layout.redistribute import Placement, Redistribution
 from summa3d.nn.config import ModelConfig
-from summa3d.nn.schemes.scheme import Scheme
+from summa3d.nn.context import Context
 
 from .volume import NONE, GPTVolume, StepCost
 
@@ -29,7 +29,7 @@ class LlamaVolume(GPTVolume):
     def shared_heads(self) -> StepCost:
         """k and v gathered among the ranks that hold pieces of one kv head, and their gradient scattered back."""
         inner = self.scheme.after_linear(self.scheme.residual)
-        num_shards = inner.num_shards(-1, self.scheme.grid.shape)
+        num_shards = inner.num_shards(-1, self.context.grid.shape)
         share = max(1, num_shards // self.config.num_kv_heads)
         piece = 2 * self.config.num_kv_heads * self.config.hidden // (self.config.heads * num_shards)
         cost = Cost((share - 1) * self._rows(inner) * piece, share - 1)
@@ -72,11 +72,15 @@ class BERTVolume(_Pooling):
     def relayout(self) -> StepCost:
         """From the layout that one linear leaves to the stream's, and back with the gradient."""
         scheme, shape = self.scheme, (self.batch, self.sequence, self.config.hidden)
-        inner, stream = (Placement.on(scheme.grid, layout) for layout in (scheme.after_linear(scheme.residual), scheme.residual))
+        inner, stream = (
+            Placement.on(self.context.grid, layout) for layout in (scheme.after_linear(scheme.residual), scheme.residual)
+        )
         if inner.layout == stream.layout:
             return StepCost(NONE, NONE)
         plans = (Redistribution(shape, inner, stream), Redistribution(shape, stream, inner))
-        return StepCost(*(Cost(plan.words_of(scheme.grid.rank), plan.messages_of(scheme.grid.rank)) for plan in plans))
+        return StepCost(
+            *(Cost(plan.words_of(self.context.grid.rank), plan.messages_of(self.context.grid.rank)) for plan in plans)
+        )
 
     def after_blocks(self) -> StepCost:
         """Masked tokens: transform, norm, the stream's layout again, the head with its bias. Relations: pooler, classifier."""
@@ -109,6 +113,6 @@ class ViTVolume(_Pooling):
 VOLUMES: dict[str, type[GPTVolume]] = {"gpt2": GPTVolume, "llama": LlamaVolume, "bert": BERTVolume, "vit": ViTVolume}
 
 
-def model_volume(config: ModelConfig, scheme: Scheme, batch: int, sequence: int) -> GPTVolume:
-    """The closed forms of the configuration's family, for the rank of `scheme.grid`: b rows of s tokens a micro-batch."""
-    return VOLUMES[config.family](config, scheme, batch, sequence)
+def model_volume(config: ModelConfig, context: Context, batch: int, sequence: int) -> GPTVolume:
+    """The closed forms of the configuration's family, for the rank of `context.grid`: b rows of s tokens a micro-batch."""
+    return VOLUMES[config.family](config, context, batch, sequence)

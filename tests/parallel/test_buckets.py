@@ -135,12 +135,12 @@ def test_a_gradient_that_there_is_not_is_0(make_grid, zero):
     grid = make_grid(z=2, dp=3, ep=1, pp=2)
     replicas = Replicas.of(states_on(grid, zero), grid, zero, 1 << 20, chunk_of)
     for state in replicas.states.values():
-        if state.name != "second" and state.numel:
-            ones = torch.ones(state.shape, dtype=torch.float64)
+        if state.name != "second" and state.shardings.numel:
+            ones = torch.ones(state.shardings.shape, dtype=torch.float64)
             state.add(ones) if zero < 2 else state.taken(state, ones)
     replicas.reduce()
     for state in replicas.states.values():
-        if state.numel:
+        if state.shardings.numel:
             want = 0 if state.name == "second" else 3
-            assert state.own_gradient.shape == state.partition.local_shape(grid)
+            assert state.own_gradient.shape == state.shardings.partition.local_shape(grid)
             assert (state.own_gradient == want).all(), state.name

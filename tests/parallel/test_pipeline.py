@@ -58,7 +58,7 @@ class Noting(AfterOps):
 
     def after(self) -> None:
         alive = sum(not output.expired() for output in self.outputs)
-        self.counts.append((len(self.executor.flights), len(self.executor.channel._sends), alive))
+        self.counts.append((len(self.executor.pending), len(self.executor.channel._sends), alive))
 
 
 @pytest.mark.mpi(sizes=tuple(CASES))
@@ -97,7 +97,7 @@ def check_words(piped: Piped, moved: Any) -> None:
     m = piped.case.m
     assert found == {"forward": m * block * forward, "backward": m * block * backward}, piped.case
     table = sum(row.amounts.words for row in moved.rows if "pp" in row.axis and row.collective == "all_reduce")
-    assert table == (0 if piped.pipeline.holders is None else piped.pipeline.tied.numel()), piped.case
+    assert table == (0 if piped.pipeline.tied is None else piped.pipeline.tied.numel()), piped.case
     assert all(row.axis.startswith("pp") or set(row.axis) <= set("xyzd·") for row in moved.rows), moved.rows
 
 
@@ -167,7 +167,7 @@ def test_without_gradients_only_forwards_run(make_grid: Any) -> None:
         with torch.no_grad(), piped.grid.ledger.watch() as moved:
             losses = piped.pipeline.run(case.m, piped.feed)
             want = [piped.copies(**inputs, **piped.options(micro)) for micro, inputs in enumerate(piped.inputs)]
-        assert not piped.executor.flights and all(p.grad is None for p in piped.model.parameters())
+        assert not piped.executor.pending and all(p.grad is None for p in piped.model.parameters())
         assert torch.equal(torch.stack(losses or want), torch.stack(want))
         forward = sum(row.amounts.words for row in moved.rows if row.axis == "pp")
         assert forward == case.m * piped.executor.wire.buffer().numel() * sent_and_received(piped)[0]
@@ -175,7 +175,7 @@ def test_without_gradients_only_forwards_run(make_grid: Any) -> None:
 
 
 def note_flights(piped: Piped, counts: list[int]) -> None:
-    counts.append(len(piped.executor.flights))
+    counts.append(len(piped.executor.pending))
 
 
 @pytest.mark.mpi(sizes=(4,))

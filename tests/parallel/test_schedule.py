@@ -8,7 +8,7 @@ import pytest
 
 from summa3d.errors import ConfigError
 from summa3d.layout import split_sizes
-from summa3d.parallel.schedule import SCHEDULES, Op, Schedule, build, check, folded, looped, split_layers
+from summa3d.parallel.schedule import SCHEDULES, Schedule, ScheduleOp, build, check, folded, looped, split_layers
 
 GOLDEN = {
     ("1f1b", 1): (
@@ -46,16 +46,16 @@ GOLDEN = {
 """The orders of 4 ranks and 8 micro-batches; where there is one chunk, it is left out."""
 
 
-def ops(text: str) -> tuple[Op, ...]:
+def ops(text: str) -> tuple[ScheduleOp, ...]:
     """`F0.3 B1 R:0`: kind, chunk (0 where it is left out) and micro-batch; or kind and chunk."""
     found = []
     for word in text.split():
         kind, numbers = word[0], word[1:]
         if numbers.startswith(":"):
-            found.append(Op(kind, int(numbers[1:])))
+            found.append(ScheduleOp(kind, int(numbers[1:])))
         else:
             chunk, _, micro = numbers.rpartition(".")
-            found.append(Op(kind, int(chunk or 0), int(micro)))
+            found.append(ScheduleOp(kind, int(chunk or 0), int(micro)))
     return tuple(found)
 
 
@@ -76,20 +76,22 @@ def test_a_pipeline_of_one_rank_is_accumulation_and_sends_nothing(name: str) -> 
 def test_stages_go_round_and_messages_follow_them() -> None:
     schedule = build("interleaved", 2, 2, 2)
     assert schedule.homes == looped(2, 2) == (0, 1, 0, 1) and schedule.stages == ((0, 2), (1, 3))
-    assert schedule.received(0, Op("F", 0, 1)) is None  # the batch is no message
-    assert schedule.sent(1, Op("F", 0, 1)) == schedule.received(0, Op("F", 1, 1)) == ("F", 2, 1, 1, 0)
-    assert schedule.sent(1, Op("F", 1, 1)) is schedule.received(1, Op("B", 1, 1)) is None  # the loss is at home
-    assert schedule.sent(0, Op("B", 1, 0)) == schedule.received(1, Op("B", 0, 0)) == ("B", 1, 0, 0, 1)
+    assert schedule.received(0, ScheduleOp("F", 0, 1)) is None  # the batch is no message
+    assert schedule.sent(1, ScheduleOp("F", 0, 1)) == schedule.received(0, ScheduleOp("F", 1, 1)) == ("F", 2, 1, 1, 0)
+    assert schedule.sent(1, ScheduleOp("F", 1, 1)) is schedule.received(1, ScheduleOp("B", 1, 1)) is None  # the loss is at home
+    assert schedule.sent(0, ScheduleOp("B", 1, 0)) == schedule.received(1, ScheduleOp("B", 0, 0)) == ("B", 1, 0, 0, 1)
 
 
 def test_stages_in_a_v_meet_on_the_last_rank_and_end_on_the_first() -> None:
     schedule = build("zb-v", 3, 3, 2, replicas=True, tied=True)
     assert schedule.homes == folded(3, 2) == (0, 1, 2, 2, 1, 0) and schedule.stages == ((0, 5), (1, 4), (2, 3))
-    assert schedule.sent(2, Op("F", 0, 1)) is schedule.received(2, Op("F", 1, 1)) is None  # the turn is no message
-    assert schedule.sent(2, Op("X", 1, 1)) is schedule.received(2, Op("X", 0, 1)) is None
-    assert schedule.sent(1, Op("X", 1, 0)) == schedule.received(2, Op("X", 1, 0)) == ("B", 3, 0, 1, 2)
-    assert schedule.sent(0, Op("X", 1, 2)) == ("B", 4, 2, 0, 1) and schedule.sent(0, Op("F", 1, 2)) is None
-    assert schedule.sent(0, Op("W", 1, 2)) is schedule.received(0, Op("W", 0, 2)) is None
+    assert (
+        schedule.sent(2, ScheduleOp("F", 0, 1)) is schedule.received(2, ScheduleOp("F", 1, 1)) is None
+    )  # the turn is no message
+    assert schedule.sent(2, ScheduleOp("X", 1, 1)) is schedule.received(2, ScheduleOp("X", 0, 1)) is None
+    assert schedule.sent(1, ScheduleOp("X", 1, 0)) == schedule.received(2, ScheduleOp("X", 1, 0)) == ("B", 3, 0, 1, 2)
+    assert schedule.sent(0, ScheduleOp("X", 1, 2)) == ("B", 4, 2, 0, 1) and schedule.sent(0, ScheduleOp("F", 1, 2)) is None
+    assert schedule.sent(0, ScheduleOp("W", 1, 2)) is schedule.received(0, ScheduleOp("W", 0, 2)) is None
     assert not any(op.kind == "T" for program in schedule.programs for op in program)  # one rank has the shared table
     assert all(tuple(op for op in program if op.kind == "R") == ops("R:1 R:0") for program in schedule.programs[:2])
 

@@ -17,9 +17,9 @@ from summa3d.parallel.schedule import (
     GRADIENT_ENDS,
     GRADIENT_SENDERS,
     SCHEDULES,
-    Message,
-    Op,
+    PipelineMessage,
     Schedule,
+    ScheduleOp,
     build,
     dependencies,
     pair_stream,
@@ -73,7 +73,7 @@ def test_makespan_memory_and_messages_are_those_of_the_closed_forms(p: int) -> N
         assert drawn.time == pytest.approx(3 * m + idle(schedule)), schedule
         assert drawn.idle == pytest.approx([idle(schedule)] * p) and drawn.ideal == pytest.approx(3 * m)
         received: Counter[int] = Counter()
-        sent: list[Message] = []
+        sent: list[PipelineMessage] = []
         for rank in range(p):
             ends = GRADIENT_SENDERS if schedule.name == "zb-h1" else GRADIENT_ENDS
             assert max(in_flight(schedule.ops_of(rank), ends)) == peak(schedule, rank), (schedule, rank)
@@ -178,8 +178,8 @@ def test_a_stage_with_more_layers_holds_the_others_up() -> None:
 
 def test_a_deadlock_is_told_by_the_step_of_each_rank() -> None:
     first, second = stuck(by_blocking(build("1f1b", 2, 2))).values()
-    assert first.sends == (Message("F", 1, 1, 0, 1),) and second.sends == (Message("B", 0, 0, 1, 0),)
-    assert in_flight([Op("F", 0, 0), Op("X", 0, 0), Op("W", 0, 0), Op("R", 0)]) == [1, 1, 0, 0]
+    assert first.sends == (PipelineMessage("F", 1, 1, 0, 1),) and second.sends == (PipelineMessage("B", 0, 0, 1, 0),)
+    assert in_flight([ScheduleOp("F", 0, 0), ScheduleOp("X", 0, 0), ScheduleOp("W", 0, 0), ScheduleOp("R", 0)]) == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
@@ -190,7 +190,7 @@ def test_a_pipeline_ends_with_the_longest_path_through_all_that_happens(p: int) 
         before, ends = dependencies(schedule), {}
         for node in graphlib.TopologicalSorter(before).static_order():
             own = 0.0
-            if not isinstance(node, (Message, str)):
+            if not isinstance(node, (PipelineMessage, str)):
                 op = schedule.ops_of(node[0])[node[1]]
                 own = taken[op.kind, schedule.stages[node[0]][op.chunk]]
             ends[node] = max((ends[one] for one in before.get(node, ())), default=0.0) + own

@@ -78,8 +78,8 @@ def test_two_stages_that_hold_a_table_count_and_write_a_part_of_it_each():
         tied = scheme("cuboid", place).on(pp=(0, 1))
         module.table = new_parameter(tied, Layout("v h:z"), (7, 4), ("constant", 0.0), torch.float32, True)
         (state,) = states_of(module, place, 1)
-        part = state.share.slices(place)
-        seen[part] += state.counts
+        part = state.shardings.share.slices(place)
+        seen[part] += state.shardings.counts
         most = max(most, seen[part].shape[0])
     assert (seen == 1).all() and most == 2  # of 7 rows, which 3 replicas of 2 stages divide
 

@@ -43,7 +43,7 @@ class Split(torch.nn.Module):
 
     def __init__(self, on_grid: Any, plain: Whole) -> None:
         super().__init__()
-        self.scheme = on_grid
+        self.context = on_grid
         self.up = Linear(WIDTH, INNER, on_grid, bias=False, dtype=torch.float64)
         self.frozen = Linear(INNER, WIDTH, on_grid, self.up.output_layout, bias=False, dtype=torch.float64)
         self.unused = new_parameter(on_grid, Layout("n m"), (5, 3), ("constant", 0.0), torch.float64, decay=True)
@@ -57,7 +57,7 @@ class Split(torch.nn.Module):
 
     def forward(self, x: Tensor, sometimes: bool) -> Tensor:
         y = self.frozen(self.up(x))
-        stored = self.scheme.gathered(self.sometimes, Layout("n"), (WIDTH,)) if sometimes else None
+        stored = self.context.gathered(self.sometimes, Layout("n"), (WIDTH,)) if sometimes else None
         return (y if stored is None else y * stored).square().sum() / (ROWS * WIDTH)
 
 

@@ -74,8 +74,8 @@ class Counting(AfterOps):
         self.to_x, self.to_w = list[int](), list[int]()
 
     def after(self) -> None:
-        self.to_x.append(len(self.executor.flights))
-        self.to_w.append(len(self.executor.flights) + len(self.executor.owed))
+        self.to_x.append(len(self.executor.pending))
+        self.to_w.append(len(self.executor.pending) + len(self.executor.deferred))
 
 
 @pytest.mark.mpi(sizes=tuple(CASES), timeout=600)
@@ -95,7 +95,7 @@ def test_a_step_has_the_bits_of_accumulation_and_keeps_what_the_simulation_says(
         assert (kept.to_x, kept.to_w) == (in_flight(ops, GRADIENT_SENDERS), in_flight(ops)), case
         most = min(2 * p, m + 1 + piped.rank) if case.schedule == "zb-v" else min(p, m)
         assert max(kept.to_w) <= most and (case.schedule == "zb-h1" or max(kept.to_w) == most), case
-        assert not piped.executor.owed and not piped.executor.handed, case
+        assert not piped.executor.deferred and not piped.executor.handed, case
         piped.executor.channel.free()
 
 
@@ -159,7 +159,7 @@ class Timed(Product):
     """
 
     def __init__(self, piped: Piped, seconds: float, clock: FakeClock) -> None:
-        self.in_flight, self.rows = InFlight(debts=piped.model.scheme.debts), None
+        self.in_flight, self.rows = InFlight(state=piped.model.context.state), None
         self.seconds, self.clock = seconds, clock
 
     def agree(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -202,7 +202,7 @@ def test_steps_of_timed_stages_take_the_times_of_their_schedules(
     for (schedule, chunks), units in UNITS.items():
         piped = Piped(Case(4, m, schedule, chunks, layers=8), make_grid, check=False)
         stages, weight = piped.executor.stages, torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        model = SimpleNamespace(scheme=piped.model.scheme, weight=weight, product=Timed(piped, unit / chunks, clock))
+        model = SimpleNamespace(context=piped.model.context, weight=weight, product=Timed(piped, unit / chunks, clock))
         send = piped.executor.channel.send
         now = lambda array, *where, send=send: send(torch.full_like(array, clock.wall), *where)  # noqa: E731
         monkeypatch.setattr(piped.executor.channel, "send", now)

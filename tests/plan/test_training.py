@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from summa3d.cluster import load
-from summa3d.nn.choose import Choice
+from summa3d.nn.choose import SchemeChoice
 from summa3d.plan.pick import Exact, plan_of
 from summa3d.plan.search.timing import Times
 from summa3d.plan.training import seconds
@@ -30,7 +30,7 @@ def test_a_step_takes_what_the_search_composes_of_cells(
 ) -> None:
     monkeypatch.setenv("SUMMA3D_CACHE", str(tmp_path))
     config = configured(*words)
-    choice = Choice(config.scheme, {axis: size for axis, size in config.grid.axes.items() if axis in "xyz"}, 0)
+    choice = SchemeChoice(config.scheme, {axis: size for axis, size in config.grid.axes.items() if axis in "xyz"}, 0)
     composed = Times(HOST, Exact()).seconds(plan_of(config, choice, HOST))
     assert seconds(config, HOST) == pytest.approx(composed, rel=0.05)
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from small_runs import assignments, metrics_of, train_small, write_corpus
 
 from summa3d.errors import CheckpointError, DataError
-from summa3d.nn.schemes.scheme import scheme
+from summa3d.nn.context import scheme
 from summa3d.parallel.states import states_of
 from summa3d.train import config
 from summa3d.train.checkpoint import compare, huggingface_files

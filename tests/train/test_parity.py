@@ -17,7 +17,7 @@ from nn_oracle.volume import GPTVolume
 from summa3d.comm.grid import Place
 from summa3d.comm.topology import describe
 from summa3d.nn.config import ModelConfig
-from summa3d.nn.schemes.scheme import scheme
+from summa3d.nn.context import scheme
 from summa3d.train import metrics
 from summa3d.train.config import Config, DataConfig, GridConfig, TrainConfig
 from summa3d.train.loop import train

@@ -85,7 +85,7 @@ def test_full_recomputation_moves_the_blocks_forward_once_more_and_selective_not
     before = phases(moved["none"])
     assert phases(moved["selective"]) == before
     x = torch.randn(12, 16, 24, dtype=torch.float64)[
-        run.scheme.residual.slices((12, 16, 24), run.grid.shape, run.grid.coordinates)
+        run.model.context.residual.slices((12, 16, 24), run.grid.shape, run.grid.coordinates)
     ]
     with ledger.watch() as forward, torch.no_grad():
         run.model.through(x.contiguous().to(run.device), 0, len(run.model.blocks), Batch(12, 16), run.model.visible({}))

@@ -175,7 +175,7 @@ def test_raw_gradients_are_the_whole_batchs_where_one_replica_has_no_label(make_
     replicas.reduce()
     replicas.update(lambda: None)
     for state in replicas.states.values():
-        expected = plain.weights[state.name].grad[state.partition.slices(grid)]
+        expected = plain.weights[state.name].grad[state.shardings.partition.slices(grid)]
         assert state.own_gradient is not None
         assert (state.own_gradient - expected).norm() <= 1e-9 * plain.weights[state.name].grad.norm(), state.name
     weights = {key: whole(model, key, p.data) for key, p in model.named_parameters()}
@@ -203,7 +203,7 @@ def test_a_step_moves_each_gradient_and_each_weight_once(comm: Any, world_size: 
     step = {key: words - before.get(key, 0) for key, words in moved_by(run).items() if words > before.get(key, 0)}
     formula = 0
     for state in run.replicas.states.values():
-        own, block = state.partition.local_shape(run.grid), state.parameter.numel()
+        own, block = state.shardings.partition.local_shape(run.grid), state.parameter.numel()
         mine = torch.Size(own).numel()
         formula += (dp - 1) * mine + block - mine
     loss = 1 if run.grid["dp"].index else dp - 1

@@ -14,8 +14,8 @@ from small_runs import metrics_of, small_config, train_small
 from summa3d.comm.grid import Grid
 from summa3d.dry.place import DryPlace
 from summa3d.errors import ConfigError
+from summa3d.nn.context import scheme
 from summa3d.nn.models.registry import build
-from summa3d.nn.schemes.scheme import scheme
 from summa3d.train import config
 from summa3d.train.dry_run import predict
 from summa3d.train.loop import train

@@ -15,7 +15,7 @@ from ...comm.topology import describe
 from ...errors import LayoutError
 from ...layout.layout import Layout
 from ..config import ModelConfig
-from ..schemes.scheme import Scheme
+from ..context import Context
 from .attention_mask import Visible
 from .dropout import Batch, Dropout
 from .fused_linear import FusedLinear
@@ -30,7 +30,7 @@ class AttentionCore(nn.Module):
     than q; consecutive query heads then share one. With `recomputed`, backward keeps only q, k and v and recomputes the rest.
     """
 
-    def __init__(self, heads: int, causal: bool, dropout: float, name: str, scheme: Scheme, inner: Layout) -> None:
+    def __init__(self, heads: int, causal: bool, dropout: float, name: str, scheme: Context, inner: Layout) -> None:
         super().__init__()
         self.heads, self.causal, self.recomputed = heads, causal, False
         self.dropout = Dropout(dropout, f"{name}.attention", scheme, Layout(inner.dims[0], inner.dims[-1], (), ()))
@@ -76,10 +76,10 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, scheme: Scheme, name: str, out_std: float = 0.02, dtype: torch.dtype = torch.float32
+        self, config: ModelConfig, scheme: Context, name: str, out_std: float = 0.02, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
-        self.scheme, self.size = scheme, config.hidden // config.heads
+        self.context, self.size = scheme, config.hidden // config.heads
         self.qkv = Linear(config.hidden, 3 * config.hidden, scheme, dtype=dtype)
         inner = self.qkv.output_layout
         self.out = Linear(config.hidden, config.hidden, scheme, inner, std=out_std, dtype=dtype)
@@ -89,9 +89,9 @@ class SelfAttention(nn.Module):
         self, x: Tensor, batch: Batch, visible: Visible, skip_bias_add: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y without W_o's bias, that bias)."""
-        qkv = self.scheme.batch_first(self.qkv(x)).unflatten(-1, (-1, 3, self.size))  # [b/(XZ), s, a/Y, 3, d]
+        qkv = self.context.batch_first(self.qkv(x)).unflatten(-1, (-1, 3, self.size))  # [b/(XZ), s, a/Y, 3, d]
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [b/(XZ), a/Y, s, d]
-        return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme), None, skip_bias_add)  # [b/(XY), s, h/Z]
+        return self.out(_stored(self.core(q, k, v, batch, visible), self.context), None, skip_bias_add)  # [b/(XY), s, h/Z]
 
 
 class GroupedAttention(nn.Module):
@@ -104,12 +104,12 @@ class GroupedAttention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, scheme: Scheme, name: str, out_std: float = 0.02, dtype: torch.dtype = torch.float32
+        self, config: ModelConfig, scheme: Context, name: str, out_std: float = 0.02, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
         h = config.hidden
-        self.scheme, self.size = scheme, h // config.heads
-        inner = scheme.after_linear(scheme.residual)
+        self.context, self.size = scheme, h // config.heads
+        inner = scheme.scheme.after_linear(scheme.residual)
         self.run = run_sharing_a_head(config, scheme, inner)
         self.q = Linear(h, h, scheme, bias=False, dtype=dtype)
         self.kv = Linear(h, 2 * config.num_kv_heads * self.size, scheme, bias=False, dtype=dtype)
@@ -122,21 +122,21 @@ class GroupedAttention(nn.Module):
         self, x: Tensor, batch: Batch, visible: Visible, skip_bias_add: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y, None)."""
-        q, kv = (self.scheme.batch_first(part) for part in self.joined(x))  # [b/(XZ), s, h/Y], [b/(XZ), s, 2·kv·d/Y]
+        q, kv = (self.context.batch_first(part) for part in self.joined(x))  # [b/(XZ), s, h/Y], [b/(XZ), s, 2·kv·d/Y]
         kv = all_gather(kv, self.run, 2, [kv.shape[2]] * self.run.size)
         q = q.unflatten(-1, (-1, self.size)).transpose(1, 2)  # [b/(XZ), a/Y, s, d]
         k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (-1, 2, self.size)).unbind(3))  # [b/(XZ), kv/Y, s, d]
         q, k = self.rotary(q, k)
-        return self.out(_stored(self.core(q, k, v, batch, visible), self.scheme), None, skip_bias_add)  # [b/(XY), s, h/Z]
+        return self.out(_stored(self.core(q, k, v, batch, visible), self.context), None, skip_bias_add)  # [b/(XY), s, h/Z]
 
 
-def run_sharing_a_head(config: ModelConfig, scheme: Scheme, inner: Layout) -> Axis:
+def run_sharing_a_head(config: ModelConfig, context: Context, inner: Layout) -> Axis:
     """The axis of consecutive ranks that hold pieces of one kv head; of size 1 where each rank holds whole heads.
 
     Raises LayoutError, naming the values of kv_heads that fit, where kv heads can be split in neither way.
     """
     axes, columns = inner.dims[-1], 2 * config.hidden // config.heads
-    grid, num_shards = scheme.grid.shape, scheme.columns(inner).size
+    grid, num_shards = context.grid.shape, context.columns(inner).size
 
     def fits(groups: int) -> bool:
         return groups % num_shards == 0 or (num_shards % groups == 0 and columns % (num_shards // groups) == 0)
@@ -148,17 +148,17 @@ def run_sharing_a_head(config: ModelConfig, scheme: Scheme, inner: Layout) -> Ax
             f"  Each rank holds whole kv heads, or one of equal pieces of a kv head's {columns} columns.\n"
             f"  Values of kv_heads that fit heads {config.heads}: {', '.join(map(str, values))}."
         )
-    return scheme.grid.run(axes, max(1, num_shards // config.num_kv_heads))
+    return context.grid.run(axes, max(1, num_shards // config.num_kv_heads))
 
 
-def _stored(context: Tensor, scheme: Scheme) -> Tensor:
+def _stored(heads: Tensor, context: Context) -> Tensor:
     """[b/(XZ), a/Y, s, d] → [b/(XZ), s, h/Y], contiguous in the scheme's order."""
-    return scheme.as_stored(context.transpose(1, 2).flatten(2))
+    return context.as_stored(heads.transpose(1, 2).flatten(2))
 
 
 def new_attention(
-    config: ModelConfig, scheme: Scheme, name: str, out_std: float, dtype: torch.dtype
+    config: ModelConfig, context: Context, name: str, out_std: float, dtype: torch.dtype
 ) -> SelfAttention | GroupedAttention:
     """Create the attention of the model's family; `name` keys its dropout masks."""
     kind = GroupedAttention if "rotary_base" in config.architecture.options else SelfAttention
-    return kind(config, scheme, name, out_std, dtype)
+    return kind(config, context, name, out_std, dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..schemes.scheme import Scheme
+from ..context import Context
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def restarting_positions(documents: Tensor) -> Tensor:
     return place - torch.where(_begins(documents), place, 0).cummax(1).values
 
 
-def visible(scheme: Scheme, causal: bool, attention_mask: Tensor | None = None, documents: Tensor | None = None) -> Visible:
+def visible(context: Context, causal: bool, attention_mask: Tensor | None = None, documents: Tensor | None = None) -> Visible:
     """Build the attention mask of this rank's sequences.
 
     Parameters
@@ -42,7 +42,7 @@ def visible(scheme: Scheme, causal: bool, attention_mask: Tensor | None = None, 
     A query without any key (in a sequence of padding alone) attends to all keys, so that its output is not NaN; no counted
     token attends to it. Moves nothing. Memory: b/(XZ)·s² bytes where a mask or documents are given.
     """
-    layout = scheme.after_linear(scheme.residual)
+    layout = context.scheme.after_linear(context.residual)
     given = [tensor for tensor in (attention_mask, documents) if tensor is not None]
     if not given:
         return Visible()
@@ -51,10 +51,10 @@ def visible(scheme: Scheme, causal: bool, attention_mask: Tensor | None = None, 
     if causal:
         allowed.tril_()
     if documents is not None:
-        mine = scheme.block_of(_begins(documents).cumsum(1), layout)
+        mine = context.block_of(_begins(documents).cumsum(1), layout)
         allowed = allowed & (mine[:, None, :, None] == mine[:, None, None, :])
     if attention_mask is not None:
-        allowed = allowed & scheme.block_of(attention_mask != 0, layout)[:, None, None, :]
+        allowed = allowed & context.block_of(attention_mask != 0, layout)[:, None, None, :]
     return Visible(allowed | ~allowed.any(-1, keepdim=True))
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from summa3d.kernels.mask import Mask
 
 from ...layout.layout import Layout
+from ..context import Context
 from ..random import keep_mask, key
-from ..schemes.scheme import Scheme
 from .bias_fusion import bias_dropout_add
 
 
@@ -48,9 +48,9 @@ class Dropout(nn.Module):
     again.
     """
 
-    def __init__(self, probability: float, name: str, scheme: Scheme, layout: Layout) -> None:
+    def __init__(self, probability: float, name: str, scheme: Context, layout: Layout) -> None:
         super().__init__()
-        self.probability, self.name, self.scheme, self.layout = probability, name, scheme, layout
+        self.probability, self.name, self.context, self.layout = probability, name, scheme, layout
 
     def forward(
         self, x: Tensor, shape: Sequence[int], batch: Batch, residual: Tensor | None = None, bias: Tensor | None = None
@@ -68,7 +68,7 @@ class Dropout(nn.Module):
         if not self.training or self.probability == 0:
             x = x if bias is None else x + bias
             return x if residual is None else residual + x
-        grid = self.scheme.grid
+        grid = self.context.grid
         rows, *rest = self.layout.slices((batch.rows, *shape), grid.shape, grid.coordinates)
         rows = slice(rows.start + batch.first_row, rows.stop + batch.first_row)
         stream = key(batch.seed, f"dropout/{self.name}", batch.step)
@@ -78,10 +78,10 @@ class Dropout(nn.Module):
 
         def draw() -> Tensor:
             mask = keep_mask(stream, whole, slices, self.probability, meta)
-            return self.scheme.as_stored(mask) if stored else mask
+            return self.context.as_stored(mask) if stored else mask
 
         mask = Mask.of(stream, whole, slices, draw)
-        if stored and self.scheme.spec.sequence_first:
+        if stored and self.context.scheme.spec.sequence_first:
             mask = mask.swapped()
         return bias_dropout_add(x, residual, bias, mask, self.probability)
 

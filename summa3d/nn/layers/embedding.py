@@ -11,8 +11,8 @@ from ...autograd.differentiable import Product
 from ...autograd.matmul import matmul
 from ...autograd.prefetch import PrefetchSource
 from ...layout.layout import Layout, split_sizes
+from ..context import Context
 from ..parameter import ShardedParameter, new_parameter
-from ..schemes.scheme import Scheme
 from .product_cache import ProductCache
 
 
@@ -28,14 +28,15 @@ class Embedding(nn.Module):
     """
 
     def __init__(
-        self, vocabulary: int, hidden: int, scheme: Scheme, std: float = 0.02, dtype: torch.dtype = torch.float32
+        self, vocabulary: int, hidden: int, scheme: Context, std: float = 0.02, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
-        self.vocabulary, self.hidden, self.scheme = vocabulary, hidden, scheme
-        self.lookup = scheme.lookup
+        self.vocabulary, self.hidden, self.context = vocabulary, hidden, scheme
+        layouts = scheme.scheme
+        self.lookup = layouts.lookup
         self.tokens_layout = self.lookup.tokens
-        self.logits_layout = scheme.after_linear(scheme.residual)
-        self.layout = scheme.table(scheme.residual)
+        self.logits_layout = layouts.after_linear(layouts.residual)
+        self.layout = layouts.table(layouts.residual)
         self.weight = new_parameter(scheme, self.layout, (vocabulary, hidden), ("normal", std), dtype, decay=True)
         grid = scheme.grid
         self.part = Layout(self.lookup.part).slices((vocabulary,), grid.shape, grid.coordinates)[0]
@@ -46,20 +47,20 @@ class Embedding(nn.Module):
         return (self.weight,)
 
     def _new_source(self, layout: Layout) -> PrefetchSource | None:
-        return self.scheme.prefetch_source(self._weights)
+        return self.context.prefetch_source(self._weights)
 
     def _new_product(self, layout: Layout, rows: int) -> Product:
-        return self.scheme.product(layout, "nt", rows, self.vocabulary, self.hidden, self._source(layout))
+        return self.context.product(layout, "nt", rows, self.vocabulary, self.hidden, self._source(layout))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """This rank's block of the residual stream, [b/(XY), s, h/Z] in the cuboid, for its block of tokens [b, s].
 
         tokens : in `tokens_layout`, which may differ from the residual stream's rows
         """
-        tokens = self.scheme.as_stored(tokens)
-        grid, size = self.scheme.grid, self.part.stop - self.part.start
+        tokens = self.context.as_stored(tokens)
+        grid, size = self.context.grid, self.part.stop - self.part.start
         gathered = grid[self.lookup.gathered]
-        whole = self.scheme.gathered(self.weight, self.layout, (self.vocabulary, self.hidden))
+        whole = self.context.gathered(self.weight, self.layout, (self.vocabulary, self.hidden))
         weight = sum_gradient(whole, grid[self.lookup.copies])
         table = all_gather(weight, gathered, 0, split_sizes(size, gathered.size))  # [v/part, h/Z]
         here = (tokens >= self.part.start) & (tokens < self.part.stop)
@@ -68,7 +69,7 @@ class Embedding(nn.Module):
         else:
             rows = functional.embedding((tokens - self.part.start).clamp(0, size - 1), table) * here[..., None]
         part = grid[self.lookup.part]
-        if self.tokens_layout == Layout(*self.scheme.residual.dims[:2]):
+        if self.tokens_layout == Layout(*self.context.residual.dims[:2]):
             return all_reduce(rows, part)
         return reduce_scatter(rows, part, 0, split_sizes(len(tokens), part.size))
 
@@ -84,9 +85,9 @@ class Embedding(nn.Module):
         bias : a vector over v, or None
         rows : the global number of rows, where the blocks of x may be uneven
         """
-        layout = layout or self.scheme.residual
-        rows = x.shape[:-1].numel() * self.scheme.rows(layout).size if rows is None else rows
-        added = None if bias is None else self.scheme.broadcast_vector(bias, self.scheme.after_linear(layout), self.vocabulary)
+        context, layout = self.context, layout or self.context.residual
+        rows = x.shape[:-1].numel() * context.rows(layout).size if rows is None else rows
+        added = None if bias is None else context.broadcast_vector(bias, context.scheme.after_linear(layout), self.vocabulary)
         return matmul(x, self.weight, self._product(layout, rows), added)
 
 
@@ -97,9 +98,11 @@ class Positions(nn.Module):
     gradient over them.
     """
 
-    def __init__(self, sequence: int, hidden: int, scheme: Scheme, std: float = 0.02, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, sequence: int, hidden: int, scheme: Context, std: float = 0.02, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
-        self.scheme, self.rows, self.shape = scheme, scheme.rows(scheme.residual), (sequence, hidden)
+        self.context, self.rows, self.shape = scheme, scheme.rows(scheme.residual), (sequence, hidden)
         self.layout = Layout((), scheme.residual.dims[-1])
         self.weight = new_parameter(scheme, self.layout, self.shape, ("normal", std), dtype, decay=True)
 
@@ -111,10 +114,11 @@ class Positions(nn.Module):
         sequence : the global s; rows 0 … s−1 are added
         indices : the rows to add instead, global [b, s], such as the positions of packed documents or BERT's token types
         """
-        table = sum_gradient(self.scheme.gathered(self.weight, self.layout, self.shape), self.rows)
+        context, grid = self.context, self.context.grid
+        table = sum_gradient(context.gathered(self.weight, self.layout, self.shape), self.rows)
         if indices is None:
-            mine = Layout(self.scheme.residual.dims[1]).slices((sequence,), self.scheme.grid.shape, self.scheme.grid.coordinates)
+            mine = Layout(context.residual.dims[1]).slices((sequence,), grid.shape, grid.coordinates)
             rows = table[mine]
         else:
-            rows = functional.embedding(self.scheme.block_of(indices, self.scheme.residual), table)
-        return self.scheme.as_stored(self.scheme.batch_first(x) + rows)
+            rows = functional.embedding(context.block_of(indices, context.residual), table)
+        return context.as_stored(context.batch_first(x) + rows)

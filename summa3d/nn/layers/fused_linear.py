@@ -30,21 +30,21 @@ class FusedLinear:
 
     def __init__(self, what: str, *linears: Linear) -> None:
         first = linears[0]
-        self.linears, self.scheme, self.layout = linears, first.scheme, first.input_layout
-        shape = self.scheme.grid.shape
+        self.linears, self.context, self.layout = linears, first.context, first.input_layout
+        shape = self.context.grid.shape
         num_shards = first.output_layout.num_shards(-1, shape)
         for linear in linears:
             if linear.n % num_shards:
                 raise LayoutError(_misfit(what, linear, num_shards))
         self._widths = [linear.n // num_shards for linear in linears]
         self._runs = num_shards // first.weight.sharding.layout.num_shards(1, shape)
-        self._ways = self.scheme.rows(self.layout).size
-        self._source = self.scheme.prefetch_source(self._parts, self._side_by_side)
+        self._ways = self.context.rows(self.layout).size
+        self._source = self.context.prefetch_source(self._parts, self._side_by_side)
         self._product = ProductCache(self._new_product, 8)
 
     def _new_product(self, rows: int) -> Product:
         n = sum(linear.n for linear in self.linears)
-        return self.scheme.product(self.layout, "nn", rows, n, self.linears[0].k, self._source)
+        return self.context.product(self.layout, "nn", rows, n, self.linears[0].k, self._source)
 
     def __call__(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
         """This rank's blocks of Y₁, Y₂, … for its block of X.
@@ -70,7 +70,7 @@ def _misfit(what: str, linear: Linear, num_shards: int) -> str:
     below = linear.n - linear.n % num_shards
     fits = [value for value in (below, below + num_shards, below + 2 * num_shards) if value]
     return (
-        f"{what} {linear.n} cannot be split evenly over {axes} = {num_shards} (grid {describe(linear.scheme.grid.shape)}).\n"
+        f"{what} {linear.n} cannot be split evenly over {axes} = {num_shards} (grid {describe(linear.context.grid.shape)}).\n"
         f"  Two linear layers share one product here, so each must split into equal blocks of columns.\n"
         f"  Values that fit: {', '.join(map(str, fits))}."
     )

@@ -32,11 +32,20 @@ class _Joint(Function):
         return None, *[None if grad is None else next(sums) for grad in grads]
 
 
+class VectorSum:
+    """How the gradients of a layer's vectors are summed over the ranks that hold other rows.
+
+    rows : the plane of those ranks. joint : whether a `JointSums` sums them, and not the layer
+    """
+
+    def __init__(self, rows: Axis) -> None:
+        self.rows, self.joint = rows, False
+
+
 class JointSums:
     """The joint sums of the vectors in `module`: of all that are summed over the same plane, one all-reduce a backward.
 
-    A layer with vectors has `vector_rows`, the plane over which their gradients are summed, and `vectors_summed`, whether this
-    sums them and not the layer.
+    A layer with vectors has a `vector_sum`.
 
     shape : axis → size of the grid
 
@@ -44,16 +53,20 @@ class JointSums:
     """
 
     def __init__(self, shape: Mapping[str, int], module: nn.Module) -> None:
-        found: dict[tuple[str, ...], tuple[Axis, list[tuple[nn.Module, str]]]] = {}
+        groups: dict[tuple[str, ...], tuple[list[VectorSum], list[tuple[nn.Module, str]]]] = {}
         for layer in module.modules():
-            rows: Axis | None = getattr(layer, "vector_rows", None)
-            if rows is None or rows.size == 1:
+            summed: VectorSum | None = getattr(layer, "vector_sum", None)
+            if summed is None or summed.rows.size == 1:
                 continue
-            plane = tuple(axis for axis in rows.names if shape[axis] > 1)
+            plane = tuple(axis for axis in summed.rows.names if shape[axis] > 1)
             vectors = [(layer, name) for name, vector in layer._parameters.items() if vector is not None and vector.dim() == 1]
-            found.setdefault(plane, (rows, []))[1].extend(vectors)
-        self._groups = [(rows, places) for rows, places in found.values() if len(places) > 1]
-        self._layers = list(dict.fromkeys(layer for _, places in self._groups for layer, _ in places))
+            if vectors:
+                sums, places = groups.setdefault(plane, ([], []))
+                sums.append(summed)
+                places += vectors
+        together = [(sums, places) for sums, places in groups.values() if len(places) > 1]
+        self._groups = [(sums[0].rows, places) for sums, places in together]
+        self._sums = [vector_sum for sums, _ in together for vector_sum in sums]
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -72,7 +85,6 @@ class JointSums:
             finally:
                 self._mark(False)
 
-    def _mark(self, summed: bool) -> None:
-        """Say to the layers whether something else sums their vectors; not through `nn.Module`, which looks at each for 2 µs."""
-        for layer in self._layers:
-            vars(layer)["vectors_summed"] = summed
+    def _mark(self, joint: bool) -> None:
+        for vector_sum in self._sums:
+            vector_sum.joint = joint

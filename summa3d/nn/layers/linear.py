@@ -15,9 +15,10 @@ from ...autograd.matmul import matmul
 from ...errors import ShapeError
 from ...gemm.algorithms.checks import is_whole
 from ...layout.layout import Layout
+from ..context import Context
 from ..parameter import new_parameter
 from ..schemes.registry import row_axes
-from ..schemes.scheme import Scheme
+from .joint_sums import VectorSum
 from .product_cache import ProductCache
 
 
@@ -45,7 +46,7 @@ class Linear(nn.Module):
         self,
         k: int,
         n: int,
-        scheme: Scheme,
+        scheme: Context,
         layout: Layout | str | None = None,
         bias: bool = True,
         std: float = 0.02,
@@ -53,14 +54,15 @@ class Linear(nn.Module):
         transposed: bool = False,
     ) -> None:
         super().__init__()
-        self.k, self.n, self.scheme, self.transposed = k, n, scheme, transposed
-        self.input_layout = scheme.residual if layout is None else Layout.of(layout)
-        self.output_layout = scheme.after_linear(self.input_layout)
-        stored = scheme.weight(self.input_layout, transposed)
+        layouts, self.context = scheme.scheme, scheme
+        self.k, self.n, self.transposed = k, n, transposed
+        self.input_layout = layouts.residual if layout is None else Layout.of(layout)
+        self.output_layout = layouts.after_linear(self.input_layout)
+        stored = layouts.weight(self.input_layout, transposed)
         self.weight = new_parameter(scheme, stored, (k, n), ("normal", std), dtype, decay=True)
-        vector = scheme.vector(self.output_layout)
+        vector = layouts.vector(self.output_layout)
         self.bias = new_parameter(scheme, vector, (n,), ("constant", 0.0), dtype, decay=False) if bias else None
-        self.vector_rows, self.vectors_summed = scheme.vector_rows(self.output_layout), False
+        self.vector_sum = VectorSum(scheme.vector_rows(self.output_layout))
         self._row_shards = prod(scheme.grid.shape[axis] for axis in row_axes(self.input_layout))
         self._source = scheme.prefetch_source(self._weights)
         self._product = ProductCache(self._new_product, 8)
@@ -70,7 +72,7 @@ class Linear(nn.Module):
 
     def _new_product(self, rows: int) -> Product:
         form = "nt" if self.transposed else "nn"
-        return self.scheme.product(self.input_layout, form, rows, self.n, self.k, self._source, self.transposed)
+        return self.context.product(self.input_layout, form, rows, self.n, self.k, self._source, self.transposed)
 
     def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X; with `skip_bias_add` a pair, so that the next kernel adds b (bias fusion).
@@ -81,12 +83,12 @@ class Linear(nn.Module):
         skip_bias_add : return (X·W, b), with b [n/Y], whose gradient backward all-reduces: the words are the same. On the host,
             whose product adds b in place, and without a bias, the pair is (Y, None).
         """
-        bias = None if self.bias is None else self.scheme.broadcast_vector(self.bias, self.output_layout, self.n)
+        bias = None if self.bias is None else self.context.broadcast_vector(self.bias, self.output_layout, self.n)
         if not skip_bias_add:
             return self._times(x, rows, bias)
         if bias is None or dispatch.kernels_for(x) is reference:
             return self._times(x, rows, bias), None
-        return self._times(x, rows, None), bias if self.vectors_summed else sum_gradient(bias, self.vector_rows)
+        return self._times(x, rows, None), bias if self.vector_sum.joint else sum_gradient(bias, self.vector_sum.rows)
 
     def _times(self, x: Tensor, rows: int | None, bias: Tensor | None) -> Tensor:
         if not isinstance(x, Tensor) or x.dim() < 2:
@@ -94,15 +96,15 @@ class Linear(nn.Module):
             raise ShapeError(f"Linear takes a tensor [rows…, {self.k}] with at least 2 dims; it was given {what}.")
         if self.input_layout.root_only and (rows is None or x.dim() > 2):
             raise ShapeError(
-                f"The {self.scheme.name} scheme leaves ranks without a block, so Linear takes a block of a matrix "
+                f"The {self.context.scheme.name} scheme leaves ranks without a block, so Linear takes a block of a matrix "
                 f"[rows, {self.k}] and the global number of rows; it was given {tuple(x.shape)} and rows={rows}."
             )
         if rows is not None and not is_whole(rows):
             raise ShapeError(f"Linear takes the global number of rows as a whole number; it was given {rows!r}.")
         rows = x.shape[:-1].numel() * self._row_shards if rows is None else rows
-        weight = self.weight.t() if self.transposed and not self.scheme.sharded else self.weight
+        weight = self.weight.t() if self.transposed and not self.context.sharded else self.weight
         try:
-            return matmul(x, weight, self._product(rows), bias, sums_bias=not self.vectors_summed)
+            return matmul(x, weight, self._product(rows), bias, sums_bias=not self.vector_sum.joint)
         except ShapeError as error:
             raise ShapeError(
                 f"{error}\n  A is the input of Linear({self.extra_repr()}), a block in {self.input_layout}. "

@@ -12,7 +12,7 @@ from summa3d.kernels import dispatch
 from ...autograd.function import Function, once_differentiable
 from ...comm.axis import Axis
 from ...layout.layout import Layout
-from ..schemes.scheme import Scheme
+from ..context import Context
 
 
 class _CrossEntropy(Function):
@@ -35,7 +35,7 @@ class _CrossEntropy(Function):
         return gradient, None, None, None, None, None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, scheme: Scheme, layout: Layout, vocabulary: int, count: int) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, scheme: Context, layout: Layout, vocabulary: int, count: int) -> Tensor:
     """The sum over all labels of −log softmax(logits)[label], divided by `count`: one number, the same on every rank.
 
     Parameters

@@ -11,7 +11,7 @@ from summa3d.kernels import dispatch
 
 from ...autograd.function import Function, once_differentiable
 from ..config import ModelConfig
-from ..schemes.scheme import Scheme
+from ..context import Context
 from .bias_fusion import bias_gelu
 from .fused_linear import FusedLinear
 from .linear import Linear
@@ -33,7 +33,7 @@ class MLP(nn.Module):
         self,
         hidden: int,
         width: int,
-        scheme: Scheme,
+        scheme: Context,
         std: float = 0.02,
         out_std: float = 0.02,
         dtype: torch.dtype = torch.float32,
@@ -42,7 +42,7 @@ class MLP(nn.Module):
         super().__init__()
         self.approximate = approximate
         self.up = Linear(hidden, width, scheme, std=std, dtype=dtype)
-        transposed = scheme.spec.transposed_down
+        transposed = scheme.scheme.spec.transposed_down
         self.down = Linear(width, hidden, scheme, self.up.output_layout, std=out_std, dtype=dtype, transposed=transposed)
 
     def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
@@ -78,7 +78,7 @@ class GatedMLP(nn.Module):
         self,
         hidden: int,
         width: int,
-        scheme: Scheme,
+        scheme: Context,
         std: float = 0.02,
         out_std: float = 0.02,
         dtype: torch.dtype = torch.float32,
@@ -86,7 +86,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate = Linear(hidden, width, scheme, bias=False, std=std, dtype=dtype)
         self.up = Linear(hidden, width, scheme, bias=False, std=std, dtype=dtype)
-        inner, transposed = self.up.output_layout, scheme.spec.transposed_down
+        inner, transposed = self.up.output_layout, scheme.scheme.spec.transposed_down
         self.down = Linear(width, hidden, scheme, inner, bias=False, std=out_std, dtype=dtype, transposed=transposed)
         self.joined = FusedLinear("ffn", self.gate, self.up)
 
@@ -96,9 +96,9 @@ class GatedMLP(nn.Module):
         return self.down(_SwiGLU.apply(gate, up), None, skip_bias_add)
 
 
-def new_mlp(config: ModelConfig, scheme: Scheme, out_std: float, dtype: torch.dtype) -> MLP | GatedMLP:
+def new_mlp(config: ModelConfig, context: Context, out_std: float, dtype: torch.dtype) -> MLP | GatedMLP:
     """Create the feed-forward layer of the model's family."""
     if config.architecture.activation == "swiglu":
-        return GatedMLP(config.hidden, config.ffn_dim, scheme, out_std=out_std, dtype=dtype)
+        return GatedMLP(config.hidden, config.ffn_dim, context, out_std=out_std, dtype=dtype)
     approximate = "tanh" if config.architecture.activation == "gelu_tanh" else "none"
-    return MLP(config.hidden, config.ffn_dim, scheme, out_std=out_std, dtype=dtype, approximate=approximate)
+    return MLP(config.hidden, config.ffn_dim, context, out_std=out_std, dtype=dtype, approximate=approximate)

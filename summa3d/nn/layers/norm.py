@@ -13,8 +13,9 @@ from ...autograd.function import Function, once_differentiable
 from ...comm.axis import Axis
 from ...layout.layout import Layout
 from ..config import ModelConfig
+from ..context import Context
 from ..parameter import ShardedParameter, new_parameter
-from ..schemes.scheme import Scheme
+from .joint_sums import VectorSum
 
 
 def _uses_torch_layer_norm(x: Tensor, columns: Axis) -> bool:
@@ -60,24 +61,25 @@ class _Norm(nn.Module):
     centred: bool
 
     def __init__(
-        self, n: int, scheme: Scheme, layout: Layout | str | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
+        self, n: int, scheme: Context, layout: Layout | str | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
         self.n, self.eps = n, eps
         self.layout = scheme.residual if layout is None else Layout.of(layout)
-        self.scheme, self.columns = scheme, scheme.columns(self.layout)
-        self.vector_rows, self.vectors_summed = scheme.vector_rows(self.layout), False
+        self.context, self.columns = scheme, scheme.columns(self.layout)
+        self.vector_sum = VectorSum(scheme.vector_rows(self.layout))
         self.weight = self._vector(1.0, dtype)
         self.bias = self._vector(0.0, dtype) if self.centred else None
 
     def _vector(self, value: float, dtype: torch.dtype) -> ShardedParameter:
-        return new_parameter(self.scheme, self.scheme.vector(self.layout), (self.n,), ("constant", value), dtype, decay=False)
+        layout = self.context.scheme.vector(self.layout)
+        return new_parameter(self.context, layout, (self.n,), ("constant", value), dtype, decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's block of y for its block of x, in the same layout."""
-        gamma = self.scheme.broadcast_vector(self.weight, self.layout, self.n)
-        beta = None if self.bias is None else self.scheme.broadcast_vector(self.bias, self.layout, self.n)
-        rows = None if self.vectors_summed else self.vector_rows
+        gamma = self.context.broadcast_vector(self.weight, self.layout, self.n)
+        beta = None if self.bias is None else self.context.broadcast_vector(self.bias, self.layout, self.n)
+        rows = None if self.vector_sum.joint else self.vector_sum.rows
         return _Normalise.apply(x, gamma, beta, self.columns, rows, self.n, self.eps)
 
     def extra_repr(self) -> str:
@@ -119,6 +121,8 @@ class RMSNorm(_Norm):
 NORMS: dict[str, type[LayerNorm | RMSNorm]] = {"layer": LayerNorm, "rms": RMSNorm}
 
 
-def new_norm(config: ModelConfig, scheme: Scheme, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+def new_norm(
+    config: ModelConfig, context: Context, layout: Layout | None = None, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """Create the norm of the model's family over the hidden dim."""
-    return NORMS[config.architecture.norm](config.hidden, scheme, layout, config.eps, dtype)
+    return NORMS[config.architecture.norm](config.hidden, context, layout, config.eps, dtype)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable
 from functools import lru_cache
-from types import MethodType
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -25,7 +23,6 @@ class ProductCache(Generic[T]):
     def __call__(self, *key: Hashable) -> T:
         return self._cached(*key)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ProductCache[T]:
-        """An empty cache of the copied layer's method."""
-        method = cast(MethodType, self._make)
-        return ProductCache(MethodType(method.__func__, copy.deepcopy(method.__self__, memo)), self._size)
+    def __reduce__(self) -> tuple[type[ProductCache[T]], tuple[Callable[..., T], int | None]]:
+        """Return what a copy is made of: the method, which is the copied layer's in a deep copy, and no result."""
+        return ProductCache, (self._make, self._size)

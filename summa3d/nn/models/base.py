@@ -18,13 +18,13 @@ from ...errors import ConfigError, ShapeError
 from ...layout.distribute import collect
 from ...layout.layout import Layout
 from ..config import ModelConfig
+from ..context import Context
 from ..layers.attention import AttentionCore
 from ..layers.attention_mask import Visible, restarting_positions, visible
 from ..layers.dropout import Batch, Dropout
 from ..layers.embedding import Embedding
 from ..layers.loss import cross_entropy
 from ..layers.norm import new_norm
-from ..schemes.scheme import Scheme
 from .batch_check import check_ids, check_shapes, check_tensors
 from .block import Block
 
@@ -46,7 +46,7 @@ class Body(nn.Module, ABC):
     Parameters
     ----------
     config : the sizes
-    scheme : how every tensor is split over the grid
+    scheme : the context, which says how every tensor is split over the grid
     seed : keys the weights and the dropout masks, which depend on global indices only, so that every grid computes the same
         numbers
 
@@ -54,20 +54,21 @@ class Body(nn.Module, ABC):
     `initialise`. Raises LayoutError where the scheme cannot split the sizes, before any communication.
     """
 
-    def __init__(self, config: ModelConfig, scheme: Scheme, seed: int) -> None:
+    def __init__(self, config: ModelConfig, scheme: Context, seed: int) -> None:
         super().__init__()
-        self.config, self.scheme, self.seed = config, scheme, seed
+        self.config, self.context, self.seed = config, scheme, seed
         self.recomputed_layers, self.distributed_inputs = 0, False
         if scheme.prefetcher is not None:
             scheme.prefetcher.follow(self)
-        shape, inner = scheme.grid.shape, scheme.after_linear(scheme.residual)
-        scheme.check(config, scheme.residual.num_shards(0, shape) * inner.num_shards(0, shape))
+        layouts = scheme.scheme
+        shape, inner = layouts.shape, layouts.after_linear(layouts.residual)
+        layouts.check(config, layouts.residual.num_shards(0, shape) * inner.num_shards(0, shape))
 
     def add_blocks(self, dtype: torch.dtype) -> None:
         """Create the embedding dropout and the blocks."""
-        self.dropout = Dropout(self.config.dropout, "embedding", self.scheme, self.scheme.residual)
+        self.dropout = Dropout(self.config.dropout, "embedding", self.context, self.context.residual)
         self.blocks = nn.ModuleList(
-            Block(self.config, self.scheme.on_layer(index), f"blocks.{index}", dtype) for index in range(self.config.layers)
+            Block(self.config, self.context.on_layer(index), f"blocks.{index}", dtype) for index in range(self.config.layers)
         )
 
     def recompute(self, kind: str, layers: int = 1, distributed: bool = False) -> None:
@@ -85,8 +86,8 @@ class Body(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, AttentionCore):
                 module.recomputed = kind == "selective"
-        if self.scheme.prefetcher is not None:
-            self.scheme.prefetcher.forget()
+        if self.context.prefetcher is not None:
+            self.context.prefetcher.forget()
 
     @abstractmethod
     def check(self, inputs: Inputs) -> None:
@@ -110,7 +111,7 @@ class Body(nn.Module, ABC):
 
     def visible(self, inputs: Inputs) -> Visible:
         """Which keys each query of this rank's sequences may attend to, in every layer."""
-        return visible(self.scheme, self.config.architecture.causal, inputs.get("attention_mask"), inputs.get("documents"))
+        return visible(self.context, self.config.architecture.causal, inputs.get("attention_mask"), inputs.get("documents"))
 
     def through(self, x: Tensor, first: int, last: int, batch: Batch, visible: Visible) -> Tensor:
         """Run the residual stream x through the layers first … last−1, with recomputation where `recompute` chose it."""
@@ -124,7 +125,7 @@ class Body(nn.Module, ABC):
             return run(islice(self.blocks, first, last), x)
         for start in range(first, last, self.recomputed_layers):
             blocks = list(islice(self.blocks, start, min(start + self.recomputed_layers, last)))
-            x = recompute(partial(run, blocks), [x], blocks, self.scheme.copies if self.distributed_inputs else None)
+            x = recompute(partial(run, blocks), [x], blocks, self.context.copies if self.distributed_inputs else None)
         return x
 
     def encoded(self, inputs: Inputs, batch: Batch) -> Tensor:
@@ -146,7 +147,7 @@ class Body(nn.Module, ABC):
         Raises LayoutError where the scheme cannot split b or s, ShapeError for another number of dims or too long sequences,
         DataError for tokens of another dtype than int64 and int32, and outside the vocabulary (on the host only, `check_ids`).
         """
-        self.scheme.check(self.config, len(tokens), tokens.shape[-1])
+        self.context.scheme.check(self.config, len(tokens), tokens.shape[-1])
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
         check_ids("tokens", tokens, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}")
@@ -158,7 +159,7 @@ class Body(nn.Module, ABC):
     def whole_logits(self, logits: Tensor, layout: Layout, batch: Batch) -> Tensor:
         """All-gather the global logits [b, s, v] onto every rank, from this rank's block as stored in `layout`."""
         shape = (batch.rows, batch.sequence, self.config.vocabulary)
-        return collect(self.scheme.batch_first(logits), self.scheme.grid, layout, shape)
+        return collect(self.context.batch_first(logits), self.context.grid, layout, shape)
 
     def loss(self, logits: Tensor, labels: Tensor, layout: Layout, classes: int, count: int | None) -> Tensor:
         """The cross entropy of the global batch: one number, the same on every rank.
@@ -174,7 +175,7 @@ class Body(nn.Module, ABC):
         """
         if count is not None and not (hasattr(count, "__float__") and -(2**63) <= count < 2**63):
             raise ConfigError(f"A loss is divided by the number of counted labels; `count` is {count!r}.")
-        shape = self.scheme.job.shape
+        shape = self.context.job.shape
         replicas = {axis: shape[axis] for axis in replica_axes(shape)}
         if count is None and replicas:
             raise ConfigError(
@@ -183,10 +184,11 @@ class Body(nn.Module, ABC):
             )
         count = max(int((labels >= 0).sum()), 1) if count is None else count
         if labels.dim() == 1:
-            mine = labels[Layout(layout.dims[0]).slices(labels.shape, self.scheme.grid.shape, self.scheme.grid.coordinates)]
+            grid = self.context.grid
+            mine = labels[Layout(layout.dims[0]).slices(labels.shape, grid.shape, grid.coordinates)]
         else:
-            mine = self.scheme.as_stored(self.scheme.block_of(labels, layout))
-        return cross_entropy(logits, mine, self.scheme, layout, classes, count)
+            mine = self.context.as_stored(self.context.block_of(labels, layout))
+        return cross_entropy(logits, mine, self.context, layout, classes, count)
 
 
 class LanguageModel(Body):
@@ -198,7 +200,7 @@ class LanguageModel(Body):
     DataError for tokens or labels outside the vocabulary, which are checked on the host only.
     """
 
-    def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
+    def __init__(self, config: ModelConfig, scheme: Context, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
         super().__init__(config, scheme, seed)
         self.embedding = Embedding(config.vocabulary, config.hidden, scheme.on_ends(True, config.tied), dtype=dtype)
         self.add_blocks(dtype)
@@ -251,7 +253,7 @@ class LanguageModel(Body):
     def enter(self, inputs: Inputs, batch: Batch) -> Tensor:
         """The embedded tokens with their positions, after dropout, [b/(XY), s, h/Z]."""
         positions = restarting_positions(inputs["documents"]) if "documents" in inputs else None
-        x = self.embedding(self.scheme.block_of(inputs["tokens"], self.embedding.tokens_layout))
+        x = self.embedding(self.context.block_of(inputs["tokens"], self.embedding.tokens_layout))
         return self.drop(self.positioned(x, batch.sequence, positions), batch)
 
     def leave(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
@@ -275,13 +277,13 @@ class LanguageModel(Body):
 
     def padded(self, tokens: Tensor) -> Inputs:
         """The batch of global tokens [b, s], which may have any length: causal, padding changes no position before it."""
-        return {
-            "tokens": functional.pad(tokens, (0, -tokens.shape[1] % self.scheme.residual.num_shards(1, self.scheme.grid.shape)))
-        }
+        num_shards = self.context.residual.num_shards(1, self.context.scheme.shape)
+        return {"tokens": functional.pad(tokens, (0, -tokens.shape[1] % num_shards))}
 
     def leave_at(self, x: Tensor, position: int, batch: Batch) -> Tensor:
         """The global logits [b, v] of one position of the residual stream x after the last layer, on every rank that holds it."""
-        scheme, head = self.scheme, self.output()
-        here = scheme.tokens_at(self.norm(x), position, batch.sequence)
-        logits = head.head(here, scheme.pooled, rows=batch.rows)
-        return collect(logits, scheme.grid, scheme.after_linear(scheme.pooled), (batch.rows, self.config.vocabulary))
+        layouts, head = self.context.scheme, self.output()
+        here = self.context.tokens_at(self.norm(x), position, batch.sequence)
+        logits = head.head(here, layouts.pooled, rows=batch.rows)
+        shape = (batch.rows, self.config.vocabulary)
+        return collect(logits, self.context.grid, layouts.after_linear(layouts.pooled), shape)

@@ -9,6 +9,7 @@ from ...autograd.relayout import relayout
 from ...errors import ShapeError
 from ...layout.distribute import collect
 from ..config import ModelConfig
+from ..context import Context
 from ..layers.attention_mask import restarting_positions
 from ..layers.bias_fusion import bias_gelu
 from ..layers.dropout import Batch
@@ -16,7 +17,6 @@ from ..layers.embedding import Embedding, Positions
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm
 from ..parameter import initialise, new_parameter
-from ..schemes.scheme import Scheme
 from .base import Body, Inputs, given
 from .batch_check import check_ids, check_shapes
 
@@ -36,7 +36,7 @@ class BERT(Body):
     for tokens, types or labels out of range, which are checked on the host only.
     """
 
-    def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
+    def __init__(self, config: ModelConfig, scheme: Context, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
         super().__init__(config, scheme, seed)
         h, v, eps = config.hidden, config.vocabulary, config.eps
         first, last = scheme.on_ends(first=True), scheme.on_ends(last=True)
@@ -45,11 +45,11 @@ class BERT(Body):
         self.token_types = Positions(TYPES, h, first, dtype=dtype)
         self.embedding_norm = LayerNorm(h, first, eps=eps, dtype=dtype)
         self.add_blocks(dtype)
-        self.pooler = Linear(h, h, last, scheme.pooled, dtype=dtype)
+        self.pooler = Linear(h, h, last, scheme.scheme.pooled, dtype=dtype)
         self.relation = Linear(h, 2, last, self.pooler.output_layout, dtype=dtype)
         self.transform = Linear(h, h, last, dtype=dtype)
         self.transform_norm = LayerNorm(h, last, self.transform.output_layout, eps, dtype)
-        bias = scheme.vector(self.embedding.logits_layout)
+        bias = scheme.scheme.vector(self.embedding.logits_layout)
         self.head_bias = new_parameter(last, bias, (v,), ("constant", 0.0), dtype, decay=False)
         initialise(self, scheme, seed)
 
@@ -101,7 +101,7 @@ class BERT(Body):
         """The embedded tokens with their positions and types, after norm and dropout, [b/(XY), s, h/Z]."""
         tokens = inputs["tokens"]
         positions = restarting_positions(inputs["documents"]) if "documents" in inputs else None
-        x = self.embedding(self.scheme.block_of(tokens, self.embedding.tokens_layout))
+        x = self.embedding(self.context.block_of(tokens, self.embedding.tokens_layout))
         x = self.positions(x, batch.sequence, positions)
         x = self.token_types(x, batch.sequence, inputs["types"] if "types" in inputs else torch.zeros_like(tokens))
         return self.drop(self.embedding_norm(x), batch)
@@ -120,18 +120,18 @@ class BERT(Body):
         inputs = given(tokens=tokens, types=types, attention_mask=attention_mask)
         batch = self.batch_of(inputs)
         x = self.encoded(inputs, batch)
-        relation = collect(self._relation_logits(x, batch), self.scheme.grid, self.relation.output_layout, (len(tokens), 2))
+        relation = collect(self._relation_logits(x, batch), self.context.grid, self.relation.output_layout, (len(tokens), 2))
         return self.whole_logits(self._token_logits(x, batch), self.embedding.logits_layout, batch), relation
 
     def _token_logits(self, x: Tensor, batch: Batch) -> Tensor:
         """[b/(XY), s, h/Z] → [b/(XZ), s, v/Y]."""
-        scheme, inner = self.scheme, self.transform.output_layout
+        context, inner = self.context, self.transform.output_layout
         x = self.transform_norm(bias_gelu(*self.transform(x, skip_bias_add=True), approximate="none"))
         shape = (batch.rows, batch.sequence, self.config.hidden)
-        x = scheme.as_stored(relayout(scheme.batch_first(x), shape, scheme.grid, inner, scheme.residual))
+        x = context.as_stored(relayout(context.batch_first(x), shape, context.grid, inner, context.residual))
         return self.embedding.head(x, bias=self.head_bias)
 
     def _relation_logits(self, x: Tensor, batch: Batch) -> Tensor:
         """[b/(XY), s, h/Z] → this rank's block of [b, 2]."""
-        pooled = torch.tanh(self.pooler(self.scheme.first_tokens(x), batch.rows))
+        pooled = torch.tanh(self.pooler(self.context.tokens_at(x), batch.rows))
         return self.relation(pooled, batch.rows)

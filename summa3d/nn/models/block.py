@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..context import Context
 from ..layers.attention import new_attention
 from ..layers.attention_mask import Visible
 from ..layers.dropout import Batch, Dropout
 from ..layers.joint_sums import JointSums
 from ..layers.mlp import new_mlp
 from ..layers.norm import new_norm
-from ..schemes.scheme import Scheme
 
 
 class Block(nn.Module):
@@ -26,7 +26,7 @@ class Block(nn.Module):
     name : the block's name in the model, which keys its dropout masks
     """
 
-    def __init__(self, config: ModelConfig, scheme: Scheme, name: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, config: ModelConfig, scheme: Context, name: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         out_std = 0.02 / math.sqrt(2 * config.layers)
         self.hidden, self.post_norm = config.hidden, config.architecture.post_norm

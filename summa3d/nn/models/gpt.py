@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..context import Context
 from ..layers.embedding import Positions
 from ..parameter import initialise
-from ..schemes.scheme import Scheme
 from .base import LanguageModel
 
 
 class GPT(LanguageModel):
     """A decoder-only transformer with learned positions, layer norms, GELU and a tied head (the GPT-2 family)."""
 
-    def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
+    def __init__(self, config: ModelConfig, scheme: Context, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
         super().__init__(config, scheme, dtype, seed)
         self.positions = Positions(config.sequence, config.hidden, scheme.on_ends(first=True), dtype=dtype)
         initialise(self, scheme, seed)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..config import ModelConfig
+from ..context import Context
 from ..layers.embedding import Embedding
 from ..parameter import initialise
-from ..schemes.scheme import Scheme
 from .base import LanguageModel
 
 
@@ -18,7 +18,7 @@ class Llama(LanguageModel):
     Raises LayoutError where kv_heads or ffn cannot be split (`GroupedAttention`, `GatedMLP`).
     """
 
-    def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
+    def __init__(self, config: ModelConfig, scheme: Context, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
         super().__init__(config, scheme, dtype, seed)
         last = scheme.on_ends(last=True)
         self.head = None if config.tied else Embedding(config.vocabulary, config.hidden, last, dtype=dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..config import ModelConfig
-from ..schemes.scheme import Scheme
+from ..context import Context
 from .bert import BERT
 from .gpt import GPT
 from .llama import Llama
@@ -15,7 +15,7 @@ Model = GPT | BERT | Llama | ViT
 MODELS: dict[str, type[Model]] = {"gpt2": GPT, "bert": BERT, "llama": Llama, "vit": ViT}
 
 
-def build(config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> Model:
+def build(config: ModelConfig, scheme: Context, dtype: torch.dtype = torch.float32, seed: int = 1) -> Model:
     """Build the model of the family that `config` names.
 
     ``model(inputs, labels, step=…, first_row=…, count=…)`` returns the global mean loss. Every rank of the scheme's grid calls

@@ -9,12 +9,12 @@ from ...autograd.collectives import sum_gradient
 from ...errors import ShapeError
 from ...layout.distribute import collect
 from ..config import ModelConfig
+from ..context import Context
 from ..layers.dropout import Batch
 from ..layers.embedding import Positions
 from ..layers.linear import Linear
 from ..layers.norm import new_norm
 from ..parameter import initialise, new_parameter
-from ..schemes.scheme import Scheme
 from .base import Body, Inputs
 from .batch_check import check_ids
 
@@ -29,18 +29,18 @@ class ViT(Body):
     for labels outside the classes, which are checked on the host only.
     """
 
-    def __init__(self, config: ModelConfig, scheme: Scheme, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
+    def __init__(self, config: ModelConfig, scheme: Context, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
         super().__init__(config, scheme, seed)
         self.side, self.patch, self.channels, self.classes = config.image_sizes
         pixels = self.channels * self.patch**2
         first, last = scheme.on_ends(first=True), scheme.on_ends(last=True)
-        self.patches = Linear(pixels, config.hidden, first, scheme.after_linear(scheme.residual), dtype=dtype)
-        layout = scheme.vector(scheme.residual)
+        self.patches = Linear(pixels, config.hidden, first, scheme.scheme.after_linear(scheme.residual), dtype=dtype)
+        layout = scheme.scheme.vector(scheme.residual)
         self.class_token = new_parameter(first, layout, (config.hidden,), ("normal", 0.02), dtype, decay=False)
         self.positions = Positions(config.sequence, config.hidden, first, dtype=dtype)
         self.add_blocks(dtype)
         self.norm = new_norm(config, last, dtype=dtype)
-        self.head = Linear(config.hidden, self.classes, last, scheme.pooled, dtype=dtype)
+        self.head = Linear(config.hidden, self.classes, last, scheme.scheme.pooled, dtype=dtype)
         initialise(self, scheme, seed)
 
     def forward(self, images: Tensor, labels: Tensor, step: int = 0, first_row: int = 0, count: int | None = None) -> Tensor:
@@ -62,7 +62,7 @@ class ViT(Body):
         inputs = {"images": images}
         batch = self.batch_of(inputs)
         logits = self._class_logits(self.encoded(inputs, batch), batch)
-        return collect(logits, self.scheme.grid, self.head.output_layout, (len(images), self.classes))
+        return collect(logits, self.context.grid, self.head.output_layout, (len(images), self.classes))
 
     def check(self, inputs: Inputs) -> None:
         """Raise LayoutError, ShapeError or DataError for images or labels that the model cannot take."""
@@ -72,7 +72,7 @@ class ViT(Body):
         check_ids("labels", labels, self.classes, f"there are {self.classes} classes", ignored=True)
         if images.shape[1:] != shape:
             raise ShapeError(f"images have shape {tuple(images.shape)}; the model takes [batch, {', '.join(map(str, shape))}].")
-        self.scheme.check(self.config, len(images))
+        self.context.scheme.check(self.config, len(images))
 
     def leave(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
         """The loss of the classes, which the class token predicts."""
@@ -81,19 +81,19 @@ class ViT(Body):
 
     def _class_logits(self, x: Tensor, batch: Batch) -> Tensor:
         """[b/(XY), s, h/Z] → this rank's block of [b, classes]."""
-        return self.head(self.scheme.first_tokens(self.norm(x)), batch.rows)
+        return self.head(self.context.tokens_at(self.norm(x)), batch.rows)
 
     def enter(self, inputs: Inputs, batch: Batch) -> Tensor:
         """Class token and patches with positions, after dropout, [b/(XY), s, h/Z]."""
-        images, scheme, grid = inputs["images"], self.scheme, self.scheme.grid
+        images, context, grid = inputs["images"], self.context, self.context.grid
         whole = (batch.rows, batch.sequence, self.patches.k)
         rows, _, pixels = self.patches.input_layout.slices(whole, grid.shape, grid.coordinates)
         flat = self._flattened(images[rows])[..., pixels].to(self.patches.weight.dtype)
-        x = self.patches(scheme.as_stored(flat))
+        x = self.patches(context.as_stored(flat))
         first = torch.arange(batch.sequence, device=images.device).expand(batch.rows, -1) == 0
-        vector = scheme.broadcast_vector(self.class_token, scheme.residual, self.config.hidden)
-        token = sum_gradient(vector, scheme.vector_rows(scheme.residual))
-        x = torch.where(scheme.as_stored(scheme.block_of(first, scheme.residual))[..., None], token, x)
+        vector = context.broadcast_vector(self.class_token, context.residual, self.config.hidden)
+        token = sum_gradient(vector, context.vector_rows(context.residual))
+        x = torch.where(context.as_stored(context.block_of(first, context.residual))[..., None], token, x)
         return self.drop(self.positions(x, batch.sequence), batch)
 
     def _flattened(self, images: Tensor) -> Tensor:

@@ -251,22 +251,22 @@ def _each(pieces: Iterable[Any], edit: Any) -> tuple[Any, ...]:
 
 
 def _traced(setting: Any, config: Config, split: bool) -> TracedCells:
-    from ...dry.step import Key, Rank
+    from ...dry.step import OpKey, Rank
     from ...train.dry_run import training_of
 
     rank = Rank.traced(setting, training_of(config), between=True, split=split)
     step = rank.step([])
     kinds = ("F", "X", "W") if split else ("F", "B")
-    passes = [rank.ops[Key(kind, 0, 1)].parts for kind in kinds] + [()] * (len(PASSES) - len(kinds))
+    passes = [rank.ops[OpKey(kind, 0, 1)].parts for kind in kinds] + [()] * (len(PASSES) - len(kinds))
     found = tuple(
         tuple((_NAMES.get(one.cell, one.cell), one.net, one.top, tuple(one.ops)) for one, _ in parts if one.ops or one.net)
         for parts in (*passes, step.copies, step.optimizer)
     )
     elements = {ENTER: 0, BLOCK: 0, LEAVE: 0, "tied": 0}
     for state in rank.states:
-        elements[_cell_of(state.name)] += state.numel
+        elements[_cell_of(state.name)] += state.shardings.numel
         if state.name == "embedding.weight" and config.model.tied:
-            elements["tied"] = state.numel
+            elements["tied"] = state.shardings.numel
     return TracedCells(found, elements, rank.kept)
 
 

@@ -23,8 +23,8 @@ from ...dtypes import FLOATS
 from ...errors import CheckpointError
 from ...files import remove_files, rename_folder, replacing
 from ...nn.config import ModelConfig
+from ...nn.context import scheme
 from ...nn.models.registry import build
-from ...nn.schemes.scheme import scheme
 from ...parallel.states import named_parameters
 from .. import toml
 from ..config import Config, master_dtype
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from ...comm.grid import Grid
-    from ...parallel.states import State
+    from ...parallel.states import ParameterState
 
 OLD = ".old-"
 """How the folder of a checkpoint begins that is being deleted."""
@@ -178,7 +178,7 @@ def identity(model: ModelConfig) -> dict[str, Any]:
     return {f"model.{key}": table[key] for key in sorted(table) if key not in FREE_KEYS}
 
 
-def weight_blocks(states: Sequence[State]) -> list[shards.TensorBlock]:
+def weight_blocks(states: Sequence[ParameterState]) -> list[shards.TensorBlock]:
     """The stored weights as blocks of global tensors."""
     return [shards.TensorBlock(f"model.{one.name}", one.parameter.data, one.shardings.stored) for one in states]
 
@@ -186,9 +186,11 @@ def weight_blocks(states: Sequence[State]) -> list[shards.TensorBlock]:
 def own_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
     """The parts of weights and moments that this rank owns as blocks of global tensors: its share of a checkpoint."""
     states = optimizer.states.values()
-    weights = [shards.TensorBlock(f"model.{one.name}", one.own_part(one.weight), one.share) for one in states]
+    weights = [shards.TensorBlock(f"model.{one.name}", one.own_part(one.weight), one.shardings.share) for one in states]
     return weights + [
-        shards.TensorBlock(f"optimizer.{moment}.{name}", optimizer.states[name].own_part(tensor), optimizer.states[name].share)
+        shards.TensorBlock(
+            f"optimizer.{moment}.{name}", optimizer.states[name].own_part(tensor), optimizer.states[name].shardings.share
+        )
         for moment, tensors in optimizer.moments.items()
         for name, tensor in tensors.items()
     ]

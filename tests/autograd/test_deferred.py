@@ -1,4 +1,4 @@
-"""Postponed weight gradients of single layers: the bits of one backward, and what a debt keeps until it is paid."""
+"""Deferred weight gradients of single layers: the bits of one backward, and what one keeps until it is computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from summa3d.autograd.debts import Debt, pay
+from summa3d.autograd.deferred import DeferredWeightGradient, MicroBatchKey, run_deferred
 from summa3d.autograd.recompute import recompute
 from summa3d.nn import scheme
 from summa3d.nn.layers.fused_linear import FusedLinear
@@ -30,18 +30,18 @@ def rows(number: int) -> torch.Tensor:
 
 @pytest.mark.mpi(sizes=(1,))
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_debt_is_paid_with_the_bits_of_backward_and_biases_do_not_wait(comm: Any, transposed: bool) -> None:
-    (layer,), x, owed = layers(4, transposed=transposed), rows(1), list[Debt]()
+def test_a_deferred_gradient_has_the_bits_of_backward_and_biases_do_not_wait(comm: Any, transposed: bool) -> None:
+    (layer,), x, deferred = layers(4, transposed=transposed), rows(1), list[DeferredWeightGradient]()
     layer(x).square().sum().backward()
     want = [grad.clone() for grad in (x.grad, layer.bias.grad, layer.weight.grad)]
     x.grad = layer.bias.grad = layer.weight.grad = None
-    with layer.scheme.debts.postponed(owed):
+    with layer.context.run_pass(MicroBatchKey(), deferred):
         layer(x).square().sum().backward()
-    assert layer.weight.grad is None and len(owed) == 1
+    assert layer.weight.grad is None and len(deferred) == 1
     assert torch.equal(x.grad, want[0]) and torch.equal(layer.bias.grad, want[1])
-    pay(owed)
-    assert owed == [] and torch.equal(layer.weight.grad, want[2])
-    layer(x).sum().backward()  # nothing is postponed any more
+    run_deferred(deferred)
+    assert deferred == [] and torch.equal(layer.weight.grad, want[2])
+    layer(x).sum().backward()  # nothing is deferred any more
     assert not torch.equal(layer.weight.grad, want[2])
 
 
@@ -58,13 +58,13 @@ def test_a_weight_that_several_products_use_gets_their_sum_at_once(comm: Any, ag
             x = torch.tanh(sum(joined(x))) + x
         return x
 
-    def gradients(owed: list[Debt] | None) -> list[Any]:
+    def gradients(deferred: list[DeferredWeightGradient] | None) -> list[Any]:
         x.grad = None
         for weight in (first.weight, second.weight):
             weight.grad = torch.full_like(weight, 1e6 / 3)
-        with first.scheme.debts.postponed(owed):
+        with first.context.run_pass(MicroBatchKey(), deferred):
             (recompute(run, [x], [first, second]) if again else run(x)).square().sum().backward()
-        pay(owed or [])
+        run_deferred(deferred or [])
         return [x.grad, first.weight.grad, second.weight.grad]
 
     for got, want in zip(gradients([]), gradients(None), strict=True):
@@ -72,9 +72,9 @@ def test_a_weight_that_several_products_use_gets_their_sum_at_once(comm: Any, ag
 
 
 @pytest.mark.mpi(sizes=(1,))
-def test_a_debt_keeps_no_weight(comm: Any) -> None:
+def test_a_deferred_gradient_keeps_no_weight(comm: Any) -> None:
     """Joined columns are a copy, which lives until backward has used it."""
-    linears, x, owed = layers(5, 5, bias=False), rows(1), list[Debt]()
+    linears, x, deferred = layers(5, 5, bias=False), rows(1), list[DeferredWeightGradient]()
     joined, copies = FusedLinear("width", *linears), []
     side_by_side = joined._side_by_side
 
@@ -84,19 +84,19 @@ def test_a_debt_keeps_no_weight(comm: Any) -> None:
         return made
 
     joined._side_by_side = watched  # type: ignore[method-assign]
-    with linears[0].scheme.debts.postponed(owed):
+    with linears[0].context.run_pass(MicroBatchKey(), deferred):
         y = sum(joined(x)).square().sum()
         assert not copies[0].expired()
         y.backward()
     del y
-    assert copies[0].expired() and len(owed) == 1 and all(linear.weight.grad is None for linear in linears)
-    pay(owed)
+    assert copies[0].expired() and len(deferred) == 1 and all(linear.weight.grad is None for linear in linears)
+    run_deferred(deferred)
     assert all(linear.weight.grad.any() for linear in linears)
 
 
 @pytest.mark.mpi(sizes=(1,))
-def test_a_product_whose_input_needs_no_gradient_postpones_nothing(comm: Any) -> None:
-    (layer,), owed = layers(4), list[Debt]()
-    with layer.scheme.debts.postponed(owed):
+def test_a_product_whose_input_needs_no_gradient_defers_nothing(comm: Any) -> None:
+    (layer,), deferred = layers(4), list[DeferredWeightGradient]()
+    with layer.context.run_pass(MicroBatchKey(), deferred):
         layer(rows(1).detach()).sum().backward()
-    assert owed == [] and layer.weight.grad.any()
+    assert deferred == [] and layer.weight.grad.any()
