@@ -196,20 +196,13 @@ class DryPlace(Place):
         size = prod(axes.values())
         nodes = [other // ranks_per_node for other in range(size)]
         rule = NODE_RULE if ranks_per_node > 1 and not on_device else None
-        super().__init__(axes, rank, order, tile, partial(DryTransports, on_device=on_device), nodes, rule)
-        self.on_device = on_device
-        self.ledger = Ledger() if ledger is None else ledger
+        super().__init__(axes, rank, order, tile, partial(DryTransports, on_device=on_device), nodes, rule, ledger)
 
     @property
     def node_bytes(self) -> int:
         """This rank's share of the node's memory that its axes have used so far."""
-        buffers = (axis.node_buffer for axis in self._axes.values())
+        buffers = (axis.node_buffer for axis in self.communicators.axes.values())
         return sum(buffer.size_bytes for buffer in buffers if buffer is not None)
-
-    @property
-    def node_axes(self) -> tuple[str, ...]:
-        """The axes of more than one member that lie inside a node and communicate through its memory."""
-        return tuple(name for name, size in self.shape.items() if size > 1 and self[name].node_buffer is not None)
 
 
 class DryLedger(Ledger):

@@ -411,7 +411,7 @@ class Rank:
             self.kept + self.ending.copy,
             self.place.node_bytes,
             self._elements(),
-            self.place.node_axes,
+            self.place.staged,
             self.ending.checkpoint,
         )
 

@@ -68,7 +68,7 @@ def matmul(
     except Summa3dError as refusal:
         _tell(refusal, a, b)
         raise
-    if grid.check and grid.inside:
+    if grid.job.check and grid.inside:
         agree_on_call(grid, "matmul", {"alpha": repr(alpha), "beta": repr(beta), "out": out is not None})
     layout, shape = bound.plan.c_layout, bound.plan.c_shape
     left, right = a.block.T if bound.a_transposed else a.block, b.block.T if bound.b_transposed else b.block
@@ -104,7 +104,7 @@ def _check_out(out: Distributed, a: Distributed, b: Distributed, plan: ProductPl
 def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any]) -> Bound:
     """The plan that the operands' layouts ask for, kept with the grid."""
     grid = a.grid
-    kept: dict[Any, Bound] = grid.kept.setdefault(Bound, {})
+    kept: dict[Any, Bound] = grid.job.kept[grid].setdefault(Bound, {})
     key = (
         a.layout,
         a.shape,
@@ -121,7 +121,7 @@ def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, opt
         bound = kept.get(key)
     except TypeError as error:
         raise ConfigError(f"matmul takes no such form, algorithm or options: {form!r}, {algorithm!r}, {options}.") from error
-    if bound is None or grid.check:
+    if bound is None or grid.job.check:
         bound = Bound(*product_of(a, b, grid.shape, form, algorithm, options))
         if grid.inside:
             facts = {"a": _operand(a), "b": _operand(b), "form": form, "algorithm": algorithm, "options": str(options)}

@@ -22,7 +22,7 @@ from ...autograd.debts import Debts
 from ...autograd.differentiable import InFlight, Product, Sharded, product
 from ...autograd.prefetch import Prefetcher, PrefetchSource
 from ...comm.axis import Axis
-from ...comm.grid import Grid
+from ...comm.grid import BaseGrid, Grid
 from ...comm.topology import OUTER
 from ...errors import GridError, LayoutError
 from ...gemm.algorithms.plan import ProductPlan
@@ -59,7 +59,7 @@ class Lookup:
 class Shared:
     """What the schemes of one model share, those of all its pipeline stages: prefetch, workspace and debts of products."""
 
-    def __init__(self, grid: Grid, overlap: Overlap) -> None:
+    def __init__(self, grid: BaseGrid, overlap: Overlap) -> None:
         self.grid, self.overlap, self.debts = grid, overlap, Debts()
 
     @cached_property
@@ -95,7 +95,7 @@ class Scheme:
     """
 
     spec: SchemeSpec
-    grid: Grid
+    grid: BaseGrid
     regather: bool = True
     vectors: str = "copied"
     overlap: Overlap = DEFAULT
@@ -149,9 +149,9 @@ class Scheme:
         return self.spec.name
 
     @property
-    def job(self) -> Grid:
+    def job(self) -> BaseGrid:
         """The grid of the whole job: the inner grid, times the replicas (dp) and the pipeline stages (pp)."""
-        return self.grid.job
+        return self.grid.whole
 
     @property
     def residual(self) -> Layout:
@@ -369,7 +369,7 @@ class Scheme:
 
 def scheme(
     name: str,
-    grid: Grid | None = None,
+    grid: BaseGrid | None = None,
     regather: bool = True,
     vectors: str = "copied",
     overlap: Overlap = DEFAULT,
