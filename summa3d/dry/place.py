@@ -198,9 +198,8 @@ class DryPlace(Place):
         rule = NODE_RULE if ranks_per_node > 1 and not on_device else None
         super().__init__(axes, rank, order, tile, partial(DryTransports, on_device=on_device), nodes, rule, ledger)
 
-    @property
     def node_bytes(self) -> int:
-        """This rank's share of the node's memory that its axes have used so far."""
+        """Return this rank's share of the node's memory that its axes have used so far."""
         buffers = (axis.node_buffer for axis in self.communicators.axes.values())
         return sum(buffer.size_bytes for buffer in buffers if buffer is not None)
 

@@ -409,7 +409,7 @@ class Rank:
             self.copied,
             self.ending.moments,
             self.kept + self.ending.copy,
-            self.place.node_bytes,
+            self.place.node_bytes(),
             self._elements(),
             self.place.staged,
             self.ending.checkpoint,
