@@ -76,8 +76,8 @@ class Job:
             if "communicators" not in str(error):
                 raise
             raise GridError(
-                f"MPI has no communicator left for {asked}: too many grids are in use. Free those that are not needed any more,\n"
-                "  by grid.free() or `with Grid(…) as grid:`."
+                f"MPI has no communicator left for {asked}: too many grids are in use. Free those that are not needed any more, "
+                "by\n  grid.free() or `with Grid(…) as grid:`."
             ) from error
         except Summa3dError:
             raise
