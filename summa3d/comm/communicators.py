@@ -65,15 +65,25 @@ class Communicators:
         """The number of ranks of `common`. Raises GridError where it was freed and is needed to tell."""
         return len(self.ranks) if self.fills else int(checked_comm(self.common).size)
 
-    def of(self, members: Sequence[int], names: tuple[str, ...] = ()) -> MPI.Intracomm:
-        """Return a communicator of these ranks, for the axis of these names if for one (collective over them)."""
+    def of(self, members: Sequence[int], grid: object, asked: str, names: tuple[str, ...] = ()) -> MPI.Intracomm:
+        """Return a communicator of these ranks, for the axis of these names if for one (collective over them).
+
+        Raises GridError where the grid is sealed and the call `asked` would make one of several ranks.
+        """
+        if len(members) > 1:
+            self._job.check_unsealed(grid, asked)
+        return self._new(members, names)
+
+    def check_in_use(self, grid: object) -> None:
+        """Raise GridError if the grid was freed, or interrupted as it made an axis, or this process was forked from its rank."""
+        if self.first != MPI.COMM_NULL:
+            check_comm(self.first, f"{grid}")
+        self._job.check_in_use(grid)
+
+    def _new(self, members: Sequence[int], names: tuple[str, ...]) -> MPI.Intracomm:
         if len(members) == 1:
             return MPI.COMM_SELF
         return self.first if names == self._line else comm_of(self.first, members)
-
-    def check(self, grid: object) -> None:
-        """Raise GridError where this process was forked from a rank."""
-        check_comm(self.first, f"{grid}")
 
     def free(self) -> None:
         """Free all that were made: the axes' own and those of all ranks."""
@@ -90,19 +100,16 @@ class NoCommunicators(Communicators):
     def __init__(self, job: Job, size: int) -> None:
         super().__init__(job, MPI.Intracomm, tuple(range(size)))
 
-    def of(self, members: Sequence[int], names: tuple[str, ...] = ()) -> MPI.Intracomm:
-        """Return the null communicator."""
+    def _new(self, members: Sequence[int], names: tuple[str, ...]) -> MPI.Intracomm:
         return self.first
 
-    def check(self, grid: object) -> None:
-        """Do nothing: there is no process to communicate with."""
 
-
-def release(grids: Sequence[Communicators]) -> None:
-    """Free the axes of a grid's parts and of the grid, and their communicators; then raise the first error of freeing an axis.
+def release(job: Job, grids: Sequence[Communicators]) -> None:
+    """Free what belongs to a job, and all of its grid's parts and of the grid; then raise the first error of freeing an axis.
 
     All ends are said before one is waited for: the order may differ from rank to rank.
     """
+    job.freed = True
     axes = [axis for communicators in grids for axis in communicators.axes.values()]
     steps: list[Callable[[], None]] = [axis.transports.end for axis in axes]
     steps += [partial(free, axis) for axis in axes]
@@ -114,6 +121,7 @@ def release(grids: Sequence[Communicators]) -> None:
             errors.append(error)
     for communicators in grids:
         communicators.free()
+    job.kept.clear()
     if errors:
         raise errors[0]
 

@@ -37,10 +37,8 @@ EVERYONE = ("everyone",)
 class BaseGrid(OfThisProcess):
     """One rank's view of named axes: what layouts, products and models take as a grid.
 
-    A `Grid` has the ranks of a communicator, a `SubGrid` those that differ on some of its axes, a `Place` has no ranks.
-
-    topology : sizes, order and tiles of the axes. communicators : those of its ranks. ledger : what was moved. job : what belongs
-    to the whole job. rank : this process's, of `size`. inside : whether it is one of them. coordinates : axis name → its index.
+    A `Grid` has the ranks of a communicator, a `SubGrid` those that differ on some of its axes, a `Place` has no ranks. ledger :
+    what was moved. rank : this process's, of `size`; inside : whether it is one of them; coordinates : axis name → its index.
     """
 
     def __init__(self, topology: Topology, rank: int, communicators: Communicators, ledger: Ledger, job: Job) -> None:
@@ -106,13 +104,13 @@ class BaseGrid(OfThisProcess):
 
         The first use is collective over the run. Raises GridError where `size` does not divide the plane.
         """
-        plane, whole = self[names], self.whole
+        plane = self[names]
         if not hasattr(size, "__index__") or size < 1 or plane.size % size:
             fits = ", ".join(map(str, divisors(plane.size)))
             raise GridError(f"Runs of {size} do not divide the {plane.size} members of {plane.label}. Runs that do: {fits}.")
         if size == plane.size:
             return plane
-        first = plane.index - plane.index % size
+        whole, first = self.whole, plane.index - plane.index % size
         members = whole.topology.members(names, whole.coordinates)[first : first + size]
         return whole._joined((*names, f"runs of {size}"), members, f"grid.contiguous_sub_axis({names}, {size})", None)
 
@@ -147,8 +145,7 @@ class BaseGrid(OfThisProcess):
             return self
         if not names:
             raise GridError(f"A part of a grid needs at least one axis. Axes of {self}: {', '.join(self.shape)}.")
-        whole = self.whole
-        key = tuple(name for name in whole.shape if name in names)
+        whole, key = self.whole, tuple(name for name in self.whole.shape if name in names)
         if key not in whole._parts:
             whole._parts[key] = SubGrid(whole, key)
         return whole._parts[key]
@@ -162,11 +159,8 @@ class BaseGrid(OfThisProcess):
         self.job.sealed = True
 
     def __repr__(self) -> str:
-        links, note = self.communicators, ""
-        if self.whole is not self:
-            note = f", part of {self.whole.size} ranks"
-        elif not links.fills:
-            note = f", ranks={','.join(map(str, links.ranks))}"
+        ranks = "" if self.communicators.fills else f", ranks={','.join(map(str, self.communicators.ranks))}"
+        note = ranks if self.whole is self else f", part of {self.whole.size} ranks"
         sizes = ", ".join(f"{name}={size}" for name, size in self.shape.items())
         return f"Grid({sizes}, order={','.join(self.topology.order)}{note})"
 
@@ -197,11 +191,7 @@ class BaseGrid(OfThisProcess):
         if self.job.freed:
             return
         check_comm(MPI.COMM_WORLD, f"{self}.free()")
-        self.job.freed = True
-        try:
-            release([*(part.communicators for part in self._parts.values()), self.communicators])
-        finally:
-            self.job.kept.clear()
+        release(self.job, [*(part.communicators for part in self._parts.values()), self.communicators])
 
     def __enter__(self) -> Self:
         return self
@@ -222,19 +212,19 @@ class BaseGrid(OfThisProcess):
     def _joined(self, key: tuple[str, ...], members: list[int], asked: str, rule: NodeRule | None) -> Axis:
         """Return the axis of these ranks, which is kept under `key`; `asked` is the call that asks for it."""
         if key not in self._axes:
-            self._check_in_use()
+            self.communicators.check_in_use(self)
             node = rule if len({self.job.nodes[rank] for rank in members}) == 1 else None
             with flight.waiting_in("the first use", f"{'·'.join(key)} ({len(members)} ranks)"), self.job.making(asked):
-                comm = self._comm_of(members, asked, key)
+                comm = self.communicators.of(members, self, asked, key)
                 self._axes[key] = self._new_axis(key, len(members), members.index(self.rank), comm, node)
         return self._axes[key]
 
-    def _line(self, asked: str, names: tuple[str, ...], size: int, index: int, comm_of_all: Callable[[], MPI.Intracomm]) -> Axis:
+    def _line(self, asked: str, names: tuple[str, ...], size: int, index: int, new_comm: Callable[[], MPI.Intracomm]) -> Axis:
         """Return the axis of all ranks in one of their orders, which is kept under the call that asks for it."""
         if (asked,) not in self._axes:
-            self._check_in_use()
+            self.whole.communicators.check_in_use(self)
             with self.job.making(asked):
-                self._axes[asked,] = self._new_axis(names, size, index, comm_of_all())
+                self._axes[asked,] = self._new_axis(names, size, index, new_comm())
         return self._axes[asked,]
 
     def _new_axis(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Intracomm, node: NodeRule | None = None) -> Axis:
@@ -242,18 +232,6 @@ class BaseGrid(OfThisProcess):
         number = 1 if names == EVERYONE else job.number  # ranks outside do not know it
         members = Members("·".join(names), size, index, comm, self.ledger, node, job.transport, number)
         return Axis(names, job.transports(members), job.check)
-
-    def _comm_of(self, members: list[int], asked: str, names: tuple[str, ...] = ()) -> MPI.Intracomm:
-        """Return a communicator of these ranks for the call `asked`, which a sealed grid refuses where it makes one."""
-        if len(members) > 1:
-            self.job.check_unsealed(self, asked)
-        return self.communicators.of(members, names)
-
-    def _check_in_use(self) -> None:
-        """Raise GridError if the grid was freed, or interrupted as it made an axis, or this process was forked from its rank."""
-        if self.inside and not self.job.freed:
-            self.whole.communicators.check(self)
-        self.job.check_in_use(self)
 
 
 class Grid(BaseGrid):
@@ -350,7 +328,8 @@ class SubGrid(BaseGrid):
             return MPI.Intracomm()
         points = (self.coordinates_of(rank) for rank in range(self.size))
         members = [self._whole.rank_of({**self._whole.coordinates, **point}) for point in points]
-        return self._whole._comm_of(members, f"grid.part({', '.join(map(repr, self.shape))}).comm")
+        asked = f"grid.part({', '.join(map(repr, self.shape))}).comm"
+        return self._whole.communicators.of(members, self._whole, asked)
 
 
 class Unconnected(Transports):
