@@ -114,7 +114,7 @@ def race(name: str, rounds: int, folder: Path, world: Any, cores: int) -> tuple[
                     share = CoreTime.of(cores, seconds, 1, world.size, [*map(world.allreduce, cpu), 0.0])
                     for key, values in found["shares"].items():
                         values.append(getattr(share, key))
-    return found, together.grid.blas.name
+    return found, together.grid.job.blas.name
 
 
 if __name__ == "__main__":

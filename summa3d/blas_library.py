@@ -84,7 +84,7 @@ def library() -> Library:
     return found
 
 
-class Rule(NamedTuple):
+class BlasRule(NamedTuple):
     """What multiplies torch's host tensors.
 
     name : "torch", or the library with its version. reason : why. worth : m·n·k from which the library multiplies, by dtype;
@@ -105,8 +105,8 @@ ZEN_4 = {"float32": 512**3, "float64": 128**3}, 64
 
 
 @cache
-def rule_for_tensors() -> Rule:
-    """What this process would multiply torch's host tensors by; the ranks of a grid agree on one (`Grid.blas`).
+def rule_for_tensors() -> BlasRule:
+    """What this process would multiply torch's host tensors by; the ranks of a grid agree on one (`Job.blas`).
 
     By numpy's OpenBLAS on AMD's processors with AVX-512, which torch's MKL does not use there. On Zen 5 that makes MKL less than
     half as fast (float32, a core: 110 against 250 Gflop/s), on Zen 4 4 to 30 % slower in large products and as fast in small ones
@@ -114,21 +114,21 @@ def rule_for_tensors() -> Rule:
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted == TORCH:
-        return Rule(TORCH, f"{VARIABLE}={TORCH}", {})
+        return BlasRule(TORCH, f"{VARIABLE}={TORCH}", {})
     if wanted:
-        return Rule(library_name(), f"{VARIABLE}={wanted}", EVERY_SIZE, 2)
+        return BlasRule(library_name(), f"{VARIABLE}={wanted}", EVERY_SIZE, 2)
     if not (_has("AuthenticAMD") and _has("avx512f")):
-        return Rule(TORCH, "numpy's BLAS is known to be faster only on AMD's processors with AVX-512", {})
+        return BlasRule(TORCH, "numpy's BLAS is known to be faster only on AMD's processors with AVX-512", {})
     if _openblas(library().handle) is None or gemm("float32") is None:
-        return Rule(TORCH, "numpy's BLAS is not an OpenBLAS that can be called", {})
+        return BlasRule(TORCH, "numpy's BLAS is not an OpenBLAS that can be called", {})
     reason = "torch's MKL does not use AVX-512 on AMD's processors"
-    return Rule(library_name(), reason, *(ZEN_4 if _family() == 25 else (EVERY_SIZE, 2)))
+    return BlasRule(library_name(), reason, *(ZEN_4 if _family() == 25 else (EVERY_SIZE, 2)))
 
 
-def common_rule(rules: Sequence[Rule]) -> Rule:
+def common_rule(rules: Sequence[BlasRule]) -> BlasRule:
     """The rule of all ranks, from what each would take: the first rank's where all name one library, else torch."""
     names = list(dict.fromkeys(rule.name for rule in rules))
-    return rules[0] if len(names) == 1 else Rule(TORCH, f"the ranks would take different ones: {', '.join(names)}", {})
+    return rules[0] if len(names) == 1 else BlasRule(TORCH, f"the ranks would take different ones: {', '.join(names)}", {})
 
 
 def library_name() -> str:

@@ -99,6 +99,48 @@ def test_a_back_edge_is_found_wherever_it_hides(tmp_path: Path, line: str) -> No
     assert len(back_edges({"summa3d.comm.grid": tmp_path / "grid.py"})) == 1
 
 
+BOTH_WAYS = {
+    "comm/device": "arrays, which every sub-folder needs, stand above them",
+    "comm/profile": "arrays stand above; failure and watchdog, which read the flight recorder, beside them",
+    "comm/transport": "arrays, signatures and failure stand above",
+    "nn/models": "the choice of a grid builds a model to measure it; models are made of a model's sizes",
+    "nn/schemes": "parameters are made on a scheme, and schemes read the model's sizes, which users write beside both",
+    "plan/search": "the choice of a plan for one run is one search, which prices what plan/ predicts",
+    "train/checkpoint": "runs save and resume; checkpoints read the run's configuration, which is a file's keys beside both",
+    "train/data": "runs read tokens; corpora read the run's configuration, which is a file's keys beside both",
+}
+"""Sub-folders that import from their parent and are imported by it, and why that stays."""
+
+
+def both_ways(modules: dict[str, Path]) -> set[str]:
+    """Folders of which a file imports one of the parent folder, which has a file that imports one of the folder."""
+    packages = {module for module, file in modules.items() if file.name == "__init__.py"}
+    edges = set()
+    for module, file in modules.items():
+        for name in imports_of(module, file):
+            other = name if name in modules else name.rpartition(".")[0]
+            if other in modules and not {module, other} & packages:
+                edges.add((module.rpartition(".")[0], other.rpartition(".")[0]))
+    return {
+        folder.removeprefix("summa3d.").replace(".", "/")
+        for folder in packages
+        if folder.count(".") > 1 and edges >= {(folder, parent := folder.rpartition(".")[0]), (parent, folder)}
+    }
+
+
+def test_sub_folders_face_one_way_but_for_those_with_a_reason() -> None:
+    assert both_ways(sources()) == set(BOTH_WAYS)
+
+
+def test_a_sub_folder_that_faces_both_ways_is_found(tmp_path: Path) -> None:
+    texts = {"nn": "", "nn.layer": "from .models.gpt import GPT", "nn.models": "", "nn.models.gpt": "from ..layer import Linear"}
+    modules = {f"summa3d.{name}": tmp_path / name / ("layer.py" if text else "__init__.py") for name, text in texts.items()}
+    for file, text in zip(modules.values(), texts.values(), strict=True):
+        file.parent.mkdir()
+        file.write_text(text)
+    assert both_ways(modules) == {"nn/models"}
+
+
 NUMPY_ALONE = (
     "summa3d",
     "summa3d.gemm",

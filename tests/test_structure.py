@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_imports import ROOT, imports_of, sources
 
-FUNCTION_LINES, CLASS_LINES, ROOM_FILES = 60, 300, 16
+FUNCTION_LINES, CLASS_LINES, ROOM_FILES, PUBLIC = 60, 300, 16, 15
 RETIRED = (
     # of the node's memory, transports, prefetch and deferred reductions
     "carriers", "Carriers", "Ring", "Turn", "room", "Ahead", "Later", "Mail", "Flights",
@@ -154,3 +154,85 @@ def test_a_class_name_has_one_meaning() -> None:
     assert len(SHARED_NAMES) <= 5
     counts = Counter(name for file in sources().values() for name in {*classes_in(ast.parse(file.read_text(encoding="utf-8")))})
     assert {name for name, count in counts.items() if count > 1} - {*SHARED_NAMES, *OPEN_NAMES} == set()
+
+
+MODELS = "a torch module: what stages of a pipeline, generation and recomputation ask of a model"
+TRANSPORT = "a transport: a method for each collective, and what begins it"
+WIDE = {
+    "Axis": "the collectives, each blocking and begun",
+    "DistMatrix": "the front door of products",
+    "Fused": "no state: stands for the module of the reference's functions",
+    **dict.fromkeys(("LanguageModel", "BERT", "GPT", "Llama", "ViT"), MODELS),
+    **dict.fromkeys(("HostTransport", "CudaAwareTransport", "NcclTransport", "NcclLink", "PinnedTransport"), TRANSPORT),
+    **dict.fromkeys(("DryTransport", "NodeBuffer", "DryNodeBuffer", "Route", "Message"), TRANSPORT),
+    **dict.fromkeys(("Scheme", "State", "Pipeline", "Rank", "DryStep", "Run"), "the state of a model's pass, not divided yet"),
+    **dict.fromkeys(("Agarwal", "Ca25d", "Cannon", "Cuboid"), "an executor: what its operands have in common, not divided yet"),
+    "Rows": "columns of the planner's table",
+}
+"""Classes that may have more public methods or attributes, and why."""
+
+
+def own_names(node: ast.ClassDef) -> tuple[set[str], set[str]]:
+    """Names of methods, and of attributes: properties, names of the class's body, and those assigned to self in any method."""
+    methods: set[str] = set()
+    attributes: set[str] = set()
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef):
+            marks = [ast.unparse(decorator) for decorator in item.decorator_list]
+            is_attribute = any("property" in mark or mark.endswith((".setter", ".deleter")) for mark in marks)
+            (attributes if is_attribute else methods).add(item.name)
+            attributes |= {
+                inner.attr
+                for inner in ast.walk(item)
+                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self"
+            }
+        elif isinstance(item, (ast.Assign, ast.AnnAssign)):
+            copies = isinstance(item.value, ast.Name) and item.value.id in methods
+            names = {name.id for name in ast.walk(item) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
+            (methods if copies else attributes).update(names)
+    return methods, attributes
+
+
+def public_names(name: str, classes: dict[str, ast.ClassDef]) -> tuple[set[str], set[str]]:
+    """A class's public methods and attributes, inherited ones of our own bases included."""
+    methods, attributes = own_names(classes[name])
+    for base in (ast.unparse(base).split("[")[0] for base in classes[name].bases):
+        if base in classes and base != name:
+            inherited = public_names(base, classes)
+            methods, attributes = methods | inherited[0], attributes | inherited[1]
+    shown = {each for each in methods if not each.startswith("_")}
+    return shown, {each for each in attributes if not each.startswith("_")} - shown
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    """Whether its fields are data alone: a frozen dataclass, which may be a file's keys, or a named tuple."""
+    frozen = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
+    return frozen or any(ast.unparse(base) == "NamedTuple" for base in node.bases)
+
+
+def crowded(classes: dict[str, ast.ClassDef]) -> dict[str, tuple[int, int]]:
+    """Class → its numbers of public methods and attributes, of those that have too many and no reason; of records, methods."""
+    counts = {name: tuple(map(len, public_names(name, classes))) for name in classes if name not in WIDE}
+    return {
+        name: (methods, attributes)
+        for name, (methods, attributes) in counts.items()
+        if methods > PUBLIC or (attributes > PUBLIC and not is_record(classes[name]))
+    }
+
+
+def classes_of(text: str) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)}
+
+
+def test_classes_with_live_state_have_few_public_names() -> None:
+    texts = (file.read_text(encoding="utf-8") for file in sources().values())
+    assert crowded({name: node for text in texts for name, node in classes_of(text).items()}) == {}
+
+
+def test_a_class_with_too_many_public_names_is_found_through_its_base_too() -> None:
+    fields = "".join(f"        self.a{number} = {number}\n" for number in range(15))
+    base = f"class Base:\n    def __init__(self):\n{fields}"
+    derived = "class Derived(Base):\n    @property\n    def b(self): ...\n    def _c(self): self._d, self.a1 = 1, 2\n"
+    assert crowded(classes_of(base + derived)) == {"Derived": (0, 16)}
+    methods = "".join(f"    def m{number}(self): ...\n" for number in range(16))
+    assert crowded(classes_of(f"@dataclass(frozen=True)\nclass Frozen:\n{methods}")) == {"Frozen": (16, 0)}

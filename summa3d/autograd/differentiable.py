@@ -14,7 +14,7 @@ from torch import Tensor, is_grad_enabled
 
 from ..comm.arrays import dtype_name
 from ..comm.axis import Axis
-from ..comm.grid import Grid, agree_on_call
+from ..comm.grid import BaseGrid, agree_on_call
 from ..comm.pending import Completed, Pending
 from ..errors import ShapeError
 from ..gemm.algorithms.cuboid import Cuboid
@@ -78,7 +78,7 @@ class Product(ABC):
         graph = is_grad_enabled()
         wanted = (graph and a.requires_grad, graph and b.requires_grad, graph and bias is not None and bias.requires_grad)
         known = (a.dtype, b.dtype, None if bias is None else (bias.dtype, bias.shape), wanted)
-        if known in self._agreed and not self.executor.grid.check:
+        if known in self._agreed and not self.executor.grid.job.check:
             return
         columns = self.executor.c_block[1:]
         if bias is not None and (bias.shape != columns or bias.dtype != a.dtype):
@@ -277,7 +277,7 @@ class OnedProduct(Product):
     f). dB needs no sum. The sequence-parallel pair is the cuboid of 1×t×1.
     """
 
-    def __init__(self, plan: OnedPlan, grid: Grid, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
+    def __init__(self, plan: OnedPlan, grid: BaseGrid, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
         super().__init__(plan, rows, in_flight)
         if plan.sequence:
             raise ShapeError("A sequence-parallel 1-D plan has no gradients; a CuboidPlan on a grid of 1×t×1 has them.")
@@ -310,7 +310,7 @@ class ExecutedProduct(Product):
     Raises ShapeError where the set is not closed: a gradient would not have its operand's layout.
     """
 
-    def __init__(self, plan: ProductPlan, grid: Grid, rows: Axis | None = None, workspace: Workspace | None = None) -> None:
+    def __init__(self, plan: ProductPlan, grid: BaseGrid, rows: Axis | None = None, workspace: Workspace | None = None) -> None:
         super().__init__(plan, rows)
         self.grid, self.workspace = grid, workspace or Workspace(grid)
         self.a_plan, self.b_plan = gradient_plans(plan)
@@ -342,7 +342,7 @@ class ExecutedProduct(Product):
 
 def product(
     plan: ProductPlan,
-    grid: Grid,
+    grid: BaseGrid,
     regather: bool = True,
     rows: Axis | None = None,
     workspace: Workspace | None = None,

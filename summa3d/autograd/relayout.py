@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..comm.grid import Grid
+from ..comm.grid import BaseGrid
 from ..layout.layout import Layout
 from ..layout.redistribute import redistribute
 from .collectives import conjugate
 
 
-def relayout(block: Tensor, shape: Sequence[int], grid: Grid, source: Layout, target: Layout) -> Tensor:
+def relayout(block: Tensor, shape: Sequence[int], grid: BaseGrid, source: Layout, target: Layout) -> Tensor:
     """Redistribute a tensor from layout `source` to layout `target`, with gradient.
 
     Parameters

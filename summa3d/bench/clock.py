@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..comm.grid import Grid
+from ..comm.grid import BaseGrid
 from ..comm.profile import flight
 
 NAP = 0.002  # seconds that a rank sleeps between two tests of a barrier
@@ -25,9 +25,9 @@ class Clock:
     different nodes differ: across nodes, a span is the longest time that any rank measured.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: BaseGrid) -> None:
         self.grid, self.world = grid, grid.world
-        self.one_node = len(set(grid.nodes)) == 1
+        self.one_node = len(set(grid.job.nodes)) == 1
 
     def spans(self, *acts: Callable[[], Any]) -> list[float]:
         """Seconds of each of `acts`, run in order with a barrier before and after each; collective, equal on all ranks."""

@@ -17,7 +17,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ..comm.device.select import placed, settle
-from ..comm.grid import Grid
+from ..comm.grid import BaseGrid, Grid
 from ..comm.nodes import Nodes
 from ..comm.profile.nvtx import Ranges
 from ..comm.profile.trace import Trace, write
@@ -112,7 +112,7 @@ def own_choice(problem: Problem, ranks: int, machine: Machine) -> ProductEntry:
     return ProductEntry(choice.algorithm, choice.grid, problem, chosen=True, given=ranks)
 
 
-def operands(plan: Any, grid: Grid, element: Element, dtype: str, device: str) -> list[DistMatrix]:
+def operands(plan: Any, grid: BaseGrid, element: Element, dtype: str, device: str) -> list[DistMatrix]:
     """A, B and C of a product, as its plan has them on the grid, each made on the host and placed on the device."""
     made = [DistMatrix.from_function(element, shape, grid, layout, dtype) for layout, shape in plan.stored]
     for operand in made:

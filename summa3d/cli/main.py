@@ -419,8 +419,8 @@ def start_mpi(most_threads: int | None = None) -> None:
         unname(node)
     _share_cores(node, most_threads)
     node.Free()
+    from ..comm.arrays import keep_freed_memory
     from ..comm.failure import install_abort_hook
-    from ..comm.memory import keep_freed_memory
 
     install_abort_hook()
     keep_freed_memory()

@@ -5,9 +5,10 @@ A torch tensor is recognised by a method, a CuPy array by its CUDA array interfa
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from math import prod
@@ -30,7 +31,7 @@ One that a user has made an error would leave the other ranks waiting. It costs 
 _meta_is_device = ContextVar("_meta_is_device", default=False)
 
 
-@contextmanager
+@contextlib.contextmanager
 def meta_on_device() -> Iterator[None]:
     """Within the block, torch tensors without memory (device meta) count as a CUDA device's: what a device's dry run needs."""
     token = _meta_is_device.set(True)
@@ -318,3 +319,22 @@ def count(array: Array) -> int:
 def share(n: int, parts: int, index: int) -> int:
     """This rank's part of the balanced split of n."""
     return n // parts + (index < n % parts)
+
+
+# mallopt's parameters, as glibc numbers them.
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
+HEAP_KEPT = 2**30  # bytes of free memory at the end of the heap that stay with the process
+HEAP_LARGEST = 2**25  # bytes; larger arrays come from the system and return to it. glibc accepts no more
+HEAP_STEP = 2**26  # bytes by which the heap grows; those not yet used take no memory
+
+
+def keep_freed_memory() -> None:
+    """Let the C library give freed arrays to the next allocation instead of back to the system.
+
+    Workspace is allocated and freed by every product. Without this each of its pages is unmapped, faulted in and zeroed
+    again: 12 000 faults, a tenth of the processor time, in a 2048³ product on 8 ranks. Does nothing without glibc.
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in ((MMAP_THRESHOLD, HEAP_LARGEST), (TRIM_THRESHOLD, HEAP_KEPT), (TOP_PAD, HEAP_STEP)):
+            mallopt(parameter, value)

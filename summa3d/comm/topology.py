@@ -18,7 +18,7 @@ REPLICAS = ("dp", "cp", "ep")
 DEFAULT_ORDER = ("z", "y", "x", "d", *OUTER)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Topology:
     """Named axes over consecutive ranks.
 
@@ -91,10 +91,21 @@ class Topology:
         order = tuple(name for name in self.order if name in names)
         return Topology({name: self.shape[name] for name in names}, order, {name: self.tile[name] for name in names})
 
-    def add(self, name: str) -> None:
-        """Give the grid an axis of size 1, which a layout may then name; ranks stay where they are."""
-        self.shape[name], self.tile[name] = 1, 1
-        self.order = (*self.order, name)
+    def extended(self, names: Sequence[str]) -> Topology:
+        """Return this topology with further axes of size 1, which a layout may then name; ranks stay where they are."""
+        ones = dict.fromkeys(names, 1)
+        return Topology({**self.shape, **ones}, (*self.order, *ones), {**self.tile, **ones})
+
+    def checked_names(self, names: object) -> tuple[str, ...]:
+        """Return the names of axes as a tuple. Raises GridError for none, for one that there is not, or one that stands twice."""
+        if not isinstance(names, Sequence):
+            raise GridError(f"The grid has no axis {names!r}. Its axes: {', '.join(self.shape)}; several of them are a plane.")
+        for name in names:
+            if not isinstance(name, str) or name not in self.shape:
+                raise GridError(f"The grid has no axis {name!r}. Its axes: {', '.join(self.shape)}.")
+            if names.count(name) > 1:
+                raise GridError(f"A plane of axes {', '.join(names)} names axis {name!r} twice.")
+        return tuple(names)
 
 
 def grids_of(ranks: int, names: Sequence[str]) -> list[dict[str, int]]:

@@ -185,19 +185,11 @@ class DryPlace(Place):
         size = prod(axes.values())
         nodes = [other // ranks_per_node for other in range(size)]
         rule = NODE_RULE if ranks_per_node > 1 and not on_device else None
-        super().__init__(axes, rank, order, tile, partial(DryTransports, on_device=on_device), nodes, rule)
-        self.on_device = on_device
-        self.ledger = Ledger() if ledger is None else ledger
+        super().__init__(axes, rank, order, tile, partial(DryTransports, on_device=on_device), nodes, rule, ledger)
 
-    @property
     def node_bytes(self) -> int:
-        """This rank's share of the node's memory that its axes have used so far."""
-        return sum(axis.node_bytes or 0 for axis in self._axes.values())
-
-    @property
-    def node_axes(self) -> tuple[str, ...]:
-        """The axes of more than one member that lie inside a node and communicate through its memory."""
-        return tuple(name for name, size in self.shape.items() if size > 1 and self[name].node_bytes is not None)
+        """Return this rank's share of the node's memory that its axes have used so far."""
+        return sum(axis.node_bytes or 0 for axis in self.communicators.axes.values())
 
 
 class DryLedger(Ledger):

@@ -422,9 +422,9 @@ class Rank:
             self.copied,
             self._ending.moments,
             self.kept + self._ending.copy,
-            self.place.node_bytes,
+            self.place.node_bytes(),
             self._elements(),
-            self.place.node_axes,
+            self.place.staged,
             self._ending.checkpoint,
         )
 

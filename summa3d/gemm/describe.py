@@ -42,7 +42,7 @@ def table(matrix: Distributed) -> list[str]:
         if layout.holds_block(coordinates):
             runs = layout.runs(matrix.shape, grid.shape, coordinates)
             rows, columns = (tuple((run.start, run.stop) for run in part) for part in runs)
-            holders.setdefault((rows, columns), []).append(grid.ranks[rank])
+            holders.setdefault((rows, columns), []).append(grid.communicators.ranks[rank])
     lines, across = (sorted({key[dim] for key in holders}) for dim in (0, 1))
     table = [["rows \\ columns", *map(_written, across)]]
     for rows in lines:

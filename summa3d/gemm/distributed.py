@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..comm.arrays import Array, array_problem, kind_of
-from ..comm.grid import Grid
+from ..comm.grid import BaseGrid
 from ..errors import LayoutError, ShapeError
 from ..layout.cyclic import ownership
 from ..layout.redistribute import Ownership
@@ -21,7 +21,7 @@ class Distributed:
 
     block: Array
     layout: Ownership
-    grid: Grid
+    grid: BaseGrid
     shape: tuple[int, int]
     is_transposed: bool = False
     """Whether this is known to be the .T of a matrix with C-ordered blocks; the same on all ranks."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..comm.arrays import Array, is_torch, kind_of
-from ..comm.grid import Grid
+from ..comm.grid import BaseGrid
 from .algorithms.executor import Executor
 from .algorithms.plan import ProductPlan
 from .algorithms.registry import algorithm_of
@@ -25,7 +25,7 @@ class Executors:
     An executor in use is not in the cache; a product of the same plan meanwhile gets another one.
     """
 
-    def __init__(self, grid: Grid, limit: int = KEPT_BYTES) -> None:
+    def __init__(self, grid: BaseGrid, limit: int = KEPT_BYTES) -> None:
         self.grid, self.limit = grid, limit
         self.nbytes = 0
         self._kept: OrderedDict[int, tuple[Executor, int]] = OrderedDict()
@@ -77,10 +77,10 @@ class Executors:
             self.nbytes -= freed
 
 
-def executors_of(grid: Grid) -> Executors:
+def executors_of(grid: BaseGrid) -> Executors:
     """The executors that `grid` keeps until it is freed."""
-    found = grid.kept.get(Executors)
+    found = grid.job.kept[grid].get(Executors)
     if found is None:
-        found = grid.kept[Executors] = Executors(grid)
+        found = grid.job.kept[grid][Executors] = Executors(grid)
     assert isinstance(found, Executors)
     return found

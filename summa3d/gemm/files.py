@@ -12,14 +12,14 @@ import numpy as np
 
 from ..comm.arrays import dtype_name, to_host
 from ..comm.failure import agree_on_error
-from ..comm.grid import Grid
+from ..comm.grid import BaseGrid
 from ..errors import DataError
 from ..layout.layout import Layout
 from ..layout.redistribute import Ownership, put, taken
 from .distributed import Distributed
 
 
-def read(path: str | Path, grid: Grid, layout: Ownership) -> tuple[np.ndarray, tuple[int, int]]:
+def read(path: str | Path, grid: BaseGrid, layout: Ownership) -> tuple[np.ndarray, tuple[int, int]]:
     """This rank's block of the matrix in a .npy file, in this machine's byte order, and the shape of the whole.
 
     Only the block is read from disk.
@@ -60,7 +60,7 @@ def write(matrix: Distributed, path: str | Path) -> None:
         raise
 
 
-def _on_all_ranks(grid: Grid, path: Path, step: Callable[[], object]) -> None:
+def _on_all_ranks(grid: BaseGrid, path: Path, step: Callable[[], object]) -> None:
     """Run a step on every rank; raise its error on all if it fails on any. No rank goes on before all have ended."""
     error = None
     try:
@@ -96,7 +96,7 @@ def _fill(path: Path, matrix: Distributed, block: np.ndarray) -> None:
     whole.flush()  # type: ignore[attr-defined]
 
 
-def _owns(grid: Grid, layout: Ownership) -> bool:
+def _owns(grid: BaseGrid, layout: Ownership) -> bool:
     """True on one of the ranks that hold copies of a block."""
     if isinstance(layout, Layout):
         return layout.is_primary(grid.coordinates)

@@ -78,9 +78,9 @@ def matmul(
 
 def _kept(a: Any, b: Any, form: str, algorithm: str | None, options: dict[str, Any]) -> Binding | None:
     """The binding of a product that was checked before; None where it must be checked."""
-    if not isinstance(a, Distributed) or not isinstance(b, Distributed) or a.grid is not b.grid or a.grid.check:
+    if not isinstance(a, Distributed) or not isinstance(b, Distributed) or a.grid is not b.grid or a.grid.job.check:
         return None
-    kept: dict[Any, Binding] | None = a.grid.kept.get(Binding)
+    kept: dict[Any, Binding] | None = a.grid.job.kept[a.grid].get(Binding)
     try:
         return None if kept is None else kept.get(_key(a, b, form, algorithm, options))
     except TypeError:
@@ -111,7 +111,7 @@ def _checked(
     except Summa3dError as refusal:
         _tell(refusal, a, b)
         raise
-    if a.grid.check and a.grid.inside:
+    if a.grid.job.check and a.grid.inside:
         agree_on_call(a.grid, "matmul", {"alpha": repr(alpha), "beta": repr(beta), "out": out is not None})
     return bound
 
@@ -138,13 +138,13 @@ def _check_out(out: Distributed, a: Distributed, b: Distributed, plan: ProductPl
 def _bound(a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any]) -> Binding:
     """The plan that the operands' layouts ask for, kept with the grid."""
     grid = a.grid
-    kept: dict[Any, Binding] = grid.kept.setdefault(Binding, {})
+    kept: dict[Any, Binding] = grid.job.kept[grid].setdefault(Binding, {})
     key = _key(a, b, form, algorithm, options)
     try:
         bound = kept.get(key)
     except TypeError as error:
         raise ConfigError(f"matmul takes no such form, algorithm or options: {form!r}, {algorithm!r}, {options}.") from error
-    if bound is None or grid.check:
+    if bound is None or grid.job.check:
         plan, a_transposed, b_transposed = product_of(a, b, grid.shape, form, algorithm, options)
         number = executors_of(grid).number_of(plan, a.block) if grid.inside else 0
         bound = Binding(plan, a_transposed, b_transposed, number, plan.c_layout, plan.c_shape)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..comm.arrays import Array, array_problem, cast, copy_into, dtype_name, empty, is_half, numpy_dtype, quiet
 from ..comm.convert import converted
-from ..comm.grid import Grid
+from ..comm.grid import BaseGrid
 from ..errors import ConfigError, LayoutError, ShapeError
 from ..layout.cyclic import BlockCyclic, Ownership, ownership
 from ..layout.distribute import collect
@@ -37,7 +37,7 @@ class DistMatrix(Distributed):
     # -- from and to ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_global(cls, whole: Array, grid: Grid, layout: Ownership | str) -> DistMatrix:
+    def from_global(cls, whole: Array, grid: BaseGrid, layout: Ownership | str) -> DistMatrix:
         """The part that this rank holds of a matrix that every rank holds; a copy. Moves nothing."""
         layout, problem = ownership(layout), array_problem(whole)
         if problem is not None or len(whole.shape) != 2:
@@ -53,7 +53,7 @@ class DistMatrix(Distributed):
         cls,
         function: Callable[[np.ndarray, np.ndarray], Any],
         shape: tuple[int, int],
-        grid: Grid,
+        grid: BaseGrid,
         layout: Ownership | str,
         dtype: np.typing.DTypeLike = np.float64,
         shared: None = None,
@@ -81,7 +81,7 @@ class DistMatrix(Distributed):
         return cls(block, layout, grid, (shape[0], shape[1]))
 
     @classmethod
-    def from_file(cls, path: str | Path, grid: Grid, layout: Ownership | str) -> DistMatrix:
+    def from_file(cls, path: str | Path, grid: BaseGrid, layout: Ownership | str) -> DistMatrix:
         """A matrix from a .npy file, each rank reading its own part. Raises DataError on all ranks."""
         layout = ownership(layout)
         block, shape = files.read(path, grid, layout)
@@ -92,7 +92,7 @@ class DistMatrix(Distributed):
         cls,
         local: Array,
         shape: tuple[int, int],
-        grid: Grid,
+        grid: BaseGrid,
         rows: tuple[str | tuple[str, ...], int],
         columns: tuple[str | tuple[str, ...], int],
     ) -> DistMatrix:
@@ -100,7 +100,7 @@ class DistMatrix(Distributed):
         return cls(local, BlockCyclic(rows, columns), grid, shape)
 
     def to_scalapack(
-        self, rows: tuple[str | tuple[str, ...], int], columns: tuple[str | tuple[str, ...], int], grid: Grid | None = None
+        self, rows: tuple[str | tuple[str, ...], int], columns: tuple[str | tuple[str, ...], int], grid: BaseGrid | None = None
     ) -> DistMatrix:
         """The matrix dealt out in blocks, its block F-ordered; `layout.descriptor` describes it to ScaLAPACK."""
         return self.redistribute(BlockCyclic(rows, columns), grid, order="F")
@@ -115,7 +115,7 @@ class DistMatrix(Distributed):
         """Write a .npy file that all ranks can reach. Raises DataError on all ranks."""
         files.write(self, path)
 
-    def redistribute(self, layout: Ownership | str, grid: Grid | None = None, order: str = "C") -> DistMatrix:
+    def redistribute(self, layout: Ownership | str, grid: BaseGrid | None = None, order: str = "C") -> DistMatrix:
         """The same matrix owned otherwise: a new one. One all-to-all; what a rank holds already does not move.
 
         `layout` is a Layout, a BlockCyclic, or the text of either: ``A.redistribute("m:x k:y")``, ``"m:x[64] k:y[64]"``.

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from math import prod
 
 from ..comm.arrays import Array, contiguous, copy_into, empty
-from ..comm.grid import Grid
+from ..comm.grid import BaseGrid
 from ..errors import ShapeError
 from .layout import Layout, Sharding
 
 
-def distribute(whole: Array, grid: Grid, layout: Layout | str) -> Array:
+def distribute(whole: Array, grid: BaseGrid, layout: Layout | str) -> Array:
     """This rank's block of a global array that every rank holds: a C-ordered copy. Moves nothing.
 
     `layout` is a Layout or its text, such as ``b:(x,y) s h:z``.
@@ -22,7 +22,7 @@ def distribute(whole: Array, grid: Grid, layout: Layout | str) -> Array:
     return copy_into(empty(part.shape, part), part)
 
 
-def collect(block: Array, grid: Grid, layout: Layout | str, shape: Sequence[int]) -> Array:
+def collect(block: Array, grid: BaseGrid, layout: Layout | str, shape: Sequence[int]) -> Array:
     """The global array of `shape` from its blocks, on every rank.
 
     Each block travels once, from the rank that owns it (index 0 on the axes that only copy it). Moves, per rank, the words
@@ -53,6 +53,6 @@ def collect(block: Array, grid: Grid, layout: Layout | str, shape: Sequence[int]
     return whole
 
 
-def world_ranks(grid: Grid) -> list[int]:
+def world_ranks(grid: BaseGrid) -> list[int]:
     """The ranks in the order of `grid.world`: coordinates counted in the order of the axes, the last fastest."""
     return [grid.rank_of(coordinates) for coordinates, _ in Layout().blocks((), grid.shape)]

@@ -13,7 +13,7 @@ from ..errors import LayoutError
 from .notation import WORD, Notation, read, written
 
 if TYPE_CHECKING:
-    from ..comm.grid import Grid
+    from ..comm.grid import BaseGrid
 
 MOST_DIMS = 64
 """Dims of an array, of numpy and torch alike."""
@@ -301,11 +301,11 @@ class Sharding:
     layout: Layout
     shape: tuple[int, ...]
 
-    def slices(self, grid: Grid) -> tuple[slice, ...]:
+    def slices(self, grid: BaseGrid) -> tuple[slice, ...]:
         """The part of the global tensor that this rank holds."""
         return self.layout.slices(self.shape, grid.shape, grid.coordinates)
 
-    def local_shape(self, grid: Grid) -> tuple[int, ...]:
+    def local_shape(self, grid: BaseGrid) -> tuple[int, ...]:
         """Shape of this rank's block."""
         return self.layout.local_shape(self.shape, grid.shape, grid.coordinates)
 
@@ -313,6 +313,6 @@ class Sharding:
         """The sharding whose blocks are split further by these axes (`Layout.sharded_over`)."""
         return Sharding(self.layout.sharded_over(axes), self.shape)
 
-    def is_primary(self, grid: Grid) -> bool:
+    def is_primary(self, grid: BaseGrid) -> bool:
         """True on exactly one of the ranks that hold a copy of this rank's block (`Layout.is_primary`)."""
         return self.layout.is_primary(grid.coordinates)

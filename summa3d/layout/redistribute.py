@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..comm.arrays import Array, array_problem, dtype_name, empty, is_on_device
-from ..comm.grid import agree_on_call
+from ..comm.grid import BaseGrid, agree_on_call
 from ..errors import LayoutError, ShapeError
 from .cyclic import Ownership, Runs, ownership
 from .layout import Coordinates
 
 if TYPE_CHECKING:
     from ..comm.axis import Axis
-    from ..comm.grid import Grid
+    from ..comm.grid import BaseGrid
 
 BlockKey = tuple[tuple[int, ...], ...]
 """Which part of a tensor a rank holds: per dim, its coordinates on the axes that split it. Equal keys are copies."""
@@ -46,14 +46,14 @@ class Placement:
                 self.holders.setdefault(key, []).append(rank)
 
     @classmethod
-    def on(cls, grid: Grid, layout: Ownership) -> Placement:
+    def on(cls, grid: BaseGrid, layout: Ownership) -> Placement:
         """The placement of `layout` over the ranks of a grid."""
         return cls(layout, grid.shape, [grid.coordinates_of(rank) for rank in range(grid.size)])
 
     @classmethod
-    def among_everyone(cls, grid: Grid, layout: Ownership) -> Placement:
+    def among_everyone(cls, grid: BaseGrid, layout: Ownership) -> Placement:
         """The placement of `layout` over all ranks of the communicator that the grid was made on."""
-        return cls(layout, grid.shape, grid.places)
+        return cls(layout, grid.shape, grid.places())
 
     def _key(self, point: Coordinates) -> BlockKey | None:
         if not point or (self.layout.dims and not self.layout.holds_block(point)):
@@ -216,10 +216,10 @@ def _append(runs: list[slice], start: int, length: int) -> None:
 def redistribute(
     block: Array,
     shape: Sequence[int],
-    grid: Grid,
+    grid: BaseGrid,
     layout: Ownership | str,
     to: Ownership | str,
-    to_grid: Grid | None = None,
+    to_grid: BaseGrid | None = None,
     order: str = "C",
 ) -> Array:
     """This rank's block of a tensor of global `shape` in the ownership `to`, from its block in `layout`.
@@ -259,7 +259,7 @@ def redistribute(
             f"Rank {here} holds a block of shape {tuple(block.shape)}; {layout} of {tuple(shape)} on {grid} gives {expected}."
         )
     facts = {"shape": tuple(shape), "dtype": dtype_name(block), "layout": str(layout), "to": str(to), "grid": repr(to_grid)}
-    agree_on_call(grid, "redistribute", facts if problem is None or grid.check else {}, axis, problem)
+    agree_on_call(grid, "redistribute", facts if problem is None or grid.job.check else {}, axis, problem)
     if problem is not None:
         raise ShapeError(problem)
     out = _new_block(plan.target.local_shape(shape, here), block, order)
@@ -281,14 +281,17 @@ def problem_of(block: Array, shape: Sequence[int], order: str) -> str | None:
     return None if problem is None else f"redistribute: {problem}."
 
 
-def check_common(grid: Grid, other: Grid) -> None:
+def check_common(grid: BaseGrid, other: BaseGrid) -> None:
     """Raise LayoutError unless both grids were made on communicators of the same processes in the same order. Local."""
     from mpi4py import MPI
 
-    if grid is not other and MPI.Comm.Compare(grid.common, other.common) not in (MPI.IDENT, MPI.CONGRUENT):
+    if grid is other:
+        return
+    mine, others = grid.communicators.common, other.communicators.common
+    if MPI.Comm.Compare(mine, others) not in (MPI.IDENT, MPI.CONGRUENT):
         raise LayoutError(
-            f"{grid} and {other} have no common communicator: one was made on {grid.common.size} ranks, the other on "
-            f"{other.common.size}, or on the same in another order.\n"
+            f"{grid} and {other} have no common communicator: one was made on {mine.size} ranks, the other on "
+            f"{others.size}, or on the same in another order.\n"
             f"  Make both on one; Grid(comm, axes, ranks=range(n)) fills a part of it."
         )
 

@@ -19,7 +19,7 @@ from ..autograd.deferred import DeferredWeightGradient, MicroBatchKey, PassState
 from ..autograd.differentiable import InFlight, Product, ShardedProduct, product
 from ..autograd.prefetch import Prefetcher, PrefetchSource
 from ..comm.axis import Axis
-from ..comm.grid import Grid
+from ..comm.grid import BaseGrid, Grid
 from ..comm.topology import OUTER
 from ..errors import GridError, LayoutError
 from ..gemm.algorithms.workspace import Workspace
@@ -51,7 +51,7 @@ class Context:
     """
 
     scheme: Scheme
-    grid: Grid
+    grid: BaseGrid
     regather: bool
     overlap: Overlap
     state: PassState
@@ -113,9 +113,9 @@ class Context:
         return self.on(pp=[self.stages.homes[end] for end, wanted in ((0, first), (-1, last)) if wanted])
 
     @property
-    def job(self) -> Grid:
+    def job(self) -> BaseGrid:
         """The grid of the whole job: the inner grid, times the replicas (dp) and the pipeline stages (pp)."""
-        return self.grid.job
+        return self.grid.whole
 
     @property
     def residual(self) -> Layout:
@@ -236,7 +236,7 @@ class Context:
 
 def scheme(
     name: str,
-    grid: Grid | None = None,
+    grid: BaseGrid | None = None,
     regather: bool = True,
     vectors: str = "copied",
     overlap: Overlap = DEFAULT,

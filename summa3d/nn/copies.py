@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.failure import who_passed_what
-from ..comm.grid import Grid, agree_on_call
+from ..comm.grid import BaseGrid, agree_on_call
 from ..errors import AgreementError, GridError
 from ..layout.layout import Sharding
 
@@ -38,7 +38,7 @@ def check_copies(module: nn.Module) -> None:
     compare(named, grid_of("check_copies", list(module.parameters())), "check_copies")
 
 
-def compare(named: Sequence[Named], grid: Grid, operation: str) -> None:
+def compare(named: Sequence[Named], grid: BaseGrid, operation: str) -> None:
     """What `check_copies` does, of these blocks on the grid of the whole job."""
     agree_on_call(grid, operation, {"parameters": tuple(one.name for one in named)})
     firsts = [first_holders(one.sharding, grid) for one in named]
@@ -65,7 +65,7 @@ def _differ(hashes: np.ndarray, first: np.ndarray) -> bool:
     return bool(np.any((first >= 0) & (hashes != hashes[first])))
 
 
-def grid_of(operation: str, parameters: Sequence[Tensor]) -> Grid:
+def grid_of(operation: str, parameters: Sequence[Tensor]) -> BaseGrid:
     """The grid of the whole job that these parameters lie on. Raises GridError unless there is exactly one."""
     grids = {id(p.grid): p.grid for p in parameters if hasattr(p, "grid")}
     if len(grids) > 1:
@@ -77,13 +77,13 @@ def grid_of(operation: str, parameters: Sequence[Tensor]) -> Grid:
             f"{operation}: none of the {len(parameters)} parameters belongs to a layer of summa3d, so there is no grid. "
             "torch's own functions take parameters of torch's layers."
         )
-    found: Grid = next(iter(grids.values()))
+    found: BaseGrid = next(iter(grids.values()))
     return found
 
 
-def first_holders(sharding: Sharding | None, grid: Grid) -> np.ndarray:
+def first_holders(sharding: Sharding | None, grid: BaseGrid) -> np.ndarray:
     """For each rank of the grid, the first rank that holds an equal block of a parameter; −1 for a rank that holds nothing."""
-    known: dict[Sharding | None, np.ndarray] = grid.kept.setdefault("first holders", {})
+    known: dict[Sharding | None, np.ndarray] = grid.job.kept[grid].setdefault("first holders", {})
     if sharding not in known:
         first: dict[tuple[tuple[int, int], ...], int] = {}
         found = []

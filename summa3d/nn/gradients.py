@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.failure import check_agreement, who_passed_what
-from ..comm.grid import agree_on_call
+from ..comm.grid import BaseGrid, agree_on_call
 from ..errors import AgreementError, ConfigError, Summa3dError
 from .copies import fingerprint, first_holders, grid_of
 
 if TYPE_CHECKING:
-    from ..comm.grid import Grid
+    from ..comm.grid import BaseGrid
 
 NORMS = (1.0, 2.0, inf)
 TINY = 1e-6
@@ -103,7 +103,7 @@ class ModelGradients:
     operation: str
     names: list[str]
     parameters: list[Tensor]
-    grid: Grid
+    grid: BaseGrid
     norm_type: float
     facts: dict[str, object]
 
@@ -209,7 +209,7 @@ def _bits(number: int) -> int:
     return number % (1 << MARK_BITS)
 
 
-def norm_and_votes(gradients: Sequence[Counted], grid: Grid, votes: int = 0) -> tuple[float, int]:
+def norm_and_votes(gradients: Sequence[Counted], grid: BaseGrid, votes: int = 0) -> tuple[float, int]:
     """The 2-norm of all gradients of the whole model and the sum of all ranks' `votes`, equal on every rank; collective.
 
     What `norms_and_votes` returns of one group. Moves one all-reduce of one complex word.
@@ -219,7 +219,7 @@ def norm_and_votes(gradients: Sequence[Counted], grid: Grid, votes: int = 0) -> 
 
 
 def norms_and_votes(
-    groups: Sequence[Sequence[Counted]], grid: Grid, votes: Sequence[int], norm_type: float = 2.0
+    groups: Sequence[Sequence[Counted]], grid: BaseGrid, votes: Sequence[int], norm_type: float = 2.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """The norm of each group of gradients of the whole model, and the sums of all ranks' `votes`; collective over the grid.
 

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import nn
 
-from ..comm.grid import Grid
+from ..comm.grid import BaseGrid
 from ..errors import ConfigError, ShapeError
 from ..files import LARGEST_WHOLE
 from ..layout.layout import Layout, Sharding
@@ -27,7 +27,7 @@ class ShardedParameter(nn.Parameter):
     """
 
     sharding: Sharding
-    grid: Grid
+    grid: BaseGrid
     decay: bool
     initial: tuple[str, float]
 

@@ -109,7 +109,7 @@ class Pipeline:
         self.rank = 0 if self.axis is None else self.axis.index
         self.replicas, self.overlap, self.scatter = replicas, overlap, scatter
         self.tied = self._tied_table()
-        self._holders: Axis | None = None if self.tied is None else job.pick("pp", (self.homes[0], self.homes[-1]))
+        self._holders: Axis | None = None if self.tied is None else job.sub_axis("pp", (self.homes[0], self.homes[-1]))
         sums = {"T": self._sum_tied, "R": self._sum_replicas}
         stream = self.stream()
         wire = Wire(context.copies if scatter else Copies(job[()]), tuple(stream.shape), dtype, self._device)

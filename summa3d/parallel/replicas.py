@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..comm.axis import Axis
-    from ..comm.grid import Grid
+    from ..comm.grid import BaseGrid
     from ..comm.pending import Pending
     from ..nn.parameter import ShardedParameter
 
 
-def plane_of(grid: Grid) -> Axis:
+def plane_of(grid: BaseGrid) -> Axis:
     """The plane of all replicas of a grid, in which each takes other rows; without replicas, an axis of this rank alone."""
     return grid[replica_axes(grid.shape)]
 
@@ -53,7 +53,7 @@ class Replicas:
     """
 
     states: dict[str, ParameterState]
-    grid: Grid
+    grid: BaseGrid
     buckets: list[Bucket]
     zero: int = 1
     _in_flight: deque[tuple[Bucket, Pending]] = field(default_factory=deque)
@@ -64,7 +64,12 @@ class Replicas:
 
     @classmethod
     def of(
-        cls, states: Sequence[ParameterState], grid: Grid, zero: int, bucket: int, chunk_of: Callable[[str], int] = lambda name: 0
+        cls,
+        states: Sequence[ParameterState],
+        grid: BaseGrid,
+        zero: int,
+        bucket: int,
+        chunk_of: Callable[[str], int] = lambda name: 0,
     ) -> Replicas:
         """The replicas of these states; collective over them. bucket : bytes of a bucket; chunk_of : as of `buckets_of`."""
         buckets = buckets_of(states, chunk_of, bucket) if zero < 3 else []

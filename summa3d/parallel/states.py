@@ -17,7 +17,7 @@ from ..layout.layout import Sharding
 from ..nn.parameter import ShardedParameter
 
 if TYPE_CHECKING:
-    from ..comm.grid import Grid
+    from ..comm.grid import BaseGrid
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Shardings:
         return cls(used, sharded if halves or zero > 2 else used, sharded if zero > 1 else used, sharded)
 
 
-def replicas_of(used: Sharding, grid: Grid) -> tuple[str, ...]:
+def replicas_of(used: Sharding, grid: BaseGrid) -> tuple[str, ...]:
     """The axes along which replicas hold equal copies of a parameter, which take other rows or positions of the batch."""
     named = {*used.layout.axes, *used.layout.root_only}
     return tuple(axis for axis in replica_axes(grid.shape) if axis not in named)
@@ -65,7 +65,7 @@ def replicas_of(used: Sharding, grid: Grid) -> tuple[str, ...]:
 class LocalShardings(Shardings):
     """The shardings of a parameter on this rank of the job's grid, and which rows of its block each rank with copies owns."""
 
-    grid: Grid
+    grid: BaseGrid
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -250,7 +250,7 @@ def named_parameters(model: torch.nn.Module) -> list[tuple[str, ShardedParameter
     return [(name, cast(ShardedParameter, p)) for name, p in model.named_parameters()]
 
 
-def states_of(model: torch.nn.Module, grid: Grid, zero: int = 0, dtype: torch.dtype | None = None) -> list[ParameterState]:
+def states_of(model: torch.nn.Module, grid: BaseGrid, zero: int = 0, dtype: torch.dtype | None = None) -> list[ParameterState]:
     """The states of a model's parameters on the job's grid, in the same order on every rank. Moves nothing.
 
     zero : as of `Shardings.of`. dtype : that layers compute in; default the parameters' own

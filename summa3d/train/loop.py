@@ -160,7 +160,7 @@ def run_steps(
             ledger.start_trace()
         with ledger.run(f"step {number}"):
             step = take_step(run, number)
-        if run.grid.check and number % COPIES_EVERY == 0:
+        if run.grid.job.check and number % COPIES_EVERY == 0:
             compare_copies(run)
         if traced is not None and number == traced.last:
             whole = ledger.stop_trace()
@@ -327,7 +327,7 @@ def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], 
         "scheme": run.config.scheme,
         "grid": run.config.grid.axes,
         "device": run.device.type,
-        "products_by": run.grid.blas.name if run.device.type == "cpu" else None,
+        "products_by": run.grid.job.blas.name if run.device.type == "cpu" else None,
         "step": run.done,
         "steps_taken": account.steps,
         "loss": entries[-1]["loss"] if entries else None,

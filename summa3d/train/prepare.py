@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
-from ..blas_library import TORCH, VARIABLE, Rule, library_name
-from ..comm.grid import Grid
+from ..blas_library import TORCH, VARIABLE, BlasRule, library_name
+from ..comm.grid import BaseGrid, Grid
 from ..comm.topology import replica_axes
 from ..errors import CheckpointError, ConfigError, DataError, Summa3dError
 from ..files import check_no_link
@@ -48,7 +48,7 @@ class Run:
 
     config: Config
     folder: Path
-    grid: Grid
+    grid: BaseGrid
     tokens: tokens.Tokens
     objective: Objective
     model: Model
@@ -116,7 +116,7 @@ def prepare(
             f"Set train.steps to {saved.step} or more."
         )
     if saved is not None and saved.step:
-        grid.blas = rule_before(saved.blas, grid, progress)
+        grid.job.blas = rule_before(saved.blas, grid, progress)
     corpus = tokens.prepare(config.data, config.model.sequence, folder / "data", comm, progress.doing)
     check_prompt(config, corpus)
     progress.doing("building the model")
@@ -158,18 +158,18 @@ def check_prompt(config: Config, corpus: tokens.Tokens) -> None:
             raise DataError(f"train.sample_prompt: {error} With train.sample_tokens=0 none is read.") from error
 
 
-def rule_before(before: Rule | None, grid: Grid, progress: Progress) -> Rule:
+def rule_before(before: BlasRule | None, grid: BaseGrid, progress: Progress) -> BlasRule:
     """What multiplied in the steps before, so that resuming changes no bit; else, and that is said, the rule of `grid`.
 
     The latter where SUMMA3D_BLAS says so, or where some rank does not have that library. Collective.
     """
-    if before is None or before.name == grid.blas.name:
-        return grid.blas if before is None else before._replace(reason=grid.blas.reason)
+    if before is None or before.name == grid.job.blas.name:
+        return grid.job.blas if before is None else before._replace(reason=grid.job.blas.reason)
     able = VARIABLE not in os.environ and before.name in (TORCH, library_name())
     if grid.comm.allreduce(able, MPI.MIN):
         return before._replace(reason="as in the steps before")
-    progress.say(f"products by {grid.blas.name}, before by {before.name}: results may differ in their last bits")
-    return grid.blas
+    progress.say(f"products by {grid.job.blas.name}, before by {before.name}: results may differ in their last bits")
+    return grid.job.blas
 
 
 def write_config(config: Config, folder: Path, saved: checkpoint.Checkpoint | None, progress: Progress) -> None:

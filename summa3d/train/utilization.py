@@ -13,7 +13,7 @@ from ..gemm.local.multiply import multiply
 from ..parallel.states import named_parameters
 
 if TYPE_CHECKING:
-    from ..comm.grid import Grid
+    from ..comm.grid import BaseGrid
     from ..nn.config import ModelConfig
     from ..nn.models.registry import Model
     from .config import TrainConfig
@@ -57,7 +57,7 @@ def model_flops(model: Model, config: ModelConfig, rows: int) -> int:
     return rows * (6 * products + 12 * config.layers * config.sequence**2 * config.hidden)
 
 
-def peak_flops(settings: TrainConfig, grid: Grid, device: torch.device, dtype: torch.dtype) -> float:
+def peak_flops(settings: TrainConfig, grid: BaseGrid, device: torch.device, dtype: torch.dtype) -> float:
     """The FLOP/s of all ranks' products together: `train.peak_tflops` a rank, or the best of some that all run at once.
 
     Collective.
@@ -70,7 +70,7 @@ def peak_flops(settings: TrainConfig, grid: Grid, device: torch.device, dtype: t
     for _ in range(1 + MEASURED_TIMES):  # the first is slower, and all ranks' are
         grid.comm.Barrier()
         began = time.perf_counter()
-        multiply(a, a, "nn", rule=grid.blas)[0, 0].item()
+        multiply(a, a, "nn", rule=grid.job.blas)[0, 0].item()
         grid.comm.Barrier()
         seconds.append(time.perf_counter() - began)
     return 2 * n**3 * grid.size / min(seconds[1:])

@@ -102,7 +102,7 @@ USES: dict[str, Callable[[Any, str, int, Callable[[], None]], object]] = {
     "a redistribution": lambda grid, name, length, pending: right_calls.moved(grid, 7),
     "a message": lambda grid, name, length, pending: right_calls.ring(grid["x"], 7),
     "free": lambda grid, name, length, pending: grid.free(),
-    "a grid of its own": lambda grid, name, length, pending: type(grid)(grid.common, dict(grid.shape)),
+    "a grid of its own": lambda grid, name, length, pending: type(grid)(grid.communicators.common, dict(grid.shape)),
 }
 
 

@@ -227,7 +227,7 @@ def channels(chance: random.Random, rank: int, size: int) -> Case:
             Channel(grid.world, arguments["homes"]).free()
             return None
         if arguments.get("use") == "grid":
-            with type(grid)(grid.common, axes_of(size), **MODES[mode]) as other:
+            with type(grid)(grid.communicators.common, axes_of(size), **MODES[mode]) as other:
                 channel = Channel(other.world, [*range(size), *range(size)])
         for _ in arguments.get("use", "").split() if "freed" in arguments.get("use", "") else ():
             channel.free()

@@ -40,10 +40,10 @@ def grids(chance: random.Random, rank: int, size: int) -> Case:
     uses: dict[str, Callable[[Any, Any], Any]] = {
         "[]": lambda grid, value: grid[value],
         "part": lambda grid, value: grid.part(value),
-        "run": lambda grid, value: grid.run(("x",), value),
-        "run of": lambda grid, value: grid.run(value, 1),
-        "pick": lambda grid, value: grid.pick("x", [value]),
-        "pick of": lambda grid, value: grid.pick(value, [0]),
+        "run": lambda grid, value: grid.contiguous_sub_axis(("x",), value),
+        "run of": lambda grid, value: grid.contiguous_sub_axis(value, 1),
+        "pick": lambda grid, value: grid.sub_axis("x", [value]),
+        "pick of": lambda grid, value: grid.sub_axis(value, [0]),
         "rank_of": lambda grid, value: grid.rank_of({"x": value, "y": 0}),
         "coordinates_of": lambda grid, value: grid.coordinates_of(value),
     }
@@ -56,7 +56,7 @@ def grids(chance: random.Random, rank: int, size: int) -> Case:
         def make(grid: Any, arguments: dict[str, Any]) -> Any:
             from summa3d import Grid
 
-            with Grid(grid.common, **{"axes": axes_of(size), **arguments}) as made:
+            with Grid(grid.communicators.common, **{"axes": axes_of(size), **arguments}) as made:
                 return [list(made.shape.items()), made.size]
 
         return Case("grid", f"Grid, {key}: {name}", mode, None, {}, bad, make, lambda everyone, rank: None)
@@ -259,7 +259,7 @@ def freed(chance: random.Random, rank: int, size: int) -> Case:
     def call(grid: Any, arguments: dict[str, Any]) -> Any:
         if not arguments:
             return None
-        with Grid(grid.common, axes_of(size), **MODES[mode]) as other:
+        with Grid(grid.communicators.common, axes_of(size), **MODES[mode]) as other:
             axis, a = other["x"], DistMatrix.from_global(array, other, "m:x k:y")
             if mixed:
                 return DistMatrix.from_global(array, grid, "m:x k:y") @ a
@@ -283,7 +283,7 @@ def inner_grids(chance: random.Random, rank: int, size: int) -> Case:
     array, mode = np.arange(36.0).reshape(6, 6), chance.choice([*MODES])
 
     def outer_freed(grid: Any, use: Callable[[Any], Any]) -> Any:
-        outer = Grid(grid.common, axes_of(size), **MODES[mode])
+        outer = Grid(grid.communicators.common, axes_of(size), **MODES[mode])
         inner = Grid(outer["x"].comm, {"x": 1, "y": x, "z": 1}, **MODES[mode])
         outer.free()
         try:

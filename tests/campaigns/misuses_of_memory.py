@@ -236,7 +236,7 @@ def _dropped(grid: Any, number: int, name: str, length: int) -> None:
 
 
 def _forgotten(grid: Any, number: int, name: str, length: int) -> None:
-    other = type(grid)(grid.common, dict(grid.shape))
+    other = type(grid)(grid.communicators.common, dict(grid.shape))
     end = right_calls.begin(other["x"], name, number, length, True)
     del other
     gc.collect()
@@ -251,7 +251,7 @@ def _twice(grid: Any, number: int, name: str, length: int) -> None:
 
 
 def _without_its_comm(grid: Any, number: int, name: str, length: int) -> None:
-    comm = grid.common.Dup()
+    comm = grid.communicators.common.Dup()
     other = type(grid)(comm, dict(grid.shape))
     comm.Free()
     try:

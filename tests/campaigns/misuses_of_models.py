@@ -190,7 +190,7 @@ def checkpoints(chance: random.Random, rank: int, size: int) -> Case:
             damage, file = arguments["damage"]
             DAMAGES[damage](path / file)
         grid.comm.Barrier()
-        with Grid(grid.common, arguments["grid"]) if "grid" in arguments else contextlib.nullcontext(grid) as reads:
+        with Grid(grid.communicators.common, arguments["grid"]) if "grid" in arguments else contextlib.nullcontext(grid) as reads:
             found = checkpoint.read(folder / arguments["read"] if "read" in arguments else path, grid.comm)
             found.verify(grid.comm)
             wanted = blocks(reads, False, arguments.get("blocks", ""))

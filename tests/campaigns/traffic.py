@@ -49,7 +49,7 @@ def kept(errors: list[Exception | None]) -> Iterator[None]:
 @contextlib.contextmanager
 def another(grid: Any, mode: str) -> Iterator[Any]:
     """A second grid on the communicator of a grid."""
-    with type(grid)(grid.common, axes_of(grid.common.size), **MODES[mode]) as other:
+    with type(grid)(grid.communicators.common, axes_of(grid.communicators.common.size), **MODES[mode]) as other:
         yield other
 
 
@@ -84,7 +84,7 @@ def own_messages(chance: random.Random, rank: int, size: int) -> Scene:
     kinds = chance.choice(APART) + chance.sample(("a sum", "collectives", "parts"), k=chance.choice((0, 1, 2)))
 
     def play(world: World, grid: Any, number: int) -> str:
-        draws, comm = random.Random(seed), grid.common
+        draws, comm = random.Random(seed), grid.communicators.common
         ends = [TRAFFIC[kind](comm, number * 10 + place) for place, kind in enumerate(kinds)]
         for turn in range(6):
             right_calls.anything(draws)(grid, number + turn)

@@ -268,7 +268,7 @@ def test_axes_and_planes_of_a_3_2_2_grid_each_move_their_own_blocks(comm, make_g
         line = [
             rank
             for rank in range(12)
-            if all(grid.coordinates_of(rank)[n] == grid.coordinates[n] for n in grid.names if n not in names)
+            if all(grid.coordinates_of(rank)[n] == grid.coordinates[n] for n in tuple(grid.shape) if n not in names)
         ]
         line.sort(key=lambda rank: [grid.coordinates_of(rank)[name] for name in names])
         assert axis.size == len(line) and line[axis.index] == comm.rank

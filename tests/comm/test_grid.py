@@ -83,7 +83,7 @@ def test_grids_of_lists_each_grid_once():
 def test_axes_and_planes_join_the_ranks_that_share_the_other_coordinates(comm, make_grid):
     for shape in SHAPES[comm.size]:
         grid = make_grid(**shape, order=[next(iter(shape))])
-        assert (grid.rank, grid.size, grid.names) == (comm.rank, comm.size, tuple(shape))
+        assert (grid.rank, grid.size, tuple(grid.shape)) == (comm.rank, comm.size, tuple(shape))
         everyone = comm.allgather(grid.coordinates)
         assert everyone == [grid.coordinates_of(rank) for rank in range(comm.size)]
         for count in range(1, len(shape) + 1):
@@ -123,7 +123,7 @@ def test_every_rank_knows_the_node_of_every_rank(comm, make_grid):
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     leaders = comm.allgather(node.bcast(comm.rank))
     node.Free()
-    assert grid.nodes == [sorted(set(leaders)).index(leader) for leader in leaders]
+    assert grid.job.nodes == [sorted(set(leaders)).index(leader) for leader in leaders]
 
 
 def refuse(axes, size=12, **options):

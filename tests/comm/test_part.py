@@ -41,45 +41,47 @@ def test_stages_are_outermost_by_default_and_replicas_next():
 @pytest.mark.mpi(sizes=(8,))
 @pytest.mark.parametrize("order", ["z,y,x,dp,pp", "pp,z,y"])
 def test_a_part_is_a_grid_whose_axes_are_the_jobs(make_grid, order):
-    job = make_grid(**JOB, order=order)
-    with job.ledger.watch() as moved:
-        inner = job.part("z", "x", "y")
-    assert moved.messages == 0 and inner is job.part("x", "y", "z") and inner.job is job.job is job
-    assert inner.shape == {"x": 1, "y": 2, "z": 2} and inner.order == tuple(name for name in job.order if name in "xyz")
-    assert inner.coordinates == {name: job.coordinates[name] for name in "xyz"} and inner.size == 4
+    grid = make_grid(**JOB, order=order)
+    with grid.ledger.watch() as moved:
+        inner = grid.part("z", "x", "y")
+    assert moved.messages == 0 and inner is grid.part("x", "y", "z") and inner.whole is grid.whole is grid
+    assert inner.shape == {"x": 1, "y": 2, "z": 2}
+    assert inner.topology.order == tuple(name for name in grid.topology.order if name in "xyz")
+    assert inner.coordinates == {name: grid.coordinates[name] for name in "xyz"} and inner.size == 4
     assert inner.rank == inner.rank_of(inner.coordinates) == inner.ranked.index == inner.comm.rank
     for names in ("y", ("z", "y"), ("x", "y", "z")):
-        assert inner[names] is job[names]
-    assert inner.world is job["x", "y", "z"] and inner.run(("y", "z"), 2) is job.run(("y", "z"), 2)
-    assert inner.part("x", "y") is job.part("x", "y") and job.part(*job.names) is job
+        assert inner[names] is grid[names]
+    assert inner.world is grid["x", "y", "z"]
+    assert inner.contiguous_sub_axis(("y", "z"), 2) is grid.contiguous_sub_axis(("y", "z"), 2)
+    assert inner.part("x", "y") is grid.part("x", "y") and grid.part(*grid.shape) is grid
     with pytest.raises(GridError, match=r"The grid has no axis 'pp'\. Its axes: x, y, z"):
         inner["pp"]
     inner.free()
-    assert not job.freed and job.world.all_reduce(np.ones(1)) == [8]
+    assert not grid.job.freed and grid.world.all_reduce(np.ones(1)) == [8]
 
 
 @pytest.mark.mpi(sizes=(8,))
 @pytest.mark.parametrize("order", ["z,y,x,dp,pp", "pp,y,dp,z"])
 def test_each_part_collects_and_redistributes_its_own_tensor(make_grid, order):
-    job = make_grid(**JOB, order=order)
-    inner = job.part("x", "y", "z")
-    whole = np.arange(35.0).reshape(5, 7) + 100 * job.coordinates["pp"]
+    grid = make_grid(**JOB, order=order)
+    inner = grid.part("x", "y", "z")
+    whole = np.arange(35.0).reshape(5, 7) + 100 * grid.coordinates["pp"]
     block = distribute(whole, inner, "m:(z,y) n")
     block = redistribute(block, whole.shape, inner, "m:(z,y) n", "m:y n:z")
     assert np.array_equal(collect(block, inner, "m:y n:z", whole.shape), whole)
     assert np.array_equal(block, distribute(whole, inner, "m:y n:z"))
-    moved = {(row.collective, row.axis): row.amounts.messages for row in job.ledger.rows()}
+    moved = {(row.collective, row.axis): row.amounts.messages for row in grid.ledger.rows()}
     assert moved == {("all_to_all", "x·y·z"): 3, ("all_gather", "x·y·z"): 3}
 
 
 @pytest.mark.mpi(sizes=(8,))
 def test_freeing_the_job_frees_its_parts(make_grid):
-    job = make_grid(**JOB)
-    inner = job.part("y", "z")
+    grid = make_grid(**JOB)
+    inner = grid.part("y", "z")
     inner.ranked.barrier()
-    inner.kept["an executor"] = 1
-    job.free()
-    assert inner.freed and not inner.kept
+    inner.job.kept[inner]["an executor"] = 1
+    grid.free()
+    assert inner.job.freed and not inner.job.kept[inner]
     with pytest.raises(GridError, match="freed"):
         inner["y"]
 
@@ -87,17 +89,17 @@ def test_freeing_the_job_frees_its_parts(make_grid):
 @pytest.mark.mpi(sizes=(6,))
 def test_picked_members_of_an_axis_form_an_axis_of_their_own(make_grid):
     grid = make_grid(pp=3, y=2)
-    first_and_last = grid.pick("pp", (2, 0))
+    first_and_last = grid.sub_axis("pp", (2, 0))
     if grid.coordinates["pp"] == 1:
         assert first_and_last is None
     else:
         assert (first_and_last.size, first_and_last.index, first_and_last.label) == (2, grid.coordinates["pp"] // 2, "pp=0+2")
         value = np.array([10.0 * grid.coordinates["pp"] + grid.coordinates["y"]])
         assert first_and_last.all_reduce(value) == [20 + 2 * grid.coordinates["y"]]
-        assert grid.pick("pp", [0, 2, 2]) is first_and_last
-    assert grid.pick("pp", range(3)) is grid["pp"]
-    with pytest.raises(GridError, match=re.escape("Axis pp has the indices 0 to 2; grid.pick asks for [0, 3].")):
-        grid.pick("pp", [0, 3])
+        assert grid.sub_axis("pp", [0, 2, 2]) is first_and_last
+    assert grid.sub_axis("pp", range(3)) is grid["pp"]
+    with pytest.raises(GridError, match=re.escape("Axis pp has the indices 0 to 2; grid.sub_axis asks for [0, 3].")):
+        grid.sub_axis("pp", [0, 3])
 
 
 @pytest.mark.mpi(sizes=(8,))
@@ -106,11 +108,11 @@ def test_a_sealed_grid_makes_no_new_communicator(make_grid):
     inner = grid.part("x", "y", "z")
     line = inner["y", "z"]
     inner.seal()
-    assert grid.sealed and inner["y", "z"] is line and grid["pp"].size == 2 and grid["x", "dp"].size == 1
+    assert grid.job.sealed and inner["y", "z"] is line and grid["pp"].size == 2 and grid["x", "dp"].size == 1
     for ask, named in (
         (lambda: inner["z", "y"], "grid['z', 'y']"),
         (lambda: grid["dp", "pp", "y"], "grid['dp', 'pp', 'y']"),
-        (lambda: grid.run(("y", "z"), 2), "grid.run(('y', 'z'), 2)"),
+        (lambda: grid.contiguous_sub_axis(("y", "z"), 2), "grid.contiguous_sub_axis(('y', 'z'), 2)"),
         (lambda: inner.ranked, "grid.part('x', 'y', 'z').comm"),
     ):
         with pytest.raises(GridError, match=re.escape(f"Ask for {named} on every rank before grid.seal().")):
@@ -124,7 +126,7 @@ def test_a_place_has_the_parts_and_picks_of_the_rank_it_stands_for():
         inner = place.part("x", "z")
         assert (inner.size, inner.world.size, inner.rank) == (6, 6, inner.rank_of(place.coordinates))
         assert inner.world.index == place.coordinates["x"] * 3 + place.coordinates["z"] and inner.ranked.index == inner.rank
-        ends = place.pick("pp", (0, 3))
+        ends = place.sub_axis("pp", (0, 3))
         assert (ends is None) == (place.coordinates["pp"] in (1, 2)) and (ends is None or ends.size == 2)
     place.seal()
     with pytest.raises(GridError, match="is sealed"):

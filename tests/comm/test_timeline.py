@@ -65,7 +65,7 @@ def test_seconds_by_axis_and_collective_are_the_devices_whatever_it_has_to_do_be
     x.all_reduce(put(device, (4, 5), "float16"))  # 20, in float32
     x.all_to_all(put(device, (4, 3)))  # a send and a receive of 6, with each of two
     x.all_reduce(put(device, (0, 5)))  # nothing to queue
-    ledger.settle()
+    ledger.timeline.settle()
     found = {(row.collective, row.axis, row.dtype): round(row.amounts.seconds * 1e3, 6) for row in ledger.rows()}
     assert found == {
         ("all_gather", "x", "float64"): 20,
@@ -154,7 +154,7 @@ def test_marks_are_recorded_again_once_they_have_been_read(comm, make_device, mo
     monkeypatch.setattr(device, "record", lambda stream, timing=False: made.append(timing) or record(stream, timing))
     for _ in range(12):
         device.read(grid["x"].all_reduce(put(device, (4, 5))))
-    grid.ledger.settle()
+    grid.ledger.timeline.settle()
     assert made.count(True) <= 4
     assert round(grid.ledger.total().seconds * 1e3, 6) == 12 * 20
 
@@ -174,7 +174,7 @@ def test_copies_through_pinned_memory_are_the_devices_and_the_wait_for_them_is_n
     axis.all_gather(multiplied(device, grid))  # 160 bytes down, 320 up
     array = put(device, (4, 5))
     axis.all_reduce(array, into=array)  # in place: 160 down, 160 up
-    ledger.settle()
+    ledger.timeline.settle()
     copies = {"all_gather": 0.16 + 0.32, "all_reduce": 0.16 + 0.16}
     host = {row.collective: row.amounts.seconds - copies[row.collective] for row in ledger.rows()}
     assert host == pytest.approx(dict.fromkeys(copies, WORKED))

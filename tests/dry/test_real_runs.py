@@ -33,7 +33,7 @@ def check(case: Case, make_grid: Any, node_memory: bool) -> None:
     assert lines_of(dry) == lines, case.name
     assert abs(said["activations"] - saved) <= SAVED * saved, (case.name, said["activations"] / saved)
     assert abs(said["peak"] - peak) <= PEAK * peak, (case.name, said["peak"] / peak)
-    slots = [nbytes for axis in grid._axes.values() if (nbytes := axis.node_bytes) is not None]
+    slots = [nbytes for axis in grid.communicators.axes.values() if (nbytes := axis.node_bytes) is not None]
     assert said["node"] <= sum(slots) <= said["node"] + 2 * GRAIN * len(slots)
 
 

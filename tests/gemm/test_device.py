@@ -47,12 +47,12 @@ def test_products_on_a_device_are_those_of_the_host_word_for_word(comm, make_gri
         found = []
         for grid in (make_grid(**shape, node_memory=False), make_grid(**shape, transport=transport, device=device)):
             a, b, c = (DistMatrix.from_global(one, grid, layout) for one, layout in zip(whole, layouts, strict=True))
-            if grid.device is not None:
+            if grid.job.device is not None:
                 a, b, c = (DistMatrix(device.put(one.block), one.layout, grid, one.shape) for one in (a, b, c))
             with grid.ledger.watch() as moved:
                 matmul(a, b, form, algorithm=name, alpha=alpha, beta=beta, out=c)
             got = c.to_global()
-            found.append((got if grid.device is None else device.read(got), moved.words, moved.messages))
+            found.append((got if grid.job.device is None else device.read(got), moved.words, moved.messages))
         device.finish()
         left, right = (one.T if letter == "t" else one for one, letter in zip(whole, form, strict=False))
         want = alpha * (left.astype(complex) @ right.astype(complex)) + beta * whole[2]

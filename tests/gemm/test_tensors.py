@@ -10,14 +10,14 @@ import torch
 
 from summa3d import blas_library
 from summa3d.autograd import matmul, product
-from summa3d.blas_library import EVERY_SIZE, TORCH, Rule, common_rule
+from summa3d.blas_library import EVERY_SIZE, TORCH, BlasRule, common_rule
 from summa3d.comm.grid import Grid
 from summa3d.gemm.algorithms.cuboid import CuboidPlan
 from summa3d.gemm.local.blas import accumulate
 from summa3d.gemm.local.multiply import multiply
 from summa3d.gemm.local.tensors import multiplied
 
-RULE = Rule(blas_library.library_name(), "a test", EVERY_SIZE, 2)
+RULE = BlasRule(blas_library.library_name(), "a test", EVERY_SIZE, 2)
 ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
 pytestmark = pytest.mark.skipif(blas_library.at_addresses("float32") is None, reason="numpy's BLAS cannot be called by address")
 
@@ -207,20 +207,20 @@ def test_mixed_ranks_multiply_by_torch():
 
 @pytest.mark.mpi(sizes=(2,))
 def test_the_ranks_of_a_grid_take_one_rule(comm, monkeypatch):
-    from summa3d.comm import introduction
+    from summa3d.comm import job
 
-    for mine, name in ((RULE, RULE.name), (RULE if comm.rank else Rule(TORCH, "", {}), TORCH)):
-        monkeypatch.setattr(introduction, "rule_for_tensors", lambda mine=mine: mine)
+    for mine, name in ((RULE, RULE.name), (RULE if comm.rank else BlasRule(TORCH, "", {}), TORCH)):
+        monkeypatch.setattr(job, "rule_for_tensors", lambda mine=mine: mine)
         with Grid(comm, {"x": 2}) as made:
-            assert made.blas.name == name
+            assert made.job.blas.name == name
 
 
 @pytest.mark.mpi(sizes=(4,))
 def test_a_product_and_its_gradients_are_those_of_torch(comm):
     results = {}
-    for rule in (Rule(TORCH, "", {}), RULE):
+    for rule in (BlasRule(TORCH, "", {}), RULE):
         with Grid(comm, {"x": 1, "y": 2, "z": 2}) as grid:
-            grid.blas = rule
+            grid.job.blas = rule
             bound = product(CuboidPlan("nn", 331, 251, 463), grid)
             a, b = (block(*shape, 7 + comm.rank).requires_grad_() for shape in (bound.cuboid.a_block, bound.cuboid.b_block))
             c = matmul(a, b, bound)

@@ -119,8 +119,8 @@ def test_a_product_on_some_ranks_between_two_redistributions(comm, shared_tmp_pa
 def test_a_grid_of_some_ranks_knows_who_is_where(comm):
     with Grid(comm, {"x": 2, "y": 2}, order="xy", ranks=[4, 1, 2, 5]) as grid:
         assert grid.inside == (comm.rank in (4, 1, 2, 5)) and grid.size == 4 and "ranks=4,1,2,5" in repr(grid)
-        assert grid.places == [{}, {"x": 1, "y": 0}, {"x": 0, "y": 1}, {}, {"x": 0, "y": 0}, {"x": 1, "y": 1}]
-        assert grid.coordinates == grid.places[comm.rank]
+        assert grid.places() == [{}, {"x": 1, "y": 0}, {"x": 0, "y": 1}, {}, {"x": 0, "y": 0}, {"x": 1, "y": 1}]
+        assert grid.coordinates == grid.places()[comm.rank]
         assert grid.everyone.all_gather(np.array([comm.rank])).tolist() == list(range(6))
         grid.add_axes("z")
         if grid.inside:

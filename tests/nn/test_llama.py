@@ -172,10 +172,10 @@ def test_what_the_column_axis_cannot_split_is_named_with_what_would_fit(make_gri
 @pytest.mark.mpi(sizes=(6,))
 def test_a_run_of_an_axis_is_its_consecutive_members(make_grid):
     grid = make_grid(x=1, y=6, z=1)
-    run = grid.run(("y",), 3)
+    run = grid.contiguous_sub_axis(("y",), 3)
     assert (run.size, run.index) == (3, grid.rank % 3)
     got = run.all_gather(torch.tensor([grid.rank]))
     assert got.tolist() == [rank for rank in range(6) if rank // 3 == grid.rank // 3]
-    assert grid.run(("y",), 3) is run
+    assert grid.contiguous_sub_axis(("y",), 3) is run
     with pytest.raises(GridError, match="1, 2, 3, 6"):
-        grid.run(("y",), 4)
+        grid.contiguous_sub_axis(("y",), 4)

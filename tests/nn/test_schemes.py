@@ -15,7 +15,7 @@ from pairs import some
 from scheme_table import FAMILIES, GPT2, GRIDS, check_against_plain_torch, rows_for, sequence_for, tokens_and_labels
 
 from summa3d import blas_library
-from summa3d.blas_library import Rule
+from summa3d.blas_library import BlasRule
 from summa3d.comm.grid import Place
 from summa3d.errors import GridError, LayoutError
 from summa3d.gemm.local.tensors import multiplied
@@ -96,7 +96,7 @@ def test_the_library_of_the_rule_multiplies_everything(make_grid, world_size, mo
         monkeypatch.setattr(f"summa3d.gemm.local.{module}.multiplied", watched)
     for name, axes in GRIDS[world_size]:
         on_grid = scheme(name, make_grid(**axes))
-        on_grid.grid.blas = Rule(blas_library.library_name(), "a test", {"float64": 1}, 1)
+        on_grid.grid.job.blas = BlasRule(blas_library.library_name(), "a test", {"float64": 1}, 1)
         tokens, labels = tokens_and_labels(GPT2, rows_for(on_grid), sequence_for(on_grid, GPT2.sequence))
         taken.clear()
         GPT(GPT2, on_grid, torch.float64)(tokens, labels).backward()

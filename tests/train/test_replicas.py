@@ -125,7 +125,7 @@ def test_the_sums_of_a_chunk_start_behind_its_last_backward(comm: Any, shared_tm
     changes["pipeline__scatter"] = overlap
     config = small_config(shared_corpus(comm, shared_tmp_path), **{**changes, "replicas__bucket": 5000})
     run = prepare(config, comm, shared_tmp_path / f"run{overlap}")
-    assert run.grid.sealed and run.pipeline.scatter is overlap  # a step makes no communicator
+    assert run.grid.job.sealed and run.pipeline.scatter is overlap  # a step makes no communicator
     trace = run.grid.ledger.start_trace()
     take_step(run, 1)
     run.grid.ledger.stop_trace()

@@ -205,19 +205,19 @@ def test_a_key_that_is_newer_than_the_checkpoint_has_changed_where_it_is_not_its
 @pytest.mark.mpi(sizes=(2,))
 def test_a_resumed_run_multiplies_by_what_multiplied_before(comm: Any, shared_tmp_path: Path, monkeypatch: Any) -> None:
     """The checkpoint says what; another is taken, and named, only where that is not to be had, or the user wants another."""
-    from summa3d.blas_library import EVERY_SIZE, TORCH, VARIABLE, Rule, library_name
+    from summa3d.blas_library import EVERY_SIZE, TORCH, VARIABLE, BlasRule, library_name
 
     monkeypatch.delenv(VARIABLE, raising=False)
-    library, torchs = Rule(library_name(), "", EVERY_SIZE, 2), Rule(TORCH, "", {})
+    library, torchs = BlasRule(library_name(), "", EVERY_SIZE, 2), BlasRule(TORCH, "", {})
     said = Said()
     with Grid(comm, {"x": 2}) as grid:
         for here, before in ((library, torchs), (torchs, library), (library, library._replace(worth={"float64": 7}))):
-            grid.blas = here
+            grid.job.blas = here
             assert rule_before(before, grid, said)[0::2] == before[0::2]
-        assert rule_before(None, grid, said) == grid.blas and said == []
+        assert rule_before(None, grid, said) == grid.job.blas and said == []
         missing = library if comm.rank == 0 else library._replace(name="OpenBLAS 0.0")
-        assert rule_before(missing._replace(name="OpenBLAS 0.0"), grid, said) == grid.blas
-        grid.blas = torchs
+        assert rule_before(missing._replace(name="OpenBLAS 0.0"), grid, said) == grid.job.blas
+        grid.job.blas = torchs
         monkeypatch.setenv(VARIABLE, "torch")
         assert rule_before(library, grid, said) == torchs
     assert said == [
@@ -238,5 +238,5 @@ def test_run_and_checkpoint_say_what_multiplied(comm: Any, shared_tmp_path: Path
     folder = shared_tmp_path / "run"
     saved = checkpoint.read(checkpoint.newest(folder / "checkpoints"), comm)
     with Grid(comm, {"x": 1}) as grid:
-        assert saved.blas == grid.blas
-        assert json.loads((folder / "summary.json").read_text())["products_by"] == grid.blas.name
+        assert saved.blas == grid.job.blas
+        assert json.loads((folder / "summary.json").read_text())["products_by"] == grid.job.blas.name

@@ -142,10 +142,6 @@ class Ledger:
         for span in spans:
             span.account = partial(_add_device, line, traced)
 
-    def settle(self) -> None:
-        """Wait for the device, so that the seconds of all that was begun are in the account."""
-        self.timeline.settle()
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count what the block moves under phase `name`."""
@@ -166,14 +162,14 @@ class Ledger:
     def start_trace(self, trace: Trace | None = None) -> Trace:
         """Keep in `trace`, a new one by default, what happens from now on; the device's clock is tied to the host's."""
         self.trace, self.by_steps = Trace() if trace is None else trace, True
-        self.settle()
+        self.timeline.settle()
         self.timeline.follow()
         return self.trace
 
     def stop_trace(self) -> Trace:
         """The trace, complete: waits for the device."""
         trace, self.trace, self.by_steps = self.trace or Trace(), None, self.ranges is not None
-        self.settle()
+        self.timeline.settle()
         if self.timeline.used:
             trace.error = max(trace.error or 0.0, self.timeline.error)
         self.timeline.forget()
@@ -261,7 +257,7 @@ class Ledger:
     def watch(self) -> Iterator[Watched]:
         """Yield an account that, once the block has ended, holds what the block moved.
 
-        Nothing waits for a device: for its seconds call `settle` before the block and at its end.
+        Nothing waits for a device: for its seconds call `timeline.settle` before the block and at its end.
         """
         self.timeline.collect()
         before = {key: _copy(amounts) for key, amounts in self._lines.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...blas_library import library
 from ...comm.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_on_device, kind_of, place_of
-from ...comm.grid import Grid
+from ...comm.grid import BaseGrid
 from ...errors import ShapeError
 from ..local.blas import accumulation_like
 from .checks import agree_on_out, check_dtype, check_factor, check_out
@@ -19,7 +19,7 @@ from .workspace import Workspace, is_like
 class Executor(ABC):
     """A plan bound to a grid. `run` may be called any number of times; the workspace is allocated by the first call only."""
 
-    def __init__(self, plan: ProductPlan, grid: Grid, workspace: Workspace | None = None) -> None:
+    def __init__(self, plan: ProductPlan, grid: BaseGrid, workspace: Workspace | None = None) -> None:
         plan.check_grid(grid.shape)
         library()  # one that cannot be used is an error here, on every rank, before any communication
         self.plan, self.grid, self.no_reduction = plan, grid, plan.no_reduction(grid.shape)
@@ -87,7 +87,7 @@ class Executor(ABC):
         if out is None and beta != 0:
             raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
         if out is not None:
-            if self.grid.check:
+            if self.grid.job.check:
                 agree_on_out(self.grid.comm, out, a, b)
             else:
                 check_out(out, a, b)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ...comm.arrays import Array, dtype_name, is_torch, library_of
-from ...comm.grid import Grid
+from ...comm.grid import BaseGrid
 from ...layout.distribute import world_ranks
 from ...layout.redistribute import Piece, Placement, Redistribution
 from ..local.blas import add
@@ -36,7 +36,7 @@ class Transposed:
     Workspace: the block of B·A, what is sent, what is received, and a conjugate of each operand whose op is c.
     """
 
-    def __init__(self, inner: Untransposed, plan: ProductPlan, grid: Grid) -> None:
+    def __init__(self, inner: Untransposed, plan: ProductPlan, grid: BaseGrid) -> None:
         self.inner, self.plan, self.workspace = inner, plan, inner.workspace
         layout = self.inner.plan.c_layout.transposed()
         moves = exchange(self.plan, Placement.on(grid, layout), Placement.on(grid, self.plan.c_layout))

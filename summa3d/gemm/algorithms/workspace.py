@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...comm.arrays import Array, copy_into, dtype_name, empty, is_half, is_on_device, kind_of
-from ...comm.grid import Grid
+from ...comm.grid import BaseGrid
 from ..local import blas
 from ..local.blas import accumulation_like, adds_in_place
 from ..local.multiply import multiply
@@ -21,7 +21,7 @@ class Workspace:
     An executor's products and copies go through it, so that a trace shows them as spans.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: BaseGrid) -> None:
         self.ledger, self._grid = grid.ledger, grid
         self._buffers: dict[str, Array] = {}
         self.nbytes = 0
@@ -53,14 +53,14 @@ class Workspace:
     ) -> None:
         """`blas.accumulate`: out = α·op(A)·op(B) + β·out."""
         with self.ledger.product(a, b, form, out):
-            blas.accumulate(a, b, form, out, alpha, beta, scratch, self._grid.blas)
+            blas.accumulate(a, b, form, out, alpha, beta, scratch, self._grid.job.blas)
 
     def multiply(self, a: Array, b: Array, form: str, out: Array | None = None) -> Array:
         """`local.multiply`: op(A)·op(B), in `out` where it is given."""
         if not self.ledger.by_steps:
-            return multiply(a, b, form, out, rule=self._grid.blas)
+            return multiply(a, b, form, out, rule=self._grid.job.blas)
         with self.ledger.product(a, b, form, a if out is None else out):
-            return multiply(a, b, form, out, rule=self._grid.blas)
+            return multiply(a, b, form, out, rule=self._grid.job.blas)
 
     def copy(self, target: Array, source: Array) -> Array:
         """target = source; returns the target."""

@@ -6,7 +6,7 @@ import importlib
 
 import numpy as np
 
-from ...blas_library import Rule, gemm, library
+from ...blas_library import BlasRule, gemm, library
 from ...comm.arrays import Array, dtype_name, is_half, is_torch, library_of, quiet
 from ...dtypes import HALVES, LETTERS
 from .cublas import multiply_halves
@@ -32,7 +32,7 @@ def accumulate(
     alpha: complex = 1,
     beta: complex = 0,
     scratch: Array | None = None,
-    rule: Rule | None = None,
+    rule: BlasRule | None = None,
 ) -> None:
     """out = α·op(A)·op(B) + β·out for one block each; `form` is two of the letters n, t, c. With β = 0, `out` is not read.
 

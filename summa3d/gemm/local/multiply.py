@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ...blas_library import Rule
+from ...blas_library import BlasRule
 from ...comm.arrays import Array, cast, empty, is_half, is_torch, quiet, widen
 from .blas import accumulate
 from .tensors import multiplied
 
 
-def multiply(a: Array, b: Array, form: str, out: Array | None = None, rule: Rule | None = None) -> Array:
+def multiply(a: Array, b: Array, form: str, out: Array | None = None, rule: BlasRule | None = None) -> Array:
     """op(A)·op(B), where `form` says for A and B whether op is none (n) or the transpose (t); in `out` where it is given.
 
     What `out` held is never read. numpy's float16 is multiplied in float32 and rounded once. `rule` says what multiplies host

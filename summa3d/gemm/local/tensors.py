@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ...blas_library import Rule, at_addresses, follow_threads
+from ...blas_library import BlasRule, at_addresses, follow_threads
 from ...comm.arrays import dtype_name
 from .strides import by_rows, row_step
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def multiplied(a: Tensor, b: Tensor, form: str, out: Tensor | None, alpha: float, beta: float, rule: Rule) -> Tensor | None:
+def multiplied(a: Tensor, b: Tensor, form: str, out: Tensor | None, alpha: float, beta: float, rule: BlasRule) -> Tensor | None:
     """out = α·op(A)·op(B) + β·out by the library of `rule`, in a new tensor without `out`.
 
     None, with nothing done, where that is torch's to do.

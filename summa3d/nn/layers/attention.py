@@ -148,7 +148,7 @@ def run_sharing_a_head(config: ModelConfig, context: Context, inner: Layout) -> 
             f"  Each rank holds whole kv heads, or one of equal pieces of a kv head's {columns} columns.\n"
             f"  Values of kv_heads that fit heads {config.heads}: {', '.join(map(str, values))}."
         )
-    return context.grid.run(axes, max(1, num_shards // config.num_kv_heads))
+    return context.grid.contiguous_sub_axis(axes, max(1, num_shards // config.num_kv_heads))
 
 
 def _stored(heads: Tensor, context: Context) -> Tensor:

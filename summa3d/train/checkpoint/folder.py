@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...blas_library import Rule
+from ...blas_library import BlasRule
 from ...comm.failure import agree_on_error
-from ...comm.grid import Place
+from ...comm.grid import BaseGrid, Place
 from ...dtypes import FLOATS
 from ...errors import CheckpointError
 from ...files import remove_files, rename_folder, replacing
@@ -36,7 +36,7 @@ from . import shards
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from ...comm.grid import Grid
+    from ...comm.grid import BaseGrid
     from ...parallel.states import ParameterState
 
 OLD = ".old-"
@@ -65,10 +65,10 @@ class Checkpoint:
         return self.index.get("config")
 
     @property
-    def blas(self) -> Rule | None:
+    def blas(self) -> BlasRule | None:
         """What multiplied host tensors in the steps before; None where an earlier version wrote the checkpoint."""
         found = self.index["written_on"].get("blas")
-        return None if found is None else Rule(**found)
+        return None if found is None else BlasRule(**found)
 
     @property
     def has_moments(self) -> bool:
@@ -129,7 +129,7 @@ class Checkpoint:
                 words = [" ".join(map(str, reversed(one))) if one else "none" for one in (have.get(name), want.get(name))]
                 raise CheckpointError(f"{self.path}: {name[:99]!r} is {words[0]}; a run of its model has {words[1]}.")
 
-    def load(self, blocks: Sequence[shards.TensorBlock], grid: Grid) -> None:
+    def load(self, blocks: Sequence[shards.TensorBlock], grid: BaseGrid) -> None:
         """Fill this rank's blocks in place; collective. Call `verify` first.
 
         Parameters
@@ -210,7 +210,7 @@ def index_of(
     blocks: Sequence[shards.TensorBlock],
     entries: Sequence[dict[str, Any]],
     config: Config,
-    blas: Rule,
+    blas: BlasRule,
     loss_scale: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The index of a checkpoint: the run's configuration, and the file of every slice of every global tensor.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...comm.failure import agree_on_error
-from ...comm.grid import Grid, Place
+from ...comm.grid import BaseGrid, Grid, Place
 from ...errors import CheckpointError, DataError, Summa3dError
 from ...files import bytes_of, from_json, read_json, replace_text, replacing
 from ...layout.layout import Layout, Sharding
@@ -107,7 +107,9 @@ def _tokenizer(source: Path, run: Path, model: ModelConfig) -> str:
     return f"bpe:{model.vocabulary}:{(run / TOKENIZER).resolve()}" if own else "bytes"
 
 
-def _local_rows(rule: TensorRule, reader: huggingface_files.HuggingFaceReader, found: Source, grid: Grid) -> shards.TensorBlock:
+def _local_rows(
+    rule: TensorRule, reader: huggingface_files.HuggingFaceReader, found: Source, grid: BaseGrid
+) -> shards.TensorBlock:
     """This rank's rows of the tensor that `rule` describes."""
     whole = to_ours(rule, [reader.read(name) for name in rule.theirs], found.model)
     sharding = Sharding(Layout(("r",), *[()] * (whole.dim() - 1)), tuple(whole.shape))

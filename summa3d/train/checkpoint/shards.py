@@ -21,7 +21,7 @@ from .open_files import OpenFiles, header
 from .safetensors import save_file
 
 if TYPE_CHECKING:
-    from ...comm.grid import Grid
+    from ...comm.grid import BaseGrid
     from ...layout.layout import Sharding
 
 READ_BYTES = 1 << 22
@@ -37,7 +37,7 @@ class TensorBlock:
     sharding: Sharding
 
 
-def write(path: Path, blocks: Sequence[TensorBlock], grid: Grid) -> dict[str, Any]:
+def write(path: Path, blocks: Sequence[TensorBlock], grid: BaseGrid) -> dict[str, Any]:
     """Write this rank's blocks to `path`, whose folder is made, and return its index entry: size, SHA-256 and slices.
 
     blocks : those that this rank is to write: of a block that several ranks hold, one of them (`Sharding.is_primary`)
@@ -75,7 +75,7 @@ class ShardReader(OpenFiles):
         super().__init__(folder)
         self.tensors = tensors
 
-    def read(self, block: TensorBlock, grid: Grid) -> None:
+    def read(self, block: TensorBlock, grid: BaseGrid) -> None:
         """Fill `block` in place from all pieces that overlap it.
 
         Raises CheckpointError where the index has no such tensor, one of another shape or dtype, or pieces with gaps.

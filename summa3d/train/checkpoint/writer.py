@@ -22,7 +22,7 @@ from . import shards
 from .folder import clean, index_of, publish, temporary
 
 if TYPE_CHECKING:
-    from ...comm.grid import Grid
+    from ...comm.grid import BaseGrid
     from ..config import Config
 
 ATTEMPTS = 3
@@ -65,7 +65,7 @@ class Writer:
     def __init__(
         self,
         folder: Path,
-        grid: Grid,
+        grid: BaseGrid,
         config: Config,
         say: Callable[[str], None] = lambda text: None,
         attempts: int = ATTEMPTS,
@@ -164,11 +164,11 @@ class Writer:
         saving.work = self._pool.submit(timed)
 
     def _publish(self, saving: Saving, entries: Sequence[dict[str, Any]]) -> None:
-        index = index_of(saving.step, saving.blocks, entries, self._config, self._grid.blas, saving.loss_scale)
+        index = index_of(saving.step, saving.blocks, entries, self._config, self._grid.job.blas, saving.loss_scale)
         publish(self._folder, saving.step, index, self._config.train.keep)
 
 
-def save(folder: Path, step: int, blocks: Sequence[shards.TensorBlock], grid: Grid, config: Config) -> Path:
+def save(folder: Path, step: int, blocks: Sequence[shards.TensorBlock], grid: BaseGrid, config: Config) -> Path:
     """Write the checkpoint step-N under `folder` at once and return its path; collective.
 
     Each rank writes one file into a temporary folder. Rank 0 then writes the index, renames the folder to its final name and

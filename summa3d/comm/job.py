@@ -1,0 +1,165 @@
+"""The job behind a grid: what belongs to all its parts alike, and what the ranks tell each other when they make the grid."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+
+from mpi4py import MPI
+
+from ..blas_library import TORCH, BlasRule, common_rule, rule_for_tensors
+from ..errors import ConfigError, GridError, Summa3dError
+from ..node_support import affinity, why_no_node_memory
+from .device.backend import Backend
+from .failure import compare, facts_of
+from .topology import Topology
+from .transport.select import NodeRule
+from .transport.transports import TransportFactory
+
+NOTHING_MULTIPLIED = BlasRule(TORCH, "nothing is multiplied here", {})
+
+
+@dataclass(eq=False)
+class Job:
+    """What belongs to a job: its grid and all parts of it share it.
+
+    check : whether ranks compare every collective before it. transport : the device transport that was asked for. device : this
+    process's; None, CuPy's. transports : makes the transports of each axis. number : that of the grid, the same on all its ranks.
+    nodes : the node of each rank, numbered from 0. node_rule : how axes inside a node use its memory; None, they do not.
+    blas : what multiplies torch's host tensors, the same on all ranks. sealed : whether new communicators are refused. freed :
+    whether the grid was freed. unfinished : the call that was interrupted while it made an axis. kept : objects that higher
+    layers keep until the grid is freed, by grid or part, each under its own key: executors, the calls that were agreed on.
+    """
+
+    check: bool
+    transport: str
+    device: Backend | None
+    transports: TransportFactory
+    nodes: Sequence[int] = ()
+    node_rule: NodeRule | None = None
+    number: int = 1
+    blas: BlasRule = NOTHING_MULTIPLIED
+    sealed: bool = False
+    freed: bool = False
+    unfinished: str = ""
+    kept: defaultdict[object, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
+    made: ClassVar[int] = 0  # grids of several ranks that this process, or another rank of one of them, has made
+
+    def introduce(self, comm: MPI.Intracomm, topology: Topology, node_memory: bool | None, same: MPI.Intracomm | None) -> None:
+        """Agree with the other ranks of `comm` on the grid that they make: its number, nodes, BLAS, node memory (collective).
+
+        same : a communicator of the same ranks, which outlives the grid, and keeps which of them share a node; None, there is
+        none. Raises AgreementError on all ranks where they make different grids, ConfigError where SUMMA3D_BLAS cannot be had.
+        """
+        facts = {"axes": topology.shape, "order": topology.order, "tile": topology.tile, "check": self.check}
+        wanted = node_memory is not False and why_no_node_memory() is None
+        mine = Introduction(facts_of("Grid", facts), Job.made + 1, _leader_of_node(comm, same), _rule_here(), wanted, affinity())
+        ranks = comm.allgather(mine) if comm.size > 1 else [mine]
+        compare([rank.facts for rank in ranks], "Grid")
+        leaders = sorted({rank.leader for rank in ranks})
+        self.nodes = [leaders.index(rank.leader) for rank in ranks]
+        self.blas = _rule_of_all([rank.rule for rank in ranks])
+        if comm.size > 1 and all(rank.wants_node_memory for rank in ranks):
+            self.node_rule = NodeRule(_is_crowded([rank.cores for rank in ranks], self.nodes), node_memory is True)
+        self.number = Job.made = max(rank.number for rank in ranks)
+
+    @contextmanager
+    def making(self, asked: str) -> Iterator[None]:
+        """Turn MPI's error for want of a communicator, in the block of the call `asked`, into a GridError; note an interrupt."""
+        try:
+            yield
+        except MPI.Exception as error:
+            if "communicators" not in str(error):
+                raise
+            raise GridError(
+                f"MPI has no communicator left for {asked}: too many grids are in use. Free those that are not needed any more, "
+                "by\n  grid.free() or `with Grid(…) as grid:`."
+            ) from error
+        except Summa3dError:
+            raise
+        except BaseException:
+            self.unfinished = asked
+            raise
+
+    def check_in_use(self, grid: object) -> None:
+        """Raise GridError if the grid was freed, or interrupted while it made an axis."""
+        if self.freed:
+            raise GridError(f"{grid} was freed: its axes communicate no more. Make another grid.")
+        if self.unfinished:
+            raise GridError(
+                f"{grid} was interrupted in {self.unfinished}, which other ranks may have finished: it makes no further axes.\n"
+                "  Free it and make another grid."
+            )
+
+    def check_unsealed(self, grid: object, asked: str) -> None:
+        """Raise GridError if the grid is sealed."""
+        if self.sealed:
+            raise GridError(
+                f"{grid} is sealed: {asked} would make a new communicator, which other ranks may not be there to make.\n"
+                f"  Ask for {asked} on every rank before grid.seal()."
+            )
+
+
+class Introduction(NamedTuple):
+    """The facts that one rank tells the others.
+
+    number : the grid's, as far as this rank has counted. leader : the first rank of its node. rule : what would multiply host
+    tensors here, or why nothing can. cores : those that it may run on.
+    """
+
+    facts: dict[str, str]
+    number: int
+    leader: int
+    rule: BlasRule | ConfigError
+    wants_node_memory: bool
+    cores: Sequence[int]
+
+
+def _rule_here() -> BlasRule | ConfigError:
+    """Return what would multiply host tensors on this rank; the error where it cannot follow SUMMA3D_BLAS."""
+    try:
+        return rule_for_tensors()
+    except ConfigError as error:
+        return error
+
+
+def _rule_of_all(rules: Sequence[BlasRule | ConfigError]) -> BlasRule:
+    """Return what multiplies host tensors on all ranks. Raises the ConfigError of the first one that has one."""
+    usable = []
+    for rule in rules:
+        if isinstance(rule, ConfigError):
+            raise rule
+        usable.append(rule)
+    return common_rule(usable)
+
+
+def _is_crowded(cores_of: Sequence[Sequence[int]], nodes: Sequence[int]) -> bool:
+    """Return whether some node has more of these ranks than cores they may run on."""
+    cores: dict[int, set[int]] = {}
+    for node, usable in zip(nodes, cores_of, strict=True):
+        cores.setdefault(node, set()).update(usable)
+    return len(nodes) > 1 and any(nodes.count(node) > len(usable) for node, usable in cores.items())
+
+
+@cache
+def _leader_key() -> int:
+    """Return the key of MPI's attribute of a communicator that is the first rank on this rank's node."""
+    return MPI.Comm.Create_keyval()
+
+
+def _leader_of_node(comm: MPI.Intracomm, same: MPI.Intracomm | None) -> int:
+    """Return the first rank of `comm` on this rank's node, which `same` keeps for all grids of the same ranks."""
+    if comm.size == 1:
+        return 0
+    leader: int | None = None if same is None else same.Get_attr(_leader_key())
+    if leader is None:
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        leader = node.bcast(comm.rank)
+        node.Free()
+        if same is not None:
+            same.Set_attr(_leader_key(), leader)
+    return leader
