@@ -127,6 +127,8 @@ def serve() -> Request | None:
     python = str(Path(listener.getsockname()).with_name("python"))
     gc.collect()
     gc.freeze()  # a fork's collector would write to every object, and so copy every page
+    frozen = gc.get_freeze_count()
+    gc.get_freeze_count = lambda: frozen  # which counts a million objects one by one, for each trace of a dry run
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.detach()  # torch would unregister all that it has registered at the end of each fork: 40 ms of a core
     forks: dict[int, tuple[int, socket.socket, Request]] = {}  # process descriptor → process, its stub, what that asked for

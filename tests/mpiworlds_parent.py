@@ -314,6 +314,8 @@ class Parent:
             forkserver.LIBC.prctl(PR_SET_TIMERSLACK, SLACK)
         os.environ |= {name: value for name, value in SLEEPING.items() if name not in os.environ}
         signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("terminated", 128 + number))  # ends the worlds too
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's jobs in the background do, and all that they start
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self.lanes: Lanes | None = None
         self.account, self.here = processor_time.Account(), ""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jobs
@@ -38,6 +40,9 @@ def meet(comm):  # a barrier that sleeps: one that polls takes a core for as lon
 
 def test_serial():
     assert not MPI.COMM_WORLD.size > 1
+
+def test_hears_an_interrupt():
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 @pytest.mark.mpi(sizes=(1, 4))
 def test_good_first(comm, world_size, tmp_path, shared_tmp_path):
@@ -112,14 +117,21 @@ def test_good_last(comm):
 """
 
 
-def run_pytest(folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> tuple[str, int]:
+def in_the_background() -> None:
+    """Ignore what a shell's script has its jobs in the background ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def run_pytest(
+    folder: Path, *options: str, launcher: tuple[str, ...] = (), before: Callable[[], None] | None = None
+) -> tuple[str, int]:
     (folder / "conftest.py").write_text('pytest_plugins = ("mpiworlds",)\n')
     (folder / "pytest.ini").write_text("[pytest]\n")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
     command = [*launcher, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, cwd=folder, env=environ, text=True, timeout=300, **quiet)
+    done = subprocess.run(command, cwd=folder, env=environ, text=True, timeout=300, preexec_fn=before, **quiet)
     return done.stdout, done.returncode
 
 
@@ -127,7 +139,7 @@ def run_pytest(folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> t
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("bad")
     (folder / "test_bad.py").write_text(BAD)
-    output, status = run_pytest(folder, "-rA")
+    output, status = run_pytest(folder, "-rA", before=in_the_background)
     assert status == 1, output
     return output
 
@@ -142,7 +154,11 @@ def section(report: str, test: str) -> str:
 def test_every_test_has_its_own_outcome(report: str) -> None:
     for test in ("test_good_first[w1]", "test_good_first[w4]", "test_good_between[w4]", "test_good_last[w4]", "test_serial"):
         assert f"PASSED test_bad.py::{test}" in report, report
-    assert "7 failed, 6 passed, 1 skipped, 1 xfailed" in report, report
+    assert "7 failed, 7 passed, 1 skipped, 1 xfailed" in report, report
+
+
+def test_an_interrupt_is_heard_also_where_a_script_starts_pytest_in_the_background(report: str) -> None:
+    assert "PASSED test_bad.py::test_hears_an_interrupt" in report, report
 
 
 def test_the_processor_time_of_a_test_is_that_of_its_ranks_and_of_what_they_start(report: str) -> None:

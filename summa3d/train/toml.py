@@ -6,12 +6,15 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, nearest
 from ..files import LARGEST_WHOLE, toml_value
 
 Settings = TypeVar("Settings")
+type_hints = cache(typing.get_type_hints)
+"""Each class's once: one configuration asks for those of its tables dozens of times."""
 
 
 def build(cls: type[Settings], table: Mapping[str, Any], prefix: str = "", known: Sequence[str] = ()) -> Settings:
@@ -198,7 +201,7 @@ def describe_value(value: Any) -> str:
 
 def field_types(cls: Any) -> dict[str, Any]:
     """Field name → type of all fields of a dataclass, with string annotations resolved."""
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)
     return {field.name: hints[field.name] for field in fields(cls)}
 
 

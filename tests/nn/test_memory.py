@@ -105,11 +105,19 @@ def test_dropouts_masks_and_unfused_attention_are_counted(make_grid, world_size,
         check(ModelConfig(**FAMILIES[family], **more), scheme(name, make_grid(check=False, **axes)))
 
 
+AGAIN = {"each": ("full", 1), "pairs": ("full", 2), "selective": ("selective", 1)}
+MODELS = [(GPT2, None, -1), (LLAMA, False, -1), (BERT, None, -1), (VIT, False, -1), (GPT2, None, 0)]
+"""Models, transports and schemes: the last of those, and oned, whose stream is whole on every rank."""
+
+
 @pytest.mark.mpi(sizes=(1, 4))
-@pytest.mark.parametrize("recompute", [("full", 1), ("full", 2), ("selective", 1)], ids=["each", "pairs", "selective"])
-def test_what_is_computed_again_is_not_kept(make_grid, world_size, recompute):
-    for sizes, node_memory, turn in ((GPT2, None, -1), (LLAMA, False, -1), (BERT, None, -1), (VIT, False, -1), (GPT2, None, 0)):
-        name, axes = SCHEMES[world_size][turn]  # the last, and oned, whose stream is whole on every rank
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.wide)], ids=["turns", "all"])
+@pytest.mark.parametrize("again", AGAIN)
+def test_what_is_computed_again_is_not_kept(make_grid, world_size, again, stride):
+    """On one rank each model with each; on four they take turns, as in test_device_memory.py."""
+    recompute, first = AGAIN[again], list(AGAIN).index(again) if stride == 3 else 0
+    for sizes, node_memory, turn in MODELS if world_size == 1 else MODELS[first::stride]:
+        name, axes = SCHEMES[world_size][turn]
         check(ModelConfig(**sizes), scheme(name, make_grid(check=False, node_memory=node_memory, **axes)), recompute)
 
 
@@ -129,9 +137,13 @@ def test_the_loss_of_16_bit_logits_is_counted_in_32(make_grid, world_size):
 @pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("recompute", [("none", 1), ("full", 1)], ids=["kept", "again"])
 @pytest.mark.parametrize("node_memory", [None, False], ids=["node", "mpi"])
-def test_what_is_in_flight_between_layers_is_counted(make_grid, recompute, node_memory):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["cover", "all"])
+def test_what_is_in_flight_between_layers_is_counted(make_grid, recompute, node_memory, every):
+    """Each case on either transport, kept or again: in a cover of those pairs."""
+    first = (node_memory is None) != (recompute == ("full", 1))  # Llama's keeps what it has gathered through MPI
     cases = [(GPT2, {"x": 2, "z": 2}), (GPT2, {"x": 4}), (LLAMA, {"x": 2, "z": 2})]
-    for (sizes, axes), overlap in zip(cases, (Overlap(1), Overlap(3), Overlap(2, False)), strict=True):
+    overlaps = (Overlap(1), Overlap(3), Overlap(2, False))
+    for (sizes, axes), overlap in [*zip(cases, overlaps, strict=True)][0 if every else first :: 1 if every else 2]:
         grid = make_grid(check=False, node_memory=node_memory, **axes)
         regather = sizes is GPT2 or node_memory is None or recompute == ("full", 1)
         check(ModelConfig(**sizes), scheme("cuboid", grid, regather, overlap=overlap), recompute, IN_FLIGHT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -139,17 +140,22 @@ STEPS = {
 }
 
 
-@pytest.mark.pairs
+TURNS = [("cuboid", "float32", "yes"), ("diagonal", "bfloat16", "no"), ("summa", "bfloat16", "yes"), ("oned-sp", "float32", "no")]
+"""Settings, dtypes and transports in turn; every setting of a dry run meets its step in tests/dry/test_real_runs.py too."""
+CASES = [
+    pytest.param(*case, marks=() if case in TURNS else pytest.mark.wide)
+    for case in product(STEPS, ("float32", "bfloat16"), ("yes", "no"))
+]
+
+
 @pytest.mark.mpi(sizes=(4,))
-@pytest.mark.parametrize("node_memory", ["yes", "no"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("settings", STEPS.values(), ids=STEPS)
-def test_the_peak_is_that_of_a_step_of_the_run(comm, shared_tmp_path, settings, dtype, node_memory, monkeypatch) -> None:
+@pytest.mark.parametrize(("name", "dtype", "node_memory"), CASES)
+def test_the_peak_is_that_of_a_step_of_the_run(comm, shared_tmp_path, name, dtype, node_memory, monkeypatch) -> None:
     monkeypatch.setenv("SUMMA3D_NODE_MEMORY", node_memory)
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     sizes = ["model.layers=2", "model.hidden=96", "model.heads=4", "model.sequence=64", "train.batch=8", "train.warmup=1"]
     corpus = f"data.path={shared_corpus(comm, shared_tmp_path)}"
-    loaded = config.load("demo", [*sizes, corpus, f"dtype={dtype}", "train.checkpoint_every=0", *settings])
+    loaded = config.load("demo", [*sizes, corpus, f"dtype={dtype}", "train.checkpoint_every=0", *STEPS[name]])
     run = prepare(loaded, comm, shared_tmp_path / "run")
     held, moments = held_by(run)
     take_step(run, 1)
