@@ -164,10 +164,9 @@ WIDE = {
     "Fused": "no state: stands for the module of the reference's functions",
     **dict.fromkeys(("LanguageModel", "BERT", "GPT", "Llama", "ViT"), MODELS),
     **dict.fromkeys(("HostTransport", "CudaAwareTransport", "NcclTransport", "NcclLink", "PinnedTransport"), TRANSPORT),
-    **dict.fromkeys(("DryTransport", "NodeBuffer", "DryNodeBuffer", "Route", "Message"), TRANSPORT),
-    **dict.fromkeys(("Scheme", "State", "Pipeline", "Rank", "DryStep", "Run"), "the state of a model's pass, not divided yet"),
+    **dict.fromkeys(("DryTransport", "NodeBuffer", "Route", "Message"), TRANSPORT),
     **dict.fromkeys(("Agarwal", "Ca25d", "Cannon", "Cuboid"), "an executor: what its operands have in common, not divided yet"),
-    "Rows": "columns of the planner's table",
+    "PlanTable": "columns of the planner's table",
 }
 """Classes that may have more public methods or attributes, and why."""
 

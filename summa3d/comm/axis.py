@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,15 +10,15 @@ import numpy as np
 from mpi4py import MPI
 
 from ..errors import ShapeError
-from .arrays import Array, dtype_name
+from .arrays import Array
 from .axis_lock import AxisLock, OfThisProcess
+from .calls import Calls
 from .checks import Checks, Routes
 from .collective import Collective, Copied, alone
-from .failure import check_comm
 from .nodes import world_ranks
-from .pending import Begun, Completed, Pending, cpu_seconds
+from .pending import Completed, Pending
 from .profile import flight
-from .profile.ledger import Amounts, Ledger
+from .profile.ledger import Ledger
 from .transport.call import Route
 from .transport.transports import Freed, Transports
 
@@ -63,8 +61,8 @@ class Axis(OfThisProcess):
         self.lock = AxisLock(self.label, transports)
         self.checks = Checks(members, transports, check)
         self.routes = Routes(self.checks)
-        self._barrier = Route("barrier", False, 0, 0)
         self.records = flight.AxisRecords(members.name, None if self.comm == MPI.COMM_NULL else partial(world_ranks, self.comm))
+        self.calls = Calls(members, transports, self.lock, self.checks, self.records)
 
     def __repr__(self) -> str:
         return f"Axis({self.label}: {self.index} of {self.size})"
@@ -82,7 +80,7 @@ class Axis(OfThisProcess):
         if self.size == 1:
             return alone(block, into)
         with self.lock:
-            return self._complete(self.routes.gather(block, dim, sizes, into, view), block, into)
+            return self.calls.complete(self.routes.gather(block, dim, sizes, into, view), block, into)
 
     def reduce_scatter(
         self,
@@ -100,28 +98,28 @@ class Axis(OfThisProcess):
         if self.size == 1:
             return alone(array, into)
         with self.lock:
-            return self._complete(self.routes.scatter(array, dim, sizes, into, parts), array, into, parts)
+            return self.calls.complete(self.routes.scatter(array, dim, sizes, into, parts), array, into, parts)
 
     def all_reduce(self, array: Array, op: str = "sum", into: Array | None = None) -> Array:
         """Reduce the members' arrays by `op` (sum, max, min) on all of them. Words n + (g−2)·n_r, messages 2(g−1)."""
         if self.size == 1:
             return alone(array, into)
         with self.lock:
-            return self._complete(self.routes.reduction("all_reduce", array, op, into), array, into)
+            return self.calls.complete(self.routes.reduction("all_reduce", array, op, into), array, into)
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
         """Overwrite every member's `array` by the root's. Words n (root 0), messages 1 (root 0)."""
         if self.size == 1:
             return array
         with self.lock:
-            return self._complete(self.routes.from_root(array, root), array)
+            return self.calls.complete(self.routes.from_root(array, root), array)
 
     def reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Array | None:
         """Reduce onto the root; None elsewhere. `into`, for the root, may be `array` itself. Words (g−1)·n_r, messages g−1."""
         if self.size == 1:
             return alone(array, into)
         with self.lock:
-            return self._complete(self.routes.reduction("reduce", array, op, into, root), array, into)
+            return self.calls.complete(self.routes.reduction("reduce", array, op, into, root), array, into)
 
     def all_to_all(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
@@ -134,7 +132,7 @@ class Axis(OfThisProcess):
         if self.size == 1:
             return array
         with self.lock:
-            return self._complete(self.routes.exchange(array, dim, sizes, receive_sizes), array)
+            return self.calls.complete(self.routes.exchange(array, dim, sizes, receive_sizes), array)
 
     def send(self, array: Array, to: int, tag: int = 0) -> None:
         """Send `array` to member `to`; returns when the buffer may be reused. Moves nothing *to* this rank.
@@ -151,7 +149,7 @@ class Axis(OfThisProcess):
         """Return once every member has called. Members that share a node wait asleep."""
         if self.size > 1:
             with self.lock:
-                self._meet()
+                self.calls.meet()
 
     # -- started: return a Pending ---------------------------------------------------------------------------------------
 
@@ -162,7 +160,7 @@ class Axis(OfThisProcess):
         if self.size == 1:
             return Completed(alone(block, into))
         with self.lock:
-            return self._begin(self.routes.gather(block, dim, sizes, into, view), block, into)
+            return self.calls.begin(self.routes.gather(block, dim, sizes, into, view), block, into)
 
     def start_reduce_scatter(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None
@@ -171,28 +169,28 @@ class Axis(OfThisProcess):
         if self.size == 1:
             return Completed(alone(array, into))
         with self.lock:
-            return self._begin(self.routes.scatter(array, dim, sizes, into), array, into)
+            return self.calls.begin(self.routes.scatter(array, dim, sizes, into), array, into)
 
     def start_all_reduce(self, array: Array, op: str = "sum", into: Array | None = None, in_order: bool = False) -> Pending:
         """`all_reduce`, in flight. `in_order`: all members complete it between the same two of their communications."""
         if self.size == 1:
             return Completed(alone(array, into))
         with self.lock:
-            return self._begin(self.routes.reduction("all_reduce", array, op, into, in_order=in_order), array, into)
+            return self.calls.begin(self.routes.reduction("all_reduce", array, op, into, in_order=in_order), array, into)
 
     def start_broadcast(self, array: Array, root: int = 0) -> Pending:
         """`broadcast`, in flight."""
         if self.size == 1:
             return Completed(array)
         with self.lock:
-            return self._begin(self.routes.from_root(array, root), array)
+            return self.calls.begin(self.routes.from_root(array, root), array)
 
     def start_reduce(self, array: Array, root: int = 0, op: str = "sum", into: Array | None = None) -> Pending:
         """`reduce`, in flight."""
         if self.size == 1:
             return Completed(alone(array, into))
         with self.lock:
-            return self._begin(self.routes.reduction("reduce", array, op, into, root), array, into)
+            return self.calls.begin(self.routes.reduction("reduce", array, op, into, root), array, into)
 
     def start_all_to_all(
         self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
@@ -201,19 +199,19 @@ class Axis(OfThisProcess):
         if self.size == 1:
             return Completed(array)
         with self.lock:
-            return self._begin(self.routes.exchange(array, dim, sizes, receive_sizes), array)
+            return self.calls.begin(self.routes.exchange(array, dim, sizes, receive_sizes), array)
 
     def start_send(self, array: Array, to: int, tag: int = 0) -> Pending:
         """`send`, in flight."""
         with self.lock:
-            return self._begin(self.routes.message("send", array, to, tag), array)
+            return self.calls.begin(self.routes.message("send", array, to, tag), array)
 
     def start_receive(self, array: Array, source: int, tag: int = 0) -> Pending:
         """`receive`, in flight."""
         with self.lock:
             route = self.routes.message("receive", array, source, tag)
             self.checks.target("receive", array)
-            return self._begin(route, array)
+            return self.calls.begin(route, array)
 
     # -- prepared ---------------------------------------------------------------------------------------------------------
 
@@ -251,13 +249,13 @@ class Axis(OfThisProcess):
             if name not in OPTIONS[kind]:
                 raise ShapeError(f"{kind} over {self.label} takes no {name}. It takes {', '.join(OPTIONS[kind])}.")
         if self.size == 1:
-            return Copied(self, kind)
+            return Copied(self.calls, kind)
         options = {**OPTIONS[kind], **given}
 
         def settle(array: Array, into: Array | None, parts: Array | None) -> Route:
             return self.routes.of(kind, array, into, parts, options)
 
-        return Collective(self, like, settle)
+        return Collective(self.calls, like, settle)
 
     # -- memory ---------------------------------------------------------------------------------------------------------
 
@@ -288,98 +286,10 @@ class Axis(OfThisProcess):
         with self.lock:
             self.transports.of(array)
 
-    # -- carry and account -------------------------------------------------------------------------------------------------
-
-    def _complete(self, route: Route, array: Array, into: Array | None = None, parts: Array | None = None) -> Array:
-        """Carry a blocking call, and record it in the ledger once it is complete."""
-        ledger = self.ledger
-        if ledger.by_steps or route.on_device:
-            pending = self._by_steps(route, array, into, True, parts)
-            pending.lock = Pending.lock  # this call has the axis's
-            return pending.wait()
-        naps, wall = route.naps, time.perf_counter()
-        cpu = time.thread_time() if naps is None else naps.seconds
-        number = self.records.begin(route, array, wall, flight.WAITED_FOR)
-        try:
-            carried = self.transports.carry(route, array, into, True, parts)
-            result = carried.complete()
-        except BaseException as error:
-            self._failed(number, error)
-            raise
-        ended = time.perf_counter()
-        flight.end(number, ended)
-        moved = carried.moved
-        self._record(route, array if moved is None else moved, ended - wall, cpu_seconds(naps, cpu, ended - wall))
-        return result
-
-    def _begin(self, route: Route, array: Array, into: Array | None = None) -> Pending:
-        """Carry a call; `wait` of the returned Pending records its completion."""
-        if self.ledger.by_steps or route.on_device:
-            return self._by_steps(route, array, into, False)
-        naps, wall = route.naps, time.perf_counter()
-        cpu = time.thread_time() if naps is None else naps.seconds
-        number = self.records.begin(route, array, wall, flight.BEGUN)
-        try:
-            carried = self.transports.carry(route, array, into, False)
-        except BaseException as error:
-            self._failed(number, error)
-            raise
-        moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
-        moved = array if moved is None else moved
-        seconds = time.perf_counter() - wall
-        line = self._record(route, moved, seconds, cpu_seconds(naps, cpu, seconds))
-        return Pending(carried, line.wait, number, self.lock, naps)
-
-    def _by_steps(self, route: Route, array: Array, into: Array | None, blocking: bool, parts: Array | None = None) -> Pending:
-        """Carry a call on a device, or under a ledger that traces: inside an NVTX range if the ledger has ranges."""
-        ledger = self.ledger
-        number = self.records.begin(route, array, time.perf_counter(), flight.BEGUN)
-        try:
-            with nullcontext() if ledger.ranges is None else ledger.ranges.around(f"{route.operation} {self.label}"):
-                carry = partial(self.transports.carry, route, array, into, blocking, parts)
-                pending = Begun(carry, self.transports.of, route, array).recorded(ledger, self.label)
-        except BaseException as error:
-            self._failed(number, error)
-            raise
-        pending.number, pending.lock = number, self.lock
-        return pending
-
-    def _meet(self) -> None:
-        """Carry a barrier, which the ledger does not count."""
-        number = self.records.begin(self._barrier, NOTHING, time.perf_counter(), flight.WAITED_FOR)
-        try:
-            self.checks.barrier()
-            self.transports.barrier()
-        except BaseException as error:
-            self._failed(number, error)
-            raise
-        flight.end(number, time.perf_counter())
-
-    def _failed(self, number: int, error: BaseException) -> None:
-        """Record that a call has failed. Raises GridError for MPI's error about a communicator that is gone."""
-        flight.failed(number)
-        if isinstance(error, MPI.Exception):
-            check_comm(self.comm, f"axis {self.label}")
-
-    def _record(self, route: Route, moved: Array, seconds: float, cpu_seconds: float) -> Amounts:
-        """Add a call to its line of the ledger, which the route keeps by phase; returns the line."""
-        key = self.ledger.current_phase, moved.dtype
-        line = route.lines.get(key)
-        if line is None:
-            line = route.lines[key] = self.ledger.line(route.operation, self.label, dtype_name(moved))
-        words = route.words
-        line.calls += 1  # spelled out, because every collective passes here
-        line.words += words
-        line.messages += route.messages
-        line.bytes += words * moved.itemsize
-        line.seconds += seconds
-        line.cpu_seconds += cpu_seconds
-        return line
-
 
 def free(axis: Axis) -> None:
     """Release the memory of an axis (collective). Whatever the axis is asked for later raises GridError."""
     before, axis.transports = axis.transports, Freed(axis.transports.members)
-    axis.checks.transports = axis.lock.shared = axis.transports
+    axis.checks.transports = axis.lock.shared = axis.calls.transports = axis.transports
     axis.records.ranks = None  # the communicator, which would name them, is gone soon
     before.free()

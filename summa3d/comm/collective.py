@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from .arrays import Array, copy_into, dtype_name, into_problem, is_writable, place_of
+from .calls import Calls
 from .pending import Completed, Pending
 from .transport.call import Route
-
-if TYPE_CHECKING:
-    from .axis import Axis
 
 INTO = ("all_gather", "reduce_scatter", "all_reduce", "reduce")
 """Collectives whose result may go into an array of the caller's."""
@@ -30,33 +28,33 @@ class Collective:
 
     Attributes
     ----------
-    axis : the axis. route : what its calls have in common, with their words and messages.
+    calls : carries them, and knows the axis's size and label. route : what they have in common, with words and messages.
     """
 
-    def __init__(self, axis: Axis, like: Array, settle: Settle) -> None:
-        self.axis, self._settle = axis, settle
+    def __init__(self, calls: Calls, like: Array, settle: Settle) -> None:
+        self.calls, self._settle = calls, settle
         self._shape, self._dtype, self._place = tuple(like.shape), like.dtype, place_of(like)
         self._like = f"{dtype_name(like)} {list(like.shape)}"
-        with axis.lock:
+        with calls.lock:
             self.route = route = settle(like, None, None)
-        self._each, self._overwrites = axis.check, route.operation == "broadcast" and route.words > 0
+        self._each, self._overwrites = calls.checks.debug, route.operation == "broadcast" and route.words > 0
         self._may_go = route.operation in INTO
-        self._result = route.result_shape(self._shape, axis.index)
+        self._result = route.result_shape(self._shape, calls.index)
 
     def __repr__(self) -> str:
-        return f"Collective({self.route.operation} of {self._like} over {self.axis.label} = {self.axis.size})"
+        return f"Collective({self.route.operation} of {self._like} over {self.calls.label} = {self.calls.size})"
 
     def start(self, array: Array, into: Array | None = None) -> Pending:
         """Begin the collective; `wait` of the returned Pending gives its result. into : where the result goes, optional."""
-        axis = self.axis
-        with axis.lock:
-            return axis._begin(self._route_of(array, into), array, into)
+        calls = self.calls
+        with calls.lock:
+            return calls.begin(self._route_of(array, into), array, into)
 
     def run(self, array: Array, into: Array | None = None, parts: Array | None = None) -> Array:
         """Return the result of the collective. parts : workspace of a reduce-scatter through MPI, of g·n_r words."""
-        axis = self.axis
-        with axis.lock:
-            return axis._complete(self._route_of(array, into, parts), array, into, parts)
+        calls = self.calls
+        with calls.lock:
+            return calls.complete(self._route_of(array, into, parts), array, into, parts)
 
     def _route_of(self, array: Array, into: Array | None, parts: Array | None = None) -> Route:
         """The route; ShapeError unless the arrays are like those that were prepared for."""
@@ -82,20 +80,20 @@ class Collective:
 
     def _holds(self, parts: Array, array: Array) -> bool:
         """Whether this array can be a reduce-scatter's workspace; where it cannot, the full check says why."""
-        elements = prod(self._result) * self.axis.size
-        return self.axis.checks.workspace_problem(array, parts, elements) is None
+        elements = prod(self._result) * self.calls.size
+        return self.calls.checks.workspace_problem(array, parts, elements) is None
 
     def _refuse(self, array: Array) -> NoReturn:
         """Raise ShapeError for an array that is not like the one prepared for, once the other members can know of it."""
-        axis, name = self.axis, self.route.operation
-        axis.checks.array(name, array)
+        calls, name = self.calls, self.route.operation
+        calls.checks.array(name, array)
         given = f"{dtype_name(array)} {list(array.shape)}"
         where = "" if given != self._like else ", in another library or memory"
         problem = (
-            f"{name} over {axis.label} = {axis.size} was prepared for {self._like}, and is started with {given}{where}.\n"
+            f"{name} over {calls.label} = {calls.size} was prepared for {self._like}, and is started with {given}{where}.\n"
             f"  Prepare another one for such arrays, or call axis.{name}."
         )
-        axis.checks.refuse(name, array, {"shape": tuple(array.shape)}, problem)
+        calls.checks.refuse(name, array, {"shape": tuple(array.shape)}, problem)
 
 
 def alone(array: Array, into: Array | None) -> Array:
@@ -106,11 +104,11 @@ def alone(array: Array, into: Array | None) -> Array:
 class Copied(Collective):
     """A collective over an axis of one member, which returns its input: nothing is sent, and nothing checked."""
 
-    def __init__(self, axis: Axis, operation: str) -> None:
-        self.axis, self.route = axis, Route(operation, False, 0, 0)
+    def __init__(self, calls: Calls, operation: str) -> None:
+        self.calls, self.route = calls, Route(operation, False, 0, 0)
 
     def __repr__(self) -> str:
-        return f"Collective({self.route.operation} over {self.axis.label} = 1)"
+        return f"Collective({self.route.operation} over {self.calls.label} = 1)"
 
     def start(self, array: Array, into: Array | None = None) -> Pending:
         """Return a Pending that is complete."""
@@ -119,32 +117,3 @@ class Copied(Collective):
     def run(self, array: Array, into: Array | None = None, parts: Array | None = None) -> Array:
         """Return the input, or its copy in `into`."""
         return alone(array, into)
-
-
-class Prepared:
-    """A collective over an axis for blocks of one shape, prepared for each dtype, library and memory when the first such comes.
-
-    axis, kind, dim, sizes, op, root, view : as of `Axis.prepare`
-    """
-
-    def __init__(
-        self,
-        axis: Axis,
-        kind: str,
-        dim: int | None = None,
-        sizes: Sequence[int] | None = None,
-        op: str | None = None,
-        root: int | None = None,
-        view: bool | None = None,
-    ) -> None:
-        self.axis, self.kind = axis, kind
-        self._options = {"dim": dim, "sizes": sizes, "op": op, "root": root, "view": view}
-        self._collectives: dict[Any, Collective] = {}
-
-    def of(self, array: Array) -> Collective:
-        """Return the collective for arrays like this one; collective, with check=True, where it is the first."""
-        key = array.dtype if type(array) is np.ndarray else (array.dtype, place_of(array))
-        collective = self._collectives.get(key)
-        if collective is None:
-            collective = self._collectives[key] = self.axis.prepare(self.kind, array, **self._options)  # type: ignore[arg-type]
-        return collective

@@ -61,7 +61,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def start(collective: Collective, array: Any, *args: Any) -> Any:
         pending = original_start(collective, array, *args)
-        axis, short = collective.axis, shorts.get(collective.route.operation)
+        axis, short = collective.calls, shorts.get(collective.route.operation)
         if axis.label != "x" or axis.size == 1 or short is None:
             return pending
         what, wait, waited = f"{short} {array.shape[-1]}", pending.wait, []

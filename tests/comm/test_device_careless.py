@@ -8,7 +8,7 @@ import fake_device
 import numpy as np
 import pytest
 
-from summa3d.comm.transport.arrival import Held
+from summa3d.comm.device.arrival import Held
 from summa3d.comm.transport.pinned import Buffers
 
 WORLD = pytest.mark.mpi(sizes=(2,))

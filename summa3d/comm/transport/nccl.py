@@ -14,8 +14,8 @@ from mpi4py import MPI
 
 from ...errors import GridError
 from ..arrays import Array, address, count, dtype_name, is_half
+from ..device.arrival import Arrival, Held
 from ..profile.timeline import Span, Timed, Timeline
-from .arrival import Arrival, Held
 from .call import Counts, Requests
 from .host import LARGE, HostTransport
 

@@ -10,9 +10,9 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Array, address, count, dtype_name
+from ..device.arrival import Held
 from ..device.backend import Backend
 from ..profile.timeline import Span, Timed, Timeline
-from .arrival import Held
 from .call import Counts, Requests, are_done, wait_for
 from .flat import FlatTransport
 from .host import HostTransport

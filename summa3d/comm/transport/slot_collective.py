@@ -124,12 +124,12 @@ class SlotCollective:
         self.in_slots, self.in_place = in_slots, route.operation == "broadcast"
         self.plan = plan = PLANS[route.operation](route, tuple(like.shape), index, size)
         self.nbytes = plan.elements * like.itemsize
-        self.like, self.index, self.is_torch = empty((0,), detached(like)), index, is_torch(like)
+        self.like, self._index, self.is_torch = empty((0,), detached(like)), index, is_torch(like)
         self.views: list[Views | None] = [None] * SLOTS
-        self.sums_wide = route.op == "sum" and is_half(like)
-        self.copy, self.reduce = _functions(like, route.op)
+        self._sums_wide = route.op == "sum" and is_half(like)
+        self._copy, self._reduce = _functions(like, route.op)
         shape = plan.shape or ()
-        self.new: Callable[[], Array] = (
+        self._new: Callable[[], Array] = (
             partial(self.like.new_empty, shape) if self.is_torch else partial(np.empty, shape, like.dtype)
         )
         self.whole = () if plan.whole is None else plan.whole.shape
@@ -161,10 +161,10 @@ class SlotCollective:
             array = array.detach()
         if others and self.nbytes >= IN_ONE_COPY and blocking and (into is None or not overlap(into, array)):
             for part, at in zip(others, self.plan.others, strict=True):
-                self.copy(part, array[at])
+                self._copy(part, array[at])
             own: Array = array[self.plan.own]
             return own
-        self.copy(mine, array)
+        self._copy(mine, array)
         return None
 
     def combine(self, views: Views, into: Array | None, own: Array | None) -> Array | None:
@@ -174,29 +174,29 @@ class SlotCollective:
             parts = views.parts
             if own is not None:
                 parts = [*parts]
-                parts[self.index] = own
+                parts[self._index] = own
             return self._reduced(parts, into) if parts else None
-        out = self.new() if into is None else into
+        out = self._new() if into is None else into
         target = out.detach() if self.is_torch and out.requires_grad else out
         if plan.whole is not None:
-            self.copy(target, views.parts[0])
+            self._copy(target, views.parts[0])
             return out
         for place, part in zip(plan.places, views.parts, strict=True):
-            self.copy(target if place is ... else target[place], part)
+            self._copy(target if place is ... else target[place], part)
         return out
 
     def _reduced(self, parts: Sequence[Array], out: Array | None) -> Array:
         """The members' parts reduced in their order: the same bits in every run. 16-bit floats are summed in float32."""
         first, second, *others = parts
-        if self.sums_wide:
+        if self._sums_wide:
             return copy_into(empty(first.shape, first) if out is None else out, sum_wide(parts))
         if out is None:
             new = self.is_torch and first.is_contiguous()  # else torch's result would not lie in C order
-            out = self.reduce(first, second) if new else self.reduce(first, second, out=empty(first.shape, first))
+            out = self._reduce(first, second) if new else self._reduce(first, second, out=empty(first.shape, first))
         else:
-            self.reduce(first, second, out=out)
+            self._reduce(first, second, out=out)
         for part in others:
-            self.reduce(out, part, out=out)
+            self._reduce(out, part, out=out)
         return out
 
 

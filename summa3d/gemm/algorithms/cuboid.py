@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from ...comm.arrays import Array, place_of
 from ...comm.axis import Axis
-from ...comm.collective import Collective, Prepared
+from ...comm.collective import Collective
 from ...comm.pending import Completed, Pending
+from ...comm.prepared import Prepared
 from ...comm.topology import grids_of
 from ...errors import ShapeError
 from ...layout.layout import Layout, split_sizes

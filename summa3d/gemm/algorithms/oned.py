@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...comm.arrays import Array
-from ...comm.collective import Prepared
+from ...comm.prepared import Prepared
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import seed
 from .executor import Executor

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from ...comm.arrays import Array, is_contiguous, is_half, is_on_device
 from ...comm.axis import Axis
-from ...comm.collective import Prepared
 from ...comm.pending import Pending
+from ...comm.prepared import Prepared
 from ...layout.layout import split_range
 from .workspace import Workspace
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...comm.arrays import Array, dtype_name
 from ...comm.axis import Axis
-from ...comm.collective import Prepared
+from ...comm.prepared import Prepared
 from ...comm.topology import grids_of
 from ...errors import ShapeError
 from ...layout.layout import Layout

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..arrays import Array
-from ..device.backend import Backend, Event
 from ..profile.timeline import Span, Timed
+from .backend import Backend, Event
 
 
 class Held:
